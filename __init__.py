@@ -1,0 +1,24 @@
+"""Weft: one training job over several data centres, from one schedule value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "initialize": "weft.engine.initialize",
+    "WeftEngine": "weft.engine.engine",
+    "WeftTrainer": "weft.engine.hf_trainer",
+    "WeftConfig": "weft.conf.schema",
+}
+__all__ = ["WeftConfig", "WeftEngine", "WeftTrainer", "initialize"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names on first use: reading a schedule must not load torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

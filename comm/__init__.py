@@ -1,0 +1,1 @@
+"""Channels, process groups and link probes: how tensors move between ranks."""

@@ -1,0 +1,39 @@
+"""Partitioned collectives: one collective described once, rewritten by primitive, group and workload.
+
+The value and its costs need no torch; `weft.comm.collectives.communicator` executes it. A
+reduce-scatter of a flat chunk over two nodes of two ranks:
+
+    group = Group(ranks=(0, 1, 2, 3), nodes=(0, 0, 1, 1))
+    wish = Collective.flat(Primitive.reduce_scatter, group, num_elements=4096, itemsize=4)
+    choice = choose(wish, costs)                    # or plain(wish)
+    print(choice.rewrite)                           # reduce_scatter intra 2, reduces inter 2 | 2 chunks
+
+    communicator = Communicator.open([group], device=device, timeout_s=600)  # a collective call
+    handle = communicator.start(choice.rewrite, gradients, shard)            # returns at once
+    ...                                             # compute
+    handle.wait()                                   # shard holds this rank's sum
+
+All-gather takes (shard, full), all-reduce (tensor, tensor). Every rank of the group starts the
+same rewrites in the same order. Averages are the caller's: scale before or after.
+"""
+
+from weft.comm.collectives.collective import Collective, Primitive
+from weft.comm.collectives.costs import AlphaBeta, CollectiveCosts
+from weft.comm.collectives.group import Group, LinkClass, Mesh
+from weft.comm.collectives.rewrite import Rewrite, Step, plain
+from weft.comm.collectives.space import Choice, choose
+
+__all__ = [
+    "AlphaBeta",
+    "Choice",
+    "Collective",
+    "CollectiveCosts",
+    "Group",
+    "LinkClass",
+    "Mesh",
+    "Primitive",
+    "Rewrite",
+    "Step",
+    "choose",
+    "plain",
+]

@@ -1,0 +1,71 @@
+"""The cache of collective costs: a file that remembers what was probed, by topology. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from weft.comm.collectives.collective import Primitive
+from weft.comm.collectives.costs import AlphaBeta, CollectiveCosts
+from weft.comm.collectives.group import Group, LinkClass
+
+
+def topology_key(group: Group, device: str) -> str:
+    """Name of a group's topology: what its costs hold for, whichever ranks it consists of.
+
+    Args:
+        device: its kind, `cpu` or `cuda`.
+    """
+    counts = [group.nodes.count(node) for node in dict.fromkeys(group.nodes)]
+    return f"{device} on {'+'.join(map(str, counts))} ranks, from {os.uname().nodename}"
+
+
+@dataclass(frozen=True)
+class CostCache:
+    """Costs by topology, in a JSON file that several processes may write.
+
+    Attributes:
+        path: the file.
+    """
+
+    path: Path
+
+    @classmethod
+    def in_folder(cls, cache_dir: str) -> CostCache:
+        """The one in a cache folder such as ``data.cache_dir``."""
+        return cls(Path(cache_dir).expanduser() / "collectives.json")
+
+    def read(self, key: str) -> CollectiveCosts | None:
+        """The costs of a topology; None if it was not probed or the file is no longer readable."""
+        try:
+            rows = json.loads(self.path.read_text())[key]
+            return CollectiveCosts({(LinkClass(r["link"]), Primitive(r["primitive"])): _line(r) for r in rows})
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, key: str, costs: CollectiveCosts) -> None:
+        """Put the costs of a topology beside those of others; whole or not at all."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        together = {**self._all(), key: list(_rows(costs))}
+        draft = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        draft.write_text(json.dumps(together, indent=1))
+        draft.replace(self.path)
+
+    def _all(self) -> dict:
+        try:
+            found = json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+def _rows(costs: CollectiveCosts) -> Iterator[dict]:
+    for (link, primitive), line in costs.table.items():
+        yield {"link": link.value, "primitive": primitive.value, **asdict(line)}
+
+
+def _line(row: dict) -> AlphaBeta:
+    return AlphaBeta(float(row["alpha_s"]), float(row["beta_s"]))

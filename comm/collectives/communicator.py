@@ -1,0 +1,233 @@
+"""The communicator: carries out rewrites on torch.distributed, beside compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm.channel import ChannelError
+from weft.comm.collectives.collective import GATHERING, REDUCING, Collective, Primitive
+from weft.comm.collectives.group import Group, Mesh
+from weft.comm.collectives.lanes import Lane, Pending, at_once, lane_for
+from weft.comm.collectives.primitives import PRIMITIVES
+from weft.comm.collectives.rewrite import Rewrite, Step
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """One axis of one mesh, as this rank sees it."""
+
+    group: dist.ProcessGroup
+    lane: Lane
+
+
+class Handle:
+    """A collective under way; see `weft.comm.channel.Handle`."""
+
+    def __init__(self, rewrite: Rewrite, target: Tensor, chunks: list[Pending]) -> None:
+        self.rewrite = rewrite
+        self._target = target
+        self._chunks = chunks
+
+    def wait(self) -> Tensor:
+        """Block until the target is filled, and return it; on a GPU only the current stream waits.
+
+        Raises:
+            ChannelError: a rank did not take part in time, or has ended.
+        """
+        try:
+            for chunk in self._chunks:
+                chunk.result()
+        except RuntimeError as error:
+            raise ChannelError(f"{self.rewrite.collective}: {self.rewrite} did not end: {error}") from error
+        return self._target
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(chunk.done() for chunk in self._chunks)
+
+
+class Communicator:
+    """Process groups and lanes of one group: the whole of it, and each axis of its meshes.
+
+    Work on one axis runs in the order in which it was started; work on different axes side by
+    side. Open several communicators for what must not wait for each other, as gradients and
+    weights.
+    """
+
+    def __init__(self, group: Group, axes: Mapping[tuple[tuple[int, ...], int], _Axis]) -> None:
+        """Made by `open`."""
+        self.group = group
+        self._position = group.ranks.index(dist.get_rank())
+        self._axes = axes
+
+    @classmethod
+    def open(
+        cls,
+        groups: Iterable[Group],
+        *,
+        device: torch.device,
+        timeout_s: float,
+        name: str = "collectives",
+        meshes: Mapping[Group, Iterable[Mesh]] | None = None,
+    ) -> Communicator | None:
+        """A communicator of the one of ``groups`` that this rank is in; a collective call over the world.
+
+        Args:
+            groups: disjoint groups, the same on every rank.
+            timeout_s: seconds after which a collective that does not end fails.
+            name: of what it carries, for messages.
+            meshes: partitions to open for each group; `Group.meshes` if None.
+
+        Returns:
+            None on a rank that is in none of them.
+        """
+        mine = None
+        for group in groups:
+            axes = {}
+            for mesh in group.meshes() if meshes is None else meshes[group]:
+                for axis in range(len(mesh.shape)):
+                    if opened := _open_axis(mesh, axis, device, timeout_s, name):
+                        axes[mesh.shape, axis] = opened
+            if dist.get_rank() in group.ranks:
+                mine = cls(group, axes)
+        return mine
+
+    def start(self, rewrite: Rewrite, source: Tensor, target: Tensor) -> Handle:
+        """Start ``rewrite``; every rank of the group starts the same ones in the same order.
+
+        Neither tensor may be touched before the handle was waited for.
+
+        Args:
+            source: contiguous: the whole for a reduce-scatter, this rank's shard for an
+                all-gather; for an all-reduce the same tensor as ``target``.
+            target: contiguous: this rank's shard for a reduce-scatter, otherwise the whole.
+
+        Raises:
+            ValueError: the tensors do not fit the collective, or its mesh was not opened.
+        """
+        self._check(rewrite, source, target)
+        primitive, size = rewrite.collective.primitive, self.group.size
+        length = target.numel() if primitive is not Primitive.all_gather else source.numel()
+        bounds = rewrite.bounds(length)
+        pending = [at_once(source) for _ in bounds]
+        flows = [_Flow(rewrite, self._position, source, target, begin, end, size) for begin, end in bounds]
+        # Step by step and not chunk by chunk: where steps share an axis, the first step of a
+        # later chunk must not queue behind the last step of an earlier one.
+        for number, step in enumerate(rewrite.steps):
+            axis = self._axes[rewrite.mesh.shape, step.axis]
+            for chunk, flow in enumerate(flows):
+                pending[chunk] = axis.lane.submit(partial(flow.run, number, axis.group), pending[chunk])
+        return Handle(rewrite, target, pending)
+
+    def axes(self) -> list[tuple[Mesh, int]]:
+        """What is open: axes of meshes."""
+        return [(Mesh(self.group, shape), axis) for shape, axis in self._axes]
+
+    def process_group(self, mesh: Mesh, axis: int) -> dist.ProcessGroup:
+        """This rank's process group along an axis that is open."""
+        return self._axes[mesh.shape, axis].group
+
+    def close(self) -> None:
+        """End its threads; the process groups end with the job."""
+        for axis in self._axes.values():
+            axis.lane.close()
+
+    def _check(self, rewrite: Rewrite, source: Tensor, target: Tensor) -> None:
+        collective: Collective = rewrite.collective
+        if collective.group != self.group or (rewrite.mesh.shape, 0) not in self._axes:
+            raise ValueError(f"{rewrite}: mesh {rewrite.mesh.shape} of that group was not opened; give it to `open`")
+        shard_of = {Primitive.reduce_scatter: target, Primitive.all_gather: source}.get(collective.primitive)
+        whole = source if collective.primitive is Primitive.reduce_scatter else target
+        fits = whole.numel() * whole.itemsize == collective.num_bytes and source.dtype == target.dtype
+        if shard_of is not None:
+            fits = fits and shard_of.numel() * self.group.size == whole.numel()
+        elif source.data_ptr() != target.data_ptr():
+            raise ValueError(f"{collective}: an all-reduce is in place; give one tensor as source and target")
+        if not (fits and source.is_contiguous() and target.is_contiguous()):
+            raise ValueError(
+                f"{collective}: source {tuple(source.shape)} and target {tuple(target.shape)} of {source.dtype} "
+                f"do not fit; both must be contiguous, and a shard 1/{self.group.size} of the whole"
+            )
+
+
+class _Flow:
+    """One chunk on its way through the steps.
+
+    Between steps the chunk is a tensor [axes that it is whole along..., elements]; a reducing
+    step takes away its axis, a gathering one puts it in front.
+    """
+
+    def __init__(
+        self, rewrite: Rewrite, position: int, source: Tensor, target: Tensor, begin: int, end: int, size: int
+    ) -> None:
+        self._steps = rewrite.steps
+        self._shape = rewrite.mesh.shape
+        self._target = target
+        self._begin, self._end, self._size = begin, end, size
+        self._primitive = rewrite.collective.primitive
+        self._sharding = any(step.primitive in GATHERING | REDUCING for step in rewrite.steps)
+        self._axes: list[int] = []
+
+    def run(self, number: int, group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
+        """Step ``number`` on what the step before it left; the first cuts the chunk out, the last puts it in place."""
+        step = self._steps[number]
+        if number == 0:
+            tensor = self._cut(tensor)
+        tensor = self._along(step, tensor, group)
+        if number == len(self._steps) - 1:
+            self._place(tensor)
+        return tensor
+
+    def _along(self, step: Step, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        if step.primitive in REDUCING:
+            tensor = tensor.movedim(self._axes.index(step.axis), 0)
+            self._axes.remove(step.axis)
+        result = PRIMITIVES[step.primitive](tensor.contiguous(), group)
+        if step.primitive in GATHERING:
+            self._axes.insert(0, step.axis)
+        return result
+
+    def _cut(self, source: Tensor) -> Tensor:
+        """The chunk of the source: [*mesh, elements] of a whole, [elements] of a shard."""
+        if self._primitive is Primitive.all_gather:
+            return source.view(-1)[self._begin : self._end]
+        self._axes = list(range(len(self._shape)))
+        if self._primitive is Primitive.reduce_scatter:
+            return source.view(*self._shape, -1)[..., self._begin : self._end]
+        chunk = source.view(-1)[self._begin : self._end]
+        if not self._sharding:
+            self._axes = []
+            return chunk
+        if missing := -chunk.numel() % self._size:
+            chunk = torch.cat([chunk, chunk.new_zeros(missing)])
+        return chunk.view(*self._shape, -1)
+
+    def _place(self, tensor: Tensor) -> None:
+        if self._primitive is Primitive.reduce_scatter:
+            self._target.view(-1)[self._begin : self._end] = tensor
+            return
+        in_order = tensor.permute(*(self._axes.index(axis) for axis in range(len(self._axes))), -1)
+        if self._primitive is Primitive.all_gather:
+            self._target.view(*self._shape, -1)[..., self._begin : self._end] = in_order
+        elif self._sharding:  # without, it was summed in place
+            self._target.view(-1)[self._begin : self._end] = in_order.reshape(-1)[: self._end - self._begin]
+
+
+def _open_axis(mesh: Mesh, axis: int, device: torch.device, timeout_s: float, name: str) -> _Axis | None:
+    """This rank's process group along ``axis``, among those of all ranks."""
+    mine = None
+    for line in mesh.subgroups(axis):
+        ranks = [mesh.group.ranks[position] for position in line]
+        group = dist.new_group(
+            ranks, timeout=timedelta(seconds=timeout_s), group_desc=f"{name} {mesh.shape} axis {axis}"
+        )
+        if dist.get_rank() in ranks:
+            mine = _Axis(group, lane_for(device, f"weft-{name}-{axis}"))
+    return mine

@@ -1,0 +1,114 @@
+"""What primitives cost: an alpha-beta model for each class of link."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from weft.comm.collectives.collective import GATHERING, REDUCING, Primitive
+from weft.comm.collectives.group import LinkClass
+from weft.comm.collectives.rewrite import Rewrite
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """A message of n bytes takes ``alpha_s + n beta_s``.
+
+    Attributes:
+        alpha_s: seconds of a message without content.
+        beta_s: seconds of a byte, with all sub-groups of an axis at work at once.
+    """
+
+    alpha_s: float
+    beta_s: float
+
+
+def rounds(primitive: Primitive, size: int) -> int:
+    """Messages that a rank sends one after the other in a group of ``size``."""
+    return (size - 1) * (2 if primitive is Primitive.all_reduce else 1)
+
+
+def moved_share(primitive: Primitive, size: int) -> float:
+    """Bytes that a rank sends, over the bytes of the workload; the least that is possible."""
+    return rounds(primitive, size) / size
+
+
+@dataclass(frozen=True)
+class CollectiveCosts:
+    """Costs by class of link and primitive.
+
+    A primitive has figures of its own because libraries differ in what they make of it: gloo
+    carries out a reduce-scatter as an all-reduce, for one.
+    """
+
+    table: Mapping[tuple[LinkClass, Primitive], AlphaBeta]
+
+    @classmethod
+    def of_links(cls, links: Mapping[LinkClass, AlphaBeta]) -> CollectiveCosts:
+        """Ideal primitives over links of known cost; ``mixed`` is as slow as ``inter`` unless given."""
+        known = {LinkClass.mixed: links[LinkClass.inter], **links} if LinkClass.inter in links else dict(links)
+        executed = (Primitive.all_reduce, *REDUCING, *GATHERING)
+        return cls({(link, primitive): cost for link, cost in known.items() for primitive in executed})
+
+    def step_s(self, primitive: Primitive, link: LinkClass, size: int, num_bytes: float) -> float:
+        """Seconds of a primitive along an axis of ``size`` ranks with a workload of ``num_bytes``; 0 for nothing.
+
+        Raises:
+            ValueError: the links of that class were not measured.
+        """
+        if size == 1 or not num_bytes:
+            return 0.0
+        if (link, primitive) not in self.table:
+            raise ValueError(f"{primitive.value} over {link.value} links: not measured; run `weft bench collectives`")
+        cost = self.table[link, primitive]
+        return rounds(primitive, size) * cost.alpha_s + moved_share(primitive, size) * num_bytes * cost.beta_s
+
+    def steps_s(self, rewrite: Rewrite) -> tuple[float, ...]:
+        """Seconds of each step, if the workload goes through it in one piece."""
+        return tuple(
+            self.step_s(step.primitive, rewrite.mesh.links[step.axis], rewrite.mesh.shape[step.axis], num_bytes)
+            for step, num_bytes in zip(rewrite.steps, rewrite.step_bytes(), strict=True)
+        )
+
+    def rewrite_s(self, rewrite: Rewrite) -> float:
+        """Seconds from start to end: chunks follow one another through the steps, one at a time on each axis."""
+        ready = [0.0] * len(rewrite.granularity)
+        free: dict[int, float] = {}
+        for step, num_bytes in zip(rewrite.steps, rewrite.step_bytes(), strict=True):
+            link, size = rewrite.mesh.links[step.axis], rewrite.mesh.shape[step.axis]
+            for chunk, share in enumerate(rewrite.granularity):
+                start = max(ready[chunk], free.get(step.axis, 0.0))
+                ready[chunk] = start + self.step_s(step.primitive, link, size, share * num_bytes)
+                free[step.axis] = ready[chunk]
+        return max(ready)
+
+
+def fit(samples: Iterable[tuple[float, float, float]]) -> AlphaBeta:
+    """The alpha and beta, neither below 0, that fit best relative to each measurement.
+
+    Args:
+        samples: (rounds, bytes that a rank sends, measured seconds).
+
+    Raises:
+        ValueError: fewer than two samples.
+    """
+    rows = [(first / seconds, second / seconds) for first, second, seconds in samples]
+    if len(rows) < 2:
+        raise ValueError("a line needs at least two measurements")
+    aa, bb, ab = (sum(x * y for x, y in pairs) for pairs in _products(rows))
+    a, b = sum(row[0] for row in rows), sum(row[1] for row in rows)
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-12 * aa * bb:
+        alpha, beta = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+        if alpha >= 0 and beta >= 0:
+            return AlphaBeta(alpha, beta)
+    return max((AlphaBeta(a / aa, 0.0), AlphaBeta(0.0, b / bb)), key=lambda line: _explained(line, a, b))
+
+
+def _products(rows: list[tuple[float, float]]) -> tuple[list[tuple[float, float]], ...]:
+    return ([(x, x) for x, _ in rows], [(y, y) for _, y in rows], rows)
+
+
+def _explained(line: AlphaBeta, a: float, b: float) -> float:
+    """What a line through the origin takes off the sum of squares."""
+    return line.alpha_s * a + line.beta_s * b

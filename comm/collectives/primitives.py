@@ -1,0 +1,75 @@
+"""Primitives on torch.distributed, along one axis of a mesh.
+
+A function takes a contiguous tensor and a process group of n ranks. The reducing ones take
+[n, ...] and return [...]; the gathering ones take [...] and return [n, ...]; all_reduce keeps
+the shape and works in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm.collectives.collective import Primitive
+
+# torch 2.13 renamed these two, and warns of the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum, in place."""
+    _wait(dist.all_reduce(tensor, group=group, async_op=True))
+    return tensor
+
+
+def reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's row of the sum."""
+    shard = tensor.new_empty(tensor.shape[1:])
+    _wait(_reduce_scatter(shard.view(-1), tensor.view(-1), group=group, async_op=True))
+    return shard
+
+
+def reduces(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's row of the sum, as the root to which everybody sends it.
+
+    The reduces of all roots run as one exchange, and each root adds in the order of ranks.
+    """
+    received = torch.empty_like(tensor)
+    _wait(dist.all_to_all_single(received.view(-1), tensor.view(-1), group=group, async_op=True))
+    return received.sum(0, dtype=tensor.dtype)
+
+
+def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Everybody's tensor as rows."""
+    whole = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
+    _wait(_all_gather(whole.view(-1), tensor.view(-1), group=group, async_op=True))
+    return whole
+
+
+def broadcasts(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Everybody's tensor as rows, each from its own root."""
+    whole = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
+    whole[dist.get_rank(group)] = tensor
+    works = [dist.broadcast(row.view(-1), group=group, group_src=root, async_op=True) for root, row in enumerate(whole)]
+    for work in works:
+        _wait(work)
+    return whole
+
+
+PRIMITIVES: Mapping[Primitive, Callable[[Tensor, dist.ProcessGroup], Tensor]] = {
+    Primitive.all_reduce: all_reduce,
+    Primitive.reduce_scatter: reduce_scatter,
+    Primitive.reduces: reduces,
+    Primitive.all_gather: all_gather,
+    Primitive.broadcasts: broadcasts,
+}
+"""The primitives that a rewrite may have."""
+
+
+def _wait(work: dist.Work | None) -> None:
+    assert work is not None, "this rank is a member of the group"
+    work.wait()

@@ -1,0 +1,122 @@
+"""The probe of collectives: what each primitive takes along each axis of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.collectives.cache import CostCache, topology_key
+from weft.comm.collectives.collective import GATHERING, REDUCING, Primitive
+from weft.comm.collectives.communicator import Communicator
+from weft.comm.collectives.costs import CollectiveCosts, fit, moved_share, rounds
+from weft.comm.collectives.group import LinkClass
+from weft.comm.collectives.primitives import PRIMITIVES
+from weft.comm.shared_channel import host_identity
+
+SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)
+"""Bytes of the workloads that are tried."""
+LONG_S = 0.3
+"""A primitive that took this long is not tried on more bytes."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A primitive along an axis of ``size`` ranks, all its sub-groups at once: the slowest rank's median."""
+
+    link: LinkClass
+    primitive: Primitive
+    size: int
+    num_bytes: int
+    seconds: float
+
+
+def nodes_of_world() -> tuple[int, ...]:
+    """The node of each rank of the world, counted from 0; a collective call.
+
+    Ranks in network namespaces of one machine are on nodes of their own.
+    """
+    hosts: list[tuple[object, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(hosts, host_identity())
+    order = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    return tuple(order[host] for host in hosts)
+
+
+def measure(
+    communicator: Communicator, *, device: torch.device, sizes: Sequence[int] = SIZES, repeats: int = 3
+) -> list[Sample]:
+    """Time every primitive along every axis that is open; a collective call over the group.
+
+    Args:
+        sizes: bytes of the workloads, ascending.
+        repeats: timed runs of each; one more goes before them.
+    """
+    whole = communicator.process_group(communicator.group.flat, 0)
+    samples = []
+    for mesh, axis in communicator.axes():
+        group, size = communicator.process_group(mesh, axis), mesh.shape[axis]
+        for primitive in (Primitive.all_reduce, *sorted(REDUCING | GATHERING, key=lambda p: p.value)):
+            for num_bytes in sizes if size > 1 else ():
+                seconds = _slowest_s(primitive, num_bytes, group, whole, device, repeats)
+                samples.append(Sample(mesh.links[axis], primitive, size, num_bytes, seconds))
+                if seconds > LONG_S:
+                    break
+    return samples
+
+
+def _slowest_s(
+    primitive: Primitive,
+    num_bytes: int,
+    group: dist.ProcessGroup,
+    whole: dist.ProcessGroup,
+    device: torch.device,
+    repeats: int,
+) -> float:
+    size = dist.get_world_size(group)
+    elements = num_bytes // 4 // size
+    shape = (elements,) if primitive in GATHERING else (size, elements)
+    tensor = torch.zeros(shape, device=device)
+    seconds = []
+    for _ in range(1 + repeats):
+        dist.barrier(group=whole)
+        start = perf_counter()
+        PRIMITIVES[primitive](tensor, group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(perf_counter() - start)
+    slowest = torch.tensor(seconds[1:], dtype=torch.float64).to(device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=whole)
+    return median(slowest.tolist())
+
+
+def fitted(samples: Sequence[Sample]) -> CollectiveCosts:
+    """An alpha and a beta for each class of link and primitive."""
+    lines: dict[tuple[LinkClass, Primitive], list[tuple[float, float, float]]] = {}
+    for s in samples:
+        moved = moved_share(s.primitive, s.size) * s.num_bytes
+        lines.setdefault((s.link, s.primitive), []).append((rounds(s.primitive, s.size), moved, s.seconds))
+    return CollectiveCosts({key: fit(line) for key, line in lines.items()})
+
+
+def known_costs(communicator: Communicator, *, device: torch.device, cache: CostCache) -> CollectiveCosts | None:
+    """The group's costs: from the cache of its first rank, or measured now and put there; a collective call.
+
+    Returns:
+        None for a group on one node that was not measured: there, plain collectives are fast,
+        and a start without a probe is faster.
+    """
+    group = communicator.group
+    whole = communicator.process_group(group.flat, 0)
+    key = topology_key(group, device.type)
+    known = [cache.read(key)]
+    dist.broadcast_object_list(known, src=group.ranks[0], group=whole)
+    if known[0] is not None or len(set(group.nodes)) == 1:
+        return known[0]
+    costs = fitted(measure(communicator, device=device))
+    if dist.get_rank() == group.ranks[0]:
+        cache.write(key, costs)
+    return costs

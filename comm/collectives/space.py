@@ -1,0 +1,122 @@
+"""The partition space of a collective, what is pruned from it and why, and the choice by cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import permutations, product
+from math import nan
+
+from weft.comm.collectives.collective import SUBSTITUTIONS, Collective, Primitive, Substitution
+from weft.comm.collectives.costs import CollectiveCosts
+from weft.comm.collectives.group import Mesh
+from weft.comm.collectives.rewrite import Rewrite, Step, plain
+
+EVEN = tuple((1 / count,) * count for count in (1, 2, 4, 8))
+"""Even workload partitions that are considered."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The rewrite that was taken.
+
+    Attributes:
+        cost_s: its predicted seconds.
+        plain_s: those of the plain collective.
+        reason: in words.
+    """
+
+    rewrite: Rewrite
+    cost_s: float
+    plain_s: float
+    reason: str
+
+    @classmethod
+    def plainly(cls, collective: Collective) -> Choice:
+        """The plain collective, where nothing is known of costs."""
+        return cls(plain(collective), nan, nan, "nothing is known of costs, or partitioning is off")
+
+
+def skeletons(primitive: Primitive) -> tuple[tuple[Primitive, ...], ...]:
+    """The primitive, and the sequences that table 2 makes of it, without the unscalable ones."""
+    return ((primitive,), *(line.parts for line in _scalable(primitive) if len(line.parts) > 1))
+
+
+def synonyms(primitive: Primitive) -> tuple[Primitive, ...]:
+    """The primitive, and what table 2 puts in its place one for one."""
+    return (primitive, *(line.parts[0] for line in _scalable(primitive) if len(line.parts) == 1))
+
+
+def _scalable(primitive: Primitive) -> list[Substitution]:
+    return [line for line in SUBSTITUTIONS if line.primitive is primitive and not line.pruned]
+
+
+def pruned(collective: Collective) -> Iterator[str]:
+    """What is left out for this collective, and why, a line each."""
+    for line in SUBSTITUTIONS:
+        if line.primitive is collective.primitive and line.pruned:
+            yield f"{' + '.join(part.value for part in line.parts)}: {line.pruned}"
+    kept = set(collective.group.meshes())
+    for mesh in collective.group.balanced_meshes():
+        if mesh not in kept:
+            yield f"mesh {mesh.shape}: cuts ranks joined by one class of link finer than the topology"
+
+
+def space(
+    collective: Collective,
+    *,
+    substitute: bool = True,
+    meshes: Iterable[Mesh] | None = None,
+    granularities: Iterable[tuple[float, ...]] = EVEN,
+) -> Iterator[Rewrite]:
+    """Every rewrite by the three axes, in the paper's order: primitive, group, workload.
+
+    Args:
+        substitute: whether table 2 is used.
+        meshes: group partitions; `Group.meshes` if None.
+        granularities: shares of the workload, one tuple for each partition.
+    """
+    granularities = tuple(granularities)
+    for mesh in collective.group.meshes() if meshes is None else meshes:
+        for steps in _walks(collective, mesh, substitute):
+            whole = Rewrite(collective, mesh, steps)
+            yield from (whole.chunked(granularity) for granularity in granularities)
+
+
+def _walks(collective: Collective, mesh: Mesh, substitute: bool) -> Iterator[tuple[Step, ...]]:
+    """Each sequence along each order of the axes; gathers go back the way that reductions came."""
+    primitive = collective.primitive
+    axes = [axis for axis, size in enumerate(mesh.shape) if size > 1] or [0]
+    for order in permutations(axes):
+        for skeleton in skeletons(primitive) if substitute else ((primitive,),):
+            places = [(p, axis) for part, p in enumerate(skeleton) for axis in (order[::-1] if part else order)]
+            for taken in product(*(synonyms(p) if substitute else (p,) for p, _ in places)):
+                yield tuple(Step(p, axis) for p, (_, axis) in zip(taken, places, strict=True))
+
+
+def choose(
+    collective: Collective,
+    costs: CollectiveCosts,
+    *,
+    substitute: bool = True,
+    meshes: Iterable[Mesh] | None = None,
+    granularities: Iterable[tuple[float, ...]] = EVEN,
+) -> Choice:
+    """The rewrite that ends first; of equals the one with the fewest chunks and steps.
+
+    Args:
+        substitute, meshes, granularities: as of `space`.
+    """
+    simple = plain(collective)
+    plain_s = costs.rewrite_s(simple)
+    rewrites = space(collective, substitute=substitute, meshes=meshes, granularities=granularities)
+    priced = [(costs.rewrite_s(r), len(r.granularity), len(r.steps), r) for r in rewrites]
+    cost_s, *_, best = min(priced, key=lambda entry: (round(entry[0], 9), *entry[1:3]), default=(plain_s, 1, 1, simple))
+    return Choice(best, cost_s, plain_s, _reason(best, simple, cost_s, plain_s, len(priced)))
+
+
+def _reason(best: Rewrite, simple: Rewrite, cost_s: float, plain_s: float, count: int) -> str:
+    if best == simple:
+        return f"no other of {count} rewrites is faster than the plain one's {1e3 * plain_s:.3g} ms"
+    gain = plain_s / cost_s if cost_s else 1.0
+    return f"{1e3 * cost_s:.3g} ms, the plain one {1e3 * plain_s:.3g} ms ({gain:.2f}x); best of {count} rewrites"

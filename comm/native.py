@@ -1,0 +1,61 @@
+"""Native code compiled at first use: a C or C++ source becomes a cached program or library."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+
+
+class Kind(Enum):
+    """What the compiler makes of a source; the value holds its flags."""
+
+    program = ()
+    library = ("-shared", "-fPIC")
+
+
+def cache_folder() -> Path:
+    """Where compiled code is kept: ``$XDG_CACHE_HOME/weft/native``, by default under ``~/.cache``."""
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(root).expanduser() / "weft" / "native"
+
+
+def build(sources: Sequence[Path], *, kind: Kind, flags: Sequence[str] = ()) -> Path:
+    """Compile ``sources[0]``, unless this very code has been compiled before.
+
+    Several processes may ask at the same time: each compiles into a file of its own, and the
+    last rename wins.
+
+    Args:
+        sources: the file to compile, and then the headers that it includes.
+        flags: further arguments of the compiler.
+
+    Returns:
+        The program or library, named by the hash of its sources and flags.
+
+    Raises:
+        ValueError: there is no compiler, or it refuses the code.
+    """
+    main = sources[0]
+    compiler, standard = ("c++", "-std=c++17") if main.suffix == ".cpp" else ("cc", "-std=gnu11")
+    command = [compiler, standard, "-O2", "-g1", "-Wall", "-Wextra", "-pthread", *kind.value, str(main)]
+    key = hashlib.sha256("\0".join([os.uname().machine, *command[:-1], *flags]).encode())
+    for source in sources:
+        key.update(source.read_bytes())
+    target = cache_folder() / f"{main.stem}-{key.hexdigest()[:16]}"
+    if target.exists():
+        return target
+    if shutil.which(compiler) is None:
+        raise ValueError(f"{main.name} is compiled at first use and there is no {compiler}; install gcc and g++")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f"{target.name}.{os.getpid()}")
+    done = subprocess.run([*command, *flags, "-o", str(draft)], capture_output=True, text=True)
+    if done.returncode:
+        draft.unlink(missing_ok=True)
+        raise ValueError(f"{compiler} cannot compile {main}:\n{done.stderr}")
+    draft.replace(target)
+    return target

@@ -1,0 +1,202 @@
+"""The probe of a link: how far it is, what one connection carries, and how many it takes to fill it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic, sleep
+
+import torch
+
+from weft.comm.channel import Handle, TensorSpec
+from weft.comm.wan.endpoint import SINK_LANE, WanEndpoint
+
+TOLERANCE = 0.05
+"""More connections are not worth it for less than this share of the rate."""
+
+MOST = 32
+"""Connections that a probe tries at most, unless told."""
+
+_MESSAGE_BYTES = 1 << 18
+_WINDOW_BYTES = 4 << 20  # of one connection, generously
+_REPORT_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkProfile:
+    """One direction of a link, as a probe found it.
+
+    Attributes:
+        rtt_s: shortest round trip.
+        rates_bps: pairs of connections and the payload bits per second that they carried together.
+    """
+
+    rtt_s: float
+    rates_bps: tuple[tuple[int, float], ...]
+
+    @property
+    def latency_s(self) -> float:
+        """One-way delay, taken as half the round trip."""
+        return self.rtt_s / 2
+
+    @property
+    def single_bps(self) -> float:
+        """What one connection carried."""
+        return dict(self.rates_bps)[1]
+
+    @property
+    def aggregate_bps(self) -> float:
+        """The most that any number of connections carried."""
+        return max(dict(self.rates_bps).values())
+
+    @property
+    def connections(self) -> int:
+        """The fewest connections that carry what more would not exceed by `TOLERANCE` (Atlas 4.1)."""
+        return fewest(dict(self.rates_bps))
+
+
+def fewest(rates_bps: Mapping[int, float]) -> int:
+    """The least number of connections whose rate no greater number exceeds by `TOLERANCE`."""
+    return min(
+        count
+        for count, rate in rates_bps.items()
+        if all(more <= rate * (1 + TOLERANCE) for other, more in rates_bps.items() if other > count)
+    )
+
+
+def search(measure: Callable[[int], float], *, most: int) -> dict[int, float]:
+    """Rates by number of connections: doubling until it gains nothing twice, then halving the gap.
+
+    Args:
+        measure: bits per second of that many connections.
+        most: the greatest number to try.
+    """
+    rates = {1: measure(1)}
+    idle = 0
+    while idle < 2 and max(rates) < most:
+        best = max(rates.values())
+        count = min(2 * max(rates), most)
+        rates[count] = measure(count)
+        idle = idle + 1 if rates[count] <= best * (1 + TOLERANCE) else 0
+    while (high := fewest(rates)) > 1:
+        low = max(count for count in rates if count < high)
+        if high - low <= max(1, high // 4):
+            break
+        rates[(low + high) // 2] = measure((low + high) // 2)
+    return dict(sorted(rates.items()))
+
+
+def probe(endpoint: WanEndpoint, peer: int, *, most: int = MOST, seconds: float = 0.5) -> LinkProfile:
+    """Measure the way from ``endpoint`` to ``peer``; the peer needs no more than its own endpoint.
+
+    Afterwards the link uses the number of connections that was found.
+
+    Args:
+        most: the greatest number of connections to try; the side that opens the link's
+            connections must have been given at least as many.
+        seconds: time of each measurement, after as long again to settle.
+
+    Raises:
+        ChannelError: the link failed.
+    """
+    meter = _Meter(endpoint, peer, most=most, seconds=seconds)
+    rates = search(meter.rate_bps, most=min(most, endpoint.counters(peer).ready))
+    profile = LinkProfile(rtt_s=endpoint.counters(peer).rtt_s, rates_bps=tuple(rates.items()))
+    endpoint.use(peer, profile.connections)
+    return profile
+
+
+class _Meter:
+    """Keeps a link busy and watches what the peer acknowledges."""
+
+    def __init__(self, endpoint: WanEndpoint, peer: int, *, most: int, seconds: float) -> None:
+        self._endpoint, self._peer, self._most, self._seconds = endpoint, peer, most, seconds
+        self._channel = endpoint.channel(peer, lane=SINK_LANE)
+        self._block = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+        self._best_bps = 0.0
+        self._channel.send("first", self._block).wait()  # there is contact
+        limit = monotonic() + 5.0
+        while not endpoint.counters(peer).rtt_s and monotonic() < limit:
+            sleep(0.01)
+
+    def rate_bps(self, connections: int) -> float:
+        """What that many connections carry once they are up to speed."""
+        self._endpoint.use(self._peer, connections)
+        rtt_s = self._endpoint.counters(self._peer).rtt_s
+        # Twice what the line holds if this doubles the best rate, or a window's worth.
+        in_flight_bytes = max(_WINDOW_BYTES, 4 * self._best_bps / 8 * rtt_s) + connections * _MESSAGE_BYTES
+        handles = deque(self._send() for _ in range(int(in_flight_bytes / _MESSAGE_BYTES)))
+        self._keep_busy(handles, max(self._seconds, 10 * rtt_s))
+        start, before = monotonic(), self._endpoint.counters(self._peer).sent_bytes
+        self._keep_busy(handles, self._seconds)
+        rate = (self._endpoint.counters(self._peer).sent_bytes - before) * 8 / (monotonic() - start)
+        self._endpoint.use(self._peer, self._most)
+        for handle in handles:
+            handle.wait()
+        self._best_bps = max(self._best_bps, rate)
+        return rate
+
+    def _send(self) -> Handle:
+        return self._channel.send("probe", self._block)
+
+    def _keep_busy(self, handles: deque[Handle], seconds: float) -> None:
+        limit = monotonic() + seconds
+        while monotonic() < limit:
+            handles.popleft().wait()
+            handles.append(self._send())
+
+
+def probe_both(
+    endpoint: WanEndpoint, peer: int, *, first: bool, most: int = MOST, seconds: float = 0.5
+) -> tuple[LinkProfile, LinkProfile]:
+    """Measure both directions, one after the other; both ends call it, one of them with ``first``.
+
+    Returns:
+        The way to ``peer``, and the way from it.
+
+    Raises:
+        ChannelError: the link failed.
+    """
+    channel = endpoint.channel(peer)
+    spec = TensorSpec((_REPORT_BYTES,), torch.uint8)
+    theirs = channel.recv("profile", spec)
+    if not first:
+        theirs.wait()
+    mine = probe(endpoint, peer, most=most, seconds=seconds)
+    text = json.dumps(asdict(mine)).encode().ljust(_REPORT_BYTES)
+    channel.send("profile", torch.frombuffer(bytearray(text), dtype=torch.uint8)).wait()
+    return mine, _profile(json.loads(bytes(theirs.wait().numpy()).decode()))
+
+
+def _profile(raw: Mapping) -> LinkProfile:
+    return LinkProfile(rtt_s=raw["rtt_s"], rates_bps=tuple((int(n), float(rate)) for n, rate in raw["rates_bps"]))
+
+
+@dataclass(frozen=True)
+class ProfileCache:
+    """Profiles of one topology's links, in a JSON file that several processes may write.
+
+    Attributes:
+        path: the file.
+    """
+
+    path: Path
+
+    def read(self) -> dict[str, LinkProfile]:
+        """All profiles by link name; empty where nothing was probed, or the file is no longer readable."""
+        try:
+            return {name: _profile(raw) for name, raw in json.loads(self.path.read_text()).items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
+    def add(self, profiles: Mapping[str, LinkProfile]) -> None:
+        """Put ``profiles`` beside those that are there; whole or not at all."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        together = {**self.read(), **profiles}
+        draft = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        draft.write_text(json.dumps({name: asdict(profile) for name, profile in together.items()}, indent=1))
+        draft.replace(self.path)

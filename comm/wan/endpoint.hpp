@@ -1,0 +1,439 @@
+// The loop: one thread that owns every connection of an endpoint, and so needs no locks.
+//
+// Other threads hand it work through `post`, and wait for requests through `wait`.
+#pragma once
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+
+#include <condition_variable>
+#include <functional>
+#include <future>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "link.hpp"
+
+namespace weft {
+
+inline int64_t now_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * SECOND + t.tv_nsec;
+}
+
+class Endpoint {
+public:
+    const Options options;
+    uint16_t port = 0;
+
+    Endpoint(const Options &options, const char *host, uint16_t wanted_port, bool tls) : options(options) {
+        if (tls) tls_ = openssl().context(psk_client, psk_server);
+        listen_on(Address::of(host, wanted_port));
+        epoll_ = epoll_create1(EPOLL_CLOEXEC);
+        wake_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+        watch(listener_, EPOLLIN, &listener_);
+        watch(wake_, EPOLLIN, &wake_);
+        thread_ = std::thread([this] { run(); });
+        pthread_setname_np(thread_.native_handle(), "weft wan");
+    }
+
+    ~Endpoint() {
+        connections_.clear();
+        close(listener_);
+        close(epoll_);
+        close(wake_);
+        if (tls_) openssl().SSL_CTX_free(tls_);
+    }
+
+    // Runs `work` on the loop, soon.
+    void post(std::function<void()> work) {
+        std::lock_guard hold(inbox_mutex_);
+        inbox_.push_back(std::move(work));
+        uint64_t one = 1;
+        if (inbox_.size() == 1 && write(wake_, &one, sizeof one) < 0) {}  // a full counter wakes it as well
+    }
+
+    // Runs `work` on the loop, and waits for it.
+    void call(const std::function<void()> &work) {
+        std::promise<void> done;
+        post([&] { work(), done.set_value(); });
+        done.get_future().wait();
+    }
+
+    Request::State wait(Request &request, int64_t timeout_ns) {
+        std::unique_lock hold(done_mutex_);
+        done_.wait_for(hold, std::chrono::nanoseconds(timeout_ns), [&] { return request.state != Request::PENDING; });
+        return request.state;
+    }
+
+    // On the loop only.
+    Link &link(uint32_t peer) {
+        auto &found = links_[peer];
+        if (!found) found = std::make_unique<Link>(peer, options, completed_, now_ns());
+        return *found;
+    }
+
+    // Whatever comes from one peer on a lane goes on to another peer, message by message (Atlas 4.3).
+    void relay(uint32_t from, uint16_t from_lane, uint32_t to, uint16_t to_lane, uint64_t buffer_bytes) {
+        link(from).lane(from_lane).relay = [=](const std::string &tag, uint32_t turn, std::shared_ptr<char[]> data,
+                                               uint64_t total) {
+            auto *request = new Request;
+            request->then = [=](const std::string &error) {  // and so `data` lives until then
+                (void)data;
+                if (error.empty()) link(from).lane(from_lane).relayed(total);
+            };
+            link(to).send(to_lane, std::make_unique<Outgoing>(Outgoing{request, data.get(), total, tag, turn}));
+        };
+        link(from).open_lane(from_lane, buffer_bytes);
+        relays_.insert({from, to});
+    }
+
+    // Strangers and impostors turned away.
+    std::atomic<uint64_t> refused{0};
+
+    // Sends what is left, for at most `linger_ns`; says goodbye; ends the thread.
+    void stop(int64_t linger_ns) {
+        int64_t limit = now_ns() + linger_ns;
+        for (bool drained = false; !drained && now_ns() < limit;) {
+            call([&] {
+                drained = true;
+                for (auto &[_, link] : links_) drained &= link->drained();
+            });
+            if (!drained) usleep(1000);
+        }
+        post([this] {
+            for (auto &[_, link] : links_) link->say_bye("closed");
+            leaving_ = now_ns() + SECOND / 2;
+            for (auto &connection : connections_) shutdown(connection->stream.fd, SHUT_WR);
+        });
+        thread_.join();
+    }
+
+private:
+    static constexpr size_t MAX_STRANGERS = 64;  // connections whose peer is not known yet
+    static constexpr size_t READ_BUDGET = 1 << 20;
+    // So little in one turn means a turn per packet: let some gather. A WAN does not notice.
+    static constexpr size_t TRICKLE_BYTES = 32 << 10;
+    static constexpr int TRICKLE_US = 500;
+    static constexpr int64_t TICK_NS = SECOND / 20;
+
+    SslCtx *tls_ = nullptr;
+    int listener_ = -1, epoll_ = -1, wake_ = -1;
+    std::vector<std::unique_ptr<Connection>> connections_;
+    std::map<uint32_t, std::unique_ptr<Link>> links_;
+    std::set<std::pair<uint32_t, uint32_t>> relays_;  // peers whose links stand and fall together
+    std::vector<Completed> completed_;
+    int64_t leaving_ = 0;
+    std::thread thread_;
+
+    std::mutex inbox_mutex_;
+    std::vector<std::function<void()>> inbox_;
+    std::mutex done_mutex_;
+    std::condition_variable done_;
+
+    // ---- the loop
+
+    void run() {
+        int64_t last_tick = now_ns();
+        bool busy = false;
+        while (!leaving_ || (now_ns() < leaving_ && !connections_.empty())) {
+            epoll_event events[64];
+            int count = epoll_wait(epoll_, events, 64, busy ? 0 : static_cast<int>(TICK_NS / 1000000));
+            for (int i = 0; i < count; i++) on_event(events[i]);
+            int64_t now = now_ns();
+            busy = false;
+            for (size_t i = 0; i < connections_.size(); i++) busy |= serve(*connections_[i], now);
+            if (!leaving_)
+                for (auto &[_, link] : links_) busy |= link->pump();
+            if (now - last_tick > TICK_NS) {
+                if (now - last_tick > SECOND)
+                    for (auto &[_, link] : links_) link->forgive(now - last_tick);
+                tick(now);
+                last_tick = now;
+            }
+            uint64_t moved = 0;
+            for (auto &connection : connections_) moved += std::exchange(connection->moved, 0);
+            busy |= deliver();
+            bury();
+            if (!busy && moved && moved < TRICKLE_BYTES) usleep(TRICKLE_US);
+        }
+        for (auto &[_, link] : links_) link->fail("closed here");
+        while (deliver()) {}
+    }
+
+    void on_event(const epoll_event &event) {
+        if (event.data.ptr == &listener_) return accept_all();
+        if (event.data.ptr == &wake_) return take_inbox();
+        auto &stream = static_cast<Connection *>(event.data.ptr)->stream;
+        if (event.events & (EPOLLHUP | EPOLLERR | EPOLLRDHUP)) stream.ended = true;
+        if (event.events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) stream.readable = true;
+        if (event.events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) stream.writable = true;
+    }
+
+    void take_inbox() {
+        uint64_t count;
+        if (read(wake_, &count, sizeof count) < 0) {}  // woken twice for one
+        std::vector<std::function<void()>> works;
+        {
+            std::lock_guard hold(inbox_mutex_);
+            works.swap(inbox_);
+        }
+        for (auto &work : works) work();
+    }
+
+    // Moves a connection on; whether there is more to read.
+    bool serve(Connection &connection, int64_t now) {
+        if (!connection.dead.empty()) return false;
+        try {
+            if (connection.stage != Stage::READY) greet(connection, now);
+            if (connection.stage != Stage::READY) {
+                connection.flush();
+                return false;
+            }
+            size_t budget = READ_BUDGET;
+            while (connection.dead.empty()) {
+                if (connection.payload_complete()) connection.link->on_payload(connection);
+                else if (connection.header_complete()) connection.link->on_header(connection, now);
+                else if (!connection.stream.readable) return false;
+                else if (size_t got = connection.pull(); got == 0) continue;
+                else if (connection.heard_ns = now; got >= budget) return true;
+                else budget -= got;
+            }
+        } catch (const Broken &broken) {
+            give_up(connection, broken.what(), now);
+        }
+        return false;
+    }
+
+    void give_up(Connection &connection, const std::string &why, int64_t now) {
+        if (connection.link) {
+            connection.link->lose(connection, why);
+        } else if (connection.connects) {
+            connection.dead = why;
+            bool refused = connection.stage == Stage::TCP && why == error_text(ECONNREFUSED);
+            links_.at(connection.handshake.hello.to)
+                ->attempt_failed(connection.slot, "to " + connection.remote.text() + ": " + why, refused, now);
+        } else {
+            connection.dead = why;
+            refused++;
+        }
+    }
+
+    void tick(int64_t now) {
+        for (auto &connection : connections_) {
+            if (!connection->dead.empty() || connection->link) continue;
+            int64_t limit = connection->connects ? links_.at(connection->handshake.hello.to)->attempt_limit()
+                                                 : options.attempt_ns;
+            if (now - connection->opened_ns > limit) give_up(*connection, "no handshake within its time", now);
+        }
+        for (auto [from, to] : relays_) {
+            if (link(from).failed()) link(to).fail("no relaying without rank " + std::to_string(from));
+            if (link(to).failed()) link(from).fail("no relaying without rank " + std::to_string(to));
+        }
+        for (auto &[_, link] : links_) {
+            link->tick(now);
+            if (link->failed() || link->left() || !link->connects || leaving_) continue;
+            for (uint32_t slot = 0; slot < link->slots.size(); slot++)
+                if (!link->slots[slot] && now >= link->attempts[slot].due_ns) connect(*link, slot, now);
+        }
+    }
+
+    void bury() {
+        auto dead = [](const auto &connection) { return !connection->dead.empty(); };
+        connections_.erase(std::remove_if(connections_.begin(), connections_.end(), dead), connections_.end());
+    }
+
+    // Tells who waits; whether that has made more to do.
+    bool deliver() {
+        if (completed_.empty()) return false;
+        std::vector<Completed> batch;
+        batch.swap(completed_);
+        std::vector<Completed> ours;
+        {
+            std::lock_guard hold(done_mutex_);
+            for (auto &completed : batch) {
+                if (completed.request->then) {
+                    ours.push_back(completed);
+                    continue;
+                }
+                completed.request->error = completed.error;
+                completed.request->state = completed.error.empty() ? Request::DONE : Request::FAILED;
+            }
+        }
+        done_.notify_all();
+        for (auto &completed : ours) {
+            std::unique_ptr<Request> request(completed.request);
+            request->then(completed.error);
+        }
+        return !ours.empty();
+    }
+
+    // ---- opening connections
+
+    void listen_on(const Address &address) {
+        int on = 1;
+        listener_ = socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+        setsockopt(listener_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+        auto *storage = reinterpret_cast<const sockaddr *>(&address.storage);
+        if (listener_ < 0 || bind(listener_, storage, address.length) || listen(listener_, 128)) {
+            std::string why = "cannot listen on " + address.text() + ": " + error_text(errno);
+            close(listener_);
+            throw std::runtime_error(why);
+        }
+        Address bound;
+        bound.length = sizeof bound.storage;
+        getsockname(listener_, reinterpret_cast<sockaddr *>(&bound.storage), &bound.length);
+        port = ntohs(reinterpret_cast<sockaddr_in *>(&bound.storage)->sin_port);  // at the same place in IPv6
+    }
+
+    void watch(int fd, uint32_t events, void *who) {
+        epoll_event event{};
+        event.events = events;
+        event.data.ptr = who;
+        epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
+    }
+
+    Connection &add(int fd, bool connects, const Address &remote, int64_t now) {
+        connections_.push_back(std::make_unique<Connection>(fd, connects, remote, now));
+        return *connections_.back();
+    }
+
+    void watch(Connection &connection) {
+        watch(connection.stream.fd, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, &connection);
+    }
+
+    void accept_all() {
+        for (;;) {
+            Address remote;
+            remote.length = sizeof remote.storage;
+            int fd = accept4(listener_, reinterpret_cast<sockaddr *>(&remote.storage), &remote.length,
+                             SOCK_NONBLOCK | SOCK_CLOEXEC);
+            if (fd < 0) return;
+            if (leaving_) {
+                close(fd);
+                continue;
+            }
+            make_room_for_stranger();
+            Connection &connection = add(fd, false, remote, now_ns());
+            try {
+                connection.stream.tune(options.congestion, options.unsent_bytes);
+                watch(connection);
+                if (tls_) {
+                    connection.stream.start_tls(tls_, this, false);
+                    connection.stage = Stage::TLS;
+                }
+            } catch (const Broken &broken) {
+                give_up(connection, broken.what(), now_ns());
+            }
+        }
+    }
+
+    // Who has not said who he is for longest makes way for who comes: a peer is quick.
+    void make_room_for_stranger() {
+        Connection *oldest = nullptr;
+        size_t strangers = 0;
+        for (auto &connection : connections_) {
+            if (connection->link || connection->connects || !connection->dead.empty()) continue;
+            if (!oldest) oldest = connection.get();
+            strangers++;
+        }
+        if (strangers >= MAX_STRANGERS) give_up(*oldest, "no room for more strangers", now_ns());
+    }
+
+    void connect(Link &link, uint32_t slot, int64_t now) {
+        for (auto &other : connections_)
+            if (other->connects && !other->link && other->dead.empty() && other->slot == slot &&
+                other->handshake.hello.to == link.peer)
+                return;  // it is on its way
+        int fd = socket(link.address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+        if (fd < 0) return link.attempt_failed(slot, error_text(errno), false, now);
+        Connection &connection = add(fd, true, link.address, now);
+        connection.slot = slot;
+        connection.handshake.start(options.id, link.peer, options.session, slot,
+                                   static_cast<uint32_t>(link.slots.size()), options.chunk_bytes);
+        try {
+            connection.stream.tune(options.congestion, options.unsent_bytes);
+            auto *storage = reinterpret_cast<const sockaddr *>(&link.address.storage);
+            if (::connect(fd, storage, link.address.length) && errno != EINPROGRESS) throw Broken(error_text(errno));
+            watch(connection);
+        } catch (const Broken &broken) {
+            give_up(connection, broken.what(), now);
+        }
+    }
+
+    // ---- the handshake, one step per message; see handshake.hpp
+
+    void greet(Connection &connection, int64_t now) {
+        Handshake &shake = connection.handshake;
+        if (connection.stage == Stage::TCP) {
+            if (!connection.stream.writable) return;
+            int error = 0;
+            socklen_t length = sizeof error;
+            getsockopt(connection.stream.fd, SOL_SOCKET, SO_ERROR, &error, &length);
+            if (error) throw Broken(error_text(error));
+            connection.stage = Stage::TLS;
+            if (tls_) connection.stream.start_tls(tls_, this, true);
+        }
+        if (connection.stage == Stage::TLS) {
+            if (tls_ && !connection.stream.secure()) return;
+            if (connection.connects) connection.say(shake.hello);
+            connection.stage = connection.connects ? Stage::CHALLENGE : Stage::HELLO;
+        }
+        if (connection.stage == Stage::HELLO && connection.receive(shake.hello)) {
+            if (memcmp(shake.hello.magic, HELLO_MAGIC, sizeof HELLO_MAGIC) || shake.hello.to != options.id ||
+                shake.hello.connections > 1024 || shake.hello.slot >= shake.hello.connections)
+                throw Broken("no greeting of a peer");
+            shake.answer(options.id, options.session, options.chunk_bytes);
+            connection.say(shake.challenge);
+            connection.stage = Stage::PROOF;
+        }
+        if (connection.stage == Stage::CHALLENGE && connection.receive(shake.challenge)) {
+            if (memcmp(shake.challenge.magic, HELLO_MAGIC, sizeof HELLO_MAGIC) ||
+                shake.challenge.from != shake.hello.to)
+                throw Broken("no answer of a peer");
+            connection.say(shake.prove(options.key, true));
+            connection.stage = Stage::PROOF;
+        }
+        Proof proof;
+        if (connection.stage == Stage::PROOF && connection.receive(proof)) {
+            if (!shake.proven(options.key, !connection.connects, proof))
+                throw Broken("the peer has another key");
+            admit(connection, now);
+        }
+    }
+
+    void admit(Connection &connection, int64_t now) {
+        const Handshake &shake = connection.handshake;
+        bool connects = connection.connects;
+        Link &known = link(connects ? shake.hello.to : shake.hello.from);
+        uint64_t session = connects ? shake.challenge.session : shake.hello.session;
+        uint32_t chunk_bytes = connects ? shake.challenge.chunk_bytes : shake.hello.chunk_bytes;
+        if (std::string why = known.refuses(session, chunk_bytes); !why.empty()) {
+            if (why == "its peer has restarted") known.fail("the other process has restarted");
+            throw Broken(why);
+        }
+        if (!connects) {
+            connection.slot = shake.hello.slot;
+            connection.say(shake.prove(options.key, false));
+        }
+        known.attach(connection, session, chunk_bytes, now);
+    }
+
+    static unsigned give_key(Ssl *ssl, unsigned char *key, unsigned room) {
+        const std::string &secret = static_cast<Endpoint *>(openssl().SSL_get_ex_data(ssl, 0))->options.tls_key;
+        if (secret.size() > room) return 0;
+        memcpy(key, secret.data(), secret.size());
+        return static_cast<unsigned>(secret.size());
+    }
+    static unsigned psk_client(Ssl *ssl, const char *, char *identity, unsigned id_room, unsigned char *key,
+                               unsigned room) {
+        snprintf(identity, id_room, "weft");
+        return give_key(ssl, key, room);
+    }
+    static unsigned psk_server(Ssl *ssl, const char *, unsigned char *key, unsigned room) {
+        return give_key(ssl, key, room);
+    }
+};
+
+}  // namespace weft

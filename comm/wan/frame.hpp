@@ -1,0 +1,100 @@
+// What travels on a connection: frames of one fixed size, each followed by at most one chunk.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+#if defined(__x86_64__)
+#include <nmmintrin.h>
+#elif defined(__aarch64__)
+#include <arm_acle.h>
+#endif
+
+namespace weft {
+
+// The connection is over; the text says why.
+struct Broken : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+constexpr uint32_t MAGIC = 0x74666577;
+constexpr uint32_t MIN_CHUNK = 4u << 10, MAX_CHUNK = 4u << 20;
+constexpr uint64_t MAX_MESSAGE = 1ull << 40;
+
+enum Type : uint32_t {
+    DATA = 1,  // a chunk of a message
+    ACK,       // offset: chunks that arrived whole on this connection so far
+    CREDIT,    // offset: bytes of this lane's stream that the sender may have sent
+    PING,      // offset: the sender's clock
+    PONG,      // offset: as in the ping
+    BYE,       // this end closes, or gave up; the tag says why
+};
+
+// Little-endian, as all machines that run this.
+struct Frame {
+    uint32_t magic;
+    uint16_t type, lane;
+    uint64_t message;  // counts the lane's messages
+    uint64_t total;    // bytes of the message
+    uint64_t offset;   // of the chunk in the message
+    uint32_t length;   // bytes that follow this frame
+    uint32_t payload_sum;
+    char tag[48];
+    uint32_t turn;     // less goes first where messages wait for the same way
+    uint32_t sum;  // of the bytes before it
+
+    std::string tag_text() const { return std::string(tag, strnlen(tag, sizeof tag)); }
+};
+static_assert(sizeof(Frame) == 96, "the frame is a wire format");
+
+// One step of CRC-32C; `library.py` compiles for processors that have an instruction for it.
+inline uint32_t crc_step(uint32_t crc, uint64_t word) {
+#if defined(__SSE4_2__)
+    return static_cast<uint32_t>(_mm_crc32_u64(crc, word));
+#elif defined(__ARM_FEATURE_CRC32)
+    return __crc32cd(crc, word);
+#else
+    for (int byte = 0; byte < 8; byte++, word >>= 8) {
+        crc ^= word & 0xff;
+        for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0x82f63b78u : 0);
+    }
+    return crc;
+#endif
+}
+
+inline uint64_t word_at(const char *data, size_t index) {
+    uint64_t word;
+    memcpy(&word, data + 8 * index, 8);
+    return word;
+}
+
+// The checksum of a chunk: the CRC-32C of its three thirds side by side (one alone would wait
+// for itself at each word), and of what is left, folded by a fourth.
+inline uint32_t checksum(const char *data, size_t length) {
+    uint32_t a = ~0u, b = ~0u, c = ~0u, sum = ~static_cast<uint32_t>(length);
+    size_t third = length / 24;
+    for (size_t i = 0; i < third; i++) {
+        a = crc_step(a, word_at(data, i));
+        b = crc_step(b, word_at(data, third + i));
+        c = crc_step(c, word_at(data, 2 * third + i));
+    }
+    char rest[24] = {};
+    if (length) memcpy(rest, data + 24 * third, length - 24 * third);
+    for (uint64_t word : {word_at(rest, 0), word_at(rest, 1), word_at(rest, 2), uint64_t{a} << 32 | b, uint64_t{c}})
+        sum = crc_step(sum, word);
+    return sum;
+}
+
+inline void seal(Frame &frame) {
+    frame.magic = MAGIC;
+    frame.sum = checksum(reinterpret_cast<const char *>(&frame), offsetof(Frame, sum));
+}
+
+inline bool sealed(const Frame &frame) {
+    return frame.magic == MAGIC &&
+           frame.sum == checksum(reinterpret_cast<const char *>(&frame), offsetof(Frame, sum));
+}
+
+}  // namespace weft

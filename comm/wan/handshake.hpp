@@ -1,0 +1,72 @@
+// How two endpoints come to know each other before a frame passes: HMAC-SHA256 challenges over a
+// shared key, in both directions. The side that connects proves itself first, so a stranger
+// learns nothing but a random number. Every message has one fixed size.
+//
+//   connects                                  listens
+//   Hello     who, to whom, random     ->
+//                                      <-     Challenge   who, random
+//   Proof     HMAC(key, "connects" ..) ->
+//                                      <-     Proof       HMAC(key, "listens" ..)
+#pragma once
+#include "openssl.hpp"
+
+namespace weft {
+
+struct Hello {
+    char magic[8];
+    uint32_t from, to;
+    uint64_t session;  // of the endpoint; another one after a restart
+    uint32_t slot, connections;
+    uint32_t chunk_bytes, reserved;
+    unsigned char random[32];
+};
+struct Challenge {
+    char magic[8];
+    uint32_t from, to;
+    uint64_t session;
+    uint32_t chunk_bytes, reserved;
+    unsigned char random[32];
+};
+struct Proof {
+    unsigned char mac[32];
+};
+static_assert(sizeof(Hello) == 72 && sizeof(Challenge) == 64 && sizeof(Proof) == 32, "a wire format");
+
+constexpr char HELLO_MAGIC[8] = {'w', 'e', 'f', 't', 'w', 'a', 'n', '1'};
+
+class Handshake {
+public:
+    Hello hello{};
+    Challenge challenge{};
+
+    void start(uint32_t from, uint32_t to, uint64_t session, uint32_t slot, uint32_t connections, uint32_t chunk) {
+        hello = {{}, from, to, session, slot, connections, chunk, 0, {}};
+        memcpy(hello.magic, HELLO_MAGIC, sizeof HELLO_MAGIC);
+        fill_random(hello.random, sizeof hello.random);
+    }
+
+    void answer(uint32_t from, uint64_t session, uint32_t chunk) {
+        challenge = {{}, from, hello.from, session, chunk, 0, {}};
+        memcpy(challenge.magic, HELLO_MAGIC, sizeof HELLO_MAGIC);
+        fill_random(challenge.random, sizeof challenge.random);
+    }
+
+    Proof prove(const std::string &key, bool connects) const {
+        std::string text = connects ? "connects" : "listens";
+        text.append(reinterpret_cast<const char *>(&hello), sizeof hello);
+        text.append(reinterpret_cast<const char *>(&challenge), sizeof challenge);
+        Proof proof{};
+        unsigned length = sizeof proof.mac;
+        if (!openssl().HMAC(openssl().EVP_sha256(), key.data(), static_cast<int>(key.size()),
+                      reinterpret_cast<const unsigned char *>(text.data()), text.size(), proof.mac, &length))
+            throw std::runtime_error("HMAC failed");
+        return proof;
+    }
+
+    bool proven(const std::string &key, bool connects, const Proof &given) const {
+        Proof wanted = prove(key, connects);
+        return openssl().CRYPTO_memcmp(wanted.mac, given.mac, sizeof wanted.mac) == 0;
+    }
+};
+
+}  // namespace weft

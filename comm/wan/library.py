@@ -1,0 +1,102 @@
+"""The transport as Python sees it: `transport.cpp`, compiled at first use and called by ctypes.
+
+Why native threads in the trainer's process, and not a process of its own over shared memory:
+a chunk then goes from the tensor's memory into the socket and from the socket into the tensor's
+memory, with no copy between; measured figures stand in docs/wan.md. ctypes gives up the
+interpreter's lock during a call, and the transport's thread never asks for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+
+from weft.comm.native import Kind, build
+
+_FOLDER = Path(__file__).parent
+_HEADERS = ("frame", "openssl", "handshake", "stream", "message", "connection", "link", "endpoint")
+# Every processor of these families that a GPU sits beside has these instructions.
+_FLAGS = {"x86_64": ["-msse4.2"], "aarch64": ["-march=armv8-a+crc"]}
+_OPENSSL = (".so.3", ".so.1.1", ".so")
+
+
+class Options(Structure):
+    """As ``WanOptions`` in transport.cpp."""
+
+    _fields_ = [
+        *((name, c_uint32) for name in ("id", "chunk_bytes", "unsent_bytes", "tls")),
+        *((name, c_uint32) for name in ("port", "key_bytes", "tls_key_bytes", "reserved")),
+        *((name, c_double) for name in ("deadline_s", "patience_s")),
+        *((name, c_char_p) for name in ("host", "key", "tls_key", "congestion", "crypto", "ssl")),
+    ]
+
+
+class Counters(Structure):
+    """As ``WanCounters`` in transport.cpp."""
+
+    _fields_ = [
+        *(
+            (name, c_uint64)
+            for name in ("sent_bytes", "received_bytes", "resent_chunks", "duplicate_chunks", "broken", "ready")
+        ),
+        ("rtt_s", c_double),
+    ]
+
+
+_FUNCTIONS = {
+    "open": (c_void_p, [POINTER(Options), c_char_p, c_size_t]),
+    "port": (c_uint32, [c_void_p]),
+    "link": (c_int, [c_void_p, c_uint32, c_char_p, c_char_p, c_uint32, c_uint32]),
+    "lane": (None, [c_void_p, c_uint32, c_uint32, c_uint64]),
+    "use": (None, [c_void_p, c_uint32, c_uint32]),
+    "relay": (None, [c_void_p, c_uint32, c_uint32, c_uint32, c_uint32, c_uint64]),
+    "send": (c_void_p, [c_void_p, c_uint32, c_uint32, c_char_p, c_uint32, c_void_p, c_uint64]),
+    "receive": (c_void_p, [c_void_p, c_uint32, c_uint32, c_char_p, c_void_p, c_uint64]),
+    "wait": (c_int, [c_void_p, c_void_p, c_double]),
+    "error": (c_char_p, [c_void_p]),
+    "free": (None, [c_void_p]),
+    "counters": (None, [c_void_p, c_uint32, POINTER(Counters)]),
+    "refused": (c_uint64, [c_void_p]),
+    "close": (None, [c_void_p, c_double]),
+    "checksum": (c_uint32, [c_char_p, c_uint64]),
+}
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The transport's library.
+
+    Raises:
+        ValueError: it cannot be compiled here.
+    """
+    sources = [_FOLDER / "transport.cpp", *(_FOLDER / f"{name}.hpp" for name in _HEADERS)]
+    path = build(sources, kind=Kind.library, flags=["-ldl", *_FLAGS.get(platform.machine(), [])])
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, f"weft_wan_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+@cache
+def openssl() -> tuple[str, str]:
+    """Names under which libcrypto and libssl can be loaded.
+
+    Raises:
+        ValueError: there is no OpenSSL 1.1.1 or newer.
+    """
+    beside = Path(sys.base_prefix) / "lib"
+    for suffix in _OPENSSL:
+        for folder in ("", f"{beside}/"):
+            names = f"{folder}libcrypto{suffix}", f"{folder}libssl{suffix}"
+            try:
+                for name in names:
+                    ctypes.CDLL(name)
+            except OSError:
+                continue
+            return names
+    raise ValueError("the WAN channel needs OpenSSL's libraries (package libssl3); libcrypto.so.3 was not found")

@@ -1,0 +1,374 @@
+// A pair of endpoints: its connections, its lanes, and the chunks on their way between them.
+//
+// Every chunk is in one place: not yet sent, on one connection, or waiting to be sent again
+// because that connection broke. A connection takes the next chunk when the kernel has room for
+// it, so a fast one carries more. The receiver acknowledges what has arrived whole; a chunk that
+// comes twice is dropped.
+#pragma once
+#include <atomic>
+
+#include "connection.hpp"
+
+namespace weft {
+
+constexpr int64_t SECOND = 1000000000;
+constexpr uint16_t SINK = 0xffff;  // a lane whose messages are acknowledged and thrown away: for probes
+
+struct Options {
+    uint32_t id;
+    uint64_t session;
+    uint32_t chunk_bytes;
+    int unsent_bytes;
+    int64_t deadline_ns;   // silence after which a link has failed
+    int64_t patience_ns;   // the same before the first contact
+    int64_t interval_ns;   // between pings
+    int64_t stall_ns;      // silence after which a connection is replaced
+    int64_t attempt_ns;    // at most, to connect and shake hands
+    std::string key, tls_key, congestion;
+};
+
+struct Counters {  // read by other threads
+    std::atomic<uint64_t> sent_bytes{0}, received_bytes{0}, resent_chunks{0}, duplicate_chunks{0}, broken{0}, ready{0};
+    std::atomic<int64_t> rtt_ns{0};  // the least yet
+};
+
+class Link {
+public:
+    const uint32_t peer;
+    std::string name = "?";
+    bool connects = false;  // this side opens the connections
+    Address address;
+    uint32_t active;        // connections that carry chunks; the rest stand by
+    Counters counters;
+    std::vector<Connection *> slots;
+
+    struct Attempt {
+        int64_t due_ns = 0;
+        int failures = 0;
+    };
+    std::vector<Attempt> attempts;
+
+    Link(uint32_t peer, const Options &options, std::vector<Completed> &completed, int64_t now)
+        : peer(peer), active(~0u), options_(options), completed_(completed), heard_ns_(now) {
+        open_lane(SINK, ~0ull);
+    }
+
+    bool failed() const { return !failure_.empty(); }
+    bool left() const { return !farewell_.empty(); }  // the peer has said goodbye
+
+    void grow(uint32_t connections) {
+        if (slots.size() < connections) {
+            slots.resize(connections, nullptr);
+            attempts.resize(connections);
+        }
+    }
+
+    // ---- what the application asks for
+
+    void open_lane(uint16_t lane, uint64_t buffer_bytes) {
+        lanes_[lane].open = true;
+        lanes_[lane].buffer_bytes = buffer_bytes;
+        lanes_[lane].credit_due = true;
+    }
+
+    Lane &lane(uint16_t number) { return lanes_[number]; }
+
+    void send(uint16_t number, std::unique_ptr<Outgoing> message) {
+        if (failed()) return void(completed_.push_back({message->request, failure_}));
+        Lane &lane = lanes_[number];
+        message->lane = number;
+        message->ordinal = lane.next_ordinal++;
+        message->start = lane.stream_bytes;
+        message->unacknowledged = num_chunks(message->total, options_.chunk_bytes);
+        lane.stream_bytes += message->total;
+        auto later = [turn = message->turn](const Outgoing *other) { return other->turn > turn; };
+        queue_.insert(std::find_if(queue_.begin(), queue_.end(), later), message.get());
+        outgoing_.push_back(std::move(message));
+    }
+
+    void receive(uint16_t number, std::unique_ptr<Receive> receive) {
+        if (failed()) return lanes_[number].post_late(std::move(receive), failure_, completed_);
+        lanes_[number].post(std::move(receive), completed_);
+        check_sizes(lanes_[number]);
+    }
+
+    // Whether the peer has all that was sent, and every acknowledgement of what it sent.
+    bool drained() const {
+        auto quiet = [](const Connection *connection) { return !connection || connection->quiet(); };
+        return failed() || (outgoing_.empty() && std::all_of(slots.begin(), slots.end(), quiet));
+    }
+
+    // ---- connections
+
+    // Why an authenticated peer is refused; empty if it is welcome.
+    std::string refuses(uint64_t session, uint32_t chunk_bytes) const {
+        if (failed()) return "the link has failed";
+        if (chunk_bytes < MIN_CHUNK || chunk_bytes > MAX_CHUNK) return "its chunk size is out of bounds";
+        if (session_ && session_ != session) return "its peer has restarted";
+        return "";
+    }
+
+    void attach(Connection &connection, uint64_t session, uint32_t chunk_bytes, int64_t now) {
+        session_ = session;
+        peer_chunk_bytes_ = chunk_bytes;
+        connection.link = this;
+        connection.stage = Stage::READY;
+        connection.heard_ns = heard_ns_ = now;
+        refused_since_ns_ = 0;
+        grow(connection.slot + 1);
+        attempts[connection.slot].failures = 0;
+        if (Connection *old = slots[connection.slot]) lose(*old, "replaced by a new connection");
+        slots[connection.slot] = &connection;
+        counters.ready++;
+        for (auto &[number, lane] : lanes_)
+            if (lane.open) connection.say(CREDIT, number, lane.granted());
+    }
+
+    // Takes back what a connection carried. The loop closes it.
+    void lose(Connection &connection, const std::string &why) {
+        if (!connection.dead.empty()) return;
+        connection.dead = why;
+        if (connection.slot >= slots.size() || slots[connection.slot] != &connection) return;
+        slots[connection.slot] = nullptr;
+        counters.ready--;
+        counters.broken += !left();
+        last_trouble_ = why;
+        counters.resent_chunks += connection.unacknowledged.size();
+        resend_.insert(resend_.begin(), connection.unacknowledged.begin(), connection.unacknowledged.end());
+        connection.unacknowledged.clear();
+        for (auto &[_, lane] : lanes_) lane.credit_due |= lane.open;  // the last word may be lost
+    }
+
+    // Time to connect and shake hands: some round trips, once they are known.
+    int64_t attempt_limit() const {
+        int64_t rtt = counters.rtt_ns;
+        return rtt ? std::clamp<int64_t>(10 * rtt, SECOND * 3 / 10, options_.attempt_ns) : options_.attempt_ns;
+    }
+
+    void attempt_failed(uint32_t slot, const std::string &why, bool refused, int64_t now) {
+        last_trouble_ = why;
+        Attempt &attempt = attempts[slot];
+        attempt.due_ns = now + std::min<int64_t>(SECOND, (20 * SECOND / 1000) << std::min(attempt.failures++, 6));
+        if (!refused) refused_since_ns_ = 0;
+        else if (!refused_since_ns_) refused_since_ns_ = now;
+    }
+
+    // Gives waiting chunks to free connections, one each in turn. Whether there is more to do.
+    bool pump() {
+        say_credit();
+        bool progress = true;
+        for (int round = 0; progress && round < 8; round++) {
+            progress = false;
+            for (size_t i = 0; i < slots.size(); i++) {
+                Connection *connection = slots[(turn_ + i) % slots.size()];
+                if (connection && connection->dead.empty() && connection->stream.writable) progress |= push(*connection);
+            }
+            turn_++;
+        }
+        return progress;
+    }
+
+    // ---- frames
+
+    void on_header(Connection &connection, int64_t now) {
+        const Frame &frame = connection.in;
+        if (!sealed(frame)) throw Broken("a damaged frame");
+        connection.heard_ns = heard_ns_ = now;
+        if (frame.type == DATA) return take_chunk(connection);
+        if (frame.length) throw Broken("a frame with an impossible length");
+        switch (frame.type) {
+            case ACK: acknowledge(connection, frame.offset); break;
+            case CREDIT: lanes_[frame.lane].credit = std::max(lanes_[frame.lane].credit, frame.offset); break;
+            case PING: connection.say(PONG, 0, frame.offset); break;
+            case PONG: {
+                int64_t rtt = now - static_cast<int64_t>(frame.offset), least = counters.rtt_ns;
+                if (rtt > 0 && (!least || rtt < least)) counters.rtt_ns = rtt;
+                break;
+            }
+            case BYE:
+                farewell_ = frame.tag_text();
+                lose(connection, farewell_);
+                break;
+            default: throw Broken("a frame of unknown type");
+        }
+        connection.next_frame();
+    }
+
+    void on_payload(Connection &connection) {
+        if (connection.target == Connection::NOWHERE) {
+            counters.duplicate_chunks += connection.in.lane != SINK;
+        } else {
+            if (!connection.payload_intact()) throw Broken("a damaged chunk");
+            Lane &lane = lanes_[connection.in.lane];
+            counters.received_bytes += connection.in.length;
+            lane.arrived(connection.in, peer_chunk_bytes_, std::move(connection.stash), completed_);
+            connection.stash = {};
+        }
+        connection.chunks_received++;
+        connection.ack_due = true;
+        connection.next_frame();
+    }
+
+    // ---- time
+
+    void tick(int64_t now) {
+        if (failed()) return;
+        if (left() && !counters.ready) return fail("ended by the other side: " + farewell_);
+        for (Connection *connection : slots) {
+            if (!connection) continue;
+            if (now - connection->heard_ns > options_.stall_ns) {
+                lose(*connection, "silent for " + seconds(options_.stall_ns));
+            } else if (now - heard_ns_ < SECOND / 5 && connection->stuck()) {
+                // The line is up, and the kernel would wait longer and longer before it tries again.
+                lose(*connection, "stuck while others move");
+            } else if (now - connection->pinged_ns > options_.interval_ns) {
+                connection->pinged_ns = now;
+                connection->say(PING, 0, static_cast<uint64_t>(now));
+            }
+        }
+        int64_t limit = session_ ? options_.deadline_ns : options_.patience_ns;
+        std::string trouble = last_trouble_.empty() ? "" : "; last trouble: " + last_trouble_;
+        if (now - heard_ns_ > limit)
+            fail((session_ ? "silent for " : "no contact within ") + seconds(limit) + trouble);
+        else if (session_ && refused_since_ns_ && now - refused_since_ns_ > 2 * SECOND && !counters.ready)
+            fail("the other process has ended" + trouble);
+    }
+
+    // The machine slept or the process was stopped: that silence was ours.
+    void forgive(int64_t pause_ns) {
+        heard_ns_ += pause_ns;
+        for (Connection *connection : slots)
+            if (connection) connection->heard_ns += pause_ns;
+    }
+
+    void fail(const std::string &why) {
+        if (failed()) return;
+        failure_ = "link " + name + ": " + why;
+        for (auto &message : outgoing_) completed_.push_back({message->request, failure_});
+        for (auto &[_, lane] : lanes_) lane.fail(failure_, completed_);
+        queue_.clear();
+        say_bye(why);
+        for (Connection *connection : slots)
+            if (connection) lose(*connection, failure_);
+        resend_.clear();
+        outgoing_.clear();
+    }
+
+    void say_bye(const std::string &why) {
+        for (Connection *connection : slots) {
+            if (!connection || !connection->dead.empty()) continue;
+            try {
+                connection->flush();
+                if (connection->sending()) continue;
+                connection->say(BYE, 0, 0, why);
+                connection->flush();
+            } catch (const Broken &) {
+                continue;
+            }
+        }
+    }
+
+private:
+    const Options &options_;
+    std::vector<Completed> &completed_;
+    std::map<uint16_t, Lane> lanes_;
+    std::vector<std::unique_ptr<Outgoing>> outgoing_;
+    std::deque<Outgoing *> queue_;  // those with chunks that were never sent, by turn
+    std::deque<Chunk> resend_;
+    uint64_t session_ = 0;          // of the peer; 0 before the first contact
+    uint32_t peer_chunk_bytes_ = 0;
+    int64_t heard_ns_, refused_since_ns_ = 0;
+    size_t turn_ = 0;
+    std::string failure_, farewell_, last_trouble_;
+
+    static std::string seconds(int64_t ns) {
+        char text[32];
+        snprintf(text, sizeof text, "%g s", ns * 1e-9);
+        return text;
+    }
+
+    bool next_chunk(Chunk &chunk) {
+        if (!resend_.empty()) {
+            chunk = resend_.front();
+            resend_.pop_front();
+            return true;
+        }
+        for (auto candidate = queue_.begin(); candidate != queue_.end(); ++candidate) {
+            Outgoing *message = *candidate;
+            uint64_t offset = message->next_chunk * options_.chunk_bytes;
+            uint32_t length = std::min<uint64_t>(options_.chunk_bytes, message->total - offset);
+            if (message->start + offset + length > lanes_[message->lane].credit) continue;
+            chunk = {message, offset, length};
+            if (++message->next_chunk == num_chunks(message->total, options_.chunk_bytes)) queue_.erase(candidate);
+            return true;
+        }
+        return false;
+    }
+
+    bool push(Connection &connection) {
+        try {
+            Chunk chunk;
+            connection.flush();
+            if (!connection.stream.writable || connection.slot >= active || !next_chunk(chunk)) return false;
+            connection.begin(chunk);
+            connection.flush();
+            return connection.stream.writable;
+        } catch (const Broken &broken) {
+            lose(connection, broken.what());
+            return false;
+        }
+    }
+
+    void say_credit() {
+        for (auto &[number, lane] : lanes_) {
+            if (!lane.credit_due) continue;
+            for (size_t i = 0; i < slots.size() && lane.credit_due; i++) {
+                Connection *connection = slots[(turn_ + i) % slots.size()];
+                if (!connection || !connection->dead.empty()) continue;
+                connection->say(CREDIT, number, lane.granted());
+                lane.credit_due = false;
+            }
+        }
+    }
+
+    void acknowledge(Connection &connection, uint64_t count) {
+        if (count < connection.acknowledged || count - connection.acknowledged > connection.sent_whole())
+            throw Broken("an acknowledgement of what was never sent");
+        for (; connection.acknowledged < count; connection.acknowledged++) {
+            Chunk chunk = connection.unacknowledged.front();
+            connection.unacknowledged.pop_front();
+            counters.sent_bytes += chunk.length;
+            if (--chunk.message->unacknowledged) continue;
+            completed_.push_back({chunk.message->request, ""});
+            outgoing_.erase(std::find_if(outgoing_.begin(), outgoing_.end(),
+                                         [&](auto &message) { return message.get() == chunk.message; }));
+        }
+    }
+
+    void take_chunk(Connection &connection) {
+        const Frame &frame = connection.in;
+        auto lane = lanes_.find(frame.lane);
+        if (lane == lanes_.end() || !lane->second.open) throw Broken("a chunk for a lane that is not open");
+        if (frame.length > peer_chunk_bytes_ || frame.total > MAX_MESSAGE || frame.offset % peer_chunk_bytes_ ||
+            (frame.offset >= frame.total && frame.offset) ||
+            frame.length != std::min<uint64_t>(peer_chunk_bytes_, frame.total - frame.offset))
+            throw Broken("a chunk with an impossible length");
+        if (frame.lane == SINK) return connection.aim(Connection::NOWHERE, nullptr);
+        Incoming *message = lane->second.arriving(frame, peer_chunk_bytes_, completed_);
+        check_sizes(lane->second);
+        if (failed() || !message) return connection.aim(Connection::NOWHERE, nullptr);
+        for (Connection *other : slots)
+            if (other && other != &connection && other->reads(frame.lane, frame.message, frame.offset))
+                other->aim_nowhere();
+        if (message->receive) return connection.aim(Connection::RECEIVE, message->receive->data + frame.offset);
+        if (!lane->second.stash_has_room(frame.length)) throw Broken("more than it has credit for");
+        connection.stash.resize(frame.length);
+        connection.aim(Connection::STASH, connection.stash.data());
+    }
+
+    void check_sizes(Lane &lane) {
+        if (!lane.disagreement.empty()) fail(lane.disagreement);
+    }
+};
+
+}  // namespace weft

@@ -1,0 +1,118 @@
+// The few functions of OpenSSL that the transport needs, found in the library at run time, so
+// that no headers have to be installed. Their signatures are those of OpenSSL 1.1.1 and 3.
+#pragma once
+#include <dlfcn.h>
+#include <sys/random.h>
+
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace weft {
+
+struct Ssl;     // SSL
+struct SslCtx;  // SSL_CTX
+
+class OpenSsl {
+public:
+    using PskClient = unsigned (*)(Ssl *, const char *, char *, unsigned, unsigned char *, unsigned);
+    using PskServer = unsigned (*)(Ssl *, const char *, unsigned char *, unsigned);
+
+    OpenSsl(const std::string &crypto, const std::string &ssl) {
+        void *library = open(crypto);
+        find(library, "HMAC", HMAC);
+        find(library, "EVP_sha256", EVP_sha256);
+        find(library, "CRYPTO_memcmp", CRYPTO_memcmp);
+        find(library, "ERR_clear_error", ERR_clear_error);
+        library = open(ssl);
+        find(library, "TLS_method", TLS_method);
+        find(library, "SSL_CTX_new", SSL_CTX_new);
+        find(library, "SSL_CTX_free", SSL_CTX_free);
+        find(library, "SSL_CTX_ctrl", SSL_CTX_ctrl);
+        find(library, "SSL_CTX_set_ciphersuites", SSL_CTX_set_ciphersuites);
+        find(library, "SSL_CTX_set_psk_client_callback", SSL_CTX_set_psk_client_callback);
+        find(library, "SSL_CTX_set_psk_server_callback", SSL_CTX_set_psk_server_callback);
+        find(library, "SSL_CTX_set_num_tickets", SSL_CTX_set_num_tickets);
+        find(library, "SSL_new", SSL_new);
+        find(library, "SSL_free", SSL_free);
+        find(library, "SSL_set_fd", SSL_set_fd);
+        find(library, "SSL_set_ex_data", SSL_set_ex_data);
+        find(library, "SSL_get_ex_data", SSL_get_ex_data);
+        find(library, "SSL_set_connect_state", SSL_set_connect_state);
+        find(library, "SSL_set_accept_state", SSL_set_accept_state);
+        find(library, "SSL_do_handshake", SSL_do_handshake);
+        find(library, "SSL_read", SSL_read);
+        find(library, "SSL_write", SSL_write);
+        find(library, "SSL_get_error", SSL_get_error);
+    }
+
+    unsigned char *(*HMAC)(const void *, const void *, int, const unsigned char *, size_t, unsigned char *, unsigned *);
+    const void *(*EVP_sha256)();
+    int (*CRYPTO_memcmp)(const void *, const void *, size_t);
+    void (*ERR_clear_error)();
+    const void *(*TLS_method)();
+    SslCtx *(*SSL_CTX_new)(const void *);
+    void (*SSL_CTX_free)(SslCtx *);
+    long (*SSL_CTX_ctrl)(SslCtx *, int, long, void *);
+    int (*SSL_CTX_set_ciphersuites)(SslCtx *, const char *);
+    void (*SSL_CTX_set_psk_client_callback)(SslCtx *, PskClient);
+    void (*SSL_CTX_set_psk_server_callback)(SslCtx *, PskServer);
+    int (*SSL_CTX_set_num_tickets)(SslCtx *, size_t);
+    Ssl *(*SSL_new)(SslCtx *);
+    void (*SSL_free)(Ssl *);
+    int (*SSL_set_fd)(Ssl *, int);
+    int (*SSL_set_ex_data)(Ssl *, int, void *);
+    void *(*SSL_get_ex_data)(const Ssl *, int);
+    void (*SSL_set_connect_state)(Ssl *);
+    void (*SSL_set_accept_state)(Ssl *);
+    int (*SSL_do_handshake)(Ssl *);
+    int (*SSL_read)(Ssl *, void *, int);
+    int (*SSL_write)(Ssl *, const void *, int);
+    int (*SSL_get_error)(const Ssl *, int);
+
+    enum { WANT_READ = 2, WANT_WRITE = 3, ZERO_RETURN = 6 };  // SSL_ERROR_*
+
+    // A context for TLS 1.3 that knows its peers by the key they share: no certificates.
+    SslCtx *context(PskClient client, PskServer server) const {
+        enum { CTRL_MODE = 33, SET_MIN_PROTO = 123, PARTIAL_WRITE = 1, MOVING_BUFFER = 2, TLS_1_3 = 0x0304 };
+        SslCtx *made = SSL_CTX_new(TLS_method());
+        if (!made || !SSL_CTX_ctrl(made, SET_MIN_PROTO, TLS_1_3, nullptr) ||
+            !SSL_CTX_set_ciphersuites(made, "TLS_AES_128_GCM_SHA256"))  // a shared key means its hash
+            throw std::runtime_error("OpenSSL has no TLS 1.3");
+        SSL_CTX_ctrl(made, CTRL_MODE, PARTIAL_WRITE | MOVING_BUFFER, nullptr);
+        SSL_CTX_set_num_tickets(made, 0);
+        SSL_CTX_set_psk_client_callback(made, client);
+        SSL_CTX_set_psk_server_callback(made, server);
+        return made;
+    }
+
+private:
+    static void *open(const std::string &name) {
+        void *library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+        if (!library) throw std::runtime_error(dlerror());
+        return library;
+    }
+
+    template <class Function>
+    static void find(void *library, const char *name, Function &function) {
+        function = reinterpret_cast<Function>(dlsym(library, name));
+        if (!function) throw std::runtime_error(std::string("OpenSSL lacks ") + name);
+    }
+};
+
+// The library, once `load_openssl` has found it. Never unloaded: a thread may outlive `main`.
+inline const OpenSsl *&openssl_place() {
+    static const OpenSsl *place = nullptr;
+    return place;
+}
+inline const OpenSsl &openssl() { return *openssl_place(); }
+inline void load_openssl(const std::string &crypto, const std::string &ssl) {
+    if (!openssl_place()) openssl_place() = new OpenSsl(crypto, ssl);
+}
+
+inline void fill_random(void *target, size_t length) {
+    if (getrandom(target, length, 0) != static_cast<ssize_t>(length)) throw std::runtime_error("getrandom failed");
+}
+
+}  // namespace weft

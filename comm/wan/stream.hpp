@@ -1,0 +1,165 @@
+// One TCP connection, in the clear or under TLS, that never blocks.
+#pragma once
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <linux/sockios.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "frame.hpp"
+#include "openssl.hpp"
+
+namespace weft {
+
+inline std::string error_text(int code) { return strerror(code); }
+
+struct Address {
+    sockaddr_storage storage{};
+    socklen_t length = 0;
+
+    static Address of(const char *host, uint16_t port) {
+        Address address;
+        auto *four = reinterpret_cast<sockaddr_in *>(&address.storage);
+        auto *six = reinterpret_cast<sockaddr_in6 *>(&address.storage);
+        if (inet_pton(AF_INET, host, &four->sin_addr) == 1) {
+            four->sin_family = AF_INET;
+            four->sin_port = htons(port);
+            address.length = sizeof *four;
+        } else if (inet_pton(AF_INET6, host, &six->sin6_addr) == 1) {
+            six->sin6_family = AF_INET6;
+            six->sin6_port = htons(port);
+            address.length = sizeof *six;
+        } else {
+            throw std::runtime_error(std::string(host) + " is no IP address");
+        }
+        return address;
+    }
+
+    std::string text() const {
+        char host[INET6_ADDRSTRLEN] = "?";
+        auto *four = reinterpret_cast<const sockaddr_in *>(&storage);
+        auto *six = reinterpret_cast<const sockaddr_in6 *>(&storage);
+        bool is_six = storage.ss_family == AF_INET6;
+        inet_ntop(storage.ss_family, is_six ? (const void *)&six->sin6_addr : &four->sin_addr, host, sizeof host);
+        return std::string(host) + ":" + std::to_string(ntohs(is_six ? six->sin6_port : four->sin_port));
+    }
+};
+
+class Stream {
+public:
+    const int fd;
+    // Edge-triggered readiness: set by the loop, cleared when a call has found nothing more to do.
+    bool readable = false, writable = false;
+    bool ended = false;  // the other side sends no more, so what comes last is the end
+
+    explicit Stream(int fd) : fd(fd) {}
+    ~Stream() {
+        if (tls_) openssl().SSL_free(tls_);
+        close(fd);
+    }
+    Stream(const Stream &) = delete;
+
+    // `unsent_bytes` is how much the kernel may hold of what it cannot send yet: enough to keep
+    // the connection busy, too little for a slow one to hoard chunks.
+    void tune(const std::string &congestion, int unsent_bytes) {
+        int on = 1;
+        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+        setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent_bytes, sizeof unsent_bytes);
+        if (!congestion.empty() &&
+            setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, congestion.data(), static_cast<socklen_t>(congestion.size())))
+            throw Broken("congestion control " + congestion + ": " + error_text(errno));
+    }
+
+    // How often in a row the kernel has sent the same bytes again and heard nothing.
+    int backoffs() const {
+        tcp_info info{};
+        socklen_t length = sizeof info;
+        return getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) ? 0 : info.tcpi_backoff;
+    }
+
+    // What the other side's kernel has not confirmed yet.
+    int unacknowledged_bytes() const {
+        int bytes = 0;
+        return ioctl(fd, SIOCOUTQ, &bytes) ? 0 : bytes;
+    }
+
+    void start_tls(SslCtx *context, void *owner, bool connects) {
+        tls_ = openssl().SSL_new(context);
+        if (!tls_ || !openssl().SSL_set_fd(tls_, fd)) throw Broken("TLS cannot start");
+        openssl().SSL_set_ex_data(tls_, 0, owner);
+        connects ? openssl().SSL_set_connect_state(tls_) : openssl().SSL_set_accept_state(tls_);
+        readable = true;  // there is a first step to take
+    }
+
+    // Whether TLS is agreed upon.
+    bool secure() {
+        if (!readable) return false;
+        openssl().ERR_clear_error();
+        int done = openssl().SSL_do_handshake(tls_);
+        if (done == 1) return true;
+        tls_waits(done, "TLS handshake failed");
+        return false;
+    }
+
+    // Bytes taken from `parts`, of which none may be empty; 0 where the kernel takes none now.
+    size_t write(const iovec *parts, int count) {
+        if (tls_) {
+            openssl().ERR_clear_error();
+            int length = static_cast<int>(std::min<size_t>(parts[0].iov_len, 1 << 20));
+            int done = openssl().SSL_write(tls_, parts[0].iov_base, length);
+            return done > 0 ? done : tls_waits(done, "TLS write failed");
+        }
+        msghdr message{};
+        message.msg_iov = const_cast<iovec *>(parts);
+        message.msg_iovlen = count;
+        ssize_t done = sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (done >= 0) return done;
+        if (errno != EAGAIN && errno != EINTR) throw Broken(error_text(errno));
+        if (errno == EAGAIN) writable = false;
+        return 0;
+    }
+
+    // Bytes put into `parts`; 0 where there are none now.
+    size_t read(const iovec *parts, int count) {
+        if (tls_) {
+            openssl().ERR_clear_error();
+            int part = parts[0].iov_len ? 0 : 1;
+            int length = static_cast<int>(std::min<size_t>(parts[part].iov_len, 1 << 20));
+            int done = openssl().SSL_read(tls_, parts[part].iov_base, length);
+            return done > 0 ? done : tls_waits(done, "TLS read failed: a damaged or foreign stream");
+        }
+        size_t room = parts[0].iov_len + (count > 1 ? parts[1].iov_len : 0);
+        ssize_t done = readv(fd, parts, count);
+        if (done > 0) {
+            if (static_cast<size_t>(done) < room && !ended) readable = false;  // that was all
+            return done;
+        }
+        if (done == 0) throw Broken("closed by the other side");
+        if (errno != EAGAIN && errno != EINTR) throw Broken(error_text(errno));
+        if (errno == EAGAIN) readable = false;
+        return 0;
+    }
+
+private:
+    Ssl *tls_ = nullptr;
+
+    size_t tls_waits(int done, const char *otherwise) {
+        int code = errno;
+        switch (openssl().SSL_get_error(tls_, done)) {
+            case OpenSsl::WANT_READ: readable = false; return 0;
+            case OpenSsl::WANT_WRITE: writable = false; return 0;
+            case OpenSsl::ZERO_RETURN: throw Broken("closed by the other side");
+            case 5: throw Broken(code ? error_text(code) : "closed by the other side");  // SSL_ERROR_SYSCALL
+            default: throw Broken(otherwise);
+        }
+    }
+};
+
+}  // namespace weft

@@ -1,0 +1,133 @@
+// The transport's face to Python: plain functions over opaque pointers.
+#include "endpoint.hpp"
+
+using namespace weft;
+
+struct WanOptions {
+    uint32_t id, chunk_bytes, unsent_bytes, tls;
+    uint32_t port, key_bytes, tls_key_bytes, reserved;
+    double deadline_s, patience_s;
+    const char *host, *key, *tls_key, *congestion, *crypto, *ssl;
+};
+
+struct WanCounters {
+    uint64_t sent_bytes, received_bytes, resent_chunks, duplicate_chunks, broken, ready;
+    double rtt_s;
+};
+
+static int64_t clamped(double seconds, double least, double most) {
+    return static_cast<int64_t>(std::min(std::max(seconds, least), most) * SECOND);
+}
+
+extern "C" {
+
+// Null on failure, with the reason in `error`.
+Endpoint *weft_wan_open(const WanOptions *given, char *error, size_t room) {
+    try {
+        load_openssl(given->crypto, given->ssl);
+        Options options{};
+        options.id = given->id;
+        fill_random(&options.session, sizeof options.session);
+        options.session |= 1;  // 0 means that none is known
+        options.chunk_bytes = given->chunk_bytes;
+        options.unsent_bytes = static_cast<int>(given->unsent_bytes);
+        options.deadline_ns = clamped(given->deadline_s, 0.1, 1e6);
+        options.patience_ns = clamped(given->patience_s, 0.1, 1e6);
+        options.interval_ns = clamped(given->deadline_s / 10, 0.1, 1);
+        options.stall_ns = clamped(given->deadline_s / 4, 0.5, 3);
+        options.attempt_ns = 2 * SECOND;
+        options.key.assign(given->key, given->key_bytes);
+        options.tls_key.assign(given->tls_key, given->tls_key_bytes);
+        options.congestion = given->congestion;
+        return new Endpoint(options, given->host, static_cast<uint16_t>(given->port), given->tls);
+    } catch (const std::exception &failure) {
+        snprintf(error, room, "%s", failure.what());
+        return nullptr;
+    }
+}
+
+uint32_t weft_wan_port(const Endpoint *endpoint) { return endpoint->port; }
+
+// Names a link; with a host it is this side that opens the connections. 0, or -1 for a bad address.
+int weft_wan_link(Endpoint *endpoint, uint32_t peer, const char *name, const char *host, uint32_t port,
+                  uint32_t connections) {
+    try {
+        Address address = *host ? Address::of(host, static_cast<uint16_t>(port)) : Address();
+        endpoint->call([&] {
+            Link &link = endpoint->link(peer);
+            link.name = name;
+            if (!*host) return;
+            link.connects = true;
+            link.address = address;
+            link.grow(connections);
+        });
+        return 0;
+    } catch (const std::exception &) {
+        return -1;
+    }
+}
+
+void weft_wan_lane(Endpoint *endpoint, uint32_t peer, uint32_t lane, uint64_t buffer_bytes) {
+    endpoint->call([=] { endpoint->link(peer).open_lane(static_cast<uint16_t>(lane), buffer_bytes); });
+}
+
+// How many of a link's connections carry chunks.
+void weft_wan_use(Endpoint *endpoint, uint32_t peer, uint32_t connections) {
+    endpoint->call([=] { endpoint->link(peer).active = connections; });
+}
+
+// What comes from one peer on a lane goes on to another, and never to the application.
+void weft_wan_relay(Endpoint *endpoint, uint32_t from, uint32_t from_lane, uint32_t to, uint32_t to_lane,
+                    uint64_t buffer_bytes) {
+    endpoint->call([=] {
+        endpoint->relay(from, static_cast<uint16_t>(from_lane), to, static_cast<uint16_t>(to_lane), buffer_bytes);
+    });
+}
+
+Request *weft_wan_send(Endpoint *endpoint, uint32_t peer, uint32_t lane, const char *tag, uint32_t turn,
+                       const char *data, uint64_t bytes) {
+    auto *request = new Request;
+    endpoint->post([=, tag = std::string(tag)] {
+        auto message = std::make_unique<Outgoing>(Outgoing{request, data, bytes, tag, turn});
+        endpoint->link(peer).send(static_cast<uint16_t>(lane), std::move(message));
+    });
+    return request;
+}
+
+Request *weft_wan_receive(Endpoint *endpoint, uint32_t peer, uint32_t lane, const char *tag, char *data,
+                          uint64_t bytes) {
+    auto *request = new Request;
+    endpoint->post([=, tag = std::string(tag)] {
+        auto receive = std::make_unique<Receive>(Receive{request, data, bytes, tag});
+        endpoint->link(peer).receive(static_cast<uint16_t>(lane), std::move(receive));
+    });
+    return request;
+}
+
+// 1: done; -1: failed; 0: still pending after the time-out.
+int weft_wan_wait(Endpoint *endpoint, Request *request, double timeout_s) {
+    return endpoint->wait(*request, clamped(timeout_s, 0, 1e6));
+}
+
+const char *weft_wan_error(const Request *request) { return request->error.c_str(); }
+
+void weft_wan_free(Request *request) { delete request; }
+
+void weft_wan_counters(Endpoint *endpoint, uint32_t peer, WanCounters *counters) {
+    endpoint->call([=] {
+        const Counters &c = endpoint->link(peer).counters;
+        *counters = {c.sent_bytes, c.received_bytes, c.resent_chunks, c.duplicate_chunks,
+                     c.broken,     c.ready,          c.rtt_ns * 1e-9};
+    });
+}
+
+uint64_t weft_wan_refused(const Endpoint *endpoint) { return endpoint->refused; }
+
+void weft_wan_close(Endpoint *endpoint, double linger_s) {
+    endpoint->stop(clamped(linger_s, 0, 1e6));
+    delete endpoint;
+}
+
+uint32_t weft_wan_checksum(const char *data, uint64_t bytes) { return checksum(data, bytes); }
+
+}  // extern "C"

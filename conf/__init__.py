@@ -1,0 +1,30 @@
+"""The configuration of a run: schema, YAML groups, recipes, checks and the DeepSpeed JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weft.conf.schema import WeftConfig
+
+
+def load(overrides: Sequence[str] = (), *, recipe_file: str | None = None) -> WeftConfig:
+    """Compose, convert and check a run's configuration.
+
+    Args:
+        overrides: Hydra overrides such as ``recipe=quickstart`` or ``train.steps=10``.
+        recipe_file: a YAML file in place of ``recipe=NAME``; ``recipe=FILE.yaml`` means the same.
+
+    Raises:
+        ValueError: an unknown key, a wrong type or a value that a check refuses; the message
+            names the field, the value and the remedy.
+    """
+    # Composing needs Hydra, which the engine never loads: it reads the schema alone.
+    from weft.conf.checks import check
+    from weft.conf.compose import compose
+
+    config = compose(overrides, recipe_file=recipe_file)
+    check(config)
+    return config

@@ -1,0 +1,137 @@
+"""Composition with Hydra: overrides and a recipe become one `WeftConfig`, or one clear `ValueError`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_origin
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from weft.conf.fields import FOLDER, choices, field_types, groups, unknown
+from weft.conf.schema import WeftConfig
+from weft.conf.trees import explain
+
+# The name under which a recipe that is a file of the user's joins the group `recipe`.
+FROM_FILE = "_file"
+
+
+def compose(overrides: Sequence[str] = (), *, recipe_file: str | None = None) -> WeftConfig:
+    """The configuration that ``overrides`` describe, converted to dataclasses but not checked.
+
+    Raises:
+        ValueError: an unknown key, a wrong type, an unknown choice, a sweep, or two recipes.
+    """
+    settings = [_parse(text) for text in overrides]
+    recipes = [setting for setting in settings if setting.key_or_group == "recipe"]
+    lines = [_line(setting) for setting in settings if setting.key_or_group != "recipe"]
+    store = ConfigStore.instance()
+    _register(store)
+    named = [str(recipe.value()) for recipe in recipes] + [recipe_file] * bool(recipe_file)
+    if len(named) > 1:
+        raise ValueError(
+            f"recipe={', '.join(map(str, named))}: one recipe at a time; a recipe file can build on another "
+            "through `defaults: [NAME, _self_]`"
+        )
+    for recipe in named:
+        lines.append(f"recipe={_recipe(store, str(recipe), is_file=bool(recipe_file))}")
+    where = f"{named[0]}: " if named and lines[-1].endswith(FROM_FILE) else ""
+    try:
+        with hydra.initialize_config_dir(str(FOLDER), version_base="1.3"):
+            config = OmegaConf.to_object(hydra.compose("config", overrides=lines))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(where + _explain(error)) from error
+    assert isinstance(config, WeftConfig)
+    return config
+
+
+def _register(store: ConfigStore) -> None:
+    store.store(name="schema", node=WeftConfig)
+    for group, kind in groups().items():
+        store.store(group=group, name="schema", node=kind)
+
+
+def _parse(text: str) -> Override:
+    """One override, read by Hydra's grammar; options and sweeps are refused."""
+    if text in ("-m", "--multirun"):
+        raise ValueError(f"{text}: a sweep would run once per rank; run `weft launch` once for each setting")
+    if text.startswith("-"):
+        raise ValueError(f"{text}: this option is not known; settings are written key=value, as in train.steps=10")
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{text}: not a setting ({reason}); write key=value, and quote text: key='a=b, c'") from error
+    if "@" in text.partition("=")[0]:
+        raise ValueError(f"{text}: groups have one place each; write {override.key_or_group}=NAME")
+    if override.is_delete() and override.key_or_group in field_types():
+        raise ValueError(f"{text}: fields cannot be removed; leave it away to keep the default")
+    if override.is_sweep_override():
+        raise ValueError(f"{text}: a sweep would run once per rank; give one value, and quote text with commas")
+    return override
+
+
+def _line(override: Override) -> str:
+    """The override as Hydra is to see it; refuses unknown names with the nearest known one."""
+    name, text, known = override.key_or_group, str(override.input_line), field_types()
+    if name in groups():
+        _require_choice(name, str(override.value()))
+        return text
+    if name in known or name == "hydra.searchpath":
+        return text.lstrip("+")
+    parents = [name[:end] for end, letter in enumerate(name) if letter == "."]
+    if any(get_origin(known.get(parent)) is dict for parent in parents):
+        return text if text.startswith(("+", "~")) else f"++{text}"
+    raise ValueError(f"{text}: {unknown(name, known)}")
+
+
+def _recipe(store: ConfigStore, recipe: str, *, is_file: bool) -> str:
+    """The name by which Hydra finds a recipe, which is one of ours or a file of the user's."""
+    if not is_file and not recipe.endswith((".yaml", ".yml")):
+        _require_choice("recipe", recipe)
+        return recipe
+    store.store(group="recipe", name=FROM_FILE, node=_read(recipe), package="_global_")
+    return FROM_FILE
+
+
+def _require_choice(group: str, choice: str) -> None:
+    options = choices(group)
+    if choice not in options:
+        near = difflib.get_close_matches(choice, options, n=1)
+        hint = f"did you mean {group}={near[0]}?" if near else f"single fields are set as in {group}.NAME=VALUE"
+        if group == "recipe":
+            hint = hint if near else "a recipe of your own is given as recipe=FILE.yaml"
+        raise ValueError(f"{group}={choice}: not one of {', '.join(options)}; {hint}")
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(Path(path).expanduser().read_text())
+    except OSError as error:
+        raise ValueError(f"recipe={path}: {error.strerror}; give a YAML file that can be read") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"recipe={path}: not YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"recipe={path}: holds no fields; write for example `train: {{steps: 10}}`")
+    return tree
+
+
+def _explain(error: BaseException) -> str:
+    """One line for people out of Hydra's nested exception."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        return (
+            f"defaults: there is no {choice} in {group or 'the root'}; one of {', '.join(choices(group or 'recipe'))}"
+        )
+    cause = error
+    while not isinstance(cause, OmegaConfBaseException) and (inner := cause.__cause__ or cause.__context__):
+        cause = inner
+    return explain(cause) if isinstance(cause, OmegaConfBaseException) else " ".join(str(cause).split())

@@ -1,0 +1,69 @@
+"""The DeepSpeed JSON that a configuration stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from weft.conf.schema import OptimizerConfig, OptimizerKind, Precision, WeftConfig
+
+
+def deepspeed_config(config: WeftConfig, world_size: int) -> dict[str, Any]:
+    """The DeepSpeed configuration of a run with ``world_size`` processes.
+
+    The learning rate's schedule, checkpoints and logs on screen are the engine's own, so no
+    `scheduler` section is emitted and DeepSpeed prints nothing between steps.
+
+    Raises:
+        ValueError: `world_size` does not fit the pipeline (see `weft.conf.checks`).
+    """
+    from weft.conf.checks import check_world
+
+    check_world(config, world_size)
+    replicas = world_size // config.pipeline.stages
+    emitted: dict[str, Any] = {
+        "train_batch_size": config.train.microbatch_size * config.pipeline.microbatches * replicas,
+        "train_micro_batch_size_per_gpu": config.train.microbatch_size,
+        "gradient_accumulation_steps": config.pipeline.microbatches,
+        "steps_per_print": None,
+        "gradient_clipping": config.optimizer.clip,
+        "optimizer": _optimizer(config.optimizer),
+        "zero_optimization": {
+            "stage": config.zero.stage,
+            "overlap_comm": config.zero.overlap_comm,
+            "reduce_bucket_size": config.zero.reduce_bucket_size,
+            "allgather_bucket_size": config.zero.allgather_bucket_size,
+        },
+        "zero_allow_untested_optimizer": True,
+    }
+    return emitted | _precision(config.train.precision) | _monitors(config)
+
+
+def _optimizer(config: OptimizerConfig) -> dict[str, Any]:
+    """The optimizer section; torch's own Adam, since DeepSpeed's builds C++ at its first use."""
+    shared = {"lr": config.lr, "weight_decay": config.weight_decay}
+    moments = {"betas": list(config.betas), "eps": config.eps}
+    table: dict[OptimizerKind, dict[str, Any]] = {
+        OptimizerKind.adamw: {"type": "AdamW", "params": shared | moments | {"torch_adam": True}},
+        OptimizerKind.lamb: {"type": "Lamb", "params": shared | moments},
+        OptimizerKind.sgd: {"type": "SGD", "params": shared | {"momentum": config.betas[0]}},
+    }
+    return table[config.kind]
+
+
+def _precision(precision: Precision) -> dict[str, Any]:
+    table: dict[Precision, dict[str, Any]] = {
+        Precision.fp32: {},
+        Precision.bf16: {"bf16": {"enabled": True}},
+        Precision.fp16: {"fp16": {"enabled": True}},
+    }
+    return table[precision]
+
+
+def _monitors(config: WeftConfig) -> dict[str, Any]:
+    run = {"output_path": str(Path(config.train.output_dir).expanduser()), "job_name": config.train.name}
+    wanted = {
+        "tensorboard": config.logging.tensorboard and {"enabled": True, **run},
+        "wandb": config.logging.wandb and {"enabled": True, "project": config.logging.wandb_project},
+    }
+    return {name: section for name, section in wanted.items() if section}

@@ -1,0 +1,98 @@
+"""What the schema says of itself: every field's dotted name, type and docstring."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from weft.conf import schema
+from weft.conf.schema import WeftConfig
+
+FOLDER = Path(__file__).parent
+
+
+@cache
+def field_types(kind: type = WeftConfig, prefix: str = "") -> dict[str, Any]:
+    """The type of every field under ``kind`` by its dotted name, groups included."""
+    hints = get_type_hints(kind)
+    found: dict[str, Any] = {}
+    for field in fields(kind):
+        found[prefix + field.name] = hints[field.name]
+        if is_dataclass(hints[field.name]):
+            found |= field_types(hints[field.name], f"{prefix}{field.name}.")
+    return found
+
+
+def groups() -> dict[str, type]:
+    """The schema class of each YAML group, by the group's name."""
+    return {
+        name: kind for name, kind in get_type_hints(WeftConfig).items() if isinstance(kind, type) and is_dataclass(kind)
+    }
+
+
+def choices(group: str) -> list[str]:
+    """The options of a YAML group, or of ``recipe``, as in ``model=NAME``."""
+    named = sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
+    return named if group == "recipe" else ["schema", *named]
+
+
+@cache
+def docstrings() -> dict[str, dict[str, str]]:
+    """The docstring of every field, by class name and field name.
+
+    They stand under the fields in `schema.py`, where Python drops them: read from its source.
+    """
+    tree = ast.parse(inspect.getsource(schema))
+    return {node.name: _field_docs(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _field_docs(node: ast.ClassDef) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for field, below in zip(node.body, node.body[1:], strict=False):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            found[field.target.id] = inspect.cleandoc(below.value.value)
+    return found
+
+
+def item_class(kind: Any) -> type | None:
+    """The dataclass of a ``list[...]`` field's items, or None."""
+    if get_origin(kind) is not list:
+        return None
+    (items,) = get_args(kind)
+    return items if isinstance(items, type) and is_dataclass(items) else None
+
+
+def expectation(kind: Any) -> str:
+    """What a field of this type takes, for messages."""
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return f"one of {', '.join(kind.__members__)}"
+    if item := item_class(kind):
+        return f"a list of {{{', '.join(field.name for field in fields(item))}}}"
+    if get_origin(kind) is list:
+        return f"a list such as [{', '.join([_EXAMPLES[get_args(kind)[0]]] * 2)}]"
+    if get_origin(kind) is dict:
+        return "a mapping such as {name: value}"
+    return _NAMES.get(kind, "a group of fields")
+
+
+_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+_EXAMPLES = {int: "1", float: "0.5", str: "a"}
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """Why ``name`` is refused, with the nearest of the ``known`` dotted names."""
+    known = list(known)
+    leaf = name.rpartition(".")[2]
+    same = [full for full in known if full.rpartition(".")[2] == leaf]
+    near = difflib.get_close_matches(name, same, n=1, cutoff=0) or difflib.get_close_matches(name, known, n=1)
+    near = near or difflib.get_close_matches(leaf, known, n=1)
+    return f"there is no field {name}; " + (f"did you mean {near[0]}?" if near else "`weft config` lists every field")

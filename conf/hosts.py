@@ -1,0 +1,42 @@
+"""The machines of a run: what the hostfile says, and how many ranks start on each."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from weft.conf.schema import ClusterConfig
+
+LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)\s*(#.*)?")
+
+
+def read_hostfile(path: str | Path) -> dict[str, int]:
+    """Ranks by host, in the file's order, from lines such as ``worker-0 slots=8``.
+
+    Raises:
+        ValueError: a line that is none, a host given twice, or no host at all.
+    """
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(Path(path).expanduser().read_text().splitlines(), start=1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        match = LINE.fullmatch(text)
+        if not match or int(match["slots"]) < 1:
+            raise ValueError(f"cluster.hostfile={path}: line {number} is {text!r}; write it as `host slots=8`")
+        if match["host"] in hosts:
+            raise ValueError(f"cluster.hostfile={path}: host {match['host']} stands there twice; give its slots once")
+        hosts[match["host"]] = int(match["slots"])
+    if not hosts:
+        raise ValueError(f"cluster.hostfile={path}: names no host; write lines such as `host slots=8`")
+    return hosts
+
+
+def world_size(cluster: ClusterConfig) -> int:
+    """Processes of the whole run."""
+    return sum(read_hostfile(cluster.hostfile).values()) if cluster.hostfile else cluster.ranks
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only processes of the same machine reach this address."""
+    return address in ("localhost", "::1") or address.startswith("127.")

@@ -1,0 +1,112 @@
+"""The range that every number of the schema may take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import reduce
+from math import inf
+from typing import Any
+
+from weft.conf.schema import WeftConfig
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from ``low`` to ``high``; an open end is not part of it."""
+
+    low: float
+    high: float = inf
+    low_open: bool = False
+    high_open: bool = False
+
+    def __contains__(self, number: float) -> bool:
+        above = self.low < number if self.low_open else self.low <= number
+        below = number < self.high if self.high_open else number <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        low = f"above {self.low:g}" if self.low_open else f"at least {self.low:g}"
+        high = f"below {self.high:g}" if self.high_open else f"at most {self.high:g}"
+        return low if self.high == inf else f"{low} and {high}"
+
+
+NATURAL = Range(0)
+COUNT = Range(1)
+POSITIVE = Range(0, low_open=True)
+SHARE = Range(0, 1, high_open=True)
+
+RANGES = {
+    "model.lora.rank": COUNT,
+    "model.lora.alpha": POSITIVE,
+    "model.lora.dropout": SHARE,
+    "data.eval_fraction": SHARE,
+    "data.shuffle_buffer": COUNT,
+    "data.sequence_length": Range(2),
+    "pipeline.stages": COUNT,
+    "pipeline.chunks_per_rank": COUNT,
+    "pipeline.launch_together": NATURAL,
+    "pipeline.microbatches": COUNT,
+    "pipeline.memory_cap_bytes": NATURAL,
+    "pipeline.search_seconds": NATURAL,
+    "pipeline.pair_scale": Range(0, 1, low_open=True),
+    "pipeline.receive_ahead": COUNT,
+    "cluster.ranks": COUNT,
+    "cluster.master_port": Range(0, 65535),
+    "comm.timeout_s": POSITIVE,
+    "comm.deadline_s": POSITIVE,
+    "comm.connections": Range(0, 1024),
+    "comm.chunk_kb": Range(4, 4096),
+    "comm.cell": Range(1, 64),
+    "zero.stage": Range(0, 3),
+    "zero.reduce_every": NATURAL,
+    "zero.reduce_bucket_size": COUNT,
+    "zero.allgather_bucket_size": COUNT,
+    "optimizer.lr": POSITIVE,
+    "optimizer.eps": POSITIVE,
+    "optimizer.weight_decay": NATURAL,
+    "optimizer.clip": NATURAL,
+    "optimizer.warmup_steps": NATURAL,
+    "optimizer.min_lr_ratio": Range(0, 1),
+    "train.steps": COUNT,
+    "train.max_seconds": NATURAL,
+    "train.microbatch_size": COUNT,
+    "train.batch_size": NATURAL,
+    "train.seed": NATURAL,
+    "train.eval_every": NATURAL,
+    "train.eval_batches": COUNT,
+    "train.sample_tokens": COUNT,
+    "logging.every": COUNT,
+    "checkpoint.every": NATURAL,
+    "checkpoint.keep": NATURAL,
+    "inference.prefill.ranks_per_worker": COUNT,
+    "inference.prefill.first_port": Range(1024, 65535),
+    "inference.prefill.memory_share": Range(0, 1, low_open=True, high_open=True),
+    "inference.prefill.kv_cache_bytes": COUNT,
+    "inference.prefill.max_tokens": COUNT,
+    "inference.prefill.guard_s": NATURAL,
+    "inference.prefill.quantile": Range(0, 1, low_open=True, high_open=True),
+    "inference.controller.port": Range(0, 65535),
+    "inference.controller.deadline_s": POSITIVE,
+    "inference.controller.max_prompt_tokens": COUNT,
+    "inference.controller.max_body_bytes": COUNT,
+    "inference.controller.max_json_depth": COUNT,
+    "inference.controller.max_queue": COUNT,
+    "inference.controller.max_connections": COUNT,
+    "inference.controller.receive_timeout_s": POSITIVE,
+    "inference.controller.answer_slack_s": POSITIVE,
+    "inference.controller.probe_s": POSITIVE,
+}
+
+
+def value_of(config: WeftConfig, name: str) -> Any:
+    """The value of the field with this dotted name."""
+    return reduce(getattr, name.split("."), config)
+
+
+def out_of_range(config: WeftConfig) -> Iterator[str]:
+    """One line for each number outside its range."""
+    for name, allowed in RANGES.items():
+        value = value_of(config, name)
+        if value not in allowed:
+            yield f"{name}={value:g}: outside its range; choose a value {allowed}"

@@ -1,0 +1,71 @@
+"""Plain trees of a configuration: to dataclasses and back, with errors that name the field."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from weft.conf.fields import expectation, field_types, item_class, unknown
+from weft.conf.schema import WeftConfig
+
+
+def from_tree(tree: Mapping[str, Any], *, source: str) -> WeftConfig:
+    """The configuration that departs from the defaults as ``tree`` says; not checked.
+
+    Args:
+        tree: fields by group, enum members by name.
+        source: where the tree comes from, for messages.
+
+    Raises:
+        ValueError: an unknown key or a wrong type.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(WeftConfig), OmegaConf.create(dict(tree)))
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{source}: {explain(error)}") from error
+    assert isinstance(config, WeftConfig)
+    return config
+
+
+def to_tree(value: Any) -> Any:
+    """A configuration, or a part of one, as dictionaries, lists and plain values."""
+    if is_dataclass(value):
+        return {field.name: to_tree(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, Mapping):
+        return {key: to_tree(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_tree(item) for item in value]
+    return value
+
+
+def explain(error: OmegaConfBaseException) -> str:
+    """One line that names the field, out of OmegaConf's own message."""
+    known = field_types()
+    name = str(error.full_key or error.key or "")
+    value = getattr(error, "value", None)
+    given = "null" if value is None else repr(value)
+    listed = re.sub(r"\[\d+\].*", "", name)
+    if listed in known:
+        return f"{name}={given}: expected {expectation(known[listed])}"
+    owner = error.object_type
+    if isinstance(owner, type) and is_dataclass(owner) and (above := _list_of(owner)):
+        types = field_types(owner)
+        leaf = name.rpartition(".")[2]
+        if leaf in types:
+            return f"{above}.{leaf}={given}: expected {expectation(types[leaf])}"
+        return f"{above}: {unknown(leaf, types)}"
+    return unknown(name, known) if name else str(error).splitlines()[0]
+
+
+def _list_of(kind: type) -> str:
+    """The field whose list items are of this class, or nothing."""
+    return next((name for name, listed in field_types().items() if item_class(listed) is kind), "")

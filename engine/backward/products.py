@@ -1,0 +1,190 @@
+"""Products of an activation and a parameter, whose two gradients can be computed apart."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Product(ABC):
+    """One call of a torch function that multiplies an activation by parameters."""
+
+    @property
+    @abstractmethod
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The factors that get their gradient later: parameters, or views of them."""
+
+    @abstractmethod
+    def input_gradient(self, gradient: Tensor) -> Tensor:
+        """Gradient of the activation, from the gradient of the product."""
+
+    @abstractmethod
+    def parameter_gradients(self, activation: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of ``parameters``, in their order."""
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixProduct(Product):
+    """``activation @ matrix + bias`` over the last dimension: linear layers and Conv1D."""
+
+    matrix: Tensor
+    """[in, out]; column-major for nn.Linear, which stores the transpose."""
+    bias: Tensor | None
+    """[out]"""
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The factors that wait."""
+        return (self.matrix,) if self.bias is None else (self.matrix, self.bias)
+
+    def input_gradient(self, gradient: Tensor) -> Tensor:
+        """[..., out] to [..., in]."""
+        return gradient @ self.matrix.t()
+
+    def parameter_gradients(self, activation: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+        """[in, out], and [out] if there is a bias."""
+        rows, out = activation.flatten(0, -2), gradient.flatten(0, -2)
+        # In the parameter's own memory layout, so that accumulating needs no copy.
+        column_major = self.matrix.stride(0) == 1
+        matrix = (out.t() @ rows).t() if column_major else rows.t() @ out
+        return (matrix,) if self.bias is None else (matrix, out.sum(0))
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedProduct(Product):
+    """Rows sorted by expert, each group times its expert's matrix: fused mixture-of-experts."""
+
+    matrices: Tensor
+    """[experts, in, out]"""
+    offsets: Tensor
+    """[experts]: the row after each group's last."""
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The factors that wait."""
+        return (self.matrices,)
+
+    def input_gradient(self, gradient: Tensor) -> Tensor:
+        """[rows, out] to [rows, in]."""
+        return F.grouped_mm(gradient, self.matrices.transpose(1, 2), offs=self.offsets)
+
+    def parameter_gradients(self, activation: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+        """[experts, in, out]."""
+        if self.matrices.stride(1) == 1:
+            return (F.grouped_mm(gradient.t(), activation, offs=self.offsets).transpose(1, 2),)
+        return (F.grouped_mm(activation.t(), gradient, offs=self.offsets),)
+
+
+@dataclass(frozen=True, eq=False)
+class Lookup(Product):
+    """An embedding: a product of one-hot rows and the table."""
+
+    table: Tensor
+    """[tokens, width]"""
+    padding_idx: int
+    """Row without a gradient; -1 is none."""
+    scale_grad_by_freq: bool
+    """Divide a row's gradient by how often it was looked up."""
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The factors that wait."""
+        return (self.table,)
+
+    def input_gradient(self, gradient: Tensor) -> Tensor:
+        """There is none."""
+        raise AssertionError("token ids have no gradient")
+
+    def parameter_gradients(self, activation: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+        """[tokens, width]."""
+        return (
+            torch.ops.aten.embedding_dense_backward(
+                gradient, activation, len(self.table), self.padding_idx, self.scale_grad_by_freq
+            ),
+        )
+
+
+def base_parameter(tensor: Tensor) -> nn.Parameter | None:
+    """The trainable parameter that ``tensor`` is, or is a view of.
+
+    A tensor computed from a parameter is neither: its own graph ends with the input-gradient
+    backward, so its gradient cannot wait.
+    """
+    if not tensor.requires_grad:
+        return None
+    base = tensor if tensor._base is None else tensor._base
+    return base if isinstance(base, nn.Parameter) else None
+
+
+Match = tuple[Tensor, Product] | None
+"""The activation and the product that a call stands for; None leaves the call as it is."""
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Match:
+    return _matmul(input, weight.t(), bias)
+
+
+def _matmul(input: Tensor, other: Tensor, bias: Tensor | None = None) -> Match:
+    return (input, MatrixProduct(other, bias)) if other.dim() == 2 and input.dim() >= 2 else None
+
+
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Match:
+    return (mat1, MatrixProduct(mat2, input)) if beta == alpha == 1 and input.dim() == 1 else None
+
+
+def _grouped_mm(input: Tensor, mat2: Tensor, offs: Tensor | None = None, **rest: Any) -> Match:
+    return (
+        (input, GroupedProduct(mat2, offs)) if offs is not None and mat2.dim() == 3 and not any(rest.values()) else None
+    )
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Match:
+    if max_norm is not None or sparse:
+        return None
+    padding = -1 if padding_idx is None else padding_idx % len(weight)
+    return input, Lookup(weight, padding, scale_grad_by_freq)
+
+
+_MATCHERS: Mapping[Callable[..., Tensor], Callable[..., Match]] = MappingProxyType(
+    {
+        F.linear: _linear,
+        F.embedding: _embedding,
+        torch.addmm: _addmm,
+        torch.matmul: _matmul,
+        torch.mm: _matmul,
+        torch.Tensor.matmul: _matmul,
+        torch.Tensor.__matmul__: _matmul,
+        torch._grouped_mm: _grouped_mm,
+    }
+)
+
+
+def match(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Match:
+    """The product that a call of a torch function stands for, if its parameters can wait.
+
+    Returns:
+        None if ``function`` is no product of a trainable parameter (or a view of one), or if
+        autocast would change its operands behind our back.
+    """
+    matcher = _MATCHERS.get(function)
+    if matcher is None or not torch.is_grad_enabled():
+        return None
+    found = matcher(*args, **kwargs)
+    if found is None or torch.is_autocast_enabled(found[0].device.type):
+        return None
+    return found if all(base_parameter(p) is not None for p in found[1].parameters) else None

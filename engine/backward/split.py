@@ -1,0 +1,200 @@
+"""The split backward: B as a whole, or as I (input gradient) and W (weight gradients)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from weft.engine.backward.products import match
+from weft.engine.backward.saved_bytes import SavedBytes
+from weft.engine.backward.tape import Tape
+
+_log = logging.getLogger(__name__)
+
+
+class SavedForward:
+    """What one micro-batch's forward on one virtual stage keeps for its backward."""
+
+    def __init__(self, hidden: Tensor | None, *, split: bool) -> None:
+        self.hidden = hidden
+        """The stage's input, a leaf; None on the first stage."""
+        self.output: Tensor | None = None
+        """The stage's output with its graph, until the input gradient is there."""
+        self.tape = Tape() if split else None
+        """Weight gradients to come; None if they are computed with the input gradient."""
+        self.activation_bytes = 0
+        """Memory of the tensors that the forward's graph saves."""
+
+    @property
+    def holds_activation(self) -> bool:
+        """Whether the forward's graph is still alive."""
+        return self.output is not None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory kept from the input gradient until the weight gradients."""
+        return self.tape.kept_bytes if self.tape else 0
+
+    @property
+    def live_bytes(self) -> int:
+        """Memory kept now."""
+        return self.activation_bytes if self.holds_activation else self.kept_bytes
+
+
+class SplitBackward:
+    """Runs the backwards of one virtual stage, in one or two parts.
+
+    Inside the forward of a module that owns matrices (nn.Linear, GPT-2's Conv1D, LoRA's
+    adapters, a router, fused experts, an embedding), a product of an activation and a
+    parameter is replaced by one whose backward returns the activation's gradient and leaves
+    the parameter's to a tape. Everything else, such as norms, gets its gradient in I. A
+    parameter that needs no gradient costs nothing; with gradient checkpointing the layer is
+    recomputed once, in I.
+
+    torch.distributed.pipelining cuts the autograd graph instead. That needs no rule per
+    product, but holds the whole graph of a micro-batch until W, and with checkpointing
+    recomputes in I and again in W. (Zero Bubble Pipeline Parallelism, section 2, for the split.)
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Hook the modules that own matrices; `remove` undoes it."""
+        self._module = module
+        self._tape: Tape | None = None
+        self._mode = _Intercept(self)
+        self._hooks = []
+        self._unsplit: tuple[str, ...] | None = None
+        self._activation_bytes: dict[tuple[torch.Size | None, bool], int] = {}
+        for child in module.modules():
+            if any(p.dim() >= 2 for p in child.parameters(recurse=False)):
+                self._hooks += [
+                    child.register_forward_pre_hook(self._enter, prepend=True),
+                    child.register_forward_hook(self._exit, always_call=True),
+                ]
+
+    @property
+    def can_split(self) -> bool:
+        """Whether the stage has weight gradients that may wait; if not, W is empty."""
+        return any(p.requires_grad and p.dim() >= 2 for p in self._module.parameters())
+
+    @property
+    def unsplit(self) -> tuple[str, ...]:
+        """Trainable parameters whose gradient did not wait, known from the first split forward on."""
+        return self._unsplit or ()
+
+    def forward(
+        self, run: Callable[[], Tensor], hidden: Tensor | None, *, split: bool = True
+    ) -> tuple[Tensor, SavedForward]:
+        """Run a micro-batch's forward.
+
+        Args:
+            run: computes the stage's output or loss from ``hidden``.
+            hidden: the stage's input, a leaf that requires a gradient; None on the first stage.
+            split: whether the backward may come in two parts. Without, the forward is plain
+                autograd, and only `full_backward` may follow.
+
+        Returns:
+            The output, and what its backward takes.
+        """
+        saved = SavedForward(hidden, split=split)
+        with self._recording(saved.tape), self._measuring(saved):
+            output = run()
+        saved.output = output
+        if saved.tape and self._unsplit is None:
+            self._report(saved.tape)
+        return output, saved
+
+    def input_backward(self, saved: SavedForward, gradient: Tensor) -> Tensor | None:
+        """``I``: the gradient of the stage's input; what W needs is kept.
+
+        Args:
+            gradient: of the output (of the loss: its scale).
+
+        Returns:
+            The gradient of ``hidden``; None on the first stage.
+        """
+        assert saved.output is not None, "the input gradient of this micro-batch has been computed"
+        output, hidden = saved.output, saved.hidden
+        saved.output = saved.hidden = None
+        if output.requires_grad:
+            with self._recording(saved.tape):  # a checkpointed layer runs its forward again
+                torch.autograd.backward(output, gradient)
+        return None if hidden is None else hidden.grad
+
+    def weight_backward(self, saved: SavedForward) -> None:
+        """``W``: compute and accumulate the weight gradients that I has left."""
+        assert not saved.holds_activation, "the input gradient comes first"
+        if saved.tape:
+            saved.tape.accumulate()
+
+    def full_backward(self, saved: SavedForward, gradient: Tensor) -> Tensor | None:
+        """``B``: both at once; arguments and result as for `input_backward`."""
+        below = self.input_backward(saved, gradient)
+        self.weight_backward(saved)
+        return below
+
+    def remove(self) -> None:
+        """Take the hooks off the module."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _report(self, tape: Tape) -> None:
+        self._unsplit = tuple(
+            name for name, p in self._module.named_parameters() if p.requires_grad and p not in tape.parameters
+        )
+        if self._unsplit:
+            _log.info("gradients computed in I instead of W: %s", ", ".join(self._unsplit))
+
+    @contextmanager
+    def _measuring(self, saved: SavedForward) -> Iterator[None]:
+        """Find ``activation_bytes``: counting costs host time, so once per shape of the input."""
+        shape = saved.hidden.shape if saved.hidden is not None else None
+        key = shape, saved.tape is not None
+        if key not in self._activation_bytes:
+            with SavedBytes((*self._module.parameters(), *self._module.buffers())) as meter:
+                yield
+            self._activation_bytes[key] = meter.total
+        else:
+            yield
+        saved.activation_bytes = self._activation_bytes[key]
+
+    @contextmanager
+    def _recording(self, tape: Tape | None) -> Iterator[None]:
+        before, self._tape = self._tape, tape
+        try:
+            yield
+        finally:
+            self._tape = before
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self._tape is not None:
+            self._mode.__enter__()
+
+    def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._tape is not None:
+            self._mode.__exit__(None, None, None)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a torch function of a hooked module, deferred if it is a product that can wait."""
+        found = match(function, args, kwargs)
+        if found is None or self._tape is None:
+            return function(*args, **kwargs)
+        return self._tape.record(lambda: function(*args, **kwargs), *found)
+
+
+class _Intercept(TorchFunctionMode):
+    """Hands the torch functions of a hooked module's forward to its `SplitBackward`."""
+
+    def __init__(self, owner: SplitBackward) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._owner.call(func, args, kwargs or {})

@@ -1,0 +1,92 @@
+"""The tape: what the weight gradients of one micro-batch still need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from weft.engine.backward.products import Product, base_parameter
+
+
+class Kept(NamedTuple):
+    """A product whose activation has its gradient, and whose parameters have not."""
+
+    product: Product
+    activation: Tensor
+    gradient: Tensor
+
+    def seed(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Compute the parameters' gradients."""
+        return zip(
+            self.product.parameters, self.product.parameter_gradients(self.activation, self.gradient), strict=True
+        )
+
+
+class Tape:
+    """Products of one micro-batch on one virtual stage, in the order of their backwards."""
+
+    def __init__(self) -> None:
+        self._kept: list[Kept] = []
+        self.parameters: set[nn.Parameter] = set()
+        """Parameters whose gradient is left to ``accumulate``."""
+
+    def record(self, compute: Callable[[], Tensor], activation: Tensor, product: Product) -> Tensor:
+        """Run a product now such that its backward computes the activation's gradient only."""
+        for factor in product.parameters:
+            parameter = base_parameter(factor)
+            assert parameter is not None
+            self.parameters.add(parameter)
+        # The parameters are no inputs of the node: without an anchor, a product of an
+        # activation that needs no gradient would have no backward at all.
+        anchor = None if activation.requires_grad else torch.empty(0, requires_grad=True, device=activation.device)
+        return _Deferred.apply(activation, anchor, compute, product, self)
+
+    def keep(self, kept: Kept) -> None:
+        """Leave the parameters' gradients of a product to ``accumulate``."""
+        self._kept.append(kept)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of memory that the kept activations and gradients hold."""
+        storages = (t.untyped_storage() for kept in self._kept for t in (kept.activation, kept.gradient))
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def accumulate(self) -> None:
+        """Compute the kept parameter gradients, and accumulate each as any backward would.
+
+        Every parameter's gradients go through one call of autograd's engine. So tensor hooks
+        see them, and post-accumulate hooks run exactly once per parameter and micro-batch:
+        DeepSpeed's BF16_Optimizer with ``immediate_grad_update`` and its ZeRO optimisers
+        register those; without them, DeepSpeed reads ``.grad``.
+        """
+        groups: dict[nn.Parameter | None, list[Kept]] = {}
+        for kept in self._kept:
+            groups.setdefault(base_parameter(kept.product.parameters[0]), []).append(kept)
+        self._kept.clear()
+        for parameter in list(groups):
+            seeds = [seed for kept in groups.pop(parameter) for seed in kept.seed()]
+            torch.autograd.backward([factor for factor, _ in seeds], [gradient for _, gradient in seeds])
+
+
+class _Deferred(torch.autograd.Function):
+    """A product; its backward leaves the parameters' gradients to the tape."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, activation: Tensor, anchor: Tensor | None, compute: Callable[[], Tensor], product: Product, tape: Tape
+    ) -> Tensor:
+        ctx.save_for_backward(activation)
+        ctx.product, ctx.tape = product, tape
+        return compute()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (activation,) = ctx.saved_tensors
+        ctx.tape.keep(Kept(ctx.product, activation.detach(), gradient))
+        below = ctx.product.input_gradient(gradient) if ctx.needs_input_grad[0] else None
+        return below, None, None, None, None

@@ -1,0 +1,297 @@
+"""Checkpoints of a whole engine: model, optimiser, counters, random states, the caller's own."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from weft.engine.checkpoint import optimizer_state
+from weft.engine.checkpoint.background import BackgroundWriter, snapshot
+from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.folder import candidates, check_space, step_folder, whole
+from weft.engine.checkpoint.optimizer_state import OPTIM, WEIGHT
+from weft.engine.checkpoint.pieces import Piece
+from weft.engine.checkpoint.ranks import Ranks
+from weft.engine.checkpoint.reader import Checkpoint, open_checkpoint
+from weft.engine.checkpoint.stores import Store, find_stores, store_of
+from weft.engine.checkpoint.writer import save
+from weft.engine.zero import Fragment
+
+if TYPE_CHECKING:
+    from weft.engine.engine import WeftEngine
+
+BUFFER = "buffer"
+"""Kind of tensors that no optimiser steps: ``buffer/NAME``."""
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+"""DeepSpeed's counts of work done."""
+_PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
+"""Entries of a torch scheduler's state that hold one value per parameter group of this rank."""
+_PACKAGES = ("weft", "torch", "deepspeed", "transformers")
+
+log = logging.getLogger(__name__)
+
+
+def save_engine(
+    engine: WeftEngine,
+    folder: Path,
+    *,
+    client_state: Mapping[str, Any],
+    keep: int = 0,
+    background: BackgroundWriter | None = None,
+) -> Path:
+    """Write a checkpoint between two steps; a collective call.
+
+    Args:
+        folder: of checkpoints. Ranks need not share a file system: what a rank needs again,
+            when stages stay where they are, is on its own.
+        client_state: JSON values, equal on all ranks.
+        keep: whole checkpoints to keep; 0 keeps all.
+        background: writes while training goes on; an error then shows at its next use, when
+            the caller may go on without that checkpoint, or end.
+
+    Returns:
+        Where the checkpoint is, or will be.
+
+    Raises:
+        CheckpointError: on every rank; checkpoints written before are as they were.
+    """
+    if background is not None:
+        background.wait()  # before the copy, so that there is never more than one in memory
+    held = _fragments(engine)
+    stores = find_stores(folder, _ranks())
+    pieces = _pieces(engine, held, stores)
+    meta = _meta(engine, held, client_state)
+    step = engine.global_steps
+    if background is None:
+        return save(folder, step, pieces, meta, ranks=_ranks(), stores=stores, keep=keep)
+    copied, ranks = snapshot(pieces), _ranks(background.group)
+    background.submit(lambda: save(folder, step, copied, meta, ranks=ranks, stores=stores, keep=keep))
+    return step_folder(folder, step)
+
+
+def load_engine(engine: WeftEngine, path: Path) -> dict[str, Any]:
+    """Restore an engine from one checkpoint, whatever layout wrote it; a collective call.
+
+    Weights, optimiser state, learning rates, loss scale and counters are restored exactly.
+    Random states are restored if the layout is the same, and seeded from step and rank if not.
+
+    Returns:
+        The caller's state.
+
+    Raises:
+        CheckpointError: on every rank: damaged, or of another model. The engine may be partly
+            restored.
+    """
+    ranks = _ranks()
+    held = _fragments(engine)
+    checkpoint = ranks.together(path, lambda: open_checkpoint(path))
+    if len(set(ranks.gather(checkpoint.manifest.name))) > 1:
+        raise CheckpointError(f"{path}: ranks see different checkpoints of that name; copy one of them to all places")
+    _check_names(checkpoint, held, ranks)
+    ranks.together(path, lambda: _restore_local(engine, held, checkpoint))
+    engine.sharding.publish()
+    return dict(checkpoint.meta["client_state"])
+
+
+def load_newest(engine: WeftEngine, folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Restore from the checkpoint in ``folder`` that was written last and is whole; a collective call.
+
+    One whose tensors turn out damaged is named in a warning, and the one before it is taken.
+    ``folder`` may also be a checkpoint itself: then there is no other to take.
+
+    Returns:
+        The checkpoint and the caller's state; None if there is none.
+
+    Raises:
+        CheckpointError: the only checkpoints there are cannot be restored.
+    """
+    ranks = _ranks()
+    found = {manifest.name: (path, manifest) for path, manifest in whole(folder)}
+    others = ranks.gather((tuple(found), [path.name for path in candidates(folder)]))
+    shared = set(found).intersection(*(names for names, _ in others))
+    if not shared and any(there for _, there in others):
+        raise CheckpointError(
+            f"checkpoints in {folder}: none is whole on every rank; repair or copy one (see the warnings above), or "
+            "start anew with checkpoint.resume=never and another train.name"
+        )
+    order = sorted((found[name] for name in shared), key=lambda item: item[1].serial, reverse=True)
+    for number, (path, _) in enumerate(order, start=1):
+        try:
+            return path, load_engine(engine, path)
+        except CheckpointError as error:
+            if number == len(order):
+                raise
+            log.warning("skipped: %s", error)
+    return None
+
+
+def check_folder(engine: WeftEngine, folder: Path, *, keep: int) -> None:
+    """Find out before training whether checkpoints can be written; a collective call.
+
+    Raises:
+        CheckpointError: on every rank: the folder cannot be written, or has no room for the
+            checkpoints to keep and the one being written.
+    """
+    ranks = _ranks()
+    stores = find_stores(folder, ranks)
+    held = _fragments(engine)
+    pieces = _pieces(engine, held, stores)
+    # Before the first step an optimiser has no state; Adam's is twice its fp32 weights.
+    stepped = any(piece.name.startswith(f"{OPTIM}/") for piece in pieces)
+    grows = set() if stepped else {f"{WEIGHT}/{fragment.name}" for fragment in held if fragment.trained}
+    sizes = ranks.gather(sum(piece.num_bytes * (3 if piece.name in grows else 1) for piece in pieces))
+    store = store_of(stores, ranks.rank)
+
+    def check() -> None:
+        to_come = max(1, keep + 1 - len(candidates(folder)))
+        check_space(folder, to_come * sum(sizes[rank] for rank in store.members))
+
+    ranks.together(folder, lambda: check() if ranks.rank == store.leader else None)
+    if len(stores) > 1 and ranks.rank == 0:
+        log.warning(
+            "checkpoints in %s lie on %d file systems, of ranks %s: resume with every stage where it was, or copy "
+            "their files together",
+            folder,
+            len(stores),
+            "; ".join(", ".join(map(str, each.members)) for each in stores),
+        )
+
+
+# -- what is saved beside the optimiser -----------------------------------------------------------
+
+
+def _fragments(engine: WeftEngine) -> list[Fragment]:
+    engine.sharding.settle()
+    return list(engine.sharding.fragments())
+
+
+def _ranks(group: dist.ProcessGroup | None = None) -> Ranks:
+    def gather(value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    return Ranks(dist.get_rank(), gather)
+
+
+def _layout(engine: WeftEngine) -> dict[str, Any]:
+    return {
+        "rank_stages": [list(held) for held in engine.module.placement.rank_stages],
+        "replicas": engine.num_replicas,
+        "device": engine.device.type,
+    }
+
+
+def _meta(engine: WeftEngine, held: list[Fragment], client_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that is no tensor; a collective call."""
+    scalars = _ranks().gather(optimizer_state.group_scalars(held, engine.basic_optimizer))
+    return {
+        "client_state": dict(client_state),
+        "counters": {name: getattr(engine, name) for name in COUNTERS},
+        "groups": {name: values for of_rank in scalars for name, values in of_rank.items()},
+        "lr_scheduler": _without_groups(engine.lr_scheduler.state_dict()) if engine.lr_scheduler else {},
+        "loss_scale": optimizer_state.loss_scale(engine.optimizer),
+        "layout": _layout(engine),
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in _PACKAGES},
+    }
+
+
+def _pieces(engine: WeftEngine, held: list[Fragment], stores: tuple[Store, ...]) -> list[Piece]:
+    """What this rank writes; a collective call.
+
+    What several pipeline ranks hold (tied weights), the first of them writes, if all its
+    replicas write to the same store; what replicas hold alike, those of a store share out.
+    """
+    buffers = _buffers(engine)
+    mine = {name for name, _ in engine.module.named_global_parameters()} | buffers.keys()
+    members = store_of(stores, engine.global_rank).members
+    near: dict[int, list[int]] = {}
+    names_of: dict[int, set[str]] = {}
+    for rank, (pipe_rank, names) in enumerate(_ranks().gather((engine.pipe_rank, mine))):
+        if rank in members:
+            near.setdefault(pipe_rank, []).append(rank)
+            names_of[pipe_rank] = names
+    before = [p for p in near if p < engine.pipe_rank and len(near[p]) == engine.num_replicas]
+    taken = set().union(*(names_of[p] for p in before))
+    pieces = optimizer_state.collect(
+        [fragment for fragment in held if fragment.name not in taken],
+        engine.basic_optimizer,
+        [Piece.whole(f"{BUFFER}/{name}", tensor) for name, tensor in buffers.items() if name not in taken],
+        part=near[engine.pipe_rank].index(engine.global_rank),
+        num_parts=len(near[engine.pipe_rank]),
+    )
+    return pieces + [Piece.whole(name, state) for name, state in _random_states(engine).items()]
+
+
+def _buffers(engine: WeftEngine) -> dict[str, torch.Tensor]:
+    """What Hugging Face's models save beside their parameters, by its name in the whole model."""
+    found: dict[str, torch.Tensor] = {}
+    for stage in engine.module.stages.values():
+        parameters = {name for name, _ in stage.model.named_parameters(remove_duplicate=False)}
+        for name, tensor in stage.model.state_dict().items():
+            if name not in parameters:
+                found[stage.prefix + name] = tensor
+    return found
+
+
+def _random_states(engine: WeftEngine) -> dict[str, torch.Tensor]:
+    states = {f"rng/cpu/{engine.global_rank}": torch.get_rng_state()}
+    if engine.device.type != "cpu":
+        states[f"rng/{engine.device.type}/{engine.global_rank}"] = get_accelerator().get_rng_state()
+    return states
+
+
+# -- restoring ------------------------------------------------------------------------------------
+
+
+def _check_names(checkpoint: Checkpoint, held: list[Fragment], ranks: Ranks) -> None:
+    """Check that the model has every weight of the checkpoint, so that none is lost in silence."""
+    known = {f"{WEIGHT}/{name}" for of_rank in ranks.gather([f.name for f in held]) for name in of_rank}
+    lost = sorted(name for name in checkpoint.names if name.startswith(f"{WEIGHT}/") and name not in known)
+    if lost:
+        raise CheckpointError(
+            f"{checkpoint.path}: it holds {len(lost)} tensors that this model lacks, such as {lost[0]}; give the "
+            "model and lora settings with which the checkpoint was written"
+        )
+
+
+def _restore_local(engine: WeftEngine, held: list[Fragment], checkpoint: Checkpoint) -> None:
+    """Everything but the collective last step."""
+    meta = checkpoint.meta
+    optimizer_state.restore(held, engine.basic_optimizer, checkpoint)
+    for name, tensor in _buffers(engine).items():
+        tensor.copy_(checkpoint.load([f"{BUFFER}/{name}"])[f"{BUFFER}/{name}"])
+    optimizer_state.restore_group_scalars(held, engine.basic_optimizer, meta["groups"])
+    optimizer_state.restore_loss_scale(engine.optimizer, meta["loss_scale"])
+    if engine.lr_scheduler and meta["lr_scheduler"]:
+        _restore_scheduler(engine, meta["lr_scheduler"])
+    for name, value in meta["counters"].items():
+        setattr(engine, name, value)
+    if meta["layout"] == _layout(engine):
+        states = {name: checkpoint.read(name) for name in _random_states(engine)}
+        torch.set_rng_state(states.pop(f"rng/cpu/{engine.global_rank}"))
+        for state in states.values():
+            get_accelerator().set_rng_state(state)
+    else:
+        torch.manual_seed((checkpoint.step << 20) + engine.global_rank)
+
+
+def _without_groups(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A scheduler's state less what belongs to the groups of one rank: those differ between layouts."""
+    return {key: value for key, value in state.items() if key not in _PER_GROUP}
+
+
+def _restore_scheduler(engine: WeftEngine, saved: Mapping[str, Any]) -> None:
+    scheduler = engine.lr_scheduler
+    own = {key: value for key, value in scheduler.state_dict().items() if key in _PER_GROUP}
+    if "_last_lr" in own:
+        own["_last_lr"] = [group["lr"] for group in engine.optimizer.param_groups]
+    scheduler.load_state_dict({**saved, **own})

@@ -1,0 +1,129 @@
+"""The manifest: written last, it names every file and tensor of a checkpoint, and vouches for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.engine.checkpoint import durable
+from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.pieces import StoredPiece, StoredTensor, checksum
+from weft.engine.checkpoint.shard_file import ShardEntry, StoredFile, check_size, damaged
+
+FORMAT = 1
+"""Version of the format; raised when an older reader would misread."""
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: optimiser steps done.
+        serial: counts the checkpoints written in a folder: the newest has the highest.
+        name: by which ranks that share no file system know that they mean the same one.
+        meta: JSON values that belong to no tensor.
+        files: every file but the manifest itself.
+        here: names of the files that were written in this folder; the others are in the
+            folders of ranks that share no file system with this one's.
+        tensors: every tensor, with its pieces in order.
+    """
+
+    step: int
+    serial: int
+    name: str
+    meta: Mapping[str, Any]
+    files: Mapping[str, StoredFile]
+    here: Sequence[str]
+    tensors: Mapping[str, StoredTensor]
+
+
+def join(
+    step: int, serial: int, name: str, meta: Mapping[str, Any], entries: Iterable[ShardEntry], here: Sequence[str]
+) -> Manifest:
+    """The manifest over what all ranks wrote; arguments as `Manifest`'s fields.
+
+    Raises:
+        CheckpointError: their pieces do not make whole tensors.
+    """
+    files: dict[str, StoredFile] = {}
+    tensors: dict[str, StoredTensor] = {}
+    for entry in entries:
+        files[entry.file.name] = entry.file
+        for key, tensor in entry.tensors.items():
+            known = tensors.get(key)
+            if known is not None:
+                if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
+                    raise CheckpointError(f"{key}: ranks hold it with different types or shapes")
+                tensor = StoredTensor(known.dtype, known.shape, known.pieces + tensor.pieces)
+            tensors[key] = tensor
+    for key, tensor in tensors.items():
+        pieces = tuple(sorted(tensor.pieces, key=lambda piece: (piece.start, piece.stop, piece.file)))
+        tensors[key] = StoredTensor(tensor.dtype, tensor.shape, pieces)
+        if missing := tensors[key].missing():
+            raise CheckpointError(f"{key}: elements {missing} are missing in what the ranks wrote together")
+    return Manifest(step, serial, name, meta, files, here, tensors)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest into the folder of a checkpoint.
+
+    Raises:
+        CheckpointError: a value of ``meta`` is not JSON.
+    """
+    try:
+        body = _canonical({"format": FORMAT, **asdict(manifest)})
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"client_state: {error}; give numbers, texts, lists and dictionaries only") from error
+    text = f'{{"checksum":"{checksum(body)}",\n"checkpoint":'.encode() + body + b"}\n"
+    durable.write(folder / MANIFEST, [text])
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of a checkpoint, and the sizes of its files.
+
+    Raises:
+        CheckpointError: it is missing, damaged, of a newer format, or a file is missing or cut.
+    """
+    path = folder / MANIFEST
+    try:
+        outer = json.loads(path.read_bytes())
+        body = outer["checkpoint"]
+        intact = outer["checksum"] == checksum(_canonical(body))
+    except OSError as error:
+        raise damaged(path, f"{error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged(path, f"it is no manifest ({error})") from error
+    if not intact:
+        raise damaged(path, "it does not match its checksum")
+    if body["format"] > FORMAT:
+        raise CheckpointError(f"{path}: format {body['format']}, this version reads up to {FORMAT}; update weft")
+    manifest = _parse(body)
+    for name in manifest.here:
+        check_size(folder / name, manifest.files[name])
+    return manifest
+
+
+def _parse(body: dict[str, Any]) -> Manifest:
+    return Manifest(
+        step=body["step"],
+        serial=body["serial"],
+        name=body["name"],
+        meta=body["meta"],
+        files={name: StoredFile(**file) for name, file in body["files"].items()},
+        here=tuple(body["here"]),
+        tensors={
+            name: StoredTensor(
+                tensor["dtype"], tuple(tensor["shape"]), tuple(StoredPiece(**piece) for piece in tensor["pieces"])
+            )
+            for name, tensor in body["tensors"].items()
+        },
+    )

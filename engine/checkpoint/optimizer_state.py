@@ -1,0 +1,212 @@
+"""What a rank's optimiser holds of each parameter: one view over all of it, to save and to restore."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.pieces import Piece, share
+from weft.engine.checkpoint.reader import Checkpoint
+from weft.engine.zero import Fragment, ShardedOptimizer
+
+WEIGHT, OPTIM = "weight", "optim"
+"""Kinds of tensors: ``weight/NAME`` in the highest precision there is, ``optim/KEY/NAME``."""
+_GROUP_SCALARS = ("lr", "initial_lr", "step")
+"""What changes in an optimiser's parameter group while it trains."""
+_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What changes in a loss scaler while it trains."""
+
+
+# -- saving ------------------------------------------------------------------------------------
+
+
+def collect(
+    held: Iterable[Fragment], optimizer: Optimizer, buffers: Iterable[Piece], *, part: int, num_parts: int
+) -> list[Piece]:
+    """This rank's pieces: its own fragments, and its share of what its replicas hold alike.
+
+    Nothing is gathered: replicas write about the same number of bytes each, and their pieces
+    make whole tensors together.
+
+    Args:
+        held: fragments of the parameters that this rank's stages write.
+        optimizer: that steps them.
+        buffers: tensors that no optimiser steps.
+        part, num_parts: this rank among the replicas that share out what they hold alike.
+    """
+    own: list[Piece] = []
+    alike: list[Piece] = list(buffers)
+    for fragment in held:
+        (alike if fragment.shared else own).extend(_pieces(fragment, optimizer))
+    return own + list(share(alike, part, num_parts))
+
+
+def _pieces(fragment: Fragment, optimizer: Optimizer) -> Iterator[Piece]:
+    shape = tuple(fragment.parameter.shape)
+    yield Piece(f"{WEIGHT}/{fragment.name}", shape, fragment.start, fragment.tensor)
+    for key, value in optimizer.state.get(fragment.tensor, {}).items() if fragment.trained else ():
+        name = f"{OPTIM}/{key}/{fragment.name}"
+        if isinstance(value, Tensor) and value.shape == fragment.tensor.shape and value.ndim > 0:
+            yield Piece(name, shape, fragment.start, value.detach())
+        elif fragment.start == 0:  # a number for the whole parameter, such as Adam's step count
+            value = torch.as_tensor(value)
+            if value.numel() > 1 and not fragment.is_whole:
+                raise CheckpointError(
+                    f"{name}: shape {tuple(value.shape)} belongs to no single parameter; choose another "
+                    "optimizer.kind, or train with zero.stage=0"
+                )
+            yield Piece.whole(name, value)
+
+
+def group_scalars(held: Iterable[Fragment], optimizer: Optimizer) -> dict[str, dict[str, float]]:
+    """Learning rate and such of each parameter's group, by the parameter's name."""
+    values: dict[Tensor, dict[str, float]] = {}
+    for group in optimizer.param_groups:
+        scalars = {key: float(group[key]) for key in _GROUP_SCALARS if key in group}
+        values |= dict.fromkeys(group["params"], scalars)
+    return {fragment.name: values[fragment.tensor] for fragment in held if fragment.trained}
+
+
+def loss_scale(optimizer: ShardedOptimizer) -> dict[str, float]:
+    """State of the dynamic loss scaler; empty where there is none."""
+    scaler = optimizer.loss_scaler
+    return {key: getattr(scaler, key) for key in _LOSS_SCALE if scaler.dynamic and hasattr(scaler, key)}
+
+
+# -- restoring ---------------------------------------------------------------------------------
+
+
+def restore(held: Iterable[Fragment], optimizer: Optimizer, checkpoint: Checkpoint) -> None:
+    """Read this rank's fragments; `Sharding.publish` must follow.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or belongs to another model.
+    """
+    held = list(held)
+    has_state = any(name.startswith(f"{OPTIM}/") for name in checkpoint.names)
+    if has_state:
+        _make_state(optimizer)
+    else:
+        optimizer.state.clear()
+    keys = _state_keys(checkpoint)
+    for fragment in held:
+        name = f"{WEIGHT}/{fragment.name}"
+        shape = tuple(fragment.parameter.shape)
+        if name not in checkpoint.names:
+            raise CheckpointError(
+                f"{checkpoint.path}: it lacks the model's {fragment.name}; give the model and lora settings with "
+                "which the checkpoint was written"
+            )
+        if checkpoint.shape(name) != shape:
+            raise CheckpointError(
+                f"{checkpoint.path}: {fragment.name} has shape {checkpoint.shape(name)}, the model's has {shape}; "
+                "give the model's settings with which the checkpoint was written"
+            )
+        _fill(fragment, fragment.tensor, checkpoint, name)
+        if fragment.trained and has_state:
+            _restore_state(fragment, optimizer, checkpoint, keys.get(fragment.name, ()))
+
+
+def _state_keys(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """Keys of the optimiser's state by parameter name."""
+    keys: dict[str, list[str]] = {}
+    for name in checkpoint.names:
+        kind, _, rest = name.partition("/")
+        if kind == OPTIM:
+            key, _, parameter = rest.partition("/")
+            keys.setdefault(parameter, []).append(key)
+    return keys
+
+
+@torch.no_grad()
+def _fill(fragment: Fragment, target: Tensor, checkpoint: Checkpoint, name: str) -> None:
+    """Copy the fragment's part of a stored tensor to ``target``, of the fragment's shape."""
+    elements = checkpoint.read(name, fragment.start, fragment.start + target.numel())
+    target.copy_(elements.view(target.shape))
+
+
+def _restore_state(fragment: Fragment, optimizer: Optimizer, checkpoint: Checkpoint, keys: Collection[str]) -> None:
+    if not keys:
+        optimizer.state.pop(fragment.tensor, None)  # it had not been stepped yet
+        return
+    state = optimizer.state[fragment.tensor]
+    for key in keys:
+        name = f"{OPTIM}/{key}/{fragment.name}"
+        if key not in state:
+            raise CheckpointError(
+                f"{checkpoint.path}: the optimiser saved {key!r}, which {type(optimizer).__name__} "
+                "does not have; resume with the same optimizer.kind"
+            )
+        value = state[key]
+        if isinstance(value, Tensor) and value.shape == fragment.tensor.shape and value.ndim > 0:
+            _fill(fragment, value, checkpoint, name)
+        elif isinstance(value, Tensor):
+            value.copy_(checkpoint.read(name).view(value.shape))
+        else:
+            state[key] = type(value)(checkpoint.read(name).item())
+
+
+def _make_state(optimizer: Optimizer) -> None:
+    """Let the optimiser create its state, by a step of length 0 with gradients of 0."""
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    missing = [tensor for tensor in tensors if not optimizer.state.get(tensor)]
+    if missing:
+        with _no_motion(optimizer), _gradients(tensors, {id(tensor) for tensor in missing}):
+            optimizer.step()
+
+
+@contextmanager
+def _no_motion(base: Optimizer) -> Iterator[None]:
+    rates = [group["lr"] for group in base.param_groups]
+    for group in base.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    try:
+        yield
+    finally:
+        for group, rate in zip(base.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+@contextmanager
+def _gradients(owners: Iterable[Tensor], chosen: set[int]) -> Iterator[None]:
+    """Gradients of 0 for the chosen tensors and none for the others, for a while."""
+    kept = [(owner, owner.grad) for owner in owners]
+    for owner, _ in kept:
+        owner.grad = torch.zeros_like(owner) if id(owner) in chosen else None
+    try:
+        yield
+    finally:
+        for owner, gradient in kept:
+            owner.grad = gradient
+
+
+def restore_group_scalars(
+    held: Iterable[Fragment], optimizer: Optimizer, saved: Mapping[str, Mapping[str, float]]
+) -> None:
+    """Set learning rates and such of parameter groups to those of their parameters."""
+    of_tensor = {id(fragment.tensor): saved.get(fragment.name, {}) for fragment in held if fragment.trained}
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            for key, value in of_tensor.get(id(tensor), {}).items():
+                _set(group, key, int(value) if key == "step" else value)
+
+
+def _set(group: dict[str, Any], key: str, value: float) -> None:
+    if isinstance(group.get(key), Tensor):
+        group[key].fill_(value)
+    else:
+        group[key] = value
+
+
+def restore_loss_scale(optimizer: ShardedOptimizer, saved: Mapping[str, float]) -> None:
+    """Set the loss scaler to a saved state; without one on either side nothing happens."""
+    scaler = optimizer.loss_scaler
+    for key, value in saved.items() if scaler.dynamic else ():
+        if hasattr(scaler, key):
+            setattr(scaler, key, value)

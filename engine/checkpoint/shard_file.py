@@ -1,0 +1,161 @@
+"""One rank's file of a checkpoint: safetensors, written in a stream and hashed on the way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from weft.engine.checkpoint import durable
+from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.pieces import Piece, StoredPiece, StoredTensor, checksum, raw
+
+DTYPES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Safetensors' names of element types."""
+TYPES = {name: dtype for dtype, name in DTYPES.items()}
+"""Element types by safetensors' names."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of a checkpoint: its size, and what its header must hash to."""
+
+    name: str
+    num_bytes: int
+    header_bytes: int
+    header_checksum: str
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """What the manifest has to know of a file that was written."""
+
+    file: StoredFile
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+
+
+def file_name(rank: int) -> str:
+    """``rank-003.safetensors``."""
+    return f"rank-{rank:03d}.safetensors"
+
+
+def write_shard(path: Path, pieces: Sequence[Piece]) -> ShardEntry:
+    """Write pieces to a new file, one at a time: of a tensor on a GPU one piece is copied at once.
+
+    Raises:
+        OSError: the disk is full, or the file exists.
+    """
+    header = _header(pieces)
+    checksums: list[str] = []
+    num_bytes = durable.write(path, _stream(header, pieces, checksums))
+    tensors = {
+        piece.name: StoredTensor(
+            DTYPES[piece.data.dtype],
+            piece.shape,
+            (StoredPiece(piece.start, piece.start + piece.data.numel(), path.name, _key(piece), digest),),
+        )
+        for piece, digest in zip(pieces, checksums, strict=True)
+    }
+    assert len(tensors) == len(pieces), "a rank holds at most one piece of a tensor"
+    return ShardEntry(StoredFile(path.name, num_bytes, len(header), checksum(header)), tensors)
+
+
+def _key(piece: Piece) -> str:
+    return piece.name if piece.is_whole else f"{piece.name}@{piece.start}"
+
+
+def _header(pieces: Iterable[Piece]) -> bytes:
+    """Safetensors' header with its length before it, padded so that the data is aligned."""
+    entries: dict[str, object] = {}
+    at = 0
+    for piece in pieces:
+        shape = piece.shape if piece.is_whole else (piece.data.numel(),)
+        offsets = (at, at + piece.num_bytes)
+        entries[_key(piece)] = {"dtype": DTYPES[piece.data.dtype], "shape": shape, "data_offsets": offsets}
+        at += piece.num_bytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _stream(header: bytes, pieces: Iterable[Piece], checksums: list[str]) -> Iterator[durable.Buffer]:
+    yield header
+    for piece in pieces:
+        data = raw(piece.data.cpu())
+        checksums.append(checksum(data))
+        yield data
+
+
+class ShardReader:
+    """Reads pieces of one file, each checked against its checksum."""
+
+    def __init__(self, path: Path, file: StoredFile) -> None:
+        """Open the file and check its header.
+
+        Raises:
+            CheckpointError: it is missing, cut short, or its header is damaged.
+        """
+        self._path = path
+        check_size(path, file)
+        with open(path, "rb") as stream:
+            if checksum(stream.read(file.header_bytes)) != file.header_checksum:
+                raise damaged(path, "its header does not match its checksum")
+        try:
+            self._file = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise damaged(path, str(error)) from error
+
+    def read(self, piece: StoredPiece, dtype: str) -> Tensor:
+        """The elements of a piece, shape [n], on the CPU.
+
+        Raises:
+            CheckpointError: the bytes are not those that were written.
+        """
+        try:
+            tensor = self._file.get_tensor(piece.key).view(-1)
+        except (SafetensorError, OSError) as error:
+            raise damaged(self._path, f"{piece.key}: {error}") from error
+        if DTYPES[tensor.dtype] != dtype or tensor.numel() != piece.stop - piece.start:
+            raise damaged(self._path, f"{piece.key} has another type or size than the manifest says")
+        if checksum(raw(tensor)) != piece.checksum:
+            raise damaged(self._path, f"{piece.key} does not match its checksum")
+        return tensor
+
+
+def check_size(path: Path, file: StoredFile) -> None:
+    """Check that a file is there with all its bytes.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise damaged(path, f"{error.strerror}") from error
+    if found != file.num_bytes:
+        raise damaged(path, f"it has {found} bytes instead of {file.num_bytes}")
+
+
+def damaged(path: Path, what: str) -> CheckpointError:
+    """The error for a file that is not as it was written."""
+    return CheckpointError(
+        f"{path}: {what}; the checkpoint is damaged. Resume from another with checkpoint.resume=FOLDER, or delete it"
+    )

@@ -1,0 +1,84 @@
+"""Writing a checkpoint by all ranks together: whole, or absent."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.engine.checkpoint import durable
+from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.folder import TEMPORARY, check_space, clean, prune, put, step_folder, whole
+from weft.engine.checkpoint.manifest import join, write_manifest
+from weft.engine.checkpoint.pieces import Piece
+from weft.engine.checkpoint.ranks import Ranks
+from weft.engine.checkpoint.shard_file import file_name, write_shard
+from weft.engine.checkpoint.stores import Store, find_stores, store_of
+
+
+def save(
+    folder: Path,
+    step: int,
+    pieces: Sequence[Piece],
+    meta: Mapping[str, Any],
+    *,
+    ranks: Ranks | None = None,
+    stores: tuple[Store, ...] | None = None,
+    keep: int = 0,
+) -> Path:
+    """Write one checkpoint; a collective call.
+
+    All ranks write into a temporary folder; then the first rank of each store writes the
+    manifest and renames the folder; when all have, older checkpoints go. At every instant the
+    newest finished one is whole.
+
+    Args:
+        folder: of checkpoints.
+        pieces: what this rank writes; those of all ranks make whole tensors.
+        meta: JSON values; each store keeps its first rank's.
+        ranks: who writes; None is this process alone.
+        stores: who shares a file system; None finds out.
+        keep: whole checkpoints to keep, this one included; 0 keeps all.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: on every rank; earlier checkpoints are as they were.
+    """
+    ranks = ranks or Ranks()
+    stores = stores or find_stores(folder, ranks)
+    store = store_of(stores, ranks.rank)
+    leads = ranks.rank == store.leader
+    target = step_folder(folder, step)
+    temporary = target.with_name(target.name + TEMPORARY)
+    sizes = ranks.gather(sum(piece.num_bytes for piece in pieces))
+
+    def prepare() -> None:
+        clean(folder)
+        check_space(folder, sum(sizes[rank] for rank in store.members))
+        durable.make_folder(temporary)
+
+    def commit() -> None:
+        here = [entries[rank].file.name for rank in store.members]
+        write_manifest(temporary, join(step, serial, name, meta, entries, here))
+        durable.sync_folder(temporary)
+        put(temporary, target)
+
+    try:
+        ranks.together(folder, lambda: prepare() if leads else None)
+        entries = ranks.collect(folder, lambda: write_shard(temporary / file_name(ranks.rank), pieces))
+        serial = 1 + max(ranks.collect(folder, lambda: _last_serial(folder) if leads else 0))
+        name = ranks.gather(secrets.token_hex(8))[0]
+        ranks.together(folder, lambda: commit() if leads else None)
+    except CheckpointError:
+        if leads:
+            durable.remove(temporary)
+        raise
+    ranks.together(folder, lambda: prune(folder, keep) if leads else None)
+    return target
+
+
+def _last_serial(folder: Path) -> int:
+    return max((manifest.serial for _, manifest in whole(folder)), default=0)

@@ -1,0 +1,18 @@
+"""The data pipeline: documents to micro-batches, in an order that any number of replicas shares exactly."""
+
+from weft.engine.batches import count_label_tokens
+from weft.engine.data.batch import Batch
+from weft.engine.data.check import check_source
+from weft.engine.data.loader import MicrobatchLoader, build_loader
+from weft.engine.data.tokenizer import load_tokenizer
+from weft.engine.stages.refusals import refuse_packing
+
+__all__ = [
+    "Batch",
+    "MicrobatchLoader",
+    "build_loader",
+    "check_source",
+    "count_label_tokens",
+    "load_tokenizer",
+    "refuse_packing",
+]

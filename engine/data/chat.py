@@ -1,0 +1,124 @@
+"""Chat encoding: conversations in which only the assistant's tokens are learnt."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from weft.engine.data.documents import IGNORED, document_key
+from weft.engine.data.encode import Columns
+from weft.engine.data.messages import message_fault
+from weft.engine.data.spans import ChatTemplate, Span
+from weft.engine.data.tokenizer import tokenizer_sha256
+
+
+class ChatEncoder:
+    """A conversation through the chat template; labels on the assistant's turns and what closes them."""
+
+    unit = "conversations"
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, field: str, *, template: str, limit: int) -> None:
+        """Read the messages in ``field`` of each row.
+
+        Args:
+            template: Jinja text or a file with it; empty takes the tokenizer's own.
+            limit: tokens after which a conversation is cut.
+
+        Raises:
+            ValueError: there is no template, or the tokenizer cannot tell which characters a token covers.
+        """
+        if not tokenizer.is_fast:
+            raise ValueError(
+                f"model.tokenizer={tokenizer.name_or_path}: data.kind=chat needs the characters of each token, which "
+                f"{type(tokenizer).__name__} does not tell; use a tokenizer with a tokenizer.json"
+            )
+        self.field = field
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(find_template(tokenizer, template), tokenizer)
+        self._limit = limit
+        parts = ("chat 1", tokenizer_sha256(tokenizer), self._template.template, limit)
+        self.sha256 = hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def __call__(self, values: Sequence[Any], numbers: Sequence[int]) -> Columns:
+        """Encode conversations; one whose assistant speaks only past the cut gets no tokens.
+
+        Raises:
+            ValueError: a row is no conversation, or no assistant's token is in it; it is named.
+        """
+        rendered = [self._render(value, number) for value, number in zip(values, numbers, strict=True)]
+        encoded = self._tokenizer(
+            [text for text, _ in rendered], add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        columns: Columns = {"input_ids": [], "labels": [], "length": [], "key": [], "truncated": []}
+        for number, (_, spans), ids, offsets in zip(
+            numbers, rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
+        ):
+            labels = label(ids, offsets, spans)
+            if not any(token != IGNORED for token in labels[1:]):
+                raise ValueError(self._fault(number, "no token of it is the assistant's; remove it"))
+            kept = self._limit if any(t != IGNORED for t in labels[1 : self._limit]) else 0
+            columns["input_ids"].append(ids[:kept])
+            columns["labels"].append(labels[:kept])
+            columns["length"].append(min(len(ids), kept))
+            columns["key"].append(document_key(ids))
+            columns["truncated"].append(len(ids) > self._limit)
+        return columns
+
+    def _render(self, value: Any, number: int) -> tuple[str, list[Span]]:
+        if fault := message_fault(value):
+            raise ValueError(self._fault(number, fault))
+        try:
+            return self._template.render([{name: m[name] for name in ("role", "content")} for m in value])
+        except ValueError as error:
+            raise ValueError(self._fault(number, str(error))) from error
+
+    def _fault(self, number: int, what: str) -> str:
+        return f"data.messages_field={self.field}: conversation {number + 1}: {what}"
+
+
+def label(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
+    """The ids of tokens that share a character with a span, -100 for the others.
+
+    Args:
+        offsets: characters of each token, ascending.
+        spans: disjoint, ascending.
+    """
+    labels = [IGNORED] * len(ids)
+    upcoming = iter(spans)
+    span = next(upcoming, None)
+    for position, (start, end) in enumerate(offsets):
+        while span is not None and span[1] <= start:
+            span = next(upcoming, None)
+        if span is None:
+            break
+        if start < end and end > span[0]:
+            labels[position] = ids[position]
+    return labels
+
+
+def find_template(tokenizer: PreTrainedTokenizerBase, given: str) -> str:
+    """The text of ``data.chat_template`` (a file or Jinja itself), else the tokenizer's own.
+
+    Raises:
+        ValueError: there is none, or what is given is neither.
+    """
+    if not given:
+        own = tokenizer.chat_template
+        if isinstance(own, dict):
+            own = own.get("default")
+        if not own:
+            raise ValueError(
+                f"data.chat_template='': the tokenizer {tokenizer.name_or_path or 'given'} has no chat template; "
+                "set it to a Jinja template or a file with one, or use an instruction-tuned model's tokenizer"
+            )
+        return own
+    if "{%" in given or "{{" in given:
+        return given
+    file = Path(given).expanduser()
+    if not file.is_file():
+        raise ValueError(f"data.chat_template={given}: neither a file nor a Jinja template; give one of them")
+    return file.read_text(encoding="utf-8")

@@ -1,0 +1,166 @@
+"""Checking a source before any rank starts: every line of local files, the columns of tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from weft.conf.schema import DataConfig, DataKind
+from weft.engine.data.location import locate
+from weft.engine.data.messages import message_fault
+
+_LEAST = {"sequence_length": 2, "shuffle_buffer": 1}
+
+
+def check_source(data: DataConfig) -> None:
+    """Read local files through once and find what training would stumble over; hub names pass.
+
+    Raises:
+        ValueError: naming ``data.path``, the file and line where they help, and the remedy.
+    """
+    for name, least in _LEAST.items():
+        if getattr(data, name) < least:
+            raise ValueError(f"data.{name}={getattr(data, name)}: give at least {least}")
+    if not 0 <= data.eval_fraction < 1:
+        raise ValueError(f"data.eval_fraction={data.eval_fraction}: give a share from 0 to below 1")
+    if data.kind is DataKind.corpus:
+        if data.eval_split:
+            raise ValueError(
+                f"data.eval_split={data.eval_split}: the embedded corpus has no splits; set data.eval_fraction instead"
+            )
+        return
+    location = locate(data)
+    if location.path is None or location.saved:
+        return
+    if not sum(_CHECKS[file.suffix](_File(file, location.path, data)) for file in location.files):
+        raise ValueError(f"data.path={data.path}: it holds no row; give a file with documents")
+
+
+@dataclass(frozen=True)
+class _File:
+    """A data file, and what is expected of it."""
+
+    path: Path
+    root: Path
+    data: DataConfig
+
+    @property
+    def is_chat(self) -> bool:
+        return self.data.kind is DataKind.chat
+
+    @property
+    def option(self) -> str:
+        """The configuration field that names the rows' field."""
+        return "messages_field" if self.is_chat else "text_field"
+
+    @property
+    def field(self) -> str:
+        return getattr(self.data, self.option)
+
+    def fault(self, what: str, where: str = "") -> ValueError:
+        inside = "" if self.path == self.root else str(self.path.relative_to(self.root))
+        place = ", ".join(part for part in (inside, where) if part)
+        return ValueError(f"data.path={self.data.path}: {place}{': ' if place else ''}{what}")
+
+    def lines(self) -> Iterator[tuple[int, str]]:
+        """Lines with their numbers from 1."""
+        with self.path.open("rb") as opened:
+            for number, line in enumerate(opened, start=1):
+                try:
+                    yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError:
+                    raise self.fault("not UTF-8; convert the file", f"line {number}") from None
+
+    def check_row(self, row: Any, where: str) -> None:
+        """Check a row that was read from JSON."""
+        if not isinstance(row, dict):
+            example = f"{{{json.dumps(self.field)}: ...}}"
+            raise self.fault(f"not an object but a {type(row).__name__}; write rows such as {example}", where)
+        if self.field not in row:
+            raise self.fault(self.missing("field", list(row)), where)
+        value = row[self.field]
+        if self.is_chat and (what := message_fault(value)):
+            raise self.fault(what, where)
+        if not self.is_chat and not isinstance(value, str):
+            kind = type(value).__name__
+            raise self.fault(f"field {self.field} is a {kind}, not text; remove the row or set data.text_field", where)
+
+    def missing(self, part: str, found: list[str]) -> str:
+        names = ", ".join(found) or "nothing"
+        return f"no {part} {self.field}, but {names}; add it, or set data.{self.option} to the one to learn from"
+
+
+def _check_jsonl(file: _File) -> int:
+    rows = 0
+    for number, line in file.lines():
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.rstrip())
+        except json.JSONDecodeError as error:
+            what = f"no JSON ({error.msg} at column {error.colno}); write one object per line"
+            raise file.fault(what, f"line {number}") from None
+        file.check_row(row, f"line {number}")
+        rows += 1
+    return rows
+
+
+def _check_json(file: _File) -> int:
+    """A .json file is one list of rows, or one row per line."""
+    with file.path.open("rb") as opened:
+        if opened.read(4096).lstrip()[:1] != b"[":
+            return _check_jsonl(file)
+    try:
+        rows = json.loads("".join(line for _, line in file.lines()))
+    except json.JSONDecodeError as error:
+        what = f"no JSON ({error.msg} at column {error.colno}); mend the list"
+        raise file.fault(what, f"line {error.lineno}") from None
+    for number, row in enumerate(rows, start=1):
+        file.check_row(row, f"entry {number}")
+    return len(rows)
+
+
+def _check_text(file: _File) -> int:
+    if file.is_chat:
+        raise file.fault("plain text holds no conversations; give .jsonl, .json or .parquet, or set data.kind=text")
+    if file.field != "text":
+        raise file.fault(f"the only field of plain text is text; leave data.text_field={file.field} away")
+    return 1 if sum(not line.isspace() for _, line in file.lines()) else 0
+
+
+def _check_parquet(file: _File) -> int:
+    try:
+        table = pq.ParquetFile(file.path)
+    except (pa.ArrowException, OSError) as error:
+        raise file.fault(f"no Parquet file ({str(error).splitlines()[0]}); write it again") from error
+    schema = table.schema_arrow
+    if file.field not in schema.names:
+        raise file.fault(file.missing("column", schema.names))
+    kind = schema.field(file.field).type
+    if file.is_chat and not _is_messages(kind):
+        raise file.fault(f"column {file.field} is {kind}; give a list of structs of role and content")
+    if not file.is_chat and not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise file.fault(f"column {file.field} is {kind}, not text; set data.text_field to another")
+    return table.metadata.num_rows
+
+
+def _is_messages(kind: pa.DataType) -> bool:
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return False
+    item = kind.value_type
+    return pa.types.is_struct(item) and {"role", "content"} <= {item.field(i).name for i in range(item.num_fields)}
+
+
+_CHECKS: dict[str, Callable[[_File], int]] = {
+    ".jsonl": _check_jsonl,
+    ".json": _check_json,
+    ".txt": _check_text,
+    ".parquet": _check_parquet,
+}
+"""For each suffix, what checks a file and returns its number of rows."""

@@ -1,0 +1,69 @@
+"""The embedded corpus: the standard library's own sources and help topics, an offline text to train on."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+_SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data", "encodings"}
+)
+"""Tests, other people's packages, and code-page tables."""
+_MACHINE_FILES = ("config-", "_sysconfigdata")
+"""Prefixes of files that differ from one build of the same Python to the next."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The documents in a fixed order: modules by path, then help topics by name.
+
+    Contents vary with the Python version; ``sha256`` says which text a run has seen.
+    """
+
+    texts: tuple[str, ...]
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of the documents and their boundaries, in hex."""
+        digest = hashlib.sha256()
+        for text in self.texts:
+            digest.update(text.encode())
+            digest.update(b"\0")
+        return digest.hexdigest()
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Size of all documents in UTF-8."""
+        return sum(len(text.encode()) for text in self.texts)
+
+    @property
+    def description(self) -> str:
+        """Size and hash, for people."""
+        return f"embedded corpus ({self.num_bytes / 1e6:.1f} MB, sha256 {self.sha256[:8]})"
+
+
+def load_corpus(stdlib: Path | None = None) -> Corpus:
+    """Read the embedded corpus, about 700 documents and 11 MB in half a second.
+
+    Args:
+        stdlib: folder with the modules; this interpreter's own by default.
+
+    Raises:
+        ValueError: the folder holds no sources (a stripped or zipped Python).
+    """
+    from pydoc_data.topics import topics
+
+    root = stdlib or Path(sysconfig.get_path("stdlib"))
+    files = [path for path in root.rglob("*.py") if _belongs(path.relative_to(root))]
+    if not files:
+        raise ValueError(f"data.kind=corpus: {root} holds no Python sources; use a full Python or data.kind=text")
+    modules = [path.read_text(encoding="utf-8") for path in sorted(files, key=lambda path: path.as_posix())]
+    documents = [*modules, *(topics[name] for name in sorted(topics))]
+    return Corpus(tuple(text for text in documents if text.strip()))
+
+
+def _belongs(path: Path) -> bool:
+    return not _SKIPPED_FOLDERS & set(path.parts) and not path.parts[0].startswith(_MACHINE_FILES)

@@ -1,0 +1,109 @@
+"""Tokenised documents: what is packed into sequences."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from datasets import Dataset
+
+IGNORED = -100
+"""The label of a position that counts in no loss, as in torch and Hugging Face."""
+
+
+class Document(NamedTuple):
+    """One tokenised text or conversation.
+
+    Attributes:
+        ids: token ids, shape [tokens].
+        labels: the same ids where a token is to be learnt, -100 elsewhere, shape [tokens].
+    """
+
+    ids: np.ndarray
+    labels: np.ndarray
+
+
+class Documents(Protocol):
+    """Documents with random access, and their lengths without reading them."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, shape [documents]."""
+        ...
+
+    def __getitem__(self, index: int) -> Document: ...
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Documents of one block of a stream."""
+
+    items: Sequence[Document]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, shape [documents]."""
+        return np.array([len(item.ids) for item in self.items], dtype=np.int64)
+
+    def __getitem__(self, index: int) -> Document:
+        return self.items[index]
+
+
+class OnDisk:
+    """Rows of a tokenised dataset, read through its memory map without a copy."""
+
+    def __init__(self, dataset: Dataset, rows: np.ndarray) -> None:
+        """Take ``rows`` of ``dataset``, whose columns are input_ids, labels (optional) and length."""
+        self._dataset = dataset.with_format("arrow")
+        self._columns = [name for name in ("input_ids", "labels") if name in dataset.column_names]
+        self._rows = rows
+        self.lengths = column(dataset, "length")[rows].astype(np.int64)
+
+    def __getitem__(self, index: int) -> Document:
+        row = self._dataset[int(self._rows[index])]
+        values = [row[name].chunk(0).flatten().to_numpy() for name in self._columns]
+        return Document(values[0], values[-1])
+
+
+def column(dataset: Dataset, name: str) -> np.ndarray:
+    """A column of numbers as one array, shape [rows]."""
+    return dataset.data.column(name).to_numpy()
+
+
+def document_key(ids: Sequence[int]) -> int:
+    """A number below 2^32 that depends on a document's tokens alone."""
+    return zlib.crc32(np.asarray(ids, dtype="<i4").tobytes())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Which documents are for training, and which are held back for evaluation.
+
+    The choice depends on contents alone: equal documents fall on the same side, and a
+    document keeps its side when others are added (all but those at the edge).
+
+    Attributes:
+        fraction: share held back.
+        evaluation: this part is what is held back, instead of the rest.
+    """
+
+    fraction: float
+    evaluation: bool
+
+    def of_all(self, keys: np.ndarray) -> np.ndarray:
+        """Which documents of a whole source are in this part, shape [documents], bool.
+
+        At least one is held back if ``fraction`` is above 0.
+        """
+        held = np.zeros(len(keys), dtype=bool)
+        if self.fraction > 0 and len(keys):
+            count = max(1, round(len(keys) * self.fraction))
+            held = keys <= np.sort(keys)[count - 1]
+        return held == self.evaluation
+
+    def of_stream(self, key: int) -> bool:
+        """Whether a document of a source whose size is not known is in this part."""
+        return (key < self.fraction * 2**32) == self.evaluation

@@ -1,0 +1,67 @@
+"""Encoders: rows of a data set in, columns of token ids and labels out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from weft.engine.data.documents import document_key
+from weft.engine.data.tokenizer import tokenizer_sha256
+
+Columns = dict[str, list[Any]]
+"""``input_ids`` and, where they differ, ``labels``; ``length``, ``key`` and ``truncated`` of each row."""
+
+
+class Encoder(Protocol):
+    """What turns the field of a row into tokens; a pure function of the row."""
+
+    field: str
+    """The field it reads."""
+    unit: str
+    """What one row is called in messages."""
+    sha256: str
+    """Hash of all that decides the outcome, in hex; names the cache."""
+
+    def __call__(self, values: Sequence[Any], numbers: Sequence[int]) -> Columns:
+        """Encode the field's ``values``, rows ``numbers`` of the source (from 0)."""
+
+
+class TextEncoder:
+    """A plain document: the tokenizer's own ids, closed by its end-of-text token if it has one."""
+
+    unit = "documents"
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, field: str, *, limit: int | None = None) -> None:
+        """Read ``field`` of each row, and cut documents after ``limit`` tokens (None: nowhere)."""
+        self.field = field
+        self.sha256 = hashlib.sha256(f"text 1 {limit} {tokenizer_sha256(tokenizer)}".encode()).hexdigest()
+        self._tokenizer, self._limit = tokenizer, limit
+
+    def __call__(self, values: Sequence[Any], numbers: Sequence[int]) -> Columns:
+        """Encode texts; an empty one gets no tokens.
+
+        Raises:
+            ValueError: a value is not a string.
+        """
+        for number, value in zip(numbers, values, strict=True):
+            if not isinstance(value, str):
+                raise ValueError(
+                    f"data.text_field={self.field}: row {number + 1} holds {type(value).__name__}, not a text; "
+                    "remove the row or choose another field"
+                )
+        rows = self._tokenizer(list(values), add_special_tokens=True, truncation=False, verbose=False)["input_ids"]
+        closed = [self._close(ids) if text else [] for ids, text in zip(rows, values, strict=True)]
+        cut = [ids[: self._limit] for ids in closed]
+        return {
+            "input_ids": cut,
+            "length": [len(ids) for ids in cut],
+            "key": [document_key(ids) for ids in closed],
+            "truncated": [len(ids) > len(kept) for ids, kept in zip(closed, cut, strict=True)],
+        }
+
+    def _close(self, ids: list[int]) -> list[int]:
+        end = self._tokenizer.eos_token_id
+        return ids if end is None or ids[-1:] == [end] else [*ids, end]

@@ -1,0 +1,165 @@
+"""The loader: one replica's micro-batches of the global order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from weft.conf.schema import DataConfig, DataKind
+from weft.engine.data.batch import Batch, collate
+from weft.engine.data.open import open_source
+from weft.engine.data.order import Cursor, Order, sequences
+from weft.engine.data.packing import lay_out_contiguous, lay_out_single, lay_out_whole
+from weft.engine.data.prefetch import Prefetch
+from weft.engine.data.tokenizer import padding_id
+
+BATCHES_AHEAD = 4
+"""Micro-batches that wait for the trainer."""
+BLOCKS_AHEAD = 1
+"""Blocks read and laid out while the one before is in use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Which sequences of the global order one replica gets, and how they become tensors."""
+
+    order: Order
+    microbatch_size: int
+    replica: int
+    num_replicas: int
+    packing: bool
+    pad: int
+
+    def microbatches(self, cursor: Cursor) -> Iterator[tuple[Batch, Cursor]]:
+        """This replica's micro-batches from ``cursor`` on, each with the place after it.
+
+        Of the sequences that all replicas take together, this one takes its part; rows that
+        an ending pass cannot fill hold padding only.
+        """
+        blocks = Prefetch(self.order.blocks(cursor), BLOCKS_AHEAD)
+        upcoming = sequences(blocks, cursor)
+        first = self.replica * self.microbatch_size
+        try:
+            while drawn := list(islice(upcoming, self.microbatch_size * self.num_replicas)):
+                rows = [placed.documents(at) for placed, at in drawn[first : first + self.microbatch_size]]
+                rows += [[] for _ in range(self.microbatch_size - len(rows))]
+                batch = collate(rows, self.order.sequence_length, self.pad, packing=self.packing)
+                placed, at = drawn[-1]
+                yield batch, placed.at(at + 1)
+        finally:
+            blocks.close()
+
+
+class MicrobatchLoader(Iterator[Batch]):
+    """Micro-batches of one replica; every rank of its pipeline builds an equal loader.
+
+    The k-th micro-batch after the start, or after a resume at sequence n, holds the global
+    sequences n + (k R + r) B to n + (k R + r + 1) B for replica r of R. For training it is
+    endless; for evaluation ``iter`` begins one pass over the data, filled up with rows
+    without labels so that every replica draws equally many micro-batches.
+    """
+
+    def __init__(self, share: Share) -> None:
+        """Start at the first sequence; nothing is read before the first ``next``."""
+        self._share = share
+        self._cursor = Cursor()
+        self._ahead: Prefetch[tuple[Batch, Cursor]] | None = None
+
+    @property
+    def description(self) -> str:
+        """What is read, in one line for people."""
+        return self._share.order.source.description
+
+    def __iter__(self) -> MicrobatchLoader:
+        if not self._share.order.endless:
+            self._seek(Cursor())
+        return self
+
+    def __next__(self) -> Batch:
+        """The next micro-batch.
+
+        Raises:
+            StopIteration: the pass is over (evaluation only).
+            ValueError: the source holds a row that cannot be encoded, or no document at all.
+        """
+        if self._ahead is None:
+            self._ahead = Prefetch(self._share.microbatches(self._cursor), BATCHES_AHEAD)
+        batch, self._cursor = next(self._ahead)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the last micro-batch drawn; JSON-able, equal on all replicas after equally many."""
+        return {"order": self._share.order.identity, **asdict(self._cursor)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved place; the number of replicas and the micro-batch size may have changed.
+
+        Raises:
+            ValueError: the state belongs to other data, or to another seed or sequence length.
+        """
+        if state["order"] != self._share.order.identity:
+            raise ValueError(
+                f"data.path: {self.description}: the checkpoint stopped in other data, or under another train.seed "
+                "or data setting; restore them, or start anew with checkpoint.resume=never"
+            )
+        self._seek(Cursor(**{name: value for name, value in state.items() if name != "order"}))
+
+    def close(self) -> None:
+        """Stop reading ahead; a later ``next`` starts it again at the same place."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def _seek(self, cursor: Cursor) -> None:
+        self.close()
+        self._cursor = cursor
+
+
+def build_loader(
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    microbatch_size: int,
+    replica: int,
+    num_replicas: int,
+    seed: int,
+    evaluation: bool = False,
+) -> MicrobatchLoader:
+    """Open the data, tokenise it if the cache does not hold it yet, and start at its first sequence.
+
+    Args:
+        microbatch_size: sequences per micro-batch.
+        replica: the pipeline's number among ``num_replicas``; its ranks get equal loaders.
+        evaluation: one pass over ``data.eval_split`` or the held-back documents, in a fixed
+            order, instead of endless training data.
+
+    Raises:
+        ValueError: the data cannot be read or encoded; the message names the field and the row.
+    """
+    if not 0 <= replica < num_replicas:
+        raise ValueError(f"replica={replica}: there are {num_replicas} replicas, numbered from 0")
+    if microbatch_size < 1:
+        raise ValueError(f"train.microbatch_size={microbatch_size}: give at least 1 sequence")
+    lay_out = lay_out_whole if data.kind is DataKind.chat else lay_out_contiguous
+    order = Order(
+        source=open_source(data, tokenizer, evaluation=evaluation),
+        lay_out=lay_out if data.packing else lay_out_single,
+        sequence_length=data.sequence_length,
+        shuffle=data.shuffle,
+        seed=seed,
+        endless=not evaluation,
+    )
+    return MicrobatchLoader(
+        Share(
+            order=order,
+            microbatch_size=microbatch_size,
+            replica=replica,
+            num_replicas=num_replicas,
+            packing=data.packing,
+            pad=padding_id(tokenizer),
+        )
+    )

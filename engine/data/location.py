@@ -1,0 +1,65 @@
+"""Location: what `data.path` means, a file, a folder of files, or a name on the hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.conf.schema import DataConfig
+
+BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+"""The Hugging Face `datasets` builder of each kind of file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Location:
+    """Where rows are.
+
+    Attributes:
+        name: ``data.path`` as given.
+        path: the file or folder; None on the hub.
+        files: data files, sorted; empty on the hub and for a folder of `Dataset.save_to_disk`.
+        saved: the folder was written by `Dataset.save_to_disk`.
+    """
+
+    name: str
+    path: Path | None
+    files: tuple[Path, ...] = ()
+    saved: bool = False
+
+
+def locate(data: DataConfig) -> Location:
+    """Find ``data.path``.
+
+    Raises:
+        ValueError: it does not exist, has a suffix that cannot be read, or mixes kinds of files.
+    """
+    path = Path(data.path).expanduser()
+    if path.is_dir():
+        return _folder(data, path)
+    if path.is_file():
+        if path.suffix not in BUILDERS:
+            raise ValueError(
+                f"data.path={data.path}: files of kind {path.suffix or '(no suffix)'} are not read; "
+                f"convert it to one of {', '.join(BUILDERS)}"
+            )
+        return Location(name=data.path, path=path, files=(path,))
+    if not data.path or data.path[0] in "./~" or path.suffix in BUILDERS or data.path.count("/") > 1:
+        raise ValueError(f"data.path={data.path}: does not exist; give a file, a folder, or a hub name as owner/name")
+    return Location(name=data.path, path=None)
+
+
+def _folder(data: DataConfig, path: Path) -> Location:
+    if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return Location(name=data.path, path=path, saved=True)
+    files = tuple(sorted(file for file in path.rglob("*") if file.suffix in BUILDERS and _is_data(file, path)))
+    kinds = sorted({file.suffix for file in files})
+    if not files:
+        raise ValueError(f"data.path={data.path}: the folder has no file of kind {', '.join(BUILDERS)}; add one")
+    if len({BUILDERS[kind] for kind in kinds}) > 1:
+        raise ValueError(f"data.path={data.path}: the folder mixes {', '.join(kinds)}; give each kind its own folder")
+    return Location(name=data.path, path=path, files=files)
+
+
+def _is_data(file: Path, folder: Path) -> bool:
+    return file.is_file() and not any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)

@@ -1,0 +1,115 @@
+"""The global order of sequences: it depends on the data and the seed, not on who reads it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from weft.engine.data.documents import Document
+from weft.engine.data.packing import Layout
+from weft.engine.data.source import Block, Source
+
+LayOut = Callable[[np.ndarray, int, "np.random.Generator | None"], Layout]
+"""Document lengths, sequence length and the randomness of a shuffle to the sequences of a block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cursor:
+    """A place in the global order: the next sequence. Every field is JSON-able."""
+
+    epoch: int = 0
+    """Passes over the data that are complete."""
+    block: int = 0
+    """Number of the block in its epoch."""
+    sequence: int = 0
+    """Number of the sequence in its block."""
+    consumed: int = 0
+    """Sequences before it, of all replicas and epochs."""
+    start: dict[str, Any] = field(default_factory=dict)
+    """The source's state at the block's start."""
+
+
+class Placed(NamedTuple):
+    """A block of documents, its sequences, and the place of the first of them."""
+
+    block: Block
+    layout: Layout
+    cursor: Cursor
+
+    def at(self, sequence: int) -> Cursor:
+        """The place of one of its sequences; the one past the end leads on to the next block."""
+        return replace(self.cursor, sequence=sequence, consumed=self.cursor.consumed + sequence)
+
+    def documents(self, sequence: int) -> list[Document]:
+        """The pieces of documents that fill a sequence."""
+        pieces = []
+        for number, start, stop in self.layout[sequence]:
+            ids, labels = self.block.documents[number]
+            pieces.append(Document(ids[start:stop], labels[start:stop]))
+        return pieces
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """All that decides the global order.
+
+    Attributes:
+        lay_out: fills sequences with the documents of a block.
+        sequence_length: tokens of a sequence.
+        shuffle: documents and sequences are permuted within a block, anew in each epoch.
+        endless: epochs follow each other; otherwise there is one.
+    """
+
+    source: Source
+    lay_out: LayOut
+    sequence_length: int
+    shuffle: bool
+    seed: int
+    endless: bool
+
+    @property
+    def identity(self) -> str:
+        """Hash by which a checkpoint knows that its place is one in this order."""
+        parts = (self.source.identity, self.lay_out.__name__, self.sequence_length, self.shuffle, self.seed)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    def blocks(self, cursor: Cursor) -> Iterator[Placed]:
+        """The blocks from the one of ``cursor`` on.
+
+        Raises:
+            ValueError: an epoch has no document, or one that cannot be encoded.
+        """
+        epoch, number, start = cursor.epoch, cursor.block, cursor.start
+        consumed = cursor.consumed - cursor.sequence
+        while True:
+            found = number > 0
+            for block in self.source.blocks(start, self._file_seed(epoch)):
+                layout = self._layout(block, epoch, number)
+                found |= len(layout) > 0
+                yield Placed(block, layout, Cursor(epoch=epoch, block=number, consumed=consumed, start=block.start))
+                number, consumed = number + 1, consumed + len(layout)
+            if not self.endless:
+                return
+            if not found:
+                raise ValueError(f"data.path: {self.source.description}: not one document with text; give it some")
+            epoch, number, start = epoch + 1, 0, {}
+
+    def _file_seed(self, epoch: int) -> int:
+        return 1 + int(np.random.default_rng((self.seed, epoch)).integers(2**31)) if self.shuffle else 0
+
+    def _layout(self, block: Block, epoch: int, number: int) -> Layout:
+        generator = np.random.default_rng((self.seed, epoch, number)) if self.shuffle else None
+        return self.lay_out(block.documents.lengths, self.sequence_length, generator)
+
+
+def sequences(blocks: Iterator[Placed], cursor: Cursor) -> Iterator[tuple[Placed, int]]:
+    """Each sequence from ``cursor`` on, as its block and its number there."""
+    first = cursor.sequence
+    for placed in blocks:
+        for sequence in range(first, len(placed.layout)):
+            yield placed, sequence
+        first = 0

@@ -1,0 +1,192 @@
+"""Sources: the tokenised documents of one epoch, in blocks that are shuffled and packed as a whole."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from datasets import Dataset, Features, IterableDataset, List, Value
+from filelock import FileLock
+
+from weft.engine.data.documents import Document, Documents, InMemory, OnDisk, Part, column
+from weft.engine.data.encode import Encoder
+
+ENCODED_AT_ONCE = 256
+"""Rows given to the tokenizer in one call."""
+BLOCK_TOKENS = 2**25
+"""Tokens after which a block of a stream closes, however few its documents."""
+
+
+class Block(NamedTuple):
+    """Documents that are shuffled and packed together.
+
+    Attributes:
+        documents: the tokens.
+        start: JSON-able state with which `Source.blocks` begins at this block again.
+    """
+
+    documents: Documents
+    start: dict[str, Any]
+
+
+class Source(Protocol):
+    """Where documents come from."""
+
+    @property
+    def description(self) -> str:
+        """One line for people."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Hash of what is read, in hex; a place in the order is valid for one identity."""
+        ...
+
+    def blocks(self, start: dict[str, Any], shuffle: int) -> Iterator[Block]:
+        """The blocks of one epoch, from its beginning (``{}``) or from a block's ``start``.
+
+        Args:
+            shuffle: seed of the order in which files are read, 0 for their own order; the
+                caller shuffles documents within a block.
+        """
+
+
+class LoadedSource:
+    """A tokenised data set on disk: an epoch is one block."""
+
+    def __init__(self, dataset: Dataset, encoder: Encoder, *, name: str, part: Part) -> None:
+        """Take a part of a tokenised ``dataset``.
+
+        Raises:
+            ValueError: nothing is left.
+        """
+        keys, lengths, truncated = (column(dataset, name) for name in ("key", "length", "truncated"))
+        chosen = part.of_all(keys)
+        rows = np.flatnonzero(chosen & (lengths > 0))
+        if not len(rows):
+            raise ValueError(
+                f"data.path={name}: no {encoder.unit} for {'evaluation' if part.evaluation else 'training'} "
+                f"among {len(keys)} rows; give more, or change data.eval_fraction={part.fraction:g} or data.eval_split"
+            )
+        self.documents = OnDisk(dataset, rows)
+        self.identity = hashlib.sha256(keys[rows].tobytes()).hexdigest()
+        size = f"{len(rows)} {encoder.unit}, {self.documents.lengths.sum() / 1e6:.3g} M tokens"
+        self.description = f"{name}: {size}{_losses(int(truncated[rows].sum()), int((chosen & (lengths == 0)).sum()))}"
+
+    def blocks(self, start: dict[str, Any], shuffle: int) -> Iterator[Block]:
+        """One block."""
+        yield Block(self.documents, {})
+
+
+class StreamedSource:
+    """A data set read while training: a block holds the next ``block_documents`` documents.
+
+    The state is the data set's own at the block's start, so that a resumed run reads at
+    most one block again, and nothing of the documents needs to be saved.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset,
+        encoder: Encoder,
+        *,
+        name: str,
+        part: Part,
+        block_documents: int,
+    ) -> None:
+        """Read ``encoder.field`` of a part of a streamed ``dataset``."""
+        known = dataset.column_names is not None
+        self._dataset = dataset.select_columns([encoder.field]) if known else dataset
+        self._encoder = encoder
+        self._part = part
+        self._block_documents = block_documents
+        self._name = name
+        self._truncated = self._left_out = 0
+        parts = (name, encoder.sha256, part, block_documents)
+        self.identity = hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    @property
+    def description(self) -> str:
+        """What is read, with what was lost of it so far."""
+        losses = _losses(self._truncated, self._left_out)
+        return f"{self._name}: {self._encoder.unit}, streamed in blocks of {self._block_documents}{losses}"
+
+    def blocks(self, start: dict[str, Any], shuffle: int) -> Iterator[Block]:
+        """Read on from ``start``; the last block may be smaller. One reader at a time."""
+        number = start.get("row", 0)
+        dataset = self._dataset.with_format(None)  # a fresh position over the same files
+        dataset.set_epoch(shuffle)
+        if start:
+            dataset.load_state_dict(start["dataset"])
+        rows = iter(dataset)
+        while True:
+            items: list[Document] = []
+            first = number
+            while room := self._room(items):
+                values = [row.get(self._encoder.field) for row in islice(rows, room)]
+                if not values:
+                    break
+                items += self._encode(values, number)
+                number += len(values)
+            if number == first:
+                return
+            if items:
+                yield Block(InMemory(items), start)
+            start = {"row": number, "dataset": dataset.state_dict()}
+
+    def _room(self, items: list[Document]) -> int:
+        """Rows to encode next; 0 when the block is complete."""
+        full = sum(len(item.ids) for item in items) >= BLOCK_TOKENS
+        return 0 if full else min(ENCODED_AT_ONCE, self._block_documents - len(items))
+
+    def _encode(self, values: list[Any], number: int) -> list[Document]:
+        columns = self._encoder(values, range(number, number + len(values)))
+        labels = columns.get("labels", columns["input_ids"])
+        self._left_out += columns["length"].count(0)
+        self._truncated += sum(
+            cut and length > 0 for cut, length in zip(columns["truncated"], columns["length"], strict=True)
+        )
+        return [
+            Document(np.asarray(ids, dtype=np.int32), np.asarray(wanted, dtype=np.int32))
+            for ids, wanted, key in zip(columns["input_ids"], labels, columns["key"], strict=True)
+            if ids and self._part.of_stream(key)
+        ]
+
+
+def _losses(truncated: int, left_out: int) -> str:
+    """What of the rows is not learnt, for people."""
+    parts = ((truncated, "truncated"), (left_out, "left out (nothing to learn in them)"))
+    return "".join(f", {count} {what}" for count, what in parts if count)
+
+
+def tokenised(dataset: Dataset, encoder: Encoder, *, name: str, cache: Path) -> Dataset:
+    """``dataset`` as token columns, computed once and memory-mapped from ``cache`` by every rank.
+
+    Args:
+        name: hash of the data set's contents; with the encoder's it names the file.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    key = hashlib.sha256(f"{name} {encoder.sha256}".encode()).hexdigest()
+    file = cache / f"tokens-{key[:24]}.arrow"
+    tokens = List(Value("int32"))
+    features = {"input_ids": tokens, "length": Value("int64"), "key": Value("int64"), "truncated": Value("bool")}
+    if encoder.unit == "conversations":
+        features["labels"] = tokens
+    with FileLock(f"{file}.lock"):  # one rank works, the others find its file
+        return dataset.map(
+            encoder,
+            batched=True,
+            batch_size=ENCODED_AT_ONCE,
+            with_indices=True,
+            input_columns=[encoder.field],
+            remove_columns=dataset.column_names,
+            features=Features(features),
+            cache_file_name=str(file),
+            load_from_cache_file=True,
+            new_fingerprint=key[:24],
+            desc="tokenising",
+        )

@@ -1,0 +1,122 @@
+"""The tokenizer of a run: the model's own, or a BPE trained on the embedded corpus."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from filelock import FileLock
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from weft.conf.schema import DataConfig, ModelConfig
+from weft.engine.data.corpus import load_corpus
+
+VOCABULARY = 4096
+"""Byte-level BPE entries of the corpus tokenizer, special tokens not counted."""
+PAD, BOS, EOS, TURN, END_TURN = "<|pad|>", "<|bos|>", "<|eos|>", "<|turn|>", "<|end_turn|>"
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "<|turn|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}<|end_turn|>{% endgeneration %}"
+    "{% else %}{{ message['content'] }}<|end_turn|>{% endif %}\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+"""Turns of the corpus tokenizer, so that chat data can be tried without any download."""
+
+
+def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``model.tokenizer``, else of ``model.path``, else one trained on the corpus.
+
+    Training takes seconds, happens once per machine, and is cached in ``data.cache_dir``.
+
+    Raises:
+        ValueError: the folder or hub page has no tokenizer that can be loaded.
+    """
+    field = "model.tokenizer" if model.tokenizer else "model.path"
+    source = model.tokenizer or model.path
+    if not source:
+        return corpus_tokenizer(Path(data.cache_dir).expanduser())
+    try:
+        return AutoTokenizer.from_pretrained(
+            os.path.expanduser(source), trust_remote_code=model.trust_remote_code, use_fast=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{field}={source}: no tokenizer can be loaded ({reason}); "
+            "set model.tokenizer to a folder or hub name that has one"
+        ) from error
+
+
+def corpus_tokenizer(cache: Path) -> PreTrainedTokenizerBase:
+    """The cached BPE of this Python's embedded corpus, trained by whichever process comes first."""
+    corpus = load_corpus()
+    folder = cache / f"tokenizer-{corpus.sha256[:12]}-{VOCABULARY}"
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                _publish(train_bpe(corpus.texts), folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def train_bpe(texts: Iterable[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
+    """A byte-level BPE over ``texts`` with padding, document and turn tokens, the same on every rank."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = [PAD, BOS, EOS, TURN, END_TURN]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary + len(special),
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    bpe.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, bpe.token_to_id(BOS))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        extra_special_tokens=[TURN, END_TURN],
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of all that decides which ids a text gets, in hex; equal on every machine."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab()
+    if backend is not None:  # set by earlier calls, overridden by every later one
+        rules = {key: value for key, value in rules.items() if key not in ("truncation", "padding")}
+    parts = [type(tokenizer).__name__, rules, {k: str(v) for k, v in tokenizer.special_tokens_map.items()}]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that fills what no document fills; it is never attended to by one, nor counted in a loss."""
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(token for token in known if token is not None)
+
+
+def _publish(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write a tokenizer's folder whole or not at all."""
+    draft = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
+    try:
+        tokenizer.save_pretrained(draft)
+        os.rename(draft, folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

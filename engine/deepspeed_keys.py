@@ -1,0 +1,183 @@
+"""A user's own DeepSpeed configuration with a `weft` section: checked, and taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import hjson
+
+from weft.conf.fields import field_types
+from weft.conf.schema import WeftConfig
+from weft.conf.trees import from_tree
+from weft.engine.deepspeed_names import check_names
+
+# Where a DeepSpeed value lives in the schema. It may be given in either place, not differently in both.
+SAME = {
+    "train_batch_size": "train.batch_size",
+    "train_micro_batch_size_per_gpu": "train.microbatch_size",
+    "gradient_accumulation_steps": "pipeline.microbatches",
+    "gradient_clipping": "optimizer.clip",
+    "zero_optimization.stage": "zero.stage",
+    "zero_optimization.overlap_comm": "zero.overlap_comm",
+    "zero_optimization.reduce_bucket_size": "zero.reduce_bucket_size",
+    "zero_optimization.allgather_bucket_size": "zero.allgather_bucket_size",
+    "optimizer.params.lr": "optimizer.lr",
+    "optimizer.params.betas": "optimizer.betas",
+    "optimizer.params.eps": "optimizer.eps",
+    "optimizer.params.weight_decay": "optimizer.weight_decay",
+}
+# What DeepSpeed does where its configuration is silent and the schema's default is another.
+SILENT = {"optimizer.clip": 0.0, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
+OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lamb": "lamb", "sgd": "sgd"}
+PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
+# Known to DeepSpeed, but not to be had together with this pipeline.
+REFUSED = {
+    "activation_checkpointing": "set weft.model.gradient_checkpointing=true",
+    "autotuning": "plan with `weft launch dry_run=true`",
+    "checkpoint": "checkpoints are Weft's own; leave it out",
+    "compile": "leave it out",
+    "data_efficiency": "leave it out",
+    "datastates_ckpt": "checkpoints are Weft's own; leave it out",
+    "expert_parallel": "leave it out",
+    "flops_profiler": "leave it out; the run reports its own throughput",
+    "gradient_allreduce_op": "losses are averaged over the tokens of a step; leave it out",
+    "hybrid_engine": "leave it out",
+    "managed_gradient_accumulation": "set gradient_accumulation_steps",
+    "pipeline": "set weft.pipeline",
+    "sequence_parallel_size": "leave it out",
+    "tensor_parallel": "leave it out",
+    "torch_autocast": "use bf16 or fp16",
+    "use_data_before_expert_parallelism": "leave it out",
+    "weight_quantization": "leave it out",
+    "zero_force_ds_cpu_optimizer": "leave it out",
+    "zero_optimization.offload_optimizer": "leave it out",
+    "zero_optimization.offload_param": "leave it out; a rank holds its own stages only",
+    "zero_optimization.zenflow": "leave it out",
+}
+MISSING = object()
+
+
+def split_deepspeed_config(user: Mapping[str, Any] | str | Path) -> tuple[WeftConfig | None, dict[str, Any]]:
+    """Take a DeepSpeed configuration apart into Weft's and the rest.
+
+    Args:
+        user: a dictionary or JSON file, with a section ``"weft": {"enabled": true, ...}`` that
+            holds the schema's groups.
+
+    Returns:
+        The configuration (checked field by field, not as a whole), and the DeepSpeed sections
+        that stand as given. Without the section, or with it switched off: None, and everything
+        but the section, as DeepSpeed would read it.
+
+    Raises:
+        ValueError: an unknown key, in either part; a value left "auto"; a feature that cannot
+            be had with the pipeline; one value given twice and differently.
+    """
+    source = "DeepSpeed config" if isinstance(user, Mapping) else str(user)
+    tree = deepcopy(dict(user)) if isinstance(user, Mapping) else _read(Path(user).expanduser())
+    section = tree.pop("weft", None)
+    if section is None:
+        return None, tree
+    if not isinstance(section, Mapping) or not isinstance(section.get("enabled"), bool):
+        raise ValueError(f"{source}: weft={section!r}: say whether it is on, as in {{'weft': {{'enabled': true}}}}")
+    section = dict(section)
+    if not section.pop("enabled"):
+        return None, tree
+    _refuse(tree, source)
+    check_names(tree, source)
+    _merge(section, tree, source)
+    config = from_tree(section, source=f"{source}: weft")
+    return config, _kept(tree, config)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"{path}: {', '.join(sorted(twice))}: given twice; leave one out")
+        return dict(pairs)
+
+    try:
+        tree = hjson.loads(path.read_text(), object_pairs_hook=once)
+    except OSError as error:
+        raise ValueError(f"config={path}: {error.strerror}; give a DeepSpeed JSON file that can be read") from error
+    except hjson.HjsonDecodeError as error:
+        raise ValueError(f"config={path}: not JSON ({error})") from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"config={path}: holds no keys; give a DeepSpeed JSON file")
+    return tree
+
+
+def _refuse(tree: Mapping[str, Any], source: str) -> None:
+    for name, value in _leaves(tree):
+        if value == "auto":
+            raise ValueError(
+                f'{source}: {name}="auto": only the Hugging Face Trainer fills such values in; give the value itself'
+            )
+    for name, remedy in REFUSED.items():
+        if _get(tree, name) is not MISSING:
+            raise ValueError(f"{source}: {name}: it does not go with Weft's pipeline; {remedy}")
+
+
+def _merge(section: dict[str, Any], tree: Mapping[str, Any], source: str) -> None:
+    """Write what the DeepSpeed keys say into the `weft` section."""
+    said = {mine: (theirs, _get(tree, theirs)) for theirs, mine in SAME.items()}
+    kind = _get(tree, "optimizer.type")
+    if isinstance(kind, str) and kind.lower() in OPTIMIZERS:
+        said["optimizer.kind"] = ("optimizer.type", OPTIMIZERS[kind.lower()])
+    on = [name for name in PRECISIONS if _get(tree, f"{name}.enabled") is True]
+    if len({PRECISIONS[name] for name in on}) > 1:
+        raise ValueError(f"{source}: {' and '.join(on)}: both are enabled; choose one")
+    if on:
+        said["train.precision"] = (f"{on[0]}.enabled", PRECISIONS[on[0]])
+    for mine, (theirs, value) in said.items():
+        if value is MISSING:
+            continue
+        given = _get(section, mine)
+        if given is not MISSING and given != value:
+            raise ValueError(f"{source}: {theirs}={value}: weft.{mine}={given} says otherwise; leave one out")
+        _set(section, mine, value)
+    for mine, value in SILENT.items():
+        if _get(section, mine) is MISSING:
+            _set(section, mine, value)
+
+
+def _kept(tree: dict[str, Any], config: WeftConfig) -> dict[str, Any]:
+    """The sections that DeepSpeed reads as given."""
+    kept = {name: value for name, value in tree.items() if name not in SAME}
+    optimizer = kept.get("optimizer")
+    if optimizer and str(optimizer.get("type")).lower() in ("adam", "adamw"):
+        # DeepSpeed's own Adam builds C++ at its first use; whoever wants it says torch_adam=false.
+        optimizer.setdefault("params", {}).setdefault("torch_adam", True)
+    if "zero_optimization" in kept:
+        kept["zero_optimization"].setdefault("reduce_bucket_size", config.zero.reduce_bucket_size)
+        kept["zero_optimization"].setdefault("allgather_bucket_size", config.zero.allgather_bucket_size)
+    return kept
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _get(tree: Mapping[str, Any], name: str) -> Any:
+    value: Any = tree
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return MISSING
+        value = value[part]
+    return value
+
+
+def _set(tree: dict[str, Any], name: str, value: Any) -> None:
+    assert name in field_types(), f"{name} is no field of the schema"
+    *parents, leaf = name.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[leaf] = value

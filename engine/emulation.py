@@ -1,0 +1,198 @@
+"""Emulated compute: layers that take their time by sleeping, and are real to autograd and to engines.
+
+So a dozen ranks run truly concurrently on two cores, while schedule, engine and network are
+the real ones (NeuronaBox section 3 emulates the rest of a job in the same spirit).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from time import perf_counter, sleep
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.pipeline.costs import CostModel, LinkCost, StageCost
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedWork:
+    """What one layer costs for one micro-batch."""
+
+    forward_s: float = 0.01
+    """Seconds of a forward."""
+    input_s: float = 0.01
+    """Seconds of an input-gradient backward."""
+    weight_s: float = 0.01
+    """Seconds of a weight-gradient backward; a full backward takes input_s + weight_s."""
+    hidden_bytes: int = 2**20
+    """Size of the hidden state that layers hand on."""
+    weight_elements: int = 1
+    """Parameters of a layer: what is reduced, sharded and stepped."""
+
+    def costs(
+        self, num_layers: int, num_stages: int, *, local: LinkCost | None = None, wan: LinkCost | None = None
+    ) -> CostModel:
+        """Costs of ``num_layers`` such layers, cut evenly into ``num_stages`` virtual stages.
+
+        Raises:
+            ValueError: the layers cannot be cut evenly.
+        """
+        each = layers_per_stage(num_layers, num_stages)
+        stage = StageCost(
+            forward_s=self.forward_s * each,
+            input_s=self.input_s * each,
+            weight_s=self.weight_s * each,
+            activation_bytes=self.hidden_bytes,
+            output_bytes=self.hidden_bytes,
+        )
+        return CostModel(stages=(stage,) * num_stages, local=local or LinkCost(), wan=wan or LinkCost())
+
+
+def layers_per_stage(num_layers: int, num_stages: int) -> int:
+    """Layers of each virtual stage.
+
+    Raises:
+        ValueError: the layers cannot be cut evenly.
+    """
+    if num_layers % num_stages:
+        raise ValueError(f"layers={num_layers}: not a multiple of {num_stages} virtual stages; choose one that is")
+    return num_layers // num_stages
+
+
+WAKE_UP_S = 2e-4
+"""How late a sleeper may wake up: 0.14 ms was usual on an idle machine, 10 ms of work at a time."""
+
+
+def pause(seconds: float) -> None:
+    """Take ``seconds``, to within some microseconds: sleep until just before, then watch the clock."""
+    deadline = perf_counter() + seconds
+    while (left := deadline - WAKE_UP_S - perf_counter()) > 0:
+        sleep(left)
+    while perf_counter() < deadline:
+        pass
+
+
+class EmulatedLayer(nn.Module):
+    """Hands its input on unchanged; forward, input gradient and weight gradient take their time.
+
+    It has a linear layer of one column, so whatever splits, delays or repeats the weight
+    gradient of an nn.Linear does so here. Its time is spent by a hook on the weight, and thus
+    wherever that gradient is accumulated: in B, or in W.
+    """
+
+    def __init__(self, work: EmulatedWork) -> None:
+        super().__init__()
+        self.work = work
+        self.spans: list[tuple[str, float, float]] | None = None
+        """A list to note each computation in: its letter, and begin and end by `perf_counter`."""
+        self.linear = nn.Linear(1, work.weight_elements, bias=False)
+        nn.init.zeros_(self.linear.weight)
+        self.register_buffer("one", torch.ones(1, 1), persistent=False)
+        self.linear.weight.register_hook(self._weight_gradient)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hand on ``hidden``, of any shape, after ``forward_s``."""
+        if not hidden.requires_grad and torch.is_grad_enabled():
+            hidden = hidden.detach().requires_grad_()  # a first layer computes its input's gradient too
+        hidden = _Timed.apply(hidden, self)
+        return _Join.apply(hidden, self.product())
+
+    def product(self) -> Tensor:
+        """What the weight takes part in; its gradient takes the time of W."""
+        return self.linear(self.one)
+
+    def spend(self, op: str) -> None:
+        """Take the time of ``op``: F, I or W."""
+        start = perf_counter()
+        pause({"F": self.work.forward_s, "I": self.work.input_s, "W": self.work.weight_s}[op])
+        if self.spans is not None:
+            self.spans.append((op, start, perf_counter()))
+
+    def _weight_gradient(self, gradient: Tensor) -> None:
+        self.spend("W")
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same memory, and to autograd no view: torch's pipelining detaches outputs in place."""
+    return tensor.new_empty(0).set_(tensor.detach())
+
+
+class _Timed(torch.autograd.Function):
+    """Identity; forward and backward take time."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, layer: EmulatedLayer) -> Tensor:
+        ctx.layer = layer
+        layer.spend("F")
+        return _alias(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.layer.spend("I")
+        return gradient, None
+
+
+class _Join(torch.autograd.Function):
+    """The hidden state unchanged, as if it depended on the product of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, product: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, product)
+        return _alias(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        _, product = ctx.saved_tensors
+        return gradient, torch.ones_like(product)
+
+
+def emulated_loss(hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+    """A scalar that depends on ``hidden``."""
+    return hidden.flatten()[:1].sum()
+
+
+def emulated_hidden(work: EmulatedWork) -> Tensor:
+    """The hidden state that enters the first layer: [1, hidden_bytes / 4] zeros."""
+    return torch.zeros(1, work.hidden_bytes // 4)
+
+
+class EmulatedStage(nn.Module):
+    """A virtual stage of emulated layers, with what the engine uses of `weft.engine.stages.Stage`."""
+
+    def __init__(self, work: EmulatedWork, *, index: int, num_layers: int, num_stages: int) -> None:
+        """Take the share of stage ``index`` in ``num_layers`` layers, cut evenly."""
+        super().__init__()
+        each = layers_per_stage(num_layers, num_stages)
+        self.index = index
+        self.is_last = index == num_stages - 1
+        self.tied: frozenset[str] = frozenset()
+        self.work = work
+        self.first_layer = index * each
+        self.layers = nn.ModuleList(EmulatedLayer(work) for _ in range(each))
+
+    def forward(self, hidden: Tensor | None, batch: Mapping[str, Tensor], num_items: Tensor | None = None) -> Tensor:
+        """The next stage's hidden state, or on the last stage a loss over ``num_items``."""
+        if hidden is None:
+            hidden = emulated_hidden(self.work)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        if not self.is_last:
+            return hidden
+        loss = emulated_loss(hidden)
+        return loss if num_items is None else loss / num_items
+
+    def blocks(self) -> list[nn.Module]:
+        """The layers, in order."""
+        return list(self.layers)
+
+    def hidden_spec(self, batch: Mapping[str, Tensor]) -> tuple[torch.Size, torch.dtype]:
+        """Shape and dtype of the hidden state."""
+        return torch.Size((1, self.work.hidden_bytes // 4)), torch.float32
+
+    def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by their name in the whole model."""
+        for number, layer in enumerate(self.layers):
+            yield f"layers.{self.first_layer + number}.linear.weight", layer.linear.weight

@@ -1,0 +1,80 @@
+"""Costs of a model's stages before anything has run: from its weights, tokens and the device's speed."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from weft.conf.schema import ClusterConfig, WeftConfig
+from weft.engine.memory import WEIGHT_BYTES
+from weft.engine.stages.sizes import PartSize, model_sizes
+from weft.engine.stages.split import StageSplit
+from weft.pipeline.costs import CostModel, LinkCost, StageCost
+
+SAVED_WIDTHS = 17
+"""Hidden states that a layer saves for its backward, in widths of the model: 34 bytes per token
+and width at 2 bytes each, with attention that keeps no scores (Korthikanti et al. 2022, section 4)."""
+LOSS_BYTES = 8
+"""Bytes per logit that the loss keeps: fp32 logits and their softmax."""
+
+
+def stage_sizes(hf_config: PreTrainedConfig, split: StageSplit) -> list[PartSize]:
+    """Weights of each virtual stage; tied ones count wherever they are held."""
+    sizes = model_sizes(hf_config)
+    stages = [sum((sizes.layers[layer] for layer in layers), PartSize(0, 0)) for layers in split.layers]
+    stages[0] += sizes.before
+    stages[-1] += sizes.after
+    return stages
+
+
+def estimate_costs(
+    config: WeftConfig, hf_config: PreTrainedConfig, split: StageSplit, *, flops_per_s: float
+) -> CostModel:
+    """What the planner goes by until steps have been measured.
+
+    A forward takes two operations per active weight and token, and attention's scores on top;
+    the gradients of inputs and of weights take as much each. Recomputed layers add a forward
+    to the input gradient.
+
+    Args:
+        flops_per_s: what a rank reaches in practice.
+    """
+    text = hf_config.get_text_config()
+    tokens = config.train.microbatch_size * config.data.sequence_length
+    element = WEIGHT_BYTES[config.train.precision]
+    hidden_bytes = tokens * text.hidden_size * element
+    recompute = config.model.gradient_checkpointing
+    stages = []
+    for index, (size, layers) in enumerate(zip(stage_sizes(hf_config, split), split.layers, strict=True)):
+        scores = 2 * len(layers) * text.hidden_size * config.data.sequence_length  # causal: half of 4
+        forward_s = tokens * (2 * size.active + scores) / flops_per_s
+        saved = len(layers) * hidden_bytes * (1 if recompute else SAVED_WIDTHS)
+        if index == split.num_stages - 1:
+            saved += tokens * text.vocab_size * LOSS_BYTES
+        stages.append(
+            StageCost(
+                forward_s=forward_s,
+                input_s=forward_s * (2 if recompute else 1),
+                weight_s=forward_s,
+                activation_bytes=saved,
+                # Inputs and output gradients of the matrices: about what the forward saved.
+                weight_saved_bytes=saved,
+                output_bytes=hidden_bytes,
+            )
+        )
+    wan, links = wan_links(config.cluster)
+    return CostModel(stages=tuple(stages), wan=wan, wan_links=links, pair_scale=config.pipeline.pair_scale)
+
+
+def wan_links(cluster: ClusterConfig) -> tuple[LinkCost, tuple[tuple[tuple[int, int], LinkCost], ...]]:
+    """The slowest link, for pairs of sites that none is given for, and each link both ways."""
+    number = {site.name: index for index, site in enumerate(cluster.sites)}
+    links = []
+    for link in cluster.links:
+        cost = LinkCost(
+            latency_s=link.latency_ms / 1e3,
+            bandwidth_bps=link.bandwidth_mbps * 1e6 if link.bandwidth_mbps else float("inf"),
+        )
+        here, there = (number[name] for name in link.sites)
+        links += [((here, there), cost), ((there, here), cost)]
+    slowest = min((cost for _, cost in links), key=lambda cost: cost.bandwidth_bps, default=LinkCost())
+    return slowest, tuple(links)

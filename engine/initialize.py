@@ -1,0 +1,176 @@
+"""`weft.initialize`: from a Hugging Face model and a configuration to a running engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedConfig
+
+from weft.conf.checks import check, check_world
+from weft.conf.deepspeed import deepspeed_config
+from weft.conf.schema import Precision, WeftConfig
+from weft.conf.sites import ranks_per_site
+from weft.engine.crossings import Seat, open_wan, with_probed_links
+from weft.engine.deepspeed_keys import split_deepspeed_config
+from weft.engine.distributed import from_rank_zero, init_distributed, process_groups, together
+from weft.engine.engine import WeftEngine
+from weft.engine.estimates import estimate_costs
+from weft.engine.module import WeftModule
+from weft.engine.optimization import learning_rate, parameter_groups
+from weft.engine.plan import plan_cells, plan_placement
+from weft.engine.stages import (
+    Stage,
+    StageSplit,
+    load_hf_config,
+    load_stages,
+    self_check,
+    split_layers,
+    stages_from_model,
+)
+
+DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
+NOMINAL_FLOPS = 1e12
+"""FLOP/s that schedules are planned for before anything is measured; only ratios matter there."""
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | str | None = None,
+    optimizer: Optimizer | Callable[[Iterable], Optimizer] | None = None,
+    model_parameters: Sequence[dict[str, Any]] | None = None,
+    training_data: Any = None,
+    lr_scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable | None = None,
+    config: WeftConfig | dict[str, Any] | str | Path | None = None,
+    mesh_param: Any = None,
+    config_params: dict[str, Any] | None = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Like `deepspeed.initialize`, for a Hugging Face model in a pipeline.
+
+    Args:
+        model: a Hugging Face (or peft) model, the same on every rank; or its folder or hub
+            name, of which every rank loads its own layers only; None takes ``config.model``.
+        optimizer: an optimizer, or a function of parameter groups; None takes the one of the
+            configuration.
+        model_parameters: parameter groups; None makes them: no decay for norms and biases.
+        training_data: dataset whose items are dictionaries of tensors; read on every rank.
+        lr_scheduler: a scheduler, or a function of the optimizer.
+        config: a `WeftConfig`, or a DeepSpeed configuration (dict or JSON file) with a section
+            ``"weft": {"enabled": true, ...}``. Without that section, or with it switched off,
+            this is `deepspeed.initialize`.
+        args, distributed_port, mpu, dist_init_required, collate_fn, mesh_param, config_params:
+            as in `deepspeed.initialize`; a pipeline brings its own ``mpu``.
+
+    Returns:
+        Engine, optimizer, data loader of ``training_data`` (or None), learning-rate scheduler.
+
+    Raises:
+        ValueError: a setting or the model cannot be used; says which, why and what to do.
+    """
+    config = config if config is not None else config_params
+    if config is None and getattr(args, "deepspeed_config", None) is not None:
+        config, args.deepspeed_config = args.deepspeed_config, None
+    if config is None:
+        raise ValueError("config: missing; pass a WeftConfig, or a DeepSpeed dict or file with a `weft` section")
+    user: dict[str, Any] = {}
+    if not isinstance(config, WeftConfig):
+        weft, user = split_deepspeed_config(config)
+        if weft is None:
+            return deepspeed.initialize(
+                args=args,
+                model=model,
+                optimizer=optimizer,
+                model_parameters=model_parameters,
+                training_data=training_data,
+                lr_scheduler=lr_scheduler,
+                mpu=mpu,
+                dist_init_required=dist_init_required,
+                collate_fn=collate_fn,
+                config=user,
+                mesh_param=mesh_param,
+            )
+        config = weft
+    if isinstance(model, str):
+        config.model.path, model = model, None
+    check(config)
+    device = init_distributed(config.comm.timeout_s)
+    check_world(config, dist.get_world_size())
+    settings = deepspeed_config(config, dist.get_world_size()) | user
+    return _build(
+        args, device, config, settings, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
+    )
+
+
+def _build(
+    args: Any,
+    device: torch.device,
+    config: WeftConfig,
+    settings: dict[str, Any],
+    model: nn.Module | None,
+    optimizer: Any,
+    model_parameters: Sequence[dict[str, Any]] | None,
+    training_data: Any,
+    lr_scheduler: Any,
+    collate_fn: Callable | None,
+) -> tuple[WeftEngine, Any, Any, Any]:
+    earlier = set(process_groups())
+    placement = plan_placement(config.pipeline, ranks_per_site(config))
+    hf_config, split = together(lambda: _split(config, model, placement.num_stages))
+    if config.model.self_check and placement.num_stages > 1:
+        together(lambda: self_check(hf_config) if dist.get_rank() == 0 else None)
+    wan = open_wan(placement, config.comm, device)
+    costs = estimate_costs(config, hf_config, split, flops_per_s=NOMINAL_FLOPS)
+    if wan is not None:
+        costs = with_probed_links(costs, config.cluster, placement, wan.profiles)
+    num_replicas = dist.get_world_size() // placement.num_ranks
+    pipe_rank, replica = divmod(dist.get_rank(), num_replicas)
+    sizes = [seat.pipelines for seat in Seat.all(placement, num_replicas, config.comm.cell)]
+    schedule = from_rank_zero(
+        lambda: plan_cells(config.pipeline, placement, sizes, costs=costs, zero_stage=config.zero.stage)
+    )[sizes[replica]]
+    held = placement.rank_stages[pipe_rank]
+    module = WeftModule(together(lambda: _make_stages(config, model, split, held)), placement)
+    groups = model_parameters or parameter_groups(module.named_global_parameters(), config.optimizer.weight_decay)
+    if lr_scheduler is None and optimizer is None and "scheduler" not in settings:
+        lr_scheduler = learning_rate(config.optimizer, config.train.steps)
+    deepspeed_settings = deepspeed.DeepSpeedConfig(settings, module.mpu())
+    engine = WeftEngine(
+        weft=config,
+        schedule=schedule,
+        costs=costs,
+        wan=wan,
+        args=args,
+        model=module,
+        optimizer=optimizer,
+        model_parameters=groups,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        mpu=module.mpu(),
+        collate_fn=collate_fn,
+        config=settings,
+        config_class=deepspeed_settings,
+    )
+    engine.groups = [group for group in process_groups() if group not in earlier]
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _split(config: WeftConfig, model: nn.Module | None, num_stages: int) -> tuple[PreTrainedConfig, StageSplit]:
+    hf_config = load_hf_config(config.model) if model is None else model.config
+    return hf_config, split_layers(hf_config, num_stages, config.pipeline.split, config.pipeline.layers)
+
+
+def _make_stages(config: WeftConfig, model: nn.Module | None, split: StageSplit, held: Sequence[int]) -> list[Stage]:
+    if model is not None:
+        return stages_from_model(model, split, held)
+    return load_stages(config.model, split, held, dtype=DTYPES[config.train.precision], seed=config.train.seed)

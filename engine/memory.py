@@ -1,0 +1,54 @@
+"""What weights, gradients and optimiser state take on a rank (ZeRO, Rajbhandari et al. 2020, section 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.conf.schema import Precision, ZeroConfig
+
+WEIGHT_BYTES = {Precision.fp32: 4, Precision.bf16: 2, Precision.fp16: 2}
+"""Bytes of a weight, and of an activation's element."""
+MASTER_BYTES = {Precision.fp32: 0, Precision.bf16: 4, Precision.fp16: 4}
+"""Bytes of the fp32 copy of a weight that low precision keeps."""
+GRADIENT_BYTES = 4
+"""Bytes of an added-up gradient."""
+OPTIMIZER_BYTES = 8
+"""Bytes of optimiser state per weight: two fp32 moments."""
+
+
+@dataclass(frozen=True)
+class ZeroMemory:
+    """Bytes on one rank, at their peaks."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def zero_memory(
+    parameters: int, zero: ZeroConfig, precision: Precision, replicas: int, *, largest_block: int, microbatches: int
+) -> ZeroMemory:
+    """What ``parameters`` trained weights of a rank take, with Adam.
+
+    Args:
+        largest_block: parameters of the largest block: at stage 3 two of them are whole at a
+            time, and at stages 2 and 3 the gradients of two, where each micro-batch is reduced.
+    """
+    share = parameters / replicas
+    blocks = min(parameters, 2 * largest_block) if replicas > 1 else parameters
+    reduced = zero.reduce_every or microbatches
+    weights = share + blocks if zero.stage == 3 and replicas > 1 else parameters
+    gradients: float = parameters
+    if zero.stage >= 2 and replicas > 1 and reduced == 1:
+        gradients = share + blocks
+    stepped = share if zero.stage else parameters
+    return ZeroMemory(
+        weights=weights * WEIGHT_BYTES[precision],
+        gradients=gradients * GRADIENT_BYTES,
+        optimizer=stepped * (OPTIMIZER_BYTES + MASTER_BYTES[precision]),
+    )

@@ -1,0 +1,87 @@
+"""The pipeline module: one rank's virtual stages, in the form that DeepSpeed's engine expects."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch.distributed as dist
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from torch import nn
+
+from weft.engine.stages import Stage, tied_names
+from weft.pipeline.placement import Placement
+
+
+class WeftModule(PipelineModule):
+    """Virtual stages of one rank, over DeepSpeed's pipe x data grid.
+
+    Replicas of a stage have neighbouring global ranks, so that their reductions stay inside
+    a node or a site (Atlas section 4.2).
+    """
+
+    def __init__(self, stages: Sequence[Stage], placement: Placement) -> None:
+        """Take the stages that this rank holds.
+
+        Args:
+            stages: this rank's virtual stages, ascending.
+            placement: of the whole pipeline; the world size is a multiple of its ranks.
+        """
+        num_ranks = placement.num_ranks
+        topology = PipeDataParallelTopology(num_pp=num_ranks, num_dp=dist.get_world_size() // num_ranks)
+        mine = topology.get_coord(dist.get_rank()).pipe
+        held = nn.ModuleList(stages)
+        # To DeepSpeed the pipeline has one layer per rank; it builds only this rank's.
+        layers = [held if rank == mine else nn.Identity() for rank in range(num_ranks)]
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints its seeds and layers
+            super().__init__(layers=layers, topology=topology, partition_method="uniform", dynamic_shape=True)
+        self.placement = placement
+        self.stages: Mapping[int, Stage] = {stage.index: stage for stage in stages}
+        self.tied = self._join_tied()
+
+    def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter of this rank once, by its name in the whole Hugging Face model."""
+        seen: set[nn.Parameter] = set()
+        for stage in self.stages.values():
+            for name, parameter in stage.named_global_parameters():
+                if parameter not in seen:
+                    seen.add(parameter)
+                    yield name, parameter
+
+    def _join_tied(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+        """Groups over which the gradients of parameters held by several ranks are summed.
+
+        A collective call. The first rank that holds such a parameter counts it in norms.
+        """
+        names: list[Mapping[str, bool]] = [{}] * self._grid.get_pipe_parallel_world_size()
+        mine = {
+            name: parameter
+            for stage in self.stages.values()
+            for name, parameter in stage.named_global_parameters()
+            if name in tied_names(stage)
+        }
+        dist.all_gather_object(
+            names, {name: p.requires_grad for name, p in mine.items()}, group=self._grid.get_pipe_parallel_group()
+        )
+        joined = []
+        for name in sorted(set().union(*names)):
+            holders = [rank for rank, held in enumerate(names) if held.get(name)]
+            if len(holders) < 2:
+                continue
+            for replica in range(self._grid.get_data_parallel_world_size()):
+                ranks = [self._topo.get_rank(pipe=rank, data=replica) for rank in holders]
+                group = dist.new_group(ranks)
+                if self.global_rank in ranks:
+                    mine[name].ds_pipe_replicated = self.global_rank != ranks[0]
+                    joined.append((mine[name], group))
+        return joined
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+        """What DeepSpeed's engine sums before it reduces over replicas."""
+        return self.tied
+
+    def forward(self, *args: object, **kwargs: object) -> None:
+        """Stages run through a schedule, never through the module."""
+        raise RuntimeError("a pipeline has no single forward: call engine.train_batch() or engine.eval_batch()")

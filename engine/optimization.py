@@ -1,0 +1,45 @@
+"""What DeepSpeed's optimisers are given: parameter groups and the learning rate's shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from weft.conf.schema import LrSchedule, OptimizerConfig
+
+
+def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    """Trainable parameters in two groups: matrices decay, vectors (norms and biases) do not."""
+    trainable = [parameter for _, parameter in named if parameter.requires_grad]
+    matrices = [parameter for parameter in trainable if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trainable if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def learning_rate(config: OptimizerConfig, total_steps: int) -> Callable[[Optimizer], LambdaLR]:
+    """A function of the optimiser that makes the learning-rate schedule.
+
+    Linear warm-up over ``warmup_steps``, then the configured shape down to
+    ``min_lr_ratio`` of the peak at ``total_steps``.
+    """
+    shapes: dict[LrSchedule, Callable[[float], float]] = {
+        LrSchedule.constant: lambda _: 1.0,
+        LrSchedule.linear: lambda done: 1.0 - done * (1.0 - config.min_lr_ratio),
+        LrSchedule.cosine: lambda done: (
+            config.min_lr_ratio + (1.0 - config.min_lr_ratio) * (1.0 + math.cos(math.pi * done)) / 2
+        ),
+    }
+    shape = shapes[config.schedule]
+
+    def factor(step: int) -> float:
+        if step < config.warmup_steps:
+            return (step + 1) / config.warmup_steps
+        return shape(min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)))
+
+    return lambda optimizer: LambdaLR(optimizer, factor)

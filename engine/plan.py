@@ -1,0 +1,141 @@
+"""From the configuration to the placement and the schedule. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from weft.conf.schema import PipelineConfig, PlacementKind
+from weft.pipeline.action import SENDS, Op, receive_of
+from weft.pipeline.cell import add_relays, pipeline_of, side_by_side, uplink_order
+from weft.pipeline.costs import CostModel
+from weft.pipeline.generators import generate
+from weft.pipeline.lowering import lower, open_pairs
+from weft.pipeline.placement import Placement
+from weft.pipeline.schedule import Schedule
+from weft.pipeline.serialization import load_schedule
+from weft.pipeline.validation import validate
+
+
+def plan_placement(config: PipelineConfig, sites: tuple[int, ...] = ()) -> Placement:
+    """The placement that the configuration names.
+
+    Args:
+        sites: pipeline ranks per site; empty is one site.
+    """
+    kind = config.schedule.value
+    if kind == "file":
+        placement = load_schedule(Path(config.schedule_file)).placement
+        return replace(placement, sites=sites or (placement.num_ranks,))
+    if kind == "interleaved":
+        return Placement.interleaved(config.stages, config.chunks_per_rank, sites)
+    match config.placement:
+        case PlacementKind.straight:
+            return Placement.straight(config.stages, sites)
+        case PlacementKind.fold:
+            return Placement.fold(config.stages, sites=sites)
+        case PlacementKind.site_fold:
+            return Placement.site_fold(sites or (config.stages,))
+
+
+def plan_schedule(
+    config: PipelineConfig,
+    placement: Placement,
+    *,
+    num_microbatches: int = 0,
+    costs: CostModel | None = None,
+    pipelines: int = 1,
+    zero_stage: int = 0,
+) -> Schedule:
+    """The lowered, validated schedule of one training step.
+
+    Args:
+        num_microbatches: instead of ``config.microbatches``; 0 takes that.
+        costs: of one pipeline, for schedules that look at them; unit costs otherwise.
+        pipelines: of a DP-cell, which is planned as a whole.
+        zero_stage: what replicas shard: 0 to 3.
+
+    Raises:
+        ValueError: the kind does not go with the placement or the number of micro-batches,
+            or the result exceeds the memory cap.
+    """
+    cap = float(config.memory_cap_bytes) or None
+    alone = costs or CostModel.unit(placement.num_stages)
+    costs = alone.for_cell(pipelines)
+    kind = config.schedule.value
+    as_one = kind == "auto" and pipelines > 1
+    if kind == "file":
+        schedule = replace(load_schedule(Path(config.schedule_file)), placement=placement)
+    else:
+        schedule = generate(
+            kind,
+            replace(placement, pipelines=pipelines) if as_one else placement,
+            num_microbatches or config.microbatches,
+            costs=costs if as_one else alone,
+            memory_cap_bytes=cap,
+            search_seconds=config.search_seconds,
+            launch_together=config.launch_together,
+        )
+    if not as_one:
+        schedule = side_by_side(schedule, pipelines)
+    lowered = add_relays(
+        lower(schedule if config.pair_scale < 1.0 else open_pairs(schedule), zero_stage=zero_stage), costs
+    )
+    validate(lowered, costs=costs, memory_cap_bytes=cap)
+    return lowered
+
+
+def plan_cells(
+    config: PipelineConfig,
+    placement: Placement,
+    sizes: Collection[int],
+    *,
+    costs: CostModel,
+    num_microbatches: int = 0,
+    zero_stage: int = 0,
+) -> dict[int, Schedule]:
+    """The schedules of DP-cells of these sizes; see `plan_schedule`."""
+    return {
+        size: plan_schedule(
+            config, placement, num_microbatches=num_microbatches, costs=costs, pipelines=size, zero_stage=zero_stage
+        )
+        for size in sorted(set(sizes))
+    }
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What a rank does in a step, as a part of its DP-cell.
+
+    Attributes:
+        cell: the schedule of all pipelines of the cell.
+        schedule: that of the rank's own pipeline.
+        turns: by tag of what the rank sends between sites, its place among all transfers that
+            the cell's uplinks carry there.
+    """
+
+    cell: Schedule
+    schedule: Schedule
+    turns: Mapping[str, int]
+
+    @classmethod
+    def of(cls, cell: Schedule, local_rank: int, pipe_rank: int) -> RankPlan:
+        """The part of pipeline rank ``pipe_rank`` of pipeline ``local_rank``."""
+        single = cell.placement.single
+        carried = uplink_order(cell, local_rank * single.num_ranks + pipe_rank)
+        turns = {
+            str(receive_of(action._replace(stage=action.stage - local_rank * single.num_stages))): turn
+            for turn, action in enumerate(carried)
+            if action.op in SENDS
+        }
+        return cls(cell, pipeline_of(cell, local_rank), turns)
+
+
+def plan_evaluation(placement: Placement, num_microbatches: int, *, zero_stage: int = 0) -> Schedule:
+    """The lowered schedule of an evaluation: forwards and what they need only, in any number."""
+    keep = {Op.F, Op.SEND_F, Op.RECV_F, Op.UNSHARD, Op.RESHARD}
+    schedule = generate("gpipe", placement, num_microbatches)
+    forwards = schedule.with_rows([[slot for slot in row if slot[0].op is Op.F] for row in schedule.rows])
+    schedule = lower(forwards, zero_stage=zero_stage)
+    return schedule.with_rows([[slot for slot in row if slot[0].op in keep] for row in schedule.rows])

@@ -1,0 +1,177 @@
+"""Export: a Hugging Face folder written by ranks that each hold only their stages."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import custom_object_save
+
+from weft.engine.stages import adapter
+from weft.engine.stages.shards import Shard, write_shards
+from weft.engine.stages.stage import Stage
+
+if TYPE_CHECKING:
+    from weft.engine.engine import WeftEngine
+
+Gather = Callable[[Any], list[Any]]
+"""Every writer's value, in the order of their ranks, on every writer."""
+
+
+def export(engine: WeftEngine, folder: Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    """Write the engine's model as a Hugging Face folder; a collective call.
+
+    Raises:
+        ValueError: as `export_stages`.
+    """
+    stages = list(engine.module.stages.values()) if engine.replica == 0 else []
+    with engine.sharding.whole_weights():
+        export_stages(stages, folder, rank=dist.get_rank(), gather=_gather_all, tokenizer=tokenizer)
+
+
+def _gather_all(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def export_stages(
+    stages: Sequence[Stage],
+    folder: Path,
+    *,
+    rank: int = 0,
+    gather: Gather = lambda value: [value],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Write a folder that plain transformers (or peft, for adapters) loads; whole or not at all.
+
+    Each writer writes the weights that it holds, then rank 0 adds config, index and
+    tokenizer and gives the folder its name. The folder has to be on a disk that all writers
+    share. A folder that is there already is replaced.
+
+    Args:
+        stages: those that this writer holds; together every stage once.
+        folder: to be written.
+        rank: of this writer, from 0.
+        gather: all-gather among the writers; a collective call.
+        tokenizer: saved along, by rank 0.
+
+    Raises:
+        ValueError: a writer could not write, or the disk is not shared; on every writer.
+    """
+    folder = Path(folder).expanduser().absolute()
+    partial = folder.with_name(f".{folder.name}.partial")
+    together = _Together(gather, folder, partial)
+    together.do(lambda: _start(partial) if rank == 0 else None)
+    adapters = any(together.do(lambda: any(adapter.has(stage) for stage in stages)))
+    if adapters:
+        base = all(together.do(lambda: not stages or adapter.has_new_base(stages[0])))
+        if base:
+            together.do(lambda: _start(partial / adapter.BASE) if rank == 0 else None)
+            _write_model(stages, partial / adapter.BASE, together, rank)
+        parts = together.do(lambda: [part for stage in stages for part in adapter.write_part(stage, partial)])
+        base_path = str(folder / adapter.BASE) if base else None
+        together.do(lambda: _merge_adapters(parts, partial, base_path) if rank == 0 else None)
+    else:
+        _write_model(stages, partial, together, rank)
+    together.do(lambda: _publish(partial, folder, tokenizer) if rank == 0 else None)
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Runs one step on every writer; an error on one becomes the same error on all."""
+
+    gather: Gather
+    folder: Path
+    partial: Path
+
+    def do(self, step: Callable[[], Any]) -> list[Any]:
+        result, error = None, None
+        try:
+            result = step()
+        except Exception as failure:  # any: the other writers must not be left waiting
+            error = failure
+        outcomes = self.gather((result, None if error is None else f"{type(error).__name__}: {error}"))
+        for writer, (_, text) in enumerate(outcomes):
+            if text is not None:
+                shutil.rmtree(self.partial, ignore_errors=True)
+                raise ValueError(
+                    f"export: rank {writer} could not write {self.folder} ({text}); nothing is left there but what "
+                    "was there before; free space, or choose another train.output_dir"
+                ) from error
+        return [value for value, _ in outcomes]
+
+
+def _start(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _write_model(stages: Sequence[Stage], folder: Path, together: _Together, rank: int) -> None:
+    parts = together.do(lambda: [shard for stage in stages for shard in write_shards(stage, folder)])
+    together.do(lambda: _finish_model(stages, parts, folder) if rank == 0 else None)
+
+
+def _finish_model(stages: Sequence[Stage], parts: list[list[Shard]], folder: Path) -> None:
+    """Name the shards as transformers does, and write what is not weights."""
+    shards = sorted((s for part in parts for s in part), key=lambda shard: (shard.stage, shard.number))
+    _require_files([shard.file for shard in shards], folder)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        (folder / shard.file).rename(folder / name)
+        weight_map |= dict.fromkeys(shard.names, name)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(shard.num_bytes for shard in shards)}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    _write_config(stages[0].hf_model, folder)
+
+
+def _merge_adapters(parts: list[list[adapter.Part]], folder: Path, base_path: str | None) -> None:
+    flat = [part for written in parts for part in written]
+    _require_files([part.file for part in flat], folder)
+    adapter.merge(flat, folder, base_path)
+
+
+def _require_files(files: Sequence[str], folder: Path) -> None:
+    """Rank 0 has to see what the others have written.
+
+    Raises:
+        ValueError: it does not.
+    """
+    absent = [file for file in files if not (folder / file).is_file()]
+    if absent:
+        raise ValueError(
+            f"{', '.join(absent)} not visible here, so the writers do not share this disk; "
+            "set train.output_dir to a folder that every host mounts"
+        )
+
+
+def _write_config(model: PreTrainedModel, folder: Path) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    if model.is_remote_code():
+        custom_object_save(model, folder, config=model.config)
+
+
+def _publish(partial: Path, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Give the finished folder its name, in the place of an older one."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(partial)
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

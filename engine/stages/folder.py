@@ -1,0 +1,63 @@
+"""A model's folder: is it whole, before anything is read from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SINGLES = ("model.safetensors", "pytorch_model.bin")
+
+
+def require_whole_folder(folder: Path) -> None:
+    """Check that a folder holds a whole model, from file names, sizes and headers alone.
+
+    Raises:
+        ValueError: what is missing or cut off, and what to do.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"model.path={folder}: not a folder; give the folder of a saved model")
+    if not (folder / "config.json").is_file():
+        hint = "give the folder of a saved model"
+        if (folder / "adapter_config.json").is_file():
+            hint = "it holds adapters only; merge them into their base model with peft's merge_and_unload and save that"
+        raise ValueError(f"model.path={folder}: no config.json in it; {hint}")
+    for file in _weight_files(folder):
+        if not file.is_file():
+            raise ValueError(f"model.path={folder}: {file.name} is missing; copy or download the folder again")
+        if file.suffix == ".safetensors":
+            _require_whole_file(folder, file)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that the folder's weights are said to be in."""
+    for name in INDEXES:
+        if (folder / name).is_file():
+            try:
+                weight_map = json.loads((folder / name).read_text())["weight_map"]
+                return [folder / file for file in sorted(set(weight_map.values()))]
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(
+                    f"model.path={folder}: {name} cannot be read ({error}); copy or download the folder again"
+                ) from error
+    for name in SINGLES:
+        if (folder / name).is_file():
+            return [folder / name]
+    raise ValueError(f"model.path={folder}: no {SINGLES[0]} in it; give the folder of a saved model, with its weights")
+
+
+def _require_whole_file(folder: Path, file: Path) -> None:
+    """A safetensors file starts with the length of its header, which says where its data end."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(min(length, size)))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(
+            f"model.path={folder}: {file.name} is not a safetensors file; copy or download it again"
+        ) from error
+    whole = 8 + length + max(ends, default=0)
+    if size != whole:
+        raise ValueError(f"model.path={folder}: {file.name} has {size} of {whole} bytes; copy or download it again")

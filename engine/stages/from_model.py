@@ -1,0 +1,61 @@
+"""From a model that is already in memory to virtual stages."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+from torch import nn
+
+from weft.engine.stages.lora import PREFIX
+from weft.engine.stages.outline import outline_of
+from weft.engine.stages.placeholders import Port
+from weft.engine.stages.prune import open_port, prune
+from weft.engine.stages.refusals import refuse_router_loss
+from weft.engine.stages.split import StageSplit
+from weft.engine.stages.stage import Stage, hf_model
+from weft.engine.stages.tying import share_tied
+
+
+def stages_from_model(model: nn.Module, split: StageSplit, stages: Sequence[int]) -> list[Stage]:
+    """Cut virtual stages out of a Hugging Face model, or of peft's model around one.
+
+    The model is consumed: it becomes the first of the stages, and the memory of layers that
+    no wanted stage holds is freed, whoever else refers to the model. A single stage is the
+    whole model, uncut.
+
+    Args:
+        split: of the whole model.
+        stages: numbers of the virtual stages wanted.
+
+    Raises:
+        ValueError: the model cannot be cut faithfully.
+    """
+    whole = hf_model(model)
+    if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            f"model: peft's {model.active_peft_config.peft_type} puts tokens before the prompt, which only the whole "
+            "model can do; use adapters inside the layers, such as LoRA"
+        )
+    if split.num_stages == 1:
+        refuse_router_loss(whole.config)
+        return [Stage(model, index=0, num_stages=1, port=Port())]
+    outline = outline_of(type(whole), whole.config)
+    assert split.num_layers == outline.num_layers
+    bodies = [model, *(_same_weights(model) for _ in stages[1:])]
+    prefix = PREFIX if model is not whole else ""
+    made = []
+    for index, body in zip(stages, bodies, strict=True):
+        part, window = hf_model(body), split.layers[index]
+        tied = prune(part, outline, window)
+        port = open_port(part, outline, window, tied)
+        names = frozenset(prefix + name for name in tied)
+        made.append(Stage(body, index=index, num_stages=split.num_stages, port=port, tied=names))
+    share_tied(made)
+    return made
+
+
+def _same_weights(model: nn.Module) -> nn.Module:
+    """A second tree of modules over the same parameters and buffers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

@@ -1,0 +1,230 @@
+"""From a folder, a hub name or a configuration to virtual stages, without the whole model in memory."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from weft.conf.schema import Attention, ModelConfig
+from weft.engine.stages.folder import require_whole_folder
+from weft.engine.stages.lora import PREFIX, add_adapters
+from weft.engine.stages.outline import Outline, outline_of
+from weft.engine.stages.placeholders import Port
+from weft.engine.stages.prune import open_port, prune
+from weft.engine.stages.refusals import refuse_router_loss
+from weft.engine.stages.seeding import load, new_model
+from weft.engine.stages.skeleton import causal_config, model_class
+from weft.engine.stages.split import StageSplit
+from weft.engine.stages.stage import Stage
+from weft.engine.stages.tying import share_tied
+
+
+def load_hf_config(config: ModelConfig) -> PreTrainedConfig:
+    """The Hugging Face config of a model that is loaded or new.
+
+    Raises:
+        ValueError: the folder cannot be read, or the architecture or an override is unknown.
+    """
+    overrides = dict(config.overrides)
+    if config.path:
+        hf_config = _read_config(config)
+        for name, value in overrides.items():
+            _require_field(name, hf_config)
+            setattr(hf_config, name, value)
+    else:
+        hf_config = _new_config(config.arch, overrides)
+    hf_config = causal_config(hf_config)
+    _set_attention(hf_config, config.attn_implementation)
+    return hf_config
+
+
+def _set_attention(hf_config: PreTrainedConfig, attention: Attention) -> None:
+    cls = model_class(hf_config)
+    supported = {
+        Attention.sdpa: getattr(cls, "_supports_sdpa", False),
+        Attention.flash_attention_2: getattr(cls, "_supports_flash_attn", False),
+    }
+    if not supported.get(attention, True):
+        others = [kind.value for kind, works in supported.items() if works] + ["eager"]
+        raise ValueError(
+            f"model.attn_implementation={attention.value}: {cls.__name__} does not support it; "
+            f"set it to {' or '.join(others)}"
+        )
+    hf_config._attn_implementation = attention.value
+
+
+def _read_config(config: ModelConfig) -> PreTrainedConfig:
+    if is_local(config.path):
+        require_whole_folder(Path(config.path).expanduser())
+    try:
+        hf_config = AutoConfig.from_pretrained(_source(config.path), trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # any: configs validate with errors of several libraries
+        reason = _one_line(error)
+        if not is_local(config.path):
+            reason = f"no such folder, and no such model on the hub or in its cache ({reason})"
+        raise ValueError(f"model.path={config.path}: {reason}; give the folder of a saved model") from error
+    if getattr(hf_config, "quantization_config", None):
+        raise ValueError(
+            f"model.path={config.path}: its weights are quantised, which stages cannot train; "
+            "give a model that is not, or save this one dequantised"
+        )
+    return hf_config
+
+
+def is_local(path: str) -> bool:
+    """Whether ``model.path`` means a folder rather than a hub name."""
+    return path.startswith(("/", ".", "~")) or path.count("/") > 1 or Path(path).expanduser().exists()
+
+
+def _source(path: str) -> str:
+    return str(Path(path).expanduser()) if is_local(path) else path
+
+
+def _new_config(arch: str, overrides: dict) -> PreTrainedConfig:
+    try:
+        plain = AutoConfig.for_model(arch)
+    except ValueError as error:
+        raise ValueError(
+            f"model.arch={arch}: not a model_type of transformers; for example llama, qwen3, gpt2, mixtral"
+        ) from error
+    for name in overrides:
+        _require_field(name, plain)
+    try:
+        return AutoConfig.for_model(arch, **overrides)
+    except Exception as error:  # any: configs validate with errors of several libraries
+        raise ValueError(f"model.overrides: {type(plain).__name__} refuses them ({_one_line(error)})") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _require_field(name: str, hf_config: PreTrainedConfig) -> None:
+    """Refuse misspelt overrides; configs take any, and some fields are known to the model's code only."""
+    if not hasattr(hf_config, name) and name not in inspect.getsource(sys.modules[model_class(hf_config).__module__]):
+        near = difflib.get_close_matches(name, hf_config.to_dict(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else "; see its documentation"
+        raise ValueError(f"model.overrides.{name}: {type(hf_config).__name__} has no such field{hint}")
+
+
+def build_model(config: ModelConfig, *, dtype: torch.dtype, seed: int) -> nn.Module:
+    """The whole model in one piece, new or loaded: what the stages of `load_stages` add up to."""
+    hf_config = load_hf_config(config)
+    return _dress(_load_part(config, hf_config, lambda model: None, dtype=dtype, seed=seed), config, seed)
+
+
+def load_stages(
+    config: ModelConfig, split: StageSplit, stages: Sequence[int], *, dtype: torch.dtype, seed: int
+) -> list[Stage]:
+    """Load or make some virtual stages of a model; other stages' weights never take up memory.
+
+    New weights depend on the seed and their names only, so they are the same for every split.
+    Tied weights that two of the stages hold are one parameter. A single stage is the whole
+    model, uncut.
+
+    Args:
+        split: of the whole model.
+        stages: numbers of the virtual stages wanted.
+        dtype: of the weights.
+        seed: of new weights and adapters.
+
+    Raises:
+        ValueError: the model cannot be read, or not be cut faithfully.
+    """
+    hf_config = load_hf_config(config)
+    if split.num_stages == 1:
+        refuse_router_loss(hf_config)
+        return [Stage(build_model(config, dtype=dtype, seed=seed), index=0, num_stages=1, port=Port())]
+    outline = outline_of(model_class(hf_config), hf_config)
+    assert split.num_layers == outline.num_layers
+    made = [_load_stage(config, hf_config, outline, split, index, dtype=dtype, seed=seed) for index in stages]
+    share_tied(made)
+    return made
+
+
+def _load_stage(
+    config: ModelConfig,
+    hf_config: PreTrainedConfig,
+    outline: Outline,
+    split: StageSplit,
+    index: int,
+    *,
+    dtype: torch.dtype,
+    seed: int,
+) -> Stage:
+    window, tied = split.layers[index], set[str]()
+    model = _load_part(
+        config, hf_config, lambda model: tied.update(prune(model, outline, window)), dtype=dtype, seed=seed
+    )
+    _require_tied(model, tied, config, window.stop == outline.num_layers)
+    port = open_port(model, outline, window, frozenset(tied))
+    dressed = _dress(model, config, seed)
+    inner = PREFIX if dressed is not model else ""
+    return Stage(
+        dressed,
+        index=index,
+        num_stages=split.num_stages,
+        port=port,
+        tied=frozenset(inner + name for name in tied),
+        prefix=PREFIX if config.lora.enabled and not inner else "",
+    )
+
+
+def _load_part(
+    config: ModelConfig,
+    hf_config: PreTrainedConfig,
+    prune: Callable[[PreTrainedModel], None],
+    *,
+    dtype: torch.dtype,
+    seed: int,
+) -> PreTrainedModel:
+    cls = model_class(hf_config)
+    if not config.path:
+        return new_model(cls, hf_config, dtype=dtype, seed=seed, prune=prune)
+    try:
+        model, report = load(
+            cls,
+            _source(config.path),
+            hf_config,
+            dtype=dtype,
+            seed=seed,
+            prune=prune,
+            output_loading_info=True,
+        )
+    except Exception as error:  # any: readers of several file formats fail in their own ways
+        reason = _one_line(error)
+        raise ValueError(
+            f"model.path={config.path}: its weights cannot be read ({type(error).__name__}: {reason}); "
+            "copy or download the folder again"
+        ) from error
+    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if found := sorted(map(str, report.get(kind) or ())):
+            raise ValueError(
+                f"model.path={config.path}: {kind.replace('_', ' ')} {', '.join(found[:4])}"
+                f"{f' and {len(found) - 4} more' if len(found) > 4 else ''}; the folder is not a whole "
+                f"{cls.__name__}; copy or download it again, and check model.overrides"
+            )
+    return model.train()
+
+
+def _require_tied(model: PreTrainedModel, tied: set[str], config: ModelConfig, is_last: bool) -> None:
+    """transformers unties silently when a checkpoint holds two different weights."""
+    if is_last and tied - set(model.all_tied_weights_keys.values()):
+        raise ValueError(
+            f"model.path={config.path}: its config ties the head to the embedding, but its weights differ; "
+            "set model.overrides.tie_word_embeddings=false"
+        )
+
+
+def _dress(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
+    """Adapters and gradient checkpointing, as the configuration asks for."""
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return add_adapters(model, config.lora, seed=seed) if config.lora.enabled else model

@@ -1,0 +1,62 @@
+"""Adapters: low-rank updates through peft, the same whatever the split."""
+
+from __future__ import annotations
+
+import peft
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from weft.conf.schema import LoraConfig
+from weft.engine.stages.seeding import seeded
+
+ADAPTER = "default"
+"""Name of the adapter in peft's models."""
+PREFIX = "base_model.model."
+"""What peft puts before a parameter's name."""
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> nn.Module:
+    """Freeze a model and put adapters on it.
+
+    Returns:
+        peft's model, or the frozen model itself if none of its modules is a target.
+    """
+    model.requires_grad_(False)
+    try:
+        adapted = peft.get_peft_model(model, peft_config(config, model))
+    except ValueError as error:
+        if "not found in the base model" not in str(error):
+            raise
+        return model
+    for name, layer in adapted.named_modules():
+        if isinstance(layer, LoraLayer):
+            with seeded(seed, name), torch.no_grad():
+                layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
+    return adapted
+
+
+def peft_config(config: LoraConfig, model: PreTrainedModel) -> peft.LoraConfig:
+    """peft's form of the settings.
+
+    Raises:
+        ValueError: no target modules are given, and peft knows none for the architecture.
+    """
+    model_type = model.config.model_type
+    targets = list(config.target_modules) or TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model_type)
+    if not targets:
+        raise ValueError(
+            f"model.lora.target_modules=[]: peft knows no usual targets for model_type={model_type}; "
+            "name the modules, for example model.lora.target_modules=[q_proj,v_proj]"
+        )
+    return peft.LoraConfig(
+        task_type=peft.TaskType.CAUSAL_LM,
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=targets,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+    )

@@ -1,0 +1,88 @@
+"""Pruning: a Hugging Face model becomes one virtual stage, its own forward untouched."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from weft.engine.stages.outline import Outline
+from weft.engine.stages.placeholders import (
+    Downstream,
+    EntryLayer,
+    ExitLayer,
+    Placeholder,
+    Port,
+    SkippedLayer,
+    Upstream,
+    hollow,
+)
+
+
+def prune(model: PreTrainedModel, outline: Outline, window: range) -> frozenset[str]:
+    """Drop, in place, what other stages compute; works on the meta device too.
+
+    An embedding that the head is tied to stays on the last stage, too; `open_port` silences it.
+
+    Args:
+        model: a causal language model.
+        outline: its parts.
+        window: the stage's decoder layers.
+
+    Returns:
+        Names of the parameters that the first and the last stage both hold.
+    """
+    tied = _tied_sources(model, outline)
+    layers = model.get_submodule(outline.layers)
+    assert isinstance(layers, nn.ModuleList)
+    for index in range(len(layers)):
+        if index not in window:
+            layers[index] = SkippedLayer(layers[index], outline.answer_length)
+    is_last = window.stop == outline.num_layers
+    for unit in outline.before if window.start > 0 else ():
+        if not (is_last and any(_in(name, (unit,)) for name in tied)):
+            replace_module(model, unit, Placeholder(model.get_submodule(unit)))
+    for unit in () if is_last else outline.after:
+        replace_module(model, unit, Downstream(model.get_submodule(unit)))
+    _forget_foreign_ties(model)
+    return tied
+
+
+def open_port(model: PreTrainedModel, outline: Outline, window: range, tied: frozenset[str]) -> Port:
+    """Place a stage's entry and exit in its pruned model, once its weights are there."""
+    port = Port()
+    layers = model.get_submodule(outline.layers)
+    assert isinstance(layers, nn.ModuleList)
+    if window.start > 0:
+        layers[window.start - 1] = EntryLayer(layers[window.start - 1], outline.answer_length, port)
+        for unit in outline.before:
+            original = model.get_submodule(unit)
+            keep = {name.removeprefix(f"{unit}.") for name in tied if _in(name, (unit,))}
+            replace_module(model, unit, hollow(original, keep, Upstream(original, port)))
+    if window.stop < outline.num_layers:
+        layers[window.stop] = ExitLayer(layers[window.stop])
+    return port
+
+
+def _tied_sources(model: PreTrainedModel, outline: Outline) -> frozenset[str]:
+    """Names of parameters before the layers that modules after the layers share (tied embeddings)."""
+    return frozenset(
+        source
+        for target, source in model.all_tied_weights_keys.items()
+        if _in(source, outline.before) and _in(target, outline.after)
+    )
+
+
+def _in(name: str, units: tuple[str, ...]) -> bool:
+    return any(name.startswith(f"{unit}.") for unit in units)
+
+
+def _forget_foreign_ties(model: PreTrainedModel) -> None:
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    ties = model.all_tied_weights_keys
+    model.all_tied_weights_keys = {t: s for t, s in ties.items() if t in names and s in names}
+
+
+def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:
+    """Put ``new`` at ``path``."""
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, new)

@@ -1,0 +1,94 @@
+"""Architectures and settings that stages cannot reproduce, and why."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from weft.conf.schema import Attention
+
+CROSS_LAYER_STATE = frozenset(
+    {"deepseek_v4", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "glm_moe_dsa", "hy_v4"}
+)
+"""Types whose layers hand each other more than the hidden state, such as shared keys and values."""
+
+LEAKS_ACROSS_DOCUMENTS = frozenset(
+    {
+        "afmoe",
+        "bamba",
+        "biogpt",
+        "bloom",
+        "falcon",
+        "falcon_h1",
+        "falcon_mamba",
+        "gpt_oss",
+        "granitemoehybrid",
+        "inkling_text",
+        "jamba",
+        "mamba",
+        "mamba2",
+        "minimax",
+        "mpt",
+        "nemotron_h",
+        "olmo_hybrid",
+        "opt",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+        "recurrent_gemma",
+        "xglm",
+        "zamba2",
+    }
+)
+"""Types whose Hugging Face forward lets a packed document see the one before it, in transformers 5.19."""
+
+
+def refuse_packing(model_type: str, *, attention: Attention = Attention.sdpa, microbatch_size: int = 1) -> None:
+    """Refuse packed sequences where Hugging Face's forward does not keep documents apart.
+
+    ``self_check(..., packing=True)`` tries it out, for architectures that are not known here.
+
+    Raises:
+        ValueError: the architecture is one of those, or flash attention gets several
+            sequences, of which it then ignores where documents start.
+    """
+    if model_type in LEAKS_ACROSS_DOCUMENTS:
+        raise ValueError(
+            f"data.packing=true: with model_type={model_type} Hugging Face's forward lets packed documents see each "
+            "other; set data.packing=false"
+        )
+    if attention is Attention.flash_attention_2 and microbatch_size > 1:
+        raise ValueError(
+            f"train.microbatch_size={microbatch_size}: with packing, Hugging Face's flash attention keeps documents "
+            "apart in one sequence at a time only; set train.microbatch_size=1 and raise pipeline.microbatches or "
+            "data.sequence_length, or choose model.attn_implementation=sdpa"
+        )
+
+
+def refuse_unfaithful(config: PreTrainedConfig) -> None:
+    """Refuse what is known to go wrong in stages.
+
+    Raises:
+        ValueError: the architecture shares state between layers, or a loss over all layers is on.
+    """
+    for model_type in (config.model_type, config.get_text_config().model_type):
+        if model_type in CROSS_LAYER_STATE:
+            raise ValueError(
+                f"model: the layers of model_type={model_type} hand each other more than the hidden state, so they "
+                "cannot be cut into stages; choose another architecture, or run it whole with pipeline.stages=1"
+            )
+    refuse_router_loss(config)
+
+
+def refuse_router_loss(config: PreTrainedConfig) -> None:
+    """Refuse a mixture of experts' auxiliary loss.
+
+    Raises:
+        ValueError: it is on.
+    """
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            "model.overrides.output_router_logits=true: the router's auxiliary loss needs every layer and every "
+            "token of a step in one place; set it to false"
+        )

@@ -1,0 +1,112 @@
+"""Shards: one stage's weights as files, under the names that Hugging Face's own export uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from weft.engine.stages.stage import Stage
+
+SHARD_BYTES = 5_000_000_000
+"""Largest shard, as transformers and the hub like it."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of weights."""
+
+    stage: int
+    """Virtual stage that it came from."""
+    number: int
+    """Of the stage's shards."""
+    names: tuple[str, ...]
+    """Weights in it."""
+    num_bytes: int
+    """Their size."""
+
+    @property
+    def file(self) -> str:
+        """Its name until the number of all shards is known."""
+        return f"stage-{self.stage:05d}-{self.number:05d}.safetensors"
+
+
+def write_shards(stage: Stage, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> list[Shard]:
+    """Write one stage's weights; a tied weight is written by the first stage only.
+
+    At any time one shard and one layer are copied, not the stage.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+    """
+    shards: list[Shard] = []
+    pending: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        shard = Shard(stage.index, len(shards), tuple(pending), _size(pending))
+        write_tensors(pending, folder / shard.file)
+        shards.append(shard)
+        pending.clear()
+
+    for part in _parts(own_weights(stage)):
+        original = revert_weight_conversion(stage.hf_model, part)
+        if pending and _size(pending) + _size(original) > shard_bytes:
+            flush()
+        pending.update(original)
+    if pending:
+        flush()
+    return shards
+
+
+def own_weights(stage: Stage) -> dict[str, Tensor]:
+    """What of a stage's state goes into the whole model's: no adapters, nothing twice."""
+    model = stage.hf_model
+    elsewhere = set(model.all_tied_weights_keys) | set(model._keys_to_ignore_on_save or ())
+    if not stage.is_first:
+        elsewhere |= {name.removeprefix(_wrapper(stage)) for name in stage.tied}
+    return {name: value for name, value in without_adapters(stage.model, model.state_dict()) if name not in elsewhere}
+
+
+def _wrapper(stage: Stage) -> str:
+    """What peft puts before names, if it wraps the stage."""
+    return stage.prefix or ("" if stage.model is stage.hf_model else "base_model.model.")
+
+
+def without_adapters(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The base model's weights, by the names that they have without peft."""
+    tuner = getattr(model, "base_model", None)
+    prefix = getattr(tuner, "prefix", None) if hasattr(model, "peft_config") else None
+    for name, value in state.items():
+        if prefix is None or prefix not in name:
+            yield name.replace(".base_layer.", "."), value
+
+
+def _parts(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Weights of one decoder layer at a time, so that no more are converted at once."""
+    part: dict[str, Tensor] = {}
+    number = None
+    for name, value in weights.items():
+        layer = next((piece for piece in name.split(".") if piece.isdigit()), None)
+        if part and layer != number:
+            yield part
+            part = {}
+        number = layer
+        part[name] = value
+    if part:
+        yield part
+
+
+def _size(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file down to the disk."""
+    save_file({k: v.detach().to("cpu").contiguous() for k, v in tensors.items()}, path, metadata={"format": "pt"})
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,90 @@
+"""The skeleton of a model: its modules and names without memory for weights."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.utils import logging
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The causal language model's class for a config.
+
+    Raises:
+        ValueError: transformers has none, and the model brings none along.
+    """
+    found = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if found is not None:
+        return found[0] if isinstance(found, tuple | list) else found
+    reference = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
+    if reference is None:
+        raise ValueError(
+            f"model: transformers has no causal language model for model_type={config.model_type}; "
+            "choose a text-generation model"
+        )
+    return get_class_from_dynamic_module(reference, config.name_or_path)
+
+
+def causal_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The part of a config that the causal language model takes, as `AutoModelForCausalLM` chooses it."""
+    text = config.sub_configs.get("text_config")
+    return config.get_text_config() if text is not None and model_class(config).config_class is text else config
+
+
+def skeleton(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """The whole model on the meta device.
+
+    Raises:
+        ValueError: transformers cannot build it.
+    """
+    try:
+        with quiet(), torch.device("meta"):
+            return cls(copy.deepcopy(config))
+    except Exception as error:  # any: it is transformers' or the model's own code
+        raise ValueError(
+            f"model: transformers cannot build {cls.__name__} from this config "
+            f"({type(error).__name__}: {' '.join(str(error).split())}); check model.overrides"
+        ) from error
+
+
+def decoder_layers(model: PreTrainedModel) -> str:
+    """Path of the list of decoder layers, such as ``model.layers``.
+
+    Raises:
+        ValueError: there is no such list.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    }
+    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    blocks = set(model._no_split_modules or ())
+    named = [name for name in outermost if blocks & {type(layer).__name__ for layer in lists[name]}]
+    if not outermost:
+        raise ValueError(
+            f"model: {type(model).__name__} has no list of {count} decoder layers to cut; "
+            "choose another architecture, or run it whole with pipeline.stages=1"
+        )
+    return (named or outermost)[0]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from reporting weights that other stages hold as unexpected or missing."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

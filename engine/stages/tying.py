@@ -1,0 +1,26 @@
+"""Tied weights: what two stages of one rank both hold is one parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from weft.engine.stages.stage import Stage
+
+
+def share_tied(stages: Sequence[Stage]) -> None:
+    """Make tied weights that several of ``stages`` hold the parameter of the first of them."""
+    owned: dict[str, nn.Parameter] = {}
+    for stage in stages:
+        for name, parameter in list(stage.named_global_parameters()):
+            if name in stage.tied and owned.setdefault(name, parameter) is not parameter:
+                replace_parameter(stage, parameter, owned[name])
+
+
+def replace_parameter(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put ``new`` wherever ``module`` has ``old``."""
+    for child in module.modules():
+        for name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter is old:
+                setattr(child, name, new)

@@ -1,0 +1,53 @@
+"""Sums of one number over replicas, started as soon as it is known and waited for where it is used.
+
+A small message that starts while weights are on their way over a slow link waits in the same
+queues. So the step's counts and losses travel while something else is computed, and the loss
+sets out before the weights do.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class ReplicaSum:
+    """A number that is being summed; see `weft.comm.channel.Handle`."""
+
+    def __init__(self, number: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Start.
+
+        Args:
+            number: a scalar; the sum takes its place.
+            group: the replicas; None is a single one.
+        """
+        self._number = number
+        self._work = None if group is None else dist.all_reduce(number, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """The sum."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._number
+
+
+class LabelCount:
+    """Tokens that count in the loss, over all micro-batches and replicas of a step."""
+
+    def __init__(self, count: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        """Start to sum the ``count`` of this replica."""
+        exact = torch.float64 if device.type == "cpu" else torch.float32
+        self._sum = ReplicaSum(torch.tensor(count, dtype=torch.float64).to(device, exact), group)
+
+    def wait(self) -> Tensor:
+        """The count, fp32.
+
+        Raises:
+            ValueError: there is none.
+        """
+        items = self._sum.wait()
+        if items == 0:
+            raise ValueError("data: no token of this step carries a label; check the labels or the chat template")
+        return items.to(torch.float32)

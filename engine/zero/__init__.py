@@ -1,0 +1,9 @@
+"""ZeRO chunks: gradients, optimiser state and weights sharded over replicas, beside the pipeline."""
+
+from weft.engine.zero.chunk import Chunk, Fragment
+from weft.engine.zero.collectives import Collectives
+from weft.engine.zero.lamb import Lamb
+from weft.engine.zero.optimizer import ShardedOptimizer
+from weft.engine.zero.sharding import Sharding
+
+__all__ = ["Chunk", "Collectives", "Fragment", "Lamb", "ShardedOptimizer", "Sharding"]

@@ -1,0 +1,264 @@
+"""The chunk: parameters of a virtual stage in one flat buffer, cut into equal shards over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.comm.channel import Handle
+from weft.engine.zero.collectives import Collectives
+
+ALIGNMENT = 8
+"""Elements that a shard is a multiple of, so that fast kernels and transports may be used on it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Fragment:
+    """The part of a parameter that this rank's optimiser steps.
+
+    Attributes:
+        name: the parameter's name in the whole Hugging Face model.
+        parameter: the model's own; its shape is that of the whole.
+        start: first element of the part in the flattened parameter.
+        tensor: the part in the highest precision there is; of the parameter's shape if it is
+            the whole parameter, flat otherwise.
+        trained: whether the optimiser steps it.
+        shared: whether every replica holds this part.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    tensor: Tensor
+    trained: bool
+    shared: bool
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the part is the whole parameter."""
+        return self.tensor.numel() == self.parameter.numel()
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A parameter, and where it lies in its chunk."""
+
+    name: str
+    parameter: nn.Parameter
+    offset: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Its view in a buffer of the whole chunk, of its own shape."""
+        return flat[self.offset : self.offset + self.parameter.numel()].view(self.parameter.shape)
+
+
+class Chunk:
+    """Weights and gradients of some parameters; all of one dtype, and all trained or all frozen.
+
+    What a replica keeps for good (ZeRO, Rajbhandari et al. 2020, section 5): at stage 0
+    everything; at 1 its shard of the fp32 weights and the optimiser's state; at 2 its shard of
+    the gradients, too; at 3 its shard of the weights. Weights of 16 bits have a master copy in
+    fp32; fp32 weights are their own. Gradients are added up in the master's dtype.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        *,
+        stages: frozenset[int],
+        zero_stage: int,
+        collectives: Collectives,
+        tied: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Move the parameters into the chunk's buffer.
+
+        Args:
+            parameters: with their names in the whole model.
+            stages: this rank's virtual stages that use them.
+            tied: ranks of this replica's pipeline that hold them, too.
+        """
+        first = parameters[0][1]
+        self.stages = stages
+        self.tied = tied
+        self.trained = first.requires_grad
+        self.counted = not getattr(first, "ds_pipe_replicated", False)
+        self.missing: set[nn.Parameter] = set()
+        """Parameters whose last gradient of the step is still to come."""
+        self._collectives = collectives
+        self._keeps_gradients = zero_stage < 2
+        self.members = tuple(_lay_out(parameters))
+        used = sum(member.parameter.numel() for member in self.members)
+        unit = collectives.num_replicas * ALIGNMENT
+        self.length = -(-used // unit) * unit or unit
+        share = self.length // collectives.num_replicas
+        self._share = slice(collectives.replica * share, (collectives.replica + 1) * share)
+        self._held = self._share if zero_stage else slice(0, self.length)
+        self.sharded = zero_stage == 3 and collectives.num_replicas > 1
+        """Whether the whole weights are there on demand only."""
+        self._buffer: Tensor | None = None
+        self._landed: set[nn.Parameter] = set()
+        self._gradient: Tensor | None = None
+        self._reduction: tuple[Handle, Tensor] | None = None
+        self._gathering: Handle | None = None
+        self._adopt_weights(first)
+        self.fragments = tuple(self._cut(shared=zero_stage == 0))
+
+    @torch.no_grad()
+    def _adopt_weights(self, like: nn.Parameter) -> None:
+        self._weights = like.new_zeros(self.length, requires_grad=False)
+        for member in self.members:
+            member.of(self._weights).copy_(member.parameter)
+            member.parameter.data = member.of(self._weights)
+        self._shard = self._weights[self._held]
+        if self.sharded:
+            self._shard = self._shard.clone()
+        low = self.trained and self._weights.itemsize < 4
+        self._master = self._shard.float() if low else self._shard
+        self._whole = True
+        self.release()
+
+    def _cut(self, *, shared: bool) -> Iterator[Fragment]:
+        low, high = self._held.start, self._held.stop
+        for member in self.members:
+            begin, end = max(low, member.offset), min(high, member.offset + member.parameter.numel())
+            if end > begin or (member.parameter.numel() == 0 and low == 0):
+                part = self._master[begin - low : end - low]
+                if part.numel() == member.parameter.numel():
+                    part = part.view(member.parameter.shape)
+                yield Fragment(member.name, member.parameter, begin - member.offset, part, self.trained, shared)
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def add_gradient(self, parameter: nn.Parameter, place: Tensor) -> None:
+        """Take the gradient that a backward has left; ``place`` is where `gradient_place` says."""
+        assert parameter.grad is not None
+        if parameter in self._landed:
+            place.add_(parameter.grad)
+        else:
+            place.copy_(parameter.grad)
+            self._landed.add(parameter)
+        parameter.grad = None
+        self.missing.discard(parameter)
+
+    def gradient_place(self, member: Member) -> Tensor:
+        """Where the gradients of ``member`` are added up."""
+        if self._buffer is None:
+            self._buffer = torch.zeros(self.length, dtype=self._master.dtype, device=self._master.device)
+        return member.of(self._buffer)
+
+    def reduce(self) -> None:
+        """Start to sum over the replicas what was added up since the last time."""
+        for member in self.members:
+            if member.parameter not in self._landed:
+                self.gradient_place(member).zero_()
+        self._landed.clear()
+        whole = self._buffer
+        assert whole is not None
+        if self._keeps_gradients:
+            self._gradient = whole[self._held]
+            self._reduction = self._collectives.reduce(whole, self._gradient), self._gradient
+            return
+        self._settle()
+        self._buffer = None
+        target = whole if self._collectives.num_replicas == 1 else whole.new_empty(self._shard.numel())
+        self._reduction = self._collectives.reduce(whole, target), target
+
+    def _settle(self) -> None:
+        if self._reduction is None:
+            return
+        handle, target = self._reduction
+        self._reduction = None
+        handle.wait()
+        if self._gradient is None or self._gradient is target:
+            self._gradient = target
+        else:
+            self._gradient.add_(target)
+
+    def finish_gradient(self) -> None:
+        """Wait until the gradient is summed; tied weights are summed over their holders."""
+        self._settle()
+        assert self._gradient is not None, "every chunk is reduced in every step"
+        if self.tied is not None:
+            dist.all_reduce(self._gradient, group=self.tied)
+
+    @property
+    def counted_gradient(self) -> Tensor:
+        """The part of the summed gradient that this rank counts in norms, so that each element counts once."""
+        assert self._gradient is not None
+        share = self._share if self._gradient.numel() == self.length else slice(None)
+        return self._gradient[share if self.counted else slice(0)]
+
+    @property
+    def gradient(self) -> Tensor:
+        """The summed gradient of what this rank steps, flat."""
+        assert self._gradient is not None
+        return self._gradient
+
+    def hand_out_gradients(self) -> None:
+        """Give each fragment its part of the summed gradient."""
+        low = self._held.start
+        offsets = {member.name: member.offset for member in self.members}
+        for fragment in self.fragments:
+            begin = offsets[fragment.name] + fragment.start - low
+            part = self.gradient[begin : begin + fragment.tensor.numel()]
+            fragment.tensor.grad = part.view(fragment.tensor.shape)
+
+    def drop_gradient(self) -> None:
+        """Forget the step's gradient."""
+        self._gradient = None
+        for fragment in self.fragments:
+            fragment.tensor.grad = None
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Bring stepped or restored fragments into the model; `wait` must follow before they are used."""
+        self.settle_weights()
+        if self._master is not self._shard:
+            self._shard.copy_(self._master)
+        if self.sharded:
+            self.release()
+        elif self._held == self._share:
+            self._gathering = self._collectives.gather(self._shard, self._weights)
+
+    def gather(self) -> None:
+        """Start to make the weights whole, unless they are."""
+        if not self._whole and self._gathering is None:
+            self._weights.untyped_storage().resize_(self._weights.nbytes)
+            self._gathering = self._collectives.gather(self._shard, self._weights)
+
+    def wait(self) -> None:
+        """Block until the weights are whole."""
+        self.gather()
+        self.settle_weights()
+
+    def settle_weights(self) -> None:
+        """Wait for a gathering that is under way."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+            self._whole = True
+
+    def release(self) -> None:
+        """Give the whole weights back, where they are there on demand only."""
+        if self.sharded:
+            self.settle_weights()
+            self._weights.untyped_storage().resize_(0)
+            self._whole = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no gathering is under way."""
+        return self._gathering is None
+
+
+def _lay_out(parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[Member]:
+    offset = 0
+    for name, parameter in parameters:
+        yield Member(name, parameter, offset)
+        offset += parameter.numel()

@@ -1,0 +1,132 @@
+"""The optimiser that DeepSpeed's engine holds: it steps this rank's shards, whatever the ZeRO stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from weft.engine.zero.lamb import Lamb
+from weft.engine.zero.sharding import Sharding
+
+
+class ShardedOptimizer(DeepSpeedOptimizer):
+    """Clips, checks for overflow and steps, on shards.
+
+    With `Lamb`, or any optimiser that works on each element by itself; at stage 0 parameters
+    are whole and any optimiser will do. Attributes that DeepSpeed's
+    engine looks for: ``overflow``, ``cur_scale``, ``_global_grad_norm``, ``param_groups``.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        sharding: Sharding,
+        *,
+        loss_scaler: LossScalerBase,
+        clip: Callable[[], float],
+        check_overflow: bool,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Put this rank's fragments in the place of the parameters.
+
+        Args:
+            optimizer: made for the model's parameters, and not stepped yet.
+            loss_scaler: of fp16; one that never changes otherwise.
+            clip: gives the largest norm of the gradient; 0 is none.
+            check_overflow: whether a step with gradients that are not finite is skipped.
+            waiting: entered while other ranks are waited for.
+        """
+        self.optimizer = optimizer
+        self.sharding = sharding
+        self.loss_scaler = loss_scaler
+        self.overflow = False
+        self._clip = clip
+        self._check_overflow = check_overflow
+        self._waiting = waiting
+        self._global_grad_norm: Tensor | None = None
+        held = [fragment for fragment in sharding.fragments() if fragment.trained]
+        fragments: dict[nn.Parameter, list[Tensor]] = {}
+        for fragment in held:
+            fragments.setdefault(fragment.parameter, []).append(fragment.tensor)
+        for group in optimizer.param_groups:
+            group["params"] = [tensor for parameter in group["params"] for tensor in fragments.get(parameter, ())]
+        if isinstance(optimizer, Lamb) and sharding.is_shared_out:
+            numbers = {p: number for number, p in enumerate(m.parameter for c in sharding.trained for m in c.members)}
+            places = {fragment.tensor: numbers[fragment.parameter] for fragment in held}
+            optimizer.join(places, len(numbers), sharding.collectives.sum, sharding.device)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimiser's own groups; learning-rate schedules write to them."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        """The optimiser's state, by fragment."""
+        return self.optimizer.state
+
+    @property
+    def cur_scale(self) -> float:
+        """What losses are multiplied by before their backward."""
+        return self.loss_scaler.cur_scale
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Wait for the gradients, step, and start to gather the new weights; a collective call."""
+        with self._waiting():
+            self.sharding.finish_gradients()
+        self._global_grad_norm = self._norm() / self.cur_scale
+        self.overflow = self._check_overflow and not torch.isfinite(self._global_grad_norm).item()
+        if not self.overflow:
+            self._scale()
+            for chunk in self.sharding.trained:
+                chunk.hand_out_gradients()
+            self.optimizer.step()
+            self.sharding.publish()
+        self.loss_scaler.update_scale(self.overflow)
+        self.zero_grad()
+
+    def _norm(self) -> Tensor:
+        """2-norm of the gradient of the whole model; each element counts once."""
+        parts = [part for chunk in self.sharding.trained if (part := chunk.counted_gradient).numel()]
+        device = self.sharding.device
+        norms = [norm.float() for norm in torch._foreach_norm(parts)] if parts else []
+        square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
+        if dist.is_initialized():
+            with self._waiting():
+                dist.all_reduce(square)
+        return square.sqrt()
+
+    def _scale(self) -> None:
+        """Take the loss scale away, and clip."""
+        factor = torch.full((), 1.0 / self.cur_scale, device=self.sharding.device)
+        if clip := self._clip():
+            assert self._global_grad_norm is not None
+            factor *= torch.clamp(clip / (self._global_grad_norm + 1e-6), max=1.0)
+        elif self.cur_scale == 1.0:
+            return
+        if gradients := [chunk.gradient for chunk in self.sharding.trained]:
+            torch._foreach_mul_(gradients, factor)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        for chunk in self.sharding.trained:
+            chunk.drop_gradient()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refused: a rank's part by position fits no other layout."""
+        raise NotImplementedError("use engine.save_checkpoint(), which stores by parameter name")
+
+    load_state_dict = state_dict
+
+    def destroy(self) -> None:
+        """End the threads of the collectives."""
+        self.sharding.collectives.close()

@@ -1,0 +1,111 @@
+"""The weights of a virtual stage, made whole block by block as its computations need them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.engine.zero.chunk import Chunk
+from weft.engine.zero.cutting import ShardedStage, outside_blocks
+
+
+class StageWeights:
+    """Gathers ahead of use, waits at use, and at ZeRO stage 3 releases after use.
+
+    A forward runs through the blocks in their order, a backward in the opposite one; while a
+    block computes, the next one's weights are on their way. Storage is given back and taken
+    again under the same tensors, so what autograd has saved stays valid.
+    """
+
+    def __init__(self, stage: ShardedStage, chunk_of: Mapping[nn.Parameter, Chunk]) -> None:
+        """Hook the stage's blocks.
+
+        Args:
+            chunk_of: the chunk of each parameter that is in one.
+        """
+        blocks = list(stage.blocks())
+        outside = outside_blocks(stage)
+        self._rest = _chunks((p for _, p in stage.named_global_parameters() if p in outside), chunk_of)
+        self._blocks = [
+            [chunk for chunk in _chunks(block.parameters(), chunk_of) if chunk not in self._rest] for block in blocks
+        ]
+        self._backward = False
+        sharded = any(chunk.sharded for chunk in self.chunks)
+        for number, block in enumerate(blocks):
+            block.register_forward_pre_hook(partial(self._before_forward, number))
+            if sharded:
+                block.register_forward_hook(partial(self._after_forward, number))
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """Every chunk that the stage uses, in the order in which a forward needs them."""
+        return list(dict.fromkeys([*self._rest, *(chunk for block in self._blocks for chunk in block)]))
+
+    def prefetch(self, *, backward: bool = False) -> None:
+        """Start to gather what the next computation needs first."""
+        for chunk in (*self._rest, *(self._blocks[-1 if backward else 0] if self._blocks else ())):
+            chunk.gather()
+
+    def begin(self, *, backward: bool) -> None:
+        """Before a computation: have what lies outside of the blocks."""
+        self._backward = backward
+        self.prefetch(backward=backward)
+        for chunk in self._rest:
+            chunk.wait()
+
+    def release(self) -> None:
+        """Give back whatever is there on demand only."""
+        for chunk in self.chunks:
+            chunk.release()
+
+    def _before_forward(self, number: int, module: nn.Module, args: Any) -> None:
+        self._wait(number)
+        if not self._backward:  # a checkpointed block runs its forward again in the backward
+            self._gather(number + 1)
+
+    def _after_forward(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
+        if self._backward:
+            return
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._before_backward, number))
+        self._release(number)
+
+    def _before_backward(self, number: int, gradient: Tensor) -> None:
+        # Autograd runs the nodes of a later block first, so that block is done.
+        self._release(number + 1)
+        self._wait(number)
+        self._gather(number - 1)
+
+    def _gather(self, number: int) -> None:
+        if 0 <= number < len(self._blocks):
+            for chunk in self._blocks[number]:
+                chunk.gather()
+
+    def _wait(self, number: int) -> None:
+        for chunk in self._blocks[number]:
+            chunk.wait()
+
+    def _release(self, number: int) -> None:
+        if number < len(self._blocks):
+            for chunk in self._blocks[number]:
+                chunk.release()
+
+
+def _chunks(parameters: Iterable[nn.Parameter], chunk_of: Mapping[nn.Parameter, Chunk]) -> list[Chunk]:
+    return list(dict.fromkeys(chunk_of[p] for p in parameters if p in chunk_of))
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, tuple | list):
+        for value in output:
+            yield from _tensors(value)

@@ -1,0 +1,1 @@
+"""Prefill serving in the training pipeline's bubbles."""

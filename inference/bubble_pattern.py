@@ -1,0 +1,153 @@
+"""The bubble pattern: a worker's bubbles, repeating with the training step, as room for work."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from math import inf
+
+import numpy as np
+
+
+class BubblePattern:
+    """When a worker may run, and when work that it is given ends.
+
+    Work is measured in seconds and can be cut anywhere (chunked prefill). Each bubble that
+    a piece of work runs in costs it ``overhead_s`` more. Two patterns are equal if they
+    answer every question alike.
+
+    Raises:
+        ValueError: the bubbles are not in order, overlap, or leave the period.
+    """
+
+    __slots__ = ("_done", "_ends", "_key", "_origin_s", "_overhead_s", "_period_s", "_starts", "_total_s")
+
+    def __init__(
+        self,
+        bubbles: Sequence[tuple[float, float]],
+        period_s: float,
+        *,
+        origin_s: float = 0.0,
+        overhead_s: float = 0.0,
+        guard_s: float = 0.0,
+    ) -> None:
+        """Bubbles as (start, end), in seconds from the step's begin.
+
+        Args:
+            period_s: length of a step.
+            origin_s: when some step begins.
+            overhead_s: lost to each piece of work in each bubble; see `PromptWork.overhead_s`.
+            guard_s: left free at the end of each bubble.
+        """
+        edges = [edge for bubble in bubbles for edge in bubble]
+        if not 0 < period_s < inf or edges != sorted(edges) or (edges and (edges[0] < 0 or edges[-1] > period_s)):
+            raise ValueError(f"bubbles {list(bubbles)}: not in order within a step of {period_s:g} s")
+        rows = list(bubbles)
+        if len(rows) > 1 and rows[0][0] == 0.0 and rows[-1][1] == period_s:
+            # The last bubble of a step goes on in the next one: begin the period behind it.
+            shift_s = rows[0][1]
+            rows = [(start - shift_s, end - shift_s) for start, end in rows[1:-1]] + [(rows[-1][0] - shift_s, period_s)]
+            origin_s += shift_s
+        rows = [(start, end - guard_s) for start, end in rows if end - guard_s - start > overhead_s]
+        self._starts = [start for start, _ in rows]
+        self._ends = [end for _, end in rows]
+        self._done = [0.0, *accumulate(end - start - overhead_s for start, end in rows)]
+        self._total_s = self._done[-1]
+        self._period_s = period_s
+        self._origin_s = origin_s % period_s
+        self._overhead_s = overhead_s
+        self._key = (tuple(rows), period_s, self._origin_s, overhead_s)
+
+    @property
+    def capacity_s(self) -> float:
+        """Seconds of work that fit into one period."""
+        return self._total_s
+
+    @property
+    def open_s(self) -> float:
+        """Seconds of a period in which work can run, what it loses at each begin included."""
+        return sum(self._ends) - sum(self._starts)
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds that each bubble loses to a piece of work."""
+        return self._overhead_s
+
+    @property
+    def period_s(self) -> float:
+        """Seconds after which the pattern repeats."""
+        return self._period_s
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BubblePattern) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def position(self, time_s: float) -> float:
+        """Work that the bubbles up to ``time_s`` have room for, as seen by work that begins no
+        earlier; the first `capacity_s` are those of the period from the origin on."""
+        cycle, phase_s = divmod(time_s - self._origin_s, self._period_s)
+        # The first bubble that has room beyond the overhead.
+        index = bisect_right(self._ends, phase_s + self._overhead_s)
+        if index == len(self._ends):
+            return (cycle + 1) * self._total_s
+        room_s = self._ends[index] - max(phase_s, self._starts[index]) - self._overhead_s
+        return cycle * self._total_s + self._done[index + 1] - room_s
+
+    def time(self, position_s: float) -> float:
+        """When work that ends at this position ends."""
+        cycle, rest_s = divmod(position_s, self._total_s)
+        if rest_s == 0.0:  # the end of a bubble, not the beginning of the next
+            cycle, rest_s = cycle - 1, self._total_s
+        index = bisect_left(self._done, rest_s) - 1
+        open_s = self._starts[index] + self._overhead_s
+        return self._origin_s + cycle * self._period_s + open_s + rest_s - self._done[index]
+
+    def positions(self, times_s: np.ndarray) -> np.ndarray:
+        """`position` of many times at once."""
+        cycles, phases_s = np.divmod(times_s - self._origin_s, self._period_s)
+        knots_s = [(start, end - self._overhead_s) for start, end in zip(self._starts, self._ends, strict=True)]
+        reached_s = list(pairwise(self._done))
+        return cycles * self._total_s + np.interp(phases_s, np.ravel(knots_s), np.ravel(reached_s))
+
+    def times(self, positions_s: np.ndarray) -> np.ndarray:
+        """`time` of many positions at once."""
+        cycles, rests_s = np.divmod(positions_s, self._total_s)
+        cycles, rests_s = np.where(
+            rests_s == 0.0, (cycles - 1, np.full_like(rests_s, self._total_s)), (cycles, rests_s)
+        )
+        index = np.searchsorted(self._done, rests_s) - 1
+        opens_s = np.array(self._starts)[index] + self._overhead_s
+        return self._origin_s + cycles * self._period_s + opens_s + rests_s - np.array(self._done)[index]
+
+    def begin(self, free_s: float) -> float:
+        """When work begins on a worker that is free from ``free_s``; inf if never."""
+        if not self._ends:
+            return inf
+        cycle, phase_s = divmod(free_s - self._origin_s, self._period_s)
+        index = bisect_right(self._ends, phase_s + self._overhead_s)
+        if index == len(self._ends):
+            cycle, phase_s, index = cycle + 1, 0.0, 0
+        return self._origin_s + cycle * self._period_s + max(phase_s, self._starts[index])
+
+    def end(self, free_s: float, work_s: float) -> float:
+        """When work ends on a worker that is free from ``free_s``; inf if never."""
+        return self.time(self.position(free_s) + work_s) if self._ends else inf
+
+    def spans(self, free_s: float, work_s: float) -> Iterator[tuple[float, float]]:
+        """The times at which the work runs, overhead included: (start, end), in order."""
+        left_s = work_s
+        while left_s > 0.0:
+            begin_s, end_s = self.begin(free_s), self.end(free_s, left_s)
+            if begin_s == inf:
+                return
+            _, phase_s = divmod(begin_s - self._origin_s, self._period_s)
+            close_s = begin_s - phase_s + self._ends[bisect_right(self._ends, phase_s + self._overhead_s)]
+            if end_s <= close_s:
+                yield begin_s, end_s
+                return
+            yield begin_s, close_s
+            left_s -= close_s - begin_s - self._overhead_s
+            free_s = close_s

@@ -1,0 +1,1 @@
+"""The HTTP service in front of the prefill workers."""

@@ -1,0 +1,78 @@
+"""What the controller tells Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from weft.inference.controller.fleet import Fleet, Ticket
+
+_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_LATE_SECONDS = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+
+
+class Metrics:
+    """One controller's figures."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        """Of this fleet."""
+        self._registry = registry = CollectorRegistry()
+        self._grants = Counter("weft_prefill_grants", "requests placed", ["worker"], registry=registry)
+        self._refusals = Counter(
+            "weft_prefill_refusals", "requests refused, by HTTP status", ["status"], registry=registry
+        )
+        self._moved = Counter(
+            "weft_prefill_moved", "requests taken from a worker that failed", ["worker"], registry=registry
+        )
+        self._work = Counter(
+            "weft_prefill_work_seconds", "predicted work of what was answered", ["worker"], registry=registry
+        )
+        self._predicted = Histogram("weft_prefill_ttft_predicted_seconds", "", buckets=_SECONDS, registry=registry)
+        self._real = Histogram("weft_prefill_ttft_seconds", "", buckets=_SECONDS, registry=registry)
+        self._late = Histogram(
+            "weft_prefill_lateness_seconds", "answer after its prediction", buckets=_LATE_SECONDS, registry=registry
+        )
+        registry.register(_FleetMetrics(fleet))
+
+    def granted(self, ticket: Ticket) -> None:
+        """A request was placed."""
+        self._grants.labels(ticket.worker).inc()
+        self._predicted.observe(ticket.end_s - ticket.placed_s)
+
+    def answered(self, ticket: Ticket, now_s: float) -> None:
+        """Its worker has answered it."""
+        self._work.labels(ticket.worker).inc(ticket.work_s)
+        self._real.observe(now_s - ticket.placed_s)
+        self._late.observe(max(0.0, now_s - ticket.end_s))
+
+    def moved(self, ticket: Ticket) -> None:
+        """Its worker failed before it had answered."""
+        self._moved.labels(ticket.worker).inc()
+
+    def refused(self, status: int) -> None:
+        """A request was answered with an error of ours."""
+        self._refusals.labels(status).inc()
+
+    def text(self) -> bytes:
+        """Prometheus's text form."""
+        return generate_latest(self._registry)
+
+
+class _FleetMetrics:
+    """Figures that are read when asked for."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily("weft_prefill_worker_up", "whether it answers", labels=["worker"])
+        queue = GaugeMetricFamily("weft_prefill_queue", "requests placed and not answered", labels=["worker"])
+        bubbles = CounterMetricFamily("weft_prefill_bubble_seconds", "bubbles that have passed", labels=["worker"])
+        for worker in self._fleet.workers:
+            name = [str(worker.index)]
+            up.add_metric(name, float(worker.up))
+            queue.add_metric(name, len(worker.tickets))
+            bubbles.add_metric(name, worker.bubble_s)
+        return iter((up, queue, bubbles))

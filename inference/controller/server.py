@@ -1,0 +1,100 @@
+"""The controller as a process: its HTTP server, and limits on connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from weft.conf.hosts import is_loopback
+from weft.conf.schema import ControllerConfig, WeftConfig
+from weft.inference.board_reader import BoardReader
+from weft.inference.controller.fleet import Fleet
+from weft.inference.controller.prompts import counter
+from weft.inference.controller.service import make_app
+from weft.inference.worker_command import addresses
+
+KEEP_ALIVE_S = 30
+LARGEST_HEADER = 16_384
+
+
+def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
+    """The application for the workers of a configuration.
+
+    Raises:
+        ValueError: others could reach it without a key, or the tokenizer cannot be read.
+    """
+    settings, prefill = config.inference.controller, config.inference.prefill
+    api_key = environment.get(settings.api_key_env, "")
+    if not api_key and not is_loopback(settings.host):
+        raise ValueError(
+            f"inference.controller.host={settings.host}: others can reach it, and there is no API key; set the "
+            f"environment variable {settings.api_key_env}, or inference.controller.host=127.0.0.1"
+        )
+    count = counter(settings.tokenizer)
+    workers = [(address, BoardReader(address.board)) for address in addresses(config)]
+    fleet = Fleet(workers, settings, prefill)
+    return make_app(fleet, settings, count=count, api_key=api_key, allow_decode=prefill.allow_decode)
+
+
+def serve(app: FastAPI, settings: ControllerConfig) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    uvicorn.Server(server_config(app, settings)).run()
+
+
+def server_config(app: FastAPI, settings: ControllerConfig) -> uvicorn.Config:
+    """The HTTP server, with limits on what callers can hold."""
+
+    class Impatient(_Impatient):
+        header_timeout_s = settings.receive_timeout_s
+
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http=Impatient,
+        ws="none",
+        limit_concurrency=settings.max_connections,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        h11_max_incomplete_event_size=LARGEST_HEADER,
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+    )
+
+
+class _Impatient(H11Protocol):
+    """Closes a connection whose caller takes too long to send a request's header; uvicorn waits for ever."""
+
+    header_timeout_s = 10.0
+
+    def connection_made(self, transport: Any) -> None:
+        self._too_slow: asyncio.TimerHandle | None = None
+        super().connection_made(transport)
+        self._wait_for_header()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # IDLE with bytes left: the begin of a header.
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_waiting()
+        elif self.conn.trailing_data[0]:
+            self._wait_for_header()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait_for_header(self) -> None:
+        if self._too_slow is None:
+            self._too_slow = self.loop.call_later(self.header_timeout_s, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._too_slow is not None:
+            self._too_slow.cancel()
+            self._too_slow = None

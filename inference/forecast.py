@@ -1,0 +1,86 @@
+"""What a rank's next bubbles will be, from its last steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """When the edges of a step are expected, in seconds from its begin.
+
+    Attributes:
+        typical_s: median time of each edge; even ones open bubbles, odd ones close them.
+        earliest_s: first time at which each edge was seen.
+        shortest_s: shortest time seen between each edge and the one before it; 0 for edge 0.
+        period_s: median time from begin to begin; 0 if unknown.
+        num_steps: measured steps that it rests on; 0 is the schedule's own prediction.
+    """
+
+    typical_s: tuple[float, ...]
+    earliest_s: tuple[float, ...]
+    shortest_s: tuple[float, ...]
+    period_s: float
+    num_steps: int
+
+    def closes_s(self, edge: int, at_s: float) -> float | None:
+        """The earliest end of the bubble that ``edge`` opened ``at_s`` after the begin; None if unknown.
+
+        It is counted from the begin of the step and from the edge itself, and the sooner is
+        taken: a step that runs late as a whole and one that runs late on this rank alone look
+        the same from here.
+        """
+        if edge + 1 >= len(self.typical_s):
+            return None
+        return min(self.earliest_s[edge + 1], at_s + self.shortest_s[edge + 1])
+
+    def bubbles(self, edge: int, at_s: float, now_s: float, until_s: float) -> Iterator[tuple[float, float]]:
+        """Bubbles from ``now_s`` to ``until_s``, as (start, end) after the begin of the running step.
+
+        Args:
+            edge: the last edge of the running step, reached ``at_s`` after its begin.
+        """
+        if not self.typical_s:
+            return
+        edge = min(edge, len(self.typical_s) - 1)
+        shift_s = at_s - self.typical_s[edge]
+        if edge + 1 < len(self.typical_s):
+            shift_s = max(shift_s, now_s - self.typical_s[edge + 1])
+        begin_s = 0.0
+        while begin_s + shift_s < until_s:
+            for opens, closes in zip(self.typical_s[::2], self.typical_s[1::2], strict=False):
+                start_s, end_s = max(begin_s + shift_s + opens, now_s), begin_s + shift_s + closes
+                if start_s < until_s and end_s > start_s:
+                    yield start_s, end_s
+            if self.period_s <= 0.0:
+                return
+            begin_s += self.period_s
+
+
+def forecast(steps: Sequence[Sequence[float]], begins_s: Sequence[float]) -> Forecast:
+    """Learn from measured steps that are alike.
+
+    Args:
+        steps: edges of each step, in seconds from its begin; equally many in each.
+        begins_s: begins of steps that followed each other.
+    """
+    columns = list(zip(*steps, strict=True))
+    gaps = [[later - earlier for earlier, later in zip(a, b, strict=True)] for a, b in pairwise(columns)]
+    periods = [later - earlier for earlier, later in pairwise(begins_s)]
+    return Forecast(
+        typical_s=tuple(map(median, columns)),
+        earliest_s=tuple(map(min, columns)),
+        shortest_s=(0.0, *map(min, gaps)),
+        period_s=median(periods) if periods else 0.0,
+        num_steps=len(steps),
+    )
+
+
+def planned(edges_s: Sequence[float], period_s: float = 0.0) -> Forecast:
+    """The schedule's own prediction, before a step has been measured."""
+    edges = tuple(edges_s)
+    gaps = tuple(later - earlier for earlier, later in pairwise(edges))
+    return Forecast(edges, edges, (0.0, *gaps) if edges else (), period_s, 0)

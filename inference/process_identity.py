@@ -1,0 +1,26 @@
+"""Which process it is, for good: ids alone are used again."""
+
+from __future__ import annotations
+
+import os
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None if there is none, or it has ended.
+
+    With the process id it names a process for good: ids are used again.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, *fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in (b"Z", b"X") else int(fields[18])
+
+
+def own_identity() -> tuple[int, int]:
+    """This process's id and start."""
+    pid = os.getpid()
+    ticks = start_ticks(pid)
+    assert ticks is not None
+    return pid, ticks

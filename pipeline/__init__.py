@@ -1,0 +1,1 @@
+"""Schedules as values: actions, placement, dependencies, generators, simulation. No torch."""

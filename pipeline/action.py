@@ -1,0 +1,118 @@
+"""The action: one thing that one virtual stage does for one micro-batch."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import NamedTuple
+
+
+class Op(Enum):
+    """The field's own letters, as in torch.distributed.pipelining.
+
+    A full backward ``B`` is an input-gradient backward ``I`` followed by a weight-gradient
+    backward ``W`` of the same stage and micro-batch.
+    """
+
+    F = "F"
+    B = "B"
+    I = "I"
+    W = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    RELAY_F = "RELAY_F"
+    RELAY_B = "RELAY_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    STEP = "STEP"
+
+    # Members are singletons: identity hashing is exact, and runs in C.
+    __hash__ = object.__hash__
+
+
+COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
+BACKWARD = frozenset({Op.B, Op.I, Op.W})
+WEIGHT_USERS = frozenset({Op.F, Op.B, Op.I})
+"""Computations that need the weights of their stage."""
+SENDS = frozenset({Op.SEND_F, Op.SEND_B})
+RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
+RELAYS = frozenset({Op.RELAY_F, Op.RELAY_B})
+STAGE_WIDE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD, Op.STEP})
+"""Operations on a whole virtual stage: they carry no micro-batch."""
+
+_TEXT = re.compile(r"(\d+)(" + "|".join(sorted((o.value for o in Op), key=len, reverse=True)) + r")(\d*)")
+
+
+class Action(NamedTuple):
+    """``op`` of virtual stage ``stage`` for ``microbatch``; text form ``2F7``.
+
+    A ``SEND_F`` names the stage that produced the activation, a ``RECV_F`` the stage that
+    will consume it; likewise for gradients with ``SEND_B`` and ``RECV_B``. A ``RELAY_F`` or ``RELAY_B`` names the
+    stage that sends, and stands on ranks whose uplinks carry a part of it (a DP-cell). Stage-wide
+    operations have ``microbatch`` None. ``STEP`` stands once per rank and names the rank's
+    lowest stage: it steps the optimiser over all stages of that rank.
+    """
+
+    op: Op
+    stage: int
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op.value}{'' if self.microbatch is None else self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read the text form, strictly.
+
+        Raises:
+            ValueError: ``text`` is not exactly one action.
+        """
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ValueError(f"action {text!r}: expected STAGE OP MICROBATCH such as '2F7' or '3REDUCE_GRAD'")
+        op = Op(match[2])
+        if (op in STAGE_WIDE) != (match[3] == ""):
+            need = "no micro-batch" if op in STAGE_WIDE else "a micro-batch"
+            raise ValueError(f"action {text!r}: {op.value} takes {need}")
+        return cls(op, int(match[1]), int(match[3]) if match[3] else None)
+
+
+_RECEIVE_OF = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1)}
+
+
+def receive_of(send: Action) -> Action:
+    """The receive that ``send`` feeds, at the neighbouring stage."""
+    op, step = _RECEIVE_OF[send.op]
+    return Action(op, send.stage + step, send.microbatch)
+
+
+Slot = tuple[Action, ...]
+"""One action, or a strand pair: a forward and a backward of different micro-batches.
+
+A pair is atomic: it starts when the inputs of both halves are there.
+"""
+
+_PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
+
+
+def slot_text(slot: Slot) -> str:
+    """``2F7``, or ``(2F7;1B3)OVERLAP_F_B`` for a strand pair (torch's own form)."""
+    return str(slot[0]) if len(slot) == 1 else f"({slot[0]};{slot[1]})OVERLAP_F_B"
+
+
+def parse_slot(text: str) -> Slot:
+    """Read ``slot_text``'s form.
+
+    Raises:
+        ValueError: ``text`` is neither an action nor a forward paired with a backward.
+    """
+    match = _PAIR.fullmatch(text)
+    if match is None:
+        return (Action.parse(text),)
+    pair = (Action.parse(match[1]), Action.parse(match[2]))
+    if pair[0].op is not Op.F or pair[1].op not in BACKWARD:
+        raise ValueError(f"slot {text!r}: a pair is a forward and a backward, as in '(2F7;1B3)OVERLAP_F_B'")
+    return pair

@@ -1,0 +1,128 @@
+"""The DP-cell: pipelines side by side that share their WAN uplinks in time (Atlas section 4.4)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from weft.pipeline.action import RELAYS, SENDS, Action, Op, Slot
+from weft.pipeline.costs import CostModel
+from weft.pipeline.order import Visit, execution_order
+from weft.pipeline.placement import Placement
+from weft.pipeline.schedule import Schedule
+from weft.pipeline.simulation import Run
+
+_RELAY_OF = {Op.SEND_F: Op.RELAY_F, Op.SEND_B: Op.RELAY_B}
+
+
+def side_by_side(schedule: Schedule, pipelines: int) -> Schedule:
+    """A cell whose ``pipelines`` all do what ``schedule`` says, each for micro-batches of its own."""
+    stages = schedule.placement.num_stages
+    rows = [
+        [tuple(action._replace(stage=action.stage + number * stages) for action in slot) for slot in row]
+        for number in range(pipelines)
+        for row in schedule.rows
+    ]
+    return replace(schedule, placement=replace(schedule.placement, pipelines=pipelines)).with_rows(rows)
+
+
+def pipeline_of(cell: Schedule, local_rank: int) -> Schedule:
+    """What one pipeline of a cell does, by its LocalDPRank; relays are the transport's and left out."""
+    single = cell.placement.single
+    first_row, first_stage = local_rank * single.num_ranks, local_rank * single.num_stages
+    rows = [
+        [
+            tuple(action._replace(stage=action.stage - first_stage) for action in slot)
+            for slot in row
+            if slot[0].op not in RELAYS
+        ]
+        for row in cell.rows[first_row : first_row + single.num_ranks]
+    ]
+    return replace(cell, placement=single).with_rows(rows)
+
+
+def uplink_order(cell: Schedule, rank: int) -> list[Action]:
+    """The transfers that the uplink of ``rank`` carries, its own and its peers', in the cell's order."""
+    return [action for action in cell.actions(rank) if action.op in RELAYS or _crosses(cell.placement, action)]
+
+
+def add_relays(cell: Schedule, costs: CostModel) -> Schedule:
+    """The lowering pass of a DP-cell: each rank's row shows the peers' transfers that its uplink carries.
+
+    A ``RELAY`` stands in the row of every peer of the sender at the time at which the transfer
+    is posted, so that all rows of a place in the pipeline have one order of transfers: that of
+    the posts, and of micro-batches and LocalDPRanks where posts coincide. Relays block nothing.
+
+    Args:
+        cell: lowered, transfers included.
+        costs: of the cell, see `CostModel.for_cell`; they decide the order.
+    """
+    placement = cell.placement
+    if placement.pipelines == 1 or cell.ops & RELAYS:
+        return cell
+    starts_s, posts = _timed(cell, costs)
+    each = placement.single.num_ranks
+    rows = []
+    for rank, row in enumerate(cell.rows):
+        others = [post for post in posts if post.rank != rank and post.rank % each == rank % each]
+        rows.append(list(_merged(row, starts_s[rank], others, placement)))
+    return cell.with_rows(rows)
+
+
+class _Post(NamedTuple):
+    """A transfer between sites; compares by its turn on the uplinks."""
+
+    posted_s: float
+    microbatch: int
+    stage: int
+    direction: str
+    rank: int
+    action: Action
+
+
+def _timed(cell: Schedule, costs: CostModel) -> tuple[list[list[float]], list[_Post]]:
+    """When each slot of each row could start, and the transfers between sites by turn."""
+    run = Run(cell, costs)
+    starts_s: list[list[float]] = [[] for _ in cell.rows]
+    posts: list[_Post] = []
+
+    def turn(visit: Visit) -> _Post:
+        (action,) = visit.slot
+        assert action.microbatch is not None
+        posted_s = run.could_start_s(visit)
+        return _Post(posted_s, action.microbatch, action.stage, action.op.value, visit.rank, action)
+
+    for visit in execution_order(cell, turn=turn):
+        starts_s[visit.rank].append(run.could_start_s(visit))
+        if _crosses(cell.placement, visit.slot[0]):
+            posts.append(turn(visit))
+        run.step(visit)
+    return starts_s, posts
+
+
+def _merged(
+    row: Sequence[Slot], starts_s: Sequence[float], others: Sequence[_Post], placement: Placement
+) -> Iterator[Slot]:
+    """A row with relays of ``others``: each before what starts later, and transfers in their turns."""
+    waiting = deque(sorted(others))
+    for slot, start_s in zip(row, starts_s, strict=True):
+        # A transfer has a turn; whatever else starts at the same time goes first.
+        _, stage, microbatch = slot[0]
+        turn: tuple[Any, ...] = (start_s, microbatch, stage) if _crosses(placement, slot[0]) else (start_s,)
+        while waiting and waiting[0][: len(turn)] < turn:
+            yield _relay(waiting.popleft())
+        yield slot
+    yield from map(_relay, waiting)
+
+
+def _relay(post: _Post) -> Slot:
+    return (post.action._replace(op=_RELAY_OF[post.action.op]),)
+
+
+def _crosses(placement: Placement, action: Action) -> bool:
+    """Whether it is a transfer from one site to another."""
+    if action.op not in SENDS:
+        return False
+    return placement.crosses_wan(action.stage if action.op is Op.SEND_F else action.stage - 1)

@@ -1,0 +1,67 @@
+"""The dependency rule, written once: what must have ended before an action may start."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from weft.pipeline.action import Action, Op
+from weft.pipeline.placement import Placement
+
+
+def dependencies(action: Action, placement: Placement, num_microbatches: int, ops: Set[Op]) -> tuple[Action, ...]:
+    """The facts that ``action`` needs, each named by the action that establishes it.
+
+    A gradient with respect to a stage's input is named ``I`` and one with respect to its
+    weights ``W``, whether the schedule splits its backward or not: see `establishes`.
+
+    Args:
+        ops: the kinds of action that the schedule holds. A transfer or a weight all-gather
+            that no action stands for is taken as free: the need passes to whatever
+            provides its input.
+    """
+    op, stage, microbatch = action
+    ranks = placement.stage_ranks
+    if op is Op.F:
+        needs = [Action(Op.UNSHARD, stage)] if Op.UNSHARD in ops else []
+        if not placement.is_first(stage):
+            moved = Op.RECV_F in ops and ranks[stage - 1] != ranks[stage]
+            needs.append(Action(Op.RECV_F, stage, microbatch) if moved else Action(Op.F, stage - 1, microbatch))
+        return tuple(needs)
+    if op is Op.B or op is Op.I:
+        needs = [Action(Op.F, stage, microbatch)]
+        if Op.RESHARD in ops:
+            needs.append(Action(Op.UNSHARD, stage))
+        if not placement.is_last(stage):
+            moved = Op.RECV_B in ops and ranks[stage + 1] != ranks[stage]
+            needs.append(Action(Op.RECV_B if moved else Op.I, stage if moved else stage + 1, microbatch))
+        return tuple(needs)
+    if op is Op.W:
+        return (Action(Op.I, stage, microbatch),)
+    if op is Op.SEND_F:
+        return (Action(Op.F, stage, microbatch),)
+    if op is Op.RECV_F:
+        return (Action(Op.SEND_F, stage - 1, microbatch),)
+    if op is Op.SEND_B:
+        return (Action(Op.I, stage, microbatch),)
+    if op is Op.RECV_B:
+        return (Action(Op.SEND_B, stage + 1, microbatch),)
+    if op is Op.RELAY_F:
+        return (Action(Op.SEND_F, stage, microbatch),)
+    if op is Op.RELAY_B:
+        return (Action(Op.SEND_B, stage, microbatch),)
+    if op is Op.REDUCE_GRAD:
+        return tuple(Action(Op.W, stage, m) for m in range(num_microbatches))
+    if op is Op.STEP:
+        held = placement.rank_stages[ranks[stage]]
+        if Op.REDUCE_GRAD in ops:
+            return tuple(Action(Op.REDUCE_GRAD, s) for s in held)
+        return tuple(Action(Op.W, s, m) for s in held for m in range(num_microbatches))
+    assert op is Op.UNSHARD or op is Op.RESHARD, op
+    return ()
+
+
+def establishes(action: Action) -> tuple[Action, ...]:
+    """The facts that hold once ``action`` has ended: a full backward is ``I`` and ``W``."""
+    if action.op is Op.B:
+        return Action(Op.I, action.stage, action.microbatch), Action(Op.W, action.stage, action.microbatch)
+    return (action,)

@@ -1,0 +1,93 @@
+"""Generators: from a kind, a placement and a number of micro-batches to a schedule."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import NamedTuple
+
+from weft.pipeline.costs import CostModel
+from weft.pipeline.placement import Placement
+from weft.pipeline.schedule import Schedule
+from weft.pipeline.validation import check_memory
+
+
+class Generator(NamedTuple):
+    """Where a kind of schedule is made, and the layout that it is made for."""
+
+    module: str
+    function: str
+    default_placement: str
+    """Name of the placement that the kind needs, or is best on: straight, interleaved or fold."""
+    looks_at_costs: bool = False
+    """Whether it takes costs, a memory cap and time to search."""
+    goes_in_rounds: bool = False
+    """Whether it takes the number of micro-batches to launch together."""
+
+
+def generators() -> dict[str, Generator]:
+    """Every kind of schedule by name; modules are imported on use."""
+    here = "weft.pipeline.generators"
+    return {
+        "gpipe": Generator(f"{here}.gpipe", "generate_gpipe", "straight"),
+        "1f1b": Generator(f"{here}.one_f_one_b", "generate_1f1b", "straight"),
+        "interleaved": Generator(f"{here}.interleaved", "generate_interleaved", "interleaved", goes_in_rounds=True),
+        "w": Generator(f"{here}.w", "generate_w", "fold"),
+        "dualpipev": Generator(f"{here}.dualpipev", "generate_dualpipev", "fold"),
+        "zbv": Generator(f"{here}.zbv", "generate_zbv", "fold"),
+        "auto": Generator(f"{here}.auto", "generate_auto", "fold", looks_at_costs=True),
+    }
+
+
+def generate(
+    kind: str,
+    placement: Placement,
+    num_microbatches: int,
+    *,
+    costs: CostModel | None = None,
+    memory_cap_bytes: float | None = None,
+    search_seconds: float = 2.0,
+    launch_together: int = 0,
+) -> Schedule:
+    """A compute-only schedule of ``kind``.
+
+    Args:
+        costs: seconds and bytes of each virtual stage; unit costs otherwise.
+        memory_cap_bytes: most bytes of saved activations on any rank. ``auto`` keeps to it;
+            the fixed kinds are refused if they exceed it.
+        search_seconds: time that ``auto`` may spend on improving its first answer.
+        launch_together: micro-batches of a chunk that ``interleaved`` launches in a row; 0 is
+            one for each rank. The other kinds have no rounds.
+
+    Raises:
+        ValueError: the kind is not known, does not go with the placement, the number of
+            micro-batches or the cap.
+    """
+    table = generators()
+    if kind not in table:
+        raise ValueError(f"pipeline.schedule={kind}: not known; choose one of {', '.join(table)}")
+    if num_microbatches < 1:
+        raise ValueError(f"pipeline.microbatches={num_microbatches}: a step has at least 1 micro-batch")
+    costs = costs or CostModel.unit(placement.num_stages)
+    if len(costs.stages) != placement.num_stages:
+        raise ValueError(
+            f"costs.stages: costs of {len(costs.stages)} virtual stages, the placement has {placement.num_stages}"
+        )
+    spec = table[kind]
+    make = getattr(import_module(spec.module), spec.function)
+    if launch_together and not spec.goes_in_rounds:
+        raise ValueError(
+            f"pipeline.launch_together={launch_together}: schedule={kind} has no rounds; choose 0 or "
+            f"schedule={' or '.join(name for name, other in table.items() if other.goes_in_rounds)}"
+        )
+    if spec.looks_at_costs:
+        return make(
+            placement,
+            num_microbatches,
+            costs=costs,
+            memory_cap_bytes=memory_cap_bytes or 0.0,
+            search_seconds=search_seconds,
+        )
+    schedule = make(placement, num_microbatches, *([launch_together] if spec.goes_in_rounds else []))
+    if memory_cap_bytes is not None:
+        check_memory(schedule, costs, memory_cap_bytes)
+    return schedule

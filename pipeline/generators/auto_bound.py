@@ -1,0 +1,70 @@
+"""A makespan that no schedule can beat, cheaply: the busiest rank or link, and one micro-batch's path."""
+
+from __future__ import annotations
+
+from weft.pipeline.action import Op
+from weft.pipeline.generators.auto_problem import KINDS, NONE, Problem
+
+
+def lower_bound_s(problem: Problem) -> float:
+    """The largest of: a lone micro-batch; each rank's and each link's work behind its head, before its tail.
+
+    The memory cap is not looked at, and any work may gain as much as a strand pair does.
+    """
+    forward_s, backward_s, end_s = lone_microbatch(problem)
+    stages = range(problem.placement.num_stages)
+    weight_s = _seconds(problem, Op.W, 0)
+    bounds = [end_s + weight_s]
+    for held in problem.placement.rank_stages:
+        weights_s = sum(_seconds(problem, Op.W, stage) for stage in held) * problem.num_microbatches
+        through_s = sum(_seconds(problem, op, s) for s in held for op in (Op.F, Op.I)) * problem.num_microbatches
+        first, last = forward_s[held[0]], backward_s[held[0]] + _seconds(problem, Op.I, held[0])
+        tail_s = max(end_s - last, 0.0) + weight_s
+        bounds.append(first + through_s + weights_s)
+        bounds.append(first + through_s + tail_s)
+    links: dict[int, list[tuple[float, float, float]]] = {}
+    for stage in stages:
+        for op, starts_s in ((Op.F, forward_s), (Op.I, backward_s)):
+            node = _first(problem, op, stage)
+            if problem.link[node] != NONE:
+                made_s = starts_s[stage] + problem.seconds[node]
+                occupied_s = problem.occupancy_s[node]
+                links.setdefault(problem.link[node], []).append((made_s, occupied_s, end_s - made_s - occupied_s))
+    for transfers in links.values():
+        heads_s, busy_s, tails_s = zip(*transfers, strict=True)
+        bounds.append(min(heads_s) + sum(busy_s) * problem.num_microbatches + min(tails_s) + weight_s)
+    return max(bounds) * min(1.0, problem.costs.pair_scale)
+
+
+def lone_microbatch(problem: Problem) -> tuple[list[float], list[float], float]:
+    """When one micro-batch, alone, starts each stage's forward and input gradient, and ends the last."""
+    now_s, starts_s = 0.0, {}
+    stages = range(problem.placement.single.num_stages)
+    for op, order in ((Op.F, stages), (Op.I, reversed(stages))):
+        for stage in order:
+            node = _first(problem, op, stage)
+            starts_s[op, stage] = now_s
+            now_s += problem.seconds[node] + problem.occupancy_s[node] + problem.latency_s[node]
+    pipelines = problem.placement.pipelines  # all alike
+    return [starts_s[Op.F, s] for s in stages] * pipelines, [starts_s[Op.I, s] for s in stages] * pipelines, now_s
+
+
+def pace_s(problem: Problem) -> float:
+    """Seconds per micro-batch of the busiest rank or link: nothing can be steadily faster."""
+    busy_s = [0.0] * (problem.num_ranks + problem.num_links)
+    for stage, rank in enumerate(problem.placement.stage_ranks):
+        for op in (Op.F, Op.I, Op.W):
+            node = _first(problem, op, stage)
+            busy_s[rank] += problem.seconds[node]
+            if problem.link[node] != NONE:
+                busy_s[problem.num_ranks + problem.link[node]] += problem.occupancy_s[node]
+    return max(busy_s)
+
+
+def _first(problem: Problem, op: Op, stage: int) -> int:
+    """The node of micro-batch 0."""
+    return (len(KINDS) * stage + KINDS.index(op)) * problem.num_microbatches
+
+
+def _seconds(problem: Problem, op: Op, stage: int) -> float:
+    return problem.seconds[_first(problem, op, stage)]

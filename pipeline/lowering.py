@@ -1,0 +1,127 @@
+"""Lowering: passes that each add one kind of action to a compute-only schedule."""
+
+from __future__ import annotations
+
+from weft.pipeline.action import RECEIVES, SENDS, WEIGHT_USERS, Action, Op, Slot
+from weft.pipeline.placement import Placement
+from weft.pipeline.schedule import Schedule
+
+
+def lower(schedule: Schedule, *, zero_stage: int = 0) -> Schedule:
+    """The schedule with gradient reduction, optimiser steps, transfers, and what ZeRO needs of weights.
+
+    Compute keeps its order. A pass whose actions are already there changes nothing, so
+    lowering twice is lowering once.
+    """
+    # Transfers after reductions: a gradient leaves before the reduction of its stage starts.
+    # Weights last: they are gathered while their input travels.
+    return add_unshard(add_transfers(add_optimizer_step(add_grad_reduction(schedule))), zero_stage=zero_stage)
+
+
+def add_transfers(schedule: Schedule) -> Schedule:
+    """Add a send right after each producer and a receive right before each consumer.
+
+    Only where the two stages lie on different ranks. A send is a post that blocks nothing; a
+    receive is the wait for the arrival. The sends of a strand pair follow the pair, the
+    receives of both halves precede it.
+    """
+    if schedule.ops & (SENDS | RECEIVES):
+        return schedule
+    placement = schedule.placement
+    received = {op: _transfer(op, incoming=True) for op in (Op.F, Op.B, Op.I)}
+    sent = {op: _transfer(op, incoming=False) for op in (Op.F, Op.B, Op.I)}
+    crossed = crossings(placement)
+    rows: list[list[Slot]] = []
+    for row in schedule.rows:
+        lowered: list[Slot] = []
+        for slot in row:
+            for op, stage, microbatch in slot:
+                if op in received and (received[op], stage) in crossed:
+                    lowered.append((Action(received[op], stage, microbatch),))
+            lowered.append(slot)
+            for op, stage, microbatch in slot:
+                if op in sent and (sent[op], stage) in crossed:
+                    lowered.append((Action(sent[op], stage, microbatch),))
+        rows.append(lowered)
+    return schedule.with_rows(rows)
+
+
+def _transfer(op: Op, *, incoming: bool) -> Op:
+    """The transfer into or out of a forward or an (input-gradient) backward."""
+    if incoming:
+        return Op.RECV_F if op is Op.F else Op.RECV_B
+    return Op.SEND_F if op is Op.F else Op.SEND_B
+
+
+def crossings(placement: Placement) -> frozenset[tuple[Op, int]]:
+    """Every (transfer, stage) that a schedule over ``placement`` needs for each micro-batch."""
+    ranks = placement.stage_ranks
+    found: set[tuple[Op, int]] = set()
+    for stage in range(placement.num_stages - 1):
+        if not placement.is_last(stage) and ranks[stage] != ranks[stage + 1]:
+            found |= {(Op.SEND_F, stage), (Op.RECV_F, stage + 1), (Op.SEND_B, stage + 1), (Op.RECV_B, stage)}
+    return frozenset(found)
+
+
+def add_grad_reduction(schedule: Schedule) -> Schedule:
+    """Add ``REDUCE_GRAD`` for each virtual stage right after its last weight gradient."""
+    if Op.REDUCE_GRAD in schedule.ops:
+        return schedule
+    rows: list[list[Slot]] = []
+    for row in schedule.rows:
+        last = {a.stage: index for index, slot in enumerate(row) for a in slot if a.op is Op.W or a.op is Op.B}
+        lowered: list[Slot] = []
+        for index, slot in enumerate(row):
+            lowered.append(slot)
+            ended = sorted({a.stage for a in slot if last.get(a.stage) == index})
+            lowered += [(Action(Op.REDUCE_GRAD, stage),) for stage in ended]
+        rows.append(lowered)
+    return schedule.with_rows(rows)
+
+
+def add_unshard(schedule: Schedule, *, zero_stage: int) -> Schedule:
+    """Add what gathers weights that are sharded over replicas, and gives them back.
+
+    At ZeRO stages 1 and 2 weights are gathered once, after they were stepped: ``UNSHARD``
+    stands at the head of the row for each virtual stage, in the order of need. At stage 3 it
+    stands before whatever uses the weights, ahead of the receives that this waits for, and
+    ``RESHARD`` after it. Weight gradients need no weights.
+    """
+    if zero_stage == 0 or Op.UNSHARD in schedule.ops:
+        return schedule
+    if zero_stage < 3:
+        held = schedule.placement.rank_stages
+        return schedule.with_rows(
+            [[*((Action(Op.UNSHARD, s),) for s in held[rank]), *row] for rank, row in enumerate(schedule.rows)]
+        )
+    rows: list[list[Slot]] = []
+    for row in schedule.rows:
+        lowered: list[Slot] = []
+        received = 0  # receives of the slot to come
+        for slot in row:
+            used = sorted({a.stage for a in slot if a.op in WEIGHT_USERS})
+            at = len(lowered) - received
+            lowered[at:at] = [(Action(Op.UNSHARD, stage),) for stage in used]
+            lowered.append(slot)
+            lowered += [(Action(Op.RESHARD, stage),) for stage in used]
+            received = received + 1 if slot[0].op in RECEIVES else 0
+        rows.append(lowered)
+    return schedule.with_rows(rows)
+
+
+def add_optimizer_step(schedule: Schedule) -> Schedule:
+    """Add ``STEP`` at the end of each row, naming the rank's lowest virtual stage."""
+    if Op.STEP in schedule.ops:
+        return schedule
+    held = schedule.placement.rank_stages
+    return schedule.with_rows([[*row, (Action(Op.STEP, held[rank][0]),)] for rank, row in enumerate(schedule.rows)])
+
+
+def open_pairs(schedule: Schedule) -> Schedule:
+    """The schedule with each strand pair as two slots, its backward first.
+
+    An engine without interleaved kernels gains by it: neither half's result is held back until
+    the other has ended too, and the backward frees its activations before the forward saves
+    its own.
+    """
+    return schedule.with_rows([[(action,) for slot in row for action in reversed(slot)] for row in schedule.rows])

@@ -1,0 +1,52 @@
+"""Saved activations: bytes and live chunks that a rank holds along its row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from weft.pipeline.action import COMPUTE, Op, Slot
+from weft.pipeline.costs import CostModel, StageCost
+
+
+class Held(NamedTuple):
+    """What a rank holds while one slot runs, at most."""
+
+    num_bytes: float
+    num_chunks: int
+    """Chunk activations: forwards whose input gradient is not done yet."""
+
+
+def held_along(row: Iterable[Slot], costs: CostModel) -> Iterator[Held]:
+    """What a rank holds at most during each slot of its row.
+
+    A strand pair saves as both halves start and frees as both have ended.
+    """
+    saved = {(op, stage): saved_bytes(cost, op) for stage, cost in enumerate(costs.stages) for op in COMPUTE}
+    freed = {(op, stage): freed_bytes_of(cost, op) for stage, cost in enumerate(costs.stages) for op in COMPUTE}
+    num_bytes, num_chunks = 0.0, 0
+    for slot in row:
+        if slot[0].op not in COMPUTE:
+            yield Held(num_bytes, num_chunks)
+            continue
+        for op, stage, _ in slot:
+            num_bytes += saved[op, stage]
+            num_chunks += op is Op.F
+        yield Held(num_bytes, num_chunks)
+        for op, stage, _ in slot:
+            num_bytes -= freed[op, stage]
+            num_chunks -= op is Op.B or op is Op.I
+
+
+def saved_bytes(cost: StageCost, op: Op) -> float:
+    """Bytes that ``op`` saves as it starts: activations, or what the weight gradient still needs."""
+    if op is Op.F:
+        return cost.activation_bytes
+    return cost.weight_saved_bytes if op is Op.I else 0.0
+
+
+def freed_bytes_of(cost: StageCost, op: Op) -> float:
+    """Bytes that ``op`` frees as it ends: what a forward, or an input gradient, has saved."""
+    if op is Op.I or op is Op.B:
+        return cost.activation_bytes
+    return cost.weight_saved_bytes if op is Op.W else 0.0

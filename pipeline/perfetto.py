@@ -1,0 +1,100 @@
+"""The trace: timelines as a JSON file for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.pipeline.action import COMPUTE, Action, Op, Slot
+from weft.pipeline.serialization import save_text
+from weft.pipeline.timeline import Span, Timeline
+
+_FED = {Op.SEND_F: (Op.F, 1), Op.SEND_B: (Op.B, -1)}
+"""What a send feeds: the operation, and how many stages further."""
+
+
+def write_perfetto(timelines: Sequence[Timeline], path: Path) -> None:
+    """Write ``timelines`` side by side: rank by rank, each rank once per timeline.
+
+    A rank is a process; its lanes are threads; arrows lead from transfers to what they feed.
+    """
+    events = [event for number in range(len(timelines)) for event in _events(timelines, number)]
+    save_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}), path)
+
+
+def _events(timelines: Sequence[Timeline], number: int) -> Iterator[dict[str, Any]]:
+    """The trace events of one timeline."""
+    timeline = timelines[number]
+    process = {rank: 1 + rank * len(timelines) + number for rank in range(timeline.num_ranks)}
+    for rank, pid in process.items():
+        yield _label("process_name", pid, 0, name=f"rank {rank}: {timeline.name}")
+        yield _label("process_sort_index", pid, 0, sort_index=pid)
+    threads = _threads(timeline)
+    names = {(rank, thread, label) for rank, thread, label in threads}
+    for rank, thread, label in sorted(names):
+        yield _label("thread_name", process[rank], thread, name=label)
+        yield _label("thread_sort_index", process[rank], thread, sort_index=thread)
+    consumers = _consumers(timeline)
+    for place, (span, (rank, thread, _)) in enumerate(zip(timeline.spans, threads, strict=True)):
+        here = {"pid": process[rank], "tid": thread}
+        yield {
+            "ph": "X",
+            "name": _name(span.slot),
+            "cat": "compute" if span.lane == "compute" else span.lane,
+            "ts": span.start_s * 1e6,
+            "dur": (span.end_s - span.start_s) * 1e6,
+            "args": {"action": [str(action) for action in span.slot]},
+            **here,
+        }
+        fed = consumers.get(_fed(span.slot[0])) if span.slot[0].op in _FED else None
+        if fed is not None:
+            arrow = {"name": "transfer", "cat": "transfer", "id": f"{number}.{place}"}
+            yield {"ph": "s", "ts": span.start_s * 1e6, **arrow, **here}
+            yield {"ph": "f", "bp": "e", "ts": fed.start_s * 1e6, "pid": process[fed.rank], "tid": 0, **arrow}
+
+
+def _label(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+
+
+def _name(slot: Slot) -> str:
+    """Perfetto colours by name without its digits: every forward gets one colour."""
+    return " + ".join(f"{a.op.value}{'' if a.microbatch is None else a.microbatch} s{a.stage}" for a in slot)
+
+
+def _threads(timeline: Timeline) -> list[tuple[int, int, str]]:
+    """(rank, thread, label) of each span; spans of one lane that overlap get threads of their own."""
+    free_s: dict[int, dict[tuple[str, int], float]] = {rank: {} for rank in range(timeline.num_ranks)}
+    lines: list[tuple[str, int]] = []
+    for span in timeline.spans:
+        line = 0
+        while free_s[span.rank].get((span.lane, line), 0.0) > span.start_s + 1e-12:
+            line += 1
+        free_s[span.rank][span.lane, line] = span.end_s
+        lines.append((span.lane, line))
+    numbers = {
+        rank: {key: n for n, key in enumerate(sorted(lanes, key=lambda key: (key[0] != "compute", key)))}
+        for rank, lanes in free_s.items()
+    }
+    return [
+        (span.rank, numbers[span.rank][lane, line], lane if line == 0 else f"{lane} ({line + 1})")
+        for span, (lane, line) in zip(timeline.spans, lines, strict=True)
+    ]
+
+
+def _fed(send: Action) -> Action:
+    op, step = _FED[send.op]
+    return Action(op, send.stage + step, send.microbatch)
+
+
+def _consumers(timeline: Timeline) -> dict[Action, Span]:
+    """Compute spans by action; an input-gradient backward goes by the name of a full one."""
+    return {
+        action._replace(op=Op.B if action.op is Op.I else action.op): span
+        for span in timeline.spans
+        if span.slot[0].op in COMPUTE
+        for action in span.slot
+        if action.op is not Op.W
+    }

@@ -1,0 +1,170 @@
+"""The placement: which rank holds which virtual stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Virtual stages laid over ranks in legs, site by site.
+
+    One description covers every layout: the ranks of each group (a site, or all ranks) are
+    walked once per leg, downwards (``d``) or upwards (``u``), and each visit is one virtual
+    stage. A micro-batch leaves a group only when all of its legs are done.
+
+    ==============  =================  ======
+    layout          groups             legs
+    ==============  =================  ======
+    straight        ``(P,)``           ``d``
+    interleaved x2  ``(P,)``           ``dd``
+    fold            ``(P,)``           ``du``
+    site fold       ``(P1, P2, ...)``  ``du``
+    ==============  =================  ======
+
+    Attributes:
+        groups: ranks per group; rank numbers run through the groups in order.
+        legs: one letter per visit of a group.
+        sites: ranks per site, in rank order; says which hops cross a WAN.
+        pipelines: such pipelines side by side, as in a DP-cell (Atlas section 4.4): each has
+            ranks and virtual stages of its own, numbered after those of the one before.
+    """
+
+    groups: tuple[int, ...]
+    legs: str
+    sites: tuple[int, ...]
+    pipelines: int = 1
+
+    def __post_init__(self) -> None:
+        for name, sizes in (("groups", self.groups), ("sites", self.sites)):
+            if not sizes or min(sizes) < 1:
+                raise ValueError(f"placement.{name}={sizes}: every entry must be at least 1 rank")
+        if not self.legs or set(self.legs) - {"d", "u"}:
+            raise ValueError(f"placement.legs={self.legs!r}: use one letter per leg, d (down) or u (up), as in 'du'")
+        if sum(self.sites) != sum(self.groups):
+            raise ValueError(
+                f"placement.sites={self.sites}: they hold {sum(self.sites)} ranks, the pipeline has {sum(self.groups)}"
+            )
+
+    @classmethod
+    def straight(cls, num_ranks: int, sites: tuple[int, ...] = ()) -> Placement:
+        """Stage i on rank i."""
+        return cls((num_ranks,), "d", sites or (num_ranks,))
+
+    @classmethod
+    def interleaved(cls, num_ranks: int, chunks: int, sites: tuple[int, ...] = ()) -> Placement:
+        """Stage i on rank i mod P, ``chunks`` stages per rank (Megatron's virtual pipeline)."""
+        return cls((num_ranks,), "d" * chunks, sites or (num_ranks,))
+
+    @classmethod
+    def fold(cls, num_ranks: int, legs: int = 2, sites: tuple[int, ...] = ()) -> Placement:
+        """Rank r of P holds stages r and 2P-1-r (DHelix section 4.1); more legs fold again."""
+        return cls((num_ranks,), ("du" * legs)[:legs], sites or (num_ranks,))
+
+    @classmethod
+    def site_fold(cls, sites: tuple[int, ...], legs: int = 2) -> Placement:
+        """A fold inside each site: each WAN boundary is crossed once per pass."""
+        return cls(sites, ("du" * legs)[:legs], sites)
+
+    @classmethod
+    def infer(cls, stage_ranks: tuple[int, ...]) -> Placement:
+        """The placement with these ``stage_ranks``; several groups are taken as sites.
+
+        Raises:
+            ValueError: no walk in legs visits the ranks in this order.
+        """
+        num_ranks = max(stage_ranks) + 1
+        num_legs, rest = divmod(len(stage_ranks), num_ranks)
+        for groups in ((num_ranks,), _finest_groups(stage_ranks, num_legs)) if not rest else ():
+            if sum(groups) == num_ranks:
+                placement = cls(groups, _legs(stage_ranks, groups, num_legs), groups)
+                if placement.stage_ranks == stage_ranks:
+                    return placement
+        raise ValueError(
+            f"stages on ranks {stage_ranks}: not a placement of ours; each group of ranks has to be walked once per "
+            f"leg, down or up, as in 0,1,2,3 (straight), 0,1,0,1 (interleaved) or 0,1,1,0 (fold)"
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all pipelines."""
+        return self.pipelines * sum(self.groups)
+
+    @property
+    def num_stages(self) -> int:
+        """Virtual stages of all ranks."""
+        return self.num_ranks * len(self.legs)
+
+    @property
+    def single(self) -> Placement:
+        """One of the pipelines."""
+        return replace(self, pipelines=1)
+
+    def is_first(self, stage: int) -> bool:
+        """Whether ``stage`` is the first of its pipeline."""
+        return stage % (self.num_stages // self.pipelines) == 0
+
+    def is_last(self, stage: int) -> bool:
+        """Whether ``stage`` is the last of its pipeline."""
+        return self.is_first(stage + 1)
+
+    @cached_property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The rank of each virtual stage, in stage order."""
+        order: list[int] = []
+        first = 0
+        for size in self.groups:
+            ranks = range(first, first + size)
+            for leg in self.legs:
+                order.extend(ranks if leg == "d" else reversed(ranks))
+            first += size
+        return tuple(pipeline * first + rank for pipeline in range(self.pipelines) for rank in order)
+
+    @cached_property
+    def rank_stages(self) -> tuple[tuple[int, ...], ...]:
+        """The virtual stages of each rank, ascending."""
+        held: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for stage, rank in enumerate(self.stage_ranks):
+            held[rank].append(stage)
+        return tuple(map(tuple, held))
+
+    @cached_property
+    def rank_sites(self) -> tuple[int, ...]:
+        """The site of each rank."""
+        return tuple(site for site, size in enumerate(self.sites) for _ in range(size)) * self.pipelines
+
+    def crosses_wan(self, stage: int) -> bool:
+        """Whether the hop from ``stage`` to ``stage + 1`` of its pipeline joins two sites."""
+        here, there = self.stage_ranks[stage], self.stage_ranks[stage + 1]
+        return self.rank_sites[here] != self.rank_sites[there]
+
+    @cached_property
+    def site_offsets(self) -> tuple[int, ...]:
+        """The first rank of each site."""
+        return tuple(accumulate(self.sites, initial=0))[:-1]
+
+
+def _finest_groups(stage_ranks: tuple[int, ...], num_legs: int) -> tuple[int, ...]:
+    """Sizes of the smallest runs of ranks that finish all their legs before the next run starts."""
+    sizes: list[int] = []
+    first = position = 0
+    size = 1
+    while position + size * num_legs <= len(stage_ranks):
+        visited = stage_ranks[position : position + size * num_legs]
+        if set(visited) == set(range(first, first + size)):
+            sizes.append(size)
+            position, first, size = position + size * num_legs, first + size, 0
+        size += 1
+    return tuple(sizes)
+
+
+def _legs(stage_ranks: tuple[int, ...], groups: tuple[int, ...], num_legs: int) -> str:
+    """The direction of each leg, seen on the largest group; alternating if no group has two ranks."""
+    largest = max(range(len(groups)), key=groups.__getitem__)
+    size, start = groups[largest], sum(groups[:largest]) * num_legs
+    if size == 1:
+        return ("du" * num_legs)[:num_legs]
+    legs = range(start, start + size * num_legs, size)
+    return "".join("d" if stage_ranks[at] < stage_ranks[at + 1] else "u" for at in legs)

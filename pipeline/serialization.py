@@ -1,0 +1,209 @@
+"""Schedules and timelines in files: JSON of our own, CSV as torch.distributed.pipelining has it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from weft.pipeline.action import COMPUTE, Slot, parse_slot, slot_text
+from weft.pipeline.order import time_slots
+from weft.pipeline.placement import Placement
+from weft.pipeline.schedule import Schedule
+from weft.pipeline.timeline import Span, Timeline
+
+_VERSION = 1
+
+
+def load_schedule(path: Path) -> Schedule:
+    """Read a schedule: torch's compute-only CSV if the name ends in ``.csv``, JSON otherwise.
+
+    Raises:
+        ValueError: there is no such file, or it does not hold a schedule; names the place.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"schedule file {path}: cannot be read ({error})") from error
+    try:
+        return schedule_from_csv(text, name=path.stem) if path.suffix == ".csv" else schedule_from_json(text)
+    except ValueError as error:
+        raise ValueError(f"schedule file {path}: {error}") from error
+
+
+def save_text(text: str, path: Path) -> None:
+    """Write a file whole or not at all, its folders included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8", newline="")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def schedule_to_json(schedule: Schedule) -> str:
+    """JSON with one line per rank; slots in their text form."""
+    rows = ",\n".join(f"    {json.dumps([slot_text(slot) for slot in row])}" for row in schedule.rows)
+    head = {
+        "format": "weft.schedule",
+        "version": _VERSION,
+        "name": schedule.name,
+        "placement": _placement_to_dict(schedule.placement),
+        "num_microbatches": schedule.num_microbatches,
+    }
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items())
+    return f'{{\n{lines},\n  "rows": [\n{rows}\n  ]\n}}\n'
+
+
+def schedule_from_json(text: str) -> Schedule:
+    """Read `schedule_to_json`'s form.
+
+    Raises:
+        ValueError: it is something else; names the field.
+    """
+    data = _read(text, "weft.schedule")
+    rows = _field(data, "rows", list)
+    for rank, row in enumerate(rows):
+        if not isinstance(row, list):
+            raise ValueError(f"rows: rank {rank} is no list of cells")
+    return Schedule(
+        name=_field(data, "name", str),
+        placement=_placement_from_dict(_field(data, "placement", dict)),
+        num_microbatches=_field(data, "num_microbatches", int),
+        rows=tuple(
+            tuple(_parse_cell(cell, rank, index) for index, cell in enumerate(row)) for rank, row in enumerate(rows)
+        ),
+    )
+
+
+def timeline_to_json(timeline: Timeline) -> str:
+    """JSON with one line per span: rank, lane, slot, start and end in seconds."""
+    spans = ",\n".join(
+        "    " + json.dumps([s.rank, s.lane, slot_text(s.slot), s.start_s, s.end_s]) for s in timeline.spans
+    )
+    head = {
+        "format": "weft.timeline",
+        "version": _VERSION,
+        "name": timeline.name,
+        "num_ranks": timeline.num_ranks,
+        "peak_bytes": timeline.peak_bytes,
+        "live_microbatches": timeline.live_microbatches,
+    }
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items())
+    return f'{{\n{lines},\n  "spans": [\n{spans}\n  ]\n}}\n'
+
+
+def timeline_from_json(text: str) -> Timeline:
+    """Read `timeline_to_json`'s form.
+
+    Raises:
+        ValueError: it is something else; names the field.
+    """
+    data = _read(text, "weft.timeline")
+    return Timeline(
+        name=_field(data, "name", str),
+        num_ranks=_field(data, "num_ranks", int),
+        spans=tuple(_parse_span(entry, number) for number, entry in enumerate(_field(data, "spans", list))),
+        peak_bytes=tuple(_field(data, "peak_bytes", list)),
+        live_microbatches=_whole_numbers(data, "live_microbatches"),
+    )
+
+
+def schedule_to_csv(schedule: Schedule) -> str:
+    """Torch's compute-only CSV: a row per rank, a cell per time slot, empty where idle.
+
+    ``_PipelineScheduleRuntime._load_csv(path, format="compute_only")`` reads it. Transfers,
+    reductions and steps are left out: torch adds its own.
+    """
+    compute = schedule.with_rows([[slot for slot in row if slot[0].op in COMPUTE] for row in schedule.rows])
+    rows = time_slots(compute)
+    return "\n".join(",".join("" if slot is None else slot_text(slot) for slot in row) for row in rows) + "\n"
+
+
+def schedule_from_csv(text: str, *, name: str) -> Schedule:
+    """Read torch's compute-only CSV (``_dump_csv(path, format="compute_only")``).
+
+    The placement is what the cells show; the file knows no sites, so that a fold inside each
+    of several groups is taken as one site per group.
+
+    Raises:
+        ValueError: a cell is not a compute action, or the placement is not made of legs.
+    """
+    rows: list[list[Slot]] = []
+    for rank, cells in enumerate(csv.reader(text.splitlines())):
+        row = [_parse_cell(cell.strip(), rank, index) for index, cell in enumerate(cells) if cell.strip()]
+        rows.append(row)
+        for slot in row:
+            if slot[0].op not in COMPUTE:
+                raise ValueError(f"rank {rank}: {slot_text(slot)} in a compute-only schedule; dump it as compute_only")
+    if not any(rows):
+        raise ValueError("no actions in it")
+    held = [(action.stage, rank) for rank, row in enumerate(rows) for slot in row for action in slot]
+    stage_ranks = dict(held)
+    for stage, rank in held:
+        if stage_ranks[stage] != rank:
+            raise ValueError(f"stage {stage} stands on rank {rank} and on rank {stage_ranks[stage]}")
+    missing = set(range(max(stage_ranks) + 1)) - stage_ranks.keys()
+    if missing:
+        raise ValueError(f"stage {min(missing)} is missing: stages run from 0 to {max(stage_ranks)}")
+    num_microbatches = 1 + max(a.microbatch for row in rows for slot in row for a in slot if a.microbatch is not None)
+    placement = Placement.infer(tuple(stage_ranks[stage] for stage in range(len(stage_ranks))))
+    if placement.num_ranks != len(rows):
+        raise ValueError(f"{len(rows)} rows for stages on {placement.num_ranks} ranks")
+    return Schedule(name, placement, num_microbatches, tuple(map(tuple, rows)))
+
+
+def _parse_cell(cell: object, rank: int, index: int) -> Slot:
+    if not isinstance(cell, str):
+        raise ValueError(f"rank {rank}, cell {index}: {cell!r} is not text")
+    try:
+        return parse_slot(cell)
+    except ValueError as error:
+        raise ValueError(f"rank {rank}, cell {index}: {error}") from error
+
+
+def _parse_span(entry: object, number: int) -> Span:
+    match entry:
+        case [int(rank), str(lane), str(slot), float() | int() as start_s, float() | int() as end_s]:
+            return Span(rank, lane, parse_slot(slot), start_s, end_s)
+    raise ValueError(f"spans[{number}]={entry!r}: expected [rank, lane, slot, start, end]")
+
+
+def _placement_to_dict(placement: Placement) -> dict[str, Any]:
+    cell = {"pipelines": placement.pipelines} if placement.pipelines > 1 else {}
+    return {"groups": list(placement.groups), "legs": placement.legs, "sites": list(placement.sites), **cell}
+
+
+def _placement_from_dict(data: dict[str, Any]) -> Placement:
+    pipelines = _field({"pipelines": 1, **data}, "pipelines", int)
+    groups, sites = _whole_numbers(data, "groups"), _whole_numbers(data, "sites")
+    return Placement(groups, _field(data, "legs", str), sites, pipelines)
+
+
+def _read(text: str, form: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON ({error})") from error
+    if not isinstance(data, dict) or data.get("format") != form:
+        raise ValueError(f"format: expected {form!r}; write it with weft schedule --format json")
+    if data.get("version") != _VERSION:
+        raise ValueError(f"version={data.get('version')}: this Weft reads version {_VERSION}; write it anew")
+    return data
+
+
+def _field(data: dict[str, Any], name: str, kind: type) -> Any:
+    value = data.get(name)
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}={value!r}: expected {kind.__name__}")
+    return value
+
+
+def _whole_numbers(data: dict[str, Any], name: str) -> tuple[int, ...]:
+    values = _field(data, name, list)
+    if not all(type(value) is int for value in values):
+        raise ValueError(f"{name}={values!r}: expected whole numbers")
+    return tuple(values)

@@ -1,0 +1,168 @@
+"""The simulator: predicts a timeline from a schedule and a cost model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.pipeline.action import RECEIVES, RELAYS, SENDS, Action, Op, Slot
+from weft.pipeline.costs import CostModel, LinkCost
+from weft.pipeline.dependencies import establishes
+from weft.pipeline.lowering import add_transfers
+from weft.pipeline.memory import held_along
+from weft.pipeline.order import Visit, execution_order
+from weft.pipeline.schedule import Schedule
+from weft.pipeline.timeline import Span, Timeline
+
+_SIDE = frozenset({Op.REDUCE_GRAD, Op.UNSHARD})
+"""Collectives over replicas: started in row order, done beside the compute."""
+
+
+def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
+    """Run ``schedule`` on paper; the same input gives the same timeline.
+
+    Each rank computes its slots in row order, one at a time; a strand pair starts when the
+    needs of both halves are met and takes ``pair_scale`` times their sum. A transfer leaves
+    when its producer has ended and its link is free, first come first served, and arrives
+    ``latency_s`` after its last byte has left. Links are full duplex: within a site a rank
+    sends activations and gradients side by side; a rank's transfers to other sites share
+    its one uplink (Atlas section 3), and in a DP-cell all pipelines' uplinks carry each transfer
+    together, one after the other in the order of their rows (Atlas section 4.4). Collectives over
+    replicas queue on a lane of their own.
+
+    Args:
+        schedule: valid; lowered, or compute-only, where transfers are implied.
+
+    Raises:
+        ValueError: ``costs`` is for another number of virtual stages.
+        ScheduleError: the schedule deadlocks.
+    """
+    num_stages = schedule.placement.num_stages
+    if len(costs.stages) != num_stages:
+        raise ValueError(
+            f"costs.stages: costs of {len(costs.stages)} virtual stages, schedule {schedule.name!r} has {num_stages}"
+        )
+    if not _is_free(costs):
+        schedule = add_transfers(schedule)
+    run = Run(schedule, costs)
+    for visit in execution_order(schedule):
+        run.step(visit)
+    held = [tuple(held_along(row, costs)) for row in schedule.rows]
+    return Timeline(
+        name=f"{schedule.name} predicted",
+        num_ranks=schedule.num_ranks,
+        spans=tuple(run.spans()),
+        peak_bytes=tuple(max((h.num_bytes for h in row), default=0.0) for row in held),
+        live_microbatches=tuple(max((h.num_chunks for h in row), default=0) for row in held),
+    )
+
+
+def _is_free(costs: CostModel) -> bool:
+    """Whether every transfer takes no time, so that transfers need not be looked at."""
+    links = (costs.local, costs.wan, *(link for _, link in costs.wan_links))
+    return all(link.latency_s == 0 and link.occupancy_s(1.0) == 0 for link in links)
+
+
+class Run:
+    """One simulated step: clocks of ranks and links, and when each fact came true."""
+
+    def __init__(self, schedule: Schedule, costs: CostModel) -> None:
+        self._schedule = schedule
+        self._costs = costs
+        self._true_s: dict[Action, float] = {}
+        self._rank_free_s = [0.0] * schedule.num_ranks
+        self._lane_free_s: dict[tuple[int, str], float] = {}
+        self._rank_spans: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
+
+    def spans(self) -> list[Span]:
+        """Every span, rank by rank, each lane in order."""
+        return [span for spans in self._rank_spans for span in spans]
+
+    def could_start_s(self, visit: Visit) -> float:
+        """When the rank of a slot has come to it and its needs are met."""
+        return max(self._rank_free_s[visit.rank], *(self._true_s[need] for need in visit.needs), 0.0)
+
+    def step(self, visit: Visit) -> None:
+        """Execute the next slot of `execution_order`."""
+        rank, _, slot, needs = visit
+        op, posted_s = slot[0].op, self.could_start_s(visit)
+        if op in SENDS:
+            end_s = self._send(rank, slot, posted_s)
+        elif op in RELAYS:
+            end_s = self._relay(rank, slot, needs[0])
+        elif op in RECEIVES or op is Op.RESHARD:
+            end_s = self._rank_free_s[rank] = posted_s
+        elif op in _SIDE:
+            end_s = self._occupy(rank, "reduce", slot, posted_s, self._seconds(slot), 0.0)
+        else:
+            end_s = self._compute(rank, slot, posted_s)
+        for action in slot:
+            for fact in establishes(action):
+                self._true_s[fact] = end_s
+
+    def _compute(self, rank: int, slot: Slot, start_s: float) -> float:
+        end_s = self._rank_free_s[rank] = start_s + self._seconds(slot)
+        if slot[0].op is not Op.STEP or end_s > start_s:
+            self._rank_spans[rank].append(Span(rank, "compute", slot, start_s, end_s))
+        return end_s
+
+    def _seconds(self, slot: Slot) -> float:
+        stages = self._costs.stages
+        if len(slot) == 1:
+            action = slot[0]
+            if action.op is Op.STEP:
+                return sum(stages[s].step_s for s in self._schedule.placement.rank_stages[self._rank_of(action)])
+            return stages[action.stage].seconds(action.op)
+        return self._costs.pair_scale * sum(stages[action.stage].seconds(action.op) for action in slot)
+
+    def _rank_of(self, action: Action) -> int:
+        return self._schedule.placement.stage_ranks[action.stage]
+
+    def _send(self, rank: int, slot: Slot, posted_s: float) -> float:
+        """When the transfer arrives."""
+        op, stage, _ = slot[0]
+        placement = self._schedule.placement
+        other = stage + 1 if op is Op.SEND_F else stage - 1
+        peer = placement.stage_ranks[other]
+        link = self._link(rank, peer)
+        # What travels is the output of the hop's upper stage, or the gradient of that output.
+        occupied_s = link.occupancy_s(self._costs.stages[min(stage, other)].output_bytes)
+        letter = "F" if op is Op.SEND_F else "B"
+        crosses = placement.rank_sites[rank] != placement.rank_sites[peer]
+        queue = (rank, "uplink" if crosses else letter)
+        if crosses and link.sharing > 1:
+            queue = (rank % (placement.num_ranks // placement.pipelines), "uplinks")
+        return self._occupy(rank, f"{letter}>{peer}", slot, posted_s, occupied_s, link.latency_s, queue=queue)
+
+    def _relay(self, rank: int, slot: Slot, sent: Action) -> float:
+        """When the transfer that this rank's uplink carries a part of arrives."""
+        spans = self._rank_spans[self._rank_of(sent)]
+        whole = next((span for span in reversed(spans) if span.slot == (sent,)), None)
+        if whole is not None:
+            self._rank_spans[rank].append(replace(whole, rank=rank, slot=slot))
+        return self._true_s[sent]
+
+    def _link(self, rank: int, peer: int) -> LinkCost:
+        sites = self._schedule.placement.rank_sites
+        return self._costs.link(sites[rank], sites[peer])
+
+    def _occupy(
+        self,
+        rank: int,
+        lane: str,
+        slot: Slot,
+        posted_s: float,
+        seconds: float,
+        latency_s: float,
+        queue: tuple[int, str] | None = None,
+    ) -> float:
+        """Take a turn on a queue (the rank's lane, if not named); when the work is through."""
+        if seconds == 0.0 and latency_s == 0.0:
+            return posted_s
+        key = queue or (rank, lane)
+        start_s = posted_s
+        if seconds > 0.0:
+            start_s = max(posted_s, self._lane_free_s.get(key, 0.0))
+            self._lane_free_s[key] = start_s + seconds
+        end_s = start_s + seconds + latency_s
+        self._rank_spans[rank].append(Span(rank, lane, slot, start_s, end_s))
+        return end_s

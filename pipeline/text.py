@@ -1,0 +1,62 @@
+"""Schedules and timelines as text for a terminal."""
+
+from __future__ import annotations
+
+from weft.pipeline.action import Slot
+from weft.pipeline.order import time_slots
+from weft.pipeline.schedule import Schedule
+from weft.pipeline.timeline import Timeline
+
+
+def grid_text(schedule: Schedule, *, width: int | None = None) -> str:
+    """A line per rank and a column per time slot; every slot takes one column here.
+
+    Args:
+        width: characters per line; columns beyond it are cut off, and counted. None is no limit.
+
+    Raises:
+        ScheduleError: the schedule deadlocks.
+    """
+    rows = time_slots(schedule)
+    num_columns = max(map(len, rows))
+    widths = [
+        max((len(_cell(row[column])) for row in rows if column < len(row)), default=1) for column in range(num_columns)
+    ]
+    shown, room = 0, (width or 10**9) - len("rank 000")
+    while shown < num_columns and room >= widths[shown] + 1:
+        room -= widths[shown] + 1
+        shown += 1
+    lines = []
+    for rank, row in enumerate(rows):
+        cells = [_cell(row[column] if column < len(row) else None).ljust(widths[column]) for column in range(shown)]
+        lines.append(f"rank {rank:<3} " + " ".join(cells).rstrip())
+    if shown < num_columns:
+        lines.append(f"... and {num_columns - shown} more columns")
+    return "\n".join(lines)
+
+
+def _cell(slot: Slot | None) -> str:
+    return "." if slot is None else "|".join(map(str, slot))
+
+
+def timeline_text(timeline: Timeline) -> str:
+    """Step time, bubble share, and a line per rank."""
+    lines = [
+        f"{timeline.name}: step {timeline.step_s:.6g} s, bubbles {100 * timeline.bubble_share:.1f} %",
+        f"{'rank':<6}{'busy s':>12}{'bubbles':>10}{'peak activations':>20}{'live chunks':>13}",
+    ]
+    for rank in range(timeline.num_ranks):
+        idle = 1 - timeline.busy_s[rank] / timeline.step_s if timeline.step_s else 0.0
+        lines.append(
+            f"{rank:<6}{timeline.busy_s[rank]:>12.6g}{100 * idle:>8.1f} %"
+            f"{bytes_text(timeline.peak_bytes[rank]):>20}{timeline.live_microbatches[rank]:>13}"
+        )
+    return "\n".join(lines)
+
+
+def bytes_text(num_bytes: float) -> str:
+    """``1.5 GiB``, ``17 B``."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.4g} {unit}"
+    return f"{num_bytes:.4g} B"

@@ -1,0 +1,54 @@
+"""The layer tier: which gradient of a layer goes first in its backward (Centauri equation 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class First(Enum):
+    """What a layer's backward computes first."""
+
+    input_gradients = "input gradients"
+    weight_gradients = "weight gradients"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCosts:
+    """Times T(...) of equation 1 for the backward of one layer.
+
+    Attributes:
+        w_ag: all-gather of its weights (ZeRO-3).
+        g_act: input gradients.
+        g_w: weight gradients.
+        act_ag, act_rs: collectives of tensor parallelism on activations.
+        g_w_rs: reduce-scatter of its weight gradients.
+        others: compute that follows and needs neither.
+    """
+
+    g_act: float
+    g_w: float
+    g_w_rs: float
+    w_ag: float = 0.0
+    act_ag: float = 0.0
+    act_rs: float = 0.0
+    others: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The order within a backward layer, with T1 (input gradients first) and T2 (weight gradients first)."""
+
+    first: First
+    t1: float
+    t2: float
+    reason: str
+
+
+def layer_tier(c: LayerCosts) -> LayerPlan:
+    """Equation 1: the order that ends first; input gradients, for which the stage before waits, if they tie."""
+    t1 = c.w_ag + max(c.g_act, c.act_ag) + max(c.g_w, c.act_rs) + max(c.g_w_rs, c.others)
+    t2 = c.act_ag + max(c.g_w, c.w_ag) + max(c.g_act, c.g_w_rs) + c.act_rs + c.others
+    if t1 <= t2:
+        return LayerPlan(First.input_gradients, t1, t2, f"T1 {t1:.3g} <= T2 {t2:.3g}: nothing gained by weights first")
+    return LayerPlan(First.weight_gradients, t1, t2, f"T2 {t2:.3g} < T1 {t1:.3g}: input gradients hide the reduction")

@@ -1,0 +1,75 @@
+"""The model tier: how many micro-batches of a chunk are launched together (Centauri equation 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCosts:
+    """Inputs of equation 2 for one virtual stage.
+
+    Attributes:
+        c_ag, c_rs: all-gather of its weights, reduce-scatter of its gradients.
+        c_fw, c_bw: forward and backward of one micro-batch.
+        m: bytes that a forward keeps.
+        memory: bytes that are left for them (M).
+        mb: micro-batches of a step.
+    """
+
+    c_ag: float
+    c_rs: float
+    c_fw: float
+    c_bw: float
+    m: float
+    memory: float
+    mb: int
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """Micro-batches launched together in forward (L1) and backward (L2), and what stays uncovered (T)."""
+
+    l1: int
+    l2: int
+    uncovered: float
+    reason: str
+
+
+def model_tier(c: ModelCosts) -> ModelPlan:
+    """Equation 2: least uncovered communication; of equals the fewest micro-batches, for memory's sake.
+
+    Raises:
+        ValueError: the memory does not hold a single forward, or there is no micro-batch.
+    """
+    if c.mb < 1 or c.m > c.memory:
+        raise ValueError(f"{c.mb} micro-batches of {c.m:g} B each in {c.memory:g} B: not even one fits; free memory")
+    best = min(_candidates(c), key=lambda plan: (plan[0], plan[1] + plan[2], plan[1]))
+    uncovered, l1, l2 = best
+    cap = _cap(c)
+    wanted = _wanted(c.c_ag, c.c_fw, c.mb) + _wanted(c.c_rs, c.c_bw, c.mb)
+    limit = "memory" if cap < c.mb and l1 + l2 < wanted else "the number of micro-batches"
+    reason = "all is covered" if uncovered <= 0 else f"{uncovered:.3g} stays uncovered: {limit} allows no more"
+    return ModelPlan(l1, l2, uncovered, f"L1 {l1}, L2 {l2} of {c.mb}: {reason}")
+
+
+def _candidates(c: ModelCosts) -> Iterator[tuple[float, int, int]]:
+    """(T, L1, L2) for each L1 that could pay; more than what covers a collective never does."""
+    cap = _cap(c)
+    for l1 in range(min(_wanted(c.c_ag, c.c_fw, c.mb), cap) + 1):
+        l2 = min(_wanted(c.c_rs, c.c_bw, c.mb), cap, c.mb - l1)
+        yield max(c.c_ag - l1 * c.c_fw, 0.0) + max(c.c_rs - l2 * c.c_bw, 0.0), l1, l2
+
+
+def _cap(c: ModelCosts) -> int:
+    """Micro-batches that fit into memory."""
+    return c.mb if c.m * c.mb <= c.memory else int(c.memory // c.m)
+
+
+def _wanted(communication: float, compute: float, most: int) -> int:
+    """Micro-batches that cover a collective."""
+    if communication <= 0:
+        return 0
+    return ceil(min(communication / compute, most)) if compute > 0 else most

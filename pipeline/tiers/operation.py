@@ -1,0 +1,84 @@
+"""The operation tier: into which chunks a collective is cut (Centauri algorithm 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+MAX_CHUNKS = 8
+"""More chunks would cost more in launches than they hide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationCosts:
+    """Inputs of algorithm 1; its ``cost_intra`` is used by none of its lines, and left out.
+
+    Attributes:
+        comm_cost: the whole collective.
+        in_cost: compute that does not depend on it.
+        comp_cost: compute that does.
+        cost_inter: its share between nodes.
+        inter_size, intra_size: nodes, and ranks of a node; 1 where the group is not partitioned.
+    """
+
+    comm_cost: float
+    in_cost: float
+    comp_cost: float = 0.0
+    cost_inter: float = 0.0
+    inter_size: int = 1
+    intra_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group."""
+        return self.inter_size * self.intra_size
+
+    @property
+    def is_group_partitioned(self) -> bool:
+        """Whether the collective runs between nodes and inside nodes separately."""
+        return self.inter_size > 1 and self.intra_size > 1
+
+
+@dataclass(frozen=True)
+class OperationPlan:
+    """How a collective is cut.
+
+    Attributes:
+        granularity: shares of the workload, in the order of launch; they sum to 1.
+        reason: in words.
+    """
+
+    granularity: tuple[float, ...]
+    reason: str
+
+
+def operation_tier(costs: OperationCosts, *, max_chunks: int = MAX_CHUNKS) -> OperationPlan:
+    """Algorithm 1, by its line numbers."""
+    inter, intra, world = costs.inter_size, costs.intra_size, costs.world_size
+    num_chunks = max_chunks  # 1
+    if costs.in_cost >= costs.comm_cost:  # 2, 23
+        # 24-25: no need for partitioning
+        return OperationPlan((1.0,), _why("independent compute covers it", costs))
+    # 3-6: even workload partition
+    if costs.in_cost > 0:
+        num_chunks = ceil(min(costs.comm_cost / costs.in_cost, num_chunks))
+    if not costs.is_group_partitioned:  # 7, 9
+        return OperationPlan((1 / num_chunks,) * num_chunks, _why("no chunk outlasts independent compute", costs))
+    # 8-12: uneven partition, inter-node launched first
+    if costs.in_cost > costs.cost_inter:
+        return _uneven(costs, [inter / world], "inter-node first: independent compute covers it")
+    # 13-16: intra-node launched first
+    if costs.comp_cost / inter > intra * costs.cost_inter:
+        return _uneven(costs, [intra / world], "intra-node first: compute on its output covers inter-node")
+    # 17-20: finer workload partition
+    return _uneven(costs, [intra / world, (inter - 1) / world], "intra-node first, and inter-node cut further")
+
+
+def _uneven(costs: OperationCosts, shares: list[float], reason: str) -> OperationPlan:
+    rest = 1 - sum(shares)
+    return OperationPlan((*shares, rest) if rest > 1e-9 else tuple(shares), _why(reason, costs))
+
+
+def _why(reason: str, costs: OperationCosts) -> str:
+    text = f"{reason} (comm_cost {costs.comm_cost:.3g}, in_cost {costs.in_cost:.3g}"
+    return f"{text}, cost_inter {costs.cost_inter:.3g})" if costs.is_group_partitioned else f"{text})"

@@ -1,0 +1,1 @@
+"""Entry points: train and fine-tune, serve prefill."""

@@ -1,0 +1,36 @@
+"""`weft controller`: one address in front of all prefill workers."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from weft.conf import load
+
+NICE = 10
+"""Steps by which the ranks of this host come first."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``[recipe=NAME] [key=value ...]`` until SIGINT or SIGTERM.
+
+    Give it the same settings as `weft serve`: they say where workers and boards are. Both may be
+    started in any order and at any time.
+
+    Raises:
+        ValueError: bad input, or the server's packages are not installed.
+    """
+    parser = argparse.ArgumentParser(prog="weft controller", usage="weft controller [recipe=NAME] [key=value ...]")
+    _, overrides = parser.parse_known_args(argv)
+    config = load(overrides)
+    try:
+        from weft.inference.controller.server import app_of, serve
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed; pip install 'weft[serve]'") from error
+    app = app_of(config, os.environ)
+    os.nice(NICE)
+    settings = config.inference.controller
+    print(f"controller: http://{settings.host}:{settings.port}", flush=True)
+    serve(app, settings)
+    return 0

@@ -1,0 +1,63 @@
+"""What a run leaves behind: a Hugging Face folder, a sample from it, a picture of its time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from weft.conf.schema import WeftConfig
+from weft.engine.engine import WeftEngine
+from weft.engine.stages import export
+from weft.pipeline.fitting import fit_costs
+from weft.pipeline.perfetto import write_perfetto
+from weft.pipeline.plot import plot_timelines
+from weft.pipeline.simulation import simulate
+
+
+def finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write what ``config.train`` asks for; a collective call."""
+    if config.train.export:
+        target = folder / "export"
+        export(engine, target, tokenizer=tokenizer)
+        say(f"export: {target} (a Hugging Face folder)")
+        if config.train.sample and engine.global_rank == 0:
+            say(f"sample: {sample(target, config.train.sample, config.train.sample_tokens, config.train.seed)!r}")
+    if config.train.timeline:
+        draw_timeline(engine, folder)
+    dist.barrier()
+
+
+def say(text: str) -> None:
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def sample(folder: Path, prompt: str, tokens: int, seed: int) -> str:
+    """A continuation of ``prompt`` by plain transformers from an exported folder."""
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    torch.manual_seed(seed)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=tokens, do_sample=True, top_k=40, temperature=0.8)
+    return tokenizer.decode(output[0], skip_special_tokens=True)
+
+
+def draw_timeline(engine: WeftEngine, folder: Path) -> None:
+    """A step of middling length among the last ones, beside what the simulator predicts from all of them."""
+    timelines = engine.measured_timelines()
+    if engine.global_rank != 0:
+        return
+    predicted = simulate(engine.schedule, fit_costs(timelines, engine.costs))
+    measured = sorted(timelines, key=lambda timeline: timeline.step_s)[len(timelines) // 2]
+    plot_timelines([measured, predicted], folder / "timeline.png")
+    write_perfetto([measured, predicted], folder / "timeline.json")
+    say(
+        f"timeline: {folder / 'timeline.png'} (measured {measured.step_s:.3f} s, "
+        f"predicted {predicted.step_s:.3f} s), {folder / 'timeline.json'} for Perfetto"
+    )

@@ -1,0 +1,199 @@
+"""`weft serve`: one vLLM server beside each training rank, started and kept running."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import weft
+from weft.conf import load
+from weft.conf.boards import boards_folder
+from weft.conf.hosts import is_loopback
+from weft.conf.schema import WeftConfig
+from weft.inference.worker_command import Worker, command, environment, workers_of
+from weft.tools.preflight import num_gpus
+
+POLL_S = 0.5
+STARTING_S = 600.0
+"""Time that a worker has until it first answers."""
+PROBE_S = 5.0
+"""Pause between looks at a worker's health, and how long it may take to answer."""
+MISSED = 6
+"""Looks in a row without an answer after which a worker that had answered is started anew."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Pause before a worker that has ended is started again; it doubles while that helps nothing."""
+GRACE_S = 10.0
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded before a fork: the child should call, and nothing more
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``[--trace FOLDER] [recipe=NAME] [key=value ...]`` until SIGINT or SIGTERM.
+
+    Give it the same settings as `weft launch`: they say where the boards are. It may be started
+    before, during and after training, and stopped at any time.
+
+    Raises:
+        ValueError: bad input, found before any process starts.
+    """
+    parser = argparse.ArgumentParser(
+        prog="weft serve", usage="weft serve [--trace FOLDER] [recipe=NAME] [key=value ...]"
+    )
+    parser.add_argument("--trace", metavar="FOLDER", help="note every prefill step in worker<N>.jsonl here")
+    known, overrides = parser.parse_known_args(argv)
+    config = load(overrides)
+    check_serving(config)
+    runs = [_Run(config, worker, known.trace) for worker in workers_of(config)]
+    stopped: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: stopped.append(number))
+    try:
+        while not stopped:
+            for run in runs:
+                run.look()
+            time.sleep(POLL_S)
+    finally:
+        for run in runs:
+            run.tell(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_S
+        for run in runs:
+            run.end(deadline)
+    return 0
+
+
+def check_serving(config: WeftConfig) -> None:
+    """Refuse what no worker could be started with.
+
+    Raises:
+        ValueError: the field, its value and a remedy.
+    """
+    prefill = config.inference.prefill
+    if not prefill.model:
+        raise ValueError("inference.prefill.model='': nothing says what to serve; set a model's folder or hub name")
+    if not is_loopback(prefill.host) and not os.environ.get(config.inference.controller.api_key_env):
+        raise ValueError(
+            f"inference.prefill.host={prefill.host}: others can reach it, and there is no API key; set the environment "
+            f"variable {config.inference.controller.api_key_env}, or inference.prefill.host=127.0.0.1"
+        )
+    if prefill.python and not os.access(Path(prefill.python).expanduser(), os.X_OK):
+        raise ValueError(f"inference.prefill.python={prefill.python}: cannot be run; give the path of a Python")
+
+
+class _Run:
+    """One worker's process, now and after each restart."""
+
+    def __init__(self, config: WeftConfig, worker: Worker, trace: str | None) -> None:
+        self._config, self._worker, self._trace = config, worker, trace
+        self._process: subprocess.Popen | None = None
+        self._begun_s = self._probed_s = 0.0
+        self._pause_s = FIRST_PAUSE_S
+        self._start_at_s = 0.0
+        self._answered = False
+        self._missed = 0
+
+    def look(self) -> None:
+        """Start the worker, or see how it is."""
+        now_s = time.monotonic()
+        if self._process is None:
+            if now_s >= self._start_at_s:
+                self._start(now_s)
+            return
+        code = self._process.poll()
+        if code is not None:
+            self._restart(f"ended with code {code}", now_s)
+        elif now_s - self._probed_s >= PROBE_S:
+            self._probed_s = now_s
+            self._probe(now_s)
+
+    def tell(self, number: signal.Signals) -> None:
+        """Send a signal to the worker's processes."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def end(self, deadline_s: float) -> None:
+        """Wait for its end until the deadline, then kill it."""
+        if self._process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, deadline_s - time.monotonic()))
+        self.tell(signal.SIGKILL)
+        self._process.wait()
+
+    def _start(self, now_s: float) -> None:
+        config, worker = self._config, self._worker
+        folder = boards_folder(config, os.getuid())
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        python = (
+            str(Path(config.inference.prefill.python).expanduser())
+            if config.inference.prefill.python
+            else sys.executable
+        )
+        gpus = num_gpus()
+        trace = str(Path(self._trace, f"worker{worker.index}.jsonl").absolute()) if self._trace else ""
+        env = environment(config, worker, os.environ, package=_package(folder), num_gpus=gpus)
+        with open(folder / f"worker{worker.index}.log", "ab") as log:
+            self._process = subprocess.Popen(
+                command(config, worker, python=python, num_gpus=gpus, trace_file=trace),
+                env=env,
+                stdout=log,
+                stderr=log,
+                cwd=folder,
+                start_new_session=True,
+                preexec_fn=_become_worker,
+            )
+        self._begun_s = self._probed_s = now_s
+        self._answered, self._missed = False, 0
+        ranks = ", ".join(map(str, worker.ranks))
+        print(f"worker {worker.index} (rank {ranks}): starting on port {worker.port}, log {log.name}", flush=True)
+
+    def _probe(self, now_s: float) -> None:
+        try:
+            url = f"http://{self._config.inference.prefill.host}:{self._worker.port}/health"
+            with urllib.request.urlopen(url, timeout=PROBE_S):
+                pass
+        except OSError:
+            self._missed += 1
+            limit = MISSED if self._answered else STARTING_S / PROBE_S
+            if self._missed > limit:
+                self._restart("does not answer", now_s)
+            return
+        if not self._answered:
+            print(f"worker {self._worker.index}: ready after {now_s - self._begun_s:.0f} s", flush=True)
+        self._answered, self._missed, self._pause_s = True, 0, FIRST_PAUSE_S
+
+    def _restart(self, why: str, now_s: float) -> None:
+        self.tell(signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+        print(f"worker {self._worker.index}: {why}; again in {self._pause_s:.0f} s", file=sys.stderr, flush=True)
+        self._process = None
+        self._start_at_s = now_s + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+
+def _become_worker() -> None:
+    """Run on cores that nobody else wants (a rank that wakes takes its core back at once), and end
+    with this process, however it ends."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _package(folder: Path) -> Path:
+    """A folder in which the package `weft` lies by its name, and nothing else."""
+    link = folder / "package" / "weft"
+    link.parent.mkdir(mode=0o700, exist_ok=True)
+    draft = link.with_name(f".weft.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(Path(weft.__file__).parent.absolute(), target_is_directory=True)
+    draft.replace(link)
+    return link.parent

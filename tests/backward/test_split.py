@@ -1,0 +1,242 @@
+"""The split backward's own rules: what waits, what is kept, which hooks run."""
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils.checkpoint import checkpoint
+
+from weft.engine.backward import SplitBackward
+
+
+class Bag(nn.Module):
+    """Owns a matrix, and applies it in the way that a test names."""
+
+    def __init__(self, way, width=6, bias=True):
+        super().__init__()
+        self.way = way
+        self.weight = nn.Parameter(torch.randn(width, width))
+        self.bias = nn.Parameter(torch.randn(width)) if bias else None
+
+    def forward(self, x):
+        return WAYS[self.way](self, x)
+
+
+def _conv1d(self, x):
+    bias = torch.zeros(x.shape[-1]) if self.bias is None else self.bias
+    return torch.addmm(bias, x.reshape(-1, x.shape[-1]), self.weight).view_as(x)
+
+
+WAYS = {
+    "linear": lambda self, x: F.linear(x, self.weight, self.bias),
+    "linear_keywords": lambda self, x: F.linear(input=x, weight=self.weight, bias=self.bias),
+    "at": lambda self, x: x @ self.weight,
+    "matmul": lambda self, x: torch.matmul(x, self.weight.t()),
+    "mm": lambda self, x: torch.mm(x.reshape(-1, x.shape[-1]), self.weight).view_as(x),
+    "slice": lambda self, x: (
+        F.linear(x, self.weight[:3].repeat_interleave(2, 0)) + F.linear(x, self.weight[::2], None).sum()
+    ),
+    "addmm": _conv1d,
+    "twice": lambda self, x: F.linear(F.linear(x, self.weight), self.weight),
+    "vector": lambda self, x: (
+        F.linear(x, self.weight) + F.linear(x[..., 0, :].reshape(-1, x.shape[-1])[0], self.weight)
+    ),
+    "computed": lambda self, x: F.linear(x, self.weight.exp()),
+    "scaled": lambda self, x: torch.addmm(x.reshape(-1, x.shape[-1]), x.reshape(-1, x.shape[-1]), self.weight).view_as(
+        x
+    ),
+}
+
+
+def run_split(module, x, **options):
+    split = SplitBackward(module)
+    x = x.detach().requires_grad_()
+    output, saved = split.forward(lambda: module(x), x, **options)
+    return split, saved, output
+
+
+def collect(module):
+    grads = {n: p.grad for n, p in module.named_parameters()}
+    module.zero_grad()
+    return grads
+
+
+@given(
+    ways=st.lists(st.sampled_from(sorted(WAYS)), min_size=1, max_size=4),
+    shape=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    bias=st.booleans(),
+    recompute=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_chain_of_products(ways, shape, bias, recompute):
+    torch.manual_seed(0)
+    chain = nn.Sequential(*(Bag(way, bias=bias) for way in ways))
+    run = (lambda x: checkpoint(chain, x, use_reentrant=False)) if recompute else chain
+    x = torch.randn(*shape, 6)
+    plain = x.clone().requires_grad_()
+    out = run(plain)
+    seed = torch.randn_like(out)
+    out.backward(seed)
+    want = collect(chain)
+    split = SplitBackward(chain)
+    leaf = x.clone().requires_grad_()
+    output, saved = split.forward(lambda: run(leaf), leaf)
+    assert torch.equal(output, out)
+    torch.testing.assert_close(split.input_backward(saved, seed), plain.grad)
+    split.weight_backward(saved)
+    torch.testing.assert_close(collect(chain), want)
+
+
+def test_plain_forward_is_plain_autograd():
+    module = nn.Linear(4, 4)
+    split, saved, output = run_split(module, torch.randn(3, 4), split=False)
+    assert output.grad_fn.name() == "AddmmBackward0"
+    split.full_backward(saved, torch.ones_like(output))
+    assert module.weight.grad is not None
+    assert saved.live_bytes == 0
+
+
+def test_nothing_is_kept_for_a_frozen_weight():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[0].requires_grad_(False)
+    split, saved, output = run_split(module, torch.randn(3, 4))
+    split.input_backward(saved, torch.ones_like(output))
+    assert saved.kept_bytes == 2 * 3 * 4 * 4  # activation and gradient of the second layer
+    split.weight_backward(saved)
+    assert module[0].weight.grad is None
+    assert module[1].bias.grad.tolist() == [3.0] * 4
+
+
+def test_a_shared_activation_is_counted_once():
+    class Fan(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+        def forward(self, x):
+            return self.q(x) * self.k(x)
+
+    split, saved, output = run_split(Fan(), torch.randn(5, 8))
+    assert saved.activation_bytes == 3 * 5 * 8 * 4  # x, q(x), k(x)
+    split.input_backward(saved, torch.ones_like(output))
+    assert saved.kept_bytes == 3 * 5 * 8 * 4  # x and the gradients of q(x) and k(x)
+    assert saved.live_bytes == saved.kept_bytes
+
+
+def test_a_stage_without_matrices_has_an_empty_w():
+    module = nn.LayerNorm(4)
+    split, saved, output = run_split(module, torch.randn(3, 4))
+    assert not split.can_split
+    split.input_backward(saved, torch.ones_like(output))
+    assert module.weight.grad is not None
+    assert saved.kept_bytes == 0
+    split.weight_backward(saved)
+
+
+def test_what_cannot_wait_is_said_once(caplog):
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    with caplog.at_level(logging.INFO, logger="weft"):
+        split, _, _ = run_split(module, torch.randn(3, 4))
+        split.forward(lambda: module(torch.randn(3, 4)), None)
+    assert split.unsplit == ("1.weight", "1.bias")
+    assert [r.getMessage() for r in caplog.records] == ["gradients computed in I instead of W: 1.weight, 1.bias"]
+
+
+def test_each_hook_runs_once_per_parameter_and_microbatch():
+    shared = nn.Linear(4, 4, bias=False)
+    module = nn.Sequential(shared, shared)
+    seen = []
+    shared.weight.register_hook(lambda grad: seen.append(("tensor", grad.clone())))
+    shared.weight.register_post_accumulate_grad_hook(lambda p: seen.append(("accumulated", p.grad.clone())))
+    split, saved, output = run_split(module, torch.randn(3, 4))
+    split.input_backward(saved, torch.ones_like(output))
+    assert seen == []
+    split.weight_backward(saved)
+    assert [name for name, _ in seen] == ["tensor", "accumulated"]
+    assert torch.equal(seen[1][1], shared.weight.grad)
+
+
+def test_microbatches_wait_side_by_side():
+    module = nn.Linear(4, 4)
+    split = SplitBackward(module)
+    inputs = [torch.randn(3, 4) for _ in range(3)]
+    saved = [split.forward(lambda x=x: module(x), None) for x in inputs]
+    for output, one in saved:
+        split.input_backward(one, torch.ones_like(output))
+    for _, one in reversed(saved):
+        split.weight_backward(one)
+    torch.testing.assert_close(module.weight.grad, torch.ones(4, 3) @ sum(inputs))
+
+
+@pytest.mark.parametrize("padding_idx", [None, 0, -1])
+@pytest.mark.parametrize("by_frequency", [False, True])
+def test_an_embedding_waits(padding_idx, by_frequency):
+    module = nn.Embedding(7, 4, padding_idx=padding_idx, scale_grad_by_freq=by_frequency)
+    ids = torch.tensor([[0, 1, 1], [6, 6, 2]])
+    seed = torch.randn(2, 3, 4)
+    module(ids).backward(seed)
+    want = collect(module)
+    split = SplitBackward(module)
+    _, saved = split.forward(lambda: module(ids), None)
+    assert split.input_backward(saved, seed) is None
+    assert module.weight.grad is None
+    split.weight_backward(saved)
+    torch.testing.assert_close(collect(module), want, rtol=0, atol=0)
+
+
+def test_autocast_is_left_alone():
+    module = nn.Linear(4, 4)
+    split = SplitBackward(module)
+    x = torch.randn(3, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, saved = split.forward(lambda: module(x), None)
+    split.full_backward(saved, torch.ones_like(output))
+    assert split.unsplit == ("weight", "bias")
+    assert module.weight.grad.dtype == torch.float32
+
+
+def test_no_graph_without_gradients():
+    module = nn.Linear(4, 4)
+    SplitBackward(module)
+    with torch.no_grad():
+        assert not module(torch.randn(3, 4)).requires_grad
+
+
+def test_an_exception_in_the_forward_leaves_no_mode_behind():
+    module = nn.Linear(4, 4)
+    split = SplitBackward(module)
+    with pytest.raises(RuntimeError):
+        split.forward(lambda: module(torch.randn(3, 5)), None)
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_remove_and_copy():
+    module = nn.Linear(4, 4)
+    split = SplitBackward(module)
+    twin = copy.deepcopy(module)
+    split.remove()
+    assert not module._forward_hooks
+    assert not module._forward_pre_hooks
+    assert twin(torch.randn(3, 4)).grad_fn.name() == "AddmmBackward0"
+
+
+def test_gradients_equal_those_of_torchs_graph_partition():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4))
+    x = torch.randn(3, 4)
+    leaf = x.clone().requires_grad_()
+    out = module(leaf)
+    seed = torch.randn_like(out)
+    (below,), groups = stage_backward_input([out], [seed], [leaf], module.parameters())
+    stage_backward_weight(module.parameters(), groups)
+    want = collect(module)
+    split, saved, _ = run_split(module, x)
+    torch.testing.assert_close(split.input_backward(saved, seed), below)
+    split.weight_backward(saved)
+    torch.testing.assert_close(collect(module), want)

@@ -1,0 +1,142 @@
+"""Several ranks of one checkpoint as threads of one process, and crashes at any file operation."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.engine.checkpoint import CheckpointError, Piece, Ranks, durable, save
+from weft.engine.checkpoint.pieces import share
+
+NUM_RANKS = 3
+
+
+class Crash(BaseException):
+    """The process dies: nothing may catch this."""
+
+
+class Meeting:
+    """All-gather between threads; a thread that dies leaves the others with an error, as sockets do."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._barrier = threading.Barrier(size, timeout=20)
+        self._values: list[Any] = [None] * size
+
+    def ranks(self, rank: int) -> Ranks:
+        def gather(value: Any) -> list[Any]:
+            self._values[rank] = value
+            self._barrier.wait()
+            values = list(self._values)
+            self._barrier.wait()
+            return values
+
+        return Ranks(rank, gather)
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    """What the checkpoint of a step holds."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "weight/a": torch.randn(37, 11, generator=generator),
+        "weight/b": torch.randn(129, generator=generator).to(torch.bfloat16),
+        "weight/c": torch.randn(3, 4, 5, generator=generator).to(torch.float16),
+        "optim/step/a": torch.tensor(float(step)),
+        "weight/empty": torch.zeros(0, 7),
+    }
+
+
+def save_step(
+    folder: Path, step: int, *, keep: int = 2, num_ranks: int = NUM_RANKS, site_of: Sequence[str] = ()
+) -> list[BaseException | Path]:
+    """Save by threads; what came of it on each rank.
+
+    Args:
+        site_of: the folder in ``folder`` that each rank writes to; they write to ``folder`` itself without.
+    """
+    sites = list(site_of) or [""] * num_ranks
+    num_ranks = len(sites)
+    meeting = Meeting(num_ranks)
+    outcomes: list[Any] = [None] * num_ranks
+
+    def run(rank: int) -> None:
+        near = [other for other in range(num_ranks) if sites[other] == sites[rank]]
+        held = [Piece.whole(name, tensor) for name, tensor in tensors(step).items()]
+        pieces = [*share(held, near.index(rank), len(near)), Piece.whole(f"own/{rank}", torch.tensor([rank]))]
+        try:
+            place = folder / sites[rank]
+            outcomes[rank] = save(place, step, pieces, {"value": step}, ranks=meeting.ranks(rank), keep=keep)
+        except CheckpointError as error:
+            outcomes[rank] = error
+        except BaseException as error:
+            outcomes[rank] = error
+            meeting.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+@contextmanager
+def failing(at: int, error: BaseException, *, dead_after: bool) -> Iterator[list[str]]:
+    """Raise ``error`` instead of the file operation number ``at``; yields the operations' names.
+
+    Args:
+        dead_after: every later operation fails as well: the process is gone.
+    """
+    seen: list[str] = []
+    lock = threading.Lock()
+
+    def point(name: str) -> None:
+        with lock:
+            seen.append(name)
+            number = len(seen) - 1
+        if number == at or (dead_after and number > at):
+            raise error
+
+    def before(name: str, function: Callable) -> Callable:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            point(name)
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    def write(path: Path, chunks: Any) -> int:
+        def torn() -> Iterator[durable.Buffer]:
+            for chunk in chunks:
+                half = len(chunk) // 2
+                yield chunk[:half]
+                point(f"write {path.name}")
+                yield chunk[half:]
+
+        return originals[2](path, torn())
+
+    def rmtree(path: Path, ignore_errors: bool = False) -> None:
+        for file in sorted(Path(path).glob("*")):
+            point(f"unlink {file.name}")
+            file.unlink()
+        point("rmdir")
+        if Path(path).exists():
+            os.rmdir(path)
+
+    originals = (os.rename, os.fsync, durable.write, shutil.rmtree, os.mkdir)
+    os.rename, os.fsync = before("rename", os.rename), before("fsync", os.fsync)
+    os.mkdir = before("mkdir", os.mkdir)
+    durable.write, shutil.rmtree = write, rmtree
+    try:
+        yield seen
+    finally:
+        os.rename, os.fsync, durable.write, shutil.rmtree, os.mkdir = originals

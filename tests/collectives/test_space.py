@@ -1,0 +1,172 @@
+"""Groups, meshes, rewrites and their costs as values."""
+
+from itertools import combinations
+from math import isclose, prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.comm.collectives import (
+    AlphaBeta,
+    Collective,
+    CollectiveCosts,
+    Group,
+    LinkClass,
+    Mesh,
+    Primitive,
+    Rewrite,
+    Step,
+    choose,
+    plain,
+)
+from weft.comm.collectives.costs import fit
+from weft.comm.collectives.space import pruned, space
+
+TWO_BY_TWO = Group.regular(2, 2)
+SLOW_BETWEEN = CollectiveCosts.of_links(
+    {LinkClass.intra: AlphaBeta(1e-5, 1e-10), LinkClass.inter: AlphaBeta(1e-3, 1e-8)}
+)
+WHOLE = (Primitive.all_reduce, Primitive.reduce_scatter, Primitive.all_gather)
+
+
+def wish(primitive, group=TWO_BY_TWO, elements=2**20):
+    return Collective.flat(primitive, group, num_elements=elements, itemsize=4)
+
+
+@st.composite
+def meshes(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+    nodes = draw(st.lists(st.integers(0, 3), min_size=prod(shape), max_size=prod(shape)))
+    return Mesh(Group(tuple(range(prod(shape))), tuple(nodes)), shape)
+
+
+@given(meshes())
+def test_sub_groups_differ_in_one_coordinate(mesh):
+    for axis in range(len(mesh.shape)):
+        lines = mesh.subgroups(axis)
+        assert sorted(p for line in lines for p in line) == list(range(mesh.group.size))
+        for line in lines:
+            assert len(line) == mesh.shape[axis]
+            assert list(line) == sorted(line)
+            assert len({mesh.index(p)[:axis] + mesh.index(p)[axis + 1 :] for p in line}) == 1
+
+
+@given(meshes())
+def test_a_balanced_mesh_has_links_of_one_class_in_each_sub_group(mesh):
+    nodes = mesh.group.nodes
+    same = [
+        {nodes[a] == nodes[b] for a, b in combinations(line, 2)}
+        for axis in range(len(mesh.shape))
+        for line in mesh.subgroups(axis)
+    ]
+    if mesh.is_balanced:
+        assert all(len(found) <= 1 for found in same)
+
+
+def test_meshes_follow_the_topology():
+    assert [mesh.shape for mesh in TWO_BY_TWO.meshes()] == [(4,), (2, 2)]
+    assert Mesh(TWO_BY_TWO, (2, 2)).links == (LinkClass.inter, LinkClass.intra)
+    eight = Group.regular(2, 4)
+    assert [mesh.shape for mesh in eight.meshes()] == [(8,), (2, 4)]
+    assert {mesh.shape for mesh in eight.balanced_meshes()} == {(2, 4), (2, 2, 2)}
+    assert not Mesh(eight, (4, 2)).is_balanced
+    assert [mesh.shape for mesh in Group((0, 1, 2, 3), (0, 0, 0, 1)).meshes()] == [(4,)]
+    assert [mesh.shape for mesh in Group.regular(1, 4).meshes()] == [(4,)]
+
+
+def test_a_group_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="ascending"):
+        Group((1, 0), (0, 0))
+    with pytest.raises(ValueError, match="one for each of the 2 ranks"):
+        Group((0, 1), (0,))
+    with pytest.raises(ValueError, match="multiply to the group's 4 ranks"):
+        Mesh(TWO_BY_TWO, (2, 3))
+    with pytest.raises(ValueError, match="multiple of the group's 4 ranks"):
+        wish(Primitive.all_gather, elements=6)
+
+
+def test_steps_that_amount_to_something_else_are_refused():
+    mesh = Mesh(TWO_BY_TWO, (2, 2))
+    inter, intra = Step(Primitive.reduce_scatter, 0), Step(Primitive.reduce_scatter, 1)
+    Rewrite(wish(Primitive.reduce_scatter), mesh, (intra, inter))
+    for steps in [(intra,), (intra, intra), (intra, Step(Primitive.all_reduce, 0)), (intra, inter, inter)]:
+        with pytest.raises(ValueError, match=r"does not fit|something else"):
+            Rewrite(wish(Primitive.reduce_scatter), mesh, steps)
+    with pytest.raises(ValueError, match="sum to 1"):
+        plain(wish(Primitive.all_reduce)).chunked((0.5, 0.4))
+
+
+@pytest.mark.parametrize("primitive", WHOLE)
+def test_rewrites_print_what_they_do(primitive):
+    lines = [str(rewrite) for rewrite in space(wish(primitive))]
+    assert len(set(lines)) == len(lines)
+    assert lines[0] == f"{primitive.value} mixed 4 | 1 chunk"
+    assert all("reduce +" not in line for line in lines)
+    assert any(line.startswith(("reduce + broadcast", "reduce + scatter", "gather + broadcast")) for line in _pruned())
+
+
+def _pruned():
+    return [line for primitive in WHOLE for line in pruned(wish(primitive))]
+
+
+def test_unscalable_substitutions_are_pruned_with_their_reason():
+    assert len(_pruned()) == 3
+    assert all("root" in line for line in _pruned())
+    assert any("(2, 2, 2): cuts" in line for line in pruned(wish(Primitive.all_gather, Group.regular(2, 4))))
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(1, 200))
+def test_chunks_cover_the_buffer_once(weights, length):
+    rewrite = plain(wish(Primitive.all_reduce)).chunked([weight / sum(weights) for weight in weights])
+    covered = [place for begin, end in rewrite.bounds(length) for place in range(begin, end)]
+    assert covered == list(range(length))
+
+
+def test_a_hierarchical_gather_spares_the_slow_link():
+    best = choose(wish(Primitive.all_gather), SLOW_BETWEEN, granularities=[(1.0,)])
+    assert [best.rewrite.mesh.links[step.axis] for step in best.rewrite.steps] == [LinkClass.inter, LinkClass.intra]
+    assert list(best.rewrite.step_bytes()) == [2**21, 2**22]
+    assert best.cost_s < best.plain_s
+    scattered = choose(wish(Primitive.reduce_scatter), SLOW_BETWEEN, granularities=[(1.0,)])
+    links = [scattered.rewrite.mesh.links[step.axis] for step in scattered.rewrite.steps]
+    assert links == [LinkClass.intra, LinkClass.inter]
+    summed = choose(wish(Primitive.all_reduce), SLOW_BETWEEN)
+    assert len(summed.rewrite.steps) == 4
+
+
+@pytest.mark.parametrize("primitive", WHOLE)
+def test_the_choice_is_the_cheapest(primitive):
+    choice = choose(wish(primitive), SLOW_BETWEEN)
+    costs = [SLOW_BETWEEN.rewrite_s(rewrite) for rewrite in space(wish(primitive))]
+    assert isclose(choice.cost_s, min(costs), abs_tol=1e-9)
+    assert choice.plain_s == SLOW_BETWEEN.rewrite_s(plain(wish(primitive)))
+
+
+def test_chunks_flow_through_the_steps_like_a_pipeline():
+    links = {LinkClass.intra: AlphaBeta(0.0, 1e-8), LinkClass.inter: AlphaBeta(0.0, 2e-8)}
+    costs = CollectiveCosts.of_links(links)
+    rewrite = next(r for r in space(wish(Primitive.all_gather)) if len(r.steps) == 2)
+    first, second = costs.steps_s(rewrite)
+    assert isclose(costs.rewrite_s(rewrite), first + second)
+    assert isclose(costs.rewrite_s(rewrite.chunked((0.5, 0.5))), max(first, second) + min(first, second) / 2)
+
+
+def test_unmeasured_links_are_named():
+    with pytest.raises(ValueError, match="all_gather over mixed links: not measured"):
+        CollectiveCosts({}).rewrite_s(plain(wish(Primitive.all_gather)))
+
+
+@given(st.floats(1e-6, 1e-1), st.floats(1e-12, 1e-7), st.integers(1, 7))
+def test_the_fit_finds_the_line(alpha_s, beta_s, rounds):
+    sizes = [2.0**k for k in range(10, 26, 3)]
+    line = fit([(rounds, size, rounds * alpha_s + size * beta_s) for size in sizes])
+    for size in sizes:
+        assert isclose(rounds * line.alpha_s + size * line.beta_s, rounds * alpha_s + size * beta_s, rel_tol=1e-4)
+
+
+@given(st.lists(st.tuples(st.floats(1e3, 1e8), st.floats(1e-5, 1.0)), min_size=2, max_size=8))
+def test_no_cost_is_negative(samples):
+    line = fit([(1, size, seconds) for size, seconds in samples])
+    assert line.alpha_s >= 0
+    assert line.beta_s >= 0

@@ -1,0 +1,192 @@
+"""An authenticated peer that breaks the protocol: it is cut off, and nothing is harmed."""
+
+import hmac
+import os
+import socket
+import struct
+from contextlib import ExitStack
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.comm.test_wan import KEY, Pair, noise, until
+from weft.comm.channel import ChannelError, TensorSpec
+from weft.comm.wan import WanEndpoint
+from weft.comm.wan.library import load
+
+CHUNK = 4096
+DATA, ACK, CREDIT, PING, PONG, BYE = range(1, 7)
+
+
+class RoguePeer:
+    """Speaks the wire format in plain Python, as rank 5."""
+
+    def __init__(self, address, *, to=1, chunk_bytes=CHUNK):
+        self.socket = socket.create_connection(address, timeout=5)
+        hello = struct.pack("<8sIIQIIII", b"weftwan1", 5, to, 99, 0, 1, chunk_bytes, 0) + os.urandom(32)
+        self.socket.sendall(hello)
+        challenge = self._exactly(64)
+        key = KEY.derived("authentication")
+        self.socket.sendall(hmac.digest(key, b"connects" + hello + challenge, "sha256"))
+        assert self._exactly(32) == hmac.digest(key, b"listens" + hello + challenge, "sha256")
+
+    def _exactly(self, size):
+        data = b""
+        while len(data) < size:
+            more = self.socket.recv(size - len(data))
+            if not more:
+                raise ConnectionError
+            data += more
+        return data
+
+    def say(self, kind, payload=b"", *, lane=0, message=0, total=0, offset=0, length=None, tag=b"a", spoil=0):
+        length = len(payload) if length is None else length
+        total_sum = load().weft_wan_checksum(payload, len(payload)) ^ spoil
+        frame = struct.pack("<IHHQQQII48sI", 0x74666577, kind, lane, message, total, offset, length, total_sum, tag, 0)
+        frame += struct.pack("<I", load().weft_wan_checksum(frame, len(frame)))
+        self.socket.sendall(frame + payload)
+
+    def cut_off(self):
+        """Whether the other side closes."""
+        try:
+            while self.socket.recv(4096):
+                pass
+        except TimeoutError:
+            return False
+        except ConnectionError:
+            pass
+        return True
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def victim(stack):
+    end = WanEndpoint(rank=1, bind="127.0.0.1", key=KEY, chunk_bytes=CHUNK, buffer_bytes=64 << 10, deadline_s=20.0)
+    stack.callback(end.close, linger_s=0.0)
+    end.link(5)
+    return end
+
+
+def test_a_peer_in_plain_python_is_understood(victim):
+    """The wire format as its description has it."""
+    peer = RoguePeer(victim.address)
+    receive = victim.channel(5).recv("a", TensorSpec((5000,), torch.uint8))
+    data = bytes(noise(5000))
+    peer.say(DATA, data[CHUNK:], total=5000, offset=CHUNK)
+    peer.say(DATA, data[:CHUNK], total=5000)
+    peer.say(DATA, data[:CHUNK], total=5000)  # twice
+    assert bytes(receive.wait()) == data
+    assert victim.counters(5).duplicate_chunks == 1
+
+
+BREACHES = {
+    "a length of 4 GiB": {"length": 0xFFFFFFFF, "total": 1 << 32},
+    "a chunk above the agreed size": {"payload": b"x" * (CHUNK + 1), "total": CHUNK + 1},
+    "a chunk that is too short": {"payload": b"x" * 10, "total": 20},
+    "an offset beyond the message": {"payload": b"x" * 10, "total": 10, "offset": CHUNK},
+    "an offset at the end": {"total": CHUNK, "offset": CHUNK},
+    "an offset between chunks": {"payload": b"x" * 10, "total": 20, "offset": 10},
+    "an impossible message": {"payload": b"x" * CHUNK, "total": 1 << 62},
+    "a lane that is not open": {"payload": b"x", "total": 1, "lane": 9},
+    "a damaged chunk": {"payload": b"x", "total": 1, "spoil": 1},
+    "an unknown type": {"kind": 77},
+    "a length where none belongs": {"kind": PING, "length": 5},
+    "an acknowledgement of nothing": {"kind": ACK, "offset": 1},
+}
+
+
+@pytest.mark.parametrize("breach", BREACHES.values(), ids=BREACHES)
+def test_a_breach_costs_the_connection(victim, breach):
+    victim.channel(5)
+    peer = RoguePeer(victim.address)
+    peer.say(**{"kind": DATA, **breach})
+    assert peer.cut_off()
+    assert victim.counters(5).received_bytes == 0
+
+
+def test_a_message_that_changes_its_size_costs_the_connection(victim):
+    victim.channel(5)
+    peer = RoguePeer(victim.address)
+    peer.say(DATA, b"x" * CHUNK, total=3 * CHUNK)
+    peer.say(DATA, b"x" * CHUNK, total=9 * CHUNK, offset=8 * CHUNK)
+    assert peer.cut_off()
+
+
+def test_more_than_was_granted_costs_the_connection(victim):
+    victim.channel(5)
+    peer = RoguePeer(victim.address)
+    for message in range(17):  # the buffer holds sixteen
+        peer.say(DATA, b"x" * CHUNK, total=CHUNK, message=message)
+    assert peer.cut_off()
+    assert victim.counters(5).received_bytes == 64 << 10
+
+
+def test_a_chunk_size_out_of_bounds_is_refused(victim):
+    for size in (0, 4095, (4 << 20) + 1, 0xFFFFFFFF):
+        with pytest.raises(ConnectionError):
+            RoguePeer(victim.address, chunk_bytes=size)
+
+
+def test_one_that_asks_and_does_not_listen_is_cut_off(victim):
+    victim.channel(5)
+    peer = RoguePeer(victim.address)
+    peer.socket.settimeout(10)
+    with pytest.raises(OSError):  # a reset or a broken pipe, and no memory without end
+        for _ in range(2_000_000):
+            peer.say(PING)
+
+
+def test_a_farewell_ends_the_link_in_the_peers_words(victim):
+    receive = victim.channel(5).recv("a", TensorSpec((1,), torch.uint8))
+    RoguePeer(victim.address).say(BYE, tag=b"lunch")
+    with pytest.raises(ChannelError, match="ended by the other side: lunch"):
+        receive.wait()
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_whatever_frames_say_another_link_goes_on(data):
+    """Well-sealed frames with any fields, and then noise: the victim serves its other peer."""
+    number = st.one_of(st.integers(0, 3), st.integers(0, (1 << 64) - 1), st.integers(0, 20).map(lambda n: n * CHUNK))
+    frames = data.draw(
+        st.lists(
+            st.fixed_dictionaries(
+                {
+                    "kind": st.integers(0, 8),
+                    "lane": st.sampled_from([0, 0, 0, 1, 0xFFFF]),
+                    "message": number,
+                    "total": number,
+                    "offset": number,
+                    "tag": st.binary(max_size=48),
+                    "payload": st.integers(0, CHUNK).map(lambda n: b"x" * n),
+                }
+            ),
+            min_size=1,
+            max_size=12,
+        )
+    )
+    with ExitStack() as stack:
+        pair = Pair(stack)
+        victim = pair.ends[1]
+        victim.link(5)
+        receives = [victim.channel(5).recv("x", TensorSpec((CHUNK,), torch.uint8)) for _ in range(2)]
+        peer = RoguePeer(victim.address)
+        try:
+            for frame in frames:
+                peer.say(**frame)
+            peer.socket.sendall(os.urandom(300))
+        except ConnectionError:
+            pass
+        peer.socket.close()
+        pair.exchange("a", noise(50_000))
+        until(lambda: victim.counters(5).ready == 0)
+        del receives

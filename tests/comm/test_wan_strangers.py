@@ -1,0 +1,140 @@
+"""Strangers at the WAN port: none gets in, and none disturbs a transfer."""
+
+import os
+import socket
+import struct
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from tests.comm.test_wan import KEY, Pair, noise, until
+from weft.comm.channel import ChannelError
+from weft.comm.wan import WanEndpoint, WanKey
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as stack:
+        yield stack
+
+
+def says(address, data, *, then=b"", listen_s=5.0):
+    """What the port answers to ``data``, and to ``then``, before it closes; it must close."""
+    with socket.create_connection(address, timeout=listen_s) as stranger:
+        stranger.sendall(data)
+        answer = b""
+        try:
+            while more := stranger.recv(4096):
+                answer += more
+                stranger.sendall(then)
+                then = b""
+        except ConnectionError:
+            pass
+        return answer
+
+
+def hello(*, magic=b"weftwan1", sender=0, to=1, slot=0, connections=1, chunk_bytes=4096):
+    return struct.pack("<8sIIQIIII", magic, sender, to, 7, slot, connections, chunk_bytes, 0) + os.urandom(32)
+
+
+FRAME = struct.pack("<IHHQQQII48sII", 0x74666577, 1, 0, 0, 1 << 32, 0, 0xFFFFFFFF, 0, b"a", 0, 0)
+
+
+def test_nonsense_is_turned_away_without_a_word(stack):
+    pair = Pair(stack)
+    address = pair.ends[1].address
+    nonsense = [os.urandom(200), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4, FRAME, b"\0" * 100]
+    nonsense += [hello(magic=b"weftwan9"), hello(to=3), hello(slot=5), hello(connections=1 << 31, slot=1 << 30)]
+    for data in nonsense:
+        assert says(address, data) == b""
+    assert pair.ends[1].refused == len(nonsense)
+    pair.exchange("a", noise(100_000))
+
+
+def test_a_greeting_without_the_key_earns_a_random_number_and_no_more(stack):
+    pair = Pair(stack)
+    answer = says(pair.ends[1].address, hello(), then=bytes(32) + FRAME)
+    assert len(answer) == 64  # the challenge, and then the door
+    assert pair.ends[1].refused == 1
+    pair.exchange("a", noise(100_000))
+
+
+def test_a_recorded_handshake_opens_nothing(stack):
+    pair = Pair(stack, proxied=True)
+    pair.exchange("a", noise(1000))
+    before = pair.ends[1].counters(0)
+    for recording in pair.proxy.recorded:
+        assert len(recording) > 104
+        assert len(says(pair.ends[1].address, recording[:72], then=recording[72:])) == 64
+    assert pair.ends[1].refused == len(pair.proxy.recorded)
+    pair.exchange("a", noise(1000, 1))
+    after = pair.ends[1].counters(0)
+    assert after.broken == before.broken == 0
+    assert after.received_bytes == before.received_bytes + 1000
+
+
+def test_a_port_scan_and_silent_guests_do_not_keep_peers_out(stack):
+    pair = Pair(stack, proxied=True)
+    pair.exchange("a", noise(1000))
+    guests = [socket.create_connection(pair.ends[1].address) for _ in range(100)]  # more than it has room for
+    for _ in range(30):
+        socket.create_connection(pair.ends[1].address).close()
+    pair.proxy.kill(3)  # the peer must come in again past all of them
+    pair.exchange("a", noise(1000, 1))
+    until(lambda: pair.ends[1].refused >= 130, timeout_s=10)
+    for guest in guests:
+        assert guest.recv(1) == b""
+        guest.close()
+    pair.exchange("a", noise(1000, 2))
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_another_key_is_no_key(stack, tls):
+    pair = Pair(stack, tls=tls)
+    impostor = WanEndpoint(
+        rank=0, bind="127.0.0.1", key=WanKey(b"another key of some length"), deadline_s=0.5, timeout_s=0.5, tls=tls
+    )
+    stack.callback(impostor.close, linger_s=0.0)
+    impostor.link(1, address=pair.ends[1].address)
+    with pytest.raises(ChannelError, match=r"no contact within 0.5 s; last trouble: to 127.0.0.1:\d+: "):
+        impostor.channel(1).send("a", noise(8)).wait()
+    assert pair.ends[1].refused > 0
+    pair.exchange("a", noise(1000))
+
+
+def test_a_false_listener_is_found_out(stack):
+    """Who listens must prove the key as well: a peer sends nothing to a port that only echoes."""
+    false = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    peer = WanEndpoint(rank=0, bind="127.0.0.1", key=KEY, deadline_s=0.5, timeout_s=0.5, connections=1)
+    stack.callback(peer.close, linger_s=0.0)
+    peer.link(1, address=false.getsockname())
+    handle = peer.channel(1).send("a", torch.full((4000,), 7, dtype=torch.uint8))
+    guest, _ = false.accept()
+    heard = guest.recv(4096)
+    assert len(heard) == 72
+    guest.sendall(struct.pack("<8sIIQII", b"weftwan1", 1, 0, 7, 4096, 0) + os.urandom(32))
+    assert len(guest.recv(4096)) == 32  # its proof
+    guest.sendall(os.urandom(32))
+    assert guest.recv(4096) == b""  # and not a byte of the tensor
+    guest.close()
+    with pytest.raises(ChannelError, match="another key"):
+        handle.wait()
+
+
+def test_tls_and_clear_do_not_mix(stack):
+    pair = Pair(stack, tls=True)
+    clear = WanEndpoint(rank=0, bind="127.0.0.1", key=KEY, deadline_s=0.5, timeout_s=0.5)
+    stack.callback(clear.close, linger_s=0.0)
+    clear.link(1, address=pair.ends[1].address)
+    with pytest.raises(ChannelError, match="no contact"):
+        clear.channel(1).send("a", noise(8)).wait()
+    pair.exchange("a", noise(1000))
+
+
+def test_tls_hides_what_passes(stack):
+    for tls in (False, True):
+        pair = Pair(stack, proxied=True, tls=tls)
+        pair.exchange("secret tag", torch.full((2000,), 0x41, dtype=torch.uint8))
+        said = b"".join(bytes(recording) for recording in pair.proxy.recorded)
+        assert (b"secret tag" in said, b"A" * 500 in said) == (not tls, not tls)

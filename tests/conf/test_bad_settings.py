@@ -1,0 +1,143 @@
+"""Every bad setting ends in one clear error: the settings, and a part of the message."""
+
+import pytest
+
+from weft.conf import load
+from weft.conf.checks import check_world
+from weft.conf.schema import WeftConfig
+
+CHAT = ["data.kind=chat", "data.path=x", "model.path=y"]
+TWO_SITES = "cluster.sites=[{name: a, ranks: 1}, {name: b, ranks: 1}]"
+
+BAD = [
+    # names, types and choices
+    (["trian.steps=1"], "there is no field trian.steps; did you mean train.steps?"),
+    (["train.step=1"], "did you mean train.steps?"),
+    (["train.lr=1"], "did you mean optimizer.lr?"),
+    (["++foo=1"], "`weft config` lists every field"),
+    (["train.steps=abc"], "train.steps='abc': expected an integer"),
+    (["train.steps=1.5"], "expected an integer"),
+    (["train.steps=null"], "train.steps=null: expected an integer"),
+    (["dry_run=maybe"], "expected true or false"),
+    (["optimizer.betas=3"], "expected a list such as"),
+    (["optimizer.betas=[a,b]"], "optimizer.betas[0]='a'"),
+    (["model.overrides=3"], "expected a mapping"),
+    (["cluster.sites=[1]"], "expected a list of {name, hosts, ranks}"),
+    (["cluster.sites=[{name: a, ranks: x}]"], "cluster.sites.ranks='x': expected an integer"),
+    (["cluster.sites=[{nam: a}]"], "there is no field nam; did you mean name?"),
+    (["pipeline.schedule=2f2b"], "expected one of gpipe, 1f1b, interleaved, w"),
+    (["train.precision=int8"], "expected one of fp32, bf16, fp16"),
+    (["model=tiny_lama"], "did you mean model=tiny_llama?"),
+    (["recipe=quikstart"], "did you mean recipe=quickstart?"),
+    (["recipe=zzz"], "a recipe of your own is given as recipe=FILE.yaml"),
+    (["recipe=sft", "recipe=lora"], "one recipe at a time"),
+    (["recipe=/nowhere.yaml"], "No such file"),
+    (["train.steps"], "write key=value"),
+    (["~train.steps"], "fields cannot be removed"),
+    (["model@train=tiny_llama"], "write model=NAME"),
+    (["hydra.run.dir=x"], "there is no field hydra.run.dir"),
+    (["--multirun"], "a sweep would run once per rank"),
+    (["-m"], "a sweep would run once per rank"),
+    (["train.steps=1,2"], "a sweep would run once per rank"),
+    (["--stages=2"], "settings are written key=value"),
+    # ranges
+    (["train.steps=0"], "train.steps=0: outside its range; choose a value at least 1"),
+    (["model.lora.dropout=1"], "at least 0 and below 1"),
+    (["optimizer.lr=0"], "above 0"),
+    (["cluster.master_port=99999"], "at most 65535"),
+    (["train.microbatch_size=0"], "train.microbatch_size=0"),
+    (["optimizer.betas=[0.9]"], "not two numbers"),
+    (["optimizer.betas=[0.9,1.0]"], "not two numbers"),
+    # model and data
+    (["model.arch=''"], "set model.path"),
+    (["model.attn_implementation=flash_attention_2"], "takes no fp32; set train.precision=bf16"),
+    (["model.lora.target_modules=[q_proj]"], "set model.lora.enabled=true"),
+    (["data.path=x"], "unused by data.kind=corpus"),
+    (["data.kind=text", "model.path=y"], "data.path='': data.kind=text needs a source"),
+    (["data.kind=text", "data.path=x"], "model.tokenizer='': data.kind=text needs a tokenizer"),
+    (["data.chat_template=x"], "set data.kind=chat"),
+    ([*CHAT, "train.eval_every=5"], "there is nothing to evaluate on"),
+    # pipeline
+    (["pipeline.schedule=w", "pipeline.stages=2"], "the w schedule is defined for fold or site_fold"),
+    (["pipeline.placement=fold", "pipeline.stages=2"], "the 1f1b schedule is defined for straight"),
+    (["pipeline=w"], "a fold needs at least 2 ranks"),
+    (["pipeline=dualpipev", "pipeline.stages=8"], "needs at least 2 x 8 stages = 16"),
+    (["pipeline=interleaved", "pipeline.chunks_per_rank=1"], "the interleaved schedule needs at least 2"),
+    (["pipeline.schedule=file"], "set both or neither"),
+    (["pipeline.schedule_file=x"], "set both or neither"),
+    (["pipeline.schedule=file", "pipeline.schedule_file=/nowhere"], "there is no such file"),
+    (["pipeline.layers=[1,2]"], "2 entries for 1 virtual stages"),
+    (["pipeline.layers=[-1]"], "fewer than 0 layers"),
+    (["model=tiny_llama", "pipeline.layers=[7]"], "they hold 7 layers, the model has 8"),
+    (["model=tiny_llama", "pipeline.stages=9"], "9 virtual stages for model.overrides.num_hidden_layers=8"),
+    # cluster
+    ([TWO_SITES], "the sites hold 1 + 1 = 2 pipeline ranks"),
+    (["cluster.sites=[{ranks: 1}]"], "give every site a name"),
+    (["cluster.sites=[{name: a, ranks: 1}, {name: a, ranks: 1}]", "pipeline.stages=2"], "2 sites are called so"),
+    (["cluster.sites=[{name: a, ranks: 0}]"], "holds no pipeline rank"),
+    ([TWO_SITES, "pipeline.stages=2", "cluster.links=[{sites: [a]}]"], "a link joins two sites"),
+    ([TWO_SITES, "pipeline.stages=2", "cluster.links=[{sites: [a, c]}]"], "cluster.sites has a, b"),
+    ([TWO_SITES, "pipeline.stages=2", "cluster.links=[{sites: [a, b]}, {sites: [b, a]}]"], "given twice"),
+    ([TWO_SITES, "pipeline.stages=2", "cluster.links=[{sites: [a, b], latency_ms: -1}]"], "below 0"),
+    (["cluster.hostfile=/nowhere"], "there is no such file"),
+    (["cluster.master_addr=''"], "nowhere to meet"),
+    # run
+    (["zero.stage=4"], "at least 0 and at most 3"),
+    (["zero.reduce_every=-1"], "at least 0"),
+    (["train.batch_size=6"], "not a multiple of train.microbatch_size=1 x pipeline.microbatches=4 = 4; choose 8"),
+    (["train.name=a/b"], "choose one word"),
+    (["train.output_dir=/etc/passwd"], "not a folder"),
+    (["train.sample=x", "train.export=false"], "set train.export=true"),
+    (["checkpoint.resume=/nowhere"], "there is no such folder"),
+    # serving
+    (["inference.controller.workers=[{url: localhost, board: x}]"], "give it as in http://127.0.0.1:8001"),
+    (["inference.controller.workers=[{url: http://localhost}]"], "give the bubble board of the rank"),
+    (["inference.controller.deadline_s=0"], "above 0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"), BAD, ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else ""
+)
+def test_bad_settings(settings, part):
+    with pytest.raises(ValueError) as error:
+        load(settings)
+    message = str(error.value)
+    assert part in message
+    assert "; " in message or "expected" in message, "an error ends with a remedy"
+
+
+FILES = [
+    ("train: {stpes: 7}", "there is no field train.stpes; did you mean train.steps?"),
+    ("trian: {steps: 7}", "did you mean train?"),
+    ("train: {steps: x}", "train.steps='x': expected an integer"),
+    ("defaults: [quick, _self_]", "there is no quick in recipe; one of lora, pretrain, quickstart, sft"),
+    ("- a", "holds no fields"),
+    ("a: [", "not YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "part"), FILES)
+def test_bad_recipe_files_are_named(text, part, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"mine\.yaml") as error:
+        load([f"recipe={file}"])
+    assert part in str(error.value)
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(ValueError) as error:
+        load(["cluster.master_addr=", "train.name=a/b", "data.path=x"])
+    assert len(str(error.value).splitlines()) == 3
+
+
+def test_the_world_must_fit_the_pipeline():
+    config = WeftConfig()
+    config.pipeline.stages = 4
+    with pytest.raises(ValueError, match="6 processes are no multiple of it; change it, or start 8"):
+        check_world(config, 6)
+    config.train.batch_size = 4
+    check_world(config, 4)
+    with pytest.raises(ValueError, match="x 2 replicas make 8"):
+        check_world(config, 8)

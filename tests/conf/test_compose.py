@@ -1,0 +1,96 @@
+"""Every recipe, group and file composes, and a resolved configuration repeats itself."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from weft.conf import load
+from weft.conf.compose import compose
+from weft.conf.fields import FOLDER, choices, groups
+from weft.conf.schema import ScheduleKind, WeftConfig
+from weft.conf.trees import from_tree, to_tree
+
+RECIPES = {
+    "quickstart": [],
+    "sft": ["model.path=a/b", "data.path=c/d"],
+    "lora": ["model.path=a/b", "data.path=c/d"],
+    "pretrain": ["model.tokenizer=a/b", "data.path=c/d"],
+}
+
+
+def test_every_recipe_is_listed_here():
+    assert set(choices("recipe")) == set(RECIPES)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_composes_and_passes_the_checks(recipe):
+    config = load([f"recipe={recipe}", *RECIPES[recipe]])
+    assert config.train.name == recipe
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_resolved_configuration_repeats_itself(recipe, tmp_path):
+    config = load([f"recipe={recipe}", *RECIPES[recipe], "cluster.links=[]", "train.max_seconds=1.5"])
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(to_tree(config)))
+    assert load([f"recipe={file}"]) == config
+    assert load([], recipe_file=str(file)) == config
+
+
+def test_a_tree_needs_no_hydra_to_become_a_configuration():
+    config = compose(["recipe=quickstart"])
+    assert from_tree(to_tree(config), source="test") == config
+
+
+@pytest.mark.parametrize("option", [f"{group}={name}" for group in groups() for name in choices(group)[1:]])
+def test_every_group_option_composes(option):
+    assert isinstance(compose([option]), WeftConfig)
+
+
+def test_every_group_has_options():
+    assert {path.name for path in FOLDER.iterdir() if path.is_dir()} >= {"recipe", *groups()}
+
+
+def test_nothing_departs_by_default():
+    assert compose() == WeftConfig()
+
+
+def test_yaml_files_hold_departures_only():
+    for path in FOLDER.glob("*/*.yaml"):
+        if path.parent.name == "recipe":
+            assert path.read_text().startswith("# @package _global_\n")
+            continue
+        kind = groups()[path.parent.name]
+        tree = yaml.safe_load(path.read_text())
+        assert tree.pop("defaults") == ["schema"], path
+        same = [name for name, value in tree.items() if to_tree(getattr(kind(), name)) == value and name != "schedule"]
+        assert not same, f"{path} repeats the defaults of {same}"
+
+
+def test_the_command_line_wins_over_the_recipe_and_the_recipe_over_groups():
+    assert compose(["recipe=quickstart"]).pipeline.microbatches == 8
+    assert compose(["recipe=quickstart", "pipeline.microbatches=5"]).pipeline.microbatches == 5
+    config = compose(["recipe=quickstart", "pipeline=w"])
+    assert config.pipeline.schedule is ScheduleKind["w"]
+
+
+def test_a_file_of_the_users_builds_on_a_recipe(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [quickstart, _self_]\ntrain: {steps: 7}\n")
+    config = compose([f"recipe={file}", "optimizer.lr=0.5"])
+    assert (config.pipeline.stages, config.train.steps, config.optimizer.lr) == (4, 7, 0.5)
+
+
+def test_free_form_mappings_take_new_keys():
+    assert compose(["model.overrides.hidden_size=64"]).model.overrides == {"hidden_size": 64}
+
+
+def test_neither_torch_nor_hydra_is_loaded_with_the_schema():
+    code = (
+        "import sys, weft.conf.schema, weft.conf.checks, weft.conf.deepspeed, weft.conf;"
+        "assert not {'torch', 'hydra', 'omegaconf'} & set(sys.modules); weft.conf.load(['recipe=quickstart']);"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,133 @@
+"""A user's own DeepSpeed configuration: what is taken over, what stands, what is refused."""
+
+import json
+from copy import deepcopy
+
+import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+from weft.conf.schema import LrSchedule, OptimizerKind, Precision
+from weft.engine.deepspeed_keys import OPTIMIZERS, REFUSED, SAME, SILENT, split_deepspeed_config
+from weft.engine.deepspeed_names import _model, _top_level
+
+USER = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 8,
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.9]}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+    "zero_optimization": {"stage": 1, "overlap_comm": True},
+    "bf16": {"enabled": True},
+    "steps_per_print": 10,
+    "tensorboard": {"enabled": True, "output_path": "x"},
+    "comms_logger": {"enabled": False},
+    "weft": {"enabled": True, "pipeline": {"stages": 2}},
+}
+
+
+def test_what_both_know_is_taken_over():
+    config, _ = split_deepspeed_config(USER)
+    assert config.train.microbatch_size == 2
+    assert (config.pipeline.stages, config.pipeline.microbatches) == (2, 8)
+    assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.clip) == (1e-3, [0.8, 0.9], 0.5)
+    assert config.optimizer.kind is OptimizerKind.adamw
+    assert (config.zero.stage, config.train.precision) == (1, Precision.bf16)
+
+
+def test_what_deepspeed_alone_knows_stands():
+    before = deepcopy(USER)
+    _, rest = split_deepspeed_config(USER)
+    assert before == USER
+    assert not {"weft", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu"} & set(rest)
+    assert rest["scheduler"] == USER["scheduler"] and rest["steps_per_print"] == 10
+    assert rest["optimizer"]["params"]["torch_adam"] is True
+    assert rest["zero_optimization"]["overlap_comm"] is True
+
+
+def test_silence_means_what_it_means_to_deepspeed():
+    config, _ = split_deepspeed_config({"weft": {"enabled": True}})
+    assert config.optimizer.clip == 0
+    assert config.optimizer.schedule is LrSchedule.constant
+    config, _ = split_deepspeed_config({"weft": {"enabled": True, "optimizer": {"schedule": "linear", "clip": 2.0}}})
+    assert (config.optimizer.schedule, config.optimizer.clip) == (LrSchedule.linear, 2.0)
+
+
+@pytest.mark.parametrize("section", [None, {"enabled": False}])
+def test_switched_off_it_is_deepspeeds_own(section):
+    user = {"anything": 1} | ({"weft": section} if section else {})
+    assert split_deepspeed_config(user) == (None, {"anything": 1})
+
+
+def test_a_file_is_read_like_a_dictionary(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(USER))
+    assert split_deepspeed_config(file) == split_deepspeed_config(USER)
+    assert split_deepspeed_config(str(file)) == split_deepspeed_config(USER)
+
+
+BAD = [
+    ({"grandient_accumulation_steps": 3}, "did you mean gradient_accumulation_steps?"),
+    ({"zero_optimization": {"stag": 1}}, "no key zero_optimization.stag; did you mean zero_optimization.stage?"),
+    ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage=4"),
+    ({"zero_optimization": {"stage": "x"}}, "zero_optimization.stage='x'"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero_optimization.offload_optimizer"),
+    ({"optimizer": {"typ": "AdamW"}}, "did you mean optimizer.type?"),
+    ({"scheduler": {"type": "WarmupLR", "param": {}}}, "did you mean scheduler.params?"),
+    ({"tensorboard": {"enbled": True}}, "did you mean tensorboard.enabled?"),
+    ({"comms_logger": {"enabld": True}}, "did you mean comms_logger.enabled?"),
+    ({"data_types": {"grad_acum_dtype": "fp32"}}, "did you mean data_types.grad_accum_dtype?"),
+    ({"bf16": {"enable": True}}, "did you mean bf16.enabled?"),
+    ({"fp16": {"enabled": True}}, "simultaneously enabled"),
+    ({"amp": {"enabled": True}}, "removed"),
+    ({"train_micro_batch_size_per_gpu": "auto"}, 'train_micro_batch_size_per_gpu="auto"'),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}, "only the Hugging Face Trainer"),
+    ({"pipeline": {"stages": 2}}, "set weft.pipeline"),
+    ({"activation_checkpointing": {}}, "set weft.model.gradient_checkpointing=true"),
+    ({"gradient_clipping": "x"}, "optimizer.clip='x': expected a number"),
+    ({"weft": True}, "say whether it is on"),
+    ({"weft": {"pipeline": {"stages": 2}}}, "say whether it is on"),
+    ({"weft": {"enabled": True, "pipline": {}}}, "did you mean pipeline?"),
+    ({"weft": {"enabled": True, "pipeline": {"microbatches": 3}}}, "weft.pipeline.microbatches=3 says otherwise"),
+    ({"weft": {"enabled": True, "train": {"precision": "fp32"}}}, "weft.train.precision=fp32 says otherwise"),
+]
+
+
+@pytest.mark.parametrize(("change", "part"), BAD, ids=lambda value: json.dumps(value)[:60])
+def test_what_is_refused(change, part):
+    with pytest.raises(ValueError) as error:
+        split_deepspeed_config(USER | change)
+    assert part in str(error.value)
+    assert str(error.value).startswith("DeepSpeed config: ")
+
+
+FILES = [(None, "No such file"), ("{", "not JSON"), ("[1]", "holds no keys"), ('{"a": 1, "a": 2}', "a: given twice")]
+
+
+@pytest.mark.parametrize(("text", "part"), FILES)
+def test_files_that_cannot_be_read(text, part, tmp_path):
+    file = tmp_path / "ds.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=part):
+        split_deepspeed_config(file)
+
+
+def test_deepspeed_still_has_the_names_that_we_use():
+    top = {name.split(".")[0] for name in (*SAME, *REFUSED)} - {"sequence_parallel_size"}
+    assert top <= _top_level()
+    zero = {name.split(".")[1] for name in (*SAME, *REFUSED) if name.startswith("zero_optimization.")}
+    assert zero <= set(_model("DeepSpeedZeroConfig").model_fields)
+
+
+def test_every_kind_of_optimizer_has_its_name_at_deepspeed():
+    assert set(OPTIMIZERS.values()) == set(OptimizerKind.__members__)
+    assert SILENT.keys() <= {"optimizer.clip", "optimizer.schedule", "optimizer.warmup_steps"}
+
+
+def test_pydantic_sections_refuse_unknown_keys_themselves():
+    """What the names of those sections rest on."""
+    read = DeepSpeedConfig({"train_batch_size": 1})
+    for value in vars(read).values():
+        if isinstance(value, DeepSpeedConfigModel):
+            assert type(value).model_config["extra"] == "forbid"

@@ -1,0 +1,58 @@
+"""A mapping of hosts to sites is counted where it is right, and refused where it is not."""
+
+import pytest
+
+from weft.conf import load
+from weft.conf.checks import check_world
+from weft.conf.sites import ranks_per_site
+
+EAST, WEST = "{name: east, hosts: [e0, e1]}", "{name: west, hosts: [w0]}"
+LINES = "e0 slots=2\ne1 slots=2\nw0 slots=2\n"
+
+
+@pytest.fixture
+def settings(tmp_path):
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text(LINES)
+    return [f"cluster.hostfile={hostfile}", "pipeline.stages=3", "cluster.master_addr=e0"]
+
+
+def test_ranks_of_a_site_are_its_slots_over_the_replicas(settings):
+    assert ranks_per_site(load([*settings, f"cluster.sites=[{EAST}, {WEST}]"])) == (2, 1)
+    assert ranks_per_site(load(["pipeline.stages=3", "cluster.sites=[{name: a, ranks: 2}, {name: b, ranks: 1}]"])) == (
+        2,
+        1,
+    )
+    assert ranks_per_site(load([])) == ()
+
+
+@pytest.mark.parametrize(
+    ("sites", "part"),
+    [
+        (EAST, "host w0 of .* is in no site; add it to one"),
+        (f"{EAST}, {{name: west, hosts: [w0, e1]}}", "host e1 is in 2 sites"),
+        (f"{EAST}, {{name: west, hosts: [w0, w1]}}", "host w1 is not in"),
+        (f"{WEST}, {EAST}", "in the order of the sites"),
+        ("{name: east, hosts: [e0, e1], ranks: 1}, " + WEST, "hold 2 pipeline ranks; correct it"),
+        ("{name: east, ranks: 2}, {name: west, ranks: 1}", "nothing says which hosts .* list them"),
+    ],
+)
+def test_a_wrong_or_missing_mapping_is_refused(settings, sites, part):
+    with pytest.raises(ValueError, match=part):
+        load([*settings, f"cluster.sites=[{sites}]"])
+
+
+def test_replicas_of_a_stage_share_a_site(settings, tmp_path):
+    (tmp_path / "hosts").write_text(LINES.replace("e1 slots=2", "e1 slots=1").replace("w0 slots=2", "w0 slots=3"))
+    with pytest.raises(ValueError, match="site 'east' has 3 slots, no multiple of the 2 replicas"):
+        load([*settings, f"cluster.sites=[{EAST}, {WEST}]"])
+
+
+def test_hosts_without_a_hostfile_are_refused():
+    with pytest.raises(ValueError, match=r"there is none; set cluster\.hostfile"):
+        load([f"cluster.sites=[{EAST}, {WEST}]"])
+
+
+def test_a_cell_has_at_most_as_many_pipelines_as_there_are():
+    with pytest.raises(ValueError, match=r"comm\.cell=3: 4 processes make 2 replicas"):
+        check_world(load(["comm.cell=3", "pipeline.stages=2"]), 4)

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+
+from weft.conf.schema import DataConfig, DataKind
+from weft.engine.data import check_source
+
+GOOD = '{"text": "one"}\n'
+TALK = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+
+
+def talk(messages) -> str:
+    return TALK + json.dumps({"messages": messages}) + "\n"
+
+
+TEXT_FAULTS = {
+    "empty file": ("a.jsonl", "", "it holds no row; give a file with documents"),
+    "blank lines": ("a.jsonl", "\n\n", "it holds no row"),
+    "malformed line": ("a.jsonl", GOOD + "\n" + '{"text": "tw\n', r"line 3: no JSON \(.*column 10\); write one object"),
+    "cut line": ("a.jsonl", GOOD + '{"text": ', "line 2: no JSON"),
+    "missing field": ("a.jsonl", GOOD + '{"txt": "two", "n": 1}\n', r"line 2: no field text, but txt, n; .*text_field"),
+    "no object": ("a.jsonl", GOOD + "3\n", "line 2: not an object but a int; write rows such as"),
+    "number": ("a.jsonl", GOOD + '{"text": 3}\n', "line 2: field text is a int, not text"),
+    "null": ("a.jsonl", GOOD * 4 + '{"text": null}\n', "line 5: field text is a NoneType"),
+    "latin-1": ("a.jsonl", GOOD.encode() + '{"text": "ä"}'.encode("latin-1"), "line 2: not UTF-8"),
+    "json list": ("a.json", '[{"text": "a"}, {"txt": "b"}]', "entry 2: no field text, but txt"),
+    "broken json list": ("a.json", '[{"text": "a"},\n {"text" "b"}]', "line 2: no JSON .*mend the list"),
+    "json lines": ("a.json", GOOD + "nonsense", "line 2: no JSON"),
+    "empty text": ("a.txt", " \n\n", "it holds no row"),
+    "binary text": ("a.txt", b"fine\n\xff\xfe\n", "line 2: not UTF-8"),
+    "suffix": ("a.csv", "text\none\n", r"files of kind \.csv are not read; convert it to one of \.jsonl, \.json"),
+    "no suffix": ("a", "text\n", r"files of kind \(no suffix\) are not read"),
+    "no parquet": ("a.parquet", "PAR?", "no Parquet file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TEXT_FAULTS)
+def test_faults_in_texts_are_named_with_their_line(tmp_path, case):
+    name, content, message = TEXT_FAULTS[case]
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=rf"data\.path={path}: {message}"):
+        check_source(DataConfig(kind=DataKind.text, path=str(path)))
+
+
+CHAT_FAULTS = {
+    "text": (talk("hello"), "line 2: it holds a text; give a list of messages"),
+    "empty": (talk([]), "line 2: it holds an empty list"),
+    "list of texts": (talk(["hello"]), "line 2: message 1 is a text; give a mapping with role and content"),
+    "other names": (
+        talk([{"from": "human", "value": "hi"}]),
+        "line 2: message 1 has from, value, not role and content; name its parts",
+    ),
+    "no content": (talk([{"role": "user"}]), "line 2: message 1 has role, not content"),
+    "parts": (
+        talk([{"role": "user", "content": [{"type": "text"}]}]),
+        "line 2: message 1 has a content that is a list; give plain text",
+    ),
+    "no assistant": (
+        talk([{"role": "user", "content": "a"}, {"role": "gpt", "content": "b"}]),
+        r"line 2: no message has the role assistant \(found: user, gpt\)",
+    ),
+    "missing": ('{"conversations": []}\n', r"line 1: no field messages, but conversations; .*data\.messages_field"),
+}
+
+
+@pytest.mark.parametrize("case", CHAT_FAULTS)
+def test_faults_in_conversations_say_what_was_found(tmp_path, case):
+    content, message = CHAT_FAULTS[case]
+    path = tmp_path / "talk.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=rf"data\.path={path}: {message}"):
+        check_source(DataConfig(kind=DataKind.chat, path=str(path)))
+
+
+SETTINGS = {
+    "split": ({"kind": DataKind.corpus, "eval_split": "test"}, r"data\.eval_split=test: the embedded corpus has no"),
+    "missing file": ({"path": "/nowhere/a.jsonl"}, r"data\.path=/nowhere/a\.jsonl: does not exist"),
+    "missing relative": ({"path": "./a"}, "does not exist"),
+    "missing home": ({"path": "~/nowhere"}, "does not exist"),
+    "missing by suffix": ({"path": "corpus.jsonl"}, "does not exist"),
+    "missing below": ({"path": "a/b/c"}, "does not exist; give a file, a folder, or a hub name"),
+    "fraction": ({"eval_fraction": 1.0}, r"data\.eval_fraction=1\.0: give a share"),
+    "length": ({"sequence_length": 1}, r"data\.sequence_length=1: give at least 2"),
+    "buffer": ({"shuffle_buffer": 0}, r"data\.shuffle_buffer=0: give at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_that_cannot_work(case):
+    settings, message = SETTINGS[case]
+    with pytest.raises(ValueError, match=message):
+        check_source(DataConfig(**{"kind": DataKind.text, "path": "owner/name", **settings}))
+
+
+def test_folders(tmp_path):
+    config = DataConfig(kind=DataKind.text, path=str(tmp_path))
+    with pytest.raises(ValueError, match=r"the folder has no file of kind \.jsonl, \.json, \.parquet, \.txt"):
+        check_source(config)
+    (tmp_path / "README.md").write_text("read me")
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part/a.jsonl").write_text(GOOD)
+    check_source(config)
+    (tmp_path / "part/b.jsonl").write_text(GOOD + "{")
+    with pytest.raises(ValueError, match=r"part/b\.jsonl, line 2: no JSON"):
+        check_source(config)
+    (tmp_path / "part/b.jsonl").unlink()
+    (tmp_path / "c.txt").write_text("mixed")
+    with pytest.raises(ValueError, match=r"the folder mixes \.jsonl, \.txt"):
+        check_source(config)
+
+
+def test_columns_of_parquet(tmp_path):
+    path = str(tmp_path / "a.parquet")
+    messages = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]
+    datasets.Dataset.from_dict({"body": ["a"], "n": [1], "messages": messages}).to_parquet(path)
+    check_source(DataConfig(kind=DataKind.text, path=path, text_field="body"))
+    check_source(DataConfig(kind=DataKind.chat, path=path))
+    for settings, message in (
+        ({"kind": DataKind.text}, r"no column text, but body, n, messages; .*data\.text_field"),
+        ({"kind": DataKind.text, "text_field": "n"}, "column n is int64, not text"),
+        ({"kind": DataKind.chat, "messages_field": "body"}, "column body is .*list of structs of role and content"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_source(DataConfig(path=path, **settings))
+
+
+def test_plain_text_has_one_field_and_no_conversations(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("words")
+    check_source(DataConfig(kind=DataKind.text, path=str(path)))
+    with pytest.raises(ValueError, match=r"the only field of plain text is text"):
+        check_source(DataConfig(kind=DataKind.text, path=str(path), text_field="body"))
+    with pytest.raises(ValueError, match="plain text holds no conversations"):
+        check_source(DataConfig(kind=DataKind.chat, path=str(path)))
+
+
+def test_what_is_right_passes(tmp_path):
+    for name, content in (("a.jsonl", "\ufeff" + GOOD + "\n" + GOOD), ("b.json", '[{"text": "a"}]'), ("c.json", GOOD)):
+        path: Path = tmp_path / name
+        path.write_text(content, encoding="utf-8")
+        check_source(DataConfig(kind=DataKind.text, path=str(path)))
+    check_source(DataConfig())
+    check_source(DataConfig(kind=DataKind.text, path="owner/name"))
+    check_source(DataConfig(kind=DataKind.text, path="imdb"))

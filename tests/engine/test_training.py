@@ -1,0 +1,115 @@
+"""Losses of the engine equal those of a single process, whatever the schedule and layout."""
+
+import random
+from functools import cache
+
+import pytest
+
+from tests.engine.tiny import many_losses, reference_losses, tiny_config
+from tests.pipeline.random_schedules import random_placement, random_schedule
+from weft.pipeline.serialization import schedule_to_json
+from weft.pipeline.validation import validate
+from weft.tools.ranks import run_ranks
+
+# (stages, keywords of tiny_config); the job has four ranks, so two stages make two replicas.
+FAST = {
+    "1f1b": (4, {}),
+    "gpipe, 5 micro-batches": (4, {"schedule": "gpipe", "microbatches": 5}),
+    "two replicas, ZeRO-1, tied": (2, {"zero": 1, "tied": True}),
+    "tied over four stages": (4, {"tied": True}),
+    "w, fold, tied": (4, {"schedule": "w", "placement": "fold", "tied": True}),
+    "auto, site fold": (4, {"schedule": "auto", "placement": "site_fold", "sites": (2, 2)}),
+    "two sites, a DP-cell of two replicas": (2, {"sites": (1, 1), "cell": 2, "zero": 1}),
+    "zbv, LoRA": (4, {"schedule": "zbv", "placement": "fold", "lora": True}),
+    "bf16, two replicas": (2, {"precision": "bf16"}),
+    "one stage, four replicas": (1, {"zero": 1}),
+}
+PLACED = [
+    ("gpipe", "straight"),
+    ("1f1b", "straight"),
+    ("interleaved", "straight"),
+    ("auto", "straight"),
+    ("w", "fold"),
+    ("w", "site_fold"),
+    ("dualpipev", "fold"),
+    ("zbv", "fold"),
+    ("auto", "fold"),
+    ("auto", "site_fold"),
+]
+VARIANTS = {
+    "plain": {},
+    "tied": {"tied": True},
+    "LoRA": {"lora": True},
+    "ZeRO-1": {"zero": 1},
+    "bf16": {"precision": "bf16"},
+}
+SLOW = {
+    f"{schedule} {placement} {stages} stages {name}": (
+        stages,
+        {"schedule": schedule, "placement": placement, "microbatches": 8 if schedule == "dualpipev" else 5, **more},
+    )
+    for schedule, placement in PLACED
+    for stages in (2, 4)
+    for name, more in VARIANTS.items()
+}
+
+
+def _config(stages, keywords):
+    sites = (stages // 2, stages - stages // 2) if keywords.get("placement") == "site_fold" else ()
+    return tiny_config(stages=stages, **{"sites": sites, **keywords})
+
+
+@cache
+def _reference(replicas, steps, microbatches, precision, tied, lora):
+    config = tiny_config(microbatches=microbatches, precision=precision, tied=tied, lora=lora)
+    return reference_losses(config, replicas, steps)
+
+
+def _compare(cases, steps, timeout_s):
+    configs = [_config(*case) for case in cases.values()]
+    results = run_ranks(4, many_losses, configs, steps, timeout_s=timeout_s)
+    assert all(result == results[0] for result in results), "ranks report different losses"
+    wrong = {}
+    for name, config, losses in zip(cases, configs, results[0], strict=True):
+        precision = config.train.precision.value
+        tied = config.model.overrides["tie_word_embeddings"]
+        replicas = 4 // config.pipeline.stages
+        expected = _reference(replicas, steps, config.pipeline.microbatches, precision, tied, config.model.lora.enabled)
+        if losses != pytest.approx(expected, rel=1e-5 if precision == "fp32" else 1e-3):
+            wrong[name] = (losses, expected)
+    assert not wrong
+
+
+@pytest.mark.timeout(300)
+def test_any_valid_schedule_trains(tmp_path):
+    """Random placements and orders, with split backwards and strand pairs kept together."""
+    rng = random.Random(4)
+    configs = []
+    for case in range(6):
+        num_ranks = rng.choice([2, 4])
+        placement = random_placement(rng, num_ranks)
+        while placement.num_stages > 8:
+            placement = random_placement(rng, num_ranks)
+        schedule = random_schedule(rng, placement, rng.randint(1, 7))
+        validate(schedule)
+        path = tmp_path / f"{case}.json"
+        path.write_text(schedule_to_json(schedule))
+        config = tiny_config("file", stages=num_ranks, microbatches=schedule.num_microbatches)
+        config.pipeline.schedule_file = str(path)
+        config.pipeline.pair_scale = 0.9
+        configs.append(config)
+    results = run_ranks(4, many_losses, configs, 3, timeout_s=280)
+    for config, losses in zip(configs, results[0], strict=True):
+        expected = reference_losses(config, 4 // config.pipeline.stages, 3)
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.timeout(300)
+def test_losses_equal_a_single_process():
+    _compare(FAST, steps=6, timeout_s=240)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_every_schedule_placement_and_variant():
+    _compare(SLOW, steps=20, timeout_s=1400)

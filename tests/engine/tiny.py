@@ -1,0 +1,193 @@
+"""A tiny model, its data, and two ways to train it: one process of plain Hugging Face, and Weft."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.zero.reference_lamb import ReferenceLamb
+from weft.conf.schema import (
+    ClusterConfig,
+    CommConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OptimizerKind,
+    PipelineConfig,
+    PlacementKind,
+    Precision,
+    ScheduleKind,
+    SiteConfig,
+    TrainConfig,
+    WeftConfig,
+    ZeroConfig,
+)
+
+VOCAB, LENGTH = 64, 12
+
+
+def tiny_config(
+    schedule: str = "1f1b",
+    placement: str = "straight",
+    *,
+    stages: int = 2,
+    microbatches: int = 4,
+    sites: tuple[int, ...] = (),
+    zero: int = 0,
+    precision: str = "fp32",
+    tied: bool = False,
+    lora: bool = False,
+    layers: int = 8,
+    cell: int = 1,
+) -> WeftConfig:
+    """A Llama of eight narrow layers, clipped, warmed up and decayed, so that all of it is compared."""
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": tied,
+    }
+    config = WeftConfig(
+        model=ModelConfig(arch="llama", overrides=shape, self_check=False, lora=LoraConfig(enabled=lora)),
+        pipeline=PipelineConfig(
+            stages=stages,
+            schedule=ScheduleKind[schedule],
+            placement=PlacementKind[placement],
+            microbatches=microbatches,
+            search_seconds=0.1,
+            debug=True,
+        ),
+        cluster=ClusterConfig(sites=[SiteConfig(name=f"site{i}", ranks=ranks) for i, ranks in enumerate(sites)]),
+        comm=CommConfig(connections=2, cell=cell),
+        zero=ZeroConfig(stage=zero),
+        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, clip=0.5, warmup_steps=3),
+        train=TrainConfig(microbatch_size=2, steps=20, precision=Precision[precision]),
+    )
+    config.logging.progress = False
+    return config
+
+
+def batches(replica: int, num_replicas: int, batch_size: int = 2) -> Iterator[dict[str, Tensor]]:
+    """Micro-batch k of a replica is number k * R + r of one global sequence; labels are uneven."""
+    for k in itertools.count():
+        generator = torch.Generator().manual_seed(1000 + k * num_replicas + replica)
+        ids = torch.randint(VOCAB, (batch_size, LENGTH), generator=generator)
+        labels = ids.clone()
+        labels[:, : int(torch.randint(1, LENGTH - 2, (1,), generator=generator))] = -100
+        yield {"input_ids": ids, "labels": labels}
+
+
+def reference_losses(config: WeftConfig, num_replicas: int, steps: int, device: str = "cpu") -> list[float]:
+    """Losses of one process that runs Hugging Face's own forward on the same data.
+
+    In low precision the weights that train are fp32, rounded for each step's forwards.
+    """
+    from weft.engine.initialize import DTYPES
+    from weft.engine.optimization import learning_rate, parameter_groups
+    from weft.engine.stages import build_model
+
+    torch.set_num_threads(1)
+    low = DTYPES[config.train.precision]
+    model = build_model(config.model, dtype=low, seed=config.train.seed).train().float().to(device)
+    groups = parameter_groups(model.named_parameters(), config.optimizer.weight_decay)
+    make = ReferenceLamb if config.optimizer.kind is OptimizerKind.lamb else torch.optim.AdamW
+    optimizer = make(groups, lr=config.optimizer.lr, betas=tuple(config.optimizer.betas), eps=config.optimizer.eps)
+    scheduler = learning_rate(config.optimizer, config.train.steps)(optimizer)
+    data = batches(0, 1)
+    losses = []
+    for _ in range(steps):
+        step = list(itertools.islice(data, config.pipeline.microbatches * num_replicas))
+        items = torch.tensor(sum(int((b["labels"][:, 1:] != -100).sum()) for b in step))
+        working = model if low is torch.float32 else copy.deepcopy(model).to(low)
+        total = 0.0
+        for batch in step:
+            moved = {name: tensor.to(device) for name, tensor in batch.items()}
+            loss = working(**moved, num_items_in_batch=items.to(device), use_cache=False).loss
+            loss.backward()
+            total += loss.item()
+            if working is not model:
+                _add_gradients(working, model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(total)
+    return losses
+
+
+def _add_gradients(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    """Add low-precision gradients to the fp32 weights', then clear them."""
+    for low, high in zip(source.parameters(), target.parameters(), strict=True):
+        if low.grad is not None:
+            high.grad = low.grad.float() if high.grad is None else high.grad + low.grad.float()
+            low.grad = None
+
+
+def weft_losses(config: WeftConfig, steps: int) -> list[float]:
+    """Losses of this rank's Weft engine; every rank reports the same."""
+    from weft.engine.initialize import initialize
+
+    engine, *_ = initialize(config=config)
+    engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+    losses = [float(engine.train_batch()) for _ in range(steps)]
+    check_order(engine)
+    engine.destroy()
+    dist.barrier()
+    del engine
+    gc.collect()  # a gloo group's threads end with its last reference
+    return losses
+
+
+def many_losses(configs: list[WeftConfig], steps: int) -> list[list[float]]:
+    """`weft_losses` of several runs, one after the other in the same processes."""
+    return [weft_losses(config, steps) for config in configs]
+
+
+def check_order(engine) -> None:
+    """The measured order of a rank's slots is its row, exactly."""
+    for record in engine._records:
+        assert [mark.slot for mark in record.marks] == list(engine.schedule.rows[engine.pipe_rank])
+
+
+def measured_peaks(configs: list[WeftConfig]) -> list[tuple]:
+    """Per run and rank: live chunks as simulated, live chunks as measured, saved bytes as measured."""
+    from weft.engine.initialize import initialize
+    from weft.pipeline.costs import CostModel
+    from weft.pipeline.simulation import simulate
+
+    peaks = []
+    for config in configs:
+        engine, *_ = initialize(config=config)
+        engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+        engine.train_batch()
+        predicted = simulate(engine.schedule, CostModel.unit(engine.schedule.placement.num_stages))
+        measured = engine.measured_timelines()[-1]
+        peaks.append((predicted.live_microbatches, measured.live_microbatches, measured.peak_bytes))
+        engine.destroy()
+    return peaks
+
+
+def evaluate_between_steps(config: WeftConfig) -> tuple:
+    """A step, an evaluation, a step: losses, evaluation loss, logits and what was measured."""
+    from weft.engine.initialize import initialize
+
+    engine, *_ = initialize(config=config)
+    engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+    losses = [float(engine.train_batch())]
+    held_back = batches(engine.replica, engine.num_replicas)
+    loss, logits = engine.eval_batch(held_back, return_logits=True, num_micro_batches=3)
+    losses.append(float(engine.train_batch()))
+    timelines = engine.measured_timelines()
+    dist.barrier()
+    spans = [(span.rank, span.lane, span.start_s, span.end_s) for span in timelines[-1].spans]
+    return losses, float(loss), [x.numpy() for x in logits], engine.holds_loss, engine.replica, spans

@@ -1,0 +1,86 @@
+"""Prefill workers without vLLM: boards that say what they are told, servers that can be broken."""
+
+import asyncio
+import contextlib
+import json
+import time
+
+import httpx
+
+from weft.conf.schema import ControllerConfig, PrefillConfig, PrefillWorkerConfig
+from weft.inference.controller.fleet import Fleet
+from weft.inference.controller.service import make_app
+
+TOKEN_S = 1.5 * 5e-4
+"""Of the cost model's cautious prior."""
+
+
+class FakeBoard:
+    """Always in a bubble, or what `bubbles` says: (start, end) in seconds from now."""
+
+    def __init__(self, bubbles=((0.0, 10.0),)):
+        self.bubbles = bubbles
+
+    def upcoming(self, horizon_s):
+        now_s = time.monotonic()
+        return [(now_s + start_s, now_s + end_s) for start_s, end_s in self.bubbles if start_s < horizon_s]
+
+
+class FakeWorkers(httpx.AsyncBaseTransport):
+    """Servers named w0, w1, ...; `fault[name]` is dead, hung, dying (in a request), broken or slow."""
+
+    def __init__(self, count):
+        self.fault = {}
+        self.seen = []
+        self.names = [f"w{number}" for number in range(count)]
+
+    async def handle_async_request(self, request):
+        name, fault = request.url.host, self.fault.get(request.url.host)
+        if fault == "dead":
+            raise httpx.ConnectError("refused", request=request)
+        if fault == "hung":
+            await asyncio.sleep(request.extensions["timeout"]["read"])
+            raise httpx.ReadTimeout("no answer", request=request)
+        if request.url.path == "/health":
+            return httpx.Response(200)
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "tiny"}]})
+        body = await request.aread()
+        self.seen.append((name, request, json.loads(body)))
+        if fault == "dying":
+            self.fault[name] = "dead"
+            raise httpx.RemoteProtocolError("closed", request=request)
+        if fault == "broken":
+            return httpx.Response(500, json={"error": "engine dead"})
+        if fault == "strict":
+            return httpx.Response(404, json={"error": "no such model"})
+        await asyncio.sleep(1.0 if fault == "slow" else 0.0)
+        return httpx.Response(200, json={"worker": name, "kv_transfer_params": {"do_remote_prefill": True}})
+
+
+def fleet_of(workers, boards=None, prefill=None, **settings):
+    controller = ControllerConfig(**settings)
+    boards = boards or [FakeBoard() for _ in workers.names]
+    addresses = [PrefillWorkerConfig(url=f"http://{name}", board="x") for name in workers.names]
+    fleet = Fleet(list(zip(addresses, boards, strict=True)), controller, prefill or PrefillConfig())
+    return fleet, controller
+
+
+@contextlib.asynccontextmanager
+async def controller(workers, boards=None, *, api_key="", allow_decode=False, **settings):
+    """A client of a running controller."""
+    fleet, config = fleet_of(workers, boards, **{"probe_s": 60.0, "answer_slack_s": 0.2, **settings})
+    app = make_app(
+        fleet,
+        config,
+        count=lambda text: len(text.split()),
+        api_key=api_key,
+        allow_decode=allow_decode,
+        transport=workers,
+    )
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://controller") as client,
+    ):
+        client.fleet = fleet
+        yield client

@@ -1,0 +1,118 @@
+"""The gate: nothing is granted outside of bubbles, and nothing that would not fit."""
+
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.inference.board import BoardWriter, board_path
+from weft.inference.board_reader import BoardReader, BoardState, Bubble
+from weft.inference.gate import LEAST_TOKENS, PROBE_AFTER_S, Gate, Waker, opening
+from weft.inference.prefill_cost import PrefillCost
+
+
+@pytest.fixture
+def writer(tmp_path, monkeypatch):
+    """Three steps with a bubble of a minute each have been; the next begins when a test says so."""
+    ahead_s = 0.0
+    monkeypatch.setattr("weft.inference.board.monotonic_ns", lambda: time.monotonic_ns() + round(ahead_s * 1e9))
+    writer = BoardWriter(board_path(tmp_path / "boards", 0), rank=0, plan=[], max_edges=16)
+    for minutes in (-6, -4, -2):
+        ahead_s = 60.0 * minutes
+        writer.begin(8)
+        ahead_s += 60.0
+        writer.busy()
+    ahead_s = 0.0
+    yield writer
+    writer.close()
+
+
+@pytest.fixture
+def gate(writer):
+    cost = PrefillCost()
+    for tokens in range(16, 416, 4):
+        cost.observe(tokens, 0, 0.0, 0.001 + tokens * 1e-4)
+    return Gate([BoardReader(writer.path)], cost, guard_s=0.01)
+
+
+def test_nothing_is_granted_while_the_rank_computes(writer, gate):
+    assert gate.grant(1000, 0) == (0, None)
+
+
+def test_what_is_granted_fits_the_bubble_less_the_guard(writer, gate):
+    writer.begin(8)
+    tokens, found = gate.grant(10**6, 0)
+    assert found is not None and tokens > LEAST_TOKENS
+    assert gate.cost.predict_s(tokens, 0, 0.0) <= found.closes_s - found.opened_s - gate.guard_s
+
+
+def test_a_short_rest_is_granted_and_a_short_piece_of_much_is_not(writer, gate):
+    writer.begin(8)
+    assert gate.grant(3, 0)[0] == 3
+    bubble = gate.boards[0].state().bubble
+    gate.guard_s = bubble.closes_s - time.monotonic() - gate.cost.predict_s(LEAST_TOKENS - 1, 0, 0.0)
+    assert gate.grant(10**6, 0)[0] == 0
+
+
+def test_a_guard_longer_than_the_bubble_grants_nothing(writer, gate):
+    gate.guard_s = 61.0
+    writer.begin(8)
+    assert gate.grant(1000, 0)[0] == 0
+
+
+def test_costs_that_are_believed_too_high_are_tried_now_and_then(writer, gate):
+    gate.cost = PrefillCost()
+    too_long = 10**9
+    writer.begin(8)
+    assert gate.cost.predict_s(LEAST_TOKENS, too_long, 0.0) > 60.0
+    gate.last_end_s = time.monotonic() + 60.0
+    assert gate.grant(1000, too_long)[0] == 0
+    gate.last_end_s = time.monotonic() - PROBE_AFTER_S
+    assert gate.grant(1000, too_long)[0] == LEAST_TOKENS
+
+
+def test_a_dead_writer_grants_nothing_and_is_named(writer, gate):
+    writer.begin(8)
+    writer.path.unlink()
+    assert gate.grant(1000, 0) == (0, None)
+    assert "gone" in gate.why_not
+
+
+def test_a_step_that_ran_into_work_was_late(writer, gate):
+    writer.begin(8)
+    start_s = time.monotonic()
+    assert gate.ended(start_s, time.monotonic(), 10, 0) == 0.0
+    writer.busy()
+    time.sleep(0.01)
+    assert gate.ended(start_s, time.monotonic(), 10, 0) >= 0.009
+
+
+def test_a_gate_needs_a_board():
+    with pytest.raises(ValueError, match="name the board"):
+        Gate([], PrefillCost(), guard_s=0.0)
+
+
+def test_the_waker_wakes_for_a_bubble_and_only_while_armed(writer, gate):
+    woken = threading.Event()
+    waker = Waker(gate, woken.set, period_s=1000.0)
+    writer.begin(8)
+    assert not woken.wait(0.05)
+    waker.arm(True)
+    assert woken.wait(30.0)
+
+
+bubbles = st.none() | st.tuples(st.floats(0, 10), st.floats(10, 20))
+
+
+@given(st.lists(bubbles, min_size=1, max_size=4))
+def test_a_group_of_ranks_is_open_where_all_are(spans):
+    states = [BoardState(10.0, True, "", 5, 0.0, None if span is None else Bubble(5, 0, *span), 0) for span in spans]
+    found = opening(states)
+    if None in spans:
+        assert found is None
+    else:
+        assert found is not None
+        assert all(span[0] <= found.opened_s and found.closes_s <= span[1] for span in spans)
+        assert found.closes_s in [span[1] for span in spans]

@@ -1,0 +1,50 @@
+"""What the bench makes of spans."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.tools.bubbles.reckoning import clipped, histogram, idle_between, length_s, overlap_s, use_of
+from weft.tools.bubbles.requests import read_trace
+
+spans = st.lists(st.integers(0, 60), max_size=12, unique=True).map(
+    lambda times: list(zip(sorted(times)[::2], sorted(times)[1::2], strict=False))
+)
+
+
+def covered(found):
+    return {second for start, end in found for second in range(start, end)}
+
+
+@given(spans, spans)
+def test_overlap_and_clipping_are_those_of_sets(a, b):
+    assert overlap_s(a, b) == len(covered(a) & covered(b))
+    assert covered(clipped(a, b)) == covered(a) & covered(b)
+    assert length_s(a) == len(covered(a))
+
+
+def test_a_rank_is_reckoned():
+    work, prefills = [(0, 2), (6, 8), (10, 12)], [(3, 5), (7, 9)]
+    use = use_of(work, prefills, [(0, 10)])
+    assert idle_between(work) == [(2, 6), (8, 10)]
+    assert use.trained == pytest.approx(0.4) and use.prefilled == pytest.approx(0.3)
+    assert use.bubbles_used == pytest.approx(0.5) and use.outside == pytest.approx(0.25)
+
+
+def test_a_histogram_counts_each_step_once():
+    late = [0.0, 0.0005, 0.004, 0.3]
+    assert sum(count for _, count in histogram(late)) == len(late)
+
+
+def test_a_trace_is_scaled_and_a_wrong_one_is_named(tmp_path):
+    path = tmp_path / "trace.csv"
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03.9799600,4000,10"]
+    path.write_text("\n".join([*lines, "2023-11-16 18:17:13.9799600,1000,8"]))
+    first, second = read_trace(path, 10, most_tokens=400, over_s=5.0)
+    assert (first.after_s, first.tokens) == (0.0, 400)
+    assert second.after_s == pytest.approx(5.0) and second.tokens == 100
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="trace"):
+        read_trace(path, 10, most_tokens=400, over_s=5.0)
+    with pytest.raises(ValueError, match="trace"):
+        read_trace(tmp_path / "none.csv", 10, most_tokens=400, over_s=5.0)

@@ -1,0 +1,56 @@
+"""A run whose ranks are machines at three sites learns what the same run at one site learns."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from weft.tools import cli
+from weft.tools.netbed import missing
+
+SETTINGS = [
+    "recipe=quickstart",
+    "train.steps=4",
+    "train.export=false",
+    "train.sample=",
+    "train.timeline=false",
+    "model.self_check=false",
+    "model.overrides.hidden_size=32",
+    "model.overrides.intermediate_size=64",
+    "model.overrides.num_hidden_layers=4",
+    "data.sequence_length=32",
+    "checkpoint.final=false",
+    "comm.connections=3",
+]
+
+
+def losses(command, folder):
+    call = [sys.executable, "-m", "weft.tools.cli", *command, *SETTINGS, f"train.output_dir={folder}"]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = (folder / "quickstart" / "metrics.jsonl").read_text().splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if record["kind"] == "train"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.skipif(bool(missing()), reason=f"weft netbed: {missing()}")
+def test_losses_over_three_sites_equal_those_of_one(tmp_path):
+    one = losses(["launch"], tmp_path / "one")
+    assert len(one) == 4
+    three = losses(["netbed", "launch", "cluster=three_sites", "comm.tls=true"], tmp_path / "three")
+    assert three == pytest.approx(one, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        (["recipe=quickstart"], "a bed has at least two; choose cluster=three_sites"),
+        (["recipe=quickstart", "cluster=three_sites", "pipeline.stages=3"], "the sites hold 1 + 2 + 1 = 4"),
+    ],
+)
+@pytest.mark.skipif(bool(missing()), reason=f"weft netbed: {missing()}")
+def test_what_cannot_run_is_refused_before_a_bed_is_built(capsys, settings, part):
+    assert cli.main(["netbed", "launch", *settings]) == 2
+    assert part in capsys.readouterr().err

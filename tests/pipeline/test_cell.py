@@ -1,0 +1,112 @@
+"""DP-cells: the lowering pass that shows a peer's transfers, and what sharing the uplinks is worth."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.pipeline.action import RELAYS, SENDS, Op
+from weft.pipeline.cell import add_relays, pipeline_of, side_by_side, uplink_order
+from weft.pipeline.costs import CostModel, LinkCost, StageCost
+from weft.pipeline.generators import generate
+from weft.pipeline.lowering import lower
+from weft.pipeline.placement import Placement
+from weft.pipeline.schedule_error import ScheduleError
+from weft.pipeline.serialization import schedule_from_json, schedule_to_json
+from weft.pipeline.simulation import simulate
+from weft.pipeline.validation import validate
+
+
+def costs(placement, transfer=3.0, latency=0.5):
+    stage = StageCost(forward_s=1.0, input_s=1.0, weight_s=1.0, activation_bytes=1.0, output_bytes=1.0)
+    wan = LinkCost(latency_s=latency, bandwidth_bps=8 / transfer)
+    return CostModel(stages=(stage,) * placement.num_stages, wan=wan)
+
+
+def cell(placement, kind, pipelines, microbatches, of_one):
+    shared = of_one.for_cell(pipelines)
+    if kind == "auto":
+        made = generate(kind, replace(placement, pipelines=pipelines), microbatches, costs=shared, search_seconds=0.0)
+    else:
+        made = side_by_side(generate(kind, placement, microbatches), pipelines)
+    return add_relays(lower(made), shared), shared
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sites=st.sampled_from([(1, 1), (1, 2, 1), (2, 2), (1, 1, 1)]),
+    fold=st.booleans(),
+    kind=st.sampled_from(["gpipe", "1f1b", "auto"]),
+    pipelines=st.integers(1, 4),
+    microbatches=st.integers(1, 6),
+    transfer=st.sampled_from([0.5, 3.0]),
+)
+def test_every_row_shows_all_that_its_uplink_carries_in_one_order(sites, fold, kind, pipelines, microbatches, transfer):
+    fold = fold and kind != "1f1b"
+    placement = Placement.site_fold(sites) if fold else Placement.straight(sum(sites), sites)
+    lowered, shared = cell(placement, kind, pipelines, microbatches, costs(placement, transfer))
+    validate(lowered)
+    assert schedule_from_json(schedule_to_json(lowered)) == lowered
+    each = placement.num_ranks
+    for place in range(each):
+        orders = [
+            [(action.op.value.replace("RELAY", "SEND"), *action[1:]) for action in uplink_order(lowered, rank)]
+            for rank in range(place, lowered.num_ranks, each)
+        ]
+        assert all(order == orders[0] for order in orders)
+    for local_rank in range(pipelines):
+        one = pipeline_of(lowered, local_rank)
+        validate(one)
+        assert not one.ops & RELAYS
+    uplinks = {}
+    for span in simulate(lowered, shared).spans:
+        if span.slot[0].op in SENDS | RELAYS and span.end_s > span.start_s:
+            uplinks.setdefault(span.rank, []).append((span.start_s, span.end_s - shared.wan.latency_s))
+    for spans in uplinks.values():
+        spans.sort()
+        assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(spans))
+
+
+@pytest.mark.parametrize("microbatches", [4, 16])
+def test_sharing_the_uplinks_beats_the_best_of_those_that_do_not(microbatches):
+    placement = Placement.straight(4, (1, 2, 1))
+    of_one = costs(placement)
+    alone = {
+        kind: simulate(lower(generate(kind, placement, microbatches, costs=of_one)), of_one).step_s
+        for kind in ("gpipe", "1f1b", "auto")
+    }
+    shared, of_cell = cell(placement, "auto", 3, microbatches, of_one)
+    step_s = simulate(shared, of_cell).step_s
+    assert step_s < alone["auto"]
+    assert min(alone["gpipe"], alone["1f1b"]) > 1.5 * step_s
+
+
+def test_a_cell_of_one_is_a_pipeline():
+    placement = Placement.straight(3, (1, 2))
+    plain = lower(generate("1f1b", placement, 4))
+    assert add_relays(side_by_side(plain, 1), costs(placement)) == plain == pipeline_of(plain, 0)
+
+
+def test_a_relay_in_the_wrong_place_is_refused():
+    placement = Placement.straight(2, (1, 1))
+    lowered, _ = cell(placement, "1f1b", 2, 2, costs(placement))
+    rank, relay = next(
+        (rank, slot) for rank, row in enumerate(lowered.rows) for slot in row if slot[0].op is Op.RELAY_F
+    )
+    rows = [list(row) for row in lowered.rows]
+    rows[rank].remove(relay)
+    rows[rank + 1].append(relay)
+    with pytest.raises(ScheduleError, match="are the ranks in its place in other pipelines"):
+        validate(lowered.with_rows(rows))
+
+
+def test_orders_that_contradict_each_other_are_a_deadlock():
+    placement = Placement.straight(2, (1, 1))
+    lowered, _ = cell(placement, "1f1b", 2, 1, costs(placement))
+    rows = [list(row) for row in lowered.rows]
+    for rank in (0, 2):  # both relay before they send
+        rows[rank].sort(key=lambda slot: slot[0].op not in RELAYS)
+    with pytest.raises(ScheduleError, match="deadlock"):
+        validate(lowered.with_rows(rows))

@@ -1,0 +1,117 @@
+"""Schedules and timelines as text, trace and picture."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.pipeline.cases import costs_for, maybe_lowered
+from weft.pipeline.costs import CostModel, LinkCost, StageCost
+from weft.pipeline.generators import generate
+from weft.pipeline.lowering import lower
+from weft.pipeline.perfetto import write_perfetto
+from weft.pipeline.placement import Placement
+from weft.pipeline.plot import plot_timelines
+from weft.pipeline.simulation import simulate
+from weft.pipeline.text import bytes_text, grid_text, timeline_text
+from weft.pipeline.timeline import Timeline
+
+
+def test_grid_of_1f1b():
+    assert grid_text(generate("1f1b", Placement.straight(3), 3)).splitlines() == [
+        "rank 0   0F0 0F1 0F2 .   .   0B0 .   0B1 .   0B2",
+        "rank 1   .   1F0 1F1 .   1B0 1F2 1B1 .   1B2 .",
+        "rank 2   .   .   2F0 2B0 2F1 2B1 2F2 2B2 .   .",
+    ]
+
+
+def test_grid_of_interleaved():
+    assert grid_text(generate("interleaved", Placement.interleaved(2, 2), 4)).splitlines() == [
+        "rank 0   0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3",
+        "rank 1   .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 .",
+    ]
+
+
+def test_grid_of_w():
+    assert grid_text(generate("w", Placement.fold(2), 3)).splitlines() == [
+        "rank 0   0F0 0F1 .   3F0 0F2|3B0 3F1     3B1     3F2|0B0 3B2 0B1 .   0B2",
+        "rank 1   .   1F0 2F0 1F1 2F1     1F2|2B0 2F2|1B0 2B1     1B1 2B2 1B2 .",
+    ]
+
+
+def test_grid_shows_pairs_and_cuts_at_a_width():
+    schedule = generate("w", Placement.fold(2), 4)
+    assert "0F2|3B0" in grid_text(schedule)
+    lines = grid_text(schedule, width=40).splitlines()
+    assert lines[-1].startswith("... and ")
+    assert all(len(line) <= 40 for line in lines)
+
+
+@given(maybe_lowered)
+def test_every_action_stands_in_the_grid_once(schedule):
+    cells = [cell for line in grid_text(schedule).splitlines() for cell in line.split()[2:] if cell != "."]
+    assert sorted(part for cell in cells for part in cell.split("|")) == sorted(
+        str(action) for rank in range(schedule.num_ranks) for action in schedule.actions(rank)
+    )
+
+
+def test_timeline_text():
+    text = timeline_text(simulate(generate("1f1b", Placement.straight(2), 2), CostModel.unit(2)))
+    assert text.splitlines() == [
+        "1f1b predicted: step 9 s, bubbles 33.3 %",
+        "rank        busy s   bubbles    peak activations  live chunks",
+        "0                6    33.3 %                 2 B            2",
+        "1                6    33.3 %                 1 B            1",
+    ]
+
+
+@pytest.mark.parametrize(("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3 GiB")])
+def test_bytes(num_bytes, text):
+    assert bytes_text(num_bytes) == text
+
+
+@given(st.data())
+def test_a_trace_holds_every_span_and_no_thread_overlaps(tmp_path_factory, data):
+    schedule = data.draw(maybe_lowered)
+    timeline = simulate(schedule, data.draw(costs_for(schedule.placement.num_stages)))
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    write_perfetto([timeline, timeline], path)
+    events = json.loads(path.read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len(slices) == 2 * len(timeline.spans)
+    assert {event["pid"] for event in slices} <= {event["pid"] for event in events if event["name"] == "process_name"}
+    threads = {}
+    for event in slices:
+        threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for intervals in threads.values():
+        intervals.sort()
+        assert all(before[1] <= after[0] + 1e-6 for before, after in pairwise(intervals))
+    arrows = [event["id"] for event in events if event["ph"] == "s"]
+    assert sorted(arrows) == sorted(event["id"] for event in events if event["ph"] == "f")
+
+
+def test_ranks_of_two_timelines_lie_side_by_side(tmp_path):
+    timeline = simulate(generate("1f1b", Placement.straight(2), 2), CostModel.unit(2))
+    write_perfetto([timeline, timeline], tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = sorted((event["pid"], event["args"]["name"]) for event in events if event["name"] == "process_name")
+    assert [name for _, name in names] == [f"rank {rank}: 1f1b predicted" for rank in (0, 0, 1, 1)]
+
+
+@pytest.mark.parametrize("kind", ["w", "zbv"])
+def test_pictures_are_written_whole(tmp_path, kind):
+    one = StageCost(forward_s=0.01, input_s=0.01, weight_s=0.01, activation_bytes=1e6, output_bytes=1e5, reduce_s=0.02)
+    costs = CostModel(stages=(one,) * 8, local=LinkCost(bandwidth_bps=1e9, latency_s=1e-4))
+    timeline = simulate(lower(generate(kind, Placement.fold(4), 8)), costs)
+    plot_timelines([timeline, timeline], tmp_path / "new" / "timeline.png")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["timeline.png"]
+    assert (tmp_path / "new" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_to_draw_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plot_timelines([], tmp_path / "t.png")
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plot_timelines([Timeline("empty", 1, (), (0.0,), (0,))], tmp_path / "t.png")

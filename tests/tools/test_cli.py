@@ -1,0 +1,111 @@
+"""The command's tables, exit codes and printed forms."""
+
+import configparser
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+
+from weft.conf import load
+from weft.conf.fields import docstrings
+from weft.conf.trees import to_tree
+from weft.tools import cli
+from weft.tools.bench import BENCHES
+
+ROOT = Path(__file__).parents[2]
+# Files that the package needs beside its Python.
+DATA = (".yaml", ".jinja", ".c", ".h", ".cpp", ".hpp", ".cu", ".json")
+
+
+def run(capsys, *argv):
+    code = cli.main(argv)
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_every_command_is_listed(capsys):
+    code, out, _ = run(capsys)
+    assert code == 0
+    assert all(name in out for name in cli.COMMANDS)
+
+
+def test_every_command_has_its_module():
+    missing = [name for name, (module, _) in cli.COMMANDS.items() if find_spec(module) is None]
+    assert not missing
+
+
+def test_every_benchmark_is_listed_and_has_its_module():
+    modules = {path.stem.removeprefix("bench_") for path in (ROOT / "tools").glob("bench_*.py")}
+    assert set(BENCHES) == modules
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["lanch"], "did you mean launch?"),
+        (["zzz"], "one of launch"),
+        (["config", "train.step=1"], "weft config: train.step=1: there is no field"),
+        (["config", "zero.stage=4"], "weft config: zero.stage=4"),
+        (["config", "pipeline.stages=2", "--deepspeed"], "1 processes are no multiple"),
+        (["launch", "recipe=quikstart"], "weft launch: recipe=quikstart: not one of"),
+        (["launch", "--multirun"], "a sweep would run once per rank"),
+        (["launch", "pipeline.stages=2"], "weft launch: pipeline.stages=2: 1 processes are no multiple"),
+        (["bench", "zzz"], "there is no such benchmark"),
+    ],
+)
+def test_bad_input_ends_with_2_and_one_line(capsys, argv, part):
+    code, _, err = run(capsys, *argv)
+    assert code == 2
+    assert part in err and len(err.splitlines()) == 1
+
+
+def test_config_prints_every_docstring_and_stays_yaml(capsys):
+    code, out, _ = run(capsys, "config", "recipe=quickstart", "cluster=two_sites")
+    assert code == 0
+    assert yaml.safe_load(out) == to_tree(load(["recipe=quickstart", "cluster=two_sites"]))
+    words = " ".join(out.replace("#", " ").split())
+    for text in docstrings()["PipelineConfig"].values():
+        assert " ".join(text.split()) in words
+
+
+def test_plain_forms_agree(capsys):
+    _, as_yaml, _ = run(capsys, "config", "--yaml", "recipe=quickstart")
+    _, as_json, _ = run(capsys, "config", "--json", "recipe=quickstart")
+    assert yaml.safe_load(as_yaml) == json.loads(as_json)
+
+
+def test_the_deepspeed_form(capsys):
+    _, out, _ = run(capsys, "config", "recipe=quickstart", "--deepspeed")
+    assert json.loads(out)["gradient_accumulation_steps"] == 8
+
+
+def test_an_unfinished_configuration_is_printed_and_told_about(capsys):
+    code, out, err = run(capsys, "config", "recipe=sft")
+    assert code == 2
+    assert "learning rate" in out and "set model.path" in err
+
+
+def test_a_closed_pipe_is_no_error():
+    command = f"{sys.executable} -m weft.tools.cli config | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("#") and not done.stderr
+
+
+def test_the_package_list_is_true():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    tops = {path.name for path in ROOT.iterdir() if (path / "__init__.py").is_file() and path.name != "tests"}
+    makefile = (ROOT / "Makefile").read_text()
+    packages = next(line for line in makefile.splitlines() if line.startswith("PACKAGES"))
+    assert set(packages.partition(":=")[2].split()) == tops | {"__init__.py"}
+    folders = {path.parent for top in tops for path in (ROOT / top).rglob("__init__.py")}
+    found = {"weft"} | {"weft." + ".".join(path.relative_to(ROOT).parts) for path in folders}
+    assert set(setup["options"]["packages"].split()) == found
+    patterns = setup["options.package_data"]["weft"].split()
+    beside = [path for top in tops for path in (ROOT / top).rglob("*") if path.suffix in DATA]
+    inside = {path.relative_to(ROOT) for path in beside}
+    assert all(any(path.match(pattern) for pattern in patterns) for path in inside)

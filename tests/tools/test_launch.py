@@ -1,0 +1,163 @@
+"""`weft launch` up to the first process: the call, the environment, the files, the refusals."""
+
+import socket
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from weft.conf import load
+from weft.conf.hosts import read_hostfile, world_size
+from weft.tools import launch
+from weft.tools.preflight import CHECKS, preflight
+
+
+@pytest.fixture
+def config(tmp_path):
+    loaded = load(["recipe=quickstart", f"train.output_dir={tmp_path}", "cluster.master_port=29987"])
+    return loaded
+
+
+def test_one_machine(config):
+    call = launch.command(config, Path("/run/config.yaml"))
+    assert call[call.index("--num_gpus") + 1] == "4"
+    assert call[call.index("--master_port") + 1] == "29987"
+    assert call[-4:] == ["--module", "weft.recipes.train", "--config-file", "/run/config.yaml"]
+
+
+def test_several_machines(config, tmp_path):
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=3\nb slots=1\n")
+    config.cluster.hostfile = str(hostfile)
+    options, overrides, file = launch._arguments(["--no_ssh", "--node_rank", "1", "--config-file", "f", "a=b"])
+    assert (overrides, file) == (["a=b"], "f")
+    call = launch.command(config, Path("/run/config.yaml"), options)
+    assert call[call.index("--hostfile") + 1] == str(hostfile)
+    assert "--no_ssh" in call and "--node_rank=1" in call
+    assert "--num_gpus" not in call, "it would overwrite uneven slots"
+    assert world_size(config.cluster) == 4
+
+
+def test_the_environment_is_completed_but_never_overruled(monkeypatch):
+    monkeypatch.setattr(launch, "num_gpus", lambda: 0)
+    assert launch.environment({}) == {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    assert launch.environment({"OMP_NUM_THREADS": "3", "DS_ACCELERATOR": "cuda"})["OMP_NUM_THREADS"] == "3"
+    monkeypatch.setattr(launch, "num_gpus", lambda: 8)
+    assert "DS_ACCELERATOR" not in launch.environment({})
+
+
+def test_the_written_configuration_repeats_the_run(config, tmp_path):
+    file = launch.write_config(config, tmp_path / "run" / "config.yaml")
+    assert load([f"recipe={file}"]) == config
+    assert [path.name for path in file.parent.iterdir()] == ["config.yaml"]
+
+
+def test_keys_for_other_machines_are_for_the_owner_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".deepspeed_env").write_text("MINE=1\n")
+    file = launch.write_environment({"WANDB_API_KEY": "k", "PATH": "p", "HF_HOME": "h"}, tmp_path / "env")
+    assert file.read_text().splitlines()[-2:] == ["WANDB_API_KEY=k", "HF_HOME=h"]
+    assert "MINE=1" in file.read_text() and "PATH" not in file.read_text()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_dry_run_starts_nothing(monkeypatch, capsys, tmp_path):
+    module = type("dry_run", (), {"report": staticmethod(lambda config: f"report of {config.train.name}")})
+    monkeypatch.setitem(__import__("sys").modules, "weft.tools.dry_run", module)
+    monkeypatch.setattr(launch, "run_group", lambda *_, **__: pytest.fail("a process would start"))
+    assert launch.main(["recipe=quickstart", "dry_run=true", f"train.output_dir={tmp_path}"]) == 0
+    assert capsys.readouterr().out == "report of quickstart\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_free_port_is_chosen_and_written_down(monkeypatch, tmp_path):
+    seen = {}
+
+    def fake(command, *, env, grace_s):
+        seen.update(command=command, env=env)
+        return 7
+
+    monkeypatch.setattr(launch, "run_group", fake)
+    assert launch.main(["recipe=quickstart", f"train.output_dir={tmp_path}"]) == 7
+    port = seen["command"][seen["command"].index("--master_port") + 1]
+    written = load([f"recipe={tmp_path}/quickstart/config.yaml"])
+    assert int(port) == written.cluster.master_port > 0
+
+
+def test_a_port_in_use(config):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config.cluster.master_port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=r"cluster\.master_port=\d+: another process listens there"):
+            preflight(config)
+
+
+BAD = [
+    ({"cluster.ranks": 3}, "3 processes are no multiple"),
+    ({"model.path": "/nowhere"}, "there is no such folder"),
+    ({"model.path": "/tmp"}, "holds no config.json"),
+    ({"data.path": "/nowhere.jsonl", "data.kind": "text", "model.tokenizer": "t"}, "does not exist"),
+    ({"train.precision": "fp16"}, "this machine has no GPU; choose bf16"),
+    ({"train.output_dir": "/proc/run"}, "choose another"),
+    (
+        {"model.attn_implementation": "flash_attention_2", "train.precision": "bf16"},
+        "flash-attn is not installed",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "part"), BAD, ids=str)
+def test_what_this_machine_cannot_do_is_refused(settings, part, tmp_path, monkeypatch):
+    monkeypatch.setattr("weft.tools.preflight.num_gpus", lambda: 0)
+    monkeypatch.setattr("weft.tools.preflight.find_spec", lambda name: None)
+    given = {"train.output_dir": str(tmp_path)} | settings
+    config = load(["recipe=quickstart", *(f"{name}={value}" for name, value in given.items())])
+    with pytest.raises(ValueError) as error:
+        preflight(config)
+    assert part in str(error.value) and "; " in str(error.value)
+
+
+def test_more_ranks_than_gpus(config, monkeypatch):
+    monkeypatch.setattr("weft.tools.preflight.num_gpus", lambda: 2)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    with pytest.raises(ValueError, match=r"cluster\.ranks=4: this machine has 2 GPUs"):
+        preflight(config)
+
+
+def test_a_full_disk(config, monkeypatch):
+    monkeypatch.setattr("weft.tools.preflight.shutil.disk_usage", lambda _: type("usage", (), {"free": 5e8}))
+    with pytest.raises(ValueError, match=r"0\.5 GB are free there"):
+        preflight(config)
+
+
+def test_what_is_fine_passes_every_check(config):
+    assert len(CHECKS) >= 6
+    preflight(config)
+
+
+HOSTFILES = [
+    ("a\n", "line 1 is 'a'; write it as"),
+    ("# only\n\n", "names no host"),
+    ("a slots=1\na slots=2\n", "host a stands there twice"),
+    ("a slots=0\n", "line 1"),
+]
+
+
+@pytest.mark.parametrize(("text", "part"), HOSTFILES)
+def test_bad_hostfiles(text, part, tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=part):
+        read_hostfile(file)
+
+
+def test_hosts_must_be_able_to_meet(config, tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# two\nnode1 slots=2\nnode2 slots=2\n")
+    assert read_hostfile(file) == {"node1": 2, "node2": 2}
+    away = replace(config, cluster=replace(config.cluster, hostfile=str(file)))
+    with pytest.raises(ValueError, match=r"master_addr=127\.0\.0\.1: node1 cannot reach it"):
+        preflight(away)

@@ -1,0 +1,217 @@
+"""One training script, run by the stock Trainer and by Weft's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+VOCAB = 64
+
+
+class Sequences(Dataset):
+    """Sequences of random tokens with labels that start at uneven places."""
+
+    def __init__(self, count: int, length: int = 12) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(VOCAB, (count, length), generator=generator)
+        self.first = torch.randint(1, length - 2, (count,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        labels = self.ids[index].clone()
+        labels[: self.first[index]] = -100
+        return {"input_ids": self.ids[index], "labels": labels}
+
+
+def tiny_model(**more: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            attention_bias=True,
+            tie_word_embeddings=False,
+            **more,
+        )
+    )
+
+
+def arguments(folder: str, **more: Any) -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        **{
+            "output_dir": folder,
+            "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 2,
+            "gradient_accumulation_steps": 4,
+            "num_train_epochs": 2,
+            "learning_rate": 1e-2,
+            "weight_decay": 0.1,
+            "warmup_steps": 3,
+            "max_grad_norm": 0.5,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "logging_nan_inf_filter": False,
+        }
+        | more
+    )
+
+
+def section(stages: int, schedule: str = "1f1b", **more: Any) -> dict[str, Any]:
+    """A DeepSpeed configuration with Weft switched on."""
+    weft = {"enabled": True, "pipeline": {"stages": stages, "schedule": schedule}, "model": {"self_check": False}}
+    auto = dict.fromkeys(("train_batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu"), "auto")
+    return auto | {"zero_optimization": {"stage": 0}, "weft": weft} | more
+
+
+def history(trainer: Any) -> list[dict[str, float]]:
+    keys = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "step")
+    logs = [{key: float(entry[key]) for key in keys if key in entry} for entry in trainer.state.log_history]
+    return [entry for entry in logs if "loss" in entry or "eval_loss" in entry]
+
+
+def stock(folder: str, count: int, more: dict[str, Any], evaluate_first: bool = False) -> list[dict[str, float]]:
+    """Logs of the stock Trainer."""
+    import torch.distributed as dist
+    from transformers import Trainer
+
+    torch.set_num_threads(1)
+    trainer = Trainer(
+        tiny_model(), arguments(folder, use_cpu=True, **more), train_dataset=Sequences(count), eval_dataset=Sequences(8)
+    )
+    if evaluate_first:
+        trainer.evaluate()
+    trainer.train()
+    if dist.is_initialized():
+        dist.barrier()
+    return history(trainer)
+
+
+def on_device(use_cpu: bool) -> None:
+    """Unless on CPUs, let accelerate choose what it chooses on GPUs: DeepSpeed, on all ranks."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    from weft.engine.distributed import init_distributed
+
+    init_distributed(60)
+    if not use_cpu:
+        PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_CPU)
+
+
+def weft(
+    folder: str,
+    count: int,
+    more: dict[str, Any],
+    deepspeed: dict[str, Any],
+    resume: bool = False,
+    save: str = "",
+    model: dict[str, Any] | None = None,
+    evaluate_first: bool = False,
+) -> list[dict[str, float]]:
+    """Logs of Weft's Trainer."""
+    import torch.distributed as dist
+
+    from weft import WeftTrainer
+
+    on_device(more.get("use_cpu", False))
+    expected = eval_loss_by_hand()
+    trainer = WeftTrainer(
+        tiny_model(**model or {}),
+        arguments(folder, deepspeed=deepspeed, **more),
+        train_dataset=Sequences(count),
+        eval_dataset=Sequences(8),
+    )
+    if evaluate_first:
+        assert abs(trainer.evaluate()["eval_loss"] - expected) < 1e-4
+    trainer.train(resume_from_checkpoint=resume)
+    if save:
+        trainer.save_model(save)
+        assert dist.get_rank() or (Path(save) / "config.json").exists()
+    dist.barrier()
+    return history(trainer)
+
+
+def eval_loss_by_hand(folder: str = "") -> float:
+    """Mean loss over the tokens of the evaluation data, by plain transformers."""
+    from torch.nn.functional import cross_entropy
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder) if folder else tiny_model()
+    rows = [Sequences(8)[i] for i in range(8)]
+    ids, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
+    with torch.no_grad():
+        logits = model.eval()(ids).logits[:, :-1]
+    return float(cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100))
+
+
+def refusals(folder: str) -> dict[str, str]:
+    """What Weft's Trainer says to each thing that it cannot do."""
+    import transformers
+
+    from weft import WeftTrainer
+
+    class OwnLoss(WeftTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    on_device(True)
+    said = {}
+
+    def attempt(name: str, kind: Any = WeftTrainer, action: Any = None, deepspeed: Any = None, **more: Any) -> None:
+        names = {"compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "optimizers"} & more.keys()
+        own = {key: more.pop(key) for key in names}
+        try:
+            used = arguments(folder, deepspeed=deepspeed or section(1), **{"use_cpu": True} | more)
+            trainer = kind(tiny_model(), used, train_dataset=Sequences(8), eval_dataset=Sequences(8), **own)
+            if action is not None:
+                action(trainer)
+            said[name] = "nothing"
+        except ValueError as error:
+            said[name] = str(error)
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    attempt("compute_loss", OwnLoss)
+    for name in ("compute_loss_func", "label_smoothing_factor", "compute_metrics", "preprocess_logits_for_metrics"):
+        attempt(name, **{name: 0.1 if name == "label_smoothing_factor" else nothing})
+    attempt("optimizers", optimizers=(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), None))
+    attempt("lr_scheduler_type", lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps")
+    attempt("torch_compile", torch_compile=True)
+    attempt("auto_find_batch_size", auto_find_batch_size=True)
+    attempt("neftune_noise_alpha", neftune_noise_alpha=0.1)
+    attempt("bf16_full_eval", bf16_full_eval=True)
+    attempt("average_tokens_across_devices=False", average_tokens_across_devices=False)
+    attempt("train_sampling_strategy", train_sampling_strategy="group_by_length")
+    attempt("split_batches", accelerator_config={"split_batches": True})
+    attempt("predict", action=lambda trainer: trainer.predict(Sequences(4)))
+    attempt("hyperparameter_search", action=lambda trainer: trainer.hyperparameter_search())
+    attempt("fsdp", fsdp=True)
+    attempt("zero_optimization.stage=3", deepspeed=section(1, zero_optimization={"stage": 3}))
+    attempt("no section", deepspeed={"zero_optimization": {"stage": 1}})
+    attempt("contradicts", deepspeed=section(1, train_micro_batch_size_per_gpu=5))
+    real = transformers.TrainingArguments.world_size.fget
+    transformers.TrainingArguments.world_size = property(lambda self: real(self) + 1)  # type: ignore[misc]
+    attempt("use_cpu=True")
+    transformers.TrainingArguments.world_size = property(real)  # type: ignore[misc]
+    wrong = section(1)
+    wrong["weft"]["pipeline"]["no_such_field"] = 1
+    attempt("no_such_field", deepspeed=wrong)
+    attempt("trained already", action=lambda trainer: (trainer.train(), trainer.train()))
+    attempt("no whole checkpoint", action=lambda trainer: trainer.train(resume_from_checkpoint=True))
+    return said

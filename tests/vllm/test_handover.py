@@ -1,0 +1,140 @@
+"""A stock vLLM decodes from the KV cache that a gated worker computed in bubbles: the P/D proxy protocol,
+as a proxy speaks it to the controller."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from weft.conf.schema import KvConnector, WeftConfig
+from weft.inference.controller.server import app_of, server_config
+from weft.inference.worker_command import command, environment, kv_transfer, workers_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+
+NUM_PROMPTS = 5
+OUTPUT = 16
+PREFILL_FIRST = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+PORTS = {"controller": 18300, "prefill": 18301, "decode": 18302}
+
+
+def ask(port, body, request_id):
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json", "X-Request-Id": request_id},
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)
+
+
+def prompt_tokens(port, source):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    lines = [line for line in text.splitlines() if "prompt_tokens_by_source" in line and f'"{source}"' in line]
+    return sum(float(re.split(r"\s+", line)[-1]) for line in lines if "_total" in line)
+
+
+def until_ready(port, process, log):
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
+                return
+        except (OSError, urllib.error.URLError):
+            time.sleep(0.5)
+    pytest.fail(f"no server on port {port}:\n{log.read_text()[-4000:]}")
+
+
+@contextlib.contextmanager
+def server(words, env, port, log):
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(words, env=env, stdout=out, stderr=out, start_new_session=True) as process,
+    ):
+        try:
+            yield lambda: until_ready(port, process, log)
+        finally:
+            os.killpg(process.pid, 9)
+
+
+@contextlib.contextmanager
+def controller(config):
+    served = uvicorn.Server(server_config(app_of(config, {}), config.inference.controller))
+    thread = threading.Thread(target=served.run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        served.should_exit = True
+        thread.join(10)
+
+
+def test_a_stock_instance_decodes_what_was_prefilled_in_bubbles(model, tmp_path):
+    config = WeftConfig()
+    config.inference.boards = str(tmp_path / "boards")
+    prefill = config.inference.prefill
+    prefill.model, prefill.connector, prefill.first_port = str(model), KvConnector.nixl, PORTS["prefill"]
+    prefill.max_tokens, prefill.cost_dir, prefill.arguments = 2048, str(tmp_path), ["--dtype", "float32"]
+    config.inference.controller.port, config.inference.controller.deadline_s = PORTS["controller"], 30.0
+    worker = workers_of(config)[0]
+    outer = dict(os.environ, VLLM_CPU_NUM_OF_RESERVED_CPU="1", VLLM_NIXL_SIDE_CHANNEL_PORT="15600")
+    package = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]).absolute()
+    trace = tmp_path / "trace.jsonl"
+    words = command(config, worker, python=sys.executable, num_gpus=0, trace_file=str(trace))
+    env = environment(config, worker, outer, package=package, num_gpus=0)
+    stock = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "float32"]
+    stock += ["--port", str(PORTS["decode"]), "--max-model-len", "2048", "--kv-cache-memory-bytes", str(2**28)]
+    stock += ["--enforce-eager", "--no-enable-prefix-caching", "--distributed-executor-backend"]
+    stock += [words[words.index("--distributed-executor-backend") + 1]]
+    stock += ["--kv-transfer-config", json.dumps(kv_transfer(on_cpu=True))]
+    stock_env = env | {"VLLM_NIXL_SIDE_CHANNEL_PORT": "15700"}
+    trainer = [sys.executable, Path(__file__).with_name("trainer.py"), worker.boards[0], "0.04", "0.01"]
+    draw = random.Random(7)
+    prompts = [[draw.randrange(256) for _ in range(draw.randint(600, 1500))] for _ in range(NUM_PROMPTS)]
+    with (
+        subprocess.Popen(trainer, stdout=subprocess.DEVNULL) as training,
+        server(words, env, PORTS["prefill"], tmp_path / "prefill.log") as prefill_ready,
+        server(stock, stock_env, PORTS["decode"], tmp_path / "decode.log") as decode_ready,
+        controller(config),
+    ):
+        try:
+            prefill_ready()
+            decode_ready()
+            time.sleep(2 * config.inference.controller.probe_s)
+            handed, normal = [], []
+            for number, ids in enumerate(prompts):
+                body = {"prompt": ids, "temperature": 0.0, "return_token_ids": True}
+                first = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": PREFILL_FIRST}
+                transfer = ask(PORTS["controller"], first, f"request-{number}")["kv_transfer_params"]
+                assert transfer["do_remote_prefill"] is True
+                decoded = body | {"max_tokens": OUTPUT, "kv_transfer_params": transfer}
+                handed.append(ask(PORTS["decode"], decoded, f"request-{number}")["choices"][0]["token_ids"])
+            fetched = prompt_tokens(PORTS["decode"], "external_kv_transfer")
+            computed = prompt_tokens(PORTS["decode"], "local_compute")
+            for number, ids in enumerate(prompts):
+                body = {"prompt": ids, "temperature": 0.0, "return_token_ids": True, "max_tokens": OUTPUT}
+                normal.append(ask(PORTS["decode"], body, f"normal-{number}")["choices"][0]["token_ids"])
+        finally:
+            training.kill()
+    assert handed == normal
+    assert fetched == sum(map(len, prompts))
+    assert computed == 0

@@ -1,0 +1,80 @@
+"""First tokens computed in bubbles are those of a stock vLLM."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+NUM_PROMPTS = 100
+LONGEST = 1500
+GENERATE = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+asked = json.load(open(sys.argv[1]))
+llm = LLM(**asked["engine"])
+prompts = [TokensPrompt(prompt_token_ids=ids) for ids in asked["prompts"]]
+found = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
+json.dump([list(one.outputs[0].token_ids) for one in found], open(sys.argv[2], "w"))
+"""
+
+
+def first_tokens(folder, prompts, engine):
+    import json
+
+    asked, told = folder / "asked.json", folder / "told.json"
+    asked.write_text(json.dumps({"prompts": prompts, "engine": engine}))
+    env = dict(os.environ, VLLM_NO_USAGE_STATS="1", OMP_NUM_THREADS="1", VLLM_LOGGING_LEVEL="WARNING")
+    subprocess.run([sys.executable, "-c", GENERATE, asked, told], check=True, env=env, timeout=240)
+    return json.loads(told.read_text())
+
+
+def test_first_tokens_equal_those_of_an_ungated_vllm(model, tmp_path):
+    import json
+
+    draw = random.Random(5)
+    prompts = [[draw.randrange(256) for _ in range(draw.randint(1, LONGEST))] for _ in range(NUM_PROMPTS)]
+    engine = {
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 2048,
+        "kv_cache_memory_bytes": 2**28,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+        "disable_log_stats": True,
+    }
+    board, trace = tmp_path / "boards" / "rank0.board", tmp_path / "trace.jsonl"
+    settings = {
+        "boards": [str(board)],
+        "guard_s": 0.002,
+        "quantile": 0.98,
+        "cost_file": str(tmp_path / "cost.json"),
+        "trace_file": str(trace),
+    }
+    gated = engine | {
+        "scheduler_cls": "weft.inference.vllm_scheduler.BubbleScheduler",
+        "additional_config": {"weft": settings},
+        "async_scheduling": False,
+    }
+    trainer = [sys.executable, Path(__file__).with_name("trainer.py"), board, "0.04", "0.01"]
+    with subprocess.Popen(trainer, stdout=subprocess.PIPE, text=True) as training:
+        try:
+            assert training.stdout is not None and training.stdout.readline() == "up\n"
+            in_bubbles = first_tokens(tmp_path, prompts, gated)
+        finally:
+            training.kill()
+    steps = [json.loads(line) for line in trace.read_text().splitlines()]
+    bubbles: dict[str, set] = {}
+    for step in steps:
+        for request in step["tokens"]:
+            bubbles.setdefault(request, set()).add((step["step"], step["bubble"]))
+    assert len(bubbles) == NUM_PROMPTS
+    assert sum(len(found) > 3 for found in bubbles.values()) > 5
+    assert in_bubbles == first_tokens(tmp_path, prompts, engine)

@@ -1,0 +1,103 @@
+"""`weft bench auto`: `auto` beside the fixed schedules in the same memory, at every size."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from weft.pipeline.costs import CostModel
+from weft.pipeline.generators import generate
+from weft.pipeline.placement import Placement
+from weft.pipeline.schedule import Schedule
+from weft.pipeline.serialization import schedule_from_csv, schedule_to_csv
+from weft.pipeline.simulation import simulate
+
+PLACEMENTS: dict[str, Callable[[int], Placement]] = {
+    "1f1b": Placement.straight,
+    "interleaved": lambda num_ranks: Placement.interleaved(num_ranks, 2),
+    "zbv": Placement.fold,
+    "dualpipev": Placement.fold,
+    "w": Placement.fold,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duel:
+    """A fixed kind of schedule and `auto` on one pipeline; steps in units of F = I = W = 1."""
+
+    kind: str
+    num_ranks: int
+    num_microbatches: int
+    chunks: int
+    """Live chunks of the fixed schedule, and `auto`'s cap."""
+    fixed: float
+    auto: float
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print how often `auto` is shorter, equal and longer; returns 1 if it is ever longer."""
+    parser = argparse.ArgumentParser(prog="weft bench auto", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=16, help="up to how many")
+    parser.add_argument("--microbatches", type=int, default=64, help="up to how many")
+    parser.add_argument("--every", type=int, default=1, help="take only every n-th number of micro-batches")
+    args = parser.parse_args(argv)
+    counts = range(1, args.microbatches + 1, args.every)
+    duels = [duel for ranks in range(2, args.ranks + 1) for count in counts for duel in fight(ranks, count)]
+    table = Table(title=f"auto beside fixed schedules in the same memory, 2 to {args.ranks} ranks")
+    for column in ("schedule", "sizes", "auto shorter", "equal", "longer", "mean", "best", "worst"):
+        table.add_column(column, justify="left" if column == "schedule" else "right", no_wrap=True)
+    for kind in PLACEMENTS:
+        table.add_row(kind, *_summary([duel for duel in duels if duel.kind == kind]))
+    console = Console(width=110)
+    console.print(table)
+    longer = [duel for duel in duels if duel.auto > duel.fixed]
+    for duel in longer:
+        console.print(f"longer: {duel}")
+    return 1 if longer else 0
+
+
+def fight(num_ranks: int, num_microbatches: int) -> Iterator[Duel]:
+    """Every fixed kind that takes this number of micro-batches, against `auto` in the memory it takes."""
+    for kind, place in PLACEMENTS.items():
+        placement = place(num_ranks)
+        try:
+            fixed = generate(kind, placement, num_microbatches)
+        except ValueError:
+            continue  # the kind needs more micro-batches
+        fixed_step, chunks = judge(fixed)
+        ours = generate("auto", placement, num_microbatches, memory_cap_bytes=chunks, search_seconds=0.0)
+        auto_step, auto_chunks = judge(ours)
+        assert auto_chunks <= chunks, (kind, placement, num_microbatches)
+        yield Duel(
+            kind=kind,
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            chunks=chunks,
+            fixed=fixed_step,
+            auto=auto_step,
+        )
+
+
+def judge(schedule: Schedule) -> tuple[float, int]:
+    """Step and peak live chunks of the exported CSV with unit costs, pairs one half after the other."""
+    opened = schedule.with_rows([[(action,) for slot in row for action in slot] for row in schedule.rows])
+    read = schedule_from_csv(schedule_to_csv(opened), name=schedule.name)
+    timeline = simulate(read, CostModel.unit(schedule.placement.num_stages))
+    return timeline.step_s, max(timeline.live_microbatches)
+
+
+def _summary(duels: Sequence[Duel]) -> tuple[str, ...]:
+    ratios = [duel.auto / duel.fixed for duel in duels]
+    return (
+        f"{len(duels)}",
+        f"{sum(ratio < 1 for ratio in ratios)}",
+        f"{sum(ratio == 1 for ratio in ratios)}",
+        f"{sum(ratio > 1 for ratio in ratios)}",
+        f"{sum(ratios) / len(ratios):.3f}",
+        f"{min(ratios):.3f}",
+        f"{max(ratios):.3f}",
+    )

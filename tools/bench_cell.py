@@ -1,0 +1,124 @@
+"""`weft bench cell`: a tensor over one uplink beside the same over all uplinks of a DP-cell."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from weft.comm.channel import Channel, TensorSpec
+from weft.comm.wan import Cell, WanEndpoint, WanKey, join
+from weft.comm.wan.library import load
+from weft.tools.netbed import Job, Link, NetBed, Node, Topology
+
+_KEY = WanKey(b"the key of a bed that nobody else can reach")
+_BYTE = TensorSpec((1,), torch.uint8)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``weft bench cell ...``; returns the exit code."""
+    args = _parser().parse_args(argv)
+    load()  # compiled here, not while a run is timed
+    print(f"{args.messages} tensors of {args.mb:g} MB, {args.rate:g} Mbit/s uplinks, {args.latency:g} ms one way")
+    table = Table("pipelines in the cell", "one uplink s", "all uplinks s", "speed-up", "of the ideal")
+    for pipelines in args.pipelines:
+        alone_s, together_s = _times(pipelines, args)
+        speedup = alone_s / together_s
+        row = (str(pipelines), f"{alone_s:.2f}", f"{together_s:.2f}", f"{speedup:.2f}", f"{speedup / pipelines:.0%}")
+        table.add_row(*row)
+    Console().print(table)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="weft bench cell", description=__doc__)
+    parser.add_argument("--pipelines", type=int, nargs="+", default=[2, 4], help="pipelines in the cell")
+    parser.add_argument("--rate", type=float, default=100, help="uplink of a node in Mbit/s")
+    parser.add_argument("--latency", type=float, default=20, help="one-way delay in ms")
+    parser.add_argument("--window", type=float, default=400, help="receive buffer of a connection in kB")
+    parser.add_argument("--mb", type=float, default=8, help="megabytes of a tensor")
+    parser.add_argument("--messages", type=int, default=6, help="tensors that are sent at once")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each way, by turns; medians count")
+    return parser
+
+
+def _times(pipelines: int, args: argparse.Namespace) -> tuple[float, float]:
+    """Seconds from the first send to the answer to the last, over one uplink and over all."""
+    cell = Cell(tuple(range(pipelines)), tuple(range(pipelines, 2 * pipelines)))
+    ranks = [*cell.near, *cell.far]
+    topology = Topology(
+        name=f"cell{os.getpid()}",
+        nodes=tuple(
+            Node(name=f"n{rank}", site="east" if rank in cell.near else "west", uplink_mbps=args.rate) for rank in ranks
+        ),
+        links=(Link(sites=("east", "west"), latency_ms=args.latency),),
+        window_kb=args.window,
+    )
+    plan = (int(args.mb * 1e6), args.messages, args.repeats)
+    with NetBed.up(topology) as bed:
+        jobs = [Job(bed, f"n{rank}", _rank, rank, bed.address(f"n{rank}"), cell, *plan) for rank in ranks]
+        try:
+            addresses = dict(zip(ranks, (job.hear() for job in jobs), strict=True))
+            for job in jobs:
+                job.say(addresses)
+            times = jobs[0].result(timeout_s=120.0)
+            for job in jobs[1:]:
+                job.say("end")  # a relay stays until nobody needs it
+        finally:
+            for job in jobs:
+                job.kill()
+    return times
+
+
+def _rank(
+    say: Callable, hear: Callable, rank: int, bind: str, cell: Cell, num_bytes: int, messages: int, repeats: int
+) -> tuple[float, float] | None:
+    with WanEndpoint(rank=rank, bind=bind, key=_KEY, congestion="cubic") as endpoint:
+        say(endpoint.address)
+        addresses = hear()
+        for peer in cell.links(rank):
+            endpoint.link(peer, address=addresses[peer] if rank < peer else None)
+        opposite = cell.links(rank)[0]
+        ways = endpoint.channel(opposite), join(endpoint, cell)
+        runs: list[list[float]] = [[], []]
+        if rank in (cell.near[0], cell.far[0]):
+            for _ in range(repeats):
+                for way, seconds in zip(ways, runs, strict=True):
+                    seconds.append(_cross(way, rank == cell.near[0], num_bytes, messages))
+        if rank != cell.near[0]:
+            hear()
+            return None
+        return statistics.median(runs[0]), statistics.median(runs[1])
+
+
+def _cross(channel: Channel, sending: bool, num_bytes: int, messages: int) -> float:
+    """Seconds that the tensors and the answer to them take; only the sender's mean something."""
+    tensor = torch.ones(num_bytes, dtype=torch.uint8)
+    byte = torch.zeros(1, dtype=torch.uint8)
+    if sending:
+        channel.recv("ready", _BYTE).wait()
+        start = monotonic()
+        answer = channel.recv("answer", _BYTE)
+        handles = [channel.send("tensor", tensor) for _ in range(messages)]
+        answer.wait()
+    else:
+        handles = [channel.recv("tensor", TensorSpec((num_bytes,), torch.uint8)) for _ in range(messages)]
+        channel.send("ready", byte).wait()
+        start = monotonic()
+        for handle in handles:
+            handle.wait()
+        channel.send("answer", byte).wait()
+    for handle in handles:
+        handle.wait()
+    return monotonic() - start
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,150 @@
+"""`weft bench collectives`: what collectives cost on a topology, and what partitioning them gains."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from weft.comm.collectives import Choice, Collective, CollectiveCosts, Group, Primitive, Rewrite, choose, plain
+from weft.comm.collectives.cache import CostCache, topology_key
+from weft.comm.collectives.communicator import Communicator
+from weft.comm.collectives.probe import fitted, measure, nodes_of_world
+from weft.conf.schema import DataConfig
+from weft.engine.distributed import init_distributed
+from weft.tools.netbed import Link, NetBed, Node, Topology
+from weft.tools.netbed.ranks import run_ranks_in
+
+PRIMITIVES = (Primitive.reduce_scatter, Primitive.all_gather, Primitive.all_reduce)
+TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """The plain collective and the chosen rewrite, measured by turns.
+
+    Attributes:
+        plain_s, chosen_s: medians of the slowest rank's seconds.
+    """
+
+    choice: Choice
+    plain_s: float
+    chosen_s: float
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``weft bench collectives``; returns the exit code.
+
+    Under a launcher the ranks are the job's; otherwise nodes are made in a netbed.
+    """
+    args = _parser().parse_args(argv)
+    if "RANK" in os.environ:
+        found = _probe_and_race(args)
+        if dist.get_rank():
+            return 0
+    else:
+        nodes = [f"n{node}" for node in range(args.nodes) for _ in range(args.ranks)]
+        with NetBed.up(two_level_bed(f"coll{os.getpid()}", args.nodes, args.rate, args.latency)) as bed:
+            found = run_ranks_in(bed, nodes, _probe_and_race, args, timeout_s=TIMEOUT_S)[0]
+    key, costs, rows = found
+    CostCache.in_folder(args.cache).write(key, costs)
+    _print(key, costs, rows)
+    if args.json:
+        figures = [{"rewrite": str(row.choice.rewrite), **asdict(row.choice), **asdict(row)} for row in rows]
+        args.json.write_text(json.dumps(figures, indent=1, default=str))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="weft bench collectives", description=__doc__)
+    parser.add_argument("--nodes", type=int, default=2, help="nodes of the netbed")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks on each")
+    parser.add_argument("--rate", type=float, default=200, help="uplink of a node in Mbit/s")
+    parser.add_argument("--latency", type=float, default=0.5, help="one-way delay between nodes in ms")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1 << 16, 1 << 20, 1 << 22], help="bytes to race")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each; medians count")
+    parser.add_argument("--cache", default=DataConfig().cache_dir, help="folder that keeps the costs")
+    parser.add_argument("--json", type=Path, help="write the race to this file")
+    return parser
+
+
+def two_level_bed(name: str, num_nodes: int, rate_mbps: float, latency_ms: float) -> Topology:
+    """Nodes that are alone in their sites, so that all between them is slow and all inside them fast."""
+    nodes = tuple(Node(name=f"n{i}", site=f"s{i}", uplink_mbps=rate_mbps) for i in range(num_nodes))
+    pairs = [(a, b) for a in range(num_nodes) for b in range(a + 1, num_nodes)]
+    links = tuple(Link(sites=(f"s{a}", f"s{b}"), latency_ms=latency_ms) for a, b in pairs)
+    return Topology(name=name, nodes=nodes, links=links)
+
+
+def _probe_and_race(args: argparse.Namespace) -> tuple[str, CollectiveCosts, list[Row]]:
+    device = init_distributed(TIMEOUT_S)
+    group = Group(tuple(range(dist.get_world_size())), nodes_of_world())
+    communicator = Communicator.open([group], device=device, timeout_s=TIMEOUT_S)
+    assert communicator is not None, "the group is the world"
+    costs = fitted(measure(communicator, device=device, repeats=args.repeats))
+    rows = []
+    for primitive in PRIMITIVES:
+        for num_bytes in args.sizes:
+            wish = Collective.flat(primitive, group, num_elements=num_bytes // 4, itemsize=4)
+            choice = choose(wish, costs)
+            pair = [plain(wish), choice.rewrite]
+            timed = [[_run_s(communicator, rewrite, device) for rewrite in pair] for _ in range(1 + args.repeats)]
+            plain_s, chosen_s = (median(run[which] for run in timed[1:]) for which in (0, 1))
+            rows.append(Row(choice, plain_s, chosen_s))
+    communicator.close()
+    return topology_key(group, device.type), costs, rows
+
+
+def _run_s(communicator: Communicator, rewrite: Rewrite, device: torch.device) -> float:
+    collective = rewrite.collective
+    whole = torch.zeros(collective.dims, device=device)
+    shard = torch.zeros(collective.dims[0] // collective.group.size, device=device)
+    tensors = {
+        Primitive.reduce_scatter: (whole, shard),
+        Primitive.all_gather: (shard, whole),
+        Primitive.all_reduce: (whole, whole),
+    }[collective.primitive]
+    dist.barrier()
+    start = perf_counter()
+    communicator.start(rewrite, *tensors).wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = torch.tensor(perf_counter() - start, dtype=torch.float64, device=device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def _print(key: str, costs: CollectiveCosts, rows: Sequence[Row]) -> None:
+    console = Console(width=120, highlight=False)
+    table = Table(title=key, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
+    for head in ("links", "primitive", "alpha ms", "beta ns/B"):
+        table.add_column(head, justify="right" if head[0] in "ab" else "left")
+    for (link, primitive), line in costs.table.items():
+        table.add_row(link.value, primitive.value, f"{1e3 * line.alpha_s:.3f}", f"{1e9 * line.beta_s:.2f}")
+    console.print(table)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for head in ("collective", "KiB", "plain ms", "chosen ms", "gain", "/ predicted", "chosen"):
+        table.add_column(head, justify="left" if head in ("collective", "chosen") else "right")
+    for row in rows:
+        wish = row.choice.rewrite.collective
+        table.add_row(
+            wish.primitive.value,
+            f"{wish.num_bytes / 1024:.0f}",
+            f"{1e3 * row.plain_s:.1f}",
+            f"{1e3 * row.chosen_s:.1f}",
+            f"{row.plain_s / row.chosen_s:.2f}x",
+            f"{row.chosen_s / row.choice.cost_s:.2f}",
+            str(row.choice.rewrite),
+        )
+    console.print(table)

@@ -1,0 +1,1 @@
+"""Training and prefill side by side: what `weft bench bubbles` runs and reckons."""

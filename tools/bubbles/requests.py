@@ -1,0 +1,100 @@
+"""Requests of a trace, sent to prefill workers at their times."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+NUM_SENDERS = 64
+ANSWER_S = 60.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a trace."""
+
+    after_s: float
+    """Seconds after the first one."""
+    tokens: int
+    """Of its prompt."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a request; seconds of CLOCK_MONOTONIC."""
+
+    tokens: int
+    sent_s: float
+    ttft_s: float
+    status: int
+    """HTTP status; 0 if there was no answer."""
+
+
+def read_trace(path: Path, count: int, *, most_tokens: int, over_s: float) -> list[Request]:
+    """The first requests of an Azure LLM trace, scaled to a small model and a short time.
+
+    Args:
+        path: CSV with TIMESTAMP and ContextTokens.
+        most_tokens: the longest of these prompts becomes this long, the others in proportion.
+        over_s: the arrivals are spread over this time, in their proportions.
+
+    Raises:
+        ValueError: no such file, or not such a trace.
+    """
+    try:
+        with path.open(newline="") as file:
+            rows = [row for row, _ in zip(csv.DictReader(file), range(count), strict=False)]
+        times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in rows]
+        tokens = [int(row["ContextTokens"]) for row in rows]
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(f"--trace {path}: {error!r}; give the CSV of an Azure LLM inference trace") from error
+    if not rows:
+        raise ValueError(f"--trace {path}: holds no request")
+    scale = over_s / max(times[-1] - times[0], 1e-9)
+    return [
+        Request((time_s - times[0]) * scale, max(1, round(length * most_tokens / max(tokens))))
+        for time_s, length in zip(times, tokens, strict=True)
+    ]
+
+
+def send(url: str, tokens: int, *, seed: int = 0, key: str = "") -> Answer:
+    """Ask for the first token of a random prompt."""
+    draw = random.Random(seed)
+    body = {"prompt": [draw.randrange(256) for _ in range(tokens)], "max_tokens": 1, "temperature": 0}
+    return post(url, json.dumps(body).encode(), tokens=tokens, key=key)
+
+
+def post(url: str, body: bytes, *, tokens: int = 0, key: str = "") -> Answer:
+    """Send a body as it is."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(f"{url}/v1/completions", data=body, headers=headers)
+    sent_s = time.monotonic()
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+            answer.read()
+            status = answer.status
+    except urllib.error.HTTPError as error:
+        status = error.code
+    except OSError:
+        status = 0
+    return Answer(tokens, sent_s, time.monotonic() - sent_s, status)
+
+
+def replay(requests: Sequence[Request], urls: Sequence[str], seed: int = 0) -> list[Answer]:
+    """Send each request at its time, to the workers in turn; returns when all are answered."""
+    begin_s = time.monotonic()
+    with ThreadPoolExecutor(NUM_SENDERS) as senders:
+        waiting = []
+        for number, request in enumerate(requests):
+            time.sleep(max(0.0, begin_s + request.after_s - time.monotonic()))
+            waiting.append(senders.submit(send, urls[number % len(urls)], request.tokens, seed=seed + number))
+        return [answer.result() for answer in waiting]

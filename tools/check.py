@@ -1,0 +1,71 @@
+"""`weft check`: can a model be cut into stages, and where."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from transformers import PreTrainedConfig
+
+from weft.conf import load
+from weft.conf.fields import choices
+from weft.conf.schema import ModelConfig
+from weft.engine.stages import Outline, check_packing, load_hf_config, outline_of, self_check
+from weft.engine.stages.skeleton import model_class
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``model=FOLDER|HUB_NAME`` or ``model.arch=TYPE [model.overrides.NAME=VALUE ...]``.
+
+    Raises:
+        ValueError: the model cannot be read, or its stages differ from the whole.
+    """
+    parser = argparse.ArgumentParser(
+        prog="weft check",
+        usage="weft check model=FOLDER|HUB_NAME | model.arch=TYPE [key=value ...]",
+        description="Compare stages of a small copy of a model with Hugging Face's own forward and backward.",
+        allow_abbrev=False,
+    )
+    _, overrides = parser.parse_known_args(argv)
+    print(report(load([_expand(text) for text in overrides]).model))
+    return 0
+
+
+def _expand(text: str) -> str:
+    """``model=FOLDER`` for ``model.path=FOLDER``, unless it names a choice of the group ``model``."""
+    key, _, value = text.partition("=")
+    return f"model.path={value}" if key == "model" and value not in choices("model") else text
+
+
+def report(config: ModelConfig) -> str:
+    """Check a model and say how it is cut.
+
+    Raises:
+        ValueError: as `self_check`.
+    """
+    hf_config = load_hf_config(config)
+    self_check(hf_config)
+    cls = model_class(hf_config)
+    outline = outline_of(cls, hf_config)
+    lines = [
+        f"{cls.__name__} (model_type={hf_config.model_type}, {outline.num_layers} layers): "
+        "logits, loss and gradients of its stages equal Hugging Face's own run",
+        f"  cut between: {outline.layers}",
+        f"  first stage: {', '.join(outline.before)}",
+        f"  last stage:  {', '.join(outline.after)}{_tied(hf_config.get_text_config(), outline)}",
+        f"  packing:     {_packing(hf_config)}",
+    ]
+    return "\n".join(lines)
+
+
+def _tied(text_config: object, outline: Outline) -> str:
+    tied = getattr(text_config, "tie_word_embeddings", False) and outline.before and outline.after
+    return f", and the weights of {outline.before[0]} (tied)" if tied else ""
+
+
+def _packing(hf_config: PreTrainedConfig) -> str:
+    try:
+        check_packing(hf_config)
+    except ValueError as error:
+        return str(error)
+    return "documents stay apart"

@@ -1,0 +1,55 @@
+"""The `weft` command: a table from sub-command to the module that runs it."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+COMMANDS = {
+    "launch": ("weft.tools.launch", "check a run, start its ranks, stop them together"),
+    "serve": ("weft.recipes.serve", "keep vLLM prefill workers running in the bubbles of a training run"),
+    "controller": ("weft.recipes.controller", "one address in front of all prefill workers"),
+    "train": ("weft.recipes.train", "train as one rank (`weft launch` starts them all)"),
+    "config": ("weft.tools.config", "print the resolved configuration with the meaning of every field"),
+    "check": ("weft.tools.check", "compare a model's stages with Hugging Face's own forward"),
+    "plan": ("weft.tools.plan", "show how collectives would be partitioned and overlapped, and why"),
+    "schedule": ("weft.tools.schedule", "generate a schedule and print, draw or export it"),
+    "simulate": ("weft.tools.simulate", "time a schedule without a GPU"),
+    "netbed": ("weft.tools.netbed.command", "build a WAN in a box: nodes, real TCP, delays, faults"),
+    "bench": ("weft.tools.bench", "measure Weft beside its peers"),
+    "parity": ("weft.tools.parity", "compare stages of every supported architecture with Hugging Face"),
+}
+BAD_INPUT = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``weft COMMAND ...``; returns the exit code (2 for bad input)."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print("usage: weft COMMAND ...\n")
+        for name, (_, summary) in COMMANDS.items():
+            print(f"  {name:<10} {summary}")
+        print("\n`weft COMMAND --help` says more about each.")
+        return 0
+    command, *rest = args
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(COMMANDS)}"
+        print(f"weft: there is no command {command!r}; {hint}", file=sys.stderr)
+        return BAD_INPUT
+    try:
+        return import_module(COMMANDS[command][0]).main(rest)
+    except ValueError as error:
+        for line in str(error).splitlines():
+            print(f"weft {command}: {line}", file=sys.stderr)
+        return BAD_INPUT
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

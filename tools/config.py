@@ -1,0 +1,73 @@
+"""`weft config`: the resolved configuration, with the meaning of every field."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import yaml
+
+from weft.conf.checks import check
+from weft.conf.compose import compose
+from weft.conf.deepspeed import deepspeed_config
+from weft.conf.fields import docstrings
+from weft.conf.hosts import world_size
+from weft.conf.trees import to_tree
+
+WIDTH = 100
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``[--yaml | --json | --deepspeed] [recipe=NAME] [key=value ...]``.
+
+    Raises:
+        ValueError: bad input.
+    """
+    parser = argparse.ArgumentParser(
+        prog="weft config",
+        usage="weft config [--yaml | --json | --deepspeed] [recipe=NAME] [key=value ...]",
+        description="Print the resolved configuration; as commented YAML if no form is chosen.",
+        allow_abbrev=False,
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--yaml", action="store_true", help="plain YAML, as a recipe's file")
+    form.add_argument("--json", action="store_true", help="plain JSON")
+    form.add_argument("--deepspeed", action="store_true", help="the DeepSpeed JSON that it stands for")
+    known, overrides = parser.parse_known_args(argv)
+    config = compose(overrides)
+    if known.deepspeed:
+        check(config)
+        print(json.dumps(deepspeed_config(config, world_size(config.cluster)), indent=2))
+    elif known.json:
+        print(json.dumps(to_tree(config), indent=2))
+    elif known.yaml:
+        print(yaml.safe_dump(to_tree(config), sort_keys=False), end="")
+    else:
+        print("\n".join(commented(config)))
+    check(config)  # last, so that an unfinished configuration can be read
+    return 0
+
+
+def commented(part: Any, indent: int = 0) -> Iterator[str]:
+    """Lines of YAML for a configuration or a part of one, each field under its docstring."""
+    docs, pad = docstrings()[type(part).__name__], " " * indent
+    for field in fields(part):
+        value = getattr(part, field.name)
+        text = docs.get(field.name) or type(value).__doc__ or ""
+        if isinstance(value, Enum) and not all(member in text for member in type(value).__members__):
+            text += f" One of: {', '.join(type(value).__members__)}."
+        yield from textwrap.wrap(text, WIDTH, initial_indent=f"{pad}# ", subsequent_indent=f"{pad}# ")
+        if is_dataclass(value):
+            yield f"{pad}{field.name}:"
+            yield from commented(value, indent + 2)
+            if not indent:
+                yield ""
+        else:
+            style = None if isinstance(value, list) else False  # lists on one line
+            block = yaml.safe_dump({field.name: to_tree(value)}, sort_keys=False, width=WIDTH, default_flow_style=style)
+            yield textwrap.indent(block.rstrip("\n"), pad)

@@ -1,0 +1,178 @@
+"""The `weft doctor` command: looks at what a run would stand on, and says what would help."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import combinations, permutations
+from pathlib import Path
+from time import sleep
+
+from rich.console import Console
+from rich.table import Table
+
+from weft.comm.native import cache_folder
+from weft.comm.probe import LinkProfile, ProfileCache, probe_both
+from weft.comm.wan import WanEndpoint, WanKey
+from weft.comm.wan.library import load
+from weft.tools.netbed import Job, NetBed, Topology
+from weft.tools.netbed import load as load_topology
+
+_KEY_OF_BEDS = WanKey(b"the key of a bed that nobody else can reach")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``weft doctor CHECK ...``; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="weft doctor", description=__doc__)
+    checks = parser.add_subparsers(dest="check", required=True)
+    _net_options(checks.add_parser("net", help="probe the links between sites", description=_NET))
+    args = parser.parse_args(argv)
+    return _CHECKS[args.check](args)
+
+
+_NET = """
+Measures round trip, one connection's rate and the rate of many, in both directions, and says how
+many connections fill the link. Run it at both sites: `weft doctor net --bind ADDRESS` at one, and
+at the other `weft doctor net --bind ADDRESS --peer ADDRESS:PORT` with what the first one prints.
+Both need the same WEFT_KEY. With --netbed FILE it probes an emulated WAN instead.
+"""
+
+
+def _net_options(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--netbed", type=Path, metavar="FILE", help="a topology of `weft netbed`")
+    where.add_argument("--bind", help="this host's IP address on the WAN")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; default: a free one")
+    parser.add_argument("--peer", default="", help="ADDRESS:PORT of the other site's doctor")
+    parser.add_argument("--most", type=int, default=32, help="the greatest number of connections to try")
+    parser.add_argument("--seconds", type=float, default=0.5, help="time of one measurement")
+    parser.add_argument("--congestion", default="", help="the kernel's congestion control, as in comm.congestion")
+
+
+def _net(args: argparse.Namespace) -> int:
+    load()  # compiled before anything is timed
+    profiles = _probe_bed(args) if args.netbed else _probe_hosts(args)
+    Console().print(profile_table(profiles))
+    for name, profile in profiles.items():
+        rates = ", ".join(f"{rate / 1e6:.0f} with {count}" for count, rate in profile.rates_bps)
+        print(f"{name}: Mbit/s {rates}")
+    if not args.netbed:
+        for hint in hints(profiles.values(), Path("/proc/sys/net/ipv4")):
+            print(f"hint: {hint}")
+    return 0
+
+
+def _probe_hosts(args: argparse.Namespace) -> Mapping[str, LinkProfile]:
+    """The link between this host and one other, from real addresses."""
+    settings = {"connections": args.most, "congestion": args.congestion, "port": args.port}
+    first = bool(args.peer)
+    rank = 0 if first else 1
+    with WanEndpoint(rank=rank, bind=args.bind, key=WanKey.from_environment(), **settings) as endpoint:
+        if not first:
+            host, port = endpoint.address
+            print(f"waiting for: weft doctor net --bind ADDRESS --peer {host}:{port}", flush=True)
+        endpoint.link(1 - rank, address=_peer_address(args.peer) if first else None)
+        there, back = probe_both(endpoint, 1 - rank, first=first, most=args.most, seconds=args.seconds)
+    return {"to the peer": there, "from the peer": back}
+
+
+def _peer_address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"--peer={text}: expected ADDRESS:PORT, as the other site's doctor prints it")
+    return host.strip("[]"), int(port)
+
+
+def _probe_bed(args: argparse.Namespace) -> Mapping[str, LinkProfile]:
+    """The first nodes of every pair of sites; kept beside the topology's hash, and read from there."""
+    topology = load_topology(args.netbed)
+    cache = ProfileCache(bed_cache(topology))
+    wanted = [f"{a} -> {b}" for a, b in permutations(topology.sites, 2)]
+    known = cache.read()
+    if all(name in known for name in wanted):
+        print(f"from {cache.path}; remove it to probe again")
+        return {name: known[name] for name in wanted}
+    with NetBed.up(topology) as bed:
+        for a, b in combinations(topology.sites, 2):
+            there, back = _probe_pair(bed, topology.members(a)[0], topology.members(b)[0], args)
+            cache.add({f"{a} -> {b}": there, f"{b} -> {a}": back})
+    known = cache.read()
+    return {name: known[name] for name in wanted}
+
+
+def bed_cache(topology: Topology) -> Path:
+    """Where the profiles of a bed's links are kept: by its topology, whatever its name."""
+    shape = repr((topology.nodes, topology.links, topology.mtu, topology.window_kb, topology.congestion))
+    return cache_folder().parent / "links" / f"{hashlib.sha256(shape.encode()).hexdigest()[:16]}.json"
+
+
+def _probe_pair(bed: NetBed, near: str, far: str, args: argparse.Namespace) -> tuple[LinkProfile, LinkProfile]:
+    settings = (args.most, args.seconds)
+    with (
+        Job(bed, far, _answer_probe, bed.address(far), *settings) as answering,
+        Job(bed, near, _start_probe, bed.address(near), answering.hear(), *settings) as starting,
+    ):
+        return starting.result(timeout_s=300.0)
+
+
+def _start_probe(
+    say: Callable, hear: Callable, bind: str, address: tuple[str, int], most: int, seconds: float
+) -> tuple[LinkProfile, LinkProfile]:
+    with WanEndpoint(rank=0, bind=bind, key=_KEY_OF_BEDS, connections=most) as endpoint:
+        endpoint.link(1, address=address)
+        return probe_both(endpoint, 1, first=True, most=most, seconds=seconds)
+
+
+def _answer_probe(say: Callable, hear: Callable, bind: str, most: int, seconds: float) -> None:
+    with WanEndpoint(rank=1, bind=bind, key=_KEY_OF_BEDS) as endpoint:
+        endpoint.link(0)
+        say(endpoint.address)
+        probe_both(endpoint, 0, first=False, most=most, seconds=seconds)
+        sleep(1.0)
+
+
+def profile_table(profiles: Mapping[str, LinkProfile]) -> Table:
+    """Profiles by the name of their link."""
+    table = Table("link", "round trip ms", "1 connection Mbit/s", "many Mbit/s", "connections")
+    for name, profile in profiles.items():
+        table.add_row(
+            name,
+            f"{profile.rtt_s * 1e3:.1f}",
+            f"{profile.single_bps / 1e6:.0f}",
+            f"{profile.aggregate_bps / 1e6:.0f}",
+            str(profile.connections),
+        )
+    return table
+
+
+def hints(profiles: Collection[LinkProfile], settings: Path) -> list[str]:
+    """What an administrator could change, from the kernel's ``settings`` folder (/proc/sys/net/ipv4)."""
+    found = []
+
+    def last(name: str) -> int:
+        try:
+            return int((settings / name).read_text().split()[-1])
+        except (OSError, ValueError, IndexError):
+            return 0
+
+    if last("tcp_slow_start_after_idle"):
+        found.append("connections slow down after a pause; sysctl -w net.ipv4.tcp_slow_start_after_idle=0 keeps them")
+    share_bytes = max(profile.aggregate_bps / 8 * profile.rtt_s / profile.connections for profile in profiles)
+    for name in ("tcp_rmem", "tcp_wmem"):
+        if 0 < last(name) < 2 * share_bytes:
+            found.append(
+                f"a connection's share of the link is {share_bytes / 1e6:.1f} MB in flight; the third value of "
+                f"net.ipv4.{name} ({last(name)} bytes) should be twice that"
+            )
+    if any(1 < profile.connections == max(dict(profile.rates_bps)) for profile in profiles):
+        found.append("even the greatest number of connections gained; try again with a greater --most")
+    return found
+
+
+_CHECKS: dict[str, Callable[[argparse.Namespace], int]] = {"net": _net}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,158 @@
+"""The dry run: what a run would be, printed before any process is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from transformers import PreTrainedConfig
+
+from weft.comm.collectives import CollectiveCosts, Group
+from weft.comm.collectives.cache import CostCache, topology_key
+from weft.conf.hosts import read_hostfile, world_size
+from weft.conf.schema import WeftConfig
+from weft.conf.sites import ranks_per_site
+from weft.engine.data import load_tokenizer
+from weft.engine.estimates import estimate_costs, stage_sizes
+from weft.engine.flops import peak_flops
+from weft.engine.memory import WEIGHT_BYTES, zero_memory
+from weft.engine.overlap import StageOverlap, ZeroWork, launch_together, plan_overlap, with_collectives
+from weft.engine.plan import plan_placement, plan_schedule
+from weft.engine.stages import StageSplit, load_hf_config, split_layers
+from weft.engine.stages.sizes import PartSize, model_sizes
+from weft.pipeline.costs import CostModel
+from weft.pipeline.placement import Placement
+from weft.pipeline.simulation import simulate
+from weft.pipeline.text import bytes_text
+
+EFFICIENCY = 0.4
+"""Share of its peak that a device is taken to reach."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What can be known of a run before it starts; ``flops_per_s`` is what a rank is taken to reach."""
+
+    hf_config: PreTrainedConfig
+    placement: Placement
+    split: StageSplit
+    costs: CostModel
+    sizes: list[PartSize]
+    replicas: int
+    device: str
+    flops_per_s: float
+
+
+def outlook(config: WeftConfig) -> Outlook:
+    """The model's stages and their estimated costs on a device such as this machine's.
+
+    Raises:
+        ValueError: the model or the data cannot be read.
+    """
+    import torch
+
+    if not config.model.path:
+        config.model.overrides.setdefault("vocab_size", len(load_tokenizer(config.model, config.data)))
+    hf_config = load_hf_config(config.model)
+    placement = plan_placement(config.pipeline, ranks_per_site(config))
+    split = split_layers(hf_config, placement.num_stages, config.pipeline.split, config.pipeline.layers)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    flops = peak_flops(device) * EFFICIENCY
+    costs = estimate_costs(config, hf_config, split, flops_per_s=flops)
+    replicas = world_size(config.cluster) // config.pipeline.stages
+    return Outlook(hf_config, placement, split, costs, stage_sizes(hf_config, split), replicas, device.type, flops)
+
+
+def report(config: WeftConfig) -> str:
+    """Stages, parameters and memory of each rank, ZeRO's collectives, and the schedule's predicted step.
+
+    Raises:
+        ValueError: the model or the data cannot be read, or no schedule can be had.
+    """
+    seen = outlook(config)
+    plans, overlap = overlap_lines(config, seen)
+    costs = with_collectives(seen.costs, plans) if plans else seen.costs
+    schedule = plan_schedule(config.pipeline, seen.placement, costs=costs, zero_stage=config.zero.stage)
+    timeline = simulate(schedule, costs)
+    lines = [
+        f"{seen.hf_config.model_type}, {sum(s.parameters for s in seen.sizes) / 1e6:,.1f} M parameters; "
+        f"{schedule.name}, {seen.placement.num_stages} stages on {seen.placement.num_ranks} ranks x "
+        f"{seen.replicas} replicas, {schedule.num_microbatches} micro-batches of {config.train.microbatch_size} x "
+        f"{config.data.sequence_length} tokens",
+        "",
+        *_rank_table(config, seen, timeline.peak_bytes),
+        *overlap,
+        "",
+        f"predicted step {timeline.step_s:.4g} s, bubbles {timeline.bubble_share:.1%}, at "
+        f"{seen.flops_per_s / 1e12:.3g} TFLOP/s a rank ({EFFICIENCY:.0%} of this machine's {seen.device})",
+    ]
+    return "\n".join(lines)
+
+
+def overlap_lines(
+    config: WeftConfig, seen: Outlook, collectives: CollectiveCosts | None = None, num_nodes: int = 1
+) -> tuple[list[StageOverlap], list[str]]:
+    """How ZeRO's collectives would be partitioned and overlapped, with the reasons; nothing for one replica.
+
+    Args:
+        collectives: costs; None takes those that `weft bench collectives` has left for this topology.
+        num_nodes: nodes that the replicas of a stage are spread over, where no hostfile says so.
+    """
+    if seen.replicas < 2:
+        return [], []
+    group = _replicas(config, seen.replicas, num_nodes)
+    key = topology_key(group, seen.device)
+    found = collectives or CostCache.in_folder(config.data.cache_dir).read(key)
+    if found is None:
+        return [], ["", f"ZeRO: collectives {key}: not measured; `weft bench collectives` does it"]
+    element = WEIGHT_BYTES[config.train.precision]
+    work = ZeroWork(
+        zero_stage=config.zero.stage,
+        group=group,
+        costs=found,
+        elements=tuple(size.parameters for size in seen.sizes),
+        gradient_bytes=4,
+        weight_bytes=element,
+        memory_bytes=float(config.pipeline.memory_cap_bytes) or inf,
+    )
+    plans = plan_overlap(work, seen.costs, seen.placement, config.pipeline.microbatches)
+    together = launch_together(plans, seen.placement, config.pipeline.microbatches)
+    lines = ["", f"ZeRO-{config.zero.stage} over {key}"]
+    lines += [line for plan in plans for line in plan.lines()]
+    lines.append(f"pipeline.launch_together={together} covers the most, with schedule=interleaved")
+    return plans, lines
+
+
+def _replicas(config: WeftConfig, count: int, num_nodes: int) -> Group:
+    """The replicas of the first virtual stage: neighbouring ranks, on the hosts that hold them."""
+    if config.cluster.hostfile:
+        slots = read_hostfile(config.cluster.hostfile).values()
+        nodes = [node for node, held in enumerate(slots) for _ in range(held)][:count]
+        return Group(tuple(range(count)), tuple(nodes))
+    if num_nodes < 1 or count % num_nodes:
+        raise ValueError(f"--nodes={num_nodes}: {count} replicas cannot be spread evenly over them; give a divisor")
+    return Group.regular(num_nodes, count // num_nodes)
+
+
+def _rank_table(config: WeftConfig, seen: Outlook, activations: tuple[float, ...]) -> list[str]:
+    largest = max(layer.parameters for layer in model_sizes(seen.hf_config).layers)
+    rows: list[tuple[str, ...]] = [
+        ("rank", "stages", "layers", "parameters", "weights", "gradients", "optimiser", "activations", "total")
+    ]
+    for rank, held in enumerate(seen.placement.rank_stages):
+        count = sum(seen.sizes[stage].parameters for stage in held)
+        of_weights = zero_memory(
+            count,
+            config.zero,
+            config.train.precision,
+            seen.replicas,
+            largest_block=largest,
+            microbatches=config.pipeline.microbatches,
+        )
+        parts = [of_weights.weights, of_weights.gradients, of_weights.optimizer, activations[rank]]
+        layers = "+".join(f"{seen.split.layers[s].start}-{seen.split.layers[s].stop - 1}" for s in held)
+        stages = "+".join(map(str, held))
+        memory = [bytes_text(part) for part in (*parts, sum(parts))]
+        rows.append((str(rank), stages, layers, f"{count / 1e6:,.2f} M", *memory))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -1,0 +1,354 @@
+"""A bed that is up: its nodes, processes in them, faults on its lines, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from time import monotonic, sleep
+from types import TracebackType
+from typing import Any
+
+from weft.comm.native import Kind, build
+from weft.tools.netbed.topology import Topology
+
+_ROUTER = Path(__file__).with_name("router.c")
+_CONTROL = "\0weft-netbed-"
+_FOREVER_S = 1e9
+_CLONE_NEWNET = 0x40000000  # <linux/sched.h>
+
+
+def missing() -> str:
+    """What this machine lacks for a bed, in words; empty if it has everything."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if not Path("/dev/net/tun").exists():
+        return "there is no /dev/net/tun (modprobe tun; in a container --device /dev/net/tun --cap-add NET_ADMIN)"
+    absent = [tool for tool in ("ip", "nsenter", "cc") if shutil.which(tool) is None]
+    return f"{', '.join(absent)} not found (packages iproute2, util-linux, gcc)" if absent else ""
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """What the line counts for a node."""
+
+    name: str
+    address: str
+    uplink_mbps: float
+    sent_bytes: int
+    sent_packets: int
+    queue_drops: int
+    fault_drops: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """A bed's state.
+
+    Attributes:
+        lag_ms: the longest time by which a packet was delivered late since the last status.
+        in_flight: packets on the lines.
+        faults: faults in force, in words.
+    """
+
+    pid: int
+    in_flight: int
+    lag_ms: float
+    nodes: tuple[NodeStatus, ...]
+    faults: tuple[str, ...]
+
+
+class NetBed:
+    """A bed by its name; `up` builds it, and as a context manager it also comes down.
+
+        with NetBed.up(topology) as bed:
+            bed.run("e0", ["ping", "-c1", bed.address("w0")])
+
+    Everything hangs on one process, the line (`router.c`): namespaces and devices exist as its
+    descriptors only, so a crash leaves nothing behind. It ends with the process that built
+    the bed, unless that `detach`es it.
+    """
+
+    def __init__(self, name: str) -> None:
+        """A handle on the bed called ``name``, which is up."""
+        self.name = name
+        self._router: subprocess.Popen[str] | None = None
+
+    @classmethod
+    def up(cls, topology: Topology) -> NetBed:
+        """Build the bed.
+
+        Raises:
+            ValueError: this machine cannot, or a bed of that name is up.
+        """
+        if lack := missing():
+            raise ValueError(f"weft netbed: {lack}")
+        bed = cls(topology.name)
+        bed._router = subprocess.Popen(
+            [build([_ROUTER], kind=Kind.program)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            bed._start(topology)
+        except BaseException:
+            bed._end_router()
+            raise
+        return bed
+
+    def __enter__(self) -> NetBed:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.down()
+
+    def address(self, node: str) -> str:
+        """The IPv4 address of ``node``."""
+        return self._addresses[self._known(node)]
+
+    @property
+    def nodes(self) -> list[str]:
+        """Names of all nodes."""
+        return list(self._addresses)
+
+    def popen(self, node: str, command: Sequence[str | Path], **keywords: Any) -> subprocess.Popen:
+        """Start ``command`` in ``node``; keywords as of `subprocess.Popen`."""
+        return subprocess.Popen(self._enter(node, command), **keywords)
+
+    def run(self, node: str, command: Sequence[str | Path], **keywords: Any) -> subprocess.CompletedProcess:
+        """Run ``command`` in ``node`` to its end; keywords as of `subprocess.run`."""
+        return subprocess.run(self._enter(node, command), **keywords)
+
+    def enter(self, node: str) -> None:
+        """Move this thread, and what it starts from now on, into ``node``; for forked children."""
+        netns = os.open(self._netns("node", self._known(node)), os.O_RDONLY)
+        try:
+            if ctypes.CDLL(None, use_errno=True).setns(netns, _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"cannot enter node {node}")
+        finally:
+            os.close(netns)
+
+    def cut(self, a: str, b: str = "", *, for_s: float = _FOREVER_S) -> None:
+        """Drop every packet between ``a`` and ``b`` (nodes or sites; no ``b`` is all the others)."""
+        self._fault("cut", a, b, 0, for_s)
+
+    def flap(self, a: str, b: str = "", *, every_s: float, for_s: float = _FOREVER_S) -> None:
+        """Cut for ``every_s``, heal for as long, and so on."""
+        self._fault("flap", a, b, every_s, for_s)
+
+    def slow(self, a: str, b: str = "", *, by: float, for_s: float = _FOREVER_S) -> None:
+        """Divide the rate between ``a`` and ``b`` by ``by``."""
+        self._fault("slow", a, b, by, for_s)
+
+    def drop(self, a: str, b: str = "", *, share: float, for_s: float = _FOREVER_S) -> None:
+        """Lose that share of packets."""
+        self._fault("drop", a, b, share, for_s)
+
+    def flip(self, a: str, b: str = "", *, packets: int = 1, for_s: float = _FOREVER_S) -> None:
+        """Flip a byte in the next packets' TCP payload, in each direction, and mend the checksum."""
+        self._fault("flip", a, b, packets, for_s)
+
+    def heal(self) -> None:
+        """End all faults."""
+        self._ask("heal")
+
+    def status(self) -> Status:
+        """Counters of the lines, and the faults in force."""
+        lines = [line.split() for line in self._ask("status").splitlines()]
+        _, _, pid, in_flight, lag_ns = lines[0]
+        names = [line[1] for line in lines if line[0] == "node"]
+        nodes = tuple(
+            NodeStatus(line[1], _address(line), float(line[5]) / 1e6, *map(int, line[6:]))
+            for line in lines
+            if line[0] == "node"
+        )
+        faults = tuple(_fault_words(line, names) for line in lines if line[0] == "fault")
+        return Status(int(pid), int(in_flight), int(lag_ns) / 1e6, nodes, faults)
+
+    def detach(self) -> None:
+        """Let the bed outlive this process; `down` ends it."""
+        self._ask("detach")
+        self._router = None
+
+    def down(self) -> None:
+        """End every process in the bed, and the bed."""
+        with contextlib.suppress(ValueError):
+            self._ask("stop")
+        self._end_router()
+        limit = monotonic() + 5.0
+        while self.name in beds() and monotonic() < limit:  # a detached line is no child of ours
+            sleep(0.01)
+
+    # ---- below: how
+
+    @cached_property
+    def _layout(self) -> list[list[str]]:
+        """The lines of a status that never change in shape: bed, sites, nodes."""
+        return [line.split() for line in self._ask("status").splitlines()]
+
+    @cached_property
+    def _addresses(self) -> dict[str, str]:
+        return {line[1]: _address(line) for line in self._layout if line[0] == "node"}
+
+    def _known(self, node: str) -> str:
+        if node not in self._addresses:
+            raise ValueError(f"there is no node {node} in bed {self.name}; it has {', '.join(self._addresses)}")
+        return node
+
+    def _netns(self, kind: str, name: str) -> str:
+        """Path of the namespace of a ``node``, or of a ``site`` (which holds its bridge)."""
+        column = {"node": 4, "site": 2}[kind]
+        (fd,) = (line[column] for line in self._layout if line[:2] == [kind, name])
+        return f"/proc/{self._layout[0][2]}/fd/{fd}"
+
+    def _enter(self, node: str, command: Sequence[str | Path]) -> list[str | Path]:
+        return ["nsenter", f"--net={self._netns('node', self._known(node))}", "--", *command]
+
+    def _start(self, topology: Topology) -> None:
+        assert self._router is not None and self._router.stdin is not None and self._router.stdout is not None
+        self._router.stdin.write(_router_input(topology))
+        self._router.stdin.flush()  # and it stays open: its end tells the router that we are gone
+        if self._router.stdout.readline() != "ready\n":
+            assert self._router.stderr is not None
+            raise ValueError(f"weft netbed: {self._router.stderr.read().strip()}")
+        for site in topology.sites:
+            self._configure(self._netns("site", site), _site_commands(topology, site, self))
+        for node in topology.nodes:
+            netns = self._netns("node", node.name)
+            self._configure(netns, _node_commands(topology, node.name))
+            self._write_settings(netns, _settings(topology))
+
+    def _configure(self, netns: str, commands: list[str]) -> None:
+        done = subprocess.run(
+            ["nsenter", f"--net={netns}", "--", "ip", "-batch", "-"],
+            input="\n".join(commands),
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise ValueError(f"weft netbed: ip refused:\n{done.stderr.strip()}")
+
+    def _write_settings(self, netns: str, settings: dict[str, str]) -> None:
+        # /proc/sys/net shows the namespace of the process that opens it.
+        script = "".join(f"echo '{value}' > /proc/sys/net/{name}\n" for name, value in settings.items())
+        subprocess.run(["nsenter", f"--net={netns}", "--", "sh", "-e"], input=script, text=True, check=True)
+
+    def _fault(self, kind: str, a: str, b: str, value: float, for_s: float) -> None:
+        one, other = self._mask(a), self._mask(b) if b else ~self._mask(a) & (1 << len(self._addresses)) - 1
+        for sender, receiver in ((one, other), (other, one)):
+            self._ask(f"fault {kind} {sender:x} {receiver:x} {value!r} {for_s!r}")
+
+    def _mask(self, name: str) -> int:
+        """The set of nodes that a node's or a site's name stands for, as the router writes it."""
+        sites = [line[1] for line in self._layout if line[0] == "site"]
+        nodes = [line for line in self._layout if line[0] == "node"]
+        found = [i for i, line in enumerate(nodes) if name in (line[1], sites[int(line[2]) - 1])]
+        if not found:
+            known = f"sites {', '.join(sites)}, nodes {', '.join(self._addresses)}"
+            raise ValueError(f"there is no node or site {name} in bed {self.name}; it has {known}")
+        return sum(1 << i for i in found)
+
+    def _ask(self, command: str) -> str:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as control:
+            control.settimeout(10)
+            try:
+                control.connect(_CONTROL + self.name)
+                control.send(command.encode())
+                reply = control.recv(1 << 16).decode()
+            except OSError as error:
+                raise ValueError(f"bed {self.name} is not up ({error}); `weft netbed up FILE` builds it") from error
+        if not reply.startswith(("ok", "bed")):
+            raise ValueError(f"bed {self.name}: {command}: {reply.strip()}")
+        return reply
+
+    def _end_router(self) -> None:
+        if self._router is None:
+            return
+        for pipe in (self._router.stdin, self._router.stdout, self._router.stderr):
+            if pipe is not None:
+                pipe.close()
+        try:
+            self._router.wait(5)
+        except subprocess.TimeoutExpired:
+            self._router.kill()
+            self._router.wait()
+        self._router = None
+
+
+def beds() -> list[str]:
+    """Names of all beds that are up on this machine."""
+    prefix = "@" + _CONTROL[1:]
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    names = [line.split()[-1].removeprefix(prefix) for line in lines if prefix in line]
+    return sorted(set(names))
+
+
+def _address(line: list[str]) -> str:
+    """The address in a router's ``node NAME SITE HOST ...`` line."""
+    return f"10.77.{line[2]}.{line[3]}"
+
+
+def _fault_words(line: list[str], names: list[str]) -> str:
+    _, kind, sender, receiver, value, left_s = line
+    ends = [",".join(n for i, n in enumerate(names) if int(mask, 16) >> i & 1) for mask in (sender, receiver)]
+    until = "until healed" if float(left_s) > _FOREVER_S / 2 else f"for {float(left_s):.1f} s more"
+    return f"{kind} {ends[0]} -> {ends[1]}" + (f" {value}" if kind != "cut" else "") + f" {until}"
+
+
+def _router_input(topology: Topology) -> str:
+    """The topology in the words of ``router.c``; sites count from 1, as in addresses."""
+    number = {site: i for i, site in enumerate(topology.sites, start=1)}
+    lines = [f"bed {topology.name} {topology.mtu} {int(topology.queue_ms * 1e6)}"]
+    lines += [f"site {site}" for site in topology.sites]
+    for node in topology.nodes:
+        host = topology.address(node.name).rpartition(".")[2]
+        lines.append(f"node {node.name} {number[node.site]} {host} {node.uplink_mbps * 1e6}")
+    for link in topology.links:
+        a, b = (number[site] for site in link.sites)
+        lines.append(f"path {a} {b} {int(link.latency_ms * 1e6)} {int(link.jitter_ms * 1e6)}")
+    return "\n".join([*lines, "end", ""])
+
+
+def _site_commands(topology: Topology, site: str, bed: NetBed) -> list[str]:
+    """A bridge, and a cable from it to every node of the site."""
+    commands = ["link set lo up", "link add lan type bridge", "link set lan up"]
+    for i, name in enumerate(topology.members(site)):
+        node = bed._netns("node", name)
+        commands += [
+            f"link add port{i} mtu {topology.mtu} type veth peer name lan0 mtu {topology.mtu} netns {node}",
+            f"link set port{i} master lan up",
+        ]
+    return commands
+
+
+def _node_commands(topology: Topology, name: str) -> list[str]:
+    """One address: the site's subnet over the bridge, everything else over the line."""
+    address = topology.address(name)
+    return [
+        "link set lo up",
+        f"address add {address}/24 dev lan0",
+        "link set lan0 up",
+        f"link set wan0 mtu {topology.mtu} txqueuelen 10000 up",
+        f"route add 10.77.0.0/16 dev wan0 src {address} congctl {topology.congestion}",
+    ]
+
+
+def _settings(topology: Topology) -> dict[str, str]:
+    settings = {
+        "ipv4/tcp_wmem": "4096 65536 33554432",
+        "ipv4/tcp_no_metrics_save": "1",
+        "ipv4/tcp_slow_start_after_idle": "0",  # as `weft doctor net` advises
+    }
+    if topology.window_kb:
+        window = int(topology.window_kb * 1000)
+        settings["ipv4/tcp_rmem"] = f"4096 {min(131072, window)} {window}"
+    return settings

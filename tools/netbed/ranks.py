@@ -1,0 +1,64 @@
+"""Ranks of one job of torch.distributed, in the nodes of a bed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import count
+from time import monotonic
+from typing import Any
+
+from weft.tools.netbed.bed import NetBed
+from weft.tools.netbed.job import Job
+
+_PORTS = count(29400)  # a bed's own network: nobody else is on it
+
+
+def run_ranks_in(
+    bed: NetBed,
+    nodes: Sequence[str],
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 120.0,
+    meanwhile: Callable[[], object] | None = None,
+) -> list[Any]:
+    """What ``function(*args)`` returned on each rank.
+
+    Args:
+        nodes: node of each rank; a node may hold several.
+        function: as of `weft.tools.ranks.run_ranks`. Ranks are forked from this process, so
+            what is imported here is there at once, and this process must have no threads.
+        timeout_s: seconds after which the run is given up.
+        meanwhile: called again and again until the first rank has ended.
+
+    Raises:
+        RuntimeError: a rank failed, with its traceback.
+        TimeoutError: the time was up.
+    """
+    port = next(_PORTS)
+    deadline = monotonic() + timeout_s
+    with ExitStack() as stack:
+        jobs = []
+        for rank, node in enumerate(nodes):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(list(nodes[:rank]).count(node)),
+                "WORLD_SIZE": str(len(nodes)),
+                "MASTER_ADDR": bed.address(nodes[0]),
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": "lan0",
+                "DS_ACCELERATOR": "cpu",
+            }
+            jobs.append(stack.enter_context(Job(bed, node, _rank, environment, function, args)))
+        while meanwhile is not None and not any(job.has_news() for job in jobs) and monotonic() < deadline:
+            meanwhile()
+        return [job.result(max(0.0, deadline - monotonic())) for job in jobs]
+
+
+def _rank(say: Callable, hear: Callable, environment: dict[str, str], function: Callable, args: tuple) -> Any:
+    os.environ.update(environment)
+    import torch
+
+    torch.set_num_threads(1)
+    return function(*args)

@@ -1,0 +1,1 @@
+"""Pipeline engines side by side: the same emulated layers in Weft, DeepSpeed and torch."""

@@ -1,0 +1,127 @@
+"""The race: engines taking turns on the same case, and the table that comes of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from weft.tools.peers.case import Case, middle_and_spread
+from weft.tools.peers.link import measure_link
+from weft.tools.peers.table import PEERS, Run, measure
+
+
+@dataclass(frozen=True)
+class Result:
+    """An engine on a case, all rounds together.
+
+    Attributes:
+        peer: key of `PEERS`.
+        case: what it ran.
+        step_s: every measured step.
+        median_s: their median.
+        spread: the range of their middle half, over the median.
+        ideal_s: the engine's own schedule simulated with free communication.
+        simulated_s: the same with the link as measured before the race.
+        live_layers: per rank, most layer activations alive at once in that schedule.
+    """
+
+    peer: str
+    case: Case
+    step_s: tuple[float, ...]
+    median_s: float
+    spread: float
+    ideal_s: float
+    simulated_s: float
+    live_layers: tuple[int, ...]
+
+    @property
+    def over_ideal(self) -> float:
+        """Measured step over the ideal one."""
+        return self.median_s / self.ideal_s
+
+    @property
+    def over_simulated(self) -> float:
+        """Measured step over the simulated one."""
+        return self.median_s / self.simulated_s
+
+
+def race(peers: Sequence[str], cases: Sequence[Case], *, rounds: int) -> Iterator[Result]:
+    """Run every engine on every case, a case at a time.
+
+    The engines take turns, ``rounds`` times, so that a change of the machine's load meets all
+    of them alike.
+
+    Raises:
+        RuntimeError: an engine failed or took too long.
+    """
+    for size in cases:
+        case = replace(size, link=measure_link(size.work.hidden_bytes))
+        runs: dict[str, list[Run]] = {peer: [] for peer in peers}
+        for turn in range(rounds):
+            for peer in peers:
+                print(f"{case.name}: round {turn + 1} of {rounds}, {PEERS[peer].title}", file=sys.stderr)
+                runs[peer].append(measure(peer, case))
+        yield from (_result(peer, case, runs[peer]) for peer in peers)
+
+
+def _result(peer: str, case: Case, runs: Sequence[Run]) -> Result:
+    step_s = tuple(seconds for run in runs for seconds in run.step_s)
+    median_s, spread = middle_and_spread(step_s)
+    first = runs[0]
+    return Result(peer, case, step_s, median_s, spread, first.ideal_s, first.simulated_s, first.live_layers)
+
+
+def print_table(results: Sequence[Result], title: str, note: Callable[[Result], str] = lambda _: "") -> None:
+    """A table per case, a row per engine; ``note`` fills the last column."""
+    console = Console(width=WIDTH, highlight=False)
+    console.print(f"[bold]{title}")
+    for case in dict.fromkeys(result.case for result in results):
+        table = Table(title=f"\n{case.name}", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
+        for number, head in enumerate(_HEADS):
+            table.add_column(head, justify="right" if number else "left", no_wrap=True)
+        for result in (r for r in results if r.case == case):
+            table.add_row(*_cells(result), note(result))
+        console.print(table)
+    console.print(f"\n{_LEGEND}")
+
+
+_HEADS = ("engine", "ideal ms", "simulated", "measured", "spread", "/ ideal", "/ simulated", "live layers", "")
+_LEGEND = (
+    "ideal: the engine's own schedule simulated with free communication. simulated: with the link as measured here.\n"
+    "measured: median step, barrier to barrier. spread: middle half of the steps over the median.\n"
+    "live layers: most layer activations alive at once, rank by rank."
+)
+WIDTH = 120
+"""Characters of a line: the same in a terminal and in a log."""
+
+
+def _cells(result: Result) -> tuple[str, ...]:
+    return (
+        PEERS[result.peer].title,
+        f"{1e3 * result.ideal_s:.0f}",
+        f"{1e3 * result.simulated_s:.0f}",
+        f"{1e3 * result.median_s:.0f}",
+        f"{100 * result.spread:.1f} %",
+        f"{result.over_ideal:.3f}",
+        f"{result.over_simulated:.3f}",
+        " ".join(map(str, result.live_layers)),
+    )
+
+
+def save_results(results: Sequence[Result], path: str) -> None:
+    """Write every figure as JSON.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    try:
+        Path(path).write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    except OSError as error:
+        raise ValueError(f"--json {path}: {error.strerror}; give a path that can be written") from error

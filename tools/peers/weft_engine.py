@@ -1,0 +1,85 @@
+"""Weft's engine on emulated layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import repeat
+from statistics import median
+from time import perf_counter
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from weft.conf.deepspeed import deepspeed_config
+from weft.conf.schema import CommConfig, PipelineConfig, PlacementKind, ScheduleKind, WeftConfig
+from weft.engine.crossings import Seat, open_wan
+from weft.engine.distributed import from_rank_zero, init_distributed
+from weft.engine.emulation import EmulatedStage
+from weft.engine.engine import WeftEngine
+from weft.engine.module import WeftModule
+from weft.engine.plan import plan_cells, plan_placement
+from weft.pipeline.action import COMPUTE, slot_text
+from weft.tools.peers.case import Case, RankRun
+from weft.tools.peers.stepping import time_steps
+
+
+def run(case: Case, timeout_s: float, kind: str, placement: str, comm: CommConfig | None = None) -> RankRun:
+    """One rank of Weft's engine with a schedule of ``kind``; ``comm`` says how sites are joined."""
+    config = WeftConfig(
+        pipeline=PipelineConfig(
+            stages=case.num_ranks,
+            schedule=ScheduleKind[kind],
+            placement=PlacementKind[placement],
+            microbatches=case.num_microbatches,
+        )
+    )
+    config.comm = replace(comm or CommConfig(), timeout_s=timeout_s)
+    config.optimizer.clip = 0.0  # as in the other engines
+    engine = emulated_engine(case, config)
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    engine.set_dataiterator(repeat({"input_ids": ids, "labels": ids}))
+    step_s, ended_s = time_steps(case, engine.train_batch), perf_counter()
+    row = engine.schedule.rows[engine.pipe_rank]
+    cells = tuple(slot_text(slot) for slot in row if slot[0].op in COMPUTE)
+    steps = [
+        max(span.end_s for span in timeline.spans) - min(span.start_s for span in timeline.spans)
+        for timeline in engine.measured_timelines()[-case.num_steps :]
+    ]
+    engine.destroy()
+    return RankRun(step_s, cells, ended_s, median(steps))
+
+
+def emulated_engine(case: Case, config: WeftConfig) -> WeftEngine:
+    """Weft's engine on the emulated layers of ``case``, laid out and scheduled as ``config`` says."""
+    device = init_distributed(config.comm.timeout_s)
+    layout = plan_placement(config.pipeline, case.sites)
+    costs = case.work.costs(case.num_layers, layout.num_stages, local=case.link, wan=case.wan)
+    pipe_rank, replica = divmod(dist.get_rank(), case.num_replicas)
+    stages = [
+        EmulatedStage(case.work, index=index, num_layers=case.num_layers, num_stages=layout.num_stages)
+        for index in layout.rank_stages[pipe_rank]
+    ]
+    wan = open_wan(layout, config.comm, device)
+    sizes = [seat.pipelines for seat in Seat.all(layout, case.num_replicas, config.comm.cell)]
+    module = WeftModule(stages, layout)
+    settings = deepspeed_config(config, dist.get_world_size())
+    schedules = from_rank_zero(
+        lambda: plan_cells(config.pipeline, layout, sizes, costs=costs, zero_stage=config.zero.stage)
+    )
+    return WeftEngine(
+        weft=config,
+        schedule=schedules[sizes[replica]],
+        costs=costs,
+        wan=wan,
+        args=None,
+        model=module,
+        optimizer=None,
+        model_parameters=list(module.parameters()),
+        training_data=None,
+        lr_scheduler=None,
+        mpu=module.mpu(),
+        collate_fn=None,
+        config=settings,
+        config_class=deepspeed.DeepSpeedConfig(settings, module.mpu()),
+    )

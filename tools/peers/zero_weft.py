@@ -1,0 +1,105 @@
+"""Weft's ZeRO on emulated layers."""
+
+from __future__ import annotations
+
+import tempfile
+from itertools import repeat
+from pathlib import Path
+
+import torch
+
+from weft.comm.collectives import Group
+from weft.comm.collectives.cache import CostCache, topology_key
+from weft.conf.schema import (
+    DataConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    ScheduleKind,
+    WeftConfig,
+    ZeroConfig,
+)
+from weft.engine.emulation import EmulatedLayer
+from weft.engine.overlap import ZeroWork, launch_together, plan_overlap
+from weft.pipeline.action import Action, Op
+from weft.pipeline.generators import generate
+from weft.pipeline.placement import Placement
+from weft.pipeline.schedule import Schedule
+from weft.pipeline.serialization import save_text, schedule_to_json
+from weft.tools.peers.case import Case
+from weft.tools.peers.weft_engine import emulated_engine
+from weft.tools.peers.zero_case import Technique, ZeroCase, ZeroRun, time_computes
+
+GROUP = Group.regular(2, 2)
+"""The ranks of the bench: two nodes of two."""
+
+
+def run(case: ZeroCase, technique: Technique) -> list[ZeroRun]:
+    """One rank of Weft."""
+    with tempfile.TemporaryDirectory(prefix="weft-zero-") as folder:
+        config = _config(case, technique, Path(folder))
+        engine = emulated_engine(
+            Case(
+                num_ranks=technique.num_stages,
+                num_replicas=GROUP.size // technique.num_stages,
+                num_layers=case.num_layers,
+                num_microbatches=config.pipeline.microbatches,
+                work=case.work(case.compute_s[0]),
+            ),
+            config,
+        )
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    engine.set_dataiterator(repeat({"input_ids": ids, "labels": ids}))
+    layers = [layer for layer in engine.module.modules() if isinstance(layer, EmulatedLayer)]
+    return time_computes(case, layers, engine.train_batch)
+
+
+def _config(case: ZeroCase, technique: Technique, folder: Path) -> WeftConfig:
+    bucket = case.layer_elements if technique.layer_by_layer else case.num_elements
+    microbatches = case.num_microbatches * technique.num_stages
+    config = WeftConfig(
+        pipeline=PipelineConfig(stages=technique.num_stages, microbatches=microbatches),
+        zero=ZeroConfig(
+            stage=technique.zero_stage,
+            reduce_bucket_size=bucket,
+            allgather_bucket_size=bucket,
+            partition=technique.partition,
+        ),
+        optimizer=OptimizerConfig(clip=0.0),
+        data=DataConfig(cache_dir=case.cache_dir),
+    )
+    config.comm.timeout_s = case.timeout_s
+    if technique.chunks > 1:
+        config.pipeline.schedule = ScheduleKind["interleaved"]
+        config.pipeline.chunks_per_rank = technique.chunks
+        if technique.by_model_tier:
+            config.pipeline.launch_together = _launch_together(case, technique, microbatches)
+    if not technique.weights_first:
+        config.pipeline.schedule = ScheduleKind["file"]
+        config.pipeline.schedule_file = str(folder / "schedule.json")
+        schedule = generate("1f1b", Placement.straight(technique.num_stages), microbatches)
+        save_text(schedule_to_json(input_gradients_first(schedule)), Path(config.pipeline.schedule_file))
+    return config
+
+
+def _launch_together(case: ZeroCase, technique: Technique, microbatches: int) -> int:
+    """What the model tier says at the least compute, with the costs that an earlier run has measured."""
+    placement = Placement.interleaved(technique.num_stages, technique.chunks)
+    group = GROUP
+    costs = CostCache.in_folder(case.cache_dir).read(topology_key(group, "cpu"))
+    if costs is None:
+        raise ValueError("the model tier needs measured costs; run another of Weft's first")
+    each = case.num_elements // placement.num_stages
+    work = ZeroWork(zero_stage=technique.zero_stage, group=group, costs=costs, elements=(each,) * placement.num_stages)
+    layers = case.work(min(case.compute_s)).costs(case.num_layers, placement.num_stages)
+    return launch_together(plan_overlap(work, layers, placement, microbatches), placement, microbatches)
+
+
+def input_gradients_first(schedule: Schedule) -> Schedule:
+    """The schedule with each backward in its two halves: all input gradients of a stage, then its weight gradients."""
+    halves = (Op.I, Op.W)
+    return schedule.with_rows(
+        [
+            [(Action(op, a.stage, a.microbatch),) for (a,) in row for op in (halves if a.op is Op.B else (a.op,))]
+            for row in schedule.rows
+        ]
+    )

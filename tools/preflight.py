@@ -1,0 +1,130 @@
+"""Checks of this machine and of the run's inputs, before any rank starts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+from collections.abc import Callable, Collection
+from importlib.util import find_spec
+from pathlib import Path
+
+from weft.conf.checks import check_world
+from weft.conf.hosts import is_loopback, read_hostfile, world_size
+from weft.conf.schema import Attention, Precision, WeftConfig
+
+MIN_FREE_BYTES = 1 << 30
+
+
+def preflight(config: WeftConfig, *, leave_out: Collection[str] = ()) -> None:
+    """Run the checks of `CHECKS`, in order, but for the names to leave out.
+
+    Raises:
+        ValueError: the first problem, with the field, its value and a remedy.
+    """
+    for name, run in CHECKS.items():
+        if name not in leave_out:
+            run(config)
+
+
+def num_gpus() -> int:
+    """GPUs that this process may use, seen without loading torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def check_cluster(config: WeftConfig) -> None:
+    """The processes that will start fit the pipeline, and can meet."""
+    cluster = config.cluster
+    check_world(config, world_size(cluster))
+    if cluster.hostfile and is_loopback(cluster.master_addr):
+        away = [host for host in read_hostfile(cluster.hostfile) if not is_loopback(host)]
+        if away:
+            raise ValueError(
+                f"cluster.master_addr={cluster.master_addr}: {away[0]} cannot reach it; set the first host's address"
+            )
+
+
+def check_port(config: WeftConfig) -> None:
+    """Nothing listens yet on the port where the ranks meet, if that is on this machine."""
+    address, port = config.cluster.master_addr, config.cluster.master_port
+    if not port:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ValueError(
+                    f"cluster.master_port={port}: another process listens there; choose another, or 0 for a free one"
+                ) from error
+            # The address belongs to another machine, or is a name that only the ranks resolve.
+
+
+def check_device(config: WeftConfig) -> None:
+    """This machine has what the model's number format, kernels and optimiser need."""
+    gpus, ranks = num_gpus(), config.cluster.ranks
+    if gpus and not config.cluster.hostfile and ranks > gpus and os.environ.get("DS_ACCELERATOR") != "cpu":
+        raise ValueError(
+            f"cluster.ranks={ranks}: this machine has {gpus} GPUs; lower it, or set DS_ACCELERATOR=cpu to train on CPUs"
+        )
+    if config.model.attn_implementation is Attention.flash_attention_2 and find_spec("flash_attn") is None:
+        raise ValueError(
+            "model.attn_implementation=flash_attention_2: flash-attn is not installed; "
+            "pip install flash-attn, or choose sdpa"
+        )
+    if gpus or config.cluster.hostfile:
+        return
+    if config.train.precision is Precision.fp16:
+        raise ValueError("train.precision=fp16: this machine has no GPU; choose bf16 or fp32")
+
+
+def check_model(config: WeftConfig) -> None:
+    """A model that is a folder can be read as one."""
+    path = config.model.path
+    folder = Path(path).expanduser()
+    if path and folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"model.path={path}: holds no config.json; give the folder of a Hugging Face model")
+    elif path and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        raise ValueError(f"model.path={path}: there is no such folder; give a Hugging Face model's folder or hub name")
+
+
+def check_data(config: WeftConfig) -> None:
+    """The data source is there and well formed, line by line where it is a local file."""
+    from weft.engine.data import check_source  # loads torch, which the other checks do without
+
+    check_source(config.data)
+
+
+def check_run_folder(config: WeftConfig) -> None:
+    """The run's folder can be written, with room for more than its logs."""
+    folder = Path(config.train.output_dir).expanduser() / config.train.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"train.output_dir={config.train.output_dir}: {error.strerror}; choose another") from error
+    free = shutil.disk_usage(folder).free
+    if free < MIN_FREE_BYTES:
+        raise ValueError(
+            f"train.output_dir={config.train.output_dir}: {free / 1e9:.1f} GB are free there, less than "
+            f"{MIN_FREE_BYTES / 1e9:.1f}; free some, or choose another"
+        )
+
+
+# To add a check: a function that raises ValueError, and a line here.
+CHECKS: dict[str, Callable[[WeftConfig], None]] = {
+    "cluster": check_cluster,
+    "port": check_port,
+    "device": check_device,
+    "model": check_model,
+    "data": check_data,
+    "run folder": check_run_folder,
+}

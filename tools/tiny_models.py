@@ -1,0 +1,60 @@
+"""Tiny models with random weights, of every architecture that parity is shown for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.conf.schema import ModelConfig
+
+VOCABULARY = 96
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 64,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+TINY: Mapping[str, Mapping[str, Any]] = {
+    "llama": COMMON,
+    "qwen2": COMMON,
+    "qwen3": COMMON | {"head_dim": 8},
+    "mistral": COMMON | {"sliding_window": 4},
+    "gemma2": COMMON | {"head_dim": 8, "sliding_window": 4},
+    "gemma3_text": COMMON | {"head_dim": 8, "sliding_window": 4, "num_hidden_layers": 7},
+    "phi3": COMMON,
+    "gpt2": GPT2,
+    "mixtral": COMMON | {"num_local_experts": 4},
+    "qwen3_moe": COMMON | MIXTURE | {"head_dim": 8},
+}
+"""Fields of the Hugging Face config, by model_type. Windows are shorter than sequences, and
+Gemma3 has one layer of full attention among those with a window."""
+
+
+def tiny_model(arch: str = "llama", **overrides: Any) -> ModelConfig:
+    """The configuration of a tiny model.
+
+    Raises:
+        ValueError: there is none of that architecture.
+    """
+    if arch not in TINY:
+        raise ValueError(f"{arch}: no tiny model of this architecture; one of {', '.join(TINY)}")
+    return ModelConfig(arch=arch, overrides={**TINY[arch], **overrides})
