@@ -199,6 +199,7 @@ public:
             counters.duplicate_chunks += connection.in.lane != SINK;
         } else {
             if (!connection.payload_intact()) throw Broken("a damaged chunk");
+            another_reads(connection, [](Connection &other) { other.aim_nowhere(); });
             Lane &lane = lanes_[connection.in.lane];
             counters.received_bytes += connection.in.length;
             lane.arrived(connection.in, peer_chunk_bytes_, std::move(connection.stash), completed_);
@@ -357,13 +358,25 @@ private:
         Incoming *message = lane->second.arriving(frame, peer_chunk_bytes_, completed_);
         check_sizes(lane->second);
         if (failed() || !message) return connection.aim(Connection::NOWHERE, nullptr);
-        for (Connection *other : slots)
-            if (other && other != &connection && other->reads(frame.lane, frame.message, frame.offset))
-                other->aim_nowhere();
-        if (message->receive) return connection.aim(Connection::RECEIVE, message->receive->data + frame.offset);
+        if (message->receive && !another_reads(connection))
+            return connection.aim(Connection::RECEIVE, message->receive->data + frame.offset);
         if (!lane->second.stash_has_room(frame.length)) throw Broken("more than it has credit for");
         connection.stash.resize(frame.length);
         connection.aim(Connection::STASH, connection.stash.data());
+    }
+
+    // Whether the chunk that a connection reads is being read over another as well, of which the
+    // peer has given up one. Which of the two, only the peer knows; so both go on, each into memory
+    // of its own, until one is whole: what is acknowledged is here.
+    bool another_reads(Connection &connection, void (*then)(Connection &) = [](Connection &) {}) {
+        const Frame &frame = connection.in;
+        bool found = false;
+        for (Connection *other : slots) {
+            if (!other || other == &connection || !other->reads(frame.lane, frame.message, frame.offset)) continue;
+            then(*other);
+            found = true;
+        }
+        return found;
     }
 
     void check_sizes(Lane &lane) {

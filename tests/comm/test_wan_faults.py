@@ -105,8 +105,7 @@ def finish(sender, receiver, name):
     finally:
         sender.kill()
         receiver.kill()
-    assert not isinstance(came, str), came
-    assert not isinstance(counters, str), counters
+    assert not isinstance(came, str) and not isinstance(counters, str), f"receiver: {came}; sender: {counters}"
     count, longest_s = came
     print(f"{name}: {count} messages, longest pause {longest_s:.2f} s, {counters}")
     return count, counters

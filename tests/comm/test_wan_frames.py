@@ -4,6 +4,7 @@ import hmac
 import os
 import socket
 import struct
+import time
 from contextlib import ExitStack
 
 import pytest
@@ -23,9 +24,9 @@ DATA, ACK, CREDIT, PING, PONG, BYE = range(1, 7)
 class RoguePeer:
     """Speaks the wire format in plain Python, as rank 5."""
 
-    def __init__(self, address, *, to=1, chunk_bytes=CHUNK):
+    def __init__(self, address, *, to=1, slot=0, chunk_bytes=CHUNK):
         self.socket = socket.create_connection(address, timeout=5)
-        hello = struct.pack("<8sIIQIIII", b"weftwan1", 5, to, 99, 0, 1, chunk_bytes, 0) + os.urandom(32)
+        hello = struct.pack("<8sIIQIIII", b"weftwan1", 5, to, 99, slot, slot + 1, chunk_bytes, 0) + os.urandom(32)
         self.socket.sendall(hello)
         challenge = self._exactly(64)
         key = KEY.derived("authentication")
@@ -41,12 +42,23 @@ class RoguePeer:
             data += more
         return data
 
-    def say(self, kind, payload=b"", *, lane=0, message=0, total=0, offset=0, length=None, tag=b"a", spoil=0):
+    def say(self, *args, **fields):
+        self.socket.sendall(self.frame(*args, **fields))
+
+    @staticmethod
+    def frame(kind, payload=b"", *, lane=0, message=0, total=0, offset=0, length=None, tag=b"a", spoil=0):
         length = len(payload) if length is None else length
         total_sum = load().weft_wan_checksum(payload, len(payload)) ^ spoil
         frame = struct.pack("<IHHQQQII48sI", 0x74666577, kind, lane, message, total, offset, length, total_sum, tag, 0)
         frame += struct.pack("<I", load().weft_wan_checksum(frame, len(frame)))
-        self.socket.sendall(frame + payload)
+        return frame + payload
+
+    def acknowledged(self):
+        """Waits until the other side says that one chunk has arrived whole on this connection."""
+        while True:
+            _, kind, _, _, _, offset = struct.unpack_from("<IHHQQQ", self._exactly(96))
+            if (kind, offset) == (ACK, 1):
+                return
 
     def cut_off(self):
         """Whether the other side closes."""
@@ -84,6 +96,26 @@ def test_a_peer_in_plain_python_is_understood(victim):
     peer.say(DATA, data[:CHUNK], total=5000)  # twice
     assert bytes(receive.wait()) == data
     assert victim.counters(5).duplicate_chunks == 1
+
+
+@pytest.mark.parametrize("posted", [True, False])
+@pytest.mark.parametrize("first", ["old", "new"])
+@pytest.mark.parametrize("ends", ["old", "new"])
+def test_whichever_copy_of_a_chunk_is_acknowledged_is_here(victim, posted, first, ends):
+    """A chunk goes again over another connection; the dying one's copy may come before it or behind it."""
+    data, tensor = bytes(noise(CHUNK)), TensorSpec((CHUNK,), torch.uint8)
+    channel = victim.channel(5)
+    receive = channel.recv("a", tensor) if posted else None
+    peers = {"old": RoguePeer(victim.address), "new": RoguePeer(victim.address, slot=1)}
+    chunk = RoguePeer.frame(DATA, data, total=CHUNK)
+    for name in (first, *(peers.keys() - {first})):
+        peers[name].socket.sendall(chunk[:200])
+        time.sleep(0.05)  # for it to be read; the transport does not say so
+    peers[ends].socket.sendall(chunk[200:])
+    peers[ends].acknowledged()
+    for peer in peers.values():
+        peer.socket.close()
+    assert bytes((receive or channel.recv("a", tensor)).wait()) == data
 
 
 BREACHES = {
