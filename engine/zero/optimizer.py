@@ -123,7 +123,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: a rank's part by position fits no other layout."""
-        raise NotImplementedError("use engine.save_checkpoint(), which stores by parameter name")
+        raise RuntimeError("use engine.save_checkpoint(), which stores by parameter name")
 
     load_state_dict = state_dict
 

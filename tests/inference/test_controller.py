@@ -9,6 +9,7 @@ from tests.inference.fake_workers import TOKEN_S, FakeBoard, FakeWorkers, contro
 
 PATH = "/v1/completions"
 PREFILL = {"model": "tiny", "prompt": "one two three", "max_tokens": 1}
+FAULTS = ["dead", "dying", "hung", "broken"]
 REMOTE = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
 
 
@@ -135,7 +136,7 @@ def test_queues_are_bounded():
     run(scenario())
 
 
-@pytest.mark.parametrize("fault", ["dead", "dying", "hung", "broken"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_when_a_worker_fails_another_takes_over(fault):
     async def scenario():
         workers = FakeWorkers(2)
@@ -149,7 +150,7 @@ def test_when_a_worker_fails_another_takes_over(fault):
     run(scenario())
 
 
-@pytest.mark.parametrize("fault", ["dead", "dying", "hung", "broken"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_when_all_workers_fail_the_caller_is_told(fault):
     async def scenario():
         workers = FakeWorkers(2)

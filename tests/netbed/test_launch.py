@@ -1,36 +1,22 @@
 """A run whose ranks are machines at three sites learns what the same run at one site learns."""
 
-import json
 import subprocess
 import sys
 
 import pytest
 
+from tests.quickstart import TINY_QUICKSTART, losses_of
 from weft.tools import cli
 from weft.tools.netbed import missing
 
-SETTINGS = [
-    "recipe=quickstart",
-    "train.steps=4",
-    "train.export=false",
-    "train.sample=",
-    "train.timeline=false",
-    "model.self_check=false",
-    "model.overrides.hidden_size=32",
-    "model.overrides.intermediate_size=64",
-    "model.overrides.num_hidden_layers=4",
-    "data.sequence_length=32",
-    "checkpoint.final=false",
-    "comm.connections=3",
-]
+SETTINGS = [*TINY_QUICKSTART, "train.steps=4", "checkpoint.final=false", "comm.connections=3"]
 
 
 def losses(command, folder):
     call = [sys.executable, "-m", "weft.tools.cli", *command, *SETTINGS, f"train.output_dir={folder}"]
     done = subprocess.run(call, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = (folder / "quickstart" / "metrics.jsonl").read_text().splitlines()
-    return [record["loss"] for record in map(json.loads, lines) if record["kind"] == "train"]
+    return losses_of(folder)
 
 
 @pytest.mark.slow
