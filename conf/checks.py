@@ -232,10 +232,10 @@ def _controller(config: WeftConfig) -> Iterator[str]:
                 f"inference.controller.workers.url={worker.url!r}: not an HTTP address; "
                 "give it as in http://127.0.0.1:8001"
             )
-        if not worker.board:
+        if not worker.boards:
             yield (
-                "inference.controller.workers.board='': nothing tells when this worker may run; "
-                "give the bubble board of the rank that it shares a device with"
+                "inference.controller.workers.boards=[]: nothing tells when this worker may run; "
+                "give the bubble board of each rank whose device it uses"
             )
 
 

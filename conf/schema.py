@@ -397,8 +397,8 @@ class PrefillWorkerConfig:
 
     url: str = ""
     """Where its HTTP server listens, as in http://127.0.0.1:8001."""
-    board: str = ""
-    """Bubble board of the rank that it shares a device with."""
+    boards: list[str] = field(default_factory=list)
+    """Bubble boards of the ranks whose devices it uses; it computes only where all of them idle."""
     cost: str = ""
     """File in which it keeps its cost model; empty predicts with a cautious prior."""
 

@@ -38,6 +38,8 @@ LEAST_STEPS = 2
 """Measured steps without which no bubble is granted: a plan that was never tried closes nothing."""
 ATTEMPTS = 100
 """Reads of a row that a writer is changing."""
+SHORTEST_S = 0.001
+"""Bubbles that are shorter are not foretold."""
 REOPEN_S = 0.2
 """How often a board that is not there is looked for."""
 
@@ -125,14 +127,11 @@ class BoardReader:
             bubble = Bubble(row.step, edge // 2, at_s, begin_s + closes_s)
         return BoardState(now_s, True, "", row.step, 0.0, bubble, bell)
 
-    def upcoming(self, horizon_s: float, *, at_least_s: float = 0.001) -> list[tuple[float, float]]:
+    def upcoming(self, horizon_s: float) -> list[tuple[float, float]]:
         """Bubbles expected in the next ``horizon_s``: (start, end) in seconds of CLOCK_MONOTONIC, in order.
 
         The open one comes first, from now on. Before the first measured step it is the
         schedule's own prediction; empty when the writer is dead or has not begun a step.
-
-        Args:
-            at_least_s: leave out bubbles that are shorter.
         """
         self._open()
         now_s = time.monotonic()
@@ -143,7 +142,7 @@ class BoardReader:
         found = self._learn(row).bubbles(
             len(row.edges) - 1, at_s - begin_s, now_s - begin_s, now_s + horizon_s - begin_s
         )
-        return [(begin_s + start_s, begin_s + end_s) for start_s, end_s in found if end_s - start_s >= at_least_s]
+        return [(begin_s + start_s, begin_s + end_s) for start_s, end_s in found if end_s - start_s >= SHORTEST_S]
 
     def work(self) -> list[tuple[int, list[tuple[float, float]]]]:
         """The rank's work in the remembered steps that have ended: (step, [(start, end), ...]).

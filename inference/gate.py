@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from weft.inference.board_reader import BoardReader, BoardState
+from weft.inference.board_reader import BoardReader
+from weft.inference.common_bubbles import Opening, opening
 from weft.inference.prefill_cost import TRUSTED, PrefillCost
 
 LEAST_TOKENS = 16
@@ -19,33 +19,6 @@ FRESH = 0.8
 """Share of a bubble that must be left for such a trial."""
 LOOK_AGAIN_S = 0.25
 """Longest sleep of the waker: how late a board that comes, goes or dies is noticed."""
-
-
-@dataclass(frozen=True)
-class Opening:
-    """Time that is free on all of a worker's devices; seconds of CLOCK_MONOTONIC.
-
-    Attributes:
-        opened_s: since when.
-        closes_s: the first rank's bubble to close.
-        step: the training step.
-        index: the bubble's place in the step, on the rank that closes first.
-    """
-
-    opened_s: float
-    closes_s: float
-    step: int
-    index: int
-
-
-def opening(states: Sequence[BoardState]) -> Opening | None:
-    """The bubble that all ranks share now; None if one of them computes or is not known to be idle."""
-    bubbles = [state.bubble for state in states]
-    known = [bubble for bubble in bubbles if bubble is not None]
-    if not known or len(known) < len(bubbles):
-        return None
-    first = min(known, key=lambda bubble: bubble.closes_s)
-    return Opening(max(bubble.opens_s for bubble in known), first.closes_s, first.step, first.index)
 
 
 class Gate:

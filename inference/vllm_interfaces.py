@@ -1,6 +1,6 @@
 """Everything private that the prefill worker leans on in vLLM 0.32.0, and the one method that it wraps.
 
-`PRIVATE` is checked by tests/inference/test_vllm_contract.py against the vLLM that is installed.
+`PRIVATE` is checked by tests/vllm/test_contract.py against the vLLM that is installed.
 """
 
 from __future__ import annotations

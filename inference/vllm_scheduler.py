@@ -20,7 +20,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from weft.inference.board_reader import BoardReader
-from weft.inference.gate import Gate, Opening, Waker
+from weft.inference.common_bubbles import Opening
+from weft.inference.gate import Gate, Waker
 from weft.inference.prefill_cost import PrefillCost
 from weft.inference.vllm_interfaces import call_when_serving
 from weft.inference.worker_settings import WorkerSettings

@@ -57,7 +57,7 @@ def addresses(config: WeftConfig) -> list[PrefillWorkerConfig]:
     return list(config.inference.controller.workers) or [
         PrefillWorkerConfig(
             url=f"http://{config.inference.prefill.host}:{worker.port}",
-            board=str(worker.boards[0]),
+            boards=[str(board) for board in worker.boards],
             cost=str(cost_file(config, worker)),
         )
         for worker in workers_of(config)

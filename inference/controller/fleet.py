@@ -23,8 +23,8 @@ NO_BUBBLES_S = 2
 """When to come again if nothing is predicted at all."""
 
 
-class Board(Protocol):
-    """Where a worker's bubbles are read, as `BoardReader` does it."""
+class Bubbles(Protocol):
+    """Where a worker's bubbles are read, as `CommonBubbles` does it."""
 
     def upcoming(self, horizon_s: float) -> Sequence[tuple[float, float]]:
         """Bubbles of the next ``horizon_s``: (start, end) on the monotonic clock, in order."""
@@ -45,7 +45,7 @@ class Ticket:
 class Worker:
     """One prefill worker."""
 
-    def __init__(self, index: int, address: PrefillWorkerConfig, board: Board) -> None:
+    def __init__(self, index: int, address: PrefillWorkerConfig, board: Bubbles) -> None:
         self.index = index
         self.url = address.url.rstrip("/")
         self.board = board
@@ -86,7 +86,7 @@ class Fleet:
 
     def __init__(
         self,
-        workers: Sequence[tuple[PrefillWorkerConfig, Board]],
+        workers: Sequence[tuple[PrefillWorkerConfig, Bubbles]],
         settings: ControllerConfig,
         prefill: PrefillConfig,
         clock: Callable[[], float] = time.monotonic,

@@ -14,6 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import ControllerConfig, WeftConfig
 from weft.inference.board_reader import BoardReader
+from weft.inference.common_bubbles import CommonBubbles
 from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.prompts import counter
 from weft.inference.controller.service import make_app
@@ -37,8 +38,9 @@ def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
             f"environment variable {settings.api_key_env}, or inference.controller.host=127.0.0.1"
         )
     count = counter(settings.tokenizer)
-    workers = [(address, BoardReader(address.board)) for address in addresses(config)]
-    fleet = Fleet(workers, settings, prefill)
+    named = addresses(config)
+    bubbles = [CommonBubbles([BoardReader(board) for board in address.boards]) for address in named]
+    fleet = Fleet(list(zip(named, bubbles, strict=True)), settings, prefill)
     return make_app(fleet, settings, count=count, api_key=api_key, allow_decode=prefill.allow_decode)
 
 

@@ -90,8 +90,8 @@ BAD = [
     (["train.sample=x", "train.export=false"], "set train.export=true"),
     (["checkpoint.resume=/nowhere"], "there is no such folder"),
     # serving
-    (["inference.controller.workers=[{url: localhost, board: x}]"], "give it as in http://127.0.0.1:8001"),
-    (["inference.controller.workers=[{url: http://localhost}]"], "give the bubble board of the rank"),
+    (["inference.controller.workers=[{url: localhost, boards: [x]}]"], "give it as in http://127.0.0.1:8001"),
+    (["inference.controller.workers=[{url: http://localhost}]"], "give the bubble board of each rank"),
     (["inference.controller.deadline_s=0"], "above 0"),
 ]
 

@@ -61,7 +61,7 @@ class FakeWorkers(httpx.AsyncBaseTransport):
 def fleet_of(workers, boards=None, prefill=None, **settings):
     controller = ControllerConfig(**settings)
     boards = boards or [FakeBoard() for _ in workers.names]
-    addresses = [PrefillWorkerConfig(url=f"http://{name}", board="x") for name in workers.names]
+    addresses = [PrefillWorkerConfig(url=f"http://{name}", boards=["x"]) for name in workers.names]
     fleet = Fleet(list(zip(addresses, boards, strict=True)), controller, prefill or PrefillConfig())
     return fleet, controller
 

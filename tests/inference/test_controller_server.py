@@ -105,7 +105,7 @@ def test_the_work_of_a_caller_that_has_left_is_given_up():
 def test_who_listens_to_others_needs_a_key(tmp_path):
     config = WeftConfig()
     controller = config.inference.controller
-    controller.workers = [PrefillWorkerConfig(url="http://127.0.0.1:1", board=str(tmp_path / "board"))]
+    controller.workers = [PrefillWorkerConfig(url="http://127.0.0.1:1", boards=[str(tmp_path / "board")])]
     controller.host = "0.0.0.0"
     with pytest.raises(ValueError, match=r"others can reach it, and there is no API key; set the .* WEFT_API_KEY"):
         app_of(config, {})

@@ -4,12 +4,10 @@ import threading
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from weft.inference.board import BoardWriter, board_path
-from weft.inference.board_reader import BoardReader, BoardState, Bubble
-from weft.inference.gate import LEAST_TOKENS, PROBE_AFTER_S, Gate, Waker, opening
+from weft.inference.board_reader import BoardReader
+from weft.inference.gate import LEAST_TOKENS, PROBE_AFTER_S, Gate, Waker
 from weft.inference.prefill_cost import PrefillCost
 
 
@@ -101,18 +99,3 @@ def test_the_waker_wakes_for_a_bubble_and_only_while_armed(writer, gate):
     assert not woken.wait(0.05)
     waker.arm(True)
     assert woken.wait(30.0)
-
-
-bubbles = st.none() | st.tuples(st.floats(0, 10), st.floats(10, 20))
-
-
-@given(st.lists(bubbles, min_size=1, max_size=4))
-def test_a_group_of_ranks_is_open_where_all_are(spans):
-    states = [BoardState(10.0, True, "", 5, 0.0, None if span is None else Bubble(5, 0, *span), 0) for span in spans]
-    found = opening(states)
-    if None in spans:
-        assert found is None
-    else:
-        assert found is not None
-        assert all(span[0] <= found.opened_s and found.closes_s <= span[1] for span in spans)
-        assert found.closes_s in [span[1] for span in spans]

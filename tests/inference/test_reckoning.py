@@ -1,26 +1,9 @@
 """What the bench makes of spans."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from weft.tools.bubbles.reckoning import clipped, histogram, idle_between, length_s, overlap_s, use_of
+from weft.tools.bubbles.reckoning import histogram, idle_between, use_of
 from weft.tools.bubbles.requests import read_trace
-
-spans = st.lists(st.integers(0, 60), max_size=12, unique=True).map(
-    lambda times: list(zip(sorted(times)[::2], sorted(times)[1::2], strict=False))
-)
-
-
-def covered(found):
-    return {second for start, end in found for second in range(start, end)}
-
-
-@given(spans, spans)
-def test_overlap_and_clipping_are_those_of_sets(a, b):
-    assert overlap_s(a, b) == len(covered(a) & covered(b))
-    assert covered(clipped(a, b)) == covered(a) & covered(b)
-    assert length_s(a) == len(covered(a))
 
 
 def test_a_rank_is_reckoned():

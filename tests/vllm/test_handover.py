@@ -21,7 +21,10 @@ from weft.conf.schema import KvConnector, WeftConfig
 from weft.inference.controller.server import app_of, server_config
 from weft.inference.worker_command import command, environment, kv_transfer, workers_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+PATIENCE_S = 200.0
+"""In which a server has to start, and a request that is refused because the machine is busy is sent again."""
 
 NUM_PROMPTS = 5
 OUTPUT = 16
@@ -42,8 +45,15 @@ def ask(port, body, request_id):
         data=json.dumps(body).encode(),
         headers={"Content-Type": "application/json", "X-Request-Id": request_id},
     )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return json.load(answer)
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            if error.code != 503 or time.monotonic() > deadline:
+                raise
+            time.sleep(int(error.headers["Retry-After"]))
 
 
 def prompt_tokens(port, source):
@@ -54,7 +64,7 @@ def prompt_tokens(port, source):
 
 
 def until_ready(port, process, log):
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and process.poll() is None:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):

@@ -1,4 +1,7 @@
-"""A stand-in for a training rank: it sleeps through a step again and again, and marks it on a board."""
+"""A stand-in for a training rank: it sleeps through a step again and again, and marks it on a board.
+
+Its bubbles grow with time: on a machine too busy for a chunk in the first ones, some later one is long enough.
+"""
 
 import sys
 import time
@@ -6,15 +9,20 @@ from pathlib import Path
 
 from weft.inference.board import BoardWriter
 
+CALM_S, DOUBLING_S = 60.0, 20.0
+"""How long bubbles stay as they are told, while servers start; then they double each so many seconds."""
+
 
 def main(path: str, bubble_s: float, work_s: float) -> None:
-    """Step for ever: three bubbles, each followed by work."""
+    """Step for ever: three bubbles, each followed by work; ``bubble_s`` at first."""
     writer = BoardWriter(Path(path), rank=0, plan=[], max_edges=16)
     print("up", flush=True)
+    begin_s = time.monotonic()
     while True:
+        age_s = time.monotonic() - begin_s
         writer.begin(1)
         for _ in range(3):
-            time.sleep(bubble_s)
+            time.sleep(bubble_s * 2 ** min(8.0, max(0.0, age_s - CALM_S) / DOUBLING_S))
             writer.busy()
             time.sleep(work_s)
             writer.idle()

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from weft.tools.bubbles.reckoning import Spans, clipped, length_s
+from weft.inference.common_bubbles import Spans, intersection
+from weft.tools.bubbles.reckoning import length_s
 from weft.tools.bubbles.training import Cell
 
 COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b", "STEP": "#888888", "prefill": "#d62728"}
@@ -37,12 +38,12 @@ def draw(
     known_s = max(found[0].start_s for found in cells.values())
     whole = [pair for pair in pairwise(steps) if pair[0][0] >= known_s]
     busy = [pair for pair in whole if any(low <= pair[0][0] and pair[1][1] <= high for low, high in windows)] or whole
-    first, second = max(busy, key=lambda pair: min(length_s(clipped(spans, pair)) for spans in prefills.values()))
+    first, second = max(busy, key=lambda pair: min(length_s(intersection(spans, pair)) for spans in prefills.values()))
     low_s, high_s = first[0], second[1]
     figure, axis = pyplot.subplots(figsize=(12, 1 + 0.8 * len(cells)))
     labelled: set[str] = set()
     for row, (rank, found) in enumerate(sorted(cells.items())):
-        bars = [(cell.op, *span) for cell in found for span in clipped([(cell.start_s, cell.end_s)], work[rank])]
+        bars = [(cell.op, *span) for cell in found for span in intersection([(cell.start_s, cell.end_s)], work[rank])]
         bars += [("prefill", start_s, end_s) for start_s, end_s in prefills[rank]]
         for name, start_s, end_s in bars:
             if low_s <= start_s and end_s <= high_s + 0.001:
