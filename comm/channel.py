@@ -35,17 +35,37 @@ class Handle(Protocol):
         ...
 
 
-class Channel(Protocol):
-    """One direction between two ranks.
+class Transfer(Handle, Protocol):
+    """A transfer that can be asked whether it is over."""
+
+    def ended(self) -> bool:
+        """Whether the transfer has ended, well or badly, as far as is known; does not block."""
+        ...
+
+
+class Sender(Protocol):
+    """The near end of one direction between two ranks.
 
     Tags name messages for people and for transports that can deliver out of order. Both
     ends issue their calls in the same order.
     """
 
-    def send(self, tag: str, tensor: Tensor) -> Handle:
-        """Start sending ``tensor``, which must not be changed until the handle is waited for."""
+    def send(self, tag: str, tensor: Tensor) -> Transfer:
+        """Start sending ``tensor``, which must not be changed until the handle is waited for.
+
+        Raises:
+            ChannelError: the link is broken already.
+        """
         ...
+
+
+class Receiver(Protocol):
+    """The far end."""
 
     def recv(self, tag: str, spec: TensorSpec) -> Handle:
         """Start receiving a tensor of ``spec``; returns at once."""
         ...
+
+
+class Channel(Sender, Receiver, Protocol):
+    """Both directions in one."""

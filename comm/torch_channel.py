@@ -42,6 +42,13 @@ class TorchHandle:
             ) from error
         return self.tensor
 
+    def ended(self) -> bool:
+        """Whether `wait` would return at once, as far as is known."""
+        work = self.work
+        if isinstance(work, Future):
+            return work.done() and work.result().is_completed()
+        return work.is_completed()
+
 
 class TorchChannel:
     """One direction between this rank and ``peer``; see `weft.comm.channel.Channel`."""
@@ -65,10 +72,6 @@ class TorchChannel:
         # for 8 MB, which a thread of its own takes out of the way of compute.
         own_thread = sending and device.type == "cpu"
         self._sender = ThreadPoolExecutor(1, thread_name_prefix=self._link) if own_thread else None
-
-    def send_inline(self) -> None:
-        """Start sends on the calling thread: for small messages, where a thread's wake-up costs more."""
-        self._sender = None
 
     def send(self, tag: str, tensor: Tensor) -> TorchHandle:
         """Start sending ``tensor``, which must not be changed until the handle is waited for."""

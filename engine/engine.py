@@ -18,7 +18,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.optim import Optimizer
 
-from weft.comm.channel import Channel
 from weft.comm.collectives.cache import CostCache
 from weft.comm.shared_channel import share
 from weft.comm.torch_channel import connect
@@ -185,8 +184,10 @@ class WeftEngine(PipelineEngine):
         """Channels to and from neighbouring pipeline ranks of this replica."""
         inside, between = hops(self.schedule.placement, self.num_replicas)
         assert not between or self.wan is not None, "stages at several sites need `open_wan`"
-        channels: dict[tuple[int, int], Channel] = dict(self.wan.channels) if self.wan is not None else {}
-        channels |= share(connect(inside, device=self.device, timeout_s=self.weft.comm.timeout_s), self.device)
+        timeout_s = self.weft.comm.timeout_s
+        self._shared, apart = share(inside, device=self.device, timeout_s=timeout_s)
+        channels: dict[tuple[int, int], Any] = dict(self.wan.channels) if self.wan is not None else {}
+        channels |= self._shared | connect(apart, device=self.device, timeout_s=timeout_s)
         rank_of = self.module.topology().get_rank
         pipe = {rank_of(pipe=rank, data=self.replica): rank for rank in range(self.num_stages)}
         me = self.global_rank
@@ -354,6 +355,8 @@ class WeftEngine(PipelineEngine):
             self.bubbles.close()
         if self.wan is not None:
             self.wan.close()
+        for channel in self._shared.values():
+            channel.close()
         close_groups(self.groups)
         self.groups = ()
 

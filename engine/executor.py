@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from weft.comm.channel import Channel, TensorSpec
+from weft.comm.channel import Receiver, Sender, TensorSpec
 from weft.engine.bubbles import BubbleMarks
 from weft.engine.clock import Clock
 from weft.engine.compute import Compute
@@ -48,8 +48,8 @@ class Executor:
         rank: int,
         stages: Mapping[int, Stage],
         compute: Compute,
-        send_to: Mapping[int, Channel],
-        receive_from: Mapping[int, Channel],
+        send_to: Mapping[int, Sender],
+        receive_from: Mapping[int, Receiver],
         receive_ahead: int,
         clock: Clock,
         stage_wide: Mapping[Op, Callable[[Action], None]],
@@ -151,6 +151,8 @@ class Executor:
         receive = receive_of(action)
         tensors = state.outputs if action.op is Op.SEND_F else state.input_gradients
         channel = self._send_to[schedule.placement.stage_ranks[receive.stage]]
+        while state.sends and state.sends[0].ended():  # its tensor is held no longer
+            state.sends.popleft().wait()
         state.sends.append(channel.send(str(receive), tensors.pop(key(action))))
 
     def _receive(self, state: StepState, action: Action, schedule: Schedule) -> None:

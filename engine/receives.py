@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from weft.comm.channel import Channel, Handle, TensorSpec
+from weft.comm.channel import Handle, Receiver, TensorSpec
 from weft.pipeline.action import Action
 
 
@@ -19,7 +19,7 @@ class ReceiveQueue:
     time, and further when a later one is needed first.
     """
 
-    def __init__(self, channel: Channel, messages: Sequence[tuple[Action, TensorSpec]], *, ahead: int) -> None:
+    def __init__(self, channel: Receiver, messages: Sequence[tuple[Action, TensorSpec]], *, ahead: int) -> None:
         """Post the first ``ahead`` of ``messages``."""
         self._channel = channel
         self._unposted = deque(messages)

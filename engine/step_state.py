@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from weft.comm.channel import Handle
+from weft.comm.channel import Handle, Transfer
 from weft.engine.backward import SavedForward
 from weft.engine.receives import ReceiveQueue
 from weft.pipeline.action import Action
@@ -51,8 +52,8 @@ class StepState:
     """Loss of each micro-batch, on the rank of the last stage."""
     logits: dict[int, Tensor] = field(default_factory=dict)
     """Logits of each micro-batch, if kept."""
-    sends: list[Handle] = field(default_factory=list)
-    """Transfers under way."""
+    sends: deque[Transfer] = field(default_factory=deque)
+    """Transfers under way, oldest first."""
     receives: dict[int, ReceiveQueue] = field(default_factory=dict)
     """Receives by pipeline rank of the sender."""
     peak_bytes: int = 0

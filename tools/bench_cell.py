@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from weft.comm.channel import Channel, TensorSpec
+from weft.comm.channel import Channel, Handle, TensorSpec
 from weft.comm.wan import Cell, WanEndpoint, WanKey, join
 from weft.comm.wan.library import load
 from weft.tools.netbed import Job, Link, NetBed, Node, Topology
@@ -106,7 +106,7 @@ def _cross(channel: Channel, sending: bool, num_bytes: int, messages: int) -> fl
         channel.recv("ready", _BYTE).wait()
         start = monotonic()
         answer = channel.recv("answer", _BYTE)
-        handles = [channel.send("tensor", tensor) for _ in range(messages)]
+        handles: list[Handle] = [channel.send("tensor", tensor) for _ in range(messages)]
         answer.wait()
     else:
         handles = [channel.recv("tensor", TensorSpec((num_bytes,), torch.uint8)) for _ in range(messages)]

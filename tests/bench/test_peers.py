@@ -47,8 +47,9 @@ def test_every_peer_runs(peer):
         assert run.ideal_s == pytest.approx(IDEAL_LAYER_TIMES[peer] * 0.002)
 
 
-def test_the_link_is_measured():
-    link = measure_link(2**20)
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_link_is_measured(shared):
+    link = measure_link(2**20, shared=shared)
     assert 0 < link.latency_s < 1
     assert 1e6 < link.bandwidth_bps < 1e13
 
@@ -98,7 +99,7 @@ def no_processes(monkeypatch):
         return Run((1.0, 1.1, 1.2), 2.0 if peer.startswith("deepspeed") else 1.0, 2.2, (2, 1))
 
     monkeypatch.setattr(race_module, "measure", measured)
-    monkeypatch.setattr(race_module, "measure_link", lambda num_bytes: LinkCost())
+    monkeypatch.setattr(race_module, "measure_link", lambda num_bytes, shared: LinkCost())
     return order
 
 

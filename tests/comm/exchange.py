@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import torch
 
-from weft.comm.channel import TensorSpec
+from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.shared_channel import share
 from weft.comm.torch_channel import connect
 from weft.engine.distributed import init_distributed
 
 
 def messages(seed: int, count: int) -> list[torch.Tensor]:
-    """Random tensors around the size from which shared memory is used; some empty, some views."""
+    """Random tensors, some empty, some views, some large enough for a thread of their own."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     made = []
     for _ in range(count):
         dtype = rng.choice([torch.float32, torch.bfloat16, torch.int64])
-        shape = rng.choice([(0,), (1,), (3, 5), (7, 11, 13), (130, 257), (400, 300)])
+        shape = rng.choices([(0,), (1,), (3, 5), (7, 11, 13), (130, 257), (1000, 900)], [2, 2, 2, 2, 1, 0.1])[0]
         tensor = torch.randint(-99, 99, shape, generator=generator).to(dtype)
         made.append(tensor.t() if tensor.ndim == 2 and rng.random() < 0.5 else tensor)
     return made
@@ -28,8 +29,12 @@ def messages(seed: int, count: int) -> list[torch.Tensor]:
 def exchange(shared: bool, count: int) -> list[str]:
     """What arrived other than it was sent; receives are posted ahead, and tensors kept for a while."""
     device = init_distributed(60.0)
-    channels = connect({(0, 1), (1, 0)}, device=device, timeout_s=60.0)
-    ends = share(channels, device) if shared else channels
+    hops = {(0, 1), (1, 0)}
+    if shared:
+        ends, apart = share(hops, device=device, timeout_s=60.0)
+        assert not apart
+    else:
+        ends = connect(hops, device=device, timeout_s=60.0)
     me = torch.distributed.get_rank()
     mine, theirs = messages(me, count), messages(1 - me, count)
     handles = [ends[1 - me, me].recv(str(n), TensorSpec(tuple(t.shape), t.dtype)) for n, t in enumerate(theirs)]
@@ -43,3 +48,41 @@ def exchange(shared: bool, count: int) -> list[str]:
     for send in sends:
         send.wait()
     return wrong
+
+
+def desert() -> str | list[str]:
+    """Rank 0 sends once and closes its ends; what rank 1 hears after that."""
+    device = init_distributed(60.0)
+    ends, _ = share({(0, 1), (1, 0)}, device=device, timeout_s=60.0)
+    if torch.distributed.get_rank() == 0:
+        ends[0, 1].send("first", torch.ones(3)).wait()
+        for end in ends.values():
+            end.close()
+        torch.distributed.barrier()
+        return "left"
+    torch.distributed.barrier()
+    three = TensorSpec((3,), torch.float32)
+    assert ends[0, 1].recv("first", three).wait().tolist() == [1.0, 1.0, 1.0]
+    return [
+        _error(lambda: ends[0, 1].recv("second", three).wait()),
+        _error(lambda: ends[1, 0].send("third", torch.ones(3)).wait()),
+    ]
+
+
+def keep_silent() -> str:
+    """What rank 1 hears from a rank 0 that sends nothing."""
+    device = init_distributed(60.0)
+    ends, _ = share({(0, 1)}, device=device, timeout_s=0.5)
+    said = ""
+    if torch.distributed.get_rank() == 1:
+        said = _error(lambda: ends[0, 1].recv("word", TensorSpec((3,), torch.float32)).wait())
+    torch.distributed.barrier()
+    return said
+
+
+def _error(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except ChannelError as error:
+        return str(error)
+    return "nothing"

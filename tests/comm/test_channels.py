@@ -1,11 +1,26 @@
 """Whatever is sent over a channel inside a site arrives whole and in order."""
 
+import re
+
 import pytest
 
-from tests.comm.exchange import exchange
+from tests.comm.exchange import desert, exchange, keep_silent
 from weft.tools.ranks import run_ranks
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["torch", "shared memory"])
 def test_tensors_arrive_whole(shared):
-    assert run_ranks(2, exchange, shared, 120) == [[], []]
+    assert run_ranks(2, exchange, shared, 400) == [[], []]
+
+
+def test_a_peer_that_ends_is_noticed_at_once():
+    """Its last message arrives; what it will never send is an error, and so is what it will never read."""
+    said = run_ranks(2, desert, timeout_s=100)
+    assert said[0] == "left"
+    assert re.fullmatch(r"link rank 0 -> rank 1: second did not arrive and the peer has ended: .*", said[1][0])
+    assert re.fullmatch(r"link rank 1 -> rank 0: third was not taken and the peer has ended: .*", said[1][1])
+
+
+def test_a_peer_that_says_nothing_is_given_up():
+    said = run_ranks(2, keep_silent, timeout_s=100)
+    assert said[1] == "link rank 0 -> rank 1: word did not arrive within comm.timeout_s=0.5"

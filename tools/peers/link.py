@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from weft.comm.channel import Handle, TensorSpec
+from weft.comm.shared_channel import share
+from weft.engine.distributed import init_distributed
 from weft.pipeline.costs import LinkCost
 from weft.tools.ranks import run_ranks
 
@@ -16,29 +21,63 @@ ROUND_TRIPS = 40
 TIMEOUT_S = 120.0
 
 
-def measure_link(num_bytes: int) -> LinkCost:
-    """Latency of a small message over gloo, and the bandwidth at which ``num_bytes`` follow."""
-    (small_s, large_s), _ = run_ranks(2, _round_trips, num_bytes, timeout_s=TIMEOUT_S)
+def measure_link(num_bytes: int, *, shared: bool) -> LinkCost:
+    """Latency of a small message, and the bandwidth at which ``num_bytes`` follow.
+
+    Args:
+        shared: over Weft's shared memory; else over gloo, as the other engines.
+    """
+    (small_s, large_s), _ = run_ranks(2, _round_trips, num_bytes, shared, timeout_s=TIMEOUT_S)
     return LinkCost(latency_s=small_s, bandwidth_bps=8 * num_bytes / max(large_s - small_s, 1e-9))
 
 
-def _round_trips(num_bytes: int) -> tuple[float, float]:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    return _one_way_s(4), _one_way_s(num_bytes)
+def _round_trips(num_bytes: int, shared: bool) -> tuple[float, float]:
+    device = init_distributed(TIMEOUT_S)
+    if not shared:
+        return _one_way_s(_Gloo(), 4), _one_way_s(_Gloo(), num_bytes)
+    ends, _ = share({(0, 1), (1, 0)}, device=device, timeout_s=TIMEOUT_S)
+    me = dist.get_rank()
+    pair = _Shared(ends[me, 1 - me], ends[1 - me, me])
+    return _one_way_s(pair, 4), _one_way_s(pair, num_bytes)
 
 
-def _one_way_s(num_bytes: int) -> float:
+class _Gloo:
+    """As engines on torch.distributed use it."""
+
+    def recv(self, tag: str, spec: TensorSpec) -> Any:
+        return dist.irecv(torch.empty(spec.shape, dtype=spec.dtype), 1 - dist.get_rank())
+
+    def send(self, tag: str, tensor: Tensor) -> Any:
+        return dist.isend(tensor, 1 - dist.get_rank())
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Both directions of a pair."""
+
+    out: Any
+    back: Any
+
+    def recv(self, tag: str, spec: TensorSpec) -> Handle:
+        return self.back.recv(tag, spec)
+
+    def send(self, tag: str, tensor: Tensor) -> Handle:
+        return self.out.send(tag, tensor)
+
+
+def _one_way_s(pair: _Gloo | _Shared, num_bytes: int) -> float:
     """Median of half a round trip with both receives posted first."""
     me = dist.get_rank()
-    here, there = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
+    tensor = torch.zeros(num_bytes // 4)
+    spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
     seconds = []
     for _ in range(ROUND_TRIPS):
-        receive = dist.irecv(there, 1 - me)
+        receive = pair.recv("t", spec)
         dist.barrier()
         start = perf_counter()
         if me == 1:
             receive.wait()
-        dist.isend(here, 1 - me).wait()
+        pair.send("t", tensor).wait()
         if me == 0:
             receive.wait()
         seconds.append((perf_counter() - start) / 2)

@@ -61,13 +61,13 @@ def race(peers: Sequence[str], cases: Sequence[Case], *, rounds: int) -> Iterato
     Raises:
         RuntimeError: an engine failed or took too long.
     """
-    for size in cases:
-        case = replace(size, link=measure_link(size.work.hidden_bytes))
+    for case in cases:
+        links = {shared: measure_link(case.work.hidden_bytes, shared=shared) for shared in (False, True)}
         runs: dict[str, list[Run]] = {peer: [] for peer in peers}
         for turn in range(rounds):
             for peer in peers:
                 print(f"{case.name}: round {turn + 1} of {rounds}, {PEERS[peer].title}", file=sys.stderr)
-                runs[peer].append(measure(peer, case))
+                runs[peer].append(measure(peer, replace(case, link=links[PEERS[peer].shares_memory])))
         yield from (_result(peer, case, runs[peer]) for peer in peers)
 
 

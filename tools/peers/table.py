@@ -21,6 +21,7 @@ START_S = 60.0
 """Allowance for starting the ranks of a run."""
 SLOWNESS = 10.0
 """How many times its ideal a step may take before the run is given up."""
+_WEFT = "weft.tools.peers.weft_engine"
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,18 @@ class Peer:
     function: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether its ranks hand tensors on through shared memory, as Weft's of one host do."""
+        return self.module == _WEFT
+
 
 def _torch(title: str, kind: str) -> Peer:
     return Peer(f"torch {title}", "weft.tools.peers.torch_engines", "run", {"kind": kind})
 
 
 def _weft(kind: str, placement: str = "straight", title: str = "") -> Peer:
-    return Peer(f"Weft {title or kind}", "weft.tools.peers.weft_engine", "run", {"kind": kind, "placement": placement})
+    return Peer(f"Weft {title or kind}", _WEFT, "run", {"kind": kind, "placement": placement})
 
 
 PEERS: Mapping[str, Peer] = MappingProxyType(
