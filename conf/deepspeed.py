@@ -28,6 +28,7 @@ def deepspeed_config(config: WeftConfig, world_size: int) -> dict[str, Any]:
         "steps_per_print": None,
         "gradient_clipping": config.optimizer.clip,
         "optimizer": _optimizer(config.optimizer),
+        "communication_data_type": config.zero.communication_data_type.value,
         "zero_optimization": {
             "stage": config.zero.stage,
             "overlap_comm": config.zero.overlap_comm,

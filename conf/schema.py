@@ -289,6 +289,8 @@ class ZeroConfig:
     """Most elements per gradient reduction."""
     allgather_bucket_size: int = 50_000_000
     """Most elements per weight all-gather."""
+    communication_data_type: Precision = Precision.fp32
+    """Number format in which gradients travel; they are added up in fp32 before and after."""
     reduce_every: int = 0
     """Micro-batches of a stage whose gradients are added up whole before stages 2 and 3 reduce
     them; 0 is all of a step, which moves least, 1 keeps least."""

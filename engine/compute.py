@@ -11,6 +11,7 @@ from torch import Tensor
 from weft.engine.backward import SplitBackward
 from weft.engine.stages import Stage
 from weft.engine.step_state import StepState, key
+from weft.engine.sums import LabelCount
 from weft.pipeline.action import Action
 from weft.pipeline.placement import Placement
 
@@ -37,6 +38,11 @@ class Compute:
         self._last = placement.num_stages - 1
         self._seed_gradient = seed_gradient
         self._around = around
+        self._counting: LabelCount | None = None
+        if self._last in stages:
+            last = stages[self._last]
+            # The count is waited for where the loss begins, so that the layers before hide its way.
+            (last.blocks() or [last])[-1].register_forward_pre_hook(lambda *_: self._await_count())
 
     def forward(self, state: StepState, action: Action) -> None:
         """``F``: consume an input, leave an output or a loss."""
@@ -50,13 +56,14 @@ class Compute:
             return
         if hidden is not None:
             hidden = hidden.detach().requires_grad_()
-        num_items = state.num_items.wait() if stage == self._last and state.num_items is not None else None
+        num_items = self._count(state) if stage == self._last else None
         with self._around(action):
             output, state.saved[stage, microbatch] = self._backward[stage].forward(
                 lambda: module(hidden, batch, num_items), hidden, split=(stage, microbatch) in state.split
             )
         state.note_peak()
         if stage == self._last:
+            assert state.num_items is None or state.num_items.is_known, "a loss before its tokens were counted"
             state.losses[microbatch] = output.detach()
             state.gradients[stage, microbatch] = self._seed_gradient(output)
         else:
@@ -70,7 +77,16 @@ class Compute:
         if state.keep_logits:
             state.logits[microbatch] = module.logits(hidden, batch)
         if state.num_items is not None:
-            state.losses[microbatch] = module(hidden, batch, state.num_items.wait())
+            state.losses[microbatch] = module(hidden, batch, self._count(state))
+
+    def _count(self, state: StepState) -> Tensor | None:
+        """Where the step's count of labels will be when the last block has begun."""
+        self._counting = state.num_items
+        return state.num_items.items if state.num_items is not None else None
+
+    def _await_count(self) -> None:
+        if self._counting is not None:
+            self._counting.wait()
 
     def _pass_on(self, state: StepState, stage: int, microbatch: int, output: Tensor) -> None:
         local = stage + 1 in self._stages

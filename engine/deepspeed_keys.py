@@ -13,50 +13,8 @@ from weft.conf.fields import field_types
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import from_tree
 from weft.engine.deepspeed_names import check_names
+from weft.engine.deepspeed_table import OPTIMIZERS, PRECISIONS, REFUSED, SAME, SILENT, WHOLE_ONLY, fate
 
-# Where a DeepSpeed value lives in the schema. It may be given in either place, not differently in both.
-SAME = {
-    "train_batch_size": "train.batch_size",
-    "train_micro_batch_size_per_gpu": "train.microbatch_size",
-    "gradient_accumulation_steps": "pipeline.microbatches",
-    "gradient_clipping": "optimizer.clip",
-    "zero_optimization.stage": "zero.stage",
-    "zero_optimization.overlap_comm": "zero.overlap_comm",
-    "zero_optimization.reduce_bucket_size": "zero.reduce_bucket_size",
-    "zero_optimization.allgather_bucket_size": "zero.allgather_bucket_size",
-    "optimizer.params.lr": "optimizer.lr",
-    "optimizer.params.betas": "optimizer.betas",
-    "optimizer.params.eps": "optimizer.eps",
-    "optimizer.params.weight_decay": "optimizer.weight_decay",
-}
-# What DeepSpeed does where its configuration is silent and the schema's default is another.
-SILENT = {"optimizer.clip": 0.0, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
-OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lamb": "lamb", "sgd": "sgd"}
-PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
-# Known to DeepSpeed, but not to be had together with this pipeline.
-REFUSED = {
-    "activation_checkpointing": "set weft.model.gradient_checkpointing=true",
-    "autotuning": "plan with `weft launch dry_run=true`",
-    "checkpoint": "checkpoints are Weft's own; leave it out",
-    "compile": "leave it out",
-    "data_efficiency": "leave it out",
-    "datastates_ckpt": "checkpoints are Weft's own; leave it out",
-    "expert_parallel": "leave it out",
-    "flops_profiler": "leave it out; the run reports its own throughput",
-    "gradient_allreduce_op": "losses are averaged over the tokens of a step; leave it out",
-    "hybrid_engine": "leave it out",
-    "managed_gradient_accumulation": "set gradient_accumulation_steps",
-    "pipeline": "set weft.pipeline",
-    "sequence_parallel_size": "leave it out",
-    "tensor_parallel": "leave it out",
-    "torch_autocast": "use bf16 or fp16",
-    "use_data_before_expert_parallelism": "leave it out",
-    "weight_quantization": "leave it out",
-    "zero_force_ds_cpu_optimizer": "leave it out",
-    "zero_optimization.offload_optimizer": "leave it out",
-    "zero_optimization.offload_param": "leave it out; a rank holds its own stages only",
-    "zero_optimization.zenflow": "leave it out",
-}
 MISSING = object()
 
 
@@ -86,10 +44,14 @@ def split_deepspeed_config(user: Mapping[str, Any] | str | Path) -> tuple[WeftCo
     section = dict(section)
     if not section.pop("enabled"):
         return None, tree
+    if "bfloat16" in tree and "bf16" not in tree:
+        tree["bf16"] = tree.pop("bfloat16")  # the name that it had
     _refuse(tree, source)
     check_names(tree, source)
+    _check_fates(tree, source)
     _merge(section, tree, source)
     config = from_tree(section, source=f"{source}: weft")
+    _check_optimizer(tree, config, source)
     return config, _kept(tree, config)
 
 
@@ -117,9 +79,26 @@ def _refuse(tree: Mapping[str, Any], source: str) -> None:
             raise ValueError(
                 f'{source}: {name}="auto": only the Hugging Face Trainer fills such values in; give the value itself'
             )
-    for name, remedy in REFUSED.items():
-        if _get(tree, name) is not MISSING:
-            raise ValueError(f"{source}: {name}: it does not go with Weft's pipeline; {remedy}")
+    for name, refusal in REFUSED.items():
+        value = _get(tree, name)
+        if value is not MISSING and not any(value is allowed or value == allowed for allowed in refusal.harmless):
+            raise ValueError(f"{source}: {name}={value!r}: it does not go with Weft; {refusal.remedy}")
+
+
+def _check_fates(tree: Mapping[str, Any], source: str) -> None:
+    """Refuse what DeepSpeed may understand and we would pass over."""
+    for name, value in _leaves(tree):
+        if not fate(name):
+            raise ValueError(f"{source}: {name}={value!r}: Weft does not know what to make of it; leave it out")
+
+
+def _check_optimizer(tree: Mapping[str, Any], config: WeftConfig, source: str) -> None:
+    kind = _get(tree, "optimizer.type")
+    if config.zero.stage and isinstance(kind, str) and kind.lower() in WHOLE_ONLY:
+        raise ValueError(
+            f"{source}: optimizer.type={kind!r}: it needs parameters whole, and zero_optimization.stage="
+            f"{config.zero.stage} cuts them; choose stage 0, or another optimizer"
+        )
 
 
 def _merge(section: dict[str, Any], tree: Mapping[str, Any], source: str) -> None:
@@ -134,8 +113,10 @@ def _merge(section: dict[str, Any], tree: Mapping[str, Any], source: str) -> Non
     if on:
         said["train.precision"] = (f"{on[0]}.enabled", PRECISIONS[on[0]])
     for mine, (theirs, value) in said.items():
-        if value is MISSING:
+        if value is MISSING or value is None:
             continue
+        if isinstance(value, str):
+            value = value.lower()
         given = _get(section, mine)
         if given is not MISSING and given != value:
             raise ValueError(f"{source}: {theirs}={value}: weft.{mine}={given} says otherwise; leave one out")

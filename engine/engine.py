@@ -31,6 +31,7 @@ from weft.engine.compute import Compute
 from weft.engine.crossings import Seat, hops
 from weft.engine.distributed import close_groups, from_rank_zero
 from weft.engine.executor import Executor
+from weft.engine.formats import DTYPES
 from weft.engine.measurement import StepRecord, gather_timeline
 from weft.engine.module import WeftModule
 from weft.engine.plan import RankPlan, plan_cells, plan_evaluation
@@ -158,6 +159,7 @@ class WeftEngine(PipelineEngine):
             timeout_s=self.weft.comm.timeout_s,
             cache=CostCache.in_folder(self.weft.data.cache_dir),
             partition=zero.partition,
+            gradient_format=DTYPES[zero.communication_data_type],
             overlap=zero.overlap_comm,
         )
         self.sharding = Sharding(self.module.stages.values(), zero, collectives, self.module.tied)
@@ -283,6 +285,11 @@ class WeftEngine(PipelineEngine):
         assert self._state is not None, "a step is being executed"
         self._loss_sum = self._sum_losses(self._state)
         self._exec_optimizer_step()
+
+    def get_global_grad_norm(self) -> float | None:
+        """2-norm of the whole model's gradient in the last step, before clipping; None before the first."""
+        norm = self.optimizer.gradient_norm
+        return None if norm is None else norm.item()
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

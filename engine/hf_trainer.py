@@ -241,7 +241,7 @@ class WeftTrainer(Trainer):
     def _clip_grad_norm(self, model: nn.Module) -> float:
         """The norm before clipping, of the step that was done."""
         assert self.engine is not None
-        return float(self.engine.get_global_grad_norm())
+        return self.engine.get_global_grad_norm() or 0.0
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
         return self._clip_grad_norm(model)

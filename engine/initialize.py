@@ -16,13 +16,14 @@ from transformers import PreTrainedConfig
 
 from weft.conf.checks import check, check_world
 from weft.conf.deepspeed import deepspeed_config
-from weft.conf.schema import Precision, WeftConfig
+from weft.conf.schema import WeftConfig
 from weft.conf.sites import ranks_per_site
 from weft.engine.crossings import Seat, open_wan, with_probed_links
 from weft.engine.deepspeed_keys import split_deepspeed_config
 from weft.engine.distributed import from_rank_zero, init_distributed, process_groups, together
 from weft.engine.engine import WeftEngine
 from weft.engine.estimates import estimate_costs
+from weft.engine.formats import DTYPES
 from weft.engine.module import WeftModule
 from weft.engine.optimization import learning_rate, parameter_groups
 from weft.engine.plan import plan_cells, plan_placement
@@ -36,7 +37,6 @@ from weft.engine.stages import (
     stages_from_model,
 )
 
-DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 NOMINAL_FLOPS = 1e12
 """FLOP/s that schedules are planned for before anything is measured; only ratios matter there."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from weft.comm.channel import Handle, Transfer
 from weft.engine.backward import SavedForward
 from weft.engine.receives import ReceiveQueue
+from weft.engine.sums import LabelCount
 from weft.pipeline.action import Action
 
 Batch = Mapping[str, Tensor]
@@ -30,7 +31,7 @@ class StepState:
 
     batches: Sequence[Batch]
     """Micro-batches, on the device."""
-    num_items: Handle | None
+    num_items: LabelCount | None
     """Tokens that the loss is averaged over; still being counted when the step begins."""
     training: bool
     """Whether forwards keep what a backward needs."""

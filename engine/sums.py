@@ -39,15 +39,24 @@ class LabelCount:
     def __init__(self, count: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
         """Start to sum the ``count`` of this replica."""
         exact = torch.float64 if device.type == "cpu" else torch.float32
-        self._sum = ReplicaSum(torch.tensor(count, dtype=torch.float64).to(device, exact), group)
+        self._sum: ReplicaSum | None = ReplicaSum(torch.tensor(count, dtype=torch.float64).to(device, exact), group)
+        self.items = torch.zeros((), device=device)
+        """The count, fp32, once it was waited for."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was waited for."""
+        return self._sum is None
 
     def wait(self) -> Tensor:
-        """The count, fp32.
+        """`items`, filled.
 
         Raises:
             ValueError: there is none.
         """
-        items = self._sum.wait()
-        if items == 0:
-            raise ValueError("data: no token of this step carries a label; check the labels or the chat template")
-        return items.to(torch.float32)
+        if self._sum is not None:
+            self.items.copy_(self._sum.wait())
+            self._sum = None
+            if self.items == 0:
+                raise ValueError("data: no token of this step carries a label; check the labels or the chat template")
+        return self.items

@@ -69,7 +69,7 @@ class Progress:
         return {
             "loss": float(loss),
             "lr": self._engine.get_lr()[0],
-            "grad_norm": float(self._engine.get_global_grad_norm() or 0.0),
+            "grad_norm": self._engine.get_global_grad_norm() or 0.0,
             "step_seconds": seconds,
             "tokens_per_second": self._tokens / seconds,
             "mfu": self._flops / seconds / self._peak,

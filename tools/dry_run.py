@@ -111,7 +111,7 @@ def overlap_lines(
         group=group,
         costs=found,
         elements=tuple(size.parameters for size in seen.sizes),
-        gradient_bytes=4,
+        gradient_bytes=WEIGHT_BYTES[config.zero.communication_data_type],
         weight_bytes=element,
         memory_bytes=float(config.pipeline.memory_cap_bytes) or inf,
     )

@@ -18,7 +18,7 @@ from weft.engine.executor import Executor
 from weft.engine.plan import plan_evaluation
 from weft.engine.stages import Stage, load_hf_config, load_stages, split_layers
 from weft.engine.step_state import StepState
-from weft.engine.zero.collectives import Done
+from weft.engine.sums import LabelCount
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import add_transfers
 from weft.pipeline.placement import Placement
@@ -91,7 +91,7 @@ def _run_case(
         stage_wide={},
         debug=True,
     )
-    state = StepState(batches=rows, num_items=Done(case.num_items), training=True)
+    state = StepState(batches=rows, num_items=LabelCount(int(case.num_items), torch.device("cpu"), None), training=True)
     executor.run(add_transfers(generate(kind, placement, len(rows))), state)
     # As arrays: a tensor sent to another process must outlive its sender.
     gradients = {name: p.grad.float().numpy() for name, p in stage.named_global_parameters() if p.grad is not None}

@@ -32,6 +32,18 @@ class Done:
         return self._tensor
 
 
+class Converted:
+    """The handle of a sum that travels in another number format than its target has."""
+
+    def __init__(self, handle: Handle, target: Tensor) -> None:
+        self._handle = handle
+        self._target = target
+
+    def wait(self) -> Tensor:
+        """The target, filled."""
+        return self._target.copy_(self._handle.wait())
+
+
 class Collectives:
     """Gradients and weights have a communicator each, so that neither waits for the other."""
 
@@ -43,11 +55,13 @@ class Collectives:
         gradients: Communicator | None = None,
         weights: Communicator | None = None,
         choose: Choose = plain,
+        gradient_format: torch.dtype = torch.float32,
         overlap: bool = True,
     ) -> None:
         """Made by `open`; without arguments, those of a single replica.
 
         Args:
+            gradient_format: in which gradients travel.
             overlap: whether they run beside compute; otherwise each is waited for at once.
         """
         self.replica = replica
@@ -55,6 +69,7 @@ class Collectives:
         self._gradients = gradients
         self._weights = weights
         self._choose = choose
+        self._gradient_format = gradient_format
         self._overlap = overlap
 
     @classmethod
@@ -66,6 +81,7 @@ class Collectives:
         timeout_s: float,
         cache: CostCache,
         partition: Partition,
+        gradient_format: torch.dtype = torch.float32,
         overlap: bool = True,
     ) -> Collectives:
         """Those of this rank's replicas; a collective call over the world.
@@ -74,6 +90,7 @@ class Collectives:
             replicas: global ranks that hold the same stages, for each pipeline rank.
             cache: where costs of collectives are found, or left.
             partition: axes by which collectives may be rewritten.
+            gradient_format, overlap: as of the class.
         """
         mine = next(ranks for ranks in replicas if dist.get_rank() in ranks)
         if len(mine) == 1:
@@ -91,11 +108,22 @@ class Collectives:
             gradients=gradients,
             weights=weights,
             choose=Planner(costs, partition),
+            gradient_format=gradient_format,
             overlap=overlap,
         )
 
     def reduce(self, whole: Tensor, target: Tensor) -> Handle:
-        """Start to sum ``whole`` over replicas into ``target``: this rank's shard of it, or ``whole`` itself."""
+        """Start to sum ``whole`` over replicas into ``target``: this rank's shard of it, or ``whole`` itself.
+
+        Neither may be touched before the handle was waited for.
+        """
+        if self._gradients is None or whole.dtype == self._gradient_format:
+            return self._reduce(whole, target)
+        low = whole.to(self._gradient_format)
+        shard = low if target.numel() == low.numel() else low.new_empty(target.numel())
+        return Converted(self._reduce(low, shard), target)
+
+    def _reduce(self, whole: Tensor, target: Tensor) -> Handle:
         if target.numel() == whole.numel():
             return self._start(self._gradients, Primitive.all_reduce, whole, whole)
         return self._start(self._gradients, Primitive.reduce_scatter, whole, target)

@@ -13,6 +13,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from weft.engine.sums import ReplicaSum
 from weft.engine.zero.lamb import Lamb
 from weft.engine.zero.sharding import Sharding
 
@@ -22,7 +23,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
     With `Lamb`, or any optimiser that works on each element by itself; at stage 0 parameters
     are whole and any optimiser will do. Attributes that DeepSpeed's
-    engine looks for: ``overflow``, ``cur_scale``, ``_global_grad_norm``, ``param_groups``.
+    engine looks for: ``overflow``, ``cur_scale``, ``param_groups``.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         self._clip = clip
         self._check_overflow = check_overflow
         self._waiting = waiting
-        self._global_grad_norm: Tensor | None = None
+        self._square: ReplicaSum | None = None
+        self._square_scale = 1.0
         held = [fragment for fragment in sharding.fragments() if fragment.trained]
         fragments: dict[nn.Parameter, list[Tensor]] = {}
         for fragment in held:
@@ -83,8 +85,9 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         """Wait for the gradients, step, and start to gather the new weights; a collective call."""
         with self._waiting():
             self.sharding.finish_gradients()
-        self._global_grad_norm = self._norm() / self.cur_scale
-        self.overflow = self._check_overflow and not torch.isfinite(self._global_grad_norm).item()
+        self._square = ReplicaSum(self._square_of_mine(), dist.group.WORLD if dist.is_initialized() else None)
+        self._square_scale = self.cur_scale
+        self.overflow = self._check_overflow and not torch.isfinite(self._awaited_norm()).item()
         if not self.overflow:
             self._scale()
             for chunk in self.sharding.trained:
@@ -94,23 +97,32 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         self.loss_scaler.update_scale(self.overflow)
         self.zero_grad()
 
-    def _norm(self) -> Tensor:
-        """2-norm of the gradient of the whole model; each element counts once."""
+    @property
+    def gradient_norm(self) -> Tensor | None:
+        """2-norm of the gradient of the whole model in the last step; None before the first.
+
+        Its way to all ranks is waited for here, unless the step has needed it.
+        """
+        return None if self._square is None else self._square.wait().sqrt() / self._square_scale
+
+    def _awaited_norm(self) -> Tensor:
+        with self._waiting():
+            norm = self.gradient_norm
+        assert norm is not None
+        return norm
+
+    def _square_of_mine(self) -> Tensor:
+        """What this rank adds to the square of the norm; each element counts on one rank."""
         parts = [part for chunk in self.sharding.trained if (part := chunk.counted_gradient).numel()]
         device = self.sharding.device
         norms = [norm.float() for norm in torch._foreach_norm(parts)] if parts else []
-        square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
-        if dist.is_initialized():
-            with self._waiting():
-                dist.all_reduce(square)
-        return square.sqrt()
+        return torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
 
     def _scale(self) -> None:
         """Take the loss scale away, and clip."""
         factor = torch.full((), 1.0 / self.cur_scale, device=self.sharding.device)
         if clip := self._clip():
-            assert self._global_grad_norm is not None
-            factor *= torch.clamp(clip / (self._global_grad_norm + 1e-6), max=1.0)
+            factor *= torch.clamp(clip / (self._awaited_norm() + 1e-6), max=1.0)
         elif self.cur_scale == 1.0:
             return
         if gradients := [chunk.gradient for chunk in self.sharding.trained]:

@@ -2,14 +2,17 @@
 
 import json
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
-from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
 from weft.conf.schema import LrSchedule, OptimizerKind, Precision
-from weft.engine.deepspeed_keys import OPTIMIZERS, REFUSED, SAME, SILENT, split_deepspeed_config
+from weft.engine import deepspeed_table
+from weft.engine.deepspeed_keys import _refuse, split_deepspeed_config
 from weft.engine.deepspeed_names import _model, _top_level
+from weft.engine.deepspeed_table import NO_EFFECT, OPTIMIZERS, REFUSED, SAME, SILENT, fate
 
 USER = {
     "train_micro_batch_size_per_gpu": 2,
@@ -131,3 +134,85 @@ def test_pydantic_sections_refuse_unknown_keys_themselves():
     for value in vars(read).values():
         if isinstance(value, DeepSpeedConfigModel):
             assert type(value).model_config["extra"] == "forbid"
+
+
+def deepspeed_names():
+    """Every key that DeepSpeed knows, those of sections whose keys have fates of their own included."""
+    models = {"zero_optimization": "Zero", "bf16": "BF16", "fp16": "FP16"}
+    names = _top_level() - set(models) - {"bfloat16"} - _REMOVED_TOP_LEVEL_CONFIG_KEYS.keys()
+    for section, model in models.items():
+        fields = _model(f"DeepSpeed{model}Config").model_fields.items()
+        names |= {f"{section}.{field.alias or name}" for name, field in fields}
+    return names
+
+
+def test_every_key_of_deepspeed_has_a_fate():
+    assert not [name for name in deepspeed_names() if not (fate(name) or name == "optimizer")]
+
+
+def test_what_has_no_effect_is_listed_with_its_reason():
+    text = (Path(__file__).parents[2] / "docs/zero.md").read_text()
+    assert not [name for name, why in NO_EFFECT.items() if f"| `{name}` | {why} |" not in text]
+
+
+def nested(name, value):
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return value
+
+
+def merged(name, value):
+    tree, (section, *_) = deepcopy(USER), name.split(".")
+    part = nested(name, value)[section]
+    tree[section] = tree[section] | part if isinstance(part, dict) and section in tree else part
+    return tree
+
+
+@pytest.mark.parametrize("name", sorted(name for name, refusal in REFUSED.items() if refusal.harmless))
+def test_values_that_ask_for_nothing_pass(name):
+    for value in REFUSED[name].harmless:
+        _refuse(merged(name, value), "DeepSpeed config")
+
+
+def test_what_asks_for_nothing_is_nothing():
+    off = {"offload_optimizer": {"device": "none"}, "zero_quantized_weights": False, "zero_hpz_partition_size": 1}
+    config, _ = split_deepspeed_config(USER | {"zero_optimization": USER["zero_optimization"] | off})
+    assert config == split_deepspeed_config(USER)[0]
+
+
+ASKED = {
+    "data_types.grad_accum_dtype": "bf16",
+    "zero_optimization.ignore_unused_parameters": False,
+    "zero_optimization.load_from_fp32_weights": False,
+    "zero_optimization.offload_optimizer.device": "cpu",
+    "zero_optimization.offload_param.device": "nvme",
+    "zero_optimization.zenflow": {"topk_ratio": 0.1},
+    "zero_optimization.zero_hpz_partition_size": 2,
+}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_cannot_be_had_is_refused_with_its_value_and_a_remedy(name):
+    value = ASKED.get(name, True)
+    with pytest.raises(ValueError) as error:
+        split_deepspeed_config(merged(name, value))
+    assert str(error.value) == f"DeepSpeed config: {name}={value!r}: it does not go with Weft; {REFUSED[name].remedy}"
+
+
+@pytest.mark.parametrize("given", ["fp32", "BF16", "fp16"])
+def test_gradients_travel_in_the_format_that_is_asked_for(given):
+    config, _ = split_deepspeed_config(USER | {"communication_data_type": given})
+    assert config.zero.communication_data_type is Precision[given.lower()]
+
+
+def test_what_nobody_knows_is_refused(monkeypatch):
+    monkeypatch.delitem(deepspeed_table.NO_EFFECT, "vocabulary_size")
+    with pytest.raises(ValueError, match="vocabulary_size=3: Weft does not know what to make of it; leave it out"):
+        split_deepspeed_config(USER | {"vocabulary_size": 3})
+
+
+def test_optimizers_that_need_whole_matrices_go_without_shards_only():
+    muon = {"optimizer": {"type": "Muon"}}
+    with pytest.raises(ValueError, match=r"optimizer\.type='Muon': it needs parameters whole"):
+        split_deepspeed_config(USER | muon)
+    split_deepspeed_config(USER | muon | {"zero_optimization": {"stage": 0}})

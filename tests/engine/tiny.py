@@ -92,7 +92,7 @@ def reference_losses(config: WeftConfig, num_replicas: int, steps: int, device: 
 
     In low precision the weights that train are fp32, rounded for each step's forwards.
     """
-    from weft.engine.initialize import DTYPES
+    from weft.engine.formats import DTYPES
     from weft.engine.optimization import learning_rate, parameter_groups
     from weft.engine.stages import build_model
 

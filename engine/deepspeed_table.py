@@ -1,0 +1,190 @@
+"""What becomes of each key of a DeepSpeed configuration: taken over, read by DeepSpeed, refused, or without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Where a DeepSpeed value lives in the schema. It may be given in either place, not differently in both.
+SAME = {
+    "train_batch_size": "train.batch_size",
+    "train_micro_batch_size_per_gpu": "train.microbatch_size",
+    "gradient_accumulation_steps": "pipeline.microbatches",
+    "gradient_clipping": "optimizer.clip",
+    "communication_data_type": "zero.communication_data_type",
+    "zero_optimization.stage": "zero.stage",
+    "zero_optimization.overlap_comm": "zero.overlap_comm",
+    "zero_optimization.reduce_bucket_size": "zero.reduce_bucket_size",
+    "zero_optimization.allgather_bucket_size": "zero.allgather_bucket_size",
+    "optimizer.params.lr": "optimizer.lr",
+    "optimizer.params.betas": "optimizer.betas",
+    "optimizer.params.eps": "optimizer.eps",
+    "optimizer.params.weight_decay": "optimizer.weight_decay",
+}
+# What DeepSpeed does where its configuration is silent and the schema's default is another.
+SILENT = {"optimizer.clip": 0.0, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
+OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lamb": "lamb", "sgd": "sgd"}
+WHOLE_ONLY = frozenset({"adafactor", "lbfgs", "muon"})
+"""Types of optimisers that need parameters whole, which ZeRO does not leave them."""
+PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
+
+# Read by DeepSpeed's part of the engine as given; a name stands for everything under it.
+STANDS = frozenset(
+    {
+        "bf16.check_grad_overflow",
+        "bf16.enabled",
+        "comet",
+        "csv_monitor",
+        "dataloader_drop_last",
+        "disable_python_gc",
+        "dump_state",
+        "fp16.consecutive_hysteresis",
+        "fp16.enabled",
+        "fp16.hysteresis",
+        "fp16.initial_scale_power",
+        "fp16.loss_scale",
+        "fp16.loss_scale_window",
+        "fp16.min_loss_scale",
+        "log_level",
+        "memory_breakdown",
+        "optimizer",
+        "scheduler",
+        "steps_per_print",
+        "tensorboard",
+        "wandb",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A key that asks for what cannot be had with Weft.
+
+    Attributes:
+        remedy: what to do instead.
+        harmless: values that ask for nothing, and pass.
+    """
+
+    remedy: str
+    harmless: tuple[Any, ...] = ()
+
+
+_OUT = Refusal("leave it out")
+_OFF = Refusal("leave it out, or set it to false", (False,))
+_OFFLOAD = Refusal(
+    "leave it out; zero_optimization.stage and more ranks share out what one cannot hold", (False, "none", None)
+)
+_QUANTISED = Refusal("leave it out; communication_data_type=bf16 halves what gradients move", (False,))
+REFUSED: Mapping[str, Refusal] = {
+    "activation_checkpointing": Refusal("set weft.model.gradient_checkpointing=true"),
+    "autotuning": Refusal("plan with `weft launch dry_run=true`"),
+    "bf16.bf16_master_weights_and_grads": _OFF,
+    "bf16.bf16_optimizer_states": _OFF,
+    "checkpoint": Refusal("checkpoints are Weft's own; leave it out"),
+    "comms_logger.enabled": Refusal("transfers are in the timeline: set weft.train.timeline=true", (False,)),
+    "compile": _OUT,
+    "data_efficiency": _OUT,
+    "data_types.grad_accum_dtype": Refusal(
+        "gradients are added up in fp32; leave it out, or set fp32", ("fp32", "float32", "float", "torch.float32", None)
+    ),
+    "datastates_ckpt": Refusal("checkpoints are Weft's own; leave it out"),
+    "expert_parallel": _OUT,
+    "flops_profiler": Refusal("leave it out; the run reports its own throughput"),
+    "fp16.auto_cast": _OFF,
+    "fp16.fp16_master_weights_and_grads": _OFF,
+    "gradient_allreduce_op": Refusal("losses are averaged over the tokens of a step; leave it out"),
+    "hybrid_engine": _OUT,
+    "managed_gradient_accumulation": Refusal("set gradient_accumulation_steps"),
+    "pipeline": Refusal("set weft.pipeline"),
+    "sequence_parallel_size": _OUT,
+    "tensor_parallel": _OUT,
+    "torch_autocast": Refusal("use bf16 or fp16"),
+    "use_data_before_expert_parallelism": _OUT,
+    "wall_clock_breakdown": Refusal("each rank's step is measured: set weft.train.timeline=true", (False,)),
+    "weight_quantization": _OUT,
+    "zero_force_ds_cpu_optimizer": _OUT,
+    "zero_optimization.cpu_offload": _OFFLOAD,
+    "zero_optimization.cpu_offload_param": _OFFLOAD,
+    "zero_optimization.enable_sanity_checks": Refusal("set weft.pipeline.debug=true", (False,)),
+    "zero_optimization.ignore_unused_parameters": Refusal(
+        "a weight without a gradient counts as one with a gradient of 0; leave it out", (True,)
+    ),
+    "zero_optimization.legacy_stage1": _OFF,
+    "zero_optimization.load_from_fp32_weights": Refusal("checkpoints hold fp32 weights; leave it out", (True,)),
+    "zero_optimization.offload_optimizer.device": _OFFLOAD,
+    "zero_optimization.offload_param.device": _OFFLOAD,
+    "zero_optimization.save_muon_momentum_buffer_in_memory": _OFF,
+    "zero_optimization.zenflow": Refusal("leave it out", (None,)),
+    "zero_optimization.zero_hpz_partition_size": Refusal(
+        "leave it out; a gathering crosses the slow link once, and goes on inside each node", (1,)
+    ),
+    "zero_optimization.zero_quantized_gradients": _QUANTISED,
+    "zero_optimization.zero_quantized_nontrainable_weights": _QUANTISED,
+    "zero_optimization.zero_quantized_weights": _QUANTISED,
+}
+
+_IN_CHUNKS = "gradients always lie in the buffer of their chunk, in the order of the parameters"
+_BY_COST = "the way of each collective is chosen by cost (`zero.partition`)"
+_BY_BLOCK = "at stage 3 a block is gathered while the one before it computes, and given back after it"
+_NO_OFFLOAD = "it tunes offloading, which is not there"
+_MEAN = "the loss is divided by the tokens of the whole step, so gradients are sums and nothing is divided after them"
+# Keys that DeepSpeed knows, and why none of their values changes what is computed here.
+NO_EFFECT: Mapping[str, str] = {
+    "aio": _NO_OFFLOAD,
+    "bf16.immediate_grad_update": "gradients are added to the fp32 ones as soon as they come",
+    "comms_logger": "switched off, it logs nothing",
+    "data_types": "holds `grad_accum_dtype` alone",
+    "disable_allgather": "DeepSpeed does not use it either",
+    "timers": "DeepSpeed's pipeline does not use it either",
+    "gradient_predivide_factor": _MEAN,
+    "optimizer.legacy_fusion": "it chooses a wrapper of DeepSpeed's, and none is used",
+    "prescale_gradients": _MEAN,
+    "seq_parallel_communication_data_type": "there is no sequence parallelism",
+    "vocabulary_size": "DeepSpeed only warns of sizes that are slow on GPUs",
+    "zero_allow_untested_optimizer": "every optimiser that works element by element is allowed",
+    "zero_optimization.allgather_partitions": _BY_COST,
+    "zero_optimization.compute_grad_norm": "the norm is one number, and nothing waits for it where it is not needed",
+    "zero_optimization.contiguous_gradients": _IN_CHUNKS,
+    "zero_optimization.cpu_offload_use_pin_memory": _NO_OFFLOAD,
+    "zero_optimization.elastic_checkpoint": "every checkpoint fits any number of replicas",
+    "zero_optimization.gather_16bit_weights_on_model_save": "the export is always whole",
+    "zero_optimization.leaf_module": "a decoder layer is always gathered whole",
+    "zero_optimization.log_trace_cache_warnings": "there is no trace: the schedule says what comes next",
+    "zero_optimization.memory_efficient_linear": "autograd saves weights by reference at every stage",
+    "zero_optimization.offload_optimizer": _NO_OFFLOAD,
+    "zero_optimization.offload_param": _NO_OFFLOAD,
+    "zero_optimization.override_module_apply": "weights are made before they are cut into chunks",
+    "zero_optimization.parameter_alignment": "shards are aligned; parameters lie in a chunk without gaps",
+    "zero_optimization.pipeline_loading_checkpoint": "each rank reads the layers of its own stages",
+    "zero_optimization.reduce_scatter": _BY_COST,
+    "zero_optimization.round_robin_gradients": _NO_OFFLOAD,
+    "zero_optimization.stage3_allgather_sequential": _BY_BLOCK,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "the export is always whole",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "the export is always whole",
+    "zero_optimization.stage3_max_live_parameters": _BY_BLOCK,
+    "zero_optimization.stage3_max_reuse_distance": _BY_BLOCK,
+    "zero_optimization.stage3_model_persistence_threshold": "small weights travel in the chunk of their block",
+    "zero_optimization.stage3_module_granularity_threshold": _BY_BLOCK,
+    "zero_optimization.stage3_param_persistence_threshold": "small weights travel in the chunk of their block",
+    "zero_optimization.stage3_prefetch_bucket_size": _BY_BLOCK,
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": _BY_COST,
+    "zero_optimization.sub_group_size": _NO_OFFLOAD,
+    "zero_optimization.use_multi_rank_bucket_allreduce": "a bucket is always one collective over all replicas",
+}
+
+
+def fate(name: str) -> str:
+    """What becomes of a key, by its own name or that of a section above it.
+
+    Returns:
+        ``same``, ``stands``, ``refused`` (unless harmless) or ``no effect``; empty if nothing is known of it.
+    """
+    tables = {"same": SAME, "refused": REFUSED, "no effect": NO_EFFECT, "stands": STANDS}
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        above = ".".join(parts[:length])
+        for word, table in tables.items():
+            if above in table:
+                return word
+    return ""
