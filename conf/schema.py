@@ -190,8 +190,9 @@ class PipelineConfig:
     chunks_per_rank: int = 2
     """Virtual stages per rank of the interleaved schedule."""
     launch_together: int = 0
-    """Micro-batches of a chunk that the interleaved schedule launches in a row; 0 is one for each
-    rank. More hide more of ZeRO's collectives and hold more activations; `weft plan` says how many."""
+    """Micro-batches of a chunk that the interleaved schedule launches in a row: more hide more of
+    ZeRO's collectives and hold more activations. 0 is what `weft plan` says, where
+    `memory_cap_bytes` limits it and collectives have been measured, or else one for each rank."""
     microbatches: int = 4
     """Micro-batches per step and replica."""
     split: SplitKind = SplitKind.even

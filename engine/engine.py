@@ -18,7 +18,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.optim import Optimizer
 
-from weft.comm.collectives.cache import CostCache
 from weft.comm.shared_channel import share
 from weft.comm.torch_channel import connect
 from weft.comm.wan.network import WanNetwork
@@ -31,9 +30,9 @@ from weft.engine.compute import Compute
 from weft.engine.crossings import Seat, hops
 from weft.engine.distributed import close_groups, from_rank_zero
 from weft.engine.executor import Executor
-from weft.engine.formats import DTYPES
 from weft.engine.measurement import StepRecord, gather_timeline
 from weft.engine.module import WeftModule
+from weft.engine.overlap import OverlapPlan
 from weft.engine.plan import RankPlan, plan_cells, plan_evaluation
 from weft.engine.step_state import StepState
 from weft.engine.sums import LabelCount, ReplicaSum
@@ -72,6 +71,8 @@ class WeftEngine(PipelineEngine):
         weft: WeftConfig,
         schedule: Schedule,
         costs: CostModel,
+        collectives: Collectives,
+        overlap: OverlapPlan | None = None,
         wan: WanNetwork | None = None,
         **deepspeed: Any,
     ) -> None:
@@ -82,12 +83,16 @@ class WeftEngine(PipelineEngine):
             schedule: of this rank's DP-cell, lowered and validated, for ``pipeline.microbatches``
                 micro-batches.
             costs: what the schedule was planned with.
+            collectives: over this rank's replicas.
+            overlap: how stages are cut into chunks; None keeps to the bucket sizes alone.
             wan: the links between sites, where stages lie at several.
             deepspeed: what DeepSpeed's engine takes; ``model`` is a `WeftModule`.
         """
         self.weft = weft
         self.costs = costs
+        self.overlap = overlap
         self.wan = wan
+        self._collectives = collectives
         super().__init__(**deepspeed)
         self.pipe_rank = self.stage_id
         self.replica = self.grid.get_data_parallel_rank()
@@ -148,21 +153,13 @@ class WeftEngine(PipelineEngine):
         else:
             self.basic_optimizer = client_optimizer(model_parameters)
         self._check_for_duplicates(self.basic_optimizer)
-        grid, topology, zero = self.module._grid, self.module.topology(), self.weft.zero
-        replicas = range(grid.get_data_parallel_world_size())
-        collectives = Collectives.open(
-            [
-                tuple(topology.get_rank(pipe=rank, data=replica) for replica in replicas)
-                for rank in range(grid.get_pipe_parallel_world_size())
-            ],
-            device=self.device,
-            timeout_s=self.weft.comm.timeout_s,
-            cache=CostCache.in_folder(self.weft.data.cache_dir),
-            partition=zero.partition,
-            gradient_format=DTYPES[zero.communication_data_type],
-            overlap=zero.overlap_comm,
+        self.sharding = Sharding(
+            self.module.stages.values(),
+            self.weft.zero,
+            self._collectives,
+            self.module.tied,
+            self.overlap.cuts if self.overlap is not None else {},
         )
-        self.sharding = Sharding(self.module.stages.values(), zero, collectives, self.module.tied)
         fp16 = self.fp16_enabled()
         dtype = torch.float16 if fp16 else torch.float32
         self.optimizer = ShardedOptimizer(

@@ -11,6 +11,8 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from weft.engine.engine import WeftEngine
 
+EFFICIENCY = 0.4
+"""Share of its peak that a device is taken to reach before anything is measured."""
 # Dense bf16 peak in FLOP/s, from the vendors' data sheets.
 _PEAKS = {
     "H200": 989e12,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,18 @@ from transformers import PreTrainedConfig
 
 from weft.conf.checks import check, check_world
 from weft.conf.deepspeed import deepspeed_config
-from weft.conf.schema import WeftConfig
+from weft.conf.schema import Partition, WeftConfig
 from weft.conf.sites import ranks_per_site
 from weft.engine.crossings import Seat, open_wan, with_probed_links
 from weft.engine.deepspeed_keys import split_deepspeed_config
 from weft.engine.distributed import from_rank_zero, init_distributed, process_groups, together
 from weft.engine.engine import WeftEngine
-from weft.engine.estimates import estimate_costs
+from weft.engine.estimates import estimate_costs, stage_sizes
+from weft.engine.flops import EFFICIENCY, peak_flops
 from weft.engine.formats import DTYPES
 from weft.engine.module import WeftModule
 from weft.engine.optimization import learning_rate, parameter_groups
+from weft.engine.overlap import OverlapPlan, ZeroWork, plan_overlap
 from weft.engine.plan import plan_cells, plan_placement
 from weft.engine.stages import (
     Stage,
@@ -36,6 +39,8 @@ from weft.engine.stages import (
     split_layers,
     stages_from_model,
 )
+from weft.engine.zero import Collectives
+from weft.pipeline.placement import Placement
 
 NOMINAL_FLOPS = 1e12
 """FLOP/s that schedules are planned for before anything is measured; only ratios matter there."""
@@ -136,6 +141,10 @@ def _build(
     num_replicas = dist.get_world_size() // placement.num_ranks
     pipe_rank, replica = divmod(dist.get_rank(), num_replicas)
     sizes = [seat.pipelines for seat in Seat.all(placement, num_replicas, config.comm.cell)]
+    collectives = Collectives.open(config, placement.num_ranks, device)
+    overlap = from_rank_zero(lambda: _plan_overlap(config, hf_config, split, placement, collectives, device))
+    if overlap is not None:
+        config = replace(config, pipeline=overlap.obeyed_by(config.pipeline))
     schedule = from_rank_zero(
         lambda: plan_cells(config.pipeline, placement, sizes, costs=costs, zero_stage=config.zero.stage)
     )[sizes[replica]]
@@ -149,6 +158,8 @@ def _build(
         weft=config,
         schedule=schedule,
         costs=costs,
+        collectives=collectives,
+        overlap=overlap,
         wan=wan,
         args=args,
         model=module,
@@ -163,6 +174,23 @@ def _build(
     )
     engine.groups = [group for group in process_groups() if group not in earlier]
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _plan_overlap(
+    config: WeftConfig,
+    hf_config: PreTrainedConfig,
+    split: StageSplit,
+    placement: Placement,
+    collectives: Collectives,
+    device: torch.device,
+) -> OverlapPlan | None:
+    """The three tiers' answers; None without measured costs, or where workloads are not to be partitioned."""
+    if collectives.costs is None or config.zero.partition is not Partition.workload:
+        return None
+    elements = (size.parameters for size in stage_sizes(hf_config, split))
+    work = ZeroWork.of(config, collectives.group, collectives.costs, elements)
+    costs = estimate_costs(config, hf_config, split, flops_per_s=EFFICIENCY * peak_flops(device))
+    return plan_overlap(work, costs, placement, config.pipeline.microbatches)
 
 
 def _split(config: WeftConfig, model: nn.Module | None, num_stages: int) -> tuple[PreTrainedConfig, StageSplit]:

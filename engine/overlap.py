@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from math import inf
 
 from weft.comm.collectives import Choice, Collective, CollectiveCosts, Group, LinkClass, Primitive, choose
+from weft.conf.schema import PipelineConfig, WeftConfig
+from weft.engine.memory import WEIGHT_BYTES
 from weft.pipeline.costs import CostModel, StageCost
 from weft.pipeline.placement import Placement
 from weft.pipeline.tiers import (
@@ -46,6 +49,19 @@ class ZeroWork:
     weight_bytes: int = 4
     memory_bytes: float = inf
 
+    @classmethod
+    def of(cls, config: WeftConfig, group: Group, costs: CollectiveCosts, elements: Iterable[int]) -> ZeroWork:
+        """What ``config`` shards, over a group of replicas whose collectives cost so much."""
+        return cls(
+            zero_stage=config.zero.stage,
+            group=group,
+            costs=costs,
+            elements=tuple(elements),
+            gradient_bytes=WEIGHT_BYTES[config.zero.communication_data_type],
+            weight_bytes=WEIGHT_BYTES[config.train.precision],
+            memory_bytes=float(config.pipeline.memory_cap_bytes) or inf,
+        )
+
 
 @dataclass(frozen=True)
 class Transfer:
@@ -70,18 +86,74 @@ class StageOverlap:
     layer: LayerPlan
     model: ModelPlan
 
+    @property
+    def cuts(self) -> tuple[float, ...]:
+        """Where the stage's weights are cut into chunks, as shares of them.
+
+        A chunk is reduced and gathered whole, so the finer of the two has its way: gathers are
+        launched from the front on, reductions from the back.
+        """
+        ahead, behind = self.gather.chunks.granularity, self.reduce.chunks.granularity[::-1]
+        return tuple(accumulate((ahead if len(ahead) > len(behind) else behind)[:-1]))
+
+    def issued(self) -> Iterator[Collective]:
+        """What a step issues: reductions from the back on, then gathers from the front on.
+
+        Chunks end at the parameters' ends that are nearest to the cuts; here they end at the
+        cuts themselves. (At ZeRO stage 3 a block is gathered for each computation instead.)
+        """
+        chunks = list(pairwise((0.0, *self.cuts, 1.0)))
+        for begin, end in reversed(chunks):
+            yield _share(self.reduce.choice.rewrite.collective, end - begin)
+        for begin, end in chunks if self.gather.choice.cost_s else ():
+            yield _share(self.gather.choice.rewrite.collective, end - begin)
+
     def lines(self) -> Iterator[str]:
         """The choices with their reasons."""
         for name, transfer in (("gradients", self.reduce), ("weights", self.gather)):
             if transfer.choice.cost_s:
                 yield f"stage {self.stage}, {name}: {transfer.choice.rewrite}: {transfer.choice.reason}"
                 yield f"  operation tier: {_shares(transfer.chunks.granularity)}: {transfer.chunks.reason}"
+        if self.cuts:
+            yield f"  chunks end at {', '.join(f'{cut:.3g}' for cut in self.cuts)} of the weights"
         yield f"  layer tier: {self.layer.first.value} first: {self.layer.reason}"
         yield f"  model tier: {self.model.reason}"
 
 
-def plan_overlap(work: ZeroWork, costs: CostModel, placement: Placement, num_microbatches: int) -> list[StageOverlap]:
-    """Every virtual stage's plan.
+@dataclass(frozen=True)
+class OverlapPlan:
+    """What the three tiers decide for a run: `weft plan` prints it, the engine carries it out.
+
+    Attributes:
+        stages: of every virtual stage.
+        together: micro-batches of a chunk to launch in a row: the most that a stage asks for,
+            and one per rank at least.
+    """
+
+    stages: tuple[StageOverlap, ...]
+    together: int
+
+    @property
+    def cuts(self) -> dict[int, tuple[float, ...]]:
+        """`StageOverlap.cuts` by virtual stage."""
+        return {plan.stage: plan.cuts for plan in self.stages}
+
+    def lines(self) -> Iterator[str]:
+        """The choices with their reasons."""
+        for plan in self.stages:
+            yield from plan.lines()
+        yield f"{self.together} micro-batches launched together cover the most, with schedule=interleaved"
+
+    def obeyed_by(self, pipeline: PipelineConfig) -> PipelineConfig:
+        """The pipeline with the model tier's number, where it is left to it and memory is limited."""
+        asked = pipeline.schedule.value == "interleaved" and not pipeline.launch_together
+        if not (asked and pipeline.memory_cap_bytes):
+            return pipeline
+        return replace(pipeline, launch_together=self.together)
+
+
+def plan_overlap(work: ZeroWork, costs: CostModel, placement: Placement, num_microbatches: int) -> OverlapPlan:
+    """Every virtual stage's plan, and how many micro-batches are launched together.
 
     What can hide a collective is what its rank computes just before it is needed: the forward
     of the stage before on that rank (none for the first) hides the gather, the backward of the
@@ -98,20 +170,16 @@ def plan_overlap(work: ZeroWork, costs: CostModel, placement: Placement, num_mic
         mine = held[placement.stage_ranks[stage]]
         before = costs.stages[mine[mine.index(stage) - 1]] if stage != mine[0] else None
         plans.append(_plan_stage(work, stage, costs.stages[stage], before, num_microbatches))
-    return plans
-
-
-def launch_together(plans: Sequence[StageOverlap], placement: Placement, num_microbatches: int) -> int:
-    """Micro-batches of a chunk to launch in a row: the most that a stage asks for, and one per rank at least."""
     wanted = max(max(plan.model.l1, plan.model.l2) for plan in plans)
-    return min(max(wanted, placement.num_ranks), max(num_microbatches, placement.num_ranks))
+    together = min(max(wanted, placement.num_ranks), max(num_microbatches, placement.num_ranks))
+    return OverlapPlan(tuple(plans), together)
 
 
-def with_collectives(costs: CostModel, plans: Sequence[StageOverlap]) -> CostModel:
+def with_collectives(costs: CostModel, plan: OverlapPlan) -> CostModel:
     """The costs with each stage's reduction and gather in them, for the simulator."""
     stages = [
         replace(cost, reduce_s=plan.reduce.choice.cost_s, unshard_s=plan.gather.choice.cost_s)
-        for cost, plan in zip(costs.stages, plans, strict=True)
+        for cost, plan in zip(costs.stages, plan.stages, strict=True)
     ]
     return replace(costs, stages=tuple(stages))
 
@@ -152,6 +220,12 @@ def _plan_stage(
         layer,
         model,
     )
+
+
+def _share(whole: Collective, share: float) -> Collective:
+    """The collective over so much of the elements, in whole shards."""
+    elements = share * whole.dims[0]
+    return replace(whole, dims=(round(elements / whole.group.size) * whole.group.size,))
 
 
 def _choose(work: ZeroWork, primitive: Primitive, stage: int, itemsize: int) -> Choice:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 
 from transformers import PreTrainedConfig
 
@@ -14,9 +13,9 @@ from weft.conf.schema import WeftConfig
 from weft.conf.sites import ranks_per_site
 from weft.engine.data import load_tokenizer
 from weft.engine.estimates import estimate_costs, stage_sizes
-from weft.engine.flops import peak_flops
-from weft.engine.memory import WEIGHT_BYTES, zero_memory
-from weft.engine.overlap import StageOverlap, ZeroWork, launch_together, plan_overlap, with_collectives
+from weft.engine.flops import EFFICIENCY, peak_flops
+from weft.engine.memory import zero_memory
+from weft.engine.overlap import OverlapPlan, ZeroWork, plan_overlap, with_collectives
 from weft.engine.plan import plan_placement, plan_schedule
 from weft.engine.stages import StageSplit, load_hf_config, split_layers
 from weft.engine.stages.sizes import PartSize, model_sizes
@@ -24,9 +23,6 @@ from weft.pipeline.costs import CostModel
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 from weft.pipeline.text import bytes_text
-
-EFFICIENCY = 0.4
-"""Share of its peak that a device is taken to reach."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +66,10 @@ def report(config: WeftConfig) -> str:
         ValueError: the model or the data cannot be read, or no schedule can be had.
     """
     seen = outlook(config)
-    plans, overlap = overlap_lines(config, seen)
-    costs = with_collectives(seen.costs, plans) if plans else seen.costs
-    schedule = plan_schedule(config.pipeline, seen.placement, costs=costs, zero_stage=config.zero.stage)
+    plan, overlap = overlap_lines(config, seen)
+    costs = with_collectives(seen.costs, plan) if plan else seen.costs
+    pipeline = plan.obeyed_by(config.pipeline) if plan else config.pipeline
+    schedule = plan_schedule(pipeline, seen.placement, costs=costs, zero_stage=config.zero.stage)
     timeline = simulate(schedule, costs)
     lines = [
         f"{seen.hf_config.model_type}, {sum(s.parameters for s in seen.sizes) / 1e6:,.1f} M parameters; "
@@ -91,7 +88,7 @@ def report(config: WeftConfig) -> str:
 
 def overlap_lines(
     config: WeftConfig, seen: Outlook, collectives: CollectiveCosts | None = None, num_nodes: int = 1
-) -> tuple[list[StageOverlap], list[str]]:
+) -> tuple[OverlapPlan | None, list[str]]:
     """How ZeRO's collectives would be partitioned and overlapped, with the reasons; nothing for one replica.
 
     Args:
@@ -99,28 +96,15 @@ def overlap_lines(
         num_nodes: nodes that the replicas of a stage are spread over, where no hostfile says so.
     """
     if seen.replicas < 2:
-        return [], []
+        return None, []
     group = _replicas(config, seen.replicas, num_nodes)
     key = topology_key(group, seen.device)
     found = collectives or CostCache.in_folder(config.data.cache_dir).read(key)
     if found is None:
-        return [], ["", f"ZeRO: collectives {key}: not measured; `weft bench collectives` does it"]
-    element = WEIGHT_BYTES[config.train.precision]
-    work = ZeroWork(
-        zero_stage=config.zero.stage,
-        group=group,
-        costs=found,
-        elements=tuple(size.parameters for size in seen.sizes),
-        gradient_bytes=WEIGHT_BYTES[config.zero.communication_data_type],
-        weight_bytes=element,
-        memory_bytes=float(config.pipeline.memory_cap_bytes) or inf,
-    )
-    plans = plan_overlap(work, seen.costs, seen.placement, config.pipeline.microbatches)
-    together = launch_together(plans, seen.placement, config.pipeline.microbatches)
-    lines = ["", f"ZeRO-{config.zero.stage} over {key}"]
-    lines += [line for plan in plans for line in plan.lines()]
-    lines.append(f"pipeline.launch_together={together} covers the most, with schedule=interleaved")
-    return plans, lines
+        return None, ["", f"ZeRO: collectives {key}: not measured; `weft bench collectives` does it"]
+    work = ZeroWork.of(config, group, found, (size.parameters for size in seen.sizes))
+    plan = plan_overlap(work, seen.costs, seen.placement, config.pipeline.microbatches)
+    return plan, ["", f"ZeRO-{config.zero.stage} over {key}", *plan.lines()]
 
 
 def _replicas(config: WeftConfig, count: int, num_nodes: int) -> Group:

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.channel import Handle
-from weft.comm.collectives import Collective, Group, Primitive, Rewrite, plain
+from weft.comm.collectives import Collective, CollectiveCosts, Group, Primitive, Rewrite, plain
 from weft.comm.collectives.cache import CostCache
 from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.planner import Planner
 from weft.comm.collectives.probe import known_costs, nodes_of_world
-from weft.conf.schema import Partition
+from weft.conf.schema import Partition, WeftConfig
+from weft.engine.formats import DTYPES
 
 Choose = Callable[[Collective], Rewrite]
 """How a collective is carried out."""
@@ -55,12 +56,14 @@ class Collectives:
         gradients: Communicator | None = None,
         weights: Communicator | None = None,
         choose: Choose = plain,
+        costs: CollectiveCosts | None = None,
         gradient_format: torch.dtype = torch.float32,
         overlap: bool = True,
     ) -> None:
         """Made by `open`; without arguments, those of a single replica.
 
         Args:
+            costs: over this rank's replicas, if they were measured.
             gradient_format: in which gradients travel.
             overlap: whether they run beside compute; otherwise each is waited for at once.
         """
@@ -68,49 +71,47 @@ class Collectives:
         self.num_replicas = num_replicas
         self._gradients = gradients
         self._weights = weights
+        self.costs = costs
         self._choose = choose
         self._gradient_format = gradient_format
         self._overlap = overlap
 
     @classmethod
-    def open(
-        cls,
-        replicas: list[tuple[int, ...]],
-        *,
-        device: torch.device,
-        timeout_s: float,
-        cache: CostCache,
-        partition: Partition,
-        gradient_format: torch.dtype = torch.float32,
-        overlap: bool = True,
-    ) -> Collectives:
-        """Those of this rank's replicas; a collective call over the world.
+    def open(cls, config: WeftConfig, num_ranks: int, device: torch.device) -> Collectives:
+        """Those of this rank's replicas, of a pipeline of ``num_ranks``; a collective call over the world.
 
-        Args:
-            replicas: global ranks that hold the same stages, for each pipeline rank.
-            cache: where costs of collectives are found, or left.
-            partition: axes by which collectives may be rewritten.
-            gradient_format, overlap: as of the class.
+        Costs are found in ``data.cache_dir``, or measured and left there.
         """
-        mine = next(ranks for ranks in replicas if dist.get_rank() in ranks)
-        if len(mine) == 1:
+        count = dist.get_world_size() // num_ranks
+        if count == 1:
             return cls()
-        nodes = nodes_of_world()
-        groups = [Group(ranks, tuple(nodes[rank] for rank in ranks)) for ranks in replicas]
-        connect = partial(Communicator.open, groups, device=device, timeout_s=timeout_s)
+        nodes, zero = nodes_of_world(), config.zero
+        groups = [
+            Group(ranks, tuple(nodes[rank] for rank in ranks))
+            for ranks in (tuple(range(first, first + count)) for first in range(0, dist.get_world_size(), count))
+        ]
+        connect = partial(Communicator.open, groups, device=device, timeout_s=config.comm.timeout_s)
         gradients, weights = connect(name="gradients"), connect(name="weights")
         assert gradients is not None, "every rank is among some replicas"
-        on = partition is not Partition.none
+        cache = CostCache.in_folder(config.data.cache_dir)
+        on = zero.partition is not Partition.none
         costs = known_costs(gradients, device=device, cache=cache) if on else None
         return cls(
-            replica=mine.index(dist.get_rank()),
-            num_replicas=len(mine),
+            replica=dist.get_rank() % count,
+            num_replicas=count,
             gradients=gradients,
             weights=weights,
-            choose=Planner(costs, partition),
-            gradient_format=gradient_format,
-            overlap=overlap,
+            choose=Planner(costs, zero.partition),
+            costs=costs,
+            gradient_format=DTYPES[zero.communication_data_type],
+            overlap=zero.overlap_comm,
         )
+
+    @property
+    def group(self) -> Group:
+        """This rank's replicas; of several only."""
+        assert self._gradients is not None, "a single replica needs no group"
+        return self._gradients.group
 
     def reduce(self, whole: Tensor, target: Tensor) -> Handle:
         """Start to sum ``whole`` over replicas into ``target``: this rank's shard of it, or ``whole`` itself.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -46,17 +47,20 @@ def cut(
     zero: ZeroConfig,
     collectives: Collectives,
     tied: Mapping[nn.Parameter, dist.ProcessGroup],
+    cuts: Mapping[int, Sequence[float]],
 ) -> list[Chunk]:
     """The chunks of a rank, stage by stage in the order in which a forward needs them.
 
     A chunk holds at most ``zero.reduce_bucket_size`` and ``zero.allgather_bucket_size``
-    elements, or a single parameter. At stage 3 it stays within one block, which can then be
-    given back while others run. Weights that several virtual stages share, on one rank or on
+    elements, or a single parameter, and ends where ``cuts`` say. At stage 3 it stays within one
+    block, which can then be given back while others run. Weights that several virtual stages share, on one rank or on
     several, are chunks of their own, so that all holders cut them alike. Frozen weights are
     left where they are, but for stage 3, which shards them.
 
     Args:
         tied: for parameters that other pipeline ranks hold, too, the group of their holders.
+        cuts: by virtual stage, shares of its elements at which chunks end, ascending; a
+            parameter belongs where its middle is.
     """
     stages = list(stages)
     users: dict[nn.Parameter, set[int]] = {}
@@ -81,14 +85,23 @@ def cut(
 
     for stage in stages:
         runs: dict[tuple[torch.dtype, bool], list[Named]] = {}
-        for block in _by_block(stage):
+        blocks = [
+            [(name, p) for name, p in block if p not in seen and (p.requires_grad or zero.stage == 3)]
+            for block in _by_block(stage)
+        ]
+        total = sum(p.numel() for block in blocks for name, p in block if name not in stage.tied)
+        offset = piece = 0
+        for block in blocks:
             for name, parameter in block:
-                if parameter in seen or not (parameter.requires_grad or zero.stage == 3):
-                    continue
                 seen.add(parameter)
                 if name in stage.tied:
                     make([(name, parameter)])
                     continue
+                middle = (offset + parameter.numel() / 2) / max(total, 1)
+                offset += parameter.numel()
+                if (here := bisect_right(cuts.get(stage.index, ()), middle)) != piece:
+                    piece = here
+                    _flush(runs, make)
                 run = runs.setdefault((parameter.dtype, parameter.requires_grad), [])
                 if run and sum(p.numel() for _, p in run) + parameter.numel() > limit:
                     make(run)

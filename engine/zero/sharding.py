@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -34,18 +35,20 @@ class Sharding:
         zero: ZeroConfig,
         collectives: Collectives | None = None,
         tied: Iterable[tuple[nn.Parameter, dist.ProcessGroup]] = (),
+        cuts: Mapping[int, Sequence[float]] = MappingProxyType({}),
     ) -> None:
         """Move the parameters of ``stages`` into chunks.
 
         Args:
             collectives: over this rank's replicas; None is a single one.
             tied: parameters that other pipeline ranks hold, too, and the group of their holders.
+            cuts: where stages are cut into chunks; see `cut`.
         """
         stages = sorted(stages, key=lambda stage: stage.index)
         self.collectives = collectives or Collectives()
         self.is_shared_out = zero.stage > 0 and self.collectives.num_replicas > 1
         """Whether replicas step different fragments."""
-        self.chunks = cut(stages, zero, self.collectives, dict(tied))
+        self.chunks = cut(stages, zero, self.collectives, dict(tied), cuts)
         chunk_of = {member.parameter: chunk for chunk in self.chunks for member in chunk.members}
         self._named = {name: p for stage in stages for name, p in stage.named_global_parameters()}
         self._weights = {stage.index: StageWeights(stage, chunk_of) for stage in stages}

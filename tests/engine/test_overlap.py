@@ -3,7 +3,7 @@
 import pytest
 
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass, Primitive
-from weft.engine.overlap import ZeroWork, launch_together, plan_overlap, with_collectives
+from weft.engine.overlap import ZeroWork, plan_overlap, with_collectives
 from weft.pipeline.costs import CostModel, StageCost
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
@@ -34,30 +34,31 @@ def plan(bytes_per_s=25e6, zero_stage=1, microbatches=8, memory=float("inf")):
 
 
 def test_slow_links_between_nodes_are_spared_and_covered():
-    plans = plan()
+    found = plan()
+    plans = found.stages
     for each in plans:
         assert len(each.reduce.choice.rewrite.mesh.shape) == 2
         assert each.reduce.choice.rewrite.collective.primitive is Primitive.reduce_scatter
     assert len(plans[0].reduce.chunks.granularity) > 1  # nothing follows to hide it
-    assert launch_together(plans, PLACEMENT, 8) > 1
+    assert found.together > 1
     assert any("T2" in line for each in plans for line in each.lines())
 
 
 def test_fast_links_need_no_partition_and_no_more_micro_batches():
-    plans = plan(bytes_per_s=1e12)
-    assert all(each.gather.chunks.granularity == (1.0,) for each in plans[1:])
-    assert launch_together(plans, PLACEMENT, 8) == 1
+    found = plan(bytes_per_s=1e12)
+    assert all(each.gather.chunks.granularity == (1.0,) for each in found.stages[1:])
+    assert found.together == 1
 
 
 def test_without_shards_gradients_are_all_reduced_and_weights_stay():
-    for each in plan(zero_stage=0):
+    for each in plan(zero_stage=0).stages:
         assert each.reduce.choice.rewrite.collective.primitive is Primitive.all_reduce
         assert each.gather.choice.cost_s == 0
         assert not any("weights:" in line for line in each.lines())
 
 
 def test_memory_limits_what_is_launched_together():
-    assert launch_together(plan(memory=200.0), PLACEMENT, 8) == 2
+    assert plan(memory=200.0).together == 2
     with pytest.raises(ValueError, match="not even one fits"):
         plan(memory=50.0)
 

@@ -41,7 +41,7 @@ def test_chunks(stage, bucket, replicas):
     for replica in range(replicas):
         copy = TiedStage()
         copy.load_state_dict(module.state_dict())
-        chunks = cut([copy], zero, Collectives(replica=replica, num_replicas=replicas), {})
+        chunks = cut([copy], zero, Collectives(replica=replica, num_replicas=replicas), {}, {})
         members = [member.name for chunk in chunks for member in chunk.members]
         assert sorted(members) == sorted(before)
         for chunk in chunks:
@@ -56,5 +56,13 @@ def test_chunks(stage, bucket, replicas):
 def test_what_is_tied_to_a_block_lies_outside_of_it():
     module = TiedStage()
     assert outside_blocks(module) == {module.embed.weight}
-    (first, *_) = cut([module], ZeroConfig(stage=3), Collectives(), {})
+    (first, *_) = cut([module], ZeroConfig(stage=3), Collectives(), {}, {})
     assert [member.name for member in first.members] == ["embed.weight"]
+
+
+def test_chunks_end_where_the_plan_says():
+    module = TiedStage()  # 40 elements of embedding and head, then twice 16 + 4
+    cuts = {0: (0.5, 0.75)}
+    for stage, names in ((1, ["embed", "layers.0", "layers.1"]), (3, ["embed", "layers.0", "layers.1"])):
+        chunks = cut([module], ZeroConfig(stage=stage), Collectives(num_replicas=2), {}, cuts)
+        assert [sorted({m.name.rsplit(".", 1)[0] for m in chunk.members}) for chunk in chunks] == [[n] for n in names]

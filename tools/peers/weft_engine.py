@@ -12,14 +12,18 @@ import torch
 import torch.distributed as dist
 
 from weft.conf.deepspeed import deepspeed_config
-from weft.conf.schema import CommConfig, PipelineConfig, PlacementKind, ScheduleKind, WeftConfig
+from weft.conf.schema import CommConfig, Partition, PipelineConfig, PlacementKind, ScheduleKind, WeftConfig
 from weft.engine.crossings import Seat, open_wan
 from weft.engine.distributed import from_rank_zero, init_distributed
 from weft.engine.emulation import EmulatedStage
 from weft.engine.engine import WeftEngine
 from weft.engine.module import WeftModule
+from weft.engine.overlap import OverlapPlan, ZeroWork, plan_overlap
 from weft.engine.plan import plan_cells, plan_placement
+from weft.engine.zero import Collectives
 from weft.pipeline.action import COMPUTE, slot_text
+from weft.pipeline.costs import CostModel
+from weft.pipeline.placement import Placement
 from weft.tools.peers.case import Case, RankRun
 from weft.tools.peers.stepping import time_steps
 
@@ -64,6 +68,10 @@ def emulated_engine(case: Case, config: WeftConfig) -> WeftEngine:
     sizes = [seat.pipelines for seat in Seat.all(layout, case.num_replicas, config.comm.cell)]
     module = WeftModule(stages, layout)
     settings = deepspeed_config(config, dist.get_world_size())
+    collectives = Collectives.open(config, layout.num_ranks, device)
+    overlap = from_rank_zero(lambda: _plan_overlap(case, config, layout, costs, collectives))
+    if overlap is not None:
+        config = replace(config, pipeline=overlap.obeyed_by(config.pipeline))
     schedules = from_rank_zero(
         lambda: plan_cells(config.pipeline, layout, sizes, costs=costs, zero_stage=config.zero.stage)
     )
@@ -71,6 +79,8 @@ def emulated_engine(case: Case, config: WeftConfig) -> WeftEngine:
         weft=config,
         schedule=schedules[sizes[replica]],
         costs=costs,
+        collectives=collectives,
+        overlap=overlap,
         wan=wan,
         args=None,
         model=module,
@@ -83,3 +93,14 @@ def emulated_engine(case: Case, config: WeftConfig) -> WeftEngine:
         config=settings,
         config_class=deepspeed.DeepSpeedConfig(settings, module.mpu()),
     )
+
+
+def _plan_overlap(
+    case: Case, config: WeftConfig, layout: Placement, costs: CostModel, collectives: Collectives
+) -> OverlapPlan | None:
+    """As `weft.initialize` plans, with costs that are known."""
+    if collectives.costs is None or config.zero.partition is not Partition.workload:
+        return None
+    each = case.num_layers // layout.num_stages * case.work.weight_elements
+    work = ZeroWork.of(config, collectives.group, collectives.costs, (each,) * layout.num_stages)
+    return plan_overlap(work, costs, layout, case.num_microbatches)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-from weft.comm.collectives import Group
-from weft.comm.collectives.cache import CostCache, topology_key
 from weft.conf.schema import (
     DataConfig,
     OptimizerConfig,
@@ -19,7 +17,6 @@ from weft.conf.schema import (
     ZeroConfig,
 )
 from weft.engine.emulation import EmulatedLayer
-from weft.engine.overlap import ZeroWork, launch_together, plan_overlap
 from weft.pipeline.action import Action, Op
 from weft.pipeline.generators import generate
 from weft.pipeline.placement import Placement
@@ -29,8 +26,10 @@ from weft.tools.peers.case import Case
 from weft.tools.peers.weft_engine import emulated_engine
 from weft.tools.peers.zero_case import Technique, ZeroCase, ZeroRun, time_computes
 
-GROUP = Group.regular(2, 2)
+NUM_RANKS = 4
 """The ranks of the bench: two nodes of two."""
+MEMORY_BYTES = 1 << 30
+"""What activations may take where the model tier decides: more than there are."""
 
 
 def run(case: ZeroCase, technique: Technique) -> list[ZeroRun]:
@@ -40,7 +39,7 @@ def run(case: ZeroCase, technique: Technique) -> list[ZeroRun]:
         engine = emulated_engine(
             Case(
                 num_ranks=technique.num_stages,
-                num_replicas=GROUP.size // technique.num_stages,
+                num_replicas=NUM_RANKS // technique.num_stages,
                 num_layers=case.num_layers,
                 num_microbatches=config.pipeline.microbatches,
                 work=case.work(case.compute_s[0]),
@@ -72,26 +71,13 @@ def _config(case: ZeroCase, technique: Technique, folder: Path) -> WeftConfig:
         config.pipeline.schedule = ScheduleKind["interleaved"]
         config.pipeline.chunks_per_rank = technique.chunks
         if technique.by_model_tier:
-            config.pipeline.launch_together = _launch_together(case, technique, microbatches)
+            config.pipeline.memory_cap_bytes = MEMORY_BYTES
     if not technique.weights_first:
         config.pipeline.schedule = ScheduleKind["file"]
         config.pipeline.schedule_file = str(folder / "schedule.json")
         schedule = generate("1f1b", Placement.straight(technique.num_stages), microbatches)
         save_text(schedule_to_json(input_gradients_first(schedule)), Path(config.pipeline.schedule_file))
     return config
-
-
-def _launch_together(case: ZeroCase, technique: Technique, microbatches: int) -> int:
-    """What the model tier says at the least compute, with the costs that an earlier run has measured."""
-    placement = Placement.interleaved(technique.num_stages, technique.chunks)
-    group = GROUP
-    costs = CostCache.in_folder(case.cache_dir).read(topology_key(group, "cpu"))
-    if costs is None:
-        raise ValueError("the model tier needs measured costs; run another of Weft's first")
-    each = case.num_elements // placement.num_stages
-    work = ZeroWork(zero_stage=technique.zero_stage, group=group, costs=costs, elements=(each,) * placement.num_stages)
-    layers = case.work(min(case.compute_s)).costs(case.num_layers, placement.num_stages)
-    return launch_together(plan_overlap(work, layers, placement, microbatches), placement, microbatches)
 
 
 def input_gradients_first(schedule: Schedule) -> Schedule:
