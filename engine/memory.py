@@ -23,11 +23,12 @@ class ZeroMemory:
     weights: float
     gradients: float
     optimizer: float
+    buffers: float
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.buffers
 
 
 def zero_memory(
@@ -38,6 +39,9 @@ def zero_memory(
     Args:
         largest_block: parameters of the largest block: at stage 3 two of them are whole at a
             time, and at stages 2 and 3 the gradients of two, where each micro-batch is reduced.
+
+    A collective of shards puts its chunk together beside where it belongs: one that arrives and
+    one that is being moved are counted.
     """
     share = parameters / replicas
     blocks = min(parameters, 2 * largest_block) if replicas > 1 else parameters
@@ -47,8 +51,12 @@ def zero_memory(
     if zero.stage >= 2 and replicas > 1 and reduced == 1:
         gradients = share + blocks
     stepped = share if zero.stage else parameters
+    chunk = min(parameters, zero.reduce_bucket_size, zero.allgather_bucket_size)
+    if zero.stage == 3:
+        chunk = min(chunk, largest_block)
     return ZeroMemory(
         weights=weights * WEIGHT_BYTES[precision],
         gradients=gradients * GRADIENT_BYTES,
         optimizer=stepped * (OPTIMIZER_BYTES + MASTER_BYTES[precision]),
+        buffers=2 * chunk * GRADIENT_BYTES if zero.stage and replicas > 1 else 0,
     )

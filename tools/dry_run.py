@@ -120,12 +120,11 @@ def _replicas(config: WeftConfig, count: int, num_nodes: int) -> Group:
 
 def _rank_table(config: WeftConfig, seen: Outlook, activations: tuple[float, ...]) -> list[str]:
     largest = max(layer.parameters for layer in model_sizes(seen.hf_config).layers)
-    rows: list[tuple[str, ...]] = [
-        ("rank", "stages", "layers", "parameters", "weights", "gradients", "optimiser", "activations", "total")
-    ]
+    heads = "rank stages layers parameters weights gradients optimiser buffers activations total"
+    rows: list[tuple[str, ...]] = [tuple(heads.split())]
     for rank, held in enumerate(seen.placement.rank_stages):
         count = sum(seen.sizes[stage].parameters for stage in held)
-        of_weights = zero_memory(
+        zero = zero_memory(
             count,
             config.zero,
             config.train.precision,
@@ -133,7 +132,7 @@ def _rank_table(config: WeftConfig, seen: Outlook, activations: tuple[float, ...
             largest_block=largest,
             microbatches=config.pipeline.microbatches,
         )
-        parts = [of_weights.weights, of_weights.gradients, of_weights.optimizer, activations[rank]]
+        parts = [zero.weights, zero.gradients, zero.optimizer, zero.buffers, activations[rank]]
         layers = "+".join(f"{seen.split.layers[s].start}-{seen.split.layers[s].stop - 1}" for s in held)
         stages = "+".join(map(str, held))
         memory = [bytes_text(part) for part in (*parts, sum(parts))]

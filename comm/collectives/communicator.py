@@ -176,13 +176,17 @@ class _Flow:
         self._axes: list[int] = []
 
     def run(self, number: int, group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
-        """Step ``number`` on what the step before it left; the first cuts the chunk out, the last puts it in place."""
+        """Step ``number`` on what the step before it left; the first cuts the chunk out, the last puts it in place.
+
+        The last returns the target, so that what it made is not kept until somebody waits.
+        """
         step = self._steps[number]
         if number == 0:
             tensor = self._cut(tensor)
         tensor = self._along(step, tensor, group)
         if number == len(self._steps) - 1:
             self._place(tensor)
+            return self._target
         return tensor
 
     def _along(self, step: Step, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
