@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from weft.comm.channel import Handle, Transfer
+from weft.comm.channel import Transfer
 from weft.engine.backward import SavedForward
 from weft.engine.receives import ReceiveQueue
 from weft.engine.sums import LabelCount
