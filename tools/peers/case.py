@@ -24,6 +24,8 @@ class Case:
     """What a layer costs."""
     link: LinkCost = field(default_factory=LinkCost)
     """Between two ranks, as measured: for the simulation, and for engines that plan."""
+    layer: EmulatedWork | None = None
+    """`work` with the times that a layer really takes, as measured: for the simulation."""
     num_replicas: int = 1
     """Pipelines side by side, each of `num_ranks`."""
     sites: tuple[int, ...] = ()

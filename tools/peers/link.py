@@ -28,7 +28,8 @@ def measure_link(num_bytes: int, *, shared: bool) -> LinkCost:
         shared: over Weft's shared memory; else over gloo, as the other engines.
     """
     (small_s, large_s), _ = run_ranks(2, _round_trips, num_bytes, shared, timeout_s=TIMEOUT_S)
-    return LinkCost(latency_s=small_s, bandwidth_bps=8 * num_bytes / max(large_s - small_s, 1e-9))
+    rest_s = max(large_s - small_s, 0.1 * large_s)  # where noise hides the difference
+    return LinkCost(latency_s=small_s, bandwidth_bps=8 * num_bytes / rest_s)
 
 
 def _round_trips(num_bytes: int, shared: bool) -> tuple[float, float]:
