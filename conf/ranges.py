@@ -59,6 +59,8 @@ RANGES = {
     "comm.chunk_kb": Range(4, 4096),
     "comm.cell": Range(1, 64),
     "zero.stage": Range(0, 3),
+    "zero.param_persistence_threshold": NATURAL,
+    "zero.model_persistence_threshold": NATURAL,
     "zero.reduce_every": NATURAL,
     "zero.reduce_bucket_size": COUNT,
     "zero.allgather_bucket_size": COUNT,

@@ -290,6 +290,10 @@ class ZeroConfig:
     """Most elements per gradient reduction."""
     allgather_bucket_size: int = 50_000_000
     """Most elements per weight all-gather."""
+    param_persistence_threshold: int = 0
+    """Stage 3 leaves parameters of fewer elements whole, in the order of need..."""
+    model_persistence_threshold: int = 9_223_372_036_854_775_807
+    """... up to so many elements of a rank: what memory is left for, to gather less."""
     communication_data_type: Precision = Precision.fp32
     """Number format in which gradients travel; they are added up in fp32 before and after."""
     reduce_every: int = 0

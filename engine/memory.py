@@ -39,6 +39,7 @@ def zero_memory(
     Args:
         largest_block: parameters of the largest block: at stage 3 two of them are whole at a
             time, and at stages 2 and 3 the gradients of two, where each micro-batch is reduced.
+            Parameters that stay whole are counted where all are small enough to.
 
     A collective of shards puts its chunk together beside where it belongs: one that arrives and
     one that is being moved are counted.
@@ -46,7 +47,10 @@ def zero_memory(
     share = parameters / replicas
     blocks = min(parameters, 2 * largest_block) if replicas > 1 else parameters
     reduced = zero.reduce_every or microbatches
-    weights = share + blocks if zero.stage == 3 and replicas > 1 else parameters
+    weights: float = parameters
+    if zero.stage == 3 and replicas > 1:
+        kept = zero.model_persistence_threshold if zero.param_persistence_threshold > largest_block else 0
+        weights = min(parameters, share + blocks + kept)
     gradients: float = parameters
     if zero.stage >= 2 and replicas > 1 and reduced == 1:
         gradients = share + blocks

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Protocol
 
 import torch
@@ -53,9 +55,10 @@ def cut(
 
     A chunk holds at most ``zero.reduce_bucket_size`` and ``zero.allgather_bucket_size``
     elements, or a single parameter, and ends where ``cuts`` say. At stage 3 it stays within one
-    block, which can then be given back while others run. Weights that several virtual stages share, on one rank or on
-    several, are chunks of their own, so that all holders cut them alike. Frozen weights are
-    left where they are, but for stage 3, which shards them.
+    block, which can then be given back while others run; what is to stay whole lies in chunks
+    of its own, which go as at stage 2. Weights that several virtual stages share, on one rank
+    or on several, are chunks of their own, so that all holders cut them alike. Frozen weights
+    are left where they are, but for stage 3, which shards them.
 
     Args:
         tied: for parameters that other pipeline ranks hold, too, the group of their holders.
@@ -68,56 +71,75 @@ def cut(
         for _, parameter in stage.named_global_parameters():
             users.setdefault(parameter, set()).add(stage.index)
     limit = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
+    room = zero.model_persistence_threshold if zero.stage == 3 else 0
     chunks: list[Chunk] = []
     seen: set[nn.Parameter] = set()
-
-    def make(parameters: Sequence[Named]) -> None:
-        first = parameters[0][1]
-        chunks.append(
-            Chunk(
-                parameters,
-                stages=frozenset(users[first]),
-                zero_stage=zero.stage,
-                collectives=collectives,
-                tied=tied.get(first),
-            )
-        )
-
     for stage in stages:
-        runs: dict[tuple[torch.dtype, bool], list[Named]] = {}
         blocks = [
             [(name, p) for name, p in block if p not in seen and (p.requires_grad or zero.stage == 3)]
             for block in _by_block(stage)
         ]
-        total = sum(p.numel() for block in blocks for name, p in block if name not in stage.tied)
-        offset = piece = 0
-        for block in blocks:
-            for name, parameter in block:
-                seen.add(parameter)
-                if name in stage.tied:
-                    make([(name, parameter)])
-                    continue
-                middle = (offset + parameter.numel() / 2) / max(total, 1)
-                offset += parameter.numel()
-                if (here := bisect_right(cuts.get(stage.index, ()), middle)) != piece:
-                    piece = here
-                    _flush(runs, make)
-                run = runs.setdefault((parameter.dtype, parameter.requires_grad), [])
-                if run and sum(p.numel() for _, p in run) + parameter.numel() > limit:
-                    make(run)
-                    run.clear()
-                run.append((name, parameter))
-            if zero.stage == 3:
-                _flush(runs, make)
-        _flush(runs, make)
+        seen.update(p for block in blocks for _, p in block)
+        whole = _stay_whole(stage, blocks, zero.param_persistence_threshold, room)
+        room -= sum(p.numel() for _, p in whole)
+        kept = {p for _, p in whole}
+        rest = [[(name, p) for name, p in block if p not in kept] for block in blocks]
+        if zero.stage < 3:
+            rest = [[named for block in rest for named in block]]
+        groups = [(whole, min(zero.stage, 2)), *((g, zero.stage) for g in _groups(stage, rest, cuts))]
+        for group, zero_stage in groups:
+            for run in _runs(group, limit):
+                first = run[0][1]
+                chunks.append(
+                    Chunk(
+                        run,
+                        stages=frozenset(users[first]),
+                        zero_stage=zero_stage,
+                        collectives=collectives,
+                        tied=tied.get(first),
+                    )
+                )
     return chunks
 
 
-def _flush(runs: dict[tuple[torch.dtype, bool], list[Named]], make: Callable[[Sequence[Named]], None]) -> None:
-    for run in runs.values():
-        if run:
-            make(run)
-    runs.clear()
+def _stay_whole(stage: ShardedStage, blocks: Sequence[Sequence[Named]], below: int, room: int) -> list[Named]:
+    """Parameters of fewer than ``below`` elements, in the order of need, as long as there is room."""
+    found = []
+    for name, parameter in (named for block in blocks for named in block):
+        if name not in stage.tied and parameter.numel() < below and parameter.numel() <= room:
+            room -= parameter.numel()
+            found.append((name, parameter))
+    return found
+
+
+def _groups(
+    stage: ShardedStage, blocks: Sequence[Sequence[Named]], cuts: Mapping[int, Sequence[float]]
+) -> Iterator[list[Named]]:
+    """What may lie in one chunk: of one block each, between two cuts, tied parameters by themselves."""
+    total = sum(p.numel() for block in blocks for name, p in block if name not in stage.tied)
+    offset, ends = 0, cuts.get(stage.index, ())
+    for block in blocks:
+        keys = []
+        for name, parameter in block:
+            size = 0 if name in stage.tied else parameter.numel()
+            piece = bisect_right(ends, (offset + size / 2) / max(total, 1))
+            offset += size
+            keys.append((name if name in stage.tied else "", piece))
+        for _, group in groupby(zip(keys, block, strict=True), key=itemgetter(0)):
+            yield [named for _, named in group]
+
+
+def _runs(group: Sequence[Named], limit: int) -> Iterator[list[Named]]:
+    """The group by dtype and by what is trained, in pieces of at most ``limit`` elements."""
+    open_runs: dict[tuple[torch.dtype, bool], list[Named]] = {}
+    for name, parameter in group:
+        kind = parameter.dtype, parameter.requires_grad
+        run = open_runs.setdefault(kind, [])
+        if run and sum(p.numel() for _, p in run) + parameter.numel() > limit:
+            yield run
+            run = open_runs[kind] = []
+        run.append((name, parameter))
+    yield from open_runs.values()
 
 
 def _by_block(stage: ShardedStage) -> Iterator[list[Named]]:

@@ -66,3 +66,15 @@ def test_chunks_end_where_the_plan_says():
     for stage, names in ((1, ["embed", "layers.0", "layers.1"]), (3, ["embed", "layers.0", "layers.1"])):
         chunks = cut([module], ZeroConfig(stage=stage), Collectives(num_replicas=2), {}, cuts)
         assert [sorted({m.name.rsplit(".", 1)[0] for m in chunk.members}) for chunk in chunks] == [[n] for n in names]
+
+
+def test_what_stays_whole_at_stage_3():
+    module = TiedStage()
+    zero = ZeroConfig(stage=3, param_persistence_threshold=20, model_persistence_threshold=36)
+    chunks = cut([module], zero, Collectives(num_replicas=2), {}, {})
+    found = [(chunk.sharded, [member.name for member in chunk.members]) for chunk in chunks]
+    assert found == [
+        (False, ["layers.0.weight", "layers.0.bias", "layers.1.weight"]),
+        (True, ["embed.weight"]),
+        (True, ["layers.1.bias"]),
+    ]

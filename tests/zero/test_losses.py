@@ -13,6 +13,7 @@ def special(
     reduce_every: int = 0,
     checkpointed: bool = False,
     travel: str = "fp32",
+    whole: int = 0,
     **keywords,
 ):
     """Small buckets, so that stages hold many chunks."""
@@ -20,6 +21,7 @@ def special(
     config.zero.reduce_bucket_size = 3000
     config.model.gradient_checkpointing = checkpointed
     config.zero.reduce_every = reduce_every
+    config.zero.param_persistence_threshold = config.zero.model_persistence_threshold = whole
     config.zero.communication_data_type = Precision[travel]
     config.optimizer.kind = OptimizerKind[optimizer]
     return config
@@ -29,6 +31,7 @@ SPECIAL = {
     "many chunks": special(2, stages=2),
     "reduced after each micro-batch": special(2, reduce_every=1, stages=2, schedule="w", placement="fold"),
     "reduced after three of four": special(3, reduce_every=3, stages=2, schedule="zbv", placement="fold"),
+    "some weights stay whole": special(3, whole=10_000, stages=2, schedule="w", placement="fold", tied=True),
     "shards reduced in bf16": special(2, travel="bf16", stages=2),
     "all reduced in bf16": special(0, travel="bf16", stages=1),
     "lamb, shards": special(2, "lamb", stages=1),
