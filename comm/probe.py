@@ -22,7 +22,7 @@ MOST = 32
 """Connections that a probe tries at most, unless told."""
 
 _MESSAGE_BYTES = 1 << 18
-_WINDOW_BYTES = 4 << 20  # of one connection, generously
+_WINDOW_MESSAGES = 16  # of one connection, generously
 _REPORT_BYTES = 4096
 
 
@@ -90,7 +90,9 @@ def search(measure: Callable[[int], float], *, most: int) -> dict[int, float]:
     return dict(sorted(rates.items()))
 
 
-def probe(endpoint: WanEndpoint, peer: int, *, most: int = MOST, seconds: float = 0.5) -> LinkProfile:
+def probe(
+    endpoint: WanEndpoint, peer: int, *, most: int = MOST, seconds: float = 0.5, message_bytes: int = _MESSAGE_BYTES
+) -> LinkProfile:
     """Measure the way from ``endpoint`` to ``peer``; the peer needs no more than its own endpoint.
 
     Afterwards the link uses the number of connections that was found.
@@ -99,11 +101,12 @@ def probe(endpoint: WanEndpoint, peer: int, *, most: int = MOST, seconds: float 
         most: the greatest number of connections to try; the side that opens the link's
             connections must have been given at least as many.
         seconds: time of each measurement, after as long again to settle.
+        message_bytes: size of its messages; 16 should be more than a connection's window.
 
     Raises:
         ChannelError: the link failed.
     """
-    meter = _Meter(endpoint, peer, most=most, seconds=seconds)
+    meter = _Meter(endpoint, peer, most=most, seconds=seconds, message_bytes=message_bytes)
     rates = search(meter.rate_bps, most=min(most, endpoint.counters(peer).ready))
     profile = LinkProfile(rtt_s=endpoint.counters(peer).rtt_s, rates_bps=tuple(rates.items()))
     endpoint.use(peer, profile.connections)
@@ -113,10 +116,10 @@ def probe(endpoint: WanEndpoint, peer: int, *, most: int = MOST, seconds: float 
 class _Meter:
     """Keeps a link busy and watches what the peer acknowledges."""
 
-    def __init__(self, endpoint: WanEndpoint, peer: int, *, most: int, seconds: float) -> None:
+    def __init__(self, endpoint: WanEndpoint, peer: int, *, most: int, seconds: float, message_bytes: int) -> None:
         self._endpoint, self._peer, self._most, self._seconds = endpoint, peer, most, seconds
         self._channel = endpoint.channel(peer, lane=SINK_LANE)
-        self._block = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+        self._block = torch.zeros(message_bytes, dtype=torch.uint8)
         self._best_bps = 0.0
         self._channel.send("first", self._block).wait()  # there is contact
         limit = monotonic() + 5.0
@@ -128,8 +131,8 @@ class _Meter:
         self._endpoint.use(self._peer, connections)
         rtt_s = self._endpoint.counters(self._peer).rtt_s
         # Twice what the line holds if this doubles the best rate, or a window's worth.
-        in_flight_bytes = max(_WINDOW_BYTES, 4 * self._best_bps / 8 * rtt_s) + connections * _MESSAGE_BYTES
-        handles = deque(self._send() for _ in range(int(in_flight_bytes / _MESSAGE_BYTES)))
+        in_flight = max(_WINDOW_MESSAGES, 4 * self._best_bps / 8 * rtt_s / self._block.nbytes) + connections
+        handles = deque(self._send() for _ in range(int(in_flight)))
         self._keep_busy(handles, max(self._seconds, 10 * rtt_s))
         start, before = monotonic(), self._endpoint.counters(self._peer).sent_bytes
         self._keep_busy(handles, self._seconds)

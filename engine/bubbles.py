@@ -12,9 +12,9 @@ import torch
 from weft.conf.boards import boards_folder
 from weft.conf.schema import WeftConfig
 from weft.inference.board import BoardWriter, board_path
+from weft.pipeline.cell import predict
 from weft.pipeline.costs import CostModel
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.simulation import simulate
 
 SPARE_EDGES = 64
 """Marks that a step may have beyond two for each slot of the longest row."""
@@ -83,11 +83,21 @@ class DeviceMarks:
 
 
 def open_board(
-    config: WeftConfig, schedule: Schedule, costs: CostModel, *, rank: int, global_rank: int, device: torch.device
+    config: WeftConfig,
+    cell: Schedule,
+    costs: CostModel,
+    *,
+    local_rank: int,
+    rank: int,
+    global_rank: int,
+    device: torch.device,
 ) -> BubbleMarks | None:
     """This rank's board, with the schedule's own prediction on it; None if bubbles are not published.
 
     Args:
+        cell: the schedule of the rank's DP-cell.
+        costs: of one pipeline.
+        local_rank: LocalDPRank.
         rank: pipeline rank.
 
     Raises:
@@ -95,11 +105,11 @@ def open_board(
     """
     if not config.inference.enabled:
         return None
-    work = [(span.start_s, span.end_s) for span in simulate(schedule, costs).compute[rank]]
+    work = [(span.start_s, span.end_s) for span in predict(cell, costs, local_rank).compute[rank]]
     board = BoardWriter(
         board_path(boards_folder(config, os.getuid()), global_rank),
         rank=global_rank,
         plan=work,
-        max_edges=2 * max(map(len, schedule.rows)) + SPARE_EDGES,
+        max_edges=2 * max(map(len, cell.rows)) + SPARE_EDGES,
     )
     return DeviceMarks(board) if device.type == "cuda" else board

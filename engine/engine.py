@@ -129,7 +129,13 @@ class WeftEngine(PipelineEngine):
         )
 
         self.bubbles = open_board(
-            weft, schedule, costs, rank=self.pipe_rank, global_rank=self.global_rank, device=self.device
+            weft,
+            schedule,
+            costs,
+            local_rank=self.seats[self.replica].local_rank,
+            rank=self.pipe_rank,
+            global_rank=self.global_rank,
+            device=self.device,
         )
 
     # -- set-up --------------------------------------------------------------------------------
@@ -171,6 +177,8 @@ class WeftEngine(PipelineEngine):
             clip=self.gradient_clipping,
             waiting=self._waiting,
             check_overflow=fp16 or (self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow),
+            replicas=grid.get_data_parallel_group() if grid.get_data_parallel_world_size() > 1 else None,
+            pipeline=grid.get_pipe_parallel_group() if grid.get_pipe_parallel_world_size() > 1 else None,
         )
 
     def _configure_basic_optimizer(self, model_parameters: list[dict[str, Any]]) -> Optimizer:

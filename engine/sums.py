@@ -33,6 +33,27 @@ class ReplicaSum:
         return self._number
 
 
+def sum_now(number: Tensor, *, replicas: dist.ProcessGroup | None, pipeline: dist.ProcessGroup | None) -> Tensor:
+    """The sum of a scalar over all ranks, for those who cannot go on without it; the same on every rank.
+
+    Replicas add theirs up first. Then each pipeline rank tells every other one directly: an
+    all-reduce over the world would cross the WAN several times, one time after the other.
+
+    Args:
+        number: a scalar; it is overwritten.
+        replicas: ranks that hold the same stages; None is this rank alone.
+        pipeline: ranks that hold a model together; None is this rank alone.
+    """
+    if replicas is not None:
+        dist.all_reduce(number, group=replicas)
+    if pipeline is None:
+        return number
+    mine = number.repeat(dist.get_world_size(pipeline))
+    everyones = torch.empty_like(mine)
+    dist.all_to_all_single(everyones, mine, group=pipeline)
+    return everyones.sum()
+
+
 class LabelCount:
     """Tokens that count in the loss, over all micro-batches and replicas of a step."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,7 +13,8 @@ from weft.pipeline.costs import CostModel
 from weft.pipeline.order import Visit, execution_order
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.simulation import Run
+from weft.pipeline.simulation import Run, simulate
+from weft.pipeline.timeline import Timeline
 
 _RELAY_OF = {Op.SEND_F: Op.RELAY_F, Op.SEND_B: Op.RELAY_B}
 
@@ -41,6 +43,39 @@ def pipeline_of(cell: Schedule, local_rank: int) -> Schedule:
         for row in cell.rows[first_row : first_row + single.num_ranks]
     ]
     return replace(cell, placement=single).with_rows(rows)
+
+
+def predict(cell: Schedule, costs: CostModel, local_rank: int) -> Timeline:
+    """The timeline of one pipeline of a cell, by its LocalDPRank, as `simulate` has it among the others.
+
+    Args:
+        cell: lowered, with relays.
+        costs: of one pipeline.
+    """
+    placement = cell.placement
+    if placement.pipelines == 1:
+        return simulate(cell, costs)
+    whole = simulate(cell, costs.for_cell(placement.pipelines))
+    single = placement.single
+    ranks = range(local_rank * single.num_ranks, (local_rank + 1) * single.num_ranks)
+    first_stage = local_rank * single.num_stages
+    spans = [
+        replace(
+            span,
+            rank=span.rank - ranks.start,
+            lane=re.sub(r"\d+$", lambda peer: str(int(peer[0]) - ranks.start), span.lane),
+            slot=tuple(action._replace(stage=action.stage - first_stage) for action in span.slot),
+        )
+        for span in whole.spans
+        if span.rank in ranks and span.slot[0].op not in RELAYS
+    ]
+    return replace(
+        whole,
+        num_ranks=single.num_ranks,
+        spans=tuple(spans),
+        peak_bytes=whole.peak_bytes[ranks.start : ranks.stop],
+        live_microbatches=whole.live_microbatches[ranks.start : ranks.stop],
+    )
 
 
 def uplink_order(cell: Schedule, rank: int) -> list[Action]:

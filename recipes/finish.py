@@ -12,10 +12,10 @@ from transformers.utils import logging
 from weft.conf.schema import WeftConfig
 from weft.engine.engine import WeftEngine
 from weft.engine.stages import export
+from weft.pipeline.cell import predict
 from weft.pipeline.fitting import fit_costs
 from weft.pipeline.perfetto import write_perfetto
 from weft.pipeline.plot import plot_timelines
-from weft.pipeline.simulation import simulate
 
 
 def finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -53,7 +53,7 @@ def draw_timeline(engine: WeftEngine, folder: Path) -> None:
     timelines = engine.measured_timelines()
     if engine.global_rank != 0:
         return
-    predicted = simulate(engine.schedule, fit_costs(timelines, engine.costs))
+    predicted = predict(engine.plan_for(engine.micro_batches).cell, fit_costs(timelines, engine.costs), 0)
     measured = sorted(timelines, key=lambda timeline: timeline.step_s)[len(timelines) // 2]
     plot_timelines([measured, predicted], folder / "timeline.png")
     write_perfetto([measured, predicted], folder / "timeline.json")

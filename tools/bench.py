@@ -12,6 +12,7 @@ BENCHES = {
     "collectives": "what collectives cost on a topology, and what partitioning them gains",
     "cell": "the WAN uplinks of a DP-cell, shared in time and not",
     "engine": "a step of Weft's engine over its ideal, beside DeepSpeed's and torch's 1F1B",
+    "faults": "a training run over three sites, what is done to it, and how long it takes to heal",
     "generation": "how long the auto schedule takes to make, as ranks and micro-batches grow",
     "line": "how much one processor core carries as the line of a netbed",
     "memory": "what a rank holds at each ZeRO stage: predicted, measured, and DeepSpeed's",

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -25,7 +26,9 @@ from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 from weft.tools.netbed import NetBed
+from weft.tools.netbed.ranks import run_ranks_in
 from weft.tools.peers.case import Case
+from weft.tools.peers.link import measure_link
 from weft.tools.peers.sites import MANY, WAN_PEERS, WanPeer, profile, run_on, topology
 from weft.tools.peers.uplinks import Step, draw
 
@@ -39,7 +42,7 @@ class Result:
 
     Attributes:
         pipeline_s: of a step, from its first action to its last; 0 for engines that do not tell.
-        predicted_s: the same, simulated with the link as probed.
+        predicted_s: the same, simulated with the links as probed.
         bound_s: what no schedule with that link and that sharing can beat.
     """
 
@@ -83,8 +86,15 @@ def main(argv: Sequence[str]) -> int:
         )
         with NetBed.up(topology(case, rate_mbps=args.rate, latency_ms=latency_ms, window_kb=args.window)) as bed:
             link = profile(bed)
+            neighbours = bed.nodes[SITES[0] * REPLICAS :][:2]
+            near = measure_link(work.hidden_bytes, shared=False, run=partial(run_ranks_in, bed, neighbours))
+            case = replace(case, link=near)
             single, best = link.single_bps / 1e6, link.aggregate_bps / 1e6
-            print(f"{latency_ms:g} ms: one connection {single:.2f} Mbit/s, {MANY} connections {best:.1f}")
+            near_ms = 1e3 * (near.latency_s + near.occupancy_s(work.hidden_bytes))
+            print(
+                f"{latency_ms:g} ms: one connection {single:.2f} Mbit/s, {MANY} connections {best:.1f}; "
+                f"a hidden state takes {near_ms:.1f} ms inside a site"
+            )
             for microbatches in args.microbatches:
                 for name in args.engines:
                     result, step = _run(bed, name, replace(case, num_microbatches=microbatches), link, args)
@@ -106,8 +116,8 @@ def _parser() -> argparse.ArgumentParser:
         "--engines", nargs="+", default=list(WAN_PEERS), metavar="NAME", help=f"of {', '.join(WAN_PEERS)}"
     )
     parser.add_argument("--steps", type=int, default=3, help="measured steps; one where a step takes many seconds")
-    parser.add_argument("--rate", type=float, default=50.0, help="uplink of a node in Mbit/s")
-    parser.add_argument("--window", type=float, default=50.0, help="receive buffer of a connection in kB")
+    parser.add_argument("--rate", type=float, default=12.5, help="uplink of a node in Mbit/s")
+    parser.add_argument("--window", type=float, default=12.5, help="receive buffer of a connection in kB")
     parser.add_argument("--forward", type=float, default=60.0, help="a stage's forward in ms")
     parser.add_argument("--transfer", type=float, default=3.0, help="a transfer over one uplink, in forwards")
     parser.add_argument("--json", metavar="FILE", help="also write every figure here")
@@ -121,11 +131,11 @@ def _run(bed: NetBed, name: str, case: Case, link: LinkProfile, args: argparse.N
     many = peer.connections == MANY
     # p2p operations of gloo use one context of all that there are
     wan = LinkCost(latency_s=link.latency_s, bandwidth_bps=link.aggregate_bps if many else link.single_bps)
-    costs = case.work.costs(case.num_layers, placement.num_stages, wan=wan)
+    costs = case.work.costs(case.num_layers, placement.num_stages, local=case.link, wan=wan)
     predicted_s = _predict(peer, placement, case.num_microbatches, costs)
     shared = replace(placement, pipelines=peer.cell)
     bound_s = lower_bound_s(Problem(shared, case.num_microbatches, costs.for_cell(peer.cell)))
-    case = replace(case, wan=wan, num_steps=args.steps if many else 1)
+    case = replace(case, wan=wan, num_steps=args.steps if many else 1, num_warmup=1 if many else 0)
     timeout_s = 60 + 4 * (case.num_steps + 1) * predicted_s
     runs, uplinks = run_on(bed, peer, case, timeout_s=timeout_s)
     slowest = max(runs, key=lambda run: median(run.step_s))

@@ -11,6 +11,7 @@ from weft.comm.collectives.cache import CostCache, topology_key
 from weft.conf.hosts import read_hostfile, world_size
 from weft.conf.schema import WeftConfig
 from weft.conf.sites import ranks_per_site
+from weft.engine.crossings import Seat
 from weft.engine.data import load_tokenizer
 from weft.engine.estimates import estimate_costs, stage_sizes
 from weft.engine.flops import EFFICIENCY, peak_flops
@@ -19,9 +20,9 @@ from weft.engine.overlap import OverlapPlan, ZeroWork, plan_overlap, with_collec
 from weft.engine.plan import plan_placement, plan_schedule
 from weft.engine.stages import StageSplit, load_hf_config, split_layers
 from weft.engine.stages.sizes import PartSize, model_sizes
+from weft.pipeline.cell import predict
 from weft.pipeline.costs import CostModel
 from weft.pipeline.placement import Placement
-from weft.pipeline.simulation import simulate
 from weft.pipeline.text import bytes_text
 
 
@@ -69,8 +70,9 @@ def report(config: WeftConfig) -> str:
     plan, overlap = overlap_lines(config, seen)
     costs = with_collectives(seen.costs, plan) if plan else seen.costs
     pipeline = plan.obeyed_by(config.pipeline) if plan else config.pipeline
-    schedule = plan_schedule(pipeline, seen.placement, costs=costs, zero_stage=config.zero.stage)
-    timeline = simulate(schedule, costs)
+    pipelines = Seat.of(0, seen.placement, seen.replicas, config.comm.cell).pipelines
+    schedule = plan_schedule(pipeline, seen.placement, costs=costs, pipelines=pipelines, zero_stage=config.zero.stage)
+    timeline = predict(schedule, costs, 0)
     lines = [
         f"{seen.hf_config.model_type}, {sum(s.parameters for s in seen.sizes) / 1e6:,.1f} M parameters; "
         f"{schedule.name}, {seen.placement.num_stages} stages on {seen.placement.num_ranks} ranks x "

@@ -15,6 +15,8 @@ from weft.comm.wan.transport import Path, State, Transport
 
 _TAG_BYTES = 48
 _SMALL_BYTES = 64 << 10  # not worth more than one path
+_PIECES = 8  # of a share, unless they would be small or large
+_LEAST_PIECE_BYTES = 16 << 10
 _POLL_S = 0.2  # so that Ctrl-C is heard
 
 
@@ -131,12 +133,16 @@ class WanHandle:
 def cut(paths: Sequence[Path], num_bytes: int, piece_bytes: int) -> list[tuple[Path, int, int]]:
     """Share ``num_bytes`` out over paths, each one's share in pieces.
 
+    A relay sends a piece on when it has all of it, so a share is several pieces: the hops
+    inside the sites then hide behind the one between them.
+
     Returns:
         Path, offset and size of each piece; every path's first piece comes before any's second.
     """
     if len(paths) == 1 or num_bytes <= _SMALL_BYTES:
         return [(paths[0], 0, num_bytes)]
     share = -(-num_bytes // len(paths) // 64) * 64
+    piece_bytes = min(piece_bytes, max(_LEAST_PIECE_BYTES, -(-share // _PIECES // 64) * 64))
     shares = [(path, index * share, min((index + 1) * share, num_bytes)) for index, path in enumerate(paths)]
     return [
         (path, start + offset, min(piece_bytes, end - start - offset))

@@ -13,7 +13,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.engine.sums import ReplicaSum
+from weft.engine.sums import ReplicaSum, sum_now
 from weft.engine.zero.lamb import Lamb
 from weft.engine.zero.sharding import Sharding
 
@@ -35,6 +35,8 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         clip: Callable[[], float],
         check_overflow: bool,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        replicas: dist.ProcessGroup | None = None,
+        pipeline: dist.ProcessGroup | None = None,
     ) -> None:
         """Put this rank's fragments in the place of the parameters.
 
@@ -44,6 +46,8 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             clip: gives the largest norm of the gradient; 0 is none.
             check_overflow: whether a step with gradients that are not finite is skipped.
             waiting: entered while other ranks are waited for.
+            replicas: this rank's and its replicas' group; None is this rank alone.
+            pipeline: the group of this rank's pipeline; None is this rank alone.
         """
         self.optimizer = optimizer
         self.sharding = sharding
@@ -52,6 +56,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         self._clip = clip
         self._check_overflow = check_overflow
         self._waiting = waiting
+        self._groups = {"replicas": replicas, "pipeline": pipeline}
         self._square: ReplicaSum | None = None
         self._square_scale = 1.0
         held = [fragment for fragment in sharding.fragments() if fragment.trained]
@@ -85,7 +90,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         """Wait for the gradients, step, and start to gather the new weights; a collective call."""
         with self._waiting():
             self.sharding.finish_gradients()
-        self._square = ReplicaSum(self._square_of_mine(), dist.group.WORLD if dist.is_initialized() else None)
+        self._square = self._summed(self._square_of_mine())
         self._square_scale = self.cur_scale
         self.overflow = self._check_overflow and not torch.isfinite(self._awaited_norm()).item()
         if not self.overflow:
@@ -104,6 +109,12 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         Its way to all ranks is waited for here, unless the step has needed it.
         """
         return None if self._square is None else self._square.wait().sqrt() / self._square_scale
+
+    def _summed(self, square: Tensor) -> ReplicaSum:
+        if not (self._clip() or self._check_overflow):  # it may travel while the next step begins
+            return ReplicaSum(square, dist.group.WORLD if dist.is_initialized() else None)
+        with self._waiting():
+            return ReplicaSum(sum_now(square, **self._groups), None)
 
     def _awaited_norm(self) -> Tensor:
         with self._waiting():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.pipeline.action import RELAYS, SENDS, Op
-from weft.pipeline.cell import add_relays, pipeline_of, side_by_side, uplink_order
+from weft.pipeline.cell import add_relays, pipeline_of, predict, side_by_side, uplink_order
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
@@ -110,3 +110,19 @@ def test_orders_that_contradict_each_other_are_a_deadlock():
         rows[rank].sort(key=lambda slot: slot[0].op not in RELAYS)
     with pytest.raises(ScheduleError, match="deadlock"):
         validate(lowered.with_rows(rows))
+
+
+@pytest.mark.parametrize("pipelines", [1, 3])
+def test_a_pipelines_prediction_is_its_part_of_the_cells(pipelines):
+    placement = Placement.straight(4, (1, 2, 1))
+    one = costs(placement)
+    lowered, shared = cell(placement, "auto", pipelines, 4, one)
+    whole = simulate(lowered, shared)
+    for local_rank in range(pipelines):
+        part = predict(lowered, one, local_rank)
+        assert part.num_ranks == 4
+        assert part.busy_s == pytest.approx(whole.busy_s[4 * local_rank : 4 * local_rank + 4])
+        assert part.peak_bytes == whole.peak_bytes[4 * local_rank : 4 * local_rank + 4]
+        assert {action.stage for span in part.spans for action in span.slot} == set(range(4))
+        assert {span.lane for span in part.spans} >= {"compute", "F>1", "B>0"}
+    assert max(predict(lowered, one, local_rank).step_s for local_rank in range(pipelines)) == whole.step_s

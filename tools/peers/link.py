@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -21,13 +23,17 @@ ROUND_TRIPS = 40
 TIMEOUT_S = 120.0
 
 
-def measure_link(num_bytes: int, *, shared: bool) -> LinkCost:
+_HERE = partial(run_ranks, 2)
+
+
+def measure_link(num_bytes: int, *, shared: bool, run: Callable[..., list] = _HERE) -> LinkCost:
     """Latency of a small message, and the bandwidth at which ``num_bytes`` follow.
 
     Args:
         shared: over Weft's shared memory; else over gloo, as the other engines.
+        run: starts the two ranks, as `run_ranks` does.
     """
-    (small_s, large_s), _ = run_ranks(2, _round_trips, num_bytes, shared, timeout_s=TIMEOUT_S)
+    (small_s, large_s), _ = run(_round_trips, num_bytes, shared, timeout_s=TIMEOUT_S)
     rest_s = max(large_s - small_s, 0.1 * large_s)  # where noise hides the difference
     return LinkCost(latency_s=small_s, bandwidth_bps=8 * num_bytes / rest_s)
 

@@ -23,6 +23,8 @@ from weft.tools.peers.table import Peer
 KEY = "the key of a bed that nobody else can reach"
 _PORT = 29500
 _SAMPLE_S = 0.02
+_PROBE_BYTES = 16 << 10  # little enough for one connection
+_CHUNK_KB = 4  # so that each of many connections gets some of a tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ def _gloo(title: str, module: str, function: str, schedule: str, contexts: int, 
 
 
 def _weft(schedule: str, connections: int, cell: int) -> WanPeer:
-    comm = CommConfig(connections=connections, cell=cell, chunk_kb=8, deadline_s=60.0)
+    comm = CommConfig(connections=connections, cell=cell, chunk_kb=_CHUNK_KB, deadline_s=60.0)
     how = f"{connections} connections" + (f", a cell of {cell}" if cell > 1 else "")
     arguments = {"kind": schedule, "placement": "straight", "comm": comm}
     engine = Peer(f"Weft {schedule}, {how}", "weft.tools.peers.weft_engine", "run", arguments)
@@ -171,13 +173,14 @@ def _watch(bed: NetBed, uplinks: Uplinks, ended: Event) -> None:
 
 
 def _answer(say: Callable, hear: Callable, bind: str) -> None:
-    with WanEndpoint(rank=1, bind=bind, key=WanKey(KEY.encode()), chunk_bytes=8 << 10) as endpoint:
+    with WanEndpoint(rank=1, bind=bind, key=WanKey(KEY.encode()), chunk_bytes=_CHUNK_KB << 10) as endpoint:
         endpoint.link(0)
         say(endpoint.address)
         hear()
 
 
 def _measure(_say: Callable, _hear: Callable, bind: str, address: tuple[str, int]) -> LinkProfile:
-    with WanEndpoint(rank=0, bind=bind, key=WanKey(KEY.encode()), connections=MANY, chunk_bytes=8 << 10) as endpoint:
+    key, chunk_bytes = WanKey(KEY.encode()), _CHUNK_KB << 10
+    with WanEndpoint(rank=0, bind=bind, key=key, connections=MANY, chunk_bytes=chunk_bytes) as endpoint:
         endpoint.link(1, address=address)
-        return probe(endpoint, 1, most=MANY, seconds=1.0)
+        return probe(endpoint, 1, most=MANY, seconds=1.0, message_bytes=_PROBE_BYTES)
