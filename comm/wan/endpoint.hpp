@@ -135,17 +135,22 @@ private:
     // ---- the loop
 
     void run() {
-        int64_t last_tick = now_ns();
+        int64_t last_tick = now_ns(), due = 0;
         bool busy = false;
         while (!leaving_ || (now_ns() < leaving_ && !connections_.empty())) {
             epoll_event events[64];
-            int count = epoll_wait(epoll_, events, 64, busy ? 0 : static_cast<int>(TICK_NS / 1000000));
+            int64_t rest = due ? std::clamp<int64_t>(due - now_ns(), 0, TICK_NS) : TICK_NS;
+            int count = epoll_wait(epoll_, events, 64, busy ? 0 : static_cast<int>((rest + 999999) / 1000000));
             for (int i = 0; i < count; i++) on_event(events[i]);
             int64_t now = now_ns();
             busy = false;
             for (size_t i = 0; i < connections_.size(); i++) busy |= serve(*connections_[i], now);
+            due = 0;
             if (!leaving_)
-                for (auto &[_, link] : links_) busy |= link->pump();
+                for (auto &[_, link] : links_) {
+                    busy |= link->pump(now);
+                    if (int64_t next = link->due_ns(); next && (!due || next < due)) due = next;
+                }
             if (now - last_tick > TICK_NS) {
                 if (now - last_tick > SECOND)
                     for (auto &[_, link] : links_) link->forgive(now - last_tick);

@@ -18,7 +18,7 @@ from pathlib import Path
 from weft.comm.native import Kind, build
 
 _FOLDER = Path(__file__).parent
-_HEADERS = ("frame", "openssl", "handshake", "stream", "message", "connection", "link", "endpoint")
+_HEADERS = ("frame", "openssl", "handshake", "stream", "message", "connection", "pace", "link", "endpoint")
 # Every processor of these families that a GPU sits beside has these instructions.
 _FLAGS = {"x86_64": ["-msse4.2"], "aarch64": ["-march=armv8-a+crc"]}
 _OPENSSL = (".so.3", ".so.1.1", ".so")

@@ -8,6 +8,7 @@
 #include <atomic>
 
 #include "connection.hpp"
+#include "pace.hpp"
 
 namespace weft {
 
@@ -154,7 +155,9 @@ public:
     }
 
     // Gives waiting chunks to free connections, one each in turn. Whether there is more to do.
-    bool pump() {
+    bool pump(int64_t now) {
+        now_ = now;
+        pace_.watch(now, counters.rtt_ns);
         say_credit();
         bool progress = true;
         for (int round = 0; progress && round < 8; round++) {
@@ -167,6 +170,9 @@ public:
         }
         return progress;
     }
+
+    // When `pump` can do more than now, if nothing else happens; 0 where that is not known.
+    int64_t due_ns() const { return pace_.ready(now_) ? 0 : pace_.due_ns(); }
 
     // ---- frames
 
@@ -280,6 +286,8 @@ private:
     uint32_t peer_chunk_bytes_ = 0;
     int64_t heard_ns_, refused_since_ns_ = 0;
     size_t turn_ = 0;
+    Pace pace_;
+    int64_t now_ = 0;  // of the last `pump`
     std::string failure_, farewell_, last_trouble_;
 
     static std::string seconds(int64_t ns) {
@@ -310,7 +318,10 @@ private:
         try {
             Chunk chunk;
             connection.flush();
-            if (!connection.stream.writable || connection.slot >= active || !next_chunk(chunk)) return false;
+            if (!connection.stream.writable || connection.slot >= active) return false;
+            if (!pace_.ready(now_)) return false;
+            if (!next_chunk(chunk)) return pace_.idle(), false;
+            pace_.sent(chunk.length, now_);
             connection.begin(chunk);
             connection.flush();
             return connection.stream.writable;
@@ -339,6 +350,7 @@ private:
             Chunk chunk = connection.unacknowledged.front();
             connection.unacknowledged.pop_front();
             counters.sent_bytes += chunk.length;
+            pace_.delivered(chunk.length);
             if (--chunk.message->unacknowledged) continue;
             completed_.push_back({chunk.message->request, ""});
             outgoing_.erase(std::find_if(outgoing_.begin(), outgoing_.end(),

@@ -1,0 +1,51 @@
+"""The pace of a link: it fills the line, whatever has been, and leaves little to wait below it."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+import weft.comm.wan
+from weft.comm.native import Kind, build
+
+HERE = Path(__file__).parent
+NEVER = 1 << 30
+
+
+class Result(ctypes.Structure):
+    _fields_ = (("carried", ctypes.c_double), ("backlog_ms", ctypes.c_double))
+
+
+@pytest.fixture(scope="module")
+def on_line():
+    headers = Path(weft.comm.wan.__file__).parent
+    sources = [HERE / "pace_line.cpp", headers / "pace.hpp"]
+    library = ctypes.CDLL(str(build(sources, kind=Kind.library, flags=[f"-I{headers}"])))
+    library.pace_on_line.restype = Result
+    library.pace_on_line.argtypes = [ctypes.c_double] * 3 + [ctypes.c_int] * 5
+
+    def run(mbps, rtt_ms, *, window=2.0, seconds=4, busy_ms=1, cycle_ms=1, cut=(NEVER, NEVER)):
+        rate = mbps * 1e6 / 8
+        window_bytes = max(window * rate * rtt_ms / 1e3, 3 * 8192)
+        return library.pace_on_line(rate, rtt_ms, window_bytes, seconds, busy_ms, cycle_ms, *cut)
+
+    return run
+
+
+@pytest.mark.parametrize("mbps", [10, 50, 500, 5000])
+@pytest.mark.parametrize("rtt_ms", [5, 20, 80, 200])
+def test_a_line_that_is_always_wanted_is_full(on_line, mbps, rtt_ms):
+    found = on_line(mbps, rtt_ms)
+    assert found.carried > 0.97
+
+
+@pytest.mark.parametrize("rtt_ms", [20, 80])
+def test_bursts_wait_above_the_line_and_not_on_it(on_line, rtt_ms):
+    freely = 0.06 / 2 * 1e3  # half a burst of 60 ms, if it all went at once
+    found = on_line(50, rtt_ms, busy_ms=60, cycle_ms=100)
+    assert found.backlog_ms < freely / 3
+    assert found.carried > 0.5
+
+
+def test_a_cut_of_five_seconds_is_forgotten(on_line):
+    assert on_line(50, 80, seconds=9, cut=(2000, 7000)).carried > 0.97
