@@ -39,6 +39,11 @@ _SETTINGS = (
     "comm.connections=4",
     "comm.deadline_s=15",
     "pipeline.microbatches=4",
+    "model.overrides.hidden_size=64",
+    "model.overrides.intermediate_size=128",
+    "model.overrides.num_hidden_layers=4",
+    "model.self_check=false",
+    "train.microbatch_size=8",
     "train.steps=100000",
     "train.max_seconds=0",
     "checkpoint.every=0",
@@ -127,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
             losses = list(run.losses)
             ending = _kill_a_rank(run)
         with _running(Path(folder, "alone"), overrides) as run:
-            run.wait_for(lambda: len(run.losses) >= len(losses), timeout_s=60 + 3 * usual_s * len(losses))
+            run.wait_for(lambda: len(run.losses) >= len(losses), timeout_s=300 + 3 * usual_s * len(losses))
             same = run.losses[: len(losses)] == losses
     Console(width=120, highlight=False).print(table)
     print(ending)
@@ -147,7 +152,7 @@ def _running(folder: Path, overrides: Sequence[str]) -> Iterator[Run]:
 
 def _disturb(run: Run) -> tuple[Table, float]:
     """Every fault after the other, each when the run has its usual pace; a row for each, and that pace."""
-    run.wait_for(lambda: len(run.losses) > 2 + _USUAL_STEPS)
+    run.wait_for(lambda: len(run.losses) > 2 + _USUAL_STEPS, timeout_s=300.0)
     usual_s = median(b - a for a, b in pairwise(run.ends_s[2:]))
     table = Table(title=f"a step takes {usual_s:.2f} s", title_justify="left")
     table.add_column("fault")

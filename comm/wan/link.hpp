@@ -183,7 +183,7 @@ public:
         if (frame.type == DATA) return take_chunk(connection);
         if (frame.length) throw Broken("a frame with an impossible length");
         switch (frame.type) {
-            case ACK: acknowledge(connection, frame.offset); break;
+            case ACK: acknowledge(connection, frame.offset, now); break;
             case CREDIT: lanes_[frame.lane].credit = std::max(lanes_[frame.lane].credit, frame.offset); break;
             case PING: connection.say(PONG, 0, frame.offset); break;
             case PONG: {
@@ -318,9 +318,8 @@ private:
         try {
             Chunk chunk;
             connection.flush();
-            if (!connection.stream.writable || connection.slot >= active) return false;
-            if (!pace_.ready(now_)) return false;
-            if (!next_chunk(chunk)) return pace_.idle(), false;
+            if (!connection.stream.writable || connection.slot >= active || !pace_.ready(now_)) return false;
+            if (!next_chunk(chunk)) return false;
             pace_.sent(chunk.length, now_);
             connection.begin(chunk);
             connection.flush();
@@ -343,14 +342,14 @@ private:
         }
     }
 
-    void acknowledge(Connection &connection, uint64_t count) {
+    void acknowledge(Connection &connection, uint64_t count, int64_t now) {
         if (count < connection.acknowledged || count - connection.acknowledged > connection.sent_whole())
             throw Broken("an acknowledgement of what was never sent");
         for (; connection.acknowledged < count; connection.acknowledged++) {
             Chunk chunk = connection.unacknowledged.front();
             connection.unacknowledged.pop_front();
             counters.sent_bytes += chunk.length;
-            pace_.delivered(chunk.length);
+            pace_.delivered(chunk.length, now);
             if (--chunk.message->unacknowledged) continue;
             completed_.push_back({chunk.message->request, ""});
             outgoing_.erase(std::find_if(outgoing_.begin(), outgoing_.end(),

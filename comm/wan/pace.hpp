@@ -6,6 +6,8 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <deque>
+#include <vector>
 
 namespace weft {
 
@@ -18,43 +20,49 @@ public:
 
     void sent(uint64_t bytes, int64_t now) {
         if (rate_ == 0) return;
-        double gain = since_growth_ < PATIENCE ? 2.0 : 1.125;
+        double gain = since_growth_ < PATIENCE ? 2.0 : 1.25;
         due_ns_ = std::max(due_ns_, now - SLACK_NS) + static_cast<int64_t>(bytes * 1e9 / (gain * rate_));
     }
 
-    void delivered(uint64_t bytes) { bytes_ += bytes; }
-
-    // There was nothing to send: this window does not show what the link carries.
-    void idle() { idle_ = true; }
+    void delivered(uint64_t bytes, int64_t now) {
+        if (now - watched_ns_ > SLEPT_NS) return void(chunks_ = 0);  // they have gathered meanwhile
+        if (chunks_++) bytes_ += bytes;
+        else first_ns_ = now, bytes_ = 0;
+        last_ns_ = now;
+    }
 
     // To be called often. A peer nearer than NEAR_NS is in the same site, and not paced.
     void watch(int64_t now, int64_t rtt_ns) {
-        if (rtt_ns < NEAR_NS) return;
-        int64_t window = std::clamp(rtt_ns / 4, WINDOW_NS, 5 * WINDOW_NS), passed = now - since_ns_;
-        if (passed < window) return;
-        bool late = passed > window + window / 4;  // we slept, and acknowledgements have gathered
-        if (!late && !was_late_ && bytes_) note(bytes_ * 1e9 / passed);
-        was_late_ = late;
-        since_ns_ = now;
-        bytes_ = 0;
-        idle_ = false;
+        watched_ns_ = now;
+        if (rtt_ns < NEAR_NS || !chunks_) return;
+        int64_t window = std::clamp(rtt_ns / 4, WINDOW_NS, 5 * WINDOW_NS), passed = last_ns_ - first_ns_;
+        if (passed >= window && chunks_ > CHUNKS) note(bytes_ * 1e9 / passed);
+        else if (now - last_ns_ < window) return;
+        chunks_ = 0;
     }
 
 private:
-    static constexpr int64_t NEAR_NS = 2000000, WINDOW_NS = 10000000, SLACK_NS = 2000000;
-    static constexpr int PATIENCE = 8;  // windows
+    static constexpr int64_t NEAR_NS = 2000000, WINDOW_NS = 10000000, SLACK_NS = 2000000, SLEPT_NS = 5000000;
+    static constexpr uint64_t CHUNKS = 8;
+    static constexpr size_t PATIENCE = 8, MEMORY = 16;  // windows
 
-    double rate_ = 0, best_ = 0;  // bytes per second
-    int64_t due_ns_ = 0, since_ns_ = 0;
-    uint64_t bytes_ = 0;
-    int since_growth_ = 0;
-    bool idle_ = false, was_late_ = false;
+    double rate_ = 0, grown_ = 0;  // bytes per second; when it last grew
+    int64_t due_ns_ = 0, watched_ns_ = 0;
+    int64_t first_ns_ = 0, last_ns_ = 0;  // acknowledgements of this window
+    uint64_t chunks_ = 0, bytes_ = 0;     // in it; bytes after the first
+    size_t since_growth_ = 0;
+    std::deque<double> samples_;
 
+    // Windows with the end of a burst show too little, those after a pause of ours too much.
     void note(double rate) {
-        since_growth_ = rate > 1.1 * rate_ ? 0 : since_growth_ + 1;
-        if (rate > rate_) rate_ = rate;
-        else if (!idle_) rate_ = std::max(rate_ + (rate - rate_) / 8, best_ / 2);
-        best_ = std::max(best_, rate_);
+        samples_.push_back(rate);
+        if (samples_.size() > MEMORY) samples_.pop_front();
+        std::vector<double> sorted(samples_.begin(), samples_.end());
+        std::sort(sorted.begin(), sorted.end());
+        rate_ = sorted[(sorted.size() - 1) * 3 / 4];
+        since_growth_++;
+        if (rate_ > 1.1 * grown_) since_growth_ = 0;
+        if (rate_ > 1.1 * grown_ || rate_ < grown_ / 2) grown_ = rate_;
     }
 };
 

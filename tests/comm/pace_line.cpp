@@ -22,18 +22,14 @@ extern "C" Result pace_on_line(double rate, double rtt_ms, double window_bytes, 
         bool cut = ms >= cut_ms && ms < healed_ms, last = ms > (seconds - 1) * 1000;
         while (!cut && !acknowledged.empty() && acknowledged.front() <= now) {
             acknowledged.pop_front();
-            pace.delivered(static_cast<uint64_t>(chunk));
+            pace.delivered(static_cast<uint64_t>(chunk), now);
             carried += last ? chunk : 0;
         }
         pace.watch(now, static_cast<int64_t>(rtt_ms * MS));
-        if (ms % cycle_ms >= busy_ms) {
-            pace.idle();
-        } else {
-            while (pace.ready(now) && acknowledged.size() * chunk < window_bytes) {
-                pace.sent(static_cast<uint64_t>(chunk), now);
-                free_ns = std::max(free_ns, static_cast<double>(now)) + chunk * 1e9 / rate;
-                acknowledged.push_back(static_cast<int64_t>(free_ns + rtt_ms * MS));
-            }
+        while (ms % cycle_ms < busy_ms && pace.ready(now) && acknowledged.size() * chunk < window_bytes) {
+            pace.sent(static_cast<uint64_t>(chunk), now);
+            free_ns = std::max(free_ns, static_cast<double>(now)) + chunk * 1e9 / rate;
+            acknowledged.push_back(static_cast<int64_t>(free_ns + rtt_ms * MS));
         }
         if (last) backlog += std::max(0.0, free_ns - now) / MS, samples++;
     }
