@@ -1,4 +1,4 @@
-"""`weft bench cell`: a tensor over one uplink beside the same over all uplinks of a DP-cell."""
+"""`weft bench cell`: tensors over one uplink beside the same over all uplinks of a DP-cell, and who goes first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from time import monotonic
+from time import monotonic, sleep
 
 import torch
 from rich.console import Console
@@ -28,12 +28,17 @@ def main(argv: Sequence[str]) -> int:
     load()  # compiled here, not while a run is timed
     print(f"{args.messages} tensors of {args.mb:g} MB, {args.rate:g} Mbit/s uplinks, {args.latency:g} ms one way")
     table = Table("pipelines in the cell", "one uplink s", "all uplinks s", "speed-up", "of the ideal")
+    order = Table("pipelines in the cell", "arrivals of a tensor of each, sent at once, ms", "ideal ms")
     for pipelines in args.pipelines:
-        alone_s, together_s = _times(pipelines, args)
+        alone_s, together_s, arrivals_s = _times(pipelines, args)
         speedup = alone_s / together_s
         row = (str(pipelines), f"{alone_s:.2f}", f"{together_s:.2f}", f"{speedup:.2f}", f"{speedup / pipelines:.0%}")
         table.add_row(*row)
+        ideal = [args.latency + turn * args.mb * 8e3 / args.rate / pipelines for turn in range(1, pipelines + 1)]
+        columns = ([f"{1e3 * at:.0f}" for at in arrivals_s], [f"{at:.0f}" for at in ideal])
+        order.add_row(str(pipelines), *map(", ".join, columns))
     Console().print(table)
+    Console().print(order)
     return 0
 
 
@@ -49,8 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _times(pipelines: int, args: argparse.Namespace) -> tuple[float, float]:
-    """Seconds from the first send to the answer to the last, over one uplink and over all."""
+def _times(pipelines: int, args: argparse.Namespace) -> tuple[float, float, list[float]]:
+    """Seconds from the first send to the answer to the last, over one uplink and over all.
+
+    And the seconds after which a tensor of each pipeline arrives, by turn, when all are sent at once.
+    """
     cell = Cell(tuple(range(pipelines)), tuple(range(pipelines, 2 * pipelines)))
     ranks = [*cell.near, *cell.far]
     topology = Topology(
@@ -68,34 +76,50 @@ def _times(pipelines: int, args: argparse.Namespace) -> tuple[float, float]:
             addresses = dict(zip(ranks, (job.hear() for job in jobs), strict=True))
             for job in jobs:
                 job.say(addresses)
-            times = jobs[0].result(timeout_s=120.0)
-            for job in jobs[1:]:
-                job.say("end")  # a relay stays until nobody needs it
+            times = jobs[0].hear(timeout_s=120.0)
+            rounds = [_at_once(jobs) for _ in range(1 + args.repeats)][1:]  # the first is not at pace
+            for job in jobs:
+                job.say(None)  # a relay stays until nobody needs it
         finally:
             for job in jobs:
                 job.kill()
-    return times
+    return *times, [statistics.median(arrivals) for arrivals in zip(*rounds, strict=True)]
+
+
+def _at_once(jobs: Sequence[Job]) -> list[float]:
+    """Every pipeline sends one tensor at the same moment; when each has arrived."""
+    start_s = monotonic() + 0.5
+    for job in jobs:
+        job.say(start_s)
+    return [job.hear() for job in jobs][len(jobs) // 2 :]
 
 
 def _rank(
     say: Callable, hear: Callable, rank: int, bind: str, cell: Cell, num_bytes: int, messages: int, repeats: int
-) -> tuple[float, float] | None:
+) -> None:
     with WanEndpoint(rank=rank, bind=bind, key=_KEY, congestion="cubic") as endpoint:
         say(endpoint.address)
         addresses = hear()
         for peer in cell.links(rank):
             endpoint.link(peer, address=addresses[peer] if rank < peer else None)
         opposite = cell.links(rank)[0]
-        ways = endpoint.channel(opposite), join(endpoint, cell)
+        turn = rank % len(cell.near)
+        ways = endpoint.channel(opposite), join(endpoint, cell, turns={"at once": turn})
         runs: list[list[float]] = [[], []]
-        if rank in (cell.near[0], cell.far[0]):
+        if turn == 0:
             for _ in range(repeats):
                 for way, seconds in zip(ways, runs, strict=True):
                     seconds.append(_cross(way, rank == cell.near[0], num_bytes, messages))
-        if rank != cell.near[0]:
-            hear()
-            return None
-        return statistics.median(runs[0]), statistics.median(runs[1])
+        if rank == cell.near[0]:
+            say((statistics.median(runs[0]), statistics.median(runs[1])))
+        tensor = torch.ones(num_bytes, dtype=torch.uint8)
+        while (start_s := hear()) is not None:
+            if rank in cell.near:
+                sleep(max(0.0, start_s - monotonic()))
+                ways[1].send("at once", tensor).wait()
+            else:
+                ways[1].recv("at once", TensorSpec((num_bytes,), torch.uint8)).wait()
+            say(monotonic() - start_s)
 
 
 def _cross(channel: Channel, sending: bool, num_bytes: int, messages: int) -> float:

@@ -15,7 +15,7 @@ from weft.comm.wan.transport import Path, State, Transport
 
 _TAG_BYTES = 48
 _SMALL_BYTES = 64 << 10  # not worth more than one path
-_PIECES = 8  # of a share, unless they would be small or large
+_PIECES = 4  # of a share, unless they would be small or large
 _LEAST_PIECE_BYTES = 16 << 10
 _POLL_S = 0.2  # so that Ctrl-C is heard
 

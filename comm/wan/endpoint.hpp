@@ -115,7 +115,7 @@ private:
     static constexpr size_t READ_BUDGET = 1 << 20;
     // So little in one turn means a turn per packet: let some gather. A WAN does not notice.
     static constexpr size_t TRICKLE_BYTES = 32 << 10;
-    static constexpr int TRICKLE_US = 500;
+    static constexpr int TRICKLE_US = 1000;
     static constexpr int64_t TICK_NS = SECOND / 20;
 
     SslCtx *tls_ = nullptr;

@@ -25,7 +25,6 @@ public:
     }
 
     void delivered(uint64_t bytes, int64_t now) {
-        if (now - watched_ns_ > SLEPT_NS) return void(chunks_ = 0);  // they have gathered meanwhile
         if (chunks_++) bytes_ += bytes;
         else first_ns_ = now, bytes_ = 0;
         last_ns_ = now;
@@ -33,21 +32,20 @@ public:
 
     // To be called often. A peer nearer than NEAR_NS is in the same site, and not paced.
     void watch(int64_t now, int64_t rtt_ns) {
-        watched_ns_ = now;
         if (rtt_ns < NEAR_NS || !chunks_) return;
         int64_t window = std::clamp(rtt_ns / 4, WINDOW_NS, 5 * WINDOW_NS), passed = last_ns_ - first_ns_;
         if (passed >= window && chunks_ > CHUNKS) note(bytes_ * 1e9 / passed);
-        else if (now - last_ns_ < window) return;
+        else if (now - last_ns_ < rtt_ns) return;
         chunks_ = 0;
     }
 
 private:
-    static constexpr int64_t NEAR_NS = 2000000, WINDOW_NS = 10000000, SLACK_NS = 2000000, SLEPT_NS = 5000000;
+    static constexpr int64_t NEAR_NS = 2000000, WINDOW_NS = 10000000, SLACK_NS = 2000000;
     static constexpr uint64_t CHUNKS = 8;
     static constexpr size_t PATIENCE = 8, MEMORY = 16;  // windows
 
     double rate_ = 0, grown_ = 0;  // bytes per second; when it last grew
-    int64_t due_ns_ = 0, watched_ns_ = 0;
+    int64_t due_ns_ = 0;
     int64_t first_ns_ = 0, last_ns_ = 0;  // acknowledgements of this window
     uint64_t chunks_ = 0, bytes_ = 0;     // in it; bytes after the first
     size_t since_growth_ = 0;
