@@ -166,7 +166,7 @@ class WeftEngine(PipelineEngine):
             self.module.tied,
             self.overlap.cuts if self.overlap is not None else {},
         )
-        fp16 = self.fp16_enabled()
+        grid, fp16 = self.module._grid, self.fp16_enabled()
         dtype = torch.float16 if fp16 else torch.float32
         self.optimizer = ShardedOptimizer(
             self.basic_optimizer,
