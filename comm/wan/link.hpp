@@ -154,21 +154,23 @@ public:
         else if (!refused_since_ns_) refused_since_ns_ = now;
     }
 
-    // Gives waiting chunks to free connections, one each in turn. Whether there is more to do.
+    // Gives waiting chunks to free connections. Whether there is more to do.
     bool pump(int64_t now) {
         now_ = now;
+        turn_++;
         pace_.watch(now, counters.rtt_ns);
         say_credit();
-        bool progress = true;
-        for (int round = 0; progress && round < 8; round++) {
-            progress = false;
-            for (size_t i = 0; i < slots.size(); i++) {
-                Connection *connection = slots[(turn_ + i) % slots.size()];
-                if (connection && connection->dead.empty() && connection->stream.writable) progress |= push(*connection);
-            }
-            turn_++;
+        for (Connection *connection : slots)
+            if (connection && connection->dead.empty()) flush(*connection);
+        Chunk chunk;
+        for (size_t left = 8 * slots.size(); left; left--) {
+            Connection *connection = pace_.ready(now_) ? freest() : nullptr;
+            if (!connection || !next_chunk(chunk)) return false;
+            pace_.sent(chunk.length, now_);
+            connection->begin(chunk);
+            flush(*connection);
         }
-        return progress;
+        return true;
     }
 
     // When `pump` can do more than now, if nothing else happens; 0 where that is not known.
@@ -314,20 +316,24 @@ private:
         return false;
     }
 
-    bool push(Connection &connection) {
+    void flush(Connection &connection) {
         try {
-            Chunk chunk;
             connection.flush();
-            if (!connection.stream.writable || connection.slot >= active || !pace_.ready(now_)) return false;
-            if (!next_chunk(chunk)) return false;
-            pace_.sent(chunk.length, now_);
-            connection.begin(chunk);
-            connection.flush();
-            return connection.stream.writable;
         } catch (const Broken &broken) {
             lose(connection, broken.what());
-            return false;
         }
+    }
+
+    // Of the connections that take a chunk, the one with the fewest on their way: where a window is
+    // full, a chunk waits for a round trip, and its whole message with it.
+    Connection *freest() const {
+        Connection *found = nullptr;
+        for (Connection *connection : slots) {
+            if (!connection || !connection->dead.empty() || !connection->stream.writable) continue;
+            if (connection->sending() || connection->slot >= active) continue;
+            if (!found || connection->unacknowledged.size() < found->unacknowledged.size()) found = connection;
+        }
+        return found;
     }
 
     void say_credit() {
