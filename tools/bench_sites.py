@@ -100,9 +100,9 @@ def main(argv: Sequence[str]) -> int:
                     result, step = _run(bed, name, replace(case, num_microbatches=microbatches), link, args)
                     results.append(result)
                     steps.append(step)
+                    if args.json:  # at once: a run of many engines may be cut short
+                        Path(args.json).write_text(json.dumps([asdict(result) for result in results], indent=1))
                 _print(results[-len(args.engines) :], f"{latency_ms:g} ms, {microbatches} micro-batches")
-    if args.json:
-        Path(args.json).write_text(json.dumps([asdict(result) for result in results], indent=1))
     if args.picture:
         draw(steps, Path(args.picture), rate_mbps=args.rate)
     return 0
