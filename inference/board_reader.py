@@ -169,6 +169,11 @@ class BoardReader:
             self._bell.wait(state.bell, timeout_s)
 
     @property
+    def writer(self) -> int | None:
+        """The process id of its writer; None while there is no board."""
+        return None if self._memory is None else self._words[H_PID]
+
+    @property
     def rank(self) -> int | None:
         """The global rank whose board it is; None while there is no board."""
         return None if self._memory is None else self._words[H_RANK]

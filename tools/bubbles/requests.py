@@ -89,12 +89,13 @@ def post(url: str, body: bytes, *, tokens: int = 0, key: str = "") -> Answer:
     return Answer(tokens, sent_s, time.monotonic() - sent_s, status)
 
 
-def replay(requests: Sequence[Request], urls: Sequence[str], seed: int = 0) -> list[Answer]:
+def replay(requests: Sequence[Request], urls: Sequence[str], *, key: str, seed: int = 0) -> list[Answer]:
     """Send each request at its time, to the workers in turn; returns when all are answered."""
     begin_s = time.monotonic()
     with ThreadPoolExecutor(NUM_SENDERS) as senders:
         waiting = []
         for number, request in enumerate(requests):
             time.sleep(max(0.0, begin_s + request.after_s - time.monotonic()))
-            waiting.append(senders.submit(send, urls[number % len(urls)], request.tokens, seed=seed + number))
+            url = urls[number % len(urls)]
+            waiting.append(senders.submit(send, url, request.tokens, seed=seed + number, key=key))
         return [answer.result() for answer in waiting]
