@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import nan
 from statistics import median
 
 from weft.inference.common_bubbles import Spans, intersection
@@ -65,3 +66,30 @@ def histogram(late_s: Sequence[float]) -> list[tuple[str, int]]:
 def slowdown(on_s: Sequence[float], off_s: Sequence[float]) -> float:
     """The median step with prefill over the one without, less one."""
     return median(on_s) / median(off_s) - 1.0
+
+
+@dataclass(frozen=True)
+class FaultFigures:
+    """The median step around a fault, in seconds; NaN where no step lies whole."""
+
+    before_s: float
+    hit_s: float
+    after_s: float
+    num_steps: int
+    """While it lasted."""
+
+    @property
+    def change(self) -> float:
+        """Of the step, against the mean of before and after."""
+        return 2 * self.hit_s / (self.before_s + self.after_s) - 1.0
+
+
+def fault_figures(steps: Spans, windows: Mapping[str, Spans], faults: Sequence[str]) -> list[FaultFigures]:
+    """Each fault between two windows named ``calm``; the last may have none after it."""
+    calm = [_median(steps_within(steps, [span])) for span in windows["calm"]] + [nan]
+    hits = [steps_within(steps, windows[name]) for name in faults]
+    return [FaultFigures(calm[n], _median(hit), calm[n + 1], len(hit)) for n, hit in enumerate(hits)]
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else nan

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, median, quantiles
+from statistics import median, quantiles
 
 from weft.inference.board import BoardWriter, board_path
 from weft.inference.common_bubbles import Spans
 from weft.inference.prefill_cost import PrefillCost
 from weft.inference.worker_command import Worker
-from weft.tools.bubbles.reckoning import histogram, slowdown, steps_within, use_of
+from weft.tools.bubbles.reckoning import fault_figures, histogram, slowdown, steps_within, use_of
 from weft.tools.bubbles.requests import Answer
 from weft.tools.bubbles.watch import Watch, Windows
 
@@ -62,7 +62,7 @@ def report_serving(found: Findings) -> dict[str, object]:
     print(f"training step: {_spread(off_s)} without requests, {_spread(on_s)} with: {slowdown(on_s, off_s):+.2%}")
     for name, spans in (("off", windows.spans["off"]), ("on", windows.spans["on"])):
         medians = [median(steps) for span in spans if (steps := steps_within(found.steps, [span]))]
-        print(f"  windows {name}: {', '.join(f'{middle * 1e3:.1f}' for middle in medians)} ms")
+        print(f"  windows {name}: {_listed(medians)} ms")
     print(f"cores busy: {windows.cores_busy('off'):.1%} without, {windows.cores_busy('on'):.1%} with")
     figures: dict[str, object] = {"off_s": off_s, "on_s": on_s}
     for worker in found.workers:
@@ -88,25 +88,22 @@ def report_serving(found: Findings) -> dict[str, object]:
 
 
 def report_faults(found: Findings) -> dict[str, object]:
-    """Print the median step before, during and after each fault; returns the figures.
-
-    Windows named ``calm`` stand before each fault and after the last.
-    """
+    """Print the median step before, during and after each fault; returns the figures."""
     calm = [steps_within(found.steps, [span]) for span in found.windows.spans["calm"]]
     middles = [median(steps) for steps in calm if steps]
     apart = (max(middles) - min(middles)) / median(middles)
     every = _spread([step for steps in calm for step in steps])
-    print(f"\ncalm windows: medians {', '.join(f'{m * 1e3:.1f}' for m in middles)} ms, {apart:.2%} apart; steps {every}")
-    figures: dict[str, object] = {}
-    for number, (name, said) in enumerate(found.said.items()):
-        hit_s = steps_within(found.steps, found.windows.spans[name])
-        beside = [median(steps) for steps in calm[number : number + 2] if steps]
-        words = [f"{median(steps) * 1e3:.1f}" if steps else "-" for steps in (calm[number], hit_s)]
-        after = f"{beside[1] * 1e3:.1f}" if len(beside) > 1 else "-"
-        change = median(hit_s) / mean(beside) - 1.0 if len(beside) > 1 and hit_s else float("nan")
-        figures[name] = {"said": said, "change": change, "steps_s": hit_s, "beside_s": beside}
-        print(f"{name:<18} {words[0]} before, {words[1]} ({len(hit_s)} steps), {after} after: {change:+.2%}; {said}")
-    return figures
+    print(f"\ncalm windows: medians {_listed(middles)} ms, {apart:.2%} apart; their steps {every}")
+    figures = fault_figures(found.steps, found.windows.spans, list(found.said))
+    for figure, (name, said) in zip(figures, found.said.items(), strict=True):
+        before, hit, after = (f"{1e3 * step_s:.1f}" for step_s in (figure.before_s, figure.hit_s, figure.after_s))
+        print(
+            f"{name:<18} {before} ms before, {hit} ({figure.num_steps} steps), {after} after: "
+            f"{figure.change:+.2%}; {said}"
+        )
+    return {
+        name: {**asdict(figure), "said": found.said[name]} for name, figure in zip(found.said, figures, strict=True)
+    }
 
 
 def _within(record: dict, spans: Spans) -> bool:
@@ -139,6 +136,10 @@ def _bubbles_per_request(records: Iterable[dict]) -> list[int]:
 def _spread(values: Sequence[float]) -> str:
     low, middle, high = quantiles(values, n=4)
     return f"{middle * 1e3:.1f} ms ({(high - low) / middle:.2%} between quartiles, {len(values)} steps)"
+
+
+def _listed(seconds: Iterable[float]) -> str:
+    return ", ".join(f"{1e3 * value:.1f}" for value in seconds)
 
 
 def _at(ordered: Sequence[float], share: float) -> float:
