@@ -108,15 +108,19 @@ class _Bench:
 
     @contextlib.contextmanager
     def _bed(self) -> Iterator[str]:
-        """The name of a bed with a node per rank, whose line runs on the training's core; empty without WAN."""
-        if not self.args.wan:
-            yield ""
-            return
-        ours = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, self.training_cores or ours)
-        with NetBed.up(Topology.of_cluster(self.config.cluster, name=f"bubbles{os.getpid()}")) as bed:
-            os.sched_setaffinity(0, ours)
-            yield bed.name
+        """The name of a bed with a node per rank, whose line runs on the training's core; empty without WAN.
+
+        From then on this process, which sends the requests, keeps to the workers' cores.
+        """
+        with contextlib.ExitStack() as stack:
+            name = ""
+            if self.args.wan:
+                if self.training_cores:
+                    os.sched_setaffinity(0, self.training_cores)
+                topology = Topology.of_cluster(self.config.cluster, name=f"bubbles{os.getpid()}")
+                name = stack.enter_context(NetBed.up(topology)).name
+            os.sched_setaffinity(0, self.serving_cores)
+            yield name
 
     @contextlib.contextmanager
     def _serve(self) -> Iterator[subprocess.Popen]:
@@ -136,7 +140,6 @@ class _Bench:
             [sys.executable, "-m", "weft.tools.cli", "serve", "--trace", str(self.folder)]
             + [f"{name}={value}" for name, value in given.items()],
             env=os.environ | {self.config.inference.controller.api_key_env: self.key},
-            preexec_fn=lambda: os.sched_setaffinity(0, self.serving_cores),
         )
         try:
             yield serve
