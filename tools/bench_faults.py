@@ -156,7 +156,7 @@ def _disturb(run: Run) -> tuple[Table, float]:
     usual_s = median(b - a for a, b in pairwise(run.ends_s[2:]))
     table = Table(title=f"a step takes {usual_s:.2f} s", title_justify="left")
     table.add_column("fault")
-    for head in ("steps begun meanwhile", "longest step s", "usual again after s"):
+    for head in ("steps ended meanwhile", "longest step s", "usual again after s"):
         table.add_column(head, justify="right")
     for fault in _FAULTS:
         start_s = monotonic()
