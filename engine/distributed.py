@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+from weft.comm.channel import ChannelError
 
 T = TypeVar("T")
 
@@ -117,12 +120,26 @@ def rank_zero_first(action: Callable[[], T]) -> T:
     return first if dist.get_rank() == 0 else rest  # type: ignore[return-value]
 
 
+def lost_peer(error: RuntimeError) -> str | None:
+    """What to say of an error that means that another rank has ended or cannot be reached; None of any other."""
+    if isinstance(error, ChannelError):
+        return str(error)
+    # gloo has no exception of its own; its messages begin with the place in its source.
+    if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
+        return f"another rank has ended or cannot be reached: {str(error).splitlines()[0]}"
+    return None
+
+
 def first_to_fail() -> bool:
-    """Whether this rank is the first of its job to ask: one message is enough for a failure that ends all."""
+    """Whether this rank is the first of its job to ask: one message is enough for a failure that ends all.
+
+    Where the store has gone, rank 0 has gone with it, and rank 1 speaks.
+    """
+    limit_s = 2.0
     try:
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=2)
-        )
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection(address, timeout=limit_s).close()  # a store retries for long
+        store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=limit_s))
         return store.add("weft/failures", 1) == 1
-    except (RuntimeError, KeyError):
-        return True  # the store went with its rank
+    except (RuntimeError, OSError, KeyError):
+        return os.environ.get("RANK", "0") == "1" or os.environ.get("WORLD_SIZE", "1") == "1"

@@ -13,13 +13,12 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from weft.comm.channel import ChannelError
 from weft.conf import load
 from weft.conf.checks import virtual_stages
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import check_folder
 from weft.engine.data import MicrobatchLoader, build_loader, check_source, load_tokenizer
-from weft.engine.distributed import SharedError, first_to_fail, init_distributed, rank_zero_first, together
+from weft.engine.distributed import SharedError, first_to_fail, init_distributed, lost_peer, rank_zero_first, together
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import initialize
 from weft.engine.stages import load_hf_config, refuse_packing, self_check
@@ -181,11 +180,11 @@ if __name__ == "__main__":
             print(f"weft train: {error}", file=sys.stderr)
         code = 2
     except RuntimeError as error:
-        # A link that fails ends every rank; the first to notice speaks for all.
-        first = first_to_fail()
-        if first and not isinstance(error, ChannelError):
+        # A rank or link that fails ends every rank; the first to notice speaks for all.
+        first, lost = first_to_fail(), lost_peer(error)
+        if first and lost is None:
             raise
         if first:
-            print(f"weft train: {error}", file=sys.stderr)
+            print(f"\nweft train: {lost}", file=sys.stderr)  # not behind the progress bar
         code = 1
     sys.exit(code)

@@ -50,16 +50,17 @@ def launch(overrides: Sequence[str], *, window_kb: float) -> int:
             "GLOO_SOCKET_IFNAME": "lan0",
         }
         return _wait(
-            [bed.popen(node, command, env={**shared, "RANK": str(rank)}) for rank, node in enumerate(bed.nodes)]
+            [bed.popen(node, command, env={**shared, "RANK": str(rank)}) for rank, node in enumerate(bed.nodes)],
+            patience_s=config.comm.deadline_s + _GRACE_S,
         )
 
 
-def _wait(ranks: Sequence[subprocess.Popen]) -> int:
-    """Until all have ended; after the first failure the others get some time to end by themselves."""
+def _wait(ranks: Sequence[subprocess.Popen], *, patience_s: float) -> int:
+    """Until all have ended; after the first failure the others have ``patience_s`` to notice and say so."""
     code, limit = 0, float("inf")
     while any(rank.poll() is None for rank in ranks) and monotonic() < limit:
         failed = next((rank.returncode for rank in ranks if rank.returncode), 0)
         if failed and not code:
-            code, limit = failed, monotonic() + _GRACE_S
+            code, limit = failed, monotonic() + patience_s
         sleep(0.1)
     return code or next((rank.returncode for rank in ranks if rank.returncode), 0)
