@@ -136,7 +136,7 @@ class _Timed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.layer.spend("I")
-        return gradient, None
+        return _alias(gradient), None  # of its own, as from a real layer: autograd need not copy it
 
 
 class _Join(torch.autograd.Function):
