@@ -44,10 +44,9 @@ class TorchHandle:
 
     def ended(self) -> bool:
         """Whether `wait` would return at once, as far as is known."""
-        work = self.work
-        if isinstance(work, Future):
-            return work.done() and work.result().is_completed()
-        return work.is_completed()
+        if not isinstance(self.work, Future):
+            return self.work.is_completed()
+        return self.work.done() and (self.work.exception() is not None or self.work.result().is_completed())
 
 
 class TorchChannel:

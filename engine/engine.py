@@ -18,8 +18,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.optim import Optimizer
 
-from weft.comm.shared_channel import share
-from weft.comm.torch_channel import connect
 from weft.comm.wan.network import WanNetwork
 from weft.conf.schema import WeftConfig
 from weft.engine.batches import count_label_tokens, prepare_batch
@@ -27,11 +25,12 @@ from weft.engine.bubbles import open_board
 from weft.engine.checkpoint import BackgroundWriter, load_newest, save_engine
 from weft.engine.clock import clock_for
 from weft.engine.compute import Compute
-from weft.engine.crossings import Seat, hops
+from weft.engine.crossings import Seat
 from weft.engine.distributed import close_groups, from_rank_zero
 from weft.engine.executor import Executor
 from weft.engine.measurement import StepRecord, gather_timeline
 from weft.engine.module import WeftModule
+from weft.engine.neighbours import Neighbours
 from weft.engine.overlap import OverlapPlan
 from weft.engine.plan import RankPlan, plan_cells, plan_evaluation
 from weft.engine.step_state import StepState
@@ -105,29 +104,11 @@ class WeftEngine(PipelineEngine):
         self._writer: BackgroundWriter | None = None
         self._state: StepState | None = None
         self._loss_sum: ReplicaSum | None = None
-        placement = self.schedule.placement
-        self.holds_loss = placement.num_stages - 1 in self.module.stages
-        self.executor = Executor(
-            rank=self.pipe_rank,
-            stages=self.module.stages,
-            compute=Compute(
-                stages=self.module.stages,
-                placement=placement,
-                seed_gradient=self._seed_gradient,
-                around=self.sharding.around,
-            ),
-            **self._open_channels(),
-            receive_ahead=weft.pipeline.receive_ahead,
-            clock=self._clock,
-            stage_wide={
-                Op.UNSHARD: lambda action: self.sharding.unshard(action.stage),
-                Op.RESHARD: lambda action: self.sharding.reshard(action.stage),
-                Op.REDUCE_GRAD: lambda action: self.sharding.reduce(action.stage),
-                Op.STEP: self._step_optimizer,
-            },
-            debug=weft.pipeline.debug,
+        self.holds_loss = self.schedule.placement.num_stages - 1 in self.module.stages
+        self._neighbours = Neighbours.join(
+            self.schedule.placement, self.num_replicas, wan=wan, device=self.device, timeout_s=weft.comm.timeout_s
         )
-
+        self.executor = self._make_executor()
         self.bubbles = open_board(
             weft,
             schedule,
@@ -187,21 +168,29 @@ class WeftEngine(PipelineEngine):
             return Lamb(model_parameters, **(self.optimizer_params() or {}))
         return super()._configure_basic_optimizer(model_parameters)
 
-    def _open_channels(self) -> dict[str, dict]:
-        """Channels to and from neighbouring pipeline ranks of this replica."""
-        inside, between = hops(self.schedule.placement, self.num_replicas)
-        assert not between or self.wan is not None, "stages at several sites need `open_wan`"
-        timeout_s = self.weft.comm.timeout_s
-        self._shared, apart = share(inside, device=self.device, timeout_s=timeout_s)
-        channels: dict[tuple[int, int], Any] = dict(self.wan.channels) if self.wan is not None else {}
-        channels |= self._shared | connect(apart, device=self.device, timeout_s=timeout_s)
-        rank_of = self.module.topology().get_rank
-        pipe = {rank_of(pipe=rank, data=self.replica): rank for rank in range(self.num_stages)}
-        me = self.global_rank
-        return {
-            "send_to": {pipe[b]: channel for (a, b), channel in channels.items() if a == me},
-            "receive_from": {pipe[a]: channel for (a, b), channel in channels.items() if b == me},
-        }
+    def _make_executor(self) -> Executor:
+        stages, sharding = self.module.stages, self.sharding
+        return Executor(
+            rank=self.pipe_rank,
+            stages=stages,
+            compute=Compute(
+                stages=stages,
+                placement=self.schedule.placement,
+                seed_gradient=self._seed_gradient,
+                around=sharding.around,
+            ),
+            send_to=self._neighbours.send_to,
+            receive_from=self._neighbours.receive_from,
+            receive_ahead=self.weft.pipeline.receive_ahead,
+            clock=self._clock,
+            stage_wide={
+                Op.UNSHARD: lambda action: sharding.unshard(action.stage),
+                Op.RESHARD: lambda action: sharding.reshard(action.stage),
+                Op.REDUCE_GRAD: lambda action: sharding.reduce(action.stage),
+                Op.STEP: self._step_optimizer,
+            },
+            debug=self.weft.pipeline.debug,
+        )
 
     def set_dataloader(self, loader: Iterable) -> None:
         """Read training data from ``loader``, on every rank."""
@@ -367,8 +356,7 @@ class WeftEngine(PipelineEngine):
             self.bubbles.close()
         if self.wan is not None:
             self.wan.close()
-        for channel in self._shared.values():
-            channel.close()
+        self._neighbours.close()
         close_groups(self.groups)
         self.groups = ()
 

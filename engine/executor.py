@@ -37,8 +37,8 @@ class Mark:
 class Executor:
     """Executes rows of lowered schedules on one rank.
 
-    Sends start as soon as their tensor exists and are waited for only when the row has
-    ended; receives are posted ahead of need. So neither stands between two computations that
+    Sends start as soon as their tensor exists, and those that have not ended by then are
+    waited for when the row has; receives are posted ahead of need. So neither stands between two computations that
     do not depend on it (MegaScale section 3.2).
     """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.channel import Handle, TensorSpec
+from weft.comm.channel import TensorSpec
 from weft.comm.shared_channel import share
 from weft.engine.distributed import init_distributed
 from weft.pipeline.costs import LinkCost
@@ -22,7 +21,9 @@ from weft.tools.ranks import run_ranks
 ROUND_TRIPS = 40
 TIMEOUT_S = 120.0
 
-
+Send = Callable[[Tensor], Any]
+Receive = Callable[[TensorSpec], Any]
+"""Start a transfer; what they return can be waited for."""
 _HERE = partial(run_ranks, 2)
 
 
@@ -40,52 +41,34 @@ def measure_link(num_bytes: int, *, shared: bool, run: Callable[..., list] = _HE
 
 def _round_trips(num_bytes: int, shared: bool) -> tuple[float, float]:
     device = init_distributed(TIMEOUT_S)
-    if not shared:
-        return _one_way_s(_Gloo(), 4), _one_way_s(_Gloo(), num_bytes)
-    ends, _ = share({(0, 1), (1, 0)}, device=device, timeout_s=TIMEOUT_S)
-    me = dist.get_rank()
-    pair = _Shared(ends[me, 1 - me], ends[1 - me, me])
-    return _one_way_s(pair, 4), _one_way_s(pair, num_bytes)
+    me, other = dist.get_rank(), 1 - dist.get_rank()
+    ends: dict[tuple[int, int], Any] = share({(0, 1), (1, 0)}, device=device, timeout_s=TIMEOUT_S)[0]
+
+    def send(tensor: Tensor) -> Any:
+        return ends[me, other].send("t", tensor) if shared else dist.isend(tensor, other)
+
+    def receive(spec: TensorSpec) -> Any:
+        if shared:
+            return ends[other, me].recv("t", spec)
+        return dist.irecv(torch.empty(spec.shape, dtype=spec.dtype), other)
+
+    return _one_way_s(send, receive, 4), _one_way_s(send, receive, num_bytes)
 
 
-class _Gloo:
-    """As engines on torch.distributed use it."""
-
-    def recv(self, tag: str, spec: TensorSpec) -> Any:
-        return dist.irecv(torch.empty(spec.shape, dtype=spec.dtype), 1 - dist.get_rank())
-
-    def send(self, tag: str, tensor: Tensor) -> Any:
-        return dist.isend(tensor, 1 - dist.get_rank())
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """Both directions of a pair."""
-
-    out: Any
-    back: Any
-
-    def recv(self, tag: str, spec: TensorSpec) -> Handle:
-        return self.back.recv(tag, spec)
-
-    def send(self, tag: str, tensor: Tensor) -> Handle:
-        return self.out.send(tag, tensor)
-
-
-def _one_way_s(pair: _Gloo | _Shared, num_bytes: int) -> float:
+def _one_way_s(send: Send, receive: Receive, num_bytes: int) -> float:
     """Median of half a round trip with both receives posted first."""
     me = dist.get_rank()
     tensor = torch.zeros(num_bytes // 4)
     spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
     seconds = []
     for _ in range(ROUND_TRIPS):
-        receive = pair.recv("t", spec)
+        coming = receive(spec)
         dist.barrier()
         start = perf_counter()
         if me == 1:
-            receive.wait()
-        pair.send("t", tensor).wait()
+            coming.wait()
+        send(tensor).wait()
         if me == 0:
-            receive.wait()
+            coming.wait()
         seconds.append((perf_counter() - start) / 2)
     return median(seconds)
