@@ -84,7 +84,8 @@ class EmulatedLayer(nn.Module):
 
     It has a linear layer of one column, so whatever splits, delays or repeats the weight
     gradient of an nn.Linear does so here. Its time is spent by a hook on the weight, and thus
-    wherever that gradient is accumulated: in B, or in W.
+    wherever that gradient is accumulated: in B, or in W. What torch takes for those few
+    operations is part of the time, as the kernels' launches hide behind those of a real layer.
     """
 
     def __init__(self, work: EmulatedWork) -> None:
@@ -96,22 +97,32 @@ class EmulatedLayer(nn.Module):
         nn.init.zeros_(self.linear.weight)
         self.register_buffer("one", torch.ones(1, 1), persistent=False)
         self.linear.weight.register_hook(self._weight_gradient)
+        self._since: float | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Hand on ``hidden``, of any shape, after ``forward_s``."""
+        self.begin()
         if not hidden.requires_grad and torch.is_grad_enabled():
             hidden = hidden.detach().requires_grad_()  # a first layer computes its input's gradient too
-        hidden = _Timed.apply(hidden, self)
-        return _Join.apply(hidden, self.product())
+        hidden = _Join.apply(_InputGradient.apply(hidden, self), self.product(), self)
+        self.spend("F")
+        return hidden
 
     def product(self) -> Tensor:
         """What the weight takes part in; its gradient takes the time of W."""
         return self.linear(self.one)
 
+    def begin(self) -> None:
+        """The time of what is spent next counts from now."""
+        self._since = perf_counter()
+
     def spend(self, op: str) -> None:
         """Take the time of ``op``: F, I or W."""
-        start = perf_counter()
-        pause({"F": self.work.forward_s, "I": self.work.input_s, "W": self.work.weight_s}[op])
+        now = perf_counter()
+        start = now if self._since is None else self._since
+        pause({"F": self.work.forward_s, "I": self.work.input_s, "W": self.work.weight_s}[op] - (now - start))
+        # A weight gradient within a backward is followed by the input gradient; nothing else goes on.
+        self._since = perf_counter() if op == "W" and self._since is not None else None
         if self.spans is not None:
             self.spans.append((op, start, perf_counter()))
 
@@ -124,33 +135,35 @@ def _alias(tensor: Tensor) -> Tensor:
     return tensor.new_empty(0).set_(tensor.detach())
 
 
-class _Timed(torch.autograd.Function):
-    """Identity; forward and backward take time."""
+class _InputGradient(torch.autograd.Function):
+    """Identity; the backward takes the input gradient's time."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, layer: EmulatedLayer) -> Tensor:
         ctx.layer = layer
-        layer.spend("F")
         return _alias(hidden)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        below = _alias(gradient)  # of its own, as from a real layer: autograd need not copy it
         ctx.layer.spend("I")
-        return _alias(gradient), None  # of its own, as from a real layer: autograd need not copy it
+        return below, None
 
 
 class _Join(torch.autograd.Function):
-    """The hidden state unchanged, as if it depended on the product of the weight."""
+    """The hidden state unchanged, as if it depended on the product of the weight; a layer's backward begins here."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, product: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, product: Tensor, layer: EmulatedLayer) -> Tensor:
         ctx.save_for_backward(hidden, product)
+        ctx.layer = layer
         return _alias(hidden)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        ctx.layer.begin()
         _, product = ctx.saved_tensors
-        return gradient, torch.ones_like(product)
+        return gradient, torch.ones_like(product), None
 
 
 def emulated_loss(hidden: Tensor, labels: Tensor | None = None) -> Tensor:

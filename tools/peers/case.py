@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median, quantiles
 
 from weft.engine.emulation import EmulatedWork
-from weft.pipeline.costs import LinkCost
+from weft.pipeline.costs import CostModel, LinkCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,6 @@ class Case:
     """What a layer costs."""
     link: LinkCost = field(default_factory=LinkCost)
     """Between two ranks, as measured: for the simulation, and for engines that plan."""
-    layer: EmulatedWork | None = None
-    """`work` with the times that a layer really takes, as measured: for the simulation."""
     num_replicas: int = 1
     """Pipelines side by side, each of `num_ranks`."""
     sites: tuple[int, ...] = ()
@@ -34,7 +32,7 @@ class Case:
     """Between two ranks of different sites, over as many connections as fill it."""
     in_a_row: bool = False
     """Measure steps that follow each other without a barrier, which would cross the WAN."""
-    num_warmup: int = 2
+    num_warmup: int = 3
     """Steps before the first that is measured."""
     num_steps: int = 5
     """Steps that are measured in one run."""
@@ -61,6 +59,8 @@ class RankRun:
     """When the last step ended, on the clock of `time.perf_counter`."""
     pipeline_s: float = 0.0
     """Seconds of the last step from its first action to its last on any rank; 0 if not measured."""
+    profile: CostModel | None = None
+    """Costs fitted to the warm-up's steps, all but the first; None if not measured."""
 
 
 def middle_and_spread(step_s: Sequence[float]) -> tuple[float, float]:

@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.tools.peers.case import Case, middle_and_spread
-from weft.tools.peers.layer import measure_layer
 from weft.tools.peers.link import measure_link
 from weft.tools.peers.table import PEERS, Run, measure
 
@@ -30,7 +29,7 @@ class Result:
         spread: the range of their middle half, over the median.
         ideal_s: the engine's own schedule simulated with free communication.
         simulated_s: the same with the link as measured before the race.
-        calibrated_s: the same with a layer's times as measured before the race, on all ranks at once.
+        profiled_s: the same with what each computation took in the engine's own warm-up; None if it tells no such.
         live_layers: per rank, most layer activations alive at once in that schedule.
     """
 
@@ -41,7 +40,7 @@ class Result:
     spread: float
     ideal_s: float
     simulated_s: float
-    calibrated_s: float
+    profiled_s: float | None
     live_layers: tuple[int, ...]
 
     @property
@@ -50,9 +49,9 @@ class Result:
         return self.median_s / self.simulated_s
 
     @property
-    def over_calibrated(self) -> float:
-        """Measured step over the calibrated one: what engine and transfers add."""
-        return self.median_s / self.calibrated_s
+    def over_profiled(self) -> float | None:
+        """Measured step over the profiled one."""
+        return None if self.profiled_s is None else self.median_s / self.profiled_s
 
 
 def race(peers: Sequence[str], cases: Sequence[Case], *, rounds: int) -> Iterator[Result]:
@@ -65,13 +64,12 @@ def race(peers: Sequence[str], cases: Sequence[Case], *, rounds: int) -> Iterato
         RuntimeError: an engine failed or took too long.
     """
     for case in cases:
-        layer = measure_layer(case.work, case.num_ranks)
         links = {shared: measure_link(case.work.hidden_bytes, shared=shared) for shared in (False, True)}
         runs: dict[str, list[Run]] = {peer: [] for peer in peers}
         for turn in range(rounds):
             for peer in peers:
                 print(f"{case.name}: round {turn + 1} of {rounds}, {PEERS[peer].title}", file=sys.stderr)
-                runs[peer].append(measure(peer, replace(case, layer=layer, link=links[PEERS[peer].shares_memory])))
+                runs[peer].append(measure(peer, replace(case, link=links[PEERS[peer].shares_memory])))
         yield from (_result(peer, case, runs[peer]) for peer in peers)
 
 
@@ -79,7 +77,7 @@ def _result(peer: str, case: Case, runs: Sequence[Run]) -> Result:
     step_s = tuple(seconds for run in runs for seconds in run.step_s)
     median_s, spread = middle_and_spread(step_s)
     first = runs[0]
-    predicted = first.ideal_s, first.simulated_s, first.calibrated_s
+    predicted = first.ideal_s, first.simulated_s, first.profiled_s
     return Result(peer, case, step_s, median_s, spread, *predicted, first.live_layers)
 
 
@@ -97,10 +95,10 @@ def print_table(results: Sequence[Result], title: str, note: Callable[[Result], 
     console.print(f"\n{_LEGEND}")
 
 
-_HEADS = ("engine", "ideal ms", "simulated", "calibrated", "measured", "spread", "/ sim.", "/ cal.", "live layers", "")
+_HEADS = ("engine", "ideal ms", "simulated", "profiled", "measured", "spread", "/ sim.", "/ prof.", "live layers", "")
 _LEGEND = (
     "ideal: the engine's own schedule simulated with free communication. simulated: with the link as measured here.\n"
-    "calibrated: with a layer's times as measured here, too, on all ranks at once and without an engine.\n"
+    "profiled: with the times that computations took in the run's warm-up, too, where the engine tells them.\n"
     "measured: median step, barrier to barrier. spread: middle half of the steps over the median.\n"
     "live layers: most layer activations alive at once, rank by rank."
 )
@@ -113,11 +111,11 @@ def _cells(result: Result) -> tuple[str, ...]:
         PEERS[result.peer].title,
         f"{1e3 * result.ideal_s:.0f}",
         f"{1e3 * result.simulated_s:.0f}",
-        f"{1e3 * result.calibrated_s:.0f}",
+        "" if result.profiled_s is None else f"{1e3 * result.profiled_s:.0f}",
         f"{1e3 * result.median_s:.0f}",
         f"{100 * result.spread:.1f} %",
         f"{result.over_simulated:.3f}",
-        f"{result.over_calibrated:.3f}",
+        "" if result.over_profiled is None else f"{result.over_profiled:.3f}",
         " ".join(map(str, result.live_layers)),
     )
 

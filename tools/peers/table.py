@@ -74,14 +74,14 @@ class Run:
         step_s: measured steps.
         ideal_s: its schedule simulated with free communication.
         simulated_s: its schedule simulated with the link as measured.
-        calibrated_s: the same with the layers as measured, too.
+        profiled_s: the same with what its computations took in the warm-up; None if it tells no such.
         live_layers: per rank, most layer activations alive at once in that schedule.
     """
 
     step_s: tuple[float, ...]
     ideal_s: float
     simulated_s: float
-    calibrated_s: float
+    profiled_s: float | None
     live_layers: tuple[int, ...]
 
 
@@ -97,10 +97,11 @@ def measure(peer: str, case: Case) -> Run:
     num_stages = schedule.placement.num_stages
     ideal = simulate(schedule, case.work.costs(case.num_layers, num_stages))
     linked = simulate(schedule, case.work.costs(case.num_layers, num_stages, local=case.link))
-    calibrated = simulate(schedule, (case.layer or case.work).costs(case.num_layers, num_stages, local=case.link))
+    profile = ranks[0].profile
+    profiled_s = None if profile is None else _end_s(simulate(schedule, profile))
     each = layers_per_stage(case.num_layers, num_stages)
     live_layers = tuple(each * chunks for chunks in ideal.live_microbatches)
-    return Run(ranks[0].step_s, _end_s(ideal), _end_s(linked), _end_s(calibrated), live_layers)
+    return Run(ranks[0].step_s, _end_s(ideal), _end_s(linked), profiled_s, live_layers)
 
 
 def _end_s(timeline: Timeline) -> float:

@@ -23,6 +23,7 @@ from weft.engine.plan import plan_cells, plan_placement
 from weft.engine.zero import Collectives
 from weft.pipeline.action import COMPUTE, slot_text
 from weft.pipeline.costs import CostModel
+from weft.pipeline.fitting import fit_costs
 from weft.pipeline.placement import Placement
 from weft.tools.peers.case import Case, RankRun
 from weft.tools.peers.stepping import time_steps
@@ -43,7 +44,9 @@ def run(case: Case, timeout_s: float, kind: str, placement: str, comm: CommConfi
     engine = emulated_engine(case, config)
     ids = torch.zeros(1, 2, dtype=torch.long)
     engine.set_dataiterator(repeat({"input_ids": ids, "labels": ids}))
-    step_s, ended_s = time_steps(case, engine.train_batch), perf_counter()
+    time_steps(replace(case, num_warmup=0, num_steps=case.num_warmup), engine.train_batch)
+    profile = fit_costs(engine.measured_timelines()[1:], engine.costs)
+    step_s, ended_s = time_steps(replace(case, num_warmup=0), engine.train_batch), perf_counter()
     row = engine.schedule.rows[engine.pipe_rank]
     cells = tuple(slot_text(slot) for slot in row if slot[0].op in COMPUTE)
     steps = [
@@ -51,7 +54,7 @@ def run(case: Case, timeout_s: float, kind: str, placement: str, comm: CommConfi
         for timeline in engine.measured_timelines()[-case.num_steps :]
     ]
     engine.destroy()
-    return RankRun(step_s, cells, ended_s, median(steps))
+    return RankRun(step_s, cells, ended_s, median(steps), profile)
 
 
 def emulated_engine(case: Case, config: WeftConfig) -> WeftEngine:
