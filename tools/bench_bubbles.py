@@ -15,13 +15,16 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from weft.conf.boards import boards_folder
 from weft.inference.prefill_cost import PrefillCost
 from weft.inference.worker_command import cost_file, workers_of
 from weft.tools.bubbles.faults import FAULTS, LAST, Target
 from weft.tools.bubbles.picture import draw
+from weft.tools.bubbles.reckoning import steps_within
 from weft.tools.bubbles.report import Findings, prefills_of, report_faults, report_serving, spans_of
 from weft.tools.bubbles.requests import Answer, Request, read_trace, replay
 from weft.tools.bubbles.served_model import write_model
@@ -36,6 +39,8 @@ SERVED = (0, 3)
 LONGEST_PROMPT = 2048
 START_S = 150.0
 """In which the workers have to answer."""
+RUN_S = 1800.0
+"""Allowance for the whole run."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,6 +86,7 @@ class _Bench:
         apart = not args.real and len(cores) > 1
         self.training_cores = (cores[0],) if apart else ()
         self.serving_cores = cores[1:] if apart else cores
+        self.training = Training(self.config, args.real, folder, self.training_cores, bed="")
         self.windows = Windows()
         self.answers: list[Answer] = []
         self.said: dict[str, str] = {}
@@ -89,9 +95,9 @@ class _Bench:
         write_model(self.folder / "model")
         with self._bed() as bed, self._serve() as serve:
             _until_ready(self.urls, serve)
-            training = Training(self.config, self.args.real, self.folder, self.training_cores, bed)
+            training = replace(self.training, bed=bed)
             with ThreadPoolExecutor(1) as threads:
-                ranks = threads.submit(run_ranks, NUM_RANKS, train, training, timeout_s=600.0)
+                ranks = threads.submit(run_ranks, NUM_RANKS, train, training, timeout_s=RUN_S)
                 watch = Watch(self.workers)
                 try:
                     self._alternate(trace, ranks, watch)
@@ -103,7 +109,7 @@ class _Bench:
                     ranks.exception()
                 else:
                     cells = ranks.result()
-            self._report(training, watch, [] if LAST in self.said else cells)
+            self._report(watch, [] if LAST in self.said else cells)
         return 0
 
     @contextlib.contextmanager
@@ -154,29 +160,38 @@ class _Bench:
             if ranks.done():
                 ranks.result()
             time.sleep(0.1)
-        with self.windows.open("warm"):
+        with self._window("warm"):
             replay(trace[: len(trace) // 8], self.urls, key=self.key, seed=10**6)
         each = -(-len(trace) // self.args.rounds)
         for part in range(self.args.rounds):
             requests = trace[part * each : (part + 1) * each]
-            with self.windows.open("off"):
+            with self._window("off"):
                 time.sleep(self.args.window)
-            with self.windows.open("on"):
+            with self._window("on"):
                 shifted = [Request(r.after_s - requests[0].after_s, r.tokens) for r in requests]
                 self.answers += replay(shifted, self.urls, key=self.key, seed=1000 * part)
 
     def _break(self) -> None:
         target = Target(self.urls, self.workers, self.folder, self.key)
         for name in self.faults:
-            with self.windows.open("calm"):
+            with self._window("calm"):
                 time.sleep(self.args.window)
-            with self.windows.open(name):
+            with self._window(name):
                 self.said[name] = FAULTS[name](target)
         if self.faults and LAST not in self.faults:
-            with self.windows.open("calm"):
+            with self._window("calm"):
                 time.sleep(self.args.window)
 
-    def _report(self, training: Training, watch: Watch, cells: Sequence[Sequence[Cell]]) -> None:
+    @contextlib.contextmanager
+    def _window(self, name: str) -> Iterator[None]:
+        """A window, and a line on the steps in it when it ends."""
+        with self.windows.open(name):
+            yield
+        steps_s = steps_within(self.training.steps_s(), self.windows.spans[name][-1:])
+        middle = f"median {1e3 * median(steps_s):.1f} ms" if steps_s else "none whole"
+        print(f"{name}: {len(steps_s)} steps, {middle}", file=sys.stderr, flush=True)
+
+    def _report(self, watch: Watch, cells: Sequence[Sequence[Cell]]) -> None:
         quantile = self.config.inference.prefill.quantile
         costs = {w.index: PrefillCost.load(cost_file(self.config, w), quantile=quantile) for w in self.workers}
         found = Findings(
@@ -184,7 +199,7 @@ class _Bench:
             workers=self.workers,
             watch=watch,
             windows=self.windows,
-            steps=training.steps_s(),
+            steps=self.training.steps_s(),
             prefills=prefills_of(self.folder, self.workers),
             costs=costs,
             answers=self.answers,

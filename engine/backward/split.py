@@ -30,16 +30,13 @@ class SavedForward:
         """Weight gradients to come; None if they are computed with the input gradient."""
         self.activation_bytes = 0
         """Memory of the tensors that the forward's graph saves."""
+        self.kept_bytes = 0
+        """Memory kept from the input gradient until the weight gradients."""
 
     @property
     def holds_activation(self) -> bool:
         """Whether the forward's graph is still alive."""
         return self.output is not None
-
-    @property
-    def kept_bytes(self) -> int:
-        """Memory kept from the input gradient until the weight gradients."""
-        return self.tape.kept_bytes if self.tape else 0
 
     @property
     def live_bytes(self) -> int:
@@ -102,8 +99,8 @@ class SplitBackward:
             The output, and what its backward takes.
         """
         saved = SavedForward(hidden, split=split)
-        with self._recording(saved.tape), self._measuring(saved):
-            output = run()
+        with self._recording(saved.tape):
+            output = self._measured(run, saved)
         saved.output = output
         if saved.tape and self._unsplit is None:
             self._report(saved.tape)
@@ -124,6 +121,8 @@ class SplitBackward:
         if output.requires_grad:
             with self._recording(saved.tape):  # a checkpointed layer runs its forward again
                 torch.autograd.backward(output, gradient)
+        if saved.tape:
+            saved.kept_bytes = saved.tape.kept_bytes
         return None if hidden is None else hidden.grad
 
     def weight_backward(self, saved: SavedForward) -> None:
@@ -131,6 +130,7 @@ class SplitBackward:
         assert not saved.holds_activation, "the input gradient comes first"
         if saved.tape:
             saved.tape.accumulate()
+            saved.kept_bytes = 0
 
     def full_backward(self, saved: SavedForward, gradient: Tensor) -> Tensor | None:
         """``B``: both at once; arguments and result as for `input_backward`."""
@@ -150,18 +150,17 @@ class SplitBackward:
         if self._unsplit:
             _log.info("gradients computed in I instead of W: %s", ", ".join(self._unsplit))
 
-    @contextmanager
-    def _measuring(self, saved: SavedForward) -> Iterator[None]:
-        """Find ``activation_bytes``: counting costs host time, so once per shape of the input."""
-        shape = saved.hidden.shape if saved.hidden is not None else None
-        key = shape, saved.tape is not None
-        if key not in self._activation_bytes:
-            with SavedBytes((*self._module.parameters(), *self._module.buffers())) as meter:
-                yield
-            self._activation_bytes[key] = meter.total
+    def _measured(self, run: Callable[[], Tensor], saved: SavedForward) -> Tensor:
+        """Find ``activation_bytes``, too: counting costs host time, so once per shape of the input."""
+        key = saved.hidden.shape if saved.hidden is not None else None, saved.tape is not None
+        if key in self._activation_bytes:
+            output = run()
         else:
-            yield
+            with SavedBytes((*self._module.parameters(), *self._module.buffers())) as meter:
+                output = run()
+            self._activation_bytes[key] = meter.total
         saved.activation_bytes = self._activation_bytes[key]
+        return output
 
     @contextmanager
     def _recording(self, tape: Tape | None) -> Iterator[None]:

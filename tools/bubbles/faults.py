@@ -19,7 +19,7 @@ from weft.inference.board_reader import BoardReader
 from weft.inference.worker_command import Worker
 from weft.tools.bubbles.requests import Answer, post, send
 
-LASTS_S = 8.0
+LASTS_S = 20.0
 FLOOD_PER_S, FLOOD_S = 500, 30.0
 LONG = 2000
 """Tokens of a prompt that takes several bubbles."""
