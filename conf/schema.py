@@ -185,6 +185,10 @@ class PipelineConfig:
     """Generator of the schedule; `file` reads `schedule_file`."""
     schedule_file: str = ""
     """Schedule in Weft's JSON or torch's compute-only CSV, for schedule=file."""
+    costs_file: str = ""
+    """Costs of the virtual stages to plan and predict with, in the form of `weft simulate --costs`;
+    a run with `train.timeline` leaves its own as `costs.yaml`. Empty estimates them. Links stay
+    those of `cluster`."""
     placement: PlacementKind = PlacementKind.straight
     """straight: one chunk per rank; fold: two, there and back; site_fold: a fold in each site."""
     chunks_per_rank: int = 2
@@ -360,7 +364,7 @@ class TrainConfig:
     sample_tokens: int = 64
     """Tokens to sample."""
     timeline: bool = False
-    """Draw the last step's measured timeline beside the predicted one at the end."""
+    """Draw a measured step beside the predicted one at the end, and write down what was measured as costs."""
 
 
 @dataclass(kw_only=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import PreTrainedConfig
 
 from weft.conf.schema import ClusterConfig, WeftConfig
 from weft.engine.memory import WEIGHT_BYTES
+from weft.engine.plan import read_costs
 from weft.engine.stages.sizes import PartSize, model_sizes
 from weft.engine.stages.split import StageSplit
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
@@ -24,6 +27,21 @@ def stage_sizes(hf_config: PreTrainedConfig, split: StageSplit) -> list[PartSize
     stages[0] += sizes.before
     stages[-1] += sizes.after
     return stages
+
+
+def planning_costs(
+    config: WeftConfig, hf_config: PreTrainedConfig, split: StageSplit, *, flops_per_s: float
+) -> CostModel:
+    """Costs to plan with: those of ``pipeline.costs_file`` where one is named, else estimates.
+
+    Raises:
+        ValueError: the file cannot be read, or is for another number of virtual stages.
+    """
+    costs = estimate_costs(config, hf_config, split, flops_per_s=flops_per_s)
+    if not config.pipeline.costs_file:
+        return costs
+    measured = read_costs(config.pipeline, split.num_stages)
+    return replace(costs, stages=measured.stages, local=measured.local)
 
 
 def estimate_costs(

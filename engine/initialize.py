@@ -23,7 +23,7 @@ from weft.engine.crossings import Seat, open_wan, with_probed_links
 from weft.engine.deepspeed_keys import split_deepspeed_config
 from weft.engine.distributed import from_rank_zero, init_distributed, process_groups, together
 from weft.engine.engine import WeftEngine
-from weft.engine.estimates import estimate_costs, stage_sizes
+from weft.engine.estimates import planning_costs, stage_sizes
 from weft.engine.flops import EFFICIENCY, peak_flops
 from weft.engine.formats import DTYPES
 from weft.engine.module import WeftModule
@@ -43,7 +43,8 @@ from weft.engine.zero import Collectives
 from weft.pipeline.placement import Placement
 
 NOMINAL_FLOPS = 1e12
-"""FLOP/s that schedules are planned for before anything is measured; only ratios matter there."""
+"""FLOP/s that schedules of one site are planned for before anything is measured. Only ratios matter
+there, and the same run is planned alike every time."""
 
 
 def initialize(
@@ -135,7 +136,8 @@ def _build(
     if config.model.self_check and placement.num_stages > 1:
         together(lambda: self_check(hf_config) if dist.get_rank() == 0 else None)
     wan = open_wan(placement, config.comm, device)
-    costs = estimate_costs(config, hf_config, split, flops_per_s=NOMINAL_FLOPS)
+    flops_per_s = NOMINAL_FLOPS if wan is None else EFFICIENCY * peak_flops(device)
+    costs = from_rank_zero(lambda: planning_costs(config, hf_config, split, flops_per_s=flops_per_s))
     if wan is not None:
         costs = with_probed_links(costs, config.cluster, placement, wan.profiles)
     num_replicas = dist.get_world_size() // placement.num_ranks
@@ -189,7 +191,7 @@ def _plan_overlap(
         return None
     elements = (size.parameters for size in stage_sizes(hf_config, split))
     work = ZeroWork.of(config, collectives.group, collectives.costs, elements)
-    costs = estimate_costs(config, hf_config, split, flops_per_s=EFFICIENCY * peak_flops(device))
+    costs = planning_costs(config, hf_config, split, flops_per_s=EFFICIENCY * peak_flops(device))
     return plan_overlap(work, costs, placement, config.pipeline.microbatches)
 
 

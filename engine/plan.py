@@ -13,6 +13,7 @@ from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower, open_pairs
 from weft.pipeline.placement import Placement
+from weft.pipeline.profile import load_costs
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.serialization import load_schedule
 from weft.pipeline.validation import validate
@@ -37,6 +38,18 @@ def plan_placement(config: PipelineConfig, sites: tuple[int, ...] = ()) -> Place
             return Placement.fold(config.stages, sites=sites)
         case PlacementKind.site_fold:
             return Placement.site_fold(sites or (config.stages,))
+
+
+def read_costs(config: PipelineConfig, num_stages: int) -> CostModel:
+    """The costs that ``config.costs_file`` gives.
+
+    Raises:
+        ValueError: the file cannot be read, or is for another number of virtual stages.
+    """
+    try:
+        return load_costs(Path(config.costs_file).expanduser(), num_stages)
+    except ValueError as error:
+        raise ValueError(f"pipeline.costs_file: {error}; a run with train.timeline=true leaves one") from error
 
 
 def plan_schedule(

@@ -16,6 +16,8 @@ from weft.pipeline.cell import predict
 from weft.pipeline.fitting import fit_costs
 from weft.pipeline.perfetto import write_perfetto
 from weft.pipeline.plot import plot_timelines
+from weft.pipeline.profile import costs_to_yaml
+from weft.pipeline.serialization import save_text
 
 
 def finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -49,11 +51,16 @@ def sample(folder: Path, prompt: str, tokens: int, seed: int) -> str:
 
 
 def draw_timeline(engine: WeftEngine, folder: Path) -> None:
-    """A step of middling length among the last ones, beside what the simulator predicts from all of them."""
+    """A step of middling length among the last ones, beside what the simulator predicts from all of them.
+
+    What it predicts from lies beside it, for `weft simulate --costs` and ``pipeline.costs_file``.
+    """
     timelines = engine.measured_timelines()
     if engine.global_rank != 0:
         return
-    predicted = predict(engine.plan_for(engine.micro_batches).cell, fit_costs(timelines, engine.costs), 0)
+    costs = fit_costs(timelines, engine.costs)
+    save_text(costs_to_yaml(costs), folder / "costs.yaml")
+    predicted = predict(engine.plan_for(engine.micro_batches).cell, costs, 0)
     measured = sorted(timelines, key=lambda timeline: timeline.step_s)[len(timelines) // 2]
     plot_timelines([measured, predicted], folder / "timeline.png")
     write_perfetto([measured, predicted], folder / "timeline.json")

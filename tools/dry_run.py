@@ -13,7 +13,7 @@ from weft.conf.schema import WeftConfig
 from weft.conf.sites import ranks_per_site
 from weft.engine.crossings import Seat
 from weft.engine.data import load_tokenizer
-from weft.engine.estimates import estimate_costs, stage_sizes
+from weft.engine.estimates import planning_costs, stage_sizes
 from weft.engine.flops import EFFICIENCY, peak_flops
 from weft.engine.memory import zero_memory
 from weft.engine.overlap import OverlapPlan, ZeroWork, plan_overlap, with_collectives
@@ -55,7 +55,7 @@ def outlook(config: WeftConfig) -> Outlook:
     split = split_layers(hf_config, placement.num_stages, config.pipeline.split, config.pipeline.layers)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     flops = peak_flops(device) * EFFICIENCY
-    costs = estimate_costs(config, hf_config, split, flops_per_s=flops)
+    costs = planning_costs(config, hf_config, split, flops_per_s=flops)
     replicas = world_size(config.cluster) // config.pipeline.stages
     return Outlook(hf_config, placement, split, costs, stage_sizes(hf_config, split), replicas, device.type, flops)
 

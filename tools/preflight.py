@@ -13,6 +13,8 @@ from pathlib import Path
 from weft.conf.checks import check_world
 from weft.conf.hosts import is_loopback, read_hostfile, world_size
 from weft.conf.schema import Attention, Precision, WeftConfig
+from weft.conf.sites import ranks_per_site
+from weft.engine.plan import plan_placement, read_costs
 
 MIN_FREE_BYTES = 1 << 30
 
@@ -94,6 +96,12 @@ def check_model(config: WeftConfig) -> None:
         raise ValueError(f"model.path={path}: there is no such folder; give a Hugging Face model's folder or hub name")
 
 
+def check_costs(config: WeftConfig) -> None:
+    """Given costs can be read, and are for this many virtual stages."""
+    if config.pipeline.costs_file:
+        read_costs(config.pipeline, plan_placement(config.pipeline, ranks_per_site(config)).num_stages)
+
+
 def check_data(config: WeftConfig) -> None:
     """The data source is there and well formed, line by line where it is a local file."""
     from weft.engine.data import check_source  # loads torch, which the other checks do without
@@ -125,6 +133,7 @@ CHECKS: dict[str, Callable[[WeftConfig], None]] = {
     "port": check_port,
     "device": check_device,
     "model": check_model,
+    "costs": check_costs,
     "data": check_data,
     "run folder": check_run_folder,
 }

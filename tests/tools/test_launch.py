@@ -100,6 +100,7 @@ BAD = [
     ({"model.path": "/nowhere"}, "there is no such folder"),
     ({"model.path": "/tmp"}, "holds no config.json"),
     ({"data.path": "/nowhere.jsonl", "data.kind": "text", "model.tokenizer": "t"}, "does not exist"),
+    ({"pipeline.costs_file": "/nowhere.yaml"}, "costs file /nowhere.yaml: cannot be read"),
     ({"train.precision": "fp16"}, "this machine has no GPU; choose bf16"),
     ({"train.output_dir": "/proc/run"}, "choose another"),
     (
@@ -118,6 +119,23 @@ def test_what_this_machine_cannot_do_is_refused(settings, part, tmp_path, monkey
     with pytest.raises(ValueError) as error:
         preflight(config)
     assert part in str(error.value) and "; " in str(error.value)
+
+
+def test_costs_for_other_stages_are_refused(config, tmp_path):
+    file = tmp_path / "costs.yaml"
+    file.write_text("stages: {forward_ms: [1, 2], input_ms: 1, weight_ms: 1}")
+    config.pipeline.costs_file = str(file)
+    with pytest.raises(ValueError, match=r"stages\.forward_ms: 2 values for 4 virtual stages"):
+        preflight(config)
+
+
+def test_a_dry_run_goes_by_given_costs(tmp_path):
+    from weft.tools.dry_run import report
+
+    file = tmp_path / "costs.yaml"
+    file.write_text("stages: {forward_ms: 100, input_ms: 100, weight_ms: 100}")
+    said = report(load(["recipe=quickstart", f"pipeline.costs_file={file}", "pipeline.microbatches=4"]))
+    assert "predicted step 2.1 s, bubbles 42.9%" in said  # (4 + 3) micro-batches x 300 ms
 
 
 def test_more_ranks_than_gpus(config, monkeypatch):
