@@ -49,6 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--latency", type=float, default=20, help="one-way delay in ms")
     parser.add_argument("--window", type=float, default=400, help="receive buffer of a connection in kB")
     parser.add_argument("--mb", type=float, default=8, help="megabytes of a tensor")
+    parser.add_argument("--connections", type=int, default=8, help="TCP connections of a link")
+    parser.add_argument("--chunk", type=int, default=128, help="kB of a chunk")
     parser.add_argument("--messages", type=int, default=6, help="tensors that are sent at once")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each way, by turns; medians count")
     return parser
@@ -69,7 +71,7 @@ def _times(pipelines: int, args: argparse.Namespace) -> tuple[float, float, list
         links=(Link(sites=("east", "west"), latency_ms=args.latency),),
         window_kb=args.window,
     )
-    plan = (int(args.mb * 1e6), args.messages, args.repeats)
+    plan = (int(args.mb * 1e6), args.messages, args.repeats, args.connections, args.chunk << 10)
     with NetBed.up(topology) as bed:
         jobs = [Job(bed, f"n{rank}", _rank, rank, bed.address(f"n{rank}"), cell, *plan) for rank in ranks]
         try:
@@ -95,9 +97,20 @@ def _at_once(jobs: Sequence[Job]) -> list[float]:
 
 
 def _rank(
-    say: Callable, hear: Callable, rank: int, bind: str, cell: Cell, num_bytes: int, messages: int, repeats: int
+    say: Callable,
+    hear: Callable,
+    rank: int,
+    bind: str,
+    cell: Cell,
+    num_bytes: int,
+    messages: int,
+    repeats: int,
+    connections: int,
+    chunk_bytes: int,
 ) -> None:
-    with WanEndpoint(rank=rank, bind=bind, key=_KEY, congestion="cubic") as endpoint:
+    with WanEndpoint(
+        rank=rank, bind=bind, key=_KEY, congestion="cubic", connections=connections, chunk_bytes=chunk_bytes
+    ) as endpoint:
         say(endpoint.address)
         addresses = hear()
         for peer in cell.links(rank):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 
@@ -33,7 +34,11 @@ MEMORY_BYTES = 1 << 30
 
 
 def run(case: ZeroCase, technique: Technique) -> list[ZeroRun]:
-    """One rank of Weft."""
+    """One rank of Weft, planned anew for each amount of compute."""
+    return [_run(replace(case, compute_s=(compute_s,)), technique) for compute_s in case.compute_s]
+
+
+def _run(case: ZeroCase, technique: Technique) -> ZeroRun:
     with tempfile.TemporaryDirectory(prefix="weft-zero-") as folder:
         config = _config(case, technique, Path(folder))
         engine = emulated_engine(
@@ -49,7 +54,9 @@ def run(case: ZeroCase, technique: Technique) -> list[ZeroRun]:
     ids = torch.zeros(1, 2, dtype=torch.long)
     engine.set_dataiterator(repeat({"input_ids": ids, "labels": ids}))
     layers = [layer for layer in engine.module.modules() if isinstance(layer, EmulatedLayer)]
-    return time_computes(case, layers, engine.train_batch)
+    (found,) = time_computes(case, layers, engine.train_batch)
+    engine.destroy()
+    return found
 
 
 def _config(case: ZeroCase, technique: Technique, folder: Path) -> WeftConfig:
