@@ -38,7 +38,7 @@ class TorchHandle:
         except RuntimeError as error:
             raise ChannelError(
                 f"link {self.link}: {self.tag} did not arrive within comm.timeout_s="
-                f"{self.timeout.total_seconds():g} or the peer has ended: {error}"
+                f"{self.timeout.total_seconds():g} or the peer has ended: {str(error).partition('. ')[0]}"
             ) from error
         return self.tensor
 
