@@ -82,10 +82,14 @@ def report(config: WeftConfig) -> str:
         *_rank_table(config, seen, timeline.peak_bytes),
         *overlap,
         "",
-        f"predicted step {timeline.step_s:.4g} s, bubbles {timeline.bubble_share:.1%}, at "
-        f"{seen.flops_per_s / 1e12:.3g} TFLOP/s a rank ({EFFICIENCY:.0%} of this machine's {seen.device})",
+        f"predicted step {timeline.step_s:.4g} s, bubbles {timeline.bubble_share:.1%}, "
+        + (f"by {config.pipeline.costs_file}" if config.pipeline.costs_file else _speed(seen)),
     ]
     return "\n".join(lines)
+
+
+def _speed(seen: Outlook) -> str:
+    return f"at {seen.flops_per_s / 1e12:.3g} TFLOP/s a rank ({EFFICIENCY:.0%} of this machine's {seen.device})"
 
 
 def overlap_lines(

@@ -135,7 +135,7 @@ def test_a_dry_run_goes_by_given_costs(tmp_path):
     file = tmp_path / "costs.yaml"
     file.write_text("stages: {forward_ms: 100, input_ms: 100, weight_ms: 100}")
     said = report(load(["recipe=quickstart", f"pipeline.costs_file={file}", "pipeline.microbatches=4"]))
-    assert "predicted step 2.1 s, bubbles 42.9%" in said  # (4 + 3) micro-batches x 300 ms
+    assert f"predicted step 2.1 s, bubbles 42.9%, by {file}" in said  # (4 + 3) micro-batches x 300 ms
 
 
 def test_more_ranks_than_gpus(config, monkeypatch):
