@@ -37,9 +37,9 @@ class Mark:
 class Executor:
     """Executes rows of lowered schedules on one rank.
 
-    Sends start as soon as their tensor exists, and those that have not ended by then are
-    waited for when the row has; receives are posted ahead of need. So neither stands between two computations that
-    do not depend on it (MegaScale section 3.2).
+    Sends start as soon as their tensor exists, and are waited for when the row has ended, if
+    they have not ended before; receives are posted ahead of need. So neither stands between
+    two computations that do not depend on it (MegaScale section 3.2).
     """
 
     def __init__(

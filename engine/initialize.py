@@ -136,8 +136,11 @@ def _build(
     if config.model.self_check and placement.num_stages > 1:
         together(lambda: self_check(hf_config) if dist.get_rank() == 0 else None)
     wan = open_wan(placement, config.comm, device)
-    flops_per_s = NOMINAL_FLOPS if wan is None else EFFICIENCY * peak_flops(device)
-    costs = from_rank_zero(lambda: planning_costs(config, hf_config, split, flops_per_s=flops_per_s))
+    costs = from_rank_zero(
+        lambda: planning_costs(
+            config, hf_config, split, flops_per_s=NOMINAL_FLOPS if wan is None else EFFICIENCY * peak_flops(device)
+        )
+    )
     if wan is not None:
         costs = with_probed_links(costs, config.cluster, placement, wan.profiles)
     num_replicas = dist.get_world_size() // placement.num_ranks

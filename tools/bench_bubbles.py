@@ -95,15 +95,15 @@ class _Bench:
         write_model(self.folder / "model")
         with self._bed() as bed, self._serve() as serve:
             _until_ready(self.urls, serve)
-            training = replace(self.training, bed=bed)
+            self.training = replace(self.training, bed=bed)
             with ThreadPoolExecutor(1) as threads:
-                ranks = threads.submit(run_ranks, NUM_RANKS, train, training, timeout_s=RUN_S)
+                ranks = threads.submit(run_ranks, NUM_RANKS, train, self.training, timeout_s=RUN_S)
                 watch = Watch(self.workers)
                 try:
                     self._alternate(trace, ranks, watch)
                     self._break()
                 finally:
-                    training.stop.touch()
+                    self.training.stop.touch()
                     watch.end()
                 if LAST in self.said:
                     ranks.exception()

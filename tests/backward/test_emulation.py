@@ -12,30 +12,26 @@ from weft.engine.emulation import EmulatedLayer, EmulatedStage, EmulatedWork
 WORK = EmulatedWork(forward_s=1.0, input_s=2.0, weight_s=4.0, hidden_bytes=64)
 
 
-def about(seconds):
-    """Less what torch took meanwhile."""
-    return pytest.approx(seconds - 0.2, abs=0.2)
-
-
 @pytest.fixture
 def slept(monkeypatch):
     """Seconds that would have been slept since the last look."""
-    total = [0.0]
+    now, seen = [0.0], [0.0]  # a clock that only pauses move
 
     def look():
-        value, total[0] = total[0], 0.0
+        value, seen[0] = now[0] - seen[0], now[0]
         return value
 
-    monkeypatch.setattr(emulation, "pause", lambda seconds: total.__setitem__(0, total[0] + seconds))
+    monkeypatch.setattr(emulation, "pause", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(emulation, "perf_counter", lambda: now[0])
     return look
 
 
 def test_full_backward(slept):
     stage = EmulatedStage(WORK, index=0, num_layers=6, num_stages=2)
     hidden = stage(None, {})
-    assert slept() == about(3.0)
+    assert slept() == 3.0
     hidden.sum().backward()
-    assert slept() == about(3 * 6.0)
+    assert slept() == 3 * 6.0
     assert [p.grad.item() for p in stage.parameters()] == [1.0] * 3
 
 
@@ -48,10 +44,10 @@ def test_split_backward(slept, index):
     output, saved = split.forward(lambda: stage(hidden, {}, torch.tensor(2.0)), hidden)
     slept()
     below = split.input_backward(saved, torch.ones_like(output))
-    assert slept() == about(3 * 2.0)
+    assert slept() == 3 * 2.0
     assert index == 0 or below.flatten()[0] == 0.5
     split.weight_backward(saved)
-    assert slept() == about(3 * 4.0)
+    assert slept() == 3 * 4.0
     assert [p.grad.item() for p in stage.parameters()] == [1.0] * 3
 
 
@@ -61,9 +57,9 @@ def test_torchs_split(slept):
     output = layers(hidden)
     slept()
     _, groups = stage_backward_input([output], [torch.ones_like(output)], [hidden], layers.parameters())
-    assert slept() == about(3 * 2.0)
+    assert slept() == 3 * 2.0
     stage_backward_weight(layers.parameters(), groups)
-    assert slept() == about(3 * 4.0)
+    assert slept() == 3 * 4.0
     assert [p.grad.item() for p in layers.parameters()] == [1.0] * 3
 
 
