@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from weft.engine.clock import Clock
 from weft.engine.executor import Mark
-from weft.pipeline.action import COMPUTE, Op
+from weft.pipeline.action import COMPUTE, SENDS, Op
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import Span, Timeline
 
@@ -40,7 +40,11 @@ class StepRecord:
         return 1.0 - busy_s / clock.seconds(self.start, self.marks[-1].end)
 
 
-_LANES = {Op.REDUCE_GRAD: "reduce", Op.UNSHARD: "reduce", Op.STEP: "compute", **dict.fromkeys(COMPUTE, "compute")}
+_LANES = {
+    **dict.fromkeys(COMPUTE | {Op.STEP}, "compute"),
+    **dict.fromkeys(SENDS, "send"),
+    **dict.fromkeys((Op.REDUCE_GRAD, Op.UNSHARD), "reduce"),
+}
 
 
 def gather_timeline(

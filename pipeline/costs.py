@@ -29,9 +29,11 @@ class StageCost:
     """Seconds of this stage's weight all-gather."""
     step_s: float = 0.0
     """Seconds of this stage's optimiser step."""
+    send_s: float = 0.0
+    """Seconds of the rank's own time that starting to send an output or an input gradient takes."""
 
     def seconds(self, op: Op) -> float:
-        """Duration of ``op``; transfers are the links' business and take 0 here."""
+        """Seconds for which ``op`` holds its rank; what a transfer takes besides is the link's business."""
         match op:
             case Op.F:
                 return self.forward_s
@@ -47,6 +49,8 @@ class StageCost:
                 return self.unshard_s
             case Op.STEP:
                 return self.step_s
+            case Op.SEND_F | Op.SEND_B:
+                return self.send_s
         return 0.0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from weft.pipeline.action import Op
+from weft.pipeline.action import SENDS, Op
 from weft.pipeline.costs import CostModel, StageCost
 from weft.pipeline.timeline import Timeline
 
@@ -25,9 +25,10 @@ def fit_costs(timelines: Sequence[Timeline], costs: CostModel) -> CostModel:
     seconds: dict[tuple[Op, int], list[float]] = defaultdict(list)
     for timeline in timelines:
         for span in timeline.spans:
-            if len(span.slot) == 1:
+            if len(span.slot) == 1 and (span.slot[0].op not in SENDS or span.lane == "send"):
                 action = span.slot[0]
-                seconds[action.op, action.stage].append(span.end_s - span.start_s)
+                op = Op.SEND_F if action.op in SENDS else action.op  # both ways cost alike
+                seconds[op, action.stage].append(span.end_s - span.start_s)
     middle = {key: median(values) for key, values in seconds.items()}
     return replace(costs, stages=tuple(_fit_stage(s, cost, middle) for s, cost in enumerate(costs.stages)))
 
@@ -45,4 +46,5 @@ def _fit_stage(stage: int, cost: StageCost, middle: dict[tuple[Op, int], float])
         reduce_s=seen(Op.REDUCE_GRAD, cost.reduce_s),
         unshard_s=seen(Op.UNSHARD, cost.unshard_s),
         step_s=seen(Op.STEP, cost.step_s),
+        send_s=seen(Op.SEND_F, cost.send_s),
     )

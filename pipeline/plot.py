@@ -167,6 +167,8 @@ def _boxes(timeline: Timeline) -> Iterator[_Box]:
     first, bottom = _COMPUTE
     for span in timeline.spans:
         action = span.slot[0]
+        if span.lane == "send":
+            continue
         if action.op in _THIN:
             top, end = _THIN[action.op]
             yield _Box(action, span.start_s, span.end_s, span.rank + top, span.rank + end)

@@ -20,6 +20,7 @@ _STAGE_FIELDS = {
     "reduce_s": ("reduce_ms", 1e3),
     "unshard_s": ("unshard_ms", 1e3),
     "step_s": ("step_ms", 1e3),
+    "send_s": ("send_ms", 1e3),
 }
 _REQUIRED = ("forward_ms", "input_ms", "weight_ms")
 _LINK_FIELDS = ("latency_ms", "bandwidth_mbps", "streams", "sharing")
@@ -40,6 +41,7 @@ def load_costs(path: Path, num_stages: int) -> CostModel:
           reduce_ms: 40               # gradient reduction over replicas
           unshard_ms: 20
           step_ms: 5                  # optimiser
+          send_ms: 0.2                # of the rank's own time, to start sending an output or gradient
         links:
           local: {latency_ms: 0.01, bandwidth_mbps: 100000}
           wan: {latency_ms: 20, bandwidth_mbps: 500, streams: 16, sharing: 2}

@@ -23,7 +23,8 @@ def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
     Each rank computes its slots in row order, one at a time; a strand pair starts when the
     needs of both halves are met and takes ``pair_scale`` times their sum. A transfer leaves
     when its producer has ended and its link is free, first come first served, and arrives
-    ``latency_s`` after its last byte has left. Links are full duplex: within a site a rank
+    ``latency_s`` after its last byte has left; starting it holds the rank for ``send_s``,
+    during which it may leave. Links are full duplex: within a site a rank
     sends activations and gradients side by side; a rank's transfers to other sites share
     its one uplink (Atlas section 3), and in a DP-cell all pipelines' uplinks carry each transfer
     together, one after the other in the order of their rows (Atlas section 4.4). Collectives over
@@ -41,7 +42,7 @@ def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
         raise ValueError(
             f"costs.stages: costs of {len(costs.stages)} virtual stages, schedule {schedule.name!r} has {num_stages}"
         )
-    if not _is_free(costs):
+    if _has_transfers(costs):
         schedule = add_transfers(schedule)
     run = Run(schedule, costs)
     for visit in execution_order(schedule):
@@ -56,10 +57,10 @@ def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
     )
 
 
-def _is_free(costs: CostModel) -> bool:
-    """Whether every transfer takes no time, so that transfers need not be looked at."""
+def _has_transfers(costs: CostModel) -> bool:
+    """Whether a transfer takes any time; if none does, they need not be looked at."""
     links = (costs.local, costs.wan, *(link for _, link in costs.wan_links))
-    return all(link.latency_s == 0 and link.occupancy_s(1.0) == 0 for link in links)
+    return any(link.latency_s or link.occupancy_s(1.0) for link in links) or any(s.send_s for s in costs.stages)
 
 
 class Run:
@@ -121,6 +122,7 @@ class Run:
         """When the transfer arrives."""
         op, stage, _ = slot[0]
         placement = self._schedule.placement
+        self._rank_free_s[rank] = self._occupy(rank, "send", slot, posted_s, self._seconds(slot), 0.0)
         other = stage + 1 if op is Op.SEND_F else stage - 1
         peer = placement.stage_ranks[other]
         link = self._link(rank, peer)

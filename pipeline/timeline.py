@@ -14,8 +14,9 @@ class Span:
 
     rank: int
     lane: str
-    """``compute`` for the rank's own work; ``reduce`` for collectives over its replicas;
-    ``F>3`` or ``B>1`` for a transfer to that rank, from its first byte to its arrival."""
+    """``compute`` for the rank's own work; ``send`` for its own time to start a transfer;
+    ``reduce`` for collectives over its replicas; ``F>3`` or ``B>1`` for a transfer to that rank,
+    from its first byte to its arrival (predicted only)."""
     slot: Slot
     start_s: float
     end_s: float

@@ -11,9 +11,10 @@ from weft.tools.peers.case import Case
 from weft.tools.peers.race import Result, print_table, race, save_results
 from weft.tools.peers.table import PEERS
 
-SIZES = ((8, 8), (8, 16), (16, 8))
+SIZES = ((8, 8), (8, 16), (16, 8), (16, 16))
 """Layers and micro-batches."""
 HIDDEN_MIB = (1, 8)
+NUMBERS = range(1, len(SIZES) * len(HIDDEN_MIB) + 1)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="the smallest case, one round of three steps")
     parser.add_argument("--json", metavar="FILE", help="also write every figure here")
     parser.add_argument(
-        "--cases", nargs="+", metavar="N", type=int, default=list(range(1, 7)), help="which cases to run, from 1 to 6"
+        "--cases", nargs="+", metavar="N", type=int, default=list(NUMBERS), help=f"of 1 to {NUMBERS[-1]}"
     )
     parser.add_argument(
         "--engines", nargs="+", metavar="NAME", default=list(PEERS), help=f"which to run, of {', '.join(PEERS)}"
@@ -32,8 +33,8 @@ def main(argv: Sequence[str]) -> int:
     if unknown:
         raise ValueError(f"--engines {' '.join(unknown)}: not known; choose from {', '.join(PEERS)}")
     cases = _cases(args.quick)
-    if not set(args.cases) <= set(range(1, 7)):
-        raise ValueError(f"--cases {' '.join(map(str, args.cases))}: choose from 1 to 6")
+    if not set(args.cases) <= set(NUMBERS):
+        raise ValueError(f"--cases {' '.join(map(str, args.cases))}: choose from 1 to {NUMBERS[-1]}")
     cases = [case for number, case in enumerate(cases, start=1) if number in args.cases]
     results = list(race(args.engines, cases, rounds=1 if args.quick else 2))
     print_table(

@@ -201,9 +201,7 @@ class ListScheduler:
         slot = nodes[0] if len(nodes) == 1 else problem.pair(*nodes)
         end_s = now_s + problem.seconds[slot]
         self.rows[rank].append(slot)
-        self._free_s[rank] = end_s
         self._level[rank] += problem.in_all[slot]
-        heappush(self._wake, (end_s, rank))
         for node in nodes:
             stage, kind = divmod(node // problem.num_microbatches, len(KINDS))
             for line_kind in (I, W) if kind == B else (kind,):
@@ -217,3 +215,6 @@ class ListScheduler:
             self._arrival_s[problem.fact[node]] = arrival_s
             if problem.receiver[node] >= 0:
                 heappush(self._wake, (arrival_s, problem.receiver[node]))
+            end_s += problem.send_s[node]
+        self._free_s[rank] = end_s
+        heappush(self._wake, (end_s, rank))

@@ -30,8 +30,8 @@ class Problem:
     All lists are by node: ``seconds``; ``waits``, the fact made on another rank that must
     arrive first (or NONE); ``near``, the facts needed from the same rank; ``fact``, what it
     establishes (B establishes its I's); ``link``, the resource that carries the fact away
-    (or NONE), for ``occupancy_s``, and ``latency_s`` on top; ``receiver``, the rank that
-    waits for it (or NONE).
+    (or NONE), for ``occupancy_s``, and ``latency_s`` on top; ``send_s``, for which starting
+    this holds the rank; ``receiver``, the rank that waits for it (or NONE).
     """
 
     placement: Placement
@@ -46,6 +46,7 @@ class Problem:
     link: list[int] = field(default_factory=list)
     occupancy_s: list[float] = field(default_factory=list)
     latency_s: list[float] = field(default_factory=list)
+    send_s: list[float] = field(default_factory=list)
     receiver: list[int] = field(default_factory=list)
     at_start: list[float] = field(default_factory=list)
     in_all: list[float] = field(default_factory=list)
@@ -183,6 +184,7 @@ class Problem:
         self.link += [link] * count
         self.occupancy_s += [occupancy_s] * count
         self.latency_s += [latency_s] * count
+        self.send_s += [0.0 if receiver == NONE else cost.send_s] * count
         self.receiver += [receiver] * count
         self.at_start += [at_start] * count
         self.in_all += [in_all] * count

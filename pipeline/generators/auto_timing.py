@@ -42,6 +42,7 @@ def time_rows(problem: Problem, rows: Rows) -> Timing | None:
     """
     seconds, waits, fact, link, halves = problem.seconds, problem.waits, problem.fact, problem.link, problem.halves
     occupancy_s, latency_s, receiver = problem.occupancy_s, problem.latency_s, problem.receiver
+    send_s = problem.send_s
     num_nodes = problem.num_nodes
     end_s, cause = [0.0] * len(seconds), [NONE] * len(seconds)
     arrival_s, maker, ahead = [NEVER] * num_nodes, [NONE] * num_nodes, [NONE] * num_nodes
@@ -76,6 +77,7 @@ def time_rows(problem: Problem, rows: Rows) -> Timing | None:
                     link_free_s[lane], link_last[lane] = sent_s, made
                 arrival_s[made] = sent_s + latency_s[part]
                 maker[made] = slot
+                now_s += send_s[part]
                 if missing[receiver[part]] == made:
                     ready.append(receiver[part])
         else:

@@ -63,6 +63,7 @@ STAGES = st.builds(
     reduce_s=SECONDS,
     unshard_s=SECONDS,
     step_s=SECONDS,
+    send_s=SECONDS,
 )
 
 

@@ -51,11 +51,13 @@ def test_times_follow_rows_dependencies_and_links(data):
     timeline = simulate(schedule, costs)
     ranks, sites = schedule.placement.stage_ranks, schedule.placement.rank_sites
     ended = {}
-    uplinks = {}
+    uplinks, held = {}, {}
     for span in timeline.spans:
-        for action in span.slot:
-            ended[action] = span.end_s
-        if span.slot[0].op in SENDS:
+        if span.lane != "send":
+            ended.update(dict.fromkeys(span.slot, span.end_s))
+        if span.lane == "send":
+            held.setdefault(span.rank, []).append((span.start_s, span.end_s))
+        elif span.slot[0].op in SENDS:
             peer = int(span.lane[2:])
             link = costs.link(sites[span.rank], sites[peer])
             queue = "wan" if sites[span.rank] != sites[peer] else span.lane[0]
@@ -65,7 +67,8 @@ def test_times_follow_rows_dependencies_and_links(data):
     for rank, lane in enumerate(timeline.compute):
         order = [span.slot for span in lane if span.slot[0].op in COMPUTE]
         assert order == [slot for slot in schedule.rows[rank] if slot[0].op in COMPUTE]
-        assert all(before.end_s <= after.start_s for before, after in pairwise(lane))
+        busy = sorted([*((span.start_s, span.end_s) for span in lane), *held.get(rank, [])])
+        assert all(before[1] <= after[0] for before, after in pairwise(busy))
         for span in lane:
             for action in span.slot:
                 if action.op is Op.F and action.stage > 0:

@@ -1,5 +1,6 @@
 """What a run leaves behind."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 from weft.pipeline.costs import CostModel
@@ -13,17 +14,19 @@ from weft.recipes import finish
 
 def test_the_costs_of_a_run_can_be_planned_with(tmp_path, monkeypatch):
     schedule = generate("1f1b", Placement.straight(2), 4)
-    measured = simulate(schedule, CostModel.unit(2))
+    unit = CostModel.unit(2)
+    costs = replace(unit, stages=tuple(replace(stage, send_s=0.25) for stage in unit.stages))
+    measured = simulate(schedule, costs)
     engine = SimpleNamespace(
         measured_timelines=lambda: [measured] * 3,
         global_rank=0,
         micro_batches=4,
         plan_for=lambda _: SimpleNamespace(cell=schedule),
-        costs=CostModel.unit(2),
+        costs=unit,
     )
     said = []
     monkeypatch.setattr(finish, "say", said.append)
     finish.draw_timeline(engine, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"costs.yaml", "timeline.json", "timeline.png"}
-    assert load_costs(tmp_path / "costs.yaml", 2) == fit_costs([measured], CostModel.unit(2))
-    assert "measured 15.000 s, predicted 15.000 s" in said[0]
+    assert load_costs(tmp_path / "costs.yaml", 2) == fit_costs([measured], unit) == costs
+    assert "measured 15.750 s, predicted 15.750 s" in said[0]
