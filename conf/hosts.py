@@ -37,6 +37,11 @@ def world_size(cluster: ClusterConfig) -> int:
     return sum(read_hostfile(cluster.hostfile).values()) if cluster.hostfile else cluster.ranks
 
 
+def most_ranks_of_a_host(cluster: ClusterConfig) -> int:
+    """Processes on the fullest host."""
+    return max(read_hostfile(cluster.hostfile).values()) if cluster.hostfile else cluster.ranks
+
+
 def is_loopback(address: str) -> bool:
     """Whether only processes of the same machine reach this address."""
     return address in ("localhost", "::1") or address.startswith("127.")

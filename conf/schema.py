@@ -195,8 +195,9 @@ class PipelineConfig:
     """Virtual stages per rank of the interleaved schedule."""
     launch_together: int = 0
     """Micro-batches of a chunk that the interleaved schedule launches in a row: more hide more of
-    ZeRO's collectives and hold more activations. 0 is what `weft plan` says, where
-    `memory_cap_bytes` limits it and collectives have been measured, or else one for each rank."""
+    ZeRO's collectives and hold more activations. 0 is what `weft plan` says, as far as
+    `memory_cap_bytes` or the device's memory allows, where collectives have been measured, or
+    else one for each rank."""
     microbatches: int = 4
     """Micro-batches per step and replica."""
     split: SplitKind = SplitKind.even

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -51,6 +52,23 @@ def init_distributed(timeout_s: float) -> torch.device:
         verbose=False,
     )
     return torch.device(accelerator.device_name(local_rank) if accelerator.device_name() != "cpu" else "cpu")
+
+
+def ranks_on_this_host() -> int:
+    """Ranks that the launcher (torchrun's, or DeepSpeed's) started here; the whole world, if it does not say."""
+    told = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    return int(told) if told else dist.get_world_size()
+
+
+def device_bytes(device: torch.device, sharing: int) -> float:
+    """Memory of a rank's device: a GPU's own; of a host's, an equal share for each rank on it.
+
+    Args:
+        sharing: ranks on the host.
+    """
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return psutil.virtual_memory().total / sharing
 
 
 def process_groups() -> list[dist.ProcessGroup]:

@@ -83,7 +83,8 @@ class WeftEngine(PipelineEngine):
                 micro-batches.
             costs: what the schedule was planned with.
             collectives: over this rank's replicas.
-            overlap: how stages are cut into chunks; None keeps to the bucket sizes alone.
+            overlap: how stages are cut into chunks, and what schedules do for it; None keeps to the
+                bucket sizes alone.
             wan: the links between sites, where stages lie at several.
             deepspeed: what DeepSpeed's engine takes; ``model`` is a `WeftModule`.
         """
@@ -223,6 +224,7 @@ class WeftEngine(PipelineEngine):
                     costs=self.costs,
                     num_microbatches=num_microbatches,
                     zero_stage=self.weft.zero.stage,
+                    overlap=self.overlap,
                 )
             )
             self._plan(cells[sizes[self.replica]])

@@ -29,6 +29,11 @@ def stage_sizes(hf_config: PreTrainedConfig, split: StageSplit) -> list[PartSize
     return stages
 
 
+def largest_block(hf_config: PreTrainedConfig) -> int:
+    """Weights of the largest decoder layer."""
+    return max(layer.parameters for layer in model_sizes(hf_config).layers)
+
+
 def planning_costs(
     config: WeftConfig, hf_config: PreTrainedConfig, split: StageSplit, *, flops_per_s: float
 ) -> CostModel:

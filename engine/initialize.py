@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,16 @@ from weft.conf.schema import Partition, WeftConfig
 from weft.conf.sites import ranks_per_site
 from weft.engine.crossings import Seat, open_wan, with_probed_links
 from weft.engine.deepspeed_keys import split_deepspeed_config
-from weft.engine.distributed import from_rank_zero, init_distributed, process_groups, together
+from weft.engine.distributed import (
+    device_bytes,
+    from_rank_zero,
+    init_distributed,
+    process_groups,
+    ranks_on_this_host,
+    together,
+)
 from weft.engine.engine import WeftEngine
-from weft.engine.estimates import planning_costs, stage_sizes
+from weft.engine.estimates import largest_block, planning_costs, stage_sizes
 from weft.engine.flops import EFFICIENCY, peak_flops
 from weft.engine.formats import DTYPES
 from weft.engine.module import WeftModule
@@ -148,10 +154,10 @@ def _build(
     sizes = [seat.pipelines for seat in Seat.all(placement, num_replicas, config.comm.cell)]
     collectives = Collectives.open(config, placement.num_ranks, device)
     overlap = from_rank_zero(lambda: _plan_overlap(config, hf_config, split, placement, collectives, device))
-    if overlap is not None:
-        config = replace(config, pipeline=overlap.obeyed_by(config.pipeline))
     schedule = from_rank_zero(
-        lambda: plan_cells(config.pipeline, placement, sizes, costs=costs, zero_stage=config.zero.stage)
+        lambda: plan_cells(
+            config.pipeline, placement, sizes, costs=costs, zero_stage=config.zero.stage, overlap=overlap
+        )
     )[sizes[replica]]
     held = placement.rank_stages[pipe_rank]
     module = WeftModule(together(lambda: _make_stages(config, model, split, held)), placement)
@@ -192,9 +198,18 @@ def _plan_overlap(
     """The three tiers' answers; None without measured costs, or where workloads are not to be partitioned."""
     if collectives.costs is None or config.zero.partition is not Partition.workload:
         return None
-    elements = (size.parameters for size in stage_sizes(hf_config, split))
-    work = ZeroWork.of(config, collectives.group, collectives.costs, elements)
+    elements = [size.parameters for size in stage_sizes(hf_config, split)]
     costs = planning_costs(config, hf_config, split, flops_per_s=EFFICIENCY * peak_flops(device))
+    work = ZeroWork.of(
+        config,
+        collectives.group,
+        collectives.costs,
+        elements,
+        stages=costs,
+        placement=placement,
+        largest_block=largest_block(hf_config),
+        available=device_bytes(device, ranks_on_this_host()),
+    )
     return plan_overlap(work, costs, placement, config.pipeline.microbatches)
 
 

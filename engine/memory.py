@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.conf.schema import Precision, ZeroConfig
+from weft.conf.schema import Precision, WeftConfig, ZeroConfig
+from weft.pipeline.costs import CostModel
+from weft.pipeline.placement import Placement
 
 WEIGHT_BYTES = {Precision.fp32: 4, Precision.bf16: 2, Precision.fp16: 2}
 """Bytes of a weight, and of an activation's element."""
@@ -14,6 +17,8 @@ GRADIENT_BYTES = 4
 """Bytes of an added-up gradient."""
 OPTIMIZER_BYTES = 8
 """Bytes of optimiser state per weight: two fp32 moments."""
+USABLE = 0.8
+"""Share of a device's memory that a plan fills; the rest is the library's, the allocator's and an estimate's error."""
 
 
 @dataclass(frozen=True)
@@ -64,3 +69,39 @@ def zero_memory(
         optimizer=stepped * (OPTIMIZER_BYTES + MASTER_BYTES[precision]),
         buffers=2 * chunk * GRADIENT_BYTES if zero.stage and replicas > 1 else 0,
     )
+
+
+def activation_memory(
+    config: WeftConfig,
+    costs: CostModel,
+    placement: Placement,
+    parameters: Sequence[int],
+    *,
+    replicas: int,
+    largest_block: int,
+    available: float,
+) -> float:
+    """Bytes that are left for saved activations on the fullest rank: the M of Centauri's equation 2.
+
+    That is ``pipeline.memory_cap_bytes``, if it is set; or what `zero_memory` leaves of the
+    device, and one micro-batch at least.
+
+    Args:
+        parameters: trained weights of each virtual stage.
+        available: memory of a rank's device, see `device_bytes`.
+    """
+    if config.pipeline.memory_cap_bytes:
+        return float(config.pipeline.memory_cap_bytes)
+    left = []
+    for held in placement.rank_stages:
+        taken = zero_memory(
+            sum(parameters[stage] for stage in held),
+            config.zero,
+            config.train.precision,
+            replicas,
+            largest_block=largest_block,
+            microbatches=config.pipeline.microbatches,
+        )
+        one = sum(costs.stages[stage].activation_bytes for stage in held)
+        left.append(max(USABLE * available - taken.total, one))
+    return min(left)

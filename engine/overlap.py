@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import inf
 
 from weft.comm.collectives import Choice, Collective, CollectiveCosts, Group, LinkClass, Primitive, choose
-from weft.conf.schema import PipelineConfig, WeftConfig
-from weft.engine.memory import WEIGHT_BYTES
+from weft.conf.schema import WeftConfig
+from weft.engine.memory import WEIGHT_BYTES, activation_memory
 from weft.pipeline.costs import CostModel, StageCost
 from weft.pipeline.placement import Placement
 from weft.pipeline.tiers import (
@@ -38,7 +38,7 @@ class ZeroWork:
         costs: of collectives over that group.
         elements: parameters of each virtual stage.
         gradient_bytes, weight_bytes: of one element.
-        memory_bytes: what saved activations of a rank may take.
+        memory_bytes: what saved activations of a rank may take, all its stages together.
     """
 
     zero_stage: int
@@ -50,8 +50,33 @@ class ZeroWork:
     memory_bytes: float = inf
 
     @classmethod
-    def of(cls, config: WeftConfig, group: Group, costs: CollectiveCosts, elements: Iterable[int]) -> ZeroWork:
-        """What ``config`` shards, over a group of replicas whose collectives cost so much."""
+    def of(
+        cls,
+        config: WeftConfig,
+        group: Group,
+        costs: CollectiveCosts,
+        elements: Sequence[int],
+        *,
+        stages: CostModel,
+        placement: Placement,
+        largest_block: int,
+        available: float,
+    ) -> ZeroWork:
+        """What ``config`` shards, over a group of replicas whose collectives cost so much.
+
+        Args:
+            stages: costs of the virtual stages.
+            largest_block, available: as of `activation_memory`.
+        """
+        memory_bytes = activation_memory(
+            config,
+            stages,
+            placement,
+            elements,
+            replicas=group.size,
+            largest_block=largest_block,
+            available=available,
+        )
         return cls(
             zero_stage=config.zero.stage,
             group=group,
@@ -59,7 +84,7 @@ class ZeroWork:
             elements=tuple(elements),
             gradient_bytes=WEIGHT_BYTES[config.zero.communication_data_type],
             weight_bytes=WEIGHT_BYTES[config.train.precision],
-            memory_bytes=float(config.pipeline.memory_cap_bytes) or inf,
+            memory_bytes=memory_bytes,
         )
 
 
@@ -128,28 +153,28 @@ class OverlapPlan:
         stages: of every virtual stage.
         together: micro-batches of a chunk to launch in a row: the most that a stage asks for,
             and one per rank at least.
+        memory_bytes: what saved activations of a rank may take.
     """
 
     stages: tuple[StageOverlap, ...]
     together: int
+    memory_bytes: float = inf
 
     @property
     def cuts(self) -> dict[int, tuple[float, ...]]:
         """`StageOverlap.cuts` by virtual stage."""
         return {plan.stage: plan.cuts for plan in self.stages}
 
+    @property
+    def input_first(self) -> frozenset[int]:
+        """Stages whose backward gains by computing input gradients first, for which a stage before waits."""
+        return frozenset(plan.stage for plan in self.stages if plan.stage > 0 and plan.layer.gains_by_input_first)
+
     def lines(self) -> Iterator[str]:
         """The choices with their reasons."""
         for plan in self.stages:
             yield from plan.lines()
         yield f"{self.together} micro-batches launched together cover the most, with schedule=interleaved"
-
-    def obeyed_by(self, pipeline: PipelineConfig) -> PipelineConfig:
-        """The pipeline with the model tier's number, where it is left to it and memory is limited."""
-        asked = pipeline.schedule.value == "interleaved" and not pipeline.launch_together
-        if not (asked and pipeline.memory_cap_bytes):
-            return pipeline
-        return replace(pipeline, launch_together=self.together)
 
 
 def plan_overlap(work: ZeroWork, costs: CostModel, placement: Placement, num_microbatches: int) -> OverlapPlan:
@@ -169,10 +194,11 @@ def plan_overlap(work: ZeroWork, costs: CostModel, placement: Placement, num_mic
     for stage in range(placement.num_stages):
         mine = held[placement.stage_ranks[stage]]
         before = costs.stages[mine[mine.index(stage) - 1]] if stage != mine[0] else None
-        plans.append(_plan_stage(work, stage, costs.stages[stage], before, num_microbatches))
+        share = replace(work, memory_bytes=work.memory_bytes / len(mine))
+        plans.append(_plan_stage(share, stage, costs.stages[stage], before, num_microbatches))
     wanted = max(max(plan.model.l1, plan.model.l2) for plan in plans)
     together = min(max(wanted, placement.num_ranks), max(num_microbatches, placement.num_ranks))
-    return OverlapPlan(tuple(plans), together)
+    return OverlapPlan(tuple(plans), together, work.memory_bytes)
 
 
 def with_collectives(costs: CostModel, plan: OverlapPlan) -> CostModel:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weft.conf.schema import PipelineConfig, PlacementKind
+from weft.engine.overlap import OverlapPlan
 from weft.pipeline.action import SENDS, Op, receive_of
 from weft.pipeline.cell import add_relays, pipeline_of, side_by_side, uplink_order
 from weft.pipeline.costs import CostModel
-from weft.pipeline.generators import generate
-from weft.pipeline.lowering import lower, open_pairs
+from weft.pipeline.generators import generate, generators
+from weft.pipeline.lowering import lower, open_pairs, split_backwards
+from weft.pipeline.memory import peak_bytes
 from weft.pipeline.placement import Placement
 from weft.pipeline.profile import load_costs
 from weft.pipeline.schedule import Schedule
@@ -60,6 +63,7 @@ def plan_schedule(
     costs: CostModel | None = None,
     pipelines: int = 1,
     zero_stage: int = 0,
+    overlap: OverlapPlan | None = None,
 ) -> Schedule:
     """The lowered, validated schedule of one training step.
 
@@ -68,6 +72,7 @@ def plan_schedule(
         costs: of one pipeline, for schedules that look at them; unit costs otherwise.
         pipelines: of a DP-cell, which is planned as a whole.
         zero_stage: what replicas shard: 0 to 3.
+        overlap: whose layer and model tier fixed schedules carry out, as far as memory allows.
 
     Raises:
         ValueError: the kind does not go with the placement or the number of micro-batches,
@@ -90,6 +95,8 @@ def plan_schedule(
             search_seconds=config.search_seconds,
             launch_together=config.launch_together,
         )
+        if overlap is not None and not generators()[kind].looks_at_costs:
+            schedule = _obey(schedule, config, alone, overlap)
     if not as_one:
         schedule = side_by_side(schedule, pipelines)
     lowered = add_relays(
@@ -97,6 +104,21 @@ def plan_schedule(
     )
     validate(lowered, costs=costs, memory_cap_bytes=cap)
     return lowered
+
+
+def _obey(schedule: Schedule, config: PipelineConfig, costs: CostModel, overlap: OverlapPlan) -> Schedule:
+    """The fixed schedule with as many micro-batches launched together, and the gradients first, that the plan says."""
+    kind, least = config.schedule.value, schedule.placement.num_ranks
+
+    def launching(count: int) -> Schedule:
+        return generate(kind, schedule.placement, schedule.num_microbatches, launch_together=count)
+
+    if generators()[kind].goes_in_rounds and not config.launch_together:
+        more = range(least + 1, overlap.together + 1)
+        fits = bisect_right(more, overlap.memory_bytes, key=lambda count: peak_bytes(launching(count), costs))
+        schedule = launching(least + fits) if fits else schedule
+    split = split_backwards(schedule, overlap.input_first)
+    return split if peak_bytes(split, costs) <= overlap.memory_bytes else schedule
 
 
 def plan_cells(
@@ -107,11 +129,18 @@ def plan_cells(
     costs: CostModel,
     num_microbatches: int = 0,
     zero_stage: int = 0,
+    overlap: OverlapPlan | None = None,
 ) -> dict[int, Schedule]:
     """The schedules of DP-cells of these sizes; see `plan_schedule`."""
     return {
         size: plan_schedule(
-            config, placement, num_microbatches=num_microbatches, costs=costs, pipelines=size, zero_stage=zero_stage
+            config,
+            placement,
+            num_microbatches=num_microbatches,
+            costs=costs,
+            pipelines=size,
+            zero_stage=zero_stage,
+            overlap=overlap,
         )
         for size in sorted(set(sizes))
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from weft.pipeline.action import RECEIVES, SENDS, WEIGHT_USERS, Action, Op, Slot
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
@@ -115,6 +117,18 @@ def add_optimizer_step(schedule: Schedule) -> Schedule:
         return schedule
     held = schedule.placement.rank_stages
     return schedule.with_rows([[*row, (Action(Op.STEP, held[rank][0]),)] for rank, row in enumerate(schedule.rows)])
+
+
+def split_backwards(schedule: Schedule, stages: Collection[int]) -> Schedule:
+    """The schedule with each ``B`` of these virtual stages as ``I`` and ``W``; strand pairs stay as they are."""
+
+    def parts(slot: Slot) -> list[Slot]:
+        (op, stage, _), *other = slot
+        if op is not Op.B or stage not in stages or other:
+            return [slot]
+        return [(slot[0]._replace(op=half),) for half in (Op.I, Op.W)]
+
+    return schedule.with_rows([[part for slot in row for part in parts(slot)] for row in schedule.rows])
 
 
 def open_pairs(schedule: Schedule) -> Schedule:

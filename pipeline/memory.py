@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from weft.pipeline.action import COMPUTE, Op, Slot
 from weft.pipeline.costs import CostModel, StageCost
+from weft.pipeline.schedule import Schedule
 
 
 class Held(NamedTuple):
@@ -15,6 +16,11 @@ class Held(NamedTuple):
     num_bytes: float
     num_chunks: int
     """Chunk activations: forwards whose input gradient is not done yet."""
+
+
+def peak_bytes(schedule: Schedule, costs: CostModel) -> float:
+    """The most bytes of saved activations on any rank at any time."""
+    return max((held.num_bytes for row in schedule.rows for held in held_along(row, costs)), default=0.0)
 
 
 def held_along(row: Iterable[Slot], costs: CostModel) -> Iterator[Held]:

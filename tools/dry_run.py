@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedConfig
 
 from weft.comm.collectives import CollectiveCosts, Group
 from weft.comm.collectives.cache import CostCache, topology_key
-from weft.conf.hosts import read_hostfile, world_size
+from weft.conf.hosts import most_ranks_of_a_host, read_hostfile, world_size
 from weft.conf.schema import WeftConfig
 from weft.conf.sites import ranks_per_site
 from weft.engine.crossings import Seat
 from weft.engine.data import load_tokenizer
-from weft.engine.estimates import planning_costs, stage_sizes
+from weft.engine.distributed import device_bytes
+from weft.engine.estimates import largest_block, planning_costs, stage_sizes
 from weft.engine.flops import EFFICIENCY, peak_flops
 from weft.engine.memory import zero_memory
 from weft.engine.overlap import OverlapPlan, ZeroWork, plan_overlap, with_collectives
 from weft.engine.plan import plan_placement, plan_schedule
 from weft.engine.stages import StageSplit, load_hf_config, split_layers
-from weft.engine.stages.sizes import PartSize, model_sizes
+from weft.engine.stages.sizes import PartSize
 from weft.pipeline.cell import predict
 from weft.pipeline.costs import CostModel
 from weft.pipeline.placement import Placement
@@ -46,8 +48,6 @@ def outlook(config: WeftConfig) -> Outlook:
     Raises:
         ValueError: the model or the data cannot be read.
     """
-    import torch
-
     if not config.model.path:
         config.model.overrides.setdefault("vocab_size", len(load_tokenizer(config.model, config.data)))
     hf_config = load_hf_config(config.model)
@@ -69,9 +69,10 @@ def report(config: WeftConfig) -> str:
     seen = outlook(config)
     plan, overlap = overlap_lines(config, seen)
     costs = with_collectives(seen.costs, plan) if plan else seen.costs
-    pipeline = plan.obeyed_by(config.pipeline) if plan else config.pipeline
     pipelines = Seat.of(0, seen.placement, seen.replicas, config.comm.cell).pipelines
-    schedule = plan_schedule(pipeline, seen.placement, costs=costs, pipelines=pipelines, zero_stage=config.zero.stage)
+    schedule = plan_schedule(
+        config.pipeline, seen.placement, costs=costs, pipelines=pipelines, zero_stage=config.zero.stage, overlap=plan
+    )
     timeline = predict(schedule, costs, 0)
     lines = [
         f"{seen.hf_config.model_type}, {sum(s.parameters for s in seen.sizes) / 1e6:,.1f} M parameters; "
@@ -108,7 +109,17 @@ def overlap_lines(
     found = collectives or CostCache.in_folder(config.data.cache_dir).read(key)
     if found is None:
         return None, ["", f"ZeRO: collectives {key}: not measured; `weft bench collectives` does it"]
-    work = ZeroWork.of(config, group, found, (size.parameters for size in seen.sizes))
+    elements = [size.parameters for size in seen.sizes]
+    work = ZeroWork.of(
+        config,
+        group,
+        found,
+        elements,
+        stages=seen.costs,
+        placement=seen.placement,
+        largest_block=largest_block(seen.hf_config),
+        available=device_bytes(torch.device(seen.device), most_ranks_of_a_host(config.cluster)),
+    )
     plan = plan_overlap(work, seen.costs, seen.placement, config.pipeline.microbatches)
     return plan, ["", f"ZeRO-{config.zero.stage} over {key}", *plan.lines()]
 
@@ -125,7 +136,7 @@ def _replicas(config: WeftConfig, count: int, num_nodes: int) -> Group:
 
 
 def _rank_table(config: WeftConfig, seen: Outlook, activations: tuple[float, ...]) -> list[str]:
-    largest = max(layer.parameters for layer in model_sizes(seen.hf_config).layers)
+    largest = largest_block(seen.hf_config)
     heads = "rank stages layers parameters weights gradients optimiser buffers activations total"
     rows: list[tuple[str, ...]] = [tuple(heads.split())]
     for rank, held in enumerate(seen.placement.rank_stages):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from math import isclose
 
 
 class First(Enum):
@@ -43,6 +44,11 @@ class LayerPlan:
     t1: float
     t2: float
     reason: str
+
+    @property
+    def gains_by_input_first(self) -> bool:
+        """Whether input gradients first is not only as good."""
+        return self.t1 < self.t2 and not isclose(self.t1, self.t2)
 
 
 def layer_tier(c: LayerCosts) -> LayerPlan:

@@ -126,7 +126,7 @@ def test_bench_engine(no_processes, capsys, tmp_path):
 def test_bench_schedules(no_processes, capsys):
     assert bench_schedules.main([]) == 0
     out = capsys.readouterr().out
-    assert out.count("Weft zbv") == 6
+    assert out.count("Weft zbv") == 8
     assert "1.00x best" in out
     with pytest.raises(ValueError, match="--engines nonsense: not known; choose from deepspeed-1f1b"):
         bench_schedules.main(["--engines", "nonsense"])

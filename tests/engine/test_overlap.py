@@ -58,9 +58,9 @@ def test_without_shards_gradients_are_all_reduced_and_weights_stay():
 
 
 def test_memory_limits_what_is_launched_together():
-    assert plan(memory=200.0).together == 2
+    assert plan(memory=4 * 200.0).together == 2
     with pytest.raises(ValueError, match="not even one fits"):
-        plan(memory=50.0)
+        plan(memory=4 * 50.0)
 
 
 def test_the_simulator_sees_the_collectives():

@@ -1,17 +1,24 @@
 """The engine issues the collectives of the overlap plan, chunk by chunk and in its order."""
 
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass
-from weft.conf.schema import PipelineConfig, ScheduleKind, ZeroConfig
+from weft.conf.schema import PipelineConfig, ScheduleKind, WeftConfig, ZeroConfig
 from weft.engine.emulation import EmulatedStage, EmulatedWork
-from weft.engine.overlap import ZeroWork, plan_overlap
+from weft.engine.memory import activation_memory, zero_memory
+from weft.engine.overlap import OverlapPlan, ZeroWork, plan_overlap
+from weft.engine.plan import plan_placement, plan_schedule
 from weft.engine.zero import Collectives, Sharding
 from weft.engine.zero.collectives import Done
 from weft.pipeline.action import Action, Op
+from weft.pipeline.memory import peak_bytes
 from weft.pipeline.placement import Placement
+from weft.pipeline.simulation import simulate
+from weft.pipeline.tiers import LayerCosts, layer_tier
 
 LAYERS, ELEMENTS = 8, 1024
 WORK = EmulatedWork(forward_s=0, input_s=0, weight_s=0, hidden_bytes=64, weight_elements=ELEMENTS)
@@ -82,13 +89,56 @@ def test_slow_links_are_cut_for_and_fast_ones_are_not():
 
 
 def test_the_schedule_launches_as_many_together_as_memory_allows():
-    plan = planned(GROUPS["two nodes"], 1, 2, 1e5)
-    interleaved = PipelineConfig(schedule=ScheduleKind["interleaved"], memory_cap_bytes=1 << 20)
-    assert plan.together == 2
-    assert plan.obeyed_by(interleaved).launch_together == 2
-    for other in (
-        PipelineConfig(schedule=ScheduleKind["interleaved"]),
-        PipelineConfig(schedule=ScheduleKind["interleaved"], memory_cap_bytes=1, launch_together=4),
-        PipelineConfig(memory_cap_bytes=1),
-    ):
-        assert plan.obeyed_by(other) is other
+    config = PipelineConfig(schedule=ScheduleKind["interleaved"], stages=1, microbatches=8)
+    placement, costs = plan_placement(config), TIMED.costs(LAYERS, 2)
+    plan = replace(planned(GROUPS["two nodes"], 1, 2, 1e5), together=8)
+    alike = replace(plan, stages=())  # no input gradients first
+    by_hand = [plan_schedule(replace(config, launch_together=n), placement, costs=costs) for n in range(1, 9)]
+    peaks = [peak_bytes(schedule, costs) for schedule in by_hand]
+    assert peaks[0] < peaks[-1]
+    for memory in (0, *peaks, 1e9):
+        best = max((n for n, peak in enumerate(peaks) if peak <= memory), default=0)
+        overlap = replace(alike, memory_bytes=memory)
+        assert plan_schedule(config, placement, costs=costs, overlap=overlap) == by_hand[best]
+    kept = replace(config, launch_together=3)
+    assert plan_schedule(kept, placement, costs=costs, overlap=alike) == plan_schedule(kept, placement, costs=costs)
+
+
+def gaining(stage):
+    costs = LayerCosts(g_act=1, g_w=1, g_w_rs=3, others=4)
+    return SimpleNamespace(stage=stage, layer=layer_tier(costs))
+
+
+def test_input_gradients_go_first_where_the_layer_tier_gains_by_it():
+    config = PipelineConfig(schedule=ScheduleKind["1f1b"], stages=4, microbatches=6)
+    placement, costs = plan_placement(config), TIMED.costs(LAYERS, 4)
+    overlap = OverlapPlan(tuple(map(gaining, (0, 1, 3))), together=4)
+    assert overlap.input_first == {1, 3}
+    schedule = plan_schedule(config, placement, costs=costs, overlap=overlap)
+    for stage, row in enumerate(schedule.rows):
+        ops = [slot[0].op for slot in row]
+        assert (Op.B in ops) == (stage in (0, 2)) and (Op.I in ops) == (stage in (1, 3))
+    plain = plan_schedule(config, placement, costs=costs)
+    assert simulate(schedule, costs).step_s < simulate(plain, costs).step_s
+    full = replace(overlap, memory_bytes=0.0)
+    assert plan_schedule(config, placement, costs=costs, overlap=full) == plain
+    auto = replace(config, schedule=ScheduleKind["auto"])
+    assert plan_schedule(auto, placement, costs=costs, overlap=overlap) == plan_schedule(auto, placement, costs=costs)
+
+
+def test_memory_for_activations_is_what_the_states_leave():
+    config = WeftConfig(pipeline=PipelineConfig(stages=2, microbatches=4))
+    placement, costs = plan_placement(config.pipeline), TIMED.costs(LAYERS, 2)
+
+    def left(available):
+        return activation_memory(
+            config, costs, placement, (1000, 3000), replicas=2, largest_block=1000, available=available
+        )
+
+    assert (
+        left(1e6)
+        == 0.8e6 - zero_memory(3000, config.zero, config.train.precision, 2, largest_block=1000, microbatches=4).total
+    )
+    assert left(10) == WORK.hidden_bytes, "one micro-batch at least"
+    config.pipeline.memory_cap_bytes = 77
+    assert left(1e6) == 77

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from weft.conf.deepspeed import deepspeed_config
 from weft.conf.schema import CommConfig, Partition, PipelineConfig, PlacementKind, ScheduleKind, WeftConfig
 from weft.engine.crossings import Seat, open_wan
-from weft.engine.distributed import from_rank_zero, init_distributed
+from weft.engine.distributed import device_bytes, from_rank_zero, init_distributed
 from weft.engine.emulation import EmulatedStage
 from weft.engine.engine import WeftEngine
 from weft.engine.module import WeftModule
@@ -73,10 +73,8 @@ def emulated_engine(case: Case, config: WeftConfig) -> WeftEngine:
     settings = deepspeed_config(config, dist.get_world_size())
     collectives = Collectives.open(config, layout.num_ranks, device)
     overlap = from_rank_zero(lambda: _plan_overlap(case, config, layout, costs, collectives))
-    if overlap is not None:
-        config = replace(config, pipeline=overlap.obeyed_by(config.pipeline))
     schedules = from_rank_zero(
-        lambda: plan_cells(config.pipeline, layout, sizes, costs=costs, zero_stage=config.zero.stage)
+        lambda: plan_cells(config.pipeline, layout, sizes, costs=costs, zero_stage=config.zero.stage, overlap=overlap)
     )
     return WeftEngine(
         weft=config,
@@ -105,5 +103,14 @@ def _plan_overlap(
     if collectives.costs is None or config.zero.partition is not Partition.workload:
         return None
     each = case.num_layers // layout.num_stages * case.work.weight_elements
-    work = ZeroWork.of(config, collectives.group, collectives.costs, (each,) * layout.num_stages)
+    work = ZeroWork.of(
+        config,
+        collectives.group,
+        collectives.costs,
+        (each,) * layout.num_stages,
+        stages=costs,
+        placement=layout,
+        largest_block=case.work.weight_elements,
+        available=device_bytes(torch.device("cpu"), dist.get_world_size()),
+    )
     return plan_overlap(work, costs, layout, case.num_microbatches)

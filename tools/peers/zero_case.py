@@ -59,11 +59,10 @@ class Technique:
     Attributes:
         zero_stage: 1 to 3.
         num_stages: pipeline ranks.
-        chunks: virtual stages of a rank.
+        chunks: virtual stages of a rank; of several, micro-batches are launched together as the model tier says.
         partition: axes by which collectives may be rewritten.
         layer_by_layer: gradients are reduced and weights gathered a layer at a time, not all at once.
         weights_first: a layer's weight gradient goes before its input gradient.
-        by_model_tier: as many micro-batches of a chunk are launched in a row as the model tier says.
     """
 
     zero_stage: int = 1
@@ -72,7 +71,6 @@ class Technique:
     partition: Partition = Partition.workload
     layer_by_layer: bool = True
     weights_first: bool = True
-    by_model_tier: bool = False
 
 
 @dataclass(frozen=True)

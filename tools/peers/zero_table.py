@@ -62,13 +62,13 @@ ENGINES: Mapping[str, ZeroPeer] = {
     "weft-1": _weft("Weft ZeRO-1", Technique()),
     "weft-2": _weft("Weft ZeRO-2", Technique(zero_stage=2)),
     "weft-3": _weft("Weft ZeRO-3", Technique(zero_stage=3)),
-    "weft-pipeline": _weft("Weft ZeRO-1, 2 stages", Technique(num_stages=2, chunks=4, by_model_tier=True)),
+    "weft-pipeline": _weft("Weft ZeRO-1, 2 stages", Technique(num_stages=2, chunks=4)),
     "ablation-plain": _weft("plain", replace(_WHOLE, partition=Partition.none)),
     "ablation-primitive": _weft("+ primitive", replace(_WHOLE, partition=Partition.primitive)),
     "ablation-group": _weft("+ group", replace(_WHOLE, partition=Partition.group)),
     "ablation-workload": _weft("+ workload", Technique(weights_first=False)),
     "ablation-layer": _weft("+ layer tier", Technique()),
-    "ablation-model": _weft("+ model tier", Technique(chunks=8, by_model_tier=True)),
+    "ablation-model": _weft("+ model tier", Technique(chunks=8)),
 }
 """Every engine; the pipelines' step without overlap leaves out their bubbles."""
 ABLATION = tuple(name for name in ENGINES if name.startswith("ablation"))

@@ -18,10 +18,9 @@ from weft.conf.schema import (
     ZeroConfig,
 )
 from weft.engine.emulation import EmulatedLayer
-from weft.pipeline.action import Action, Op
 from weft.pipeline.generators import generate
+from weft.pipeline.lowering import split_backwards
 from weft.pipeline.placement import Placement
-from weft.pipeline.schedule import Schedule
 from weft.pipeline.serialization import save_text, schedule_to_json
 from weft.tools.peers.case import Case
 from weft.tools.peers.weft_engine import emulated_engine
@@ -29,8 +28,6 @@ from weft.tools.peers.zero_case import Technique, ZeroCase, ZeroRun, time_comput
 
 NUM_RANKS = 4
 """The ranks of the bench: two nodes of two."""
-MEMORY_BYTES = 1 << 30
-"""What activations may take where the model tier decides: more than there are."""
 
 
 def run(case: ZeroCase, technique: Technique) -> list[ZeroRun]:
@@ -77,22 +74,10 @@ def _config(case: ZeroCase, technique: Technique, folder: Path) -> WeftConfig:
     if technique.chunks > 1:
         config.pipeline.schedule = ScheduleKind["interleaved"]
         config.pipeline.chunks_per_rank = technique.chunks
-        if technique.by_model_tier:
-            config.pipeline.memory_cap_bytes = MEMORY_BYTES
     if not technique.weights_first:
         config.pipeline.schedule = ScheduleKind["file"]
         config.pipeline.schedule_file = str(folder / "schedule.json")
         schedule = generate("1f1b", Placement.straight(technique.num_stages), microbatches)
-        save_text(schedule_to_json(input_gradients_first(schedule)), Path(config.pipeline.schedule_file))
+        halved = split_backwards(schedule, range(technique.num_stages))
+        save_text(schedule_to_json(halved), Path(config.pipeline.schedule_file))
     return config
-
-
-def input_gradients_first(schedule: Schedule) -> Schedule:
-    """The schedule with each backward in its two halves: all input gradients of a stage, then its weight gradients."""
-    halves = (Op.I, Op.W)
-    return schedule.with_rows(
-        [
-            [(Action(op, a.stage, a.microbatch),) for (a,) in row for op in (halves if a.op is Op.B else (a.op,))]
-            for row in schedule.rows
-        ]
-    )
