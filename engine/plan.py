@@ -19,7 +19,11 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.profile import load_costs
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.serialization import load_schedule
+from weft.pipeline.simulation import simulate
 from weft.pipeline.validation import validate
+
+SPLIT_GAIN = 0.02
+"""Share of the step that split backwards must save on paper; their bookkeeping is not in the costs."""
 
 
 def plan_placement(config: PipelineConfig, sites: tuple[int, ...] = ()) -> Placement:
@@ -118,7 +122,8 @@ def _obey(schedule: Schedule, config: PipelineConfig, costs: CostModel, overlap:
         fits = bisect_right(more, overlap.memory_bytes, key=lambda count: peak_bytes(launching(count), costs))
         schedule = launching(least + fits) if fits else schedule
     split = split_backwards(schedule, overlap.input_first)
-    return split if peak_bytes(split, costs) <= overlap.memory_bytes else schedule
+    gains = simulate(split, costs).step_s < (1 - SPLIT_GAIN) * simulate(schedule, costs).step_s
+    return split if gains and peak_bytes(split, costs) <= overlap.memory_bytes else schedule
 
 
 def plan_cells(
