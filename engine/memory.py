@@ -84,7 +84,7 @@ def activation_memory(
     """Bytes that are left for saved activations on the fullest rank: the M of Centauri's equation 2.
 
     That is ``pipeline.memory_cap_bytes``, if it is set; or what `zero_memory` leaves of the
-    device, and one micro-batch at least.
+    device, and at least one micro-batch in as many stages as a rank holds.
 
     Args:
         parameters: trained weights of each virtual stage.
@@ -92,16 +92,13 @@ def activation_memory(
     """
     if config.pipeline.memory_cap_bytes:
         return float(config.pipeline.memory_cap_bytes)
-    left = []
-    for held in placement.rank_stages:
-        taken = zero_memory(
-            sum(parameters[stage] for stage in held),
-            config.zero,
-            config.train.precision,
-            replicas,
-            largest_block=largest_block,
-            microbatches=config.pipeline.microbatches,
-        )
-        one = sum(costs.stages[stage].activation_bytes for stage in held)
-        left.append(max(USABLE * available - taken.total, one))
-    return min(left)
+    taken = zero_memory(
+        max(sum(parameters[stage] for stage in held) for held in placement.rank_stages),
+        config.zero,
+        config.train.precision,
+        replicas,
+        largest_block=largest_block,
+        microbatches=config.pipeline.microbatches,
+    )
+    most = max(cost.activation_bytes for cost in costs.stages)
+    return max(USABLE * available - taken.total, most * max(map(len, placement.rank_stages)))
