@@ -122,6 +122,8 @@ def _obey(schedule: Schedule, config: PipelineConfig, costs: CostModel, overlap:
         more = range(least + 1, overlap.together + 1)
         fits = bisect_right(more, overlap.memory_bytes, key=lambda count: peak_bytes(launching(count), costs))
         schedule = launching(least + fits) if fits else schedule
+    if not overlap.input_first:
+        return schedule
     split = split_backwards(schedule, overlap.input_first)
     gains = simulate(split, costs).step_s < (1 - SPLIT_GAIN) * simulate(schedule, costs).step_s
     return split if gains and peak_bytes(split, costs) <= overlap.memory_bytes else schedule

@@ -48,7 +48,8 @@ def _events(timelines: Sequence[Timeline], number: int) -> Iterator[dict[str, An
             "args": {"action": [str(action) for action in span.slot]},
             **here,
         }
-        fed = consumers.get(_fed(span.slot[0])) if span.slot[0].op in _FED else None
+        travels = span.slot[0].op in _FED and span.lane != "send"
+        fed = consumers.get(_fed(span.slot[0])) if travels else None
         if fed is not None:
             arrow = {"name": "transfer", "cat": "transfer", "id": f"{number}.{place}"}
             yield {"ph": "s", "ts": span.start_s * 1e6, **arrow, **here}

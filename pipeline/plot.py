@@ -210,7 +210,7 @@ def _draw_memory(axes: Axes, timeline: Timeline, most_bytes: float) -> None:
 def _draw_legend(figure: Figure, timelines: Sequence[Timeline], height_inches: float) -> None:
     from matplotlib.patches import Patch
 
-    seen = {action.op for timeline in timelines for span in timeline.spans for action in span.slot}
+    seen = {box.action.op for timeline in timelines for box in _boxes(timeline)}
     handles = [Patch(facecolor=_mix(*_COLOURS[op], 0.5), label=name) for name, op in _LEGEND if op in seen]
     handles.append(Patch(facecolor=_IDLE, edgecolor="#cfd6dd", hatch="/////", linewidth=0, label="bubble"))
     figure.legend(
