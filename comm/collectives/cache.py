@@ -19,8 +19,7 @@ def topology_key(group: Group, device: str) -> str:
     Args:
         device: its kind, `cpu` or `cuda`.
     """
-    counts = [group.nodes.count(node) for node in dict.fromkeys(group.nodes)]
-    return f"{device} on {'+'.join(map(str, counts))} ranks, from {os.uname().nodename}"
+    return f"{device} on {'+'.join(map(str, group.layout))} ranks, from {os.uname().nodename}"
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,12 @@ class Group:
     @cached_property
     def ranks_per_node(self) -> int:
         """Ranks on the fullest node."""
-        return max(self.nodes.count(node) for node in set(self.nodes))
+        return max(self.layout)
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Ranks on each node, in the order in which the nodes come."""
+        return tuple(self.nodes.count(node) for node in dict.fromkeys(self.nodes))
 
     @property
     def flat(self) -> Mesh:

@@ -47,15 +47,22 @@ def nodes_of_world() -> tuple[int, ...]:
 
 
 def measure(
-    communicator: Communicator, *, device: torch.device, sizes: Sequence[int] = SIZES, repeats: int = 3
+    communicator: Communicator,
+    *,
+    device: torch.device,
+    sizes: Sequence[int] = SIZES,
+    repeats: int = 3,
+    beside: dist.ProcessGroup | None = None,
 ) -> list[Sample]:
     """Time every primitive along every axis that is open; a collective call over the group.
 
     Args:
         sizes: bytes of the workloads, ascending.
         repeats: timed runs of each; one more goes before them.
+        beside: ranks of all groups that measure at the same moment, as those of several pipeline
+            stages that share their nodes' links do in training; None is this group alone.
     """
-    whole = communicator.process_group(communicator.group.flat, 0)
+    whole = beside or communicator.process_group(communicator.group.flat, 0)
     samples = []
     for mesh, axis in communicator.axes():
         group, size = communicator.process_group(mesh, axis), mesh.shape[axis]
@@ -103,20 +110,24 @@ def fitted(samples: Sequence[Sample]) -> CollectiveCosts:
 
 
 def known_costs(communicator: Communicator, *, device: torch.device, cache: CostCache) -> CollectiveCosts | None:
-    """The group's costs: from the cache of its first rank, or measured now and put there; a collective call.
+    """The group's costs: from the cache, or measured now and put there; a collective call over the world.
+
+    Groups that lie alike on their nodes measure together, and have the same costs.
 
     Returns:
         None for a group on one node that was not measured: there, plain collectives are fast,
         and a start without a probe is faster.
     """
     group = communicator.group
-    whole = communicator.process_group(group.flat, 0)
-    key = topology_key(group, device.type)
-    known = [cache.read(key)]
-    dist.broadcast_object_list(known, src=group.ranks[0], group=whole)
-    if known[0] is not None or len(set(group.nodes)) == 1:
-        return known[0]
-    costs = fitted(measure(communicator, device=device))
-    if dist.get_rank() == group.ranks[0]:
-        cache.write(key, costs)
-    return costs
+    key, first = topology_key(group, device.type), dist.get_rank() == group.ranks[0]
+    mine = (group.layout, cache.read(key) if first else None)
+    everyones: list[tuple[tuple[int, ...], CollectiveCosts | None]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    known = {layout: costs for layout, costs in everyones if costs is not None}
+    for layout in sorted({layout for layout, _ in everyones if len(layout) > 1} - known.keys()):
+        alike = dist.new_group([rank for rank, (other, _) in enumerate(everyones) if other == layout])
+        if layout == group.layout:
+            known[layout] = fitted(measure(communicator, device=device, beside=alike))
+            if first:
+                cache.write(key, known[layout])
+    return known.get(group.layout)

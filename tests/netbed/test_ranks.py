@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.collectives.probing import probe_here
+from tests.collectives.probing import probe_here, probe_pairs
 from weft.comm.collectives import LinkClass, Primitive
 from weft.tools.bench_collectives import two_level_bed
 from weft.tools.netbed import NetBed, missing
@@ -27,3 +27,14 @@ def test_the_probe_tells_slow_links_from_fast_ones():
     for primitive in (Primitive.all_gather, Primitive.all_reduce):
         fast, slow = (costs.table[link, primitive] for link in (LinkClass.intra, LinkClass.inter))
         assert slow.alpha_s + 1e6 * slow.beta_s > 3 * (fast.alpha_s + 1e6 * fast.beta_s)
+
+
+@pytest.mark.slow
+def test_groups_that_share_a_link_are_probed_together(tmp_path):
+    with NetBed.up(two_level_bed("pairs", 2, 50, 0.5)) as bed:
+        found = run_ranks_in(bed, ["n0", "n1", "n0", "n1"], probe_pairs, str(tmp_path), timeout_s=60)
+        again = run_ranks_in(bed, ["n0", "n1", "n1", "n1"], probe_pairs, str(tmp_path), timeout_s=60)
+    assert found == [found[0]] * 4
+    assert again == [found[0]] * 2 + [None] * 2  # known by its layout; a pair on one node is not probed
+    gather = found[0].table[LinkClass.inter, Primitive.all_gather]
+    assert gather.beta_s > 0.7 * 2 * 8 / 50e6  # both pairs' bytes are on the link

@@ -62,7 +62,7 @@ ENGINES: Mapping[str, ZeroPeer] = {
     "weft-1": _weft("Weft ZeRO-1", Technique()),
     "weft-2": _weft("Weft ZeRO-2", Technique(zero_stage=2)),
     "weft-3": _weft("Weft ZeRO-3", Technique(zero_stage=3)),
-    "weft-pipeline": _weft("Weft ZeRO-1, 2 stages", Technique(num_stages=2, chunks=4)),
+    "weft-pipeline": _weft("Weft ZeRO-1, 2 stages", Technique(num_stages=2, chunks=8)),
     "ablation-plain": _weft("plain", replace(_WHOLE, partition=Partition.none)),
     "ablation-primitive": _weft("+ primitive", replace(_WHOLE, partition=Partition.primitive)),
     "ablation-group": _weft("+ group", replace(_WHOLE, partition=Partition.group)),
