@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from weft.inference.board_reader import BoardReader
 from weft.inference.common_bubbles import Opening, opening
 from weft.inference.prefill_cost import TRUSTED, PrefillCost
+from weft.inference.timer_slack import USUAL_S, set_timer_slack
 
 LEAST_TOKENS = 16
 """Smaller grants are made only for what is left of a prompt: a step's fixed cost outweighs them."""
@@ -107,6 +108,7 @@ class Waker:
             self._armed.clear()
 
     def _run(self) -> None:
+        set_timer_slack(USUAL_S)
         told: Opening | None = None
         told_s = 0.0
         pause_s = LOOK_AGAIN_S if len(self._gate.boards) == 1 else 0.005

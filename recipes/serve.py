@@ -19,6 +19,7 @@ from weft.conf import load
 from weft.conf.boards import boards_folder
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import WeftConfig
+from weft.inference.timer_slack import set_timer_slack
 from weft.inference.worker_command import Worker, command, environment, workers_of
 from weft.tools.preflight import num_gpus
 
@@ -32,6 +33,9 @@ MISSED = 6
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Pause before a worker that has ended is started again; it doubles while that helps nothing."""
 GRACE_S = 10.0
+SLACK_S = 0.05
+"""How late a worker's timed waits may end. A vLLM server on a CPU has a dozen gloo threads that look
+around every 10 ms, which is nearly all that it does while its gate is closed."""
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded before a fork: the child should call, and nothing more
 
@@ -182,9 +186,10 @@ class _Run:
 
 
 def _become_worker() -> None:
-    """Run on cores that nobody else wants (a rank that wakes takes its core back at once), and end
-    with this process, however it ends."""
+    """Run on cores that nobody else wants (a rank that wakes takes its core back at once), wake up
+    rarely, and end with this process, however it ends."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    set_timer_slack(SLACK_S)
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -1,0 +1,27 @@
+"""A process keeps the timer slack that it was started with, and its threads may choose their own."""
+
+import subprocess
+import sys
+
+from weft.inference.timer_slack import set_timer_slack
+
+TOLD = """
+import ctypes, threading
+from weft.inference.timer_slack import USUAL_S, set_timer_slack
+slack = lambda: print(ctypes.CDLL(None).prctl(30), flush=True)
+def punctual():
+    set_timer_slack(USUAL_S)
+    slack()
+slack()
+for each in (slack, punctual, slack):
+    thread = threading.Thread(target=each)
+    thread.start()
+    thread.join()
+"""
+
+
+def test_slack_is_inherited_and_can_be_taken_back():
+    ran = subprocess.run(
+        [sys.executable, "-c", TOLD], preexec_fn=lambda: set_timer_slack(0.05), capture_output=True, timeout=60
+    )
+    assert ran.stdout.split() == [b"50000000", b"50000000", b"50000", b"50000000"]
