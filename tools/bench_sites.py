@@ -116,8 +116,8 @@ def _parser() -> argparse.ArgumentParser:
         "--engines", nargs="+", default=list(WAN_PEERS), metavar="NAME", help=f"of {', '.join(WAN_PEERS)}"
     )
     parser.add_argument("--steps", type=int, default=3, help="measured steps; one where a step takes many seconds")
-    parser.add_argument("--rate", type=float, default=25.0, help="uplink of a node in Mbit/s")
-    parser.add_argument("--window", type=float, default=25.0, help="receive buffer of a connection in kB")
+    parser.add_argument("--rate", type=float, default=50.0, help="uplink of a node in Mbit/s")
+    parser.add_argument("--window", type=float, default=50.0, help="receive buffer of a connection in kB")
     parser.add_argument("--forward", type=float, default=60.0, help="a stage's forward in ms")
     parser.add_argument("--transfer", type=float, default=3.0, help="a transfer over one uplink, in forwards")
     parser.add_argument("--json", metavar="FILE", help="also write every figure here")

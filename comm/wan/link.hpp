@@ -135,6 +135,7 @@ public:
         counters.broken += !left();
         last_trouble_ = why;
         counters.resent_chunks += connection.unacknowledged.size();
+        for (const Chunk &chunk : connection.unacknowledged) pace_.lost(chunk.length);
         resend_.insert(resend_.begin(), connection.unacknowledged.begin(), connection.unacknowledged.end());
         connection.unacknowledged.clear();
         for (auto &[_, lane] : lanes_) lane.credit_due |= lane.open;  // the last word may be lost
@@ -166,6 +167,7 @@ public:
         for (size_t left = 8 * slots.size(); left; left--) {
             Connection *connection = pace_.ready(now_) ? freest() : nullptr;
             if (!connection || !next_chunk(chunk)) return false;
+            chunk.sent_ns = now_;
             pace_.sent(chunk.length, now_);
             connection->begin(chunk);
             flush(*connection);
@@ -174,7 +176,7 @@ public:
     }
 
     // When `pump` can do more than now, if nothing else happens; 0 where that is not known.
-    int64_t due_ns() const { return pace_.ready(now_) ? 0 : pace_.due_ns(); }
+    int64_t due_ns() const { return pace_.due_ns(now_); }
 
     // ---- frames
 
@@ -355,7 +357,7 @@ private:
             Chunk chunk = connection.unacknowledged.front();
             connection.unacknowledged.pop_front();
             counters.sent_bytes += chunk.length;
-            pace_.delivered(chunk.length, now);
+            pace_.delivered(chunk.length, chunk.sent_ns, now);
             if (--chunk.message->unacknowledged) continue;
             completed_.push_back({chunk.message->request, ""});
             outgoing_.erase(std::find_if(outgoing_.begin(), outgoing_.end(),

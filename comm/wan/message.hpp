@@ -41,6 +41,7 @@ struct Chunk {
     Outgoing *message;
     uint64_t offset;
     uint32_t length;
+    int64_t sent_ns = 0;
 };
 
 // A receive that the application has posted.

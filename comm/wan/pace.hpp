@@ -1,30 +1,66 @@
 // How fast a link hands chunks to its connections.
 //
 // Left alone, connections take all there is at once, and it waits in queues below us, where a
-// chunk of a lesser turn that comes later cannot pass it. So a link sends hardly faster than it
-// has seen the peer acknowledge, and what waits, waits here, in the order of turns.
+// chunk of a lesser turn that comes later cannot pass it, or behind the full window of one of
+// many connections, while the others go on with what is of a later turn. So a link sends hardly
+// faster than it has seen the peer acknowledge, and has hardly more on its way than is in flight at
+// that rate: what waits, waits here, in the order of turns.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <vector>
 
 namespace weft {
 
+// The best of what was seen within the last one to two spans of time.
+template <typename Better>
+class Recent {
+public:
+    explicit Recent(int64_t span_ns) : span_ns_(span_ns) {}
+
+    void see(double value, int64_t now) {
+        if (now - since_ns_ < span_ns_) {
+            current_ = better(value, current_);
+            return;
+        }
+        before_ = now - since_ns_ < 2 * span_ns_ ? current_ : value;
+        current_ = value;
+        since_ns_ = now;
+    }
+
+    double best() const { return better(current_, before_); }
+
+private:
+    int64_t span_ns_, since_ns_ = INT64_MIN / 2;
+    double current_ = 0, before_ = 0;
+
+    static double better(double one, double other) { return Better()(one, other) ? one : other; }
+};
+
 class Pace {
 public:
     // Whether the next chunk may leave.
-    bool ready(int64_t now) const { return rate_ == 0 || now >= due_ns_; }
+    bool ready(int64_t now) const { return rate_ == 0 || (now >= due_ns_ && has_room()); }
 
-    int64_t due_ns() const { return due_ns_; }
+    // When it may, if nothing but time is lacking; otherwise 0.
+    int64_t due_ns(int64_t now) const { return rate_ > 0 && now < due_ns_ && has_room() ? due_ns_ : 0; }
 
     void sent(uint64_t bytes, int64_t now) {
+        in_flight_ += bytes;
+        chunk_ = std::max(chunk_, bytes);
         if (rate_ == 0) return;
-        double gain = since_growth_ < PATIENCE ? 2.0 : 1.25;
+        double gain = grows() ? 2.0 : 1.25;
         due_ns_ = std::max(due_ns_, now - SLACK_NS) + static_cast<int64_t>(bytes * 1e9 / (gain * rate_));
     }
 
-    void delivered(uint64_t bytes, int64_t now) {
+    // What the peer will not acknowledge, for its connection broke.
+    void lost(uint64_t bytes) { in_flight_ -= bytes; }
+
+    void delivered(uint64_t bytes, int64_t sent_ns, int64_t now) {
+        in_flight_ -= bytes;
+        trip_ns_.see(static_cast<double>(now - sent_ns), now);
         if (chunks_++) bytes_ += bytes;
         else first_ns_ = now, bytes_ = 0;
         last_ns_ = now;
@@ -34,7 +70,7 @@ public:
     void watch(int64_t now, int64_t rtt_ns) {
         if (rtt_ns < NEAR_NS || !chunks_) return;
         int64_t window = std::clamp(rtt_ns / 4, WINDOW_NS, 5 * WINDOW_NS), passed = last_ns_ - first_ns_;
-        if (passed >= window && chunks_ > CHUNKS) note(bytes_ * 1e9 / passed);
+        if (passed >= window && chunks_ > CHUNKS) note(bytes_ * 1e9 / passed, now);
         else if (now - last_ns_ < rtt_ns) return;
         chunks_ = 0;
     }
@@ -43,21 +79,37 @@ private:
     static constexpr int64_t NEAR_NS = 2000000, WINDOW_NS = 10000000, SLACK_NS = 2000000;
     static constexpr uint64_t CHUNKS = 8;
     static constexpr size_t PATIENCE = 8, MEMORY = 16;  // windows
+    static constexpr uint64_t SPARE = 4;                // chunks that the line need not hold
+    // Where the way gets longer for good, less comes back in a window because less is under way for
+    // its length; the rate that was must outlive that, or it would go down and down.
+    static constexpr int64_t TRIP_SPAN_NS = 2500000000, RATE_SPAN_NS = 10000000000;
+    static constexpr double LEAST_SHARE = 1 / 1.5;  // of the greatest rate
 
     double rate_ = 0, grown_ = 0;  // bytes per second; when it last grew
     int64_t due_ns_ = 0;
     int64_t first_ns_ = 0, last_ns_ = 0;  // acknowledgements of this window
     uint64_t chunks_ = 0, bytes_ = 0;     // in it; bytes after the first
     size_t since_growth_ = 0;
+    uint64_t in_flight_ = 0, chunk_ = 0;  // bytes that are not acknowledged; of the largest chunk
     std::deque<double> samples_;
+    Recent<std::less<>> trip_ns_{TRIP_SPAN_NS};  // the shortest of a chunk and its acknowledgement
+    Recent<std::greater<>> greatest_{RATE_SPAN_NS};
+
+    bool grows() const { return since_growth_ < PATIENCE; }
+
+    bool has_room() const {
+        double rate = std::max(rate_, LEAST_SHARE * greatest_.best());
+        return in_flight_ < (grows() ? 2.0 : 1.2) * rate * trip_ns_.best() * 1e-9 + SPARE * chunk_;
+    }
 
     // Windows with the end of a burst show too little, those after a pause of ours too much.
-    void note(double rate) {
+    void note(double rate, int64_t now) {
         samples_.push_back(rate);
         if (samples_.size() > MEMORY) samples_.pop_front();
         std::vector<double> sorted(samples_.begin(), samples_.end());
         std::sort(sorted.begin(), sorted.end());
         rate_ = sorted[(sorted.size() - 1) * 3 / 4];
+        greatest_.see(rate_, now);
         since_growth_++;
         if (rate_ > 1.1 * grown_) since_growth_ = 0;
         if (rate_ > 1.1 * grown_ || rate_ < grown_ / 2) grown_ = rate_;

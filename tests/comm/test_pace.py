@@ -22,12 +22,12 @@ def on_line():
     sources = [HERE / "pace_line.cpp", headers / "pace.hpp"]
     library = ctypes.CDLL(str(build(sources, kind=Kind.library, flags=[f"-I{headers}"])))
     library.pace_on_line.restype = Result
-    library.pace_on_line.argtypes = [ctypes.c_double] * 3 + [ctypes.c_int] * 5
+    library.pace_on_line.argtypes = [ctypes.c_double] * 4 + [ctypes.c_int] * 5
 
-    def run(mbps, rtt_ms, *, window=2.0, seconds=4, busy_ms=1, cycle_ms=1, cut=(NEVER, NEVER)):
-        rate = mbps * 1e6 / 8
-        window_bytes = max(window * rate * rtt_ms / 1e3, 3 * 8192)
-        return library.pace_on_line(rate, rtt_ms, window_bytes, seconds, busy_ms, cycle_ms, *cut)
+    def run(mbps, rtt_ms, *, window=2.0, seconds=4, busy_ms=1, cycle_ms=1, cut=(NEVER, NEVER), later_rtt_ms=0):
+        rate, later_rtt_ms = mbps * 1e6 / 8, later_rtt_ms or rtt_ms
+        window_bytes = max(window * rate * later_rtt_ms / 1e3, 3 * 8192)
+        return library.pace_on_line(rate, rtt_ms, later_rtt_ms, window_bytes, seconds, busy_ms, cycle_ms, *cut)
 
     return run
 
@@ -49,3 +49,15 @@ def test_bursts_wait_above_the_line_and_not_on_it(on_line, rtt_ms):
 
 def test_a_cut_of_five_seconds_is_forgotten(on_line):
     assert on_line(50, 80, seconds=9, cut=(2000, 7000)).carried > 0.97
+
+
+@pytest.mark.parametrize("mbps", [50, 500])
+@pytest.mark.parametrize("window", [2.0, 8.0])
+def test_little_waits_on_a_line_that_is_always_wanted(on_line, mbps, window):
+    assert on_line(mbps, 80, window=window).backlog_ms < 0.4 * 80  # the window alone would leave 1 and 7 times 80
+
+
+@pytest.mark.parametrize("later_rtt_ms", [30, 120, 160, 400])
+def test_a_way_that_gets_longer_or_shorter_is_filled_again(on_line, later_rtt_ms):
+    found = on_line(50, 80, later_rtt_ms=later_rtt_ms, window=8.0, seconds=16)
+    assert found.carried > 0.97

@@ -150,7 +150,7 @@ def test_what_is_not_received_is_held_back_at_the_sender(stack):
 
 def test_a_transfer_survives_every_connection_being_killed_again_and_again(stack):
     pair = Pair(stack, proxied=True)
-    tensors = [noise(2 << 20, seed) for seed in range(6)]
+    tensors = [noise(2 << 20, seed) for seed in range(16)]
     receives = [pair.channels[1].recv("a", TensorSpec((2 << 20,), torch.uint8)) for _ in tensors]
     back = pair.channels[0].recv("b", TensorSpec((2 << 20,), torch.uint8))
     sends = [pair.channels[0].send("a", tensor) for tensor in tensors]

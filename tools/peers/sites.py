@@ -23,8 +23,8 @@ from weft.tools.peers.table import Peer
 KEY = "the key of a bed that nobody else can reach"
 _PORT = 29500
 _SAMPLE_S = 0.02
-_PROBE_BYTES = 16 << 10  # little enough for one connection
-_CHUNK_KB = 4  # so that each of many connections gets some of a tensor
+_PROBE_BYTES = 32 << 10  # little enough for one connection
+_CHUNK_KB = 8  # so that each of many connections gets some of a tensor
 
 
 @dataclass(frozen=True, kw_only=True)
