@@ -69,7 +69,7 @@ def test_first_tokens_equal_those_of_an_ungated_vllm(model, tmp_path):
         "additional_config": {"weft": settings},
         "async_scheduling": False,
     }
-    trainer = [sys.executable, Path(__file__).with_name("trainer.py"), board, "0.04", "0.01"]
+    trainer = [sys.executable, Path(__file__).with_name("trainer.py"), board, "0.016", "0.01"]
     with subprocess.Popen(trainer, stdout=subprocess.PIPE, text=True) as training:
         try:
             assert training.stdout is not None and training.stdout.readline() == "up\n"

@@ -59,7 +59,8 @@ class Technique:
     Attributes:
         zero_stage: 1 to 3.
         num_stages: pipeline ranks.
-        chunks: virtual stages of a rank; of several, micro-batches are launched together as the model tier says.
+        chunks: virtual stages of a rank, where it has as many layers; of several, micro-batches are
+            launched together as the model tier says.
         partition: axes by which collectives may be rewritten.
         layer_by_layer: gradients are reduced and weights gathered a layer at a time, not all at once.
         weights_first: a layer's weight gradient goes before its input gradient.

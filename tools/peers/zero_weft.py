@@ -73,7 +73,7 @@ def _config(case: ZeroCase, technique: Technique, folder: Path) -> WeftConfig:
     config.comm.timeout_s = case.timeout_s
     if technique.chunks > 1:
         config.pipeline.schedule = ScheduleKind["interleaved"]
-        config.pipeline.chunks_per_rank = technique.chunks
+        config.pipeline.chunks_per_rank = min(technique.chunks, case.num_layers // technique.num_stages)
     if not technique.weights_first:
         config.pipeline.schedule = ScheduleKind["file"]
         config.pipeline.schedule_file = str(folder / "schedule.json")
