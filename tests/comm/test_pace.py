@@ -61,3 +61,8 @@ def test_little_waits_on_a_line_that_is_always_wanted(on_line, mbps, window):
 def test_a_way_that_gets_longer_or_shorter_is_filled_again(on_line, later_rtt_ms):
     found = on_line(50, 80, later_rtt_ms=later_rtt_ms, window=8.0, seconds=16)
     assert found.carried > 0.97
+
+
+def test_a_peer_that_only_seemed_far_is_paced_no_longer(on_line):
+    # Its first round trips are those of a busy machine; what it carried then is no measure.
+    assert on_line(50, 80, later_rtt_ms=1, seconds=2, window=80.0).backlog_ms > 60
