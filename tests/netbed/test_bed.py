@@ -86,9 +86,10 @@ def test_bytes_between_sites_pass_the_line_and_inside_a_site_do_not(bed):
     def sent():
         return {node.name: node.sent_packets for node in bed.status().nodes}
 
-    before: dict = {}
-    while before != (before := sent()):  # until what earlier connections still had to say has been said
+    earlier, before = None, sent()
+    while before != earlier:  # what earlier connections still have to say
         time.sleep(0.3)
+        earlier, before = before, sent()
     rtt_ms(bed, "e1")
     assert sent() == before
     rtt_ms(bed, "w0")
