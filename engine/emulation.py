@@ -6,7 +6,6 @@ the real ones (NeuronaBox section 3 emulates the rest of a job in the same spiri
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter, sleep
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.conf.timer_slack import set_timer_slack
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 
 
@@ -65,14 +65,12 @@ def layers_per_stage(num_layers: int, num_stages: int) -> int:
 
 WAKE_UP_S = 1e-4
 """How late a sleeper may wake up without timer slack: 0.05 to 0.07 ms was usual, 10 ms of work at a time."""
-_PR_SET_TIMERSLACK = 29
-_libc = ctypes.CDLL(None)
 
 
 def pause(seconds: float) -> None:
     """Take ``seconds``, to within some microseconds: sleep until just before, then watch the clock."""
     deadline = perf_counter() + seconds
-    _libc.prctl(_PR_SET_TIMERSLACK, 1)  # of this thread, in ns; Linux gathers wake-ups within 50 us otherwise
+    set_timer_slack(0.0)
     while (left := deadline - WAKE_UP_S - perf_counter()) > 0:
         sleep(left)
     while perf_counter() < deadline:

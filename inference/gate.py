@@ -6,10 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from weft.conf.timer_slack import USUAL_S, set_timer_slack
 from weft.inference.board_reader import BoardReader
 from weft.inference.common_bubbles import Opening, opening
 from weft.inference.prefill_cost import TRUSTED, PrefillCost
-from weft.inference.timer_slack import USUAL_S, set_timer_slack
 
 LEAST_TOKENS = 16
 """Smaller grants are made only for what is left of a prompt: a step's fixed cost outweighs them."""

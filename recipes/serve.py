@@ -19,7 +19,7 @@ from weft.conf import load
 from weft.conf.boards import boards_folder
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import WeftConfig
-from weft.inference.timer_slack import set_timer_slack
+from weft.conf.timer_slack import set_timer_slack
 from weft.inference.worker_command import Worker, command, environment, workers_of
 from weft.tools.preflight import num_gpus
 

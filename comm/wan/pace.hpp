@@ -69,8 +69,8 @@ public:
     // To be called often. A peer nearer than NEAR_NS is in the same site, and not paced; no longer,
     // where the first round trip known was that of a busy machine.
     void watch(int64_t now, int64_t rtt_ns) {
-        if (rtt_ns < NEAR_NS) rate_ = 0;
-        if (rtt_ns < NEAR_NS || !chunks_) return;
+        if (rtt_ns < NEAR_NS) return void(rate_ = 0);
+        if (!chunks_) return;
         int64_t window = std::clamp(rtt_ns / 4, WINDOW_NS, 5 * WINDOW_NS), passed = last_ns_ - first_ns_;
         if (passed >= window && chunks_ > CHUNKS) note(bytes_ * 1e9 / passed, now);
         else if (now - last_ns_ < rtt_ns) return;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 USUAL_S = 5e-5
+"""Of a process that nobody has given another."""
 _PR_SET_TIMERSLACK = 29
 _LIBC = ctypes.CDLL(None)  # loaded before a fork: the child should call, and nothing more
 
