@@ -6,9 +6,10 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
 import torch
 
@@ -33,10 +34,13 @@ class LinkProfile:
     Attributes:
         rtt_s: shortest round trip.
         rates_bps: pairs of connections and the payload bits per second that they carried together.
+        opposed_bps: what they carried while as much came the other way, so that acknowledgements
+            shared the line with payload; 0 where only one way was measured.
     """
 
     rtt_s: float
     rates_bps: tuple[tuple[int, float], ...]
+    opposed_bps: float = 0.0
 
     @property
     def latency_s(self) -> float:
@@ -52,6 +56,11 @@ class LinkProfile:
     def aggregate_bps(self) -> float:
         """The most that any number of connections carried."""
         return max(dict(self.rates_bps).values())
+
+    @property
+    def training_bps(self) -> float:
+        """What a pipeline may count on: activations go one way while gradients come the other."""
+        return self.opposed_bps or self.aggregate_bps
 
     @property
     def connections(self) -> int:
@@ -116,11 +125,20 @@ def probe(
 class _Meter:
     """Keeps a link busy and watches what the peer acknowledges."""
 
-    def __init__(self, endpoint: WanEndpoint, peer: int, *, most: int, seconds: float, message_bytes: int) -> None:
+    def __init__(
+        self,
+        endpoint: WanEndpoint,
+        peer: int,
+        *,
+        most: int,
+        seconds: float,
+        message_bytes: int,
+        best_bps: float = 0.0,
+    ) -> None:
         self._endpoint, self._peer, self._most, self._seconds = endpoint, peer, most, seconds
         self._channel = endpoint.channel(peer, lane=SINK_LANE)
         self._block = torch.zeros(message_bytes, dtype=torch.uint8)
-        self._best_bps = 0.0
+        self._best_bps = best_bps
         self._channel.send("first", self._block).wait()  # there is contact
         limit = monotonic() + 5.0
         while not endpoint.counters(peer).rtt_s and monotonic() < limit:
@@ -154,9 +172,21 @@ class _Meter:
 
 
 def probe_both(
-    endpoint: WanEndpoint, peer: int, *, first: bool, most: int = MOST, seconds: float = 0.5
+    endpoint: WanEndpoint,
+    peer: int,
+    *,
+    first: bool,
+    connections: int = 0,
+    most: int = MOST,
+    seconds: float = 0.5,
+    message_bytes: int = _MESSAGE_BYTES,
 ) -> tuple[LinkProfile, LinkProfile]:
-    """Measure both directions, one after the other; both ends call it, one of them with ``first``.
+    """Measure each direction alone, then both at once; both ends call it, one of them with ``first``.
+
+    Args:
+        connections: that carry both ways at once, and all that comes later; 0: the fewest that
+            fill the way to ``peer``.
+        most, seconds, message_bytes: as of `probe`.
 
     Returns:
         The way to ``peer``, and the way from it.
@@ -164,19 +194,34 @@ def probe_both(
     Raises:
         ChannelError: the link failed.
     """
-    channel = endpoint.channel(peer)
-    spec = TensorSpec((_REPORT_BYTES,), torch.uint8)
-    theirs = channel.recv("profile", spec)
+    effort: dict[str, Any] = {"most": most, "seconds": seconds, "message_bytes": message_bytes}
+    theirs = _expect_profile(endpoint, peer)
     if not first:
         theirs.wait()
-    mine = probe(endpoint, peer, most=most, seconds=seconds)
-    text = json.dumps(asdict(mine)).encode().ljust(_REPORT_BYTES)
-    channel.send("profile", torch.frombuffer(bytearray(text), dtype=torch.uint8)).wait()
+    mine = probe(endpoint, peer, **effort)
+    _tell(endpoint, peer, mine)
+    theirs.wait()  # now both are here, but for the time that a message takes
+    theirs = _expect_profile(endpoint, peer)
+    meter = _Meter(endpoint, peer, best_bps=mine.aggregate_bps, **effort)
+    connections = connections or mine.connections
+    mine = replace(mine, opposed_bps=meter.rate_bps(connections))
+    endpoint.use(peer, connections)
+    _tell(endpoint, peer, mine)
     return mine, _profile(json.loads(bytes(theirs.wait().numpy()).decode()))
 
 
+def _expect_profile(endpoint: WanEndpoint, peer: int) -> Handle:
+    return endpoint.channel(peer).recv("profile", TensorSpec((_REPORT_BYTES,), torch.uint8))
+
+
+def _tell(endpoint: WanEndpoint, peer: int, profile: LinkProfile) -> None:
+    text = json.dumps(asdict(profile)).encode().ljust(_REPORT_BYTES)
+    endpoint.channel(peer).send("profile", torch.frombuffer(bytearray(text), dtype=torch.uint8)).wait()
+
+
 def _profile(raw: Mapping) -> LinkProfile:
-    return LinkProfile(rtt_s=raw["rtt_s"], rates_bps=tuple((int(n), float(rate)) for n, rate in raw["rates_bps"]))
+    rates = tuple((int(n), float(rate)) for n, rate in raw["rates_bps"])
+    return LinkProfile(rtt_s=raw["rtt_s"], rates_bps=rates, opposed_bps=raw["opposed_bps"])
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def with_probed_links(
         here, there = (placement.rank_sites[rank // num_replicas] for rank in (sender, receiver))
         if {(names[here], names[there]), (names[there], names[here])} & given:
             continue
-        slowest = min(profile.aggregate_bps, probed.get((here, there), LinkCost()).bandwidth_bps)
+        slowest = min(profile.training_bps, probed.get((here, there), LinkCost()).bandwidth_bps)
         probed[here, there] = LinkCost(latency_s=profile.latency_s, bandwidth_bps=slowest, streams=profile.connections)
     links.update(probed)
     return replace(costs, wan_links=tuple(links.items()))

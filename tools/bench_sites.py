@@ -89,11 +89,11 @@ def main(argv: Sequence[str]) -> int:
             neighbours = bed.nodes[SITES[0] * REPLICAS :][:2]
             near = measure_link(work.hidden_bytes, shared=False, run=partial(run_ranks_in, bed, neighbours))
             case = replace(case, link=near)
-            single, best = link.single_bps / 1e6, link.aggregate_bps / 1e6
+            single, best, opposed = (bps / 1e6 for bps in (link.single_bps, link.aggregate_bps, link.opposed_bps))
             near_ms = 1e3 * (near.latency_s + near.occupancy_s(work.hidden_bytes))
             print(
-                f"{latency_ms:g} ms: one connection {single:.2f} Mbit/s, {MANY} connections {best:.1f}; "
-                f"a hidden state takes {near_ms:.1f} ms inside a site"
+                f"{latency_ms:g} ms: one connection {single:.2f} Mbit/s, {MANY} connections {best:.1f}, with as much "
+                f"coming the other way {opposed:.1f}; a hidden state takes {near_ms:.1f} ms inside a site"
             )
             for microbatches in args.microbatches:
                 for name in args.engines:
@@ -130,11 +130,13 @@ def _run(bed: NetBed, name: str, case: Case, link: LinkProfile, args: argparse.N
     placement = Placement.straight(case.num_ranks, case.sites)
     many = peer.connections == MANY
     # p2p operations of gloo use one context of all that there are
-    wan = LinkCost(latency_s=link.latency_s, bandwidth_bps=link.aggregate_bps if many else link.single_bps)
+    wan = LinkCost(latency_s=link.latency_s, bandwidth_bps=link.training_bps if many else link.single_bps)
     costs = case.work.costs(case.num_layers, placement.num_stages, local=case.link, wan=wan)
     predicted_s = _predict(peer, placement, case.num_microbatches, costs)
+    at_best = replace(wan, bandwidth_bps=link.aggregate_bps if many else link.single_bps)
+    least = case.work.costs(case.num_layers, placement.num_stages, local=case.link, wan=at_best)
     shared = replace(placement, pipelines=peer.cell)
-    bound_s = lower_bound_s(Problem(shared, case.num_microbatches, costs.for_cell(peer.cell)))
+    bound_s = lower_bound_s(Problem(shared, case.num_microbatches, least.for_cell(peer.cell)))
     case = replace(case, wan=wan, num_steps=args.steps if many else 1, num_warmup=1 if many else 0)
     timeout_s = 60 + 4 * (case.num_steps + 1) * predicted_s
     runs, uplinks = run_on(bed, peer, case, timeout_s=timeout_s)

@@ -135,13 +135,14 @@ def _answer_probe(say: Callable, hear: Callable, bind: str, most: int, seconds: 
 
 def profile_table(profiles: Mapping[str, LinkProfile]) -> Table:
     """Profiles by the name of their link."""
-    table = Table("link", "round trip ms", "1 connection Mbit/s", "many Mbit/s", "connections")
+    table = Table("link", "round trip ms", "1 connection Mbit/s", "many Mbit/s", "both ways Mbit/s", "connections")
     for name, profile in profiles.items():
         table.add_row(
             name,
             f"{profile.rtt_s * 1e3:.1f}",
             f"{profile.single_bps / 1e6:.0f}",
             f"{profile.aggregate_bps / 1e6:.0f}",
+            f"{profile.opposed_bps / 1e6:.0f}" if profile.opposed_bps else "",
             str(profile.connections),
         )
     return table

@@ -56,10 +56,11 @@ public:
     uint64_t acknowledged = 0;         // chunks, of all that were sent
     bool ack_due = false;
 
-    void say(Type type, uint16_t lane, uint64_t offset, const std::string &tag = "") {
+    void say(Type type, uint16_t lane, uint64_t offset, const std::string &tag = "", uint64_t message = 0) {
         Frame frame{};
         frame.type = type;
         frame.lane = lane;
+        frame.message = message;
         frame.offset = offset;
         memcpy(frame.tag, tag.data(), std::min(tag.size(), sizeof frame.tag));
         seal(frame);
@@ -97,7 +98,7 @@ public:
         while (stream.writable && !idle()) {
             if (out_left_ == 0 && ack_due) {
                 ack_due = false;
-                say(ACK, 0, chunks_received);
+                say(ACK, 0, chunks_received, "", arrived_ns);
             }
             iovec parts[2];
             int count = 0;
@@ -120,7 +121,7 @@ public:
     // ---- reading: the frame at hand, and where its payload goes
 
     Frame in{};
-    uint64_t chunks_received = 0;
+    uint64_t chunks_received = 0, arrived_ns = 0;  // of the last of them
     enum Target { NOWHERE, STASH, RECEIVE } target = NOWHERE;
     std::vector<char> stash;
 

@@ -198,7 +198,7 @@ private:
             }
             size_t budget = READ_BUDGET;
             while (connection.dead.empty()) {
-                if (connection.payload_complete()) connection.link->on_payload(connection);
+                if (connection.payload_complete()) connection.link->on_payload(connection, now);
                 else if (connection.header_complete()) connection.link->on_header(connection, now);
                 else if (!connection.stream.readable) return false;
                 else if (size_t got = connection.pull(); got == 0) continue;

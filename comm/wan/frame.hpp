@@ -25,7 +25,8 @@ constexpr uint64_t MAX_MESSAGE = 1ull << 40;
 
 enum Type : uint32_t {
     DATA = 1,  // a chunk of a message
-    ACK,       // offset: chunks that arrived whole on this connection so far
+    ACK,       // offset: chunks that arrived whole on this connection so far; message: when the last did,
+               // on the receiver's clock
     CREDIT,    // offset: bytes of this lane's stream that the sender may have sent
     PING,      // offset: the sender's clock
     PONG,      // offset: as in the ping

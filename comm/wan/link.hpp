@@ -187,7 +187,7 @@ public:
         if (frame.type == DATA) return take_chunk(connection);
         if (frame.length) throw Broken("a frame with an impossible length");
         switch (frame.type) {
-            case ACK: acknowledge(connection, frame.offset, now); break;
+            case ACK: acknowledge(connection, frame.offset, static_cast<double>(frame.message), now); break;
             case CREDIT: lanes_[frame.lane].credit = std::max(lanes_[frame.lane].credit, frame.offset); break;
             case PING: connection.say(PONG, 0, frame.offset); break;
             case PONG: {
@@ -204,7 +204,7 @@ public:
         connection.next_frame();
     }
 
-    void on_payload(Connection &connection) {
+    void on_payload(Connection &connection, int64_t now) {
         if (connection.target == Connection::NOWHERE) {
             counters.duplicate_chunks += connection.in.lane != SINK;
         } else {
@@ -216,6 +216,7 @@ public:
             connection.stash = {};
         }
         connection.chunks_received++;
+        connection.arrived_ns = now;
         connection.ack_due = true;
         connection.next_frame();
     }
@@ -350,14 +351,14 @@ private:
         }
     }
 
-    void acknowledge(Connection &connection, uint64_t count, int64_t now) {
+    void acknowledge(Connection &connection, uint64_t count, double arrived_ns, int64_t now) {
         if (count < connection.acknowledged || count - connection.acknowledged > connection.sent_whole())
             throw Broken("an acknowledgement of what was never sent");
         for (; connection.acknowledged < count; connection.acknowledged++) {
             Chunk chunk = connection.unacknowledged.front();
             connection.unacknowledged.pop_front();
             counters.sent_bytes += chunk.length;
-            pace_.delivered(chunk.length, chunk.sent_ns, now);
+            pace_.delivered(chunk.length, chunk.sent_ns, arrived_ns, now);
             if (--chunk.message->unacknowledged) continue;
             completed_.push_back({chunk.message->request, ""});
             outgoing_.erase(std::find_if(outgoing_.begin(), outgoing_.end(),

@@ -1,4 +1,5 @@
 // A link with a pace on a line of one rate: what it carries, and what waits on the line.
+#include <algorithm>
 #include <deque>
 
 #include "pace.hpp"
@@ -9,7 +10,7 @@ struct Result {
 };
 
 struct Sent {
-    int64_t at, acknowledged;
+    int64_t at, arrived, acknowledged;
 };
 
 // `busy_ms` of every `cycle_ms` there is something to send; the line is cut from `cut_ms` to `healed_ms`,
@@ -27,7 +28,7 @@ extern "C" Result pace_on_line(double rate, double rtt_ms, double later_rtt_ms, 
         bool cut = ms >= cut_ms && ms < healed_ms, last = ms > (seconds - 1) * 1000;
         if (ms == seconds * 500) rtt_ms = later_rtt_ms;
         while (!cut && !flying.empty() && flying.front().acknowledged <= now) {
-            pace.delivered(static_cast<uint64_t>(chunk), flying.front().at, now);
+            pace.delivered(static_cast<uint64_t>(chunk), flying.front().at, flying.front().arrived, now);
             flying.pop_front();
             carried += last ? chunk : 0;
         }
@@ -35,9 +36,53 @@ extern "C" Result pace_on_line(double rate, double rtt_ms, double later_rtt_ms, 
         while (ms % cycle_ms < busy_ms && pace.ready(now) && flying.size() * chunk < window_bytes) {
             pace.sent(static_cast<uint64_t>(chunk), now);
             free_ns = std::max(free_ns, static_cast<double>(now)) + chunk * 1e9 / rate;
-            flying.push_back({now, static_cast<int64_t>(free_ns + rtt_ms * MS)});
+            int64_t arrived = static_cast<int64_t>(free_ns + rtt_ms / 2 * MS);
+            flying.push_back({now, arrived, static_cast<int64_t>(arrived + rtt_ms / 2 * MS)});
         }
         if (last) backlog += std::max(0.0, free_ns - now) / MS, samples++;
     }
     return {carried / rate, backlog / samples};
+}
+
+struct Direction {
+    weft::Pace pace;
+    double free_ns = 0;           // when the line has sent what it holds
+    std::deque<Sent> going;       // chunks on their way
+    std::deque<Sent> returning;   // their acknowledgements, on the other direction's line
+    double carried = 0, backlog = 0;
+};
+
+// Both directions send all they may; acknowledgements wait in the other direction's queue and take
+// `ack_bytes` of its line. The clocks differ by a day. The lesser of what the directions carry, and the
+// greater of their queues, over the second half of the time.
+extern "C" Result pace_both_ways(double rate, double rtt_ms, double ack_bytes, int seconds) {
+    const int64_t MS = 1000000, DAY = 86400000 * MS;
+    const double chunk = 8192, window_bytes = std::max(8 * rate * rtt_ms / 1e3, 16 * chunk);
+    Direction both[2];
+    auto enter = [&](Direction &line, double bytes, int64_t now) {
+        line.free_ns = std::max(line.free_ns, static_cast<double>(now)) + bytes * 1e9 / rate;
+        return static_cast<int64_t>(line.free_ns + rtt_ms / 2 * MS);
+    };
+    for (int64_t ms = 1; ms <= seconds * 1000; ms++) {
+        int64_t now = ms * MS;
+        bool counts = ms > seconds * 500;
+        for (int i = 0; i < 2; i++) {
+            Direction &out = both[i], &back = both[1 - i];
+            for (; !out.going.empty() && out.going.front().arrived <= now; out.going.pop_front())
+                out.returning.push_back({out.going.front().at, now, enter(back, ack_bytes, now)});
+            for (; !out.returning.empty() && out.returning.front().acknowledged <= now; out.returning.pop_front()) {
+                const Sent &sent = out.returning.front();
+                out.pace.delivered(static_cast<uint64_t>(chunk), sent.at, static_cast<double>(sent.arrived + DAY), now);
+                out.carried += counts ? chunk : 0;
+            }
+            out.pace.watch(now, static_cast<int64_t>(rtt_ms * MS));
+            while (out.pace.ready(now) && (out.going.size() + out.returning.size()) * chunk < window_bytes) {
+                out.pace.sent(static_cast<uint64_t>(chunk), now);
+                out.going.push_back({now, enter(out, chunk, now), 0});
+            }
+            out.backlog += counts ? std::max(0.0, out.free_ns - now) / MS : 0;
+        }
+    }
+    return {std::min(both[0].carried, both[1].carried) / (rate * seconds / 2),
+            std::max(both[0].backlog, both[1].backlog) / (seconds * 500)};
 }

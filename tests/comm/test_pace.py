@@ -17,10 +17,14 @@ class Result(ctypes.Structure):
 
 
 @pytest.fixture(scope="module")
-def on_line():
+def library():
     headers = Path(weft.comm.wan.__file__).parent
     sources = [HERE / "pace_line.cpp", headers / "pace.hpp"]
-    library = ctypes.CDLL(str(build(sources, kind=Kind.library, flags=[f"-I{headers}"])))
+    return ctypes.CDLL(str(build(sources, kind=Kind.library, flags=[f"-I{headers}"])))
+
+
+@pytest.fixture(scope="module")
+def on_line(library):
     library.pace_on_line.restype = Result
     library.pace_on_line.argtypes = [ctypes.c_double] * 4 + [ctypes.c_int] * 5
 
@@ -66,3 +70,22 @@ def test_a_way_that_gets_longer_or_shorter_is_filled_again(on_line, later_rtt_ms
 def test_a_peer_that_only_seemed_far_is_paced_no_longer(on_line):
     # Its first round trips are those of a busy machine; what it carried then is no measure.
     assert on_line(50, 80, later_rtt_ms=1, seconds=2, window=80.0).backlog_ms > 60
+
+
+@pytest.mark.parametrize("mbps", [10, 50, 500, 5000])
+@pytest.mark.parametrize("rtt_ms", [5, 20, 80, 200])
+@pytest.mark.parametrize("ack_bytes", [0, 300])
+@pytest.mark.parametrize("seconds", [8, 20])
+def test_lines_that_are_wanted_both_ways_are_full_and_little_waits(library, mbps, rtt_ms, ack_bytes, seconds):
+    # Acknowledgements wait behind the other direction's chunks, and neither line ever runs empty by itself.
+    library.pace_both_ways.restype = Result
+    library.pace_both_ways.argtypes = [ctypes.c_double] * 3 + [ctypes.c_int]
+    found = library.pace_both_ways(mbps * 1e6 / 8, rtt_ms, ack_bytes, seconds)
+    assert found.carried > 0.97 * 8192 / (8192 + ack_bytes)
+    chunk_ms = 8192 * 8e-3 / mbps
+    if rtt_ms > 4 * chunk_ms:  # else the line holds less than the chunks that a link may have beside it
+        assert found.backlog_ms < 0.3 * rtt_ms + 4 * chunk_ms + 8
+
+
+def test_what_waits_on_a_line_that_never_rests_does_not_grow(on_line):
+    assert on_line(50, 80, window=8.0, seconds=30).backlog_ms < 0.3 * 80

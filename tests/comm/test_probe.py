@@ -1,6 +1,8 @@
 """The probe: how it searches, what it finds over loopback, and its cache."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.comm.test_wan import KEY, noise
 from weft.comm.channel import TensorSpec
-from weft.comm.probe import TOLERANCE, LinkProfile, ProfileCache, fewest, probe, search
+from weft.comm.probe import TOLERANCE, LinkProfile, ProfileCache, fewest, probe, probe_both, search
 from weft.comm.wan import WanEndpoint
 
 
@@ -58,6 +60,19 @@ def test_a_profile_says_what_a_planner_asks():
     assert PROFILE.single_bps == 5e7
     assert PROFILE.aggregate_bps == 5e8
     assert PROFILE.connections == 8
+
+
+def test_a_plan_counts_on_what_is_carried_both_ways():
+    assert PROFILE.training_bps == 5e8
+    assert replace(PROFILE, opposed_bps=4.5e8).training_bps == 4.5e8
+
+
+def test_both_ends_learn_both_ways():
+    with linked(connections=4) as (near, far), ThreadPoolExecutor() as pool:
+        there = pool.submit(probe_both, far, 0, first=False, most=4, seconds=0.02)
+        out, back = probe_both(near, 1, first=True, connections=3, most=4, seconds=0.02)
+        assert there.result(60.0) == (back, out)
+        assert out.opposed_bps > 0 < back.opposed_bps
 
 
 def test_a_probe_needs_nobody_at_the_other_end():

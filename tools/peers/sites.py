@@ -12,7 +12,7 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
-from weft.comm.probe import LinkProfile, probe
+from weft.comm.probe import LinkProfile, probe_both
 from weft.comm.wan import WanEndpoint, WanKey
 from weft.comm.wan.key import VARIABLE
 from weft.conf.schema import CommConfig
@@ -109,7 +109,7 @@ def topology(case: Case, *, rate_mbps: float, latency_ms: float, window_kb: floa
 
 
 def profile(bed: NetBed) -> LinkProfile:
-    """What one and `MANY` connections carry from the first node to the last."""
+    """What one and up to `MANY` connections carry from the first node to the last, alone and opposed."""
     first, last = bed.nodes[0], bed.nodes[-1]
     with Job(bed, last, _answer, bed.address(last)) as there:
         with Job(bed, first, _measure, bed.address(first), there.hear()) as here:
@@ -172,10 +172,14 @@ def _watch(bed: NetBed, uplinks: Uplinks, ended: Event) -> None:
             uplinks.sent_bytes[node.name].append(node.sent_bytes)
 
 
+_EFFORT: dict[str, Any] = {"connections": MANY, "most": MANY, "seconds": 1.0, "message_bytes": _PROBE_BYTES}
+
+
 def _answer(say: Callable, hear: Callable, bind: str) -> None:
     with WanEndpoint(rank=1, bind=bind, key=WanKey(KEY.encode()), chunk_bytes=_CHUNK_KB << 10) as endpoint:
         endpoint.link(0)
         say(endpoint.address)
+        probe_both(endpoint, 0, first=False, **_EFFORT)
         hear()
 
 
@@ -183,4 +187,4 @@ def _measure(_say: Callable, _hear: Callable, bind: str, address: tuple[str, int
     key, chunk_bytes = WanKey(KEY.encode()), _CHUNK_KB << 10
     with WanEndpoint(rank=0, bind=bind, key=key, connections=MANY, chunk_bytes=chunk_bytes) as endpoint:
         endpoint.link(1, address=address)
-        return probe(endpoint, 1, most=MANY, seconds=1.0, message_bytes=_PROBE_BYTES)
+        return probe_both(endpoint, 1, first=True, **_EFFORT)[0]
