@@ -75,7 +75,7 @@ public:
     // where the first round trip known was that of a busy machine.
     void watch(int64_t now, int64_t rtt_ns) {
         if (rtt_ns < NEAR_NS) return void(rate_ = 0);
-        if (rate_ == 0 || in_flight_ <= on_line(DRAINED)) drained_ns_ = now;
+        if (rate_ == 0 || in_flight_ <= bytes_of(DRAINED * trip_ns())) drained_ns_ = now;
         drains_ = now - drained_ns_ > trip_span_ns();
         if (!chunks_) return;
         int64_t window = std::clamp(rtt_ns / 4, WINDOW_NS, 5 * WINDOW_NS);
@@ -118,14 +118,12 @@ private:
     bool grows() const { return since_growth_ < PATIENCE; }
 
     bool has_room() const {
-        if (drains_) return in_flight_ < on_line(DRAINED);
-        return in_flight_ < on_line(grows() ? 2.0 : FULL) + std::max(rate_ * SLACK_NS * 1e-9, SPARE * chunk_);
+        if (drains_) return in_flight_ < bytes_of(DRAINED * trip_ns());
+        double full_ns = (grows() ? 2.0 : FULL) * trip_ns() + late_ns_;
+        return in_flight_ < bytes_of(full_ns) + std::max(rate_ * SLACK_NS * 1e-9, SPARE * chunk_);
     }
 
-    // Bytes that are under way, where so many times the shortest trip's worth are on the line.
-    double on_line(double gain) const {
-        return std::max(rate_, LEAST_SHARE * greatest_.best()) * (gain * trip_ns() + late_ns_) * 1e-9;
-    }
+    double bytes_of(double ns) const { return std::max(rate_, LEAST_SHARE * greatest_.best()) * ns * 1e-9; }
 
     int64_t trip_span_ns() const {
         return static_cast<int64_t>(std::clamp(TRIPS * trip_ns(), 1.0 * TRIP_SPAN_NS, 4.0 * TRIP_SPAN_NS));

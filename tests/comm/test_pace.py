@@ -75,7 +75,7 @@ def test_a_peer_that_only_seemed_far_is_paced_no_longer(on_line):
 @pytest.mark.parametrize("mbps", [10, 50, 500, 5000])
 @pytest.mark.parametrize("rtt_ms", [5, 20, 80, 200])
 @pytest.mark.parametrize("ack_bytes", [0, 300])
-@pytest.mark.parametrize("seconds", [8, 20])
+@pytest.mark.parametrize("seconds", [8, 60])
 def test_lines_that_are_wanted_both_ways_are_full_and_little_waits(library, mbps, rtt_ms, ack_bytes, seconds):
     # Acknowledgements wait behind the other direction's chunks, and neither line ever runs empty by itself.
     library.pace_both_ways.restype = Result
@@ -84,7 +84,7 @@ def test_lines_that_are_wanted_both_ways_are_full_and_little_waits(library, mbps
     assert found.carried > 0.97 * 8192 / (8192 + ack_bytes)
     chunk_ms = 8192 * 8e-3 / mbps
     if rtt_ms > 4 * chunk_ms:  # else the line holds less than the chunks that a link may have beside it
-        assert found.backlog_ms < 0.3 * rtt_ms + 4 * chunk_ms + 8
+        assert found.backlog_ms < 0.2 * rtt_ms + 4 * chunk_ms + 8
 
 
 def test_what_waits_on_a_line_that_never_rests_does_not_grow(on_line):
