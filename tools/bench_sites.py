@@ -27,6 +27,7 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 from weft.tools.netbed import NetBed
 from weft.tools.netbed.ranks import run_ranks_in
+from weft.tools.peers import rendezvous
 from weft.tools.peers.case import Case
 from weft.tools.peers.link import measure_link
 from weft.tools.peers.sites import MANY, WAN_PEERS, WanPeer, profile, run_on, topology
@@ -34,6 +35,7 @@ from weft.tools.peers.uplinks import Step, draw
 
 SITES = (1, 2, 1)
 REPLICAS = 3
+_SHORT_S = 15.0  # a step that is worth a warm-up
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ def _run(bed: NetBed, name: str, case: Case, link: LinkProfile, args: argparse.N
     least = case.work.costs(case.num_layers, placement.num_stages, local=case.link, wan=at_best)
     shared = replace(placement, pipelines=peer.cell)
     bound_s = lower_bound_s(Problem(shared, case.num_microbatches, least.for_cell(peer.cell)))
-    case = replace(case, wan=wan, num_steps=args.steps if many else 1, num_warmup=1 if many else 0)
+    warm = many or predicted_s < _SHORT_S
+    case = replace(case, wan=wan, num_steps=args.steps if many else 1, num_warmup=int(warm))
     timeout_s = 60 + 4 * (case.num_steps + 1) * predicted_s
     runs, uplinks = run_on(bed, peer, case, timeout_s=timeout_s)
     slowest = max(runs, key=lambda run: median(run.step_s))
@@ -162,6 +165,8 @@ def _run(bed: NetBed, name: str, case: Case, link: LinkProfile, args: argparse.N
 
 
 def _predict(peer: WanPeer, placement: Placement, microbatches: int, costs: CostModel) -> float:
+    if not isinstance(peer.schedule, str):
+        return rendezvous.step_s(peer.schedule, placement, microbatches, costs)
     shared = costs.for_cell(peer.cell)
     if peer.schedule == "auto" and peer.cell > 1:
         cell = generate("auto", replace(placement, pipelines=peer.cell), microbatches, costs=shared)

@@ -18,6 +18,7 @@ from weft.comm.wan.key import VARIABLE
 from weft.conf.schema import CommConfig
 from weft.tools.netbed import Job, Link, NetBed, Node, Topology
 from weft.tools.peers.case import Case, RankRun
+from weft.tools.peers.rendezvous import PROGRAMS, Program
 from weft.tools.peers.table import Peer
 
 KEY = "the key of a bed that nobody else can reach"
@@ -32,8 +33,8 @@ class WanPeer:
     """An engine, and how it reaches other sites."""
 
     engine: Peer
-    schedule: str
-    """Kind of its schedule, for the simulator."""
+    schedule: str | Program
+    """For the simulation: the kind of its schedule, or what its ranks do where transfers are gloo's."""
     connections: int = 1
     """TCP connections per pair of ranks; of gloo, contexts."""
     cell: int = 1
@@ -41,10 +42,10 @@ class WanPeer:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def _gloo(title: str, module: str, function: str, schedule: str, contexts: int, **arguments: Any) -> WanPeer:
+def _gloo(title: str, module: str, function: str, contexts: int, **arguments: Any) -> WanPeer:
     engine = Peer(f"{title}, {contexts} gloo context{'s' * (contexts > 1)}", module, function, arguments)
     interfaces = {"GLOO_SOCKET_IFNAME": ",".join(["lan0"] * contexts)}
-    return WanPeer(engine=engine, schedule=schedule, connections=contexts, environment=interfaces)
+    return WanPeer(engine=engine, schedule=PROGRAMS[title], connections=contexts, environment=interfaces)
 
 
 def _weft(schedule: str, connections: int, cell: int) -> WanPeer:
@@ -55,18 +56,18 @@ def _weft(schedule: str, connections: int, cell: int) -> WanPeer:
     return WanPeer(engine=engine, schedule=schedule, connections=connections, cell=cell)
 
 
-_DEEPSPEED = ("DeepSpeed 1F1B", "weft.tools.peers.deepspeed_engines", "run_1f1b", "1f1b")
+_DEEPSPEED = ("DeepSpeed 1F1B", "weft.tools.peers.deepspeed_engines", "run_1f1b")
 _TORCH = "weft.tools.peers.torch_engines"
 MANY = 32
 
 WAN_PEERS: Mapping[str, WanPeer] = MappingProxyType(
     {
         "deepspeed": _gloo(*_DEEPSPEED, 1),
-        "torch-gpipe": _gloo("torch GPipe", _TORCH, "run", "gpipe", 1, kind="gpipe"),
-        "torch-1f1b": _gloo("torch 1F1B", _TORCH, "run", "1f1b", 1, kind="1f1b"),
+        "torch-gpipe": _gloo("torch GPipe", _TORCH, "run", 1, kind="gpipe"),
+        "torch-1f1b": _gloo("torch 1F1B", _TORCH, "run", 1, kind="1f1b"),
         "deepspeed-4": _gloo(*_DEEPSPEED, 4),
-        "torch-gpipe-4": _gloo("torch GPipe", _TORCH, "run", "gpipe", 4, kind="gpipe"),
-        "torch-1f1b-4": _gloo("torch 1F1B", _TORCH, "run", "1f1b", 4, kind="1f1b"),
+        "torch-gpipe-4": _gloo("torch GPipe", _TORCH, "run", 4, kind="gpipe"),
+        "torch-1f1b-4": _gloo("torch 1F1B", _TORCH, "run", 4, kind="1f1b"),
         "weft-gpipe": _weft("gpipe", MANY, 1),
         "weft-1f1b": _weft("1f1b", MANY, 1),
         "weft-auto": _weft("auto", MANY, 1),
