@@ -1,7 +1,7 @@
 """Engines on gloo, simulated: what their own order of posts and waits makes of a line."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.pipeline.costs import CostModel, LinkCost
@@ -16,6 +16,7 @@ KINDS = {"torch GPipe": "gpipe", "torch 1F1B": "1f1b", "DeepSpeed 1F1B": "1f1b"}
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @given(ranks=st.integers(2, 6), microbatches=st.integers(1, 9))
+@settings(deadline=None)  # the first imports DeepSpeed
 def test_free_links_leave_the_schedules_own_time(name, ranks, microbatches):
     placement = Placement.straight(ranks)
     costs = CostModel.unit(ranks)
@@ -30,6 +31,7 @@ def test_free_links_leave_the_schedules_own_time(name, ranks, microbatches):
     latency=st.floats(0.0, 3.0),
     seconds=st.floats(0.0, 9.0),
 )
+@settings(deadline=None)
 def test_a_rendezvous_never_gains(name, ranks, microbatches, latency, seconds):
     placement = Placement.straight(ranks, (1, ranks - 1))
     wan = LinkCost(latency_s=latency, bandwidth_bps=8 / seconds if seconds else float("inf"))
