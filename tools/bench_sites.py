@@ -99,7 +99,8 @@ def main(argv: Sequence[str]) -> int:
             )
             for microbatches in args.microbatches:
                 for name in args.engines:
-                    result, step = _run(bed, name, replace(case, num_microbatches=microbatches), link, args)
+                    one = replace(case, num_microbatches=microbatches)
+                    result, step = _run(bed, name, one, link, latency_ms, args)
                     results.append(result)
                     steps.append(step)
                     if args.json:  # at once: a run of many engines may be cut short
@@ -127,7 +128,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(bed: NetBed, name: str, case: Case, link: LinkProfile, args: argparse.Namespace) -> tuple[Result, Step]:
+def _run(
+    bed: NetBed, name: str, case: Case, link: LinkProfile, latency_ms: float, args: argparse.Namespace
+) -> tuple[Result, Step]:
     peer = WAN_PEERS[name]
     placement = Placement.straight(case.num_ranks, case.sites)
     many = peer.connections == MANY
@@ -145,7 +148,7 @@ def _run(bed: NetBed, name: str, case: Case, link: LinkProfile, args: argparse.N
     runs, uplinks = run_on(bed, peer, case, timeout_s=timeout_s)
     slowest = max(runs, key=lambda run: median(run.step_s))
     result = Result(
-        latency_ms=round(link.latency_s * 1e3),
+        latency_ms=latency_ms,
         microbatches=case.num_microbatches,
         peer=peer.engine.title,
         step_s=slowest.step_s,
