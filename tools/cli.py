@@ -18,6 +18,7 @@ COMMANDS = {
     "plan": ("weft.tools.plan", "show how collectives would be partitioned and overlapped, and why"),
     "schedule": ("weft.tools.schedule", "generate a schedule and print, draw or export it"),
     "simulate": ("weft.tools.simulate", "time a schedule without a GPU"),
+    "doctor": ("weft.tools.doctor", "look at what a run would stand on: the links between sites"),
     "netbed": ("weft.tools.netbed.command", "build a WAN in a box: nodes, real TCP, delays, faults"),
     "bench": ("weft.tools.bench", "measure Weft beside its peers"),
     "parity": ("weft.tools.parity", "compare stages of every supported architecture with Hugging Face"),

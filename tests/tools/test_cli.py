@@ -2,6 +2,7 @@
 
 import configparser
 import json
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -31,6 +32,15 @@ def test_every_command_is_listed(capsys):
     code, out, _ = run(capsys)
     assert code == 0
     assert all(name in out for name in cli.COMMANDS)
+
+
+def test_every_command_and_bench_that_the_docs_name_is_there():
+    texts = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))]
+    named = {name for text in texts for name in re.findall(r"`weft ([a-z]+)", text)}
+    benches = {name for text in texts for name in re.findall(r"`weft bench ([a-z]+)", text)}
+    assert named - set(cli.COMMANDS) == set()
+    assert benches - set(BENCHES) == set()
+    assert "doctor" in named
 
 
 def test_every_command_has_its_module():
