@@ -20,14 +20,15 @@ class Result(ctypes.Structure):
 def library():
     headers = Path(weft.comm.wan.__file__).parent
     sources = [HERE / "pace_line.cpp", headers / "pace.hpp"]
-    return ctypes.CDLL(str(build(sources, kind=Kind.library, flags=[f"-I{headers}"])))
+    library = ctypes.CDLL(str(build(sources, kind=Kind.library, flags=[f"-I{headers}"])))
+    library.pace_on_line.argtypes = [ctypes.c_double] * 4 + [ctypes.c_int] * 5
+    library.pace_both_ways.argtypes = [ctypes.c_double] * 3 + [ctypes.c_int]
+    library.pace_on_line.restype = library.pace_both_ways.restype = Result
+    return library
 
 
 @pytest.fixture(scope="module")
 def on_line(library):
-    library.pace_on_line.restype = Result
-    library.pace_on_line.argtypes = [ctypes.c_double] * 4 + [ctypes.c_int] * 5
-
     def run(mbps, rtt_ms, *, window=2.0, seconds=4, busy_ms=1, cycle_ms=1, cut=(NEVER, NEVER), later_rtt_ms=0):
         rate, later_rtt_ms = mbps * 1e6 / 8, later_rtt_ms or rtt_ms
         window_bytes = max(window * rate * later_rtt_ms / 1e3, 3 * 8192)
@@ -78,8 +79,6 @@ def test_a_peer_that_only_seemed_far_is_paced_no_longer(on_line):
 @pytest.mark.parametrize("seconds", [8, 60])
 def test_lines_that_are_wanted_both_ways_are_full_and_little_waits(library, mbps, rtt_ms, ack_bytes, seconds):
     # Acknowledgements wait behind the other direction's chunks, and neither line ever runs empty by itself.
-    library.pace_both_ways.restype = Result
-    library.pace_both_ways.argtypes = [ctypes.c_double] * 3 + [ctypes.c_int]
     found = library.pace_both_ways(mbps * 1e6 / 8, rtt_ms, ack_bytes, seconds)
     assert found.carried > 0.97 * 8192 / (8192 + ack_bytes)
     chunk_ms = 8192 * 8e-3 / mbps
