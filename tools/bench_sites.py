@@ -135,11 +135,11 @@ def _run(
     placement = Placement.straight(case.num_ranks, case.sites)
     many = peer.connections == MANY
     # p2p operations of gloo use one context of all that there are
-    wan = LinkCost(latency_s=link.latency_s, bandwidth_bps=link.training_bps if many else link.single_bps)
+    usual_bps, most_bps = (link.training_bps, link.aggregate_bps) if many else (link.single_bps, link.single_bps)
+    wan = LinkCost(latency_s=link.latency_s, bandwidth_bps=usual_bps)
     costs = case.work.costs(case.num_layers, placement.num_stages, local=case.link, wan=wan)
     predicted_s = _predict(peer, placement, case.num_microbatches, costs)
-    at_best = replace(wan, bandwidth_bps=link.aggregate_bps if many else link.single_bps)
-    least = case.work.costs(case.num_layers, placement.num_stages, local=case.link, wan=at_best)
+    least = replace(costs, wan=replace(wan, bandwidth_bps=most_bps))
     shared = replace(placement, pipelines=peer.cell)
     bound_s = lower_bound_s(Problem(shared, case.num_microbatches, least.for_cell(peer.cell)))
     warm = many or predicted_s < _SHORT_S

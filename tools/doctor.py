@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations, permutations
 from pathlib import Path
-from time import sleep
 
 from rich.console import Console
 from rich.table import Table
@@ -17,10 +16,9 @@ from weft.comm.native import cache_folder
 from weft.comm.probe import LinkProfile, ProfileCache, probe_both
 from weft.comm.wan import WanEndpoint, WanKey
 from weft.comm.wan.library import load
-from weft.tools.netbed import Job, NetBed, Topology
+from weft.tools.netbed import NetBed, Topology
 from weft.tools.netbed import load as load_topology
-
-_KEY_OF_BEDS = WanKey(b"the key of a bed that nobody else can reach")
+from weft.tools.netbed.probing import probe_nodes
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,9 +32,9 @@ def main(argv: Sequence[str]) -> int:
 
 _NET = """
 Measures round trip, one connection's rate and the rate of many, in each direction alone and in both
-at once, and says how many connections fill the link. Run it at both sites: `weft doctor net --bind ADDRESS` at one, and
-at the other `weft doctor net --bind ADDRESS --peer ADDRESS:PORT` with what the first one prints.
-Both need the same WEFT_KEY. With --netbed FILE it probes an emulated WAN instead.
+at once, and says how many connections fill the link. Run it at both sites: at one `weft doctor net
+--bind ADDRESS`, and at the other `weft doctor net --bind ADDRESS --peer ADDRESS:PORT` with what the
+first one prints. Both need the same WEFT_KEY. With --netbed FILE it probes an emulated WAN instead.
 """
 
 
@@ -96,7 +94,8 @@ def _probe_bed(args: argparse.Namespace) -> Mapping[str, LinkProfile]:
         return {name: known[name] for name in wanted}
     with NetBed.up(topology) as bed:
         for a, b in combinations(topology.sites, 2):
-            there, back = _probe_pair(bed, topology.members(a)[0], topology.members(b)[0], args)
+            near, far = topology.members(a)[0], topology.members(b)[0]
+            there, back = probe_nodes(bed, near, far, most=args.most, seconds=args.seconds)
             cache.add({f"{a} -> {b}": there, f"{b} -> {a}": back})
     known = cache.read()
     return {name: known[name] for name in wanted}
@@ -106,31 +105,6 @@ def bed_cache(topology: Topology) -> Path:
     """Where the profiles of a bed's links are kept: by its topology, whatever its name."""
     shape = repr((topology.nodes, topology.links, topology.mtu, topology.window_kb, topology.congestion))
     return cache_folder().parent / "links" / f"{hashlib.sha256(shape.encode()).hexdigest()[:16]}.json"
-
-
-def _probe_pair(bed: NetBed, near: str, far: str, args: argparse.Namespace) -> tuple[LinkProfile, LinkProfile]:
-    settings = (args.most, args.seconds)
-    with (
-        Job(bed, far, _answer_probe, bed.address(far), *settings) as answering,
-        Job(bed, near, _start_probe, bed.address(near), answering.hear(), *settings) as starting,
-    ):
-        return starting.result(timeout_s=300.0)
-
-
-def _start_probe(
-    say: Callable, hear: Callable, bind: str, address: tuple[str, int], most: int, seconds: float
-) -> tuple[LinkProfile, LinkProfile]:
-    with WanEndpoint(rank=0, bind=bind, key=_KEY_OF_BEDS, connections=most) as endpoint:
-        endpoint.link(1, address=address)
-        return probe_both(endpoint, 1, first=True, most=most, seconds=seconds)
-
-
-def _answer_probe(say: Callable, hear: Callable, bind: str, most: int, seconds: float) -> None:
-    with WanEndpoint(rank=1, bind=bind, key=_KEY_OF_BEDS) as endpoint:
-        endpoint.link(0)
-        say(endpoint.address)
-        probe_both(endpoint, 0, first=False, most=most, seconds=seconds)
-        sleep(1.0)
 
 
 def profile_table(profiles: Mapping[str, LinkProfile]) -> Table:

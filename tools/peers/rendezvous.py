@@ -10,10 +10,11 @@ posts a send and a receive together may have them one after the other (measured 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from weft.pipeline.action import Op
 from weft.pipeline.costs import CostModel
 from weft.pipeline.placement import Placement
 
@@ -162,8 +163,7 @@ class _Run:
             step = self._programs[rank][self._next[rank]]
             self._next[rank] += 1
             if isinstance(step, Compute):
-                stage = self._costs.stages[rank]
-                now_s += stage.forward_s if step.letter == "F" else stage.input_s + stage.weight_s
+                now_s += self._costs.stages[rank].seconds(Op[step.letter])
             elif isinstance(step, Post):
                 for transfer in step.transfers:
                     self._post(rank, transfer, now_s)
@@ -190,7 +190,7 @@ class _Run:
         if rank == transfer.sender:
             self._asked_s[transfer] = now_s
         else:
-            self._invited_s[transfer] = self._free_s(way[::-1], now_s) + link.latency_s
+            self._invited_s[transfer] = self._free_s((transfer.receiver, transfer.sender), now_s) + link.latency_s
         if transfer in self._asked_s and transfer in self._invited_s:
             start_s = max(self._asked_s[transfer], self._invited_s[transfer], *(end for _, end in self._busy_s[way]))
             num_bytes = self._costs.stages[min(way)].output_bytes
@@ -198,10 +198,9 @@ class _Run:
             self._arrived_s[transfer] = self._left_s[transfer] + link.latency_s
             self._busy_s[way].append((start_s, self._left_s[transfer]))
 
-    def _free_s(self, way: Sequence[int], now_s: float) -> float:
+    def _free_s(self, way: tuple[int, int], now_s: float) -> float:
         """When what is posted now on ``way`` leaves: behind the transfer under way, and those right after it."""
-        sender, receiver = way
-        for start_s, end_s in self._busy_s[sender, receiver]:
+        for start_s, end_s in self._busy_s[way]:
             if start_s <= now_s < end_s:
                 now_s = end_s
         return now_s

@@ -12,11 +12,11 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
-from weft.comm.probe import LinkProfile, probe_both
-from weft.comm.wan import WanEndpoint, WanKey
+from weft.comm.probe import LinkProfile
 from weft.comm.wan.key import VARIABLE
 from weft.conf.schema import CommConfig
 from weft.tools.netbed import Job, Link, NetBed, Node, Topology
+from weft.tools.netbed.probing import probe_nodes
 from weft.tools.peers.case import Case, RankRun
 from weft.tools.peers.rendezvous import PROGRAMS, Program
 from weft.tools.peers.table import Peer
@@ -111,11 +111,8 @@ def topology(case: Case, *, rate_mbps: float, latency_ms: float, window_kb: floa
 
 def profile(bed: NetBed) -> LinkProfile:
     """What one and up to `MANY` connections carry from the first node to the last, alone and opposed."""
-    first, last = bed.nodes[0], bed.nodes[-1]
-    with Job(bed, last, _answer, bed.address(last)) as there:
-        with Job(bed, first, _measure, bed.address(first), there.hear()) as here:
-            found = here.result(120.0)
-        there.say("end")
+    effort = {"connections": MANY, "most": MANY, "seconds": 1.0, "message_bytes": _PROBE_BYTES}
+    found, _ = probe_nodes(bed, bed.nodes[0], bed.nodes[-1], settings={"chunk_bytes": _CHUNK_KB << 10}, **effort)
     return found
 
 
@@ -171,21 +168,3 @@ def _watch(bed: NetBed, uplinks: Uplinks, ended: Event) -> None:
         uplinks.at_s.append(perf_counter())
         for node in nodes:
             uplinks.sent_bytes[node.name].append(node.sent_bytes)
-
-
-_EFFORT: dict[str, Any] = {"connections": MANY, "most": MANY, "seconds": 1.0, "message_bytes": _PROBE_BYTES}
-
-
-def _answer(say: Callable, hear: Callable, bind: str) -> None:
-    with WanEndpoint(rank=1, bind=bind, key=WanKey(KEY.encode()), chunk_bytes=_CHUNK_KB << 10) as endpoint:
-        endpoint.link(0)
-        say(endpoint.address)
-        probe_both(endpoint, 0, first=False, **_EFFORT)
-        hear()
-
-
-def _measure(_say: Callable, _hear: Callable, bind: str, address: tuple[str, int]) -> LinkProfile:
-    key, chunk_bytes = WanKey(KEY.encode()), _CHUNK_KB << 10
-    with WanEndpoint(rank=0, bind=bind, key=key, connections=MANY, chunk_bytes=chunk_bytes) as endpoint:
-        endpoint.link(1, address=address)
-        return probe_both(endpoint, 1, first=True, **_EFFORT)[0]
