@@ -172,11 +172,13 @@ def test_a_transfer_survives_every_connection_being_killed_again_and_again(stack
 def test_a_flipped_byte_is_noticed_and_mended(stack, tls):
     pair = Pair(stack, proxied=True, tls=tls)
     pair.exchange("before", noise(1000))
-    for _ in range(5):
+    near = pair.ends[0]
+    for flips in range(1, 6):
+        until(lambda: near.counters(1).ready == SMALL["connections"])  # one being opened would not count as broken
         pair.proxy.flip_after = pair.proxy.passed + (200 << 10)
         pair.exchange("a", noise(1 << 20))
         assert pair.proxy.flip_after is None
-    assert pair.ends[0].counters(1).broken >= 5
+        until(lambda flips=flips: near.counters(1).broken >= flips)
 
 
 def test_a_silent_link_fails_by_its_deadline_and_says_which(stack):
