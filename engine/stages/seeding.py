@@ -18,10 +18,10 @@ from weft.engine.stages.skeleton import quiet
 
 @contextlib.contextmanager
 def seeded(seed: int, name: str) -> Iterator[None]:
-    """Random numbers for ``name`` alone; the caller's generator is left as it was."""
+    """Random numbers on the CPU for ``name`` alone; the caller's generators are left as they were."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+        torch.default_generator.manual_seed(int.from_bytes(digest, "little") >> 1)
         yield
 
 

@@ -137,20 +137,24 @@ def weft_losses(config: WeftConfig, steps: int) -> list[float]:
     """Losses of this rank's Weft engine; every rank reports the same."""
     from weft.engine.initialize import initialize
 
+    gc.freeze()  # what was imported is no engine's, and takes long to look through
     engine, *_ = initialize(config=config)
     engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
     losses = [float(engine.train_batch()) for _ in range(steps)]
     check_order(engine)
     engine.destroy()
     dist.barrier()
-    del engine
-    gc.collect()  # a gloo group's threads end with its last reference
     return losses
 
 
 def many_losses(configs: list[WeftConfig], steps: int) -> list[list[float]]:
     """`weft_losses` of several runs, one after the other in the same processes."""
-    return [weft_losses(config, steps) for config in configs]
+    losses = []
+    for count, config in enumerate(configs):
+        if count % 8 == 7:
+            gc.collect()  # a gloo group's threads end with its last reference
+        losses.append(weft_losses(config, steps))
+    return losses
 
 
 def check_order(engine) -> None:
