@@ -25,6 +25,7 @@ MOST = 32
 _MESSAGE_BYTES = 1 << 18
 _WINDOW_MESSAGES = 16  # of one connection, generously
 _REPORT_BYTES = 4096
+_PATIENCE_OPPOSED = 4.0  # acknowledgements wait behind the other side's chunks until both have found their pace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,16 +145,16 @@ class _Meter:
         while not endpoint.counters(peer).rtt_s and monotonic() < limit:
             sleep(0.01)
 
-    def rate_bps(self, connections: int) -> float:
-        """What that many connections carry once they are up to speed."""
+    def rate_bps(self, connections: int, *, patience: float = 1.0) -> float:
+        """What that many connections carry once they are up to speed, ``patience`` times as long as usual."""
         self._endpoint.use(self._peer, connections)
         rtt_s = self._endpoint.counters(self._peer).rtt_s
         # Twice what the line holds if this doubles the best rate, or a window's worth.
         in_flight = max(_WINDOW_MESSAGES, 4 * self._best_bps / 8 * rtt_s / self._block.nbytes) + connections
         handles = deque(self._send() for _ in range(int(in_flight)))
-        self._keep_busy(handles, max(self._seconds, 10 * rtt_s))
+        self._keep_busy(handles, patience * max(self._seconds, 10 * rtt_s))
         start, before = monotonic(), self._endpoint.counters(self._peer).sent_bytes
-        self._keep_busy(handles, self._seconds)
+        self._keep_busy(handles, patience * self._seconds)
         rate = (self._endpoint.counters(self._peer).sent_bytes - before) * 8 / (monotonic() - start)
         self._endpoint.use(self._peer, self._most)
         for handle in handles:
@@ -204,7 +205,7 @@ def probe_both(
     theirs = _expect_profile(endpoint, peer)
     meter = _Meter(endpoint, peer, best_bps=mine.aggregate_bps, **effort)
     connections = connections or mine.connections
-    mine = replace(mine, opposed_bps=meter.rate_bps(connections))
+    mine = replace(mine, opposed_bps=meter.rate_bps(connections, patience=_PATIENCE_OPPOSED))
     endpoint.use(peer, connections)
     _tell(endpoint, peer, mine)
     return mine, _profile(json.loads(bytes(theirs.wait().numpy()).decode()))
