@@ -1,4 +1,4 @@
-# make quickstart | test | lint | test-gpu | test-vllm | clean. Needs Python 3.11 or newer, and the network once.
+# make quickstart | test | test-security | lint | mutants | test-gpu | test-vllm | clean. Needs Python 3.11 or newer, and the network once.
 
 PYTHON ?= python3
 # On a machine with CUDA choose the build that suits it, as in TORCH="torch --index-url URL".
@@ -7,6 +7,9 @@ VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 JOBS ?= 2
 BIN := $(VENV)/bin
+# vLLM's prefill/decode proxy is in its repository and in no wheel.
+TOY_PROXY ?= .cache/toy_proxy_server.py
+TOY_PROXY_URL := https://raw.githubusercontent.com/vllm-project/vllm/v0.32.0/tests/v1/kv_connector/nixl_integration/toy_proxy_server.py
 PACKAGES := __init__.py conf pipeline comm inference engine recipes tools
 # A folder in which the top-level folders lie as the package `weft`, for tools that read paths.
 SOURCES := .cache/src
@@ -18,7 +21,7 @@ CARRIED_PYTHON ?= 3.12
 CARRIED_COMPILED := pydantic-core
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test test-fast test-slow test-gpu test-vllm lint lint-ruff lint-format lint-layers lint-types carried clean
+.PHONY: quickstart mutants test test-fast test-slow test-security test-gpu gpu-report test-vllm lint lint-ruff lint-format lint-layers lint-types carried clean
 
 quickstart: $(VENV)/.ready  ## train a small Llama on four processes, in about two minutes
 	$(BIN)/weft launch recipe=quickstart $(ARGS)
@@ -31,13 +34,30 @@ test-fast: $(VENV)/.ready
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -m "slow and not gpu" $(ARGS)
 
-# On the Python that sees the GPU, which need not be able to install anything.
+# Strangers, insiders, damaged input, and the WAN transport under sanitizers; part of `make test` as well.
+test-security: $(VENV)/.ready
+	$(BIN)/python -m pytest -q -m "not gpu" tests/security tests/comm/test_wan_strangers.py tests/comm/test_wan_frames.py \
+		tests/comm/test_wan_fork.py $(ARGS)
+
+# Whether the fast tests notice small random changes of the sources; takes minutes.
+mutants: $(VENV)/.ready
+	$(BIN)/python -m tests.mutants $(ARGS)
+
+# On the Python that sees the GPU, which need not be able to install anything. Begins with what
+# each test shows and needs, and says why it leaves one out.
 test-gpu: $(SOURCES)/weft/__init__.py
-	PYTHONPATH=$(SOURCES):.cache/carried $(PYTHON) -m pytest -q -m gpu $(ARGS)
+	PYTHONPATH=$(SOURCES):.cache/carried $(PYTHON) -m pytest -m gpu $(shell grep -rl mark.gpu tests) $(ARGS)
+
+# The same, runs on one GPU and on two, and the machine: gpu-report.tar.gz, to be read elsewhere.
+gpu-report: $(SOURCES)/weft/__init__.py
+	PYTHONPATH=$(SOURCES):.cache/carried:. $(PYTHON) -m weft.tools.gpu_report $(ARGS)
 
 # vLLM pins what it needs, so it lives in an environment of its own, CPU build and plug-ins' tests.
-test-vllm: $(VLLM_VENV)/.ready $(SOURCES)/weft/__init__.py
-	PYTHONPATH=$(SOURCES) $(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/vllm $(ARGS)
+# One of them starts `weft` from $(VENV), and needs vLLM's proxy; without the network it says so.
+test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready $(SOURCES)/weft/__init__.py
+	[ -e $(TOY_PROXY) ] || curl -sSfL --create-dirs -o $(TOY_PROXY) $(TOY_PROXY_URL) || true
+	PYTHONPATH=$(SOURCES) WEFT_BIN=$(BIN) TOY_PROXY=$(TOY_PROXY) \
+		$(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/vllm $(ARGS)
 
 $(VLLM_VENV)/.ready: requirements-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)

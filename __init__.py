@@ -7,12 +7,23 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "init_distributed": "weft.engine.distributed",
     "initialize": "weft.engine.initialize",
     "WeftEngine": "weft.engine.engine",
     "WeftTrainer": "weft.engine.hf_trainer",
     "WeftConfig": "weft.conf.schema",
+    "Objective": "weft.engine.stages.objective",
+    "next_token_loss": "weft.engine.stages.objective",
 }
-__all__ = ["WeftConfig", "WeftEngine", "WeftTrainer", "initialize"]
+__all__ = [
+    "Objective",
+    "WeftConfig",
+    "WeftEngine",
+    "WeftTrainer",
+    "init_distributed",
+    "initialize",
+    "next_token_loss",
+]
 
 
 def __getattr__(name: str) -> Any:

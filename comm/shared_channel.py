@@ -27,9 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.channel import ChannelError, TensorSpec
-
-Hop = tuple[int, int]
-"""Sender and receiver, as global ranks."""
+from weft.comm.exchange import gather
+from weft.comm.first_contact import Hop, on_host
 
 INLINE_BYTES = 2 << 20
 """Larger tensors are copied by a thread of their own, out of the way of compute; below, its wake-up costs more."""
@@ -40,9 +39,7 @@ _NUMBER = struct.Struct("=q")
 _LONGEST_NOTE = 4096
 
 
-def share(
-    hops: Collection[Hop], *, device: torch.device, timeout_s: float
-) -> tuple[dict[Hop, SharedSender | SharedReceiver], list[Hop]]:
+def share(hops: Collection[Hop], *, timeout_s: float) -> tuple[dict[Hop, SharedSender | SharedReceiver], list[Hop]]:
     """Open the channels between CPU ranks of one host; a collective call over the whole world.
 
     Args:
@@ -54,12 +51,11 @@ def share(
     """
     me = dist.get_rank()
     name = f"\0weft-{os.getpid()}-{secrets.token_hex(16)}"  # abstract: nothing is left behind
-    places: list[tuple] = [()] * dist.get_world_size()
     channels: dict[Hop, SharedSender | SharedReceiver] = {}
     with _socket(timeout_s) as door:
         door.bind(name)
         door.listen(len(hops) + 1)
-        dist.all_gather_object(places, (host_identity() if device.type == "cpu" else (me,), name))
+        places = gather((host_identity() if on_host() else (me,), name))
         near = sorted(hop for hop in hops if places[hop[0]][0] == places[hop[1]][0])
         for hop in near:
             if hop[0] == me:

@@ -2,40 +2,62 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
+from weft.conf.batch import fit_batch, per_replica
 from weft.conf.ranges import SHARE, out_of_range
-from weft.conf.schema import Attention, DataKind, PlacementKind, Precision, WeftConfig
+from weft.conf.schema import Attention, DataKind, PipelineConfig, PlacementKind, Precision, WeftConfig
 from weft.conf.sites import site_problems
 
-ANY_PLACEMENT = tuple(PlacementKind)
+EVERY_PLACEMENT = tuple(kind for kind in PlacementKind if kind is not PlacementKind.any)
 STRAIGHT = (PlacementKind.straight,)
+INTERLEAVED = (PlacementKind.interleaved, PlacementKind.straight)  # straight, with chunks_per_rank
 FOLD = (PlacementKind.fold,)
 FOLDS = (PlacementKind.fold, PlacementKind.site_fold)
 
-# The placements that each schedule is defined for.
+# The placements that each schedule is defined for; the first is what it takes by itself.
 PLACEMENTS = {
-    "gpipe": ANY_PLACEMENT,
+    "gpipe": EVERY_PLACEMENT,
     "1f1b": STRAIGHT,
-    "interleaved": STRAIGHT,
+    "interleaved": INTERLEAVED,
     "w": FOLDS,
     "dualpipev": FOLD,
     "zbv": FOLD,
-    "auto": ANY_PLACEMENT,
-    "file": ANY_PLACEMENT,
+    "auto": EVERY_PLACEMENT,
+    "file": EVERY_PLACEMENT,
 }
 
 
-def check(config: WeftConfig) -> None:
+HUB_ID = re.compile(r"([\w-][\w.-]{0,95}/)?[\w-][\w.-]{0,95}", re.ASCII)
+
+
+def check(config: WeftConfig, *, complete: bool = True) -> None:
     """Refuse a configuration that cannot run, whatever the machine and the number of processes.
+
+    Args:
+        complete: also refuse one in which something is still to be given (see `missing`).
 
     Raises:
         ValueError: one line per problem, each with the field, its value and a remedy.
     """
     problems = list(out_of_range(config)) or [line for find in CHECKS for line in find(config)]
+    problems += missing(config) if complete else []
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def missing(config: WeftConfig) -> Iterator[str]:
+    """One line for each field that has no default and is still to be given."""
+    model, data, kind = config.model, config.data, config.data.kind.name
+    if not model.path and not model.arch:
+        yield "model.arch='': nothing says which model to train; set model.path, or model.arch to a model_type"
+    if data.kind is not DataKind.corpus and not data.path:
+        yield f"data.path='': data.kind={kind} needs a source; set data.path to a file, a folder or a hub name"
+    if data.kind is not DataKind.corpus and not (model.tokenizer or model.path):
+        yield f"model.tokenizer='': data.kind={kind} needs a tokenizer; set model.tokenizer or model.path"
 
 
 def check_world(config: WeftConfig, world_size: int) -> None:
@@ -44,13 +66,8 @@ def check_world(config: WeftConfig, world_size: int) -> None:
     Raises:
         ValueError: `world_size` is no multiple of the stages, or the batch does not come out.
     """
-    stages = config.pipeline.stages
-    if world_size < 1 or world_size % stages:
-        raise ValueError(
-            f"pipeline.stages={stages}: {world_size} processes are no multiple of it; "
-            f"change it, or start {-(-max(world_size, 1) // stages) * stages} processes (cluster.ranks or the hostfile)"
-        )
-    replicas = world_size // stages
+    replicas = num_replicas(config, world_size)
+    config = fit_batch(config, world_size)
     if config.comm.cell > replicas:
         raise ValueError(
             f"comm.cell={config.comm.cell}: {world_size} processes make {replicas} replicas of the pipeline; "
@@ -61,22 +78,52 @@ def check_world(config: WeftConfig, world_size: int) -> None:
         raise ValueError(
             f"train.batch_size={config.train.batch_size}: train.microbatch_size={config.train.microbatch_size} x "
             f"pipeline.microbatches={config.pipeline.microbatches} x {replicas} replicas make {product}; "
-            "change one of them, or set train.batch_size=0"
+            "change one of them, or set train.batch_size=0 or pipeline.microbatches=0 to let it follow"
         )
 
 
+def num_replicas(config: WeftConfig, world_size: int) -> int:
+    """Pipelines that ``world_size`` processes make.
+
+    Raises:
+        ValueError: they are no multiple of the stages.
+    """
+    stages = config.pipeline.stages
+    if world_size < 1 or world_size % stages:
+        raise ValueError(
+            f"pipeline.stages={stages}: {world_size} processes are no multiple of it; "
+            f"change it, or start {-(-max(world_size, 1) // stages) * stages} processes (cluster.ranks or the hostfile)"
+        )
+    return world_size // stages
+
+
+def settled_placement(pipeline: PipelineConfig) -> PlacementKind | None:
+    """The placement that is named, or that the schedule needs; None where `auto` is to compare them."""
+    kind = pipeline.schedule.value
+    if kind == "interleaved":
+        return PlacementKind.interleaved
+    if pipeline.placement is not PlacementKind.any:
+        return pipeline.placement
+    if kind == "auto":
+        return None if pipeline.stages > 1 else PlacementKind.straight
+    return PLACEMENTS[kind][0]
+
+
 def virtual_stages(config: WeftConfig) -> int:
-    """Chunks that the model is cut into, over all pipeline ranks."""
+    """Chunks that the model is cut into, over all pipeline ranks; where `auto` is to choose, at least."""
     pipeline = config.pipeline
-    if pipeline.schedule.value == "interleaved":
-        return pipeline.stages * pipeline.chunks_per_rank
-    return pipeline.stages * (1 if pipeline.placement is PlacementKind.straight else 2)
+    return pipeline.stages * chunks_of(settled_placement(pipeline) or PlacementKind.straight, pipeline)
+
+
+def chunks_of(placement: PlacementKind, pipeline: PipelineConfig) -> int:
+    """Virtual stages per rank of a placement that is settled."""
+    if placement is PlacementKind.straight:
+        return 1
+    return 2 if placement in FOLDS else pipeline.chunks_per_rank
 
 
 def _model(config: WeftConfig) -> Iterator[str]:
     model = config.model
-    if not model.path and not model.arch:
-        yield "model.arch='': nothing says which model to train; set model.path, or model.arch to a model_type"
     if model.attn_implementation is Attention.flash_attention_2 and config.train.precision is Precision.fp32:
         yield (
             "model.attn_implementation=flash_attention_2: the kernel takes no fp32; "
@@ -93,10 +140,6 @@ def _data(config: WeftConfig) -> Iterator[str]:
     data, kind = config.data, config.data.kind.name
     if data.kind is DataKind.corpus and data.path:
         yield f"data.path={data.path}: unused by data.kind=corpus; set data.kind to text or chat"
-    if data.kind is not DataKind.corpus and not data.path:
-        yield f"data.path='': data.kind={kind} needs a source; set data.path to a file, a folder or a hub name"
-    if data.kind is not DataKind.corpus and not (config.model.tokenizer or config.model.path):
-        yield f"model.tokenizer='': data.kind={kind} needs a tokenizer; set model.tokenizer or model.path"
     if data.chat_template and data.kind is not DataKind.chat:
         yield f"data.chat_template={data.chat_template!r}: unused by data.kind={kind}; set data.kind=chat"
     if config.train.eval_every and not (data.eval_split or data.eval_fraction):
@@ -109,24 +152,26 @@ def _data(config: WeftConfig) -> Iterator[str]:
 def _schedule(config: WeftConfig) -> Iterator[str]:
     pipeline = config.pipeline
     kind, placement = pipeline.schedule.value, pipeline.placement
-    if placement not in PLACEMENTS[kind]:
+    if placement not in (*PLACEMENTS[kind], PlacementKind.any):
         names = " or ".join(allowed.name for allowed in PLACEMENTS[kind])
         yield (
             f"pipeline.placement={placement.name}: the {kind} schedule is defined for {names}; "
             f"set pipeline.placement={PLACEMENTS[kind][0].name}, or pipeline.schedule=auto"
         )
-    if placement is not PlacementKind.straight and pipeline.stages < 2:
+    if settled_placement(pipeline) in FOLDS and pipeline.stages < 2:
         yield (
             f"pipeline.placement={placement.name}: a fold needs at least 2 ranks, pipeline.stages={pipeline.stages}; "
             "raise it, or set pipeline.placement=straight"
         )
-    if kind == "dualpipev" and pipeline.microbatches < 2 * pipeline.stages:
+    if kind == "dualpipev" and 0 < pipeline.microbatches < 2 * pipeline.stages:
         yield (
             f"pipeline.microbatches={pipeline.microbatches}: the dualpipev schedule needs at least "
             f"2 x {pipeline.stages} stages = {2 * pipeline.stages}; raise it, or choose pipeline.schedule=w"
         )
-    if kind == "interleaved":
+    if settled_placement(pipeline) in (PlacementKind.interleaved, PlacementKind.site_interleaved):
         yield from _interleaved(config)
+    if settled_placement(pipeline) is None:
+        yield from _comparable(config)
     if bool(pipeline.schedule_file) != (kind == "file"):
         yield (
             f"pipeline.schedule_file={pipeline.schedule_file!r}: it goes with pipeline.schedule=file, "
@@ -145,12 +190,25 @@ def _interleaved(config: WeftConfig) -> Iterator[str]:
         )
 
 
+def _comparable(config: WeftConfig) -> Iterator[str]:
+    """Placements over several sites are compared before any link is open to be probed."""
+    names = [site.name for site in config.cluster.sites]
+    known = {frozenset(link.sites) for link in config.cluster.links if link.bandwidth_mbps}
+    for pair in pairwise(names):
+        if frozenset(pair) not in known:
+            yield (
+                f"cluster.links.bandwidth_mbps: not given between {pair[0]} and {pair[1]}, and schedule=auto with "
+                "placement=any compares placements by it; set it (`weft doctor net` measures it), or "
+                "pipeline.placement=straight"
+            )
+
+
 def _layers(config: WeftConfig) -> Iterator[str]:
     if config.pipeline.schedule.value == "file":
         return  # its own placement says how many virtual stages there are
     chunks, by_hand = virtual_stages(config), config.pipeline.layers
     count = config.model.overrides.get("num_hidden_layers")
-    if by_hand and len(by_hand) != chunks:
+    if by_hand and len(by_hand) != chunks and settled_placement(config.pipeline) is not None:
         yield (
             f"pipeline.layers={by_hand}: {len(by_hand)} entries for {chunks} virtual stages; "
             "give one entry for each, or an empty list"
@@ -189,18 +247,34 @@ def _optimizer(config: WeftConfig) -> Iterator[str]:
 
 
 def _train(config: WeftConfig) -> Iterator[str]:
-    train, per_replica = config.train, config.train.microbatch_size * config.pipeline.microbatches
+    train = config.train
+    size, names = per_replica(config)
     if train.name in ("", ".", "..") or "/" in train.name:
         yield f"train.name={train.name!r}: it names the run's folder; choose one word without /"
-    if train.batch_size % per_replica:
+    if not train.batch_size and len(names) < 2:
+        name = "pipeline.microbatches" if train.microbatch_size else "train.microbatch_size"
+        yield f"{name}=0: it follows from train.batch_size, which is 0; give one of them"
+    elif train.batch_size % size:
         yield (
-            f"train.batch_size={train.batch_size}: not a multiple of train.microbatch_size={train.microbatch_size} x "
-            f"pipeline.microbatches={config.pipeline.microbatches} = {per_replica}; "
-            f"choose {-(-train.batch_size // per_replica) * per_replica}, or 0 to let it follow from them"
+            f"train.batch_size={train.batch_size}: not a multiple of {' x '.join(names)} = {size}; "
+            f"choose {-(-train.batch_size // size) * size}, or 0 to let it follow from them, or set "
+            "pipeline.microbatches=0 to let these follow"
         )
     folder = Path(train.output_dir).expanduser()
     if not train.output_dir or any(part.is_file() for part in (folder, folder / train.name)):
         yield f"train.output_dir={train.output_dir!r}: not a folder; choose one that exists or can be made"
+    for name, wanted in (
+        ("train.early_stopping_patience", train.early_stopping_patience),
+        ("checkpoint.load_best_model_at_end", config.checkpoint.load_best_model_at_end),
+    ):
+        if wanted and not train.eval_every:
+            yield f"{name}={str(wanted).lower()}: there are no evaluations to go by; set train.eval_every=50 or so"
+    if train.epochs and config.data.streaming:
+        yield f"train.epochs={train.epochs:g}: streamed data has no known length; set train.steps, and train.epochs=0"
+    if train.hub_model_id and not train.export:
+        yield f"train.hub_model_id={train.hub_model_id}: what is pushed is the export; set train.export=true"
+    if train.hub_model_id and not HUB_ID.fullmatch(train.hub_model_id):
+        yield f"train.hub_model_id={train.hub_model_id!r}: not a repository's name; write NAME or ORGANISATION/NAME"
     if train.sample and not train.export:
         yield f"train.sample={train.sample!r}: the text is sampled from the export; set train.export=true"
 

@@ -33,6 +33,7 @@ def compose(overrides: Sequence[str] = (), *, recipe_file: str | None = None) ->
     settings = [_parse(text) for text in overrides]
     recipes = [setting for setting in settings if setting.key_or_group == "recipe"]
     lines = [_line(setting) for setting in settings if setting.key_or_group != "recipe"]
+    lines += _left_open(settings)
     store = ConfigStore.instance()
     _register(store)
     named = [str(recipe.value()) for recipe in recipes] + [recipe_file] * bool(recipe_file)
@@ -51,6 +52,13 @@ def compose(overrides: Sequence[str] = (), *, recipe_file: str | None = None) ->
         raise ValueError(where + _explain(error)) from error
     assert isinstance(config, WeftConfig)
     return config
+
+
+def _left_open(settings: Sequence[Override]) -> list[str]:
+    """What follows from a batch size that is given here: a recipe's micro-batches make another one."""
+    given = {setting.key_or_group: setting.value() for setting in settings}
+    open_ = given.get("train.batch_size") and "pipeline.microbatches" not in given
+    return ["pipeline.microbatches=0"] if open_ else []
 
 
 def _register(store: ConfigStore) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+from weft.conf.batch import fit_batch
 from weft.conf.schema import OptimizerConfig, OptimizerKind, Precision, WeftConfig
 
 
 def deepspeed_config(config: WeftConfig, world_size: int) -> dict[str, Any]:
     """The DeepSpeed configuration of a run with ``world_size`` processes.
 
-    The learning rate's schedule, checkpoints and logs on screen are the engine's own, so no
-    `scheduler` section is emitted and DeepSpeed prints nothing between steps.
+    The learning rate's schedule and checkpoints are the engine's own and logs the recipe's, so
+    no `scheduler` and no monitor is emitted, and DeepSpeed prints nothing between steps.
 
     Raises:
         ValueError: `world_size` does not fit the pipeline (see `weft.conf.checks`).
@@ -20,6 +20,7 @@ def deepspeed_config(config: WeftConfig, world_size: int) -> dict[str, Any]:
     from weft.conf.checks import check_world
 
     check_world(config, world_size)
+    config = fit_batch(config, world_size)
     replicas = world_size // config.pipeline.stages
     emitted: dict[str, Any] = {
         "train_batch_size": config.train.microbatch_size * config.pipeline.microbatches * replicas,
@@ -37,7 +38,7 @@ def deepspeed_config(config: WeftConfig, world_size: int) -> dict[str, Any]:
         },
         "zero_allow_untested_optimizer": True,
     }
-    return emitted | _precision(config.train.precision) | _monitors(config)
+    return emitted | _precision(config.train.precision)
 
 
 def _optimizer(config: OptimizerConfig) -> dict[str, Any]:
@@ -55,16 +56,7 @@ def _optimizer(config: OptimizerConfig) -> dict[str, Any]:
 def _precision(precision: Precision) -> dict[str, Any]:
     table: dict[Precision, dict[str, Any]] = {
         Precision.fp32: {},
-        Precision.bf16: {"bf16": {"enabled": True}},
+        Precision.bf16: {"bf16": {"enabled": True, "check_grad_overflow": False}},
         Precision.fp16: {"fp16": {"enabled": True}},
     }
     return table[precision]
-
-
-def _monitors(config: WeftConfig) -> dict[str, Any]:
-    run = {"output_path": str(Path(config.train.output_dir).expanduser()), "job_name": config.train.name}
-    wanted = {
-        "tensorboard": config.logging.tensorboard and {"enabled": True, **run},
-        "wandb": config.logging.wandb and {"enabled": True, "project": config.logging.wandb_project},
-    }
-    return {name: section for name, section in wanted.items() if section}

@@ -10,10 +10,13 @@ from typing import Any
 
 from weft.conf.schema import WeftConfig
 
+LARGEST = 2**63 - 1
+"""The largest number of any field."""
+
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``low`` to ``high``; an open end is not part of it."""
+    """Numbers from ``low`` to ``high``; an open end is not part of it, and what 64 bits cannot count never is."""
 
     low: float
     high: float = inf
@@ -23,12 +26,16 @@ class Range:
     def __contains__(self, number: float) -> bool:
         above = self.low < number if self.low_open else self.low <= number
         below = number < self.high if self.high_open else number <= self.high
-        return above and below
+        return above and below and number <= LARGEST
 
     def __str__(self) -> str:
         low = f"above {self.low:g}" if self.low_open else f"at least {self.low:g}"
         high = f"below {self.high:g}" if self.high_open else f"at most {self.high:g}"
         return low if self.high == inf else f"{low} and {high}"
+
+    def remedy(self, number: float) -> str:
+        """What to choose instead of ``number``, which is not in it."""
+        return f"at most {LARGEST:.2g}" if number > LARGEST and self.high == inf else str(self)
 
 
 NATURAL = Range(0)
@@ -46,7 +53,7 @@ RANGES = {
     "pipeline.stages": COUNT,
     "pipeline.chunks_per_rank": COUNT,
     "pipeline.launch_together": NATURAL,
-    "pipeline.microbatches": COUNT,
+    "pipeline.microbatches": NATURAL,
     "pipeline.memory_cap_bytes": NATURAL,
     "pipeline.search_seconds": NATURAL,
     "pipeline.pair_scale": Range(0, 1, low_open=True),
@@ -72,17 +79,21 @@ RANGES = {
     "optimizer.min_lr_ratio": Range(0, 1),
     "train.steps": COUNT,
     "train.max_seconds": NATURAL,
-    "train.microbatch_size": COUNT,
+    "train.microbatch_size": NATURAL,
     "train.batch_size": NATURAL,
     "train.seed": NATURAL,
     "train.eval_every": NATURAL,
     "train.eval_batches": COUNT,
+    "train.epochs": NATURAL,
+    "train.early_stopping_patience": NATURAL,
+    "train.early_stopping_threshold": NATURAL,
     "train.sample_tokens": COUNT,
     "logging.every": COUNT,
     "checkpoint.every": NATURAL,
     "checkpoint.keep": NATURAL,
     "inference.prefill.ranks_per_worker": COUNT,
     "inference.prefill.first_port": Range(1024, 65535),
+    "inference.prefill.first_side_port": Range(1024, 65535),
     "inference.prefill.memory_share": Range(0, 1, low_open=True, high_open=True),
     "inference.prefill.kv_cache_bytes": COUNT,
     "inference.prefill.max_tokens": COUNT,
@@ -97,6 +108,8 @@ RANGES = {
     "inference.controller.max_connections": COUNT,
     "inference.controller.receive_timeout_s": POSITIVE,
     "inference.controller.answer_slack_s": POSITIVE,
+    "inference.controller.silence_s": POSITIVE,
+    "inference.controller.answer_timeout_s": POSITIVE,
     "inference.controller.probe_s": POSITIVE,
 }
 
@@ -111,4 +124,11 @@ def out_of_range(config: WeftConfig) -> Iterator[str]:
     for name, allowed in RANGES.items():
         value = value_of(config, name)
         if value not in allowed:
-            yield f"{name}={value:g}: outside its range; choose a value {allowed}"
+            yield f"{name}={_short(value)}: outside its range; choose a value {allowed.remedy(value)}"
+
+
+def _short(value: float) -> str:
+    try:
+        return f"{value:g}"
+    except OverflowError:  # an integer beyond all floats
+        return "inf" if value > 0 else "-inf"

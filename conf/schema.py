@@ -47,9 +47,12 @@ ScheduleKind.__doc__ = "Generator of the schedule."
 class PlacementKind(Enum):
     """Which rank holds which virtual stages."""
 
+    any = "any"
     straight = "straight"
+    interleaved = "interleaved"
     fold = "fold"
     site_fold = "site_fold"
+    site_interleaved = "site_interleaved"
 
 
 class SplitKind(Enum):
@@ -189,17 +192,20 @@ class PipelineConfig:
     """Costs of the virtual stages to plan and predict with, in the form of `weft simulate --costs`;
     a run with `train.timeline` leaves its own as `costs.yaml`. Empty estimates them. Links stay
     those of `cluster`."""
-    placement: PlacementKind = PlacementKind.straight
-    """straight: one chunk per rank; fold: two, there and back; site_fold: a fold in each site."""
+    placement: PlacementKind = PlacementKind.any
+    """straight: one chunk per rank; interleaved: several, round after round; fold: two, there and
+    back; site_fold, site_interleaved: those in each site. any: what the schedule needs; `auto`
+    takes the one whose step is the shortest by estimated or given costs."""
     chunks_per_rank: int = 2
-    """Virtual stages per rank of the interleaved schedule."""
+    """Virtual stages per rank where chunks are interleaved."""
     launch_together: int = 0
     """Micro-batches of a chunk that the interleaved schedule launches in a row: more hide more of
     ZeRO's collectives and hold more activations. 0 is what `weft plan` says, as far as
     `memory_cap_bytes` or the device's memory allows, where collectives have been measured, or
     else one for each rank."""
     microbatches: int = 4
-    """Micro-batches per step and replica."""
+    """Micro-batches per step and replica; 0 follows from `train.batch_size`, as it does where that is
+    given on the command line and this is not."""
     split: SplitKind = SplitKind.even
     """Layers per stage: even counts, or balanced by cost with embedding and head weighed in."""
     layers: list[int] = field(default_factory=list)
@@ -227,6 +233,9 @@ class LinkConfig:
     """One-way delay."""
     bandwidth_mbps: float = 0.0
     """Megabits per second of a node's uplink; 0 asks for a probe when the run starts."""
+    pair_mbps: float = 0.0
+    """Most megabits per second that one pair of nodes gets, where a provider limits pairs to less
+    than their uplinks; 0 is no such limit."""
 
 
 @dataclass(kw_only=True)
@@ -271,8 +280,9 @@ class CommConfig:
     connections: int = 0
     """TCP connections per pair of ranks of different sites; 0 probes each link when the run starts
     and takes the fewest that fill it."""
-    tls: bool = False
-    """Encrypt between sites with TLS 1.3, keyed by WEFT_KEY."""
+    tls: bool = True
+    """Encrypt between sites with TLS 1.3, keyed by WEFT_KEY; off is for links that are private, for
+    hidden states and their gradients are then readable on the way."""
     interface: str = ""
     """Network interface that listens for ranks of other sites; empty takes the one that reaches
     `cluster.master_addr`."""
@@ -344,10 +354,13 @@ class TrainConfig:
     """Folder that holds run folders."""
     steps: int = 100
     """Optimiser steps."""
+    epochs: float = 0.0
+    """Passes over the data, instead of `steps`; the last step is filled up from the pass after it.
+    0 counts steps, as streamed data asks for."""
     max_seconds: float = 0.0
     """Stop after this many seconds of training; 0 is no limit."""
     microbatch_size: int = 1
-    """Sequences per micro-batch."""
+    """Sequences per micro-batch; 0 follows from `batch_size`."""
     batch_size: int = 0
     """Sequences per step over all replicas; 0 is microbatch_size x microbatches x replicas."""
     precision: Precision = Precision.fp32
@@ -358,8 +371,17 @@ class TrainConfig:
     """Steps between evaluations; 0 is never."""
     eval_batches: int = 8
     """Batches per evaluation."""
+    early_stopping_patience: int = 0
+    """Evaluations in a row without a lower loss after which the run ends; 0 is never."""
+    early_stopping_threshold: float = 0.0
+    """What an evaluation's loss has to be lower by to count as lower there."""
     export: bool = True
     """Write a Hugging Face folder at the end."""
+    hub_model_id: str = ""
+    """Repository of the Hugging Face hub, NAME or ORGANISATION/NAME, that the export is pushed to;
+    empty pushes nothing."""
+    hub_private_repo: bool = False
+    """Make that repository private where it does not exist yet."""
     sample: str = ""
     """Prompt for a text sampled from the export by plain transformers; empty is none."""
     sample_tokens: int = 64
@@ -370,7 +392,7 @@ class TrainConfig:
 
 @dataclass(kw_only=True)
 class LoggingConfig:
-    """What a run tells, and where."""
+    """What a recipe tells, and where; a script of your own has DeepSpeed's monitors."""
 
     every: int = 1
     """Steps between records."""
@@ -394,6 +416,9 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves at the end only."""
     keep: int = 2
     """Newest whole checkpoints to keep; 0 keeps all."""
+    load_best_model_at_end: bool = False
+    """Keep the checkpoint of the lowest evaluation loss beside them, as `checkpoints/best`, and export
+    that one at the end."""
     resume: str = "auto"
     """auto: the newest whole checkpoint of the run folder, if any; never; or a folder."""
     final: bool = True
@@ -447,7 +472,13 @@ class ControllerConfig:
     receive_timeout_s: float = 10.0
     """Seconds in which a caller has to send its request."""
     answer_slack_s: float = 5.0
-    """Seconds past the predicted end at which a worker counts as hung."""
+    """Seconds past the expected end after which a worker is asked how it is, again and again; it
+    keeps its prompts for as long as it answers."""
+    silence_s: float = 30.0
+    """Seconds in which a worker answers nothing at all, after which it counts as hung. One that is
+    dead refuses connections, which is noticed at once."""
+    answer_timeout_s: float = 600.0
+    """Seconds after which a prompt is given up although its worker lives."""
     probe_s: float = 0.5
     """Seconds between looks at each worker's health and bubbles."""
 
@@ -469,9 +500,12 @@ class PrefillConfig:
     """Address that the workers listen on; any but this machine's own needs an API key."""
     first_port: int = 8301
     """Port of the first worker; the others follow."""
+    first_side_port: int = 5600
+    """Port on which the first worker's NIXL connector meets decode instances; the others follow."""
     memory_share: float = 0.1
-    """Share of a GPU's memory that a worker takes at its start, for good: weights and KV cache.
-    What training leaves free must exceed it."""
+    """Share of a GPU's memory that a worker takes at its start, for good: weights, KV cache and
+    about a gigabyte. An 8 B model in bf16 takes 16 GB in weights: 0.25 of a GPU of 80 GB. What
+    training leaves free must exceed it; `weft serve` checks both before it starts any."""
     kv_cache_bytes: int = 268_435_456
     """KV cache of a worker on a CPU; a GPU's follows from `memory_share`."""
     max_tokens: int = 4096
@@ -482,6 +516,10 @@ class PrefillConfig:
     """Share of prefill steps that are to end when predicted; the others eat into the guard."""
     connector: KvConnector = KvConnector.none
     """How KV caches leave: none, or nixl (vLLM's NIXL connector, with a quiet progress thread)."""
+    yield_cores: bool = True
+    """On a CPU, run only on cores that nothing else on the host wants (SCHED_IDLE). False has a
+    worker take its share of them inside bubbles: where other jobs keep the host busy, it would
+    never run."""
     allow_decode: bool = False
     """Also decode here, instead of answering requests for more than one token with an error."""
     cost_dir: str = "~/.cache/weft/prefill"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
+from math import inf
 from pathlib import Path
 
 from weft.conf.hosts import read_hostfile
@@ -109,6 +110,10 @@ def _links(config: WeftConfig, names: list[str]) -> Iterator[str]:
         elif ends in seen:
             yield f"cluster.links.sites={link.sites}: this link is given twice; leave one out"
         seen.add(ends)
-        for field in ("latency_ms", "bandwidth_mbps"):
-            if getattr(link, field) < 0:
-                yield f"cluster.links.{field}={getattr(link, field):g}: below 0; give what a probe measures, or 0"
+        for field in ("latency_ms", "bandwidth_mbps", "pair_mbps"):
+            value = getattr(link, field)
+            if not 0 <= value < inf:
+                yield (
+                    f"cluster.links.{field}={value:g}: not a finite number of at least 0; give what a probe "
+                    "measures, or 0"
+                )

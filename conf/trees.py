@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -45,6 +46,11 @@ def to_tree(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [to_tree(item) for item in value]
     return value
+
+
+def to_yaml(config: WeftConfig) -> str:
+    """A configuration as YAML, which ``recipe=FILE`` reads."""
+    return yaml.safe_dump(to_tree(config), sort_keys=False)
 
 
 def explain(error: OmegaConfBaseException) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from weft.engine.packed import is_packed, tell_packed
+
 
 def prepare_batch(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Check a micro-batch, add position ids where there are none, move it to ``device``.
@@ -24,23 +26,21 @@ def prepare_batch(batch: Mapping[str, Tensor], device: torch.device) -> dict[str
             f"micro-batch: found {found}; yield a dict with input_ids [B, S] and labels [B, S] "
             "(-100 = ignored), as Hugging Face models take"
         )
-    tensors = {name: value.to(device, non_blocking=True) for name, value in batch.items() if isinstance(value, Tensor)}
-    if "position_ids" not in tensors:
-        tensors["position_ids"] = _positions(tensors)
-    mask = tensors.get("attention_mask")
-    if mask is not None and bool(mask.all()):
-        del tensors["attention_mask"]  # nothing is padded, and kernels without a mask are faster
-    return tensors
+    given = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    if "position_ids" not in given:
+        given["position_ids"] = _positions(given)
+    mask = given.get("attention_mask")
+    # Kernels without a mask are faster; but one that is on the device already is not waited for.
+    if mask is not None and mask.device.type == "cpu" and bool(mask.all()):
+        del given["attention_mask"]
+    packed = is_packed(given["position_ids"]) if given["position_ids"].device.type == "cpu" else None
+    moved = {name: value.to(device, non_blocking=True) for name, value in given.items()}
+    if packed is not None:
+        tell_packed(moved["position_ids"], packed)
+    return moved
 
 
 def _positions(tensors: Mapping[str, Tensor]) -> Tensor:
     """Position of each token among the tokens that are not padding."""
-    ids = tensors["input_ids"]
-    if "attention_mask" in tensors:
-        return (tensors["attention_mask"].long().cumsum(-1) - 1).clamp(min=0)
-    return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-
-
-def count_label_tokens(batch: Mapping[str, Tensor]) -> int:
-    """Tokens that a causal loss counts: labels after the first position that are not -100."""
-    return int((batch["labels"][:, 1:] != -100).sum())
+    mask = tensors.get("attention_mask", torch.ones_like(tensors["input_ids"]))
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
+from weft.comm.noted_channel import give_way_often
 from weft.conf.boards import boards_folder
 from weft.conf.schema import WeftConfig
+from weft.engine.clock import DeviceTimes
 from weft.inference.board import BoardWriter, board_path
 from weft.pipeline.cell import predict
 from weft.pipeline.costs import CostModel
@@ -18,6 +21,8 @@ from weft.pipeline.schedule import Schedule
 
 SPARE_EDGES = 64
 """Marks that a step may have beyond two for each slot of the longest row."""
+CLOSE_S = 10.0
+"""Longest wait for a device's last marks."""
 
 
 class BubbleMarks(Protocol):
@@ -40,22 +45,37 @@ class BubbleMarks(Protocol):
         ...
 
 
+class Times(Protocol):
+    """Events of a device; see `weft.engine.clock.DeviceTimes`."""
+
+    def mark(self) -> Any:
+        """An event behind what is queued now."""
+        ...
+
+    def passed_ns(self, event: Any) -> int:
+        """`time.monotonic_ns` when the device passed ``event``; waits until it has."""
+        ...
+
+
 class DeviceMarks:
-    """Marks in the order of the current CUDA stream: each reaches the board when the device does.
+    """Marks in the order of the current CUDA stream, each with the time at which the device came to it.
 
     The host runs ahead of the device, so a thread waits for an event per mark. The queue is
-    bounded by what the host runs ahead.
+    bounded by what the host runs ahead. The thread may be late, for it waits for the
+    interpreter; the times on the board are not.
     """
 
-    def __init__(self, board: BoardWriter) -> None:
+    def __init__(self, board: BoardWriter, times: Times) -> None:
         """Mark on ``board``."""
-        self._board = board
+        self._board, self._times = board, times
         self._marks: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=self._follow, name="weft-bubbles", daemon=True).start()
+        give_way_often()
+        self._thread = threading.Thread(target=self._follow, name="weft-bubbles", daemon=True)
+        self._thread.start()
 
     def begin(self, kind: int) -> None:
         """A step begins, with nothing to compute yet."""
-        self._put(lambda: self._board.begin(kind))
+        self._put(lambda at_ns: self._board.begin(kind, at_ns))
 
     def busy(self) -> None:
         """The device will compute from here on."""
@@ -66,20 +86,22 @@ class DeviceMarks:
         self._put(self._board.idle)
 
     def close(self) -> None:
-        """The engine ends."""
-        self._board.close()
+        """The engine ends: what is marked already still reaches the board, unless the device hangs."""
         self._marks.put(None)
+        self._thread.join(CLOSE_S)
+        self._board.close()
 
-    def _put(self, mark: object) -> None:
-        event = torch.cuda.Event(blocking=True)
-        event.record()
-        self._marks.put((event, mark))
+    def _put(self, mark: Callable[[int], None]) -> None:
+        self._marks.put((self._times.mark(), mark))
 
     def _follow(self) -> None:
-        while (found := self._marks.get()) is not None:
-            event, mark = found
-            event.synchronize()
-            mark()
+        try:
+            while (found := self._marks.get()) is not None:
+                event, mark = found
+                mark(self._times.passed_ns(event))
+        except RuntimeError:  # the device has failed: readers find no writer
+            self._board.close()
+            raise
 
 
 def open_board(
@@ -112,4 +134,4 @@ def open_board(
         plan=work,
         max_edges=2 * max(map(len, cell.rows)) + SPARE_EDGES,
     )
-    return DeviceMarks(board) if device.type == "cuda" else board
+    return DeviceMarks(board, DeviceTimes(device)) if device.type == "cuda" else board

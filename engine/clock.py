@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from time import perf_counter
+from time import monotonic_ns, perf_counter, time
 from typing import Any, Protocol
 
 import torch
+
+TIES = 5
+"""Tries to tie the device's clock to the host's."""
+TIE_EVERY_NS = 5_000_000_000
+"""After which the two may have drifted apart."""
 
 
 class Clock(Protocol):
@@ -19,6 +24,10 @@ class Clock(Protocol):
         """Seconds from one mark to another; waits until the device has passed both."""
         ...
 
+    def wall_s(self, mark: Any) -> float:
+        """Seconds since the epoch at which the device passed a mark; waits until it has."""
+        ...
+
 
 class HostClock:
     """For compute that has ended when the call returns."""
@@ -30,6 +39,10 @@ class HostClock:
     def seconds(self, start: float, mark: float) -> float:
         """Seconds between two marks."""
         return mark - start
+
+    def wall_s(self, mark: float) -> float:
+        """Seconds since the epoch at a mark."""
+        return time() - (perf_counter() - mark)
 
 
 class CudaClock:
@@ -45,6 +58,49 @@ class CudaClock:
         """Seconds between two events; synchronises on the later one."""
         mark.synchronize()
         return start.elapsed_time(mark) / 1000
+
+    def wall_s(self, mark: torch.cuda.Event) -> float:
+        """Seconds since the epoch at which the device passed an event; the host was there long before."""
+        now = self.mark()
+        now.synchronize()
+        return time() - mark.elapsed_time(now) / 1000
+
+
+class DeviceTimes:
+    """Host times at which a device passed events, whenever a thread gets round to asking.
+
+    The device's clock is tied to the host's by an event on a stream of its own, between two looks
+    at the host's clock; of several tries the closest two count.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Tie the clocks; the device has to be free to run an event."""
+        self._stream = torch.cuda.Stream(device)
+        self._tie()
+
+    def mark(self) -> torch.cuda.Event:
+        """An event on the current stream, which a thread can wait for without spinning."""
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record()
+        return event
+
+    def passed_ns(self, event: torch.cuda.Event) -> int:
+        """`time.monotonic_ns` when the device passed ``event``; waits until it has."""
+        event.synchronize()
+        if monotonic_ns() - self._tied_ns > TIE_EVERY_NS:
+            self._tie()
+        return self._tied_ns + round(self._tied.elapsed_time(event) * 1e6)
+
+    def _tie(self) -> None:
+        found = []
+        for _ in range(TIES):
+            event = torch.cuda.Event(enable_timing=True)
+            before = monotonic_ns()
+            event.record(self._stream)
+            event.synchronize()
+            after = monotonic_ns()
+            found.append((after - before, (before + after) // 2, event))
+        _, self._tied_ns, self._tied = min(found, key=lambda tie: tie[0])
 
 
 def clock_for(device: torch.device) -> Clock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,10 +57,10 @@ class Compute:
             return
         if hidden is not None:
             hidden = hidden.detach().requires_grad_()
-        num_items = self._count(state) if stage == self._last else None
+        counting = self._counting_of(state, microbatch) if stage == self._last else {}
         with self._around(action):
             output, state.saved[stage, microbatch] = self._backward[stage].forward(
-                lambda: module(hidden, batch, num_items), hidden, split=(stage, microbatch) in state.split
+                lambda: module(hidden, batch, **counting), hidden, split=(stage, microbatch) in state.split
             )
         state.note_peak()
         if stage == self._last:
@@ -77,12 +78,13 @@ class Compute:
         if state.keep_logits:
             state.logits[microbatch] = module.logits(hidden, batch)
         if state.num_items is not None:
-            state.losses[microbatch] = module(hidden, batch, self._count(state))
+            state.losses[microbatch] = module(hidden, batch, **self._counting_of(state, microbatch))
 
-    def _count(self, state: StepState) -> Tensor | None:
-        """Where the step's count of labels will be when the last block has begun."""
+    def _counting_of(self, state: StepState, microbatch: int) -> dict[str, Any]:
+        """Where the step's count of labels will be when the last block has begun, and whether any is here."""
         self._counting = state.num_items
-        return state.num_items.items if state.num_items is not None else None
+        items = state.num_items.items if state.num_items is not None else None
+        return {"num_items": items} | ({"counts": False} if microbatch in state.empty else {})
 
     def _await_count(self) -> None:
         if self._counting is not None:

@@ -93,7 +93,10 @@ def with_probed_links(
         if {(names[here], names[there]), (names[there], names[here])} & given:
             continue
         slowest = min(profile.training_bps, probed.get((here, there), LinkCost()).bandwidth_bps)
-        probed[here, there] = LinkCost(latency_s=profile.latency_s, bandwidth_bps=slowest, streams=profile.connections)
+        pair_bps = links.get((here, there), LinkCost()).pair_bps
+        probed[here, there] = LinkCost(
+            latency_s=profile.latency_s, bandwidth_bps=slowest, pair_bps=pair_bps, streams=profile.connections
+        )
     links.update(probed)
     return replace(costs, wan_links=tuple(links.items()))
 

@@ -12,8 +12,17 @@ import hjson
 from weft.conf.fields import field_types
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import from_tree
-from weft.engine.deepspeed_names import check_names
-from weft.engine.deepspeed_table import OPTIMIZERS, PRECISIONS, REFUSED, SAME, SILENT, WHOLE_ONLY, fate
+from weft.engine.deepspeed_names import REMOVED, check_names
+from weft.engine.deepspeed_table import (
+    OPTIMIZERS,
+    PRECISIONS,
+    REFUSED,
+    SAME,
+    SILENT,
+    WHOLE_ONLY,
+    Refusal,
+    fate,
+)
 
 MISSING = object()
 
@@ -46,10 +55,19 @@ def split_deepspeed_config(user: Mapping[str, Any] | str | Path) -> tuple[WeftCo
         return None, tree
     if "bfloat16" in tree and "bf16" not in tree:
         tree["bf16"] = tree.pop("bfloat16")  # the name that it had
+    tree = _without_removed(tree)
     _refuse(tree, source)
+    # What is left of the keys that are refused asks for nothing; of sections the names are checked all the same.
+    tree = {name: value for name, value in tree.items() if name not in REFUSED or isinstance(value, Mapping)}
     check_names(tree, source)
     _check_fates(tree, source)
+    tree = {name: value for name, value in tree.items() if name not in REFUSED}
     _merge(section, tree, source)
+    for name in ("tensorboard", "wandb"):
+        if _get(section, f"logging.{name}") is True:
+            raise ValueError(
+                f"{source}: weft.logging.{name}=True: it is for recipes; set {name}.enabled=true beside the section"
+            )
     config = from_tree(section, source=f"{source}: weft")
     _check_optimizer(tree, config, source)
     return config, _kept(tree, config)
@@ -81,8 +99,18 @@ def _refuse(tree: Mapping[str, Any], source: str) -> None:
             )
     for name, refusal in REFUSED.items():
         value = _get(tree, name)
-        if value is not MISSING and not any(value is allowed or value == allowed for allowed in refusal.harmless):
+        if value is not MISSING and not refusal.asks_for_nothing(value):
             raise ValueError(f"{source}: {name}={value!r}: it does not go with Weft; {refusal.remedy}")
+
+
+def _without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Less the sections that DeepSpeed no longer has and refuses even where they are off, as old files have them."""
+    off = Refusal("")
+    return {
+        name: value
+        for name, value in tree.items()
+        if not (name in REMOVED and (not value or off.asks_for_nothing(value)))
+    }
 
 
 def _check_fates(tree: Mapping[str, Any], source: str) -> None:
@@ -117,13 +145,23 @@ def _merge(section: dict[str, Any], tree: Mapping[str, Any], source: str) -> Non
             continue
         if isinstance(value, str):
             value = value.lower()
+        if isinstance(value, float) and value.is_integer() and field_types()[mine] is int:
+            value = int(value)  # buckets of 5e8 elements
         given = _get(section, mine)
         if given is not MISSING and given != value:
             raise ValueError(f"{source}: {theirs}={value}: weft.{mine}={given} says otherwise; leave one out")
         _set(section, mine, value)
-    for mine, value in SILENT.items():
+    silent = SILENT | _open_batch(section, _get(tree, "train_micro_batch_size_per_gpu"))
+    for mine, value in silent.items():
         if _get(section, mine) is MISSING:
             _set(section, mine, value)
+
+
+def _open_batch(section: Mapping[str, Any], micro: Any) -> dict[str, int]:
+    """What DeepSpeed makes of a batch that is given in part: 0 follows from the rest, as far as it is given."""
+    if _get(section, "train.batch_size") not in (MISSING, None, 0):
+        return {"train.microbatch_size": 0, "pipeline.microbatches": 0}
+    return {} if micro in (MISSING, None) else {"pipeline.microbatches": 1}
 
 
 def _kept(tree: dict[str, Any], config: WeftConfig) -> dict[str, Any]:

@@ -7,13 +7,15 @@ from collections.abc import Iterator, KeysView, Mapping
 from functools import cache
 from typing import Any, get_args
 
-from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import BaseModel, ValidationError
 
 # The least that DeepSpeed's own checks of batch sizes accept, whatever the world size.
 BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
 BATCH_NAMES = frozenset(BATCH) | {"train_batch_size"}
+REMOVED = frozenset(_REMOVED_TOP_LEVEL_CONFIG_KEYS)
+"""Sections that DeepSpeed had once."""
 # Handed to a constructor that refuses what it does not know.
 OPEN = frozenset({"optimizer.params", "scheduler.params"})
 

@@ -66,10 +66,22 @@ class Refusal:
     Attributes:
         remedy: what to do instead.
         harmless: values that ask for nothing, and pass.
+        switch: of a section, the key that turns on all of it.
+        tuning: keys of a section without that switch that ask for nothing by themselves.
     """
 
     remedy: str
     harmless: tuple[Any, ...] = ()
+    switch: str = "enabled"
+    tuning: frozenset[str] = frozenset()
+
+    def asks_for_nothing(self, value: Any) -> bool:
+        """Whether a value of this key may pass: a harmless one, or a section in which all is off."""
+        if isinstance(value, Mapping) and self.switch in value:
+            return not value[self.switch]
+        if isinstance(value, Mapping):
+            return all(not part or key in self.tuning or self.asks_for_nothing(part) for key, part in value.items())
+        return any(value is allowed or value == allowed for allowed in self.harmless)
 
 
 _OUT = Refusal("leave it out")
@@ -79,14 +91,18 @@ _OFFLOAD = Refusal(
 )
 _QUANTISED = Refusal("leave it out; communication_data_type=bf16 halves what gradients move", (False,))
 REFUSED: Mapping[str, Refusal] = {
-    "activation_checkpointing": Refusal("set weft.model.gradient_checkpointing=true"),
+    "activation_checkpointing": Refusal(
+        "set weft.model.gradient_checkpointing=true", tuning=frozenset({"number_checkpoints"})
+    ),
     "autotuning": Refusal("plan with `weft launch dry_run=true`"),
     "bf16.bf16_master_weights_and_grads": _OFF,
     "bf16.bf16_optimizer_states": _OFF,
-    "checkpoint": Refusal("checkpoints are Weft's own; leave it out"),
+    "checkpoint": Refusal(
+        "checkpoints are Weft's own; leave it out", tuning=frozenset({"tag_validation", "use_node_local_storage"})
+    ),
     "comms_logger.enabled": Refusal("transfers are in the timeline: set weft.train.timeline=true", (False,)),
-    "compile": _OUT,
-    "data_efficiency": _OUT,
+    "compile": Refusal("leave it out", switch="deepcompile"),
+    "data_efficiency": Refusal("leave it out", tuning=frozenset({"seed"})),
     "data_types.grad_accum_dtype": Refusal(
         "gradients are added up in fp32; leave it out, or set fp32", ("fp32", "float32", "float", "torch.float32", None)
     ),
@@ -95,17 +111,16 @@ REFUSED: Mapping[str, Refusal] = {
     "flops_profiler": Refusal("leave it out; the run reports its own throughput"),
     "fp16.auto_cast": _OFF,
     "fp16.fp16_master_weights_and_grads": _OFF,
-    "gradient_allreduce_op": Refusal("losses are averaged over the tokens of a step; leave it out"),
+    "gradient_allreduce_op": Refusal("losses are averaged over the tokens of a step; leave it out", ("mean",)),
     "hybrid_engine": _OUT,
-    "managed_gradient_accumulation": Refusal("set gradient_accumulation_steps"),
-    "pipeline": Refusal("set weft.pipeline"),
-    "sequence_parallel_size": _OUT,
-    "tensor_parallel": _OUT,
+    "managed_gradient_accumulation": Refusal("set gradient_accumulation_steps", (True,)),
+    "pipeline": Refusal("set weft.pipeline", ("best",), tuning=frozenset({"pipe_partitioned", "grad_partitioned"})),
+    "sequence_parallel_size": Refusal("leave it out", (1,)),
+    "tensor_parallel": Refusal("leave it out", switch="autotp_size"),
     "torch_autocast": Refusal("use bf16 or fp16"),
-    "use_data_before_expert_parallelism": _OUT,
+    "use_data_before_expert_parallelism": _OFF,
     "wall_clock_breakdown": Refusal("each rank's step is measured: set weft.train.timeline=true", (False,)),
     "weight_quantization": _OUT,
-    "zero_force_ds_cpu_optimizer": _OUT,
     "zero_optimization.cpu_offload": _OFFLOAD,
     "zero_optimization.cpu_offload_param": _OFFLOAD,
     "zero_optimization.enable_sanity_checks": Refusal("set weft.pipeline.debug=true", (False,)),
@@ -144,6 +159,7 @@ NO_EFFECT: Mapping[str, str] = {
     "prescale_gradients": _MEAN,
     "seq_parallel_communication_data_type": "there is no sequence parallelism",
     "vocabulary_size": "DeepSpeed only warns of sizes that are slow on GPUs",
+    "zero_force_ds_cpu_optimizer": _NO_OFFLOAD,
     "zero_allow_untested_optimizer": "every optimiser that works element by element is allowed",
     "zero_optimization.allgather_partitions": _BY_COST,
     "zero_optimization.compute_grad_norm": "the norm is one number, and nothing waits for it where it is not needed",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import socket
+import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -12,19 +14,25 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from weft.comm import rendezvous
 from weft.comm.channel import ChannelError
+from weft.comm.exchange import broadcast, gather
+from weft.conf.schema import CommConfig
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 class SharedError(ValueError):
     """Bad input that every rank has been told of, with the same message."""
 
 
-def init_distributed(timeout_s: float) -> torch.device:
+def init_distributed(timeout_s: float = CommConfig.timeout_s) -> torch.device:
     """Join the process group that the launcher's environment describes; idempotent.
 
-    A process without a launcher becomes a world of one.
+    A process without a launcher becomes a world of one. A group that is there already is taken as it
+    is: torch's own rendezvous listens on every address, and does what any stranger tells it.
 
     Returns:
         This rank's device.
@@ -36,22 +44,45 @@ def init_distributed(timeout_s: float) -> torch.device:
 
     local_rank = int(os.environ.setdefault("LOCAL_RANK", "0"))
     accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
-        # DeepSpeed 0.19.8 would compile its shared-memory operator at start-up, which takes
-        # minutes and leaks /dev/shm; gloo serves without it. There is no switch for it.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    else:
+    leave_out_shm_operator()
+    if accelerator.device_name() != "cpu":
         accelerator.set_device(local_rank)
     if not dist.is_initialized() and "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "0")
+    rendezvous.register()
+    if dist.is_initialized() and not rendezvous.made_here() and dist.get_rank() == 0 < dist.get_world_size() - 1:
+        log.warning(
+            "the process group was there before weft: torch's store listens on every address, without a key; call "
+            "weft.init_distributed() first (with a Trainer: before TrainingArguments)"
+        )
+    backend, timeout = accelerator.communication_backend_name(), timedelta(seconds=timeout_s)
+    if not dist.is_initialized():
+        # Not by DeepSpeed, which would bind a GPU to the group: NCCL then makes the communicator of every
+        # group with the whole world, and all messages of a group share one stream.
+        dist.init_process_group(backend, init_method=rendezvous.METHOD, timeout=timeout)
     deepspeed.init_distributed(
-        dist_backend=accelerator.communication_backend_name(),
+        dist_backend=backend,
         auto_mpi_discovery=False,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
         verbose=False,
+        init_method=rendezvous.METHOD,
     )
     return torch.device(accelerator.device_name(local_rank) if accelerator.device_name() != "cpu" else "cpu")
+
+
+def leave_out_shm_operator() -> None:
+    """Have DeepSpeed do without an operator that it would compile for CPUs when it starts.
+
+    DeepSpeed 0.19.8 has no switch for it. Compiling takes minutes, leaks /dev/shm, and where an
+    earlier process was killed at it, waits without end and without a word for the lock that it left
+    (~/.cache/torch_extensions/*/deepspeed_shm_comm/lock). gloo serves without it.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def ranks_on_this_host() -> int:
@@ -109,23 +140,23 @@ def together(action: Callable[[], T]) -> T:
         result = action()
     except (ValueError, OSError) as failure:
         error = failure
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, None if error is None else str(error))
+    errors = gather(None if error is None else str(error))
     first = next((text for text in errors if text is not None), None)
     if first is not None:
         raise SharedError(first) from error
     return result  # type: ignore[return-value]
 
 
-def from_rank_zero(action: Callable[[], T]) -> T:
+def from_rank_zero(action: Callable[[], T], *kinds: type) -> T:
     """What ``action`` returns on rank 0, on every rank.
 
     A collective call; errors as in `together`. For answers that differ between ranks, such as
     a search that is cut off by time.
+
+    Args:
+        kinds: dataclasses and enums that the answer is made of.
     """
-    shared = [together(lambda: action() if dist.get_rank() == 0 else None)]
-    dist.broadcast_object_list(shared, src=0)
-    return shared[0]  # type: ignore[return-value]
+    return broadcast(together(lambda: action() if dist.get_rank() == 0 else None), kinds=kinds)
 
 
 def rank_zero_first(action: Callable[[], T]) -> T:
@@ -153,11 +184,15 @@ def first_to_fail() -> bool:
 
     Where the store has gone, rank 0 has gone with it, and rank 1 speaks.
     """
-    limit_s = 2.0
-    try:
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        socket.create_connection(address, timeout=limit_s).close()  # a store retries for long
-        store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=limit_s))
-        return store.add("weft/failures", 1) == 1
-    except (RuntimeError, OSError, KeyError):
-        return os.environ.get("RANK", "0") == "1" or os.environ.get("WORLD_SIZE", "1") == "1"
+    counted: list[int] = []
+
+    def count() -> None:
+        with suppress(RuntimeError, ValueError):
+            counted.append(dist.distributed_c10d._get_default_store().add("weft/failures", 1))
+
+    asking = threading.Thread(target=count, daemon=True)  # a store whose host has stopped never answers
+    asking.start()
+    asking.join(timeout=2.0)
+    if counted:
+        return counted[0] == 1
+    return os.environ.get("RANK", "0") == "1" or os.environ.get("WORLD_SIZE", "1") == "1"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,21 +17,25 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.optim import Optimizer
 
+from weft.comm.collectives import Primitive
+from weft.comm.first_contact import meet_all
 from weft.comm.wan.network import WanNetwork
 from weft.conf.schema import WeftConfig
-from weft.engine.batches import count_label_tokens, prepare_batch
+from weft.engine.batches import prepare_batch
 from weft.engine.bubbles import open_board
-from weft.engine.checkpoint import BackgroundWriter, load_newest, save_engine
+from weft.engine.checkpoint import BackgroundWriter, Wanted, load_newest, load_tagged, save_engine
 from weft.engine.clock import clock_for
 from weft.engine.compute import Compute
 from weft.engine.crossings import Seat
-from weft.engine.distributed import close_groups, from_rank_zero
+from weft.engine.distributed import close_groups, from_rank_zero, together
 from weft.engine.executor import Executor
 from weft.engine.measurement import StepRecord, gather_timeline
 from weft.engine.module import WeftModule
 from weft.engine.neighbours import Neighbours
 from weft.engine.overlap import OverlapPlan
 from weft.engine.plan import RankPlan, plan_cells, plan_evaluation
+from weft.engine.stages.labels import count_label_tokens, label_tokens
+from weft.engine.stages.objective import Minimised, Objective, tell_items, told_items
 from weft.engine.step_state import StepState
 from weft.engine.sums import LabelCount, ReplicaSum
 from weft.engine.zero import Collectives, Lamb, ShardedOptimizer, Sharding
@@ -43,6 +46,10 @@ from weft.pipeline.timeline import Timeline
 
 RECORDS_KEPT = 8
 """Steps whose measurements are kept."""
+
+
+class DataEnded(ValueError, StopIteration):
+    """The data of a step ended before the step had all of it: bad input, and what DeepSpeed lets through."""
 
 
 class WeftEngine(PipelineEngine):
@@ -63,6 +70,9 @@ class WeftEngine(PipelineEngine):
     training_dataloader: Iterable | None
     groups: Sequence[dist.ProcessGroup] = ()
     """Process groups that were made for this engine, and end with it."""
+    _froze = False
+    """Whether collections of garbage were told to leave alone what lives."""
+    _destroyed = False
 
     def __init__(
         self,
@@ -73,6 +83,7 @@ class WeftEngine(PipelineEngine):
         collectives: Collectives,
         overlap: OverlapPlan | None = None,
         wan: WanNetwork | None = None,
+        objective: Objective | None = None,
         **deepspeed: Any,
     ) -> None:
         """Set up the rank.
@@ -86,14 +97,18 @@ class WeftEngine(PipelineEngine):
             overlap: how stages are cut into chunks, and what schedules do for it; None keeps to the
                 bucket sizes alone.
             wan: the links between sites, where stages lie at several.
+            objective: what is minimised, where it is not the model's own loss.
             deepspeed: what DeepSpeed's engine takes; ``model`` is a `WeftModule`.
         """
         self.weft = weft
         self.costs = costs
         self.overlap = overlap
         self.wan = wan
+        self.minimised = None if objective is None else Minimised(objective)
+        self._loss_looked_at = False
         self._collectives = collectives
         super().__init__(**deepspeed)
+        meet_all(self._step_groups(), self.device)
         self.pipe_rank = self.stage_id
         self.replica = self.grid.get_data_parallel_rank()
         self.num_replicas = self.grid.get_data_parallel_world_size()
@@ -105,7 +120,11 @@ class WeftEngine(PipelineEngine):
         self._writer: BackgroundWriter | None = None
         self._state: StepState | None = None
         self._loss_sum: ReplicaSum | None = None
-        self.holds_loss = self.schedule.placement.num_stages - 1 in self.module.stages
+        self._counted: LabelCount | None = None
+        last = self.schedule.placement.num_stages - 1
+        self.holds_loss = last in self.module.stages
+        if self.holds_loss:
+            self.module.stages[last].objective = self.minimised
         self._neighbours = Neighbours.join(
             self.schedule.placement, self.num_replicas, wan=wan, device=self.device, timeout_s=weft.comm.timeout_s
         )
@@ -158,6 +177,7 @@ class WeftEngine(PipelineEngine):
             ),
             clip=self.gradient_clipping,
             waiting=self._waiting,
+            steps_done=lambda: self.global_steps,
             check_overflow=fp16 or (self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow),
             replicas=grid.get_data_parallel_group() if grid.get_data_parallel_world_size() > 1 else None,
             pipeline=grid.get_pipe_parallel_group() if grid.get_pipe_parallel_world_size() > 1 else None,
@@ -193,6 +213,15 @@ class WeftEngine(PipelineEngine):
             debug=self.weft.pipeline.debug,
         )
 
+    def _step_groups(self) -> Iterator[tuple[dist.ProcessGroup, Collection[Primitive]]]:
+        """Groups, besides the replicas' communicators, over which a step adds or tells something, and how."""
+        if dist.group.WORLD is not None:
+            yield dist.group.WORLD, [Primitive.all_reduce]
+        yield self.grid.get_data_parallel_group(), [Primitive.all_reduce]
+        if self.is_pipe_parallel:
+            yield self.grid.get_pipe_parallel_group(), [Primitive.broadcasts, Primitive.reduces]
+        yield from ((group, [Primitive.all_reduce]) for _, group in self.module.tied)
+
     def set_dataloader(self, loader: Iterable) -> None:
         """Read training data from ``loader``, on every rank."""
         self.training_dataloader = loader
@@ -225,7 +254,8 @@ class WeftEngine(PipelineEngine):
                     num_microbatches=num_microbatches,
                     zero_stage=self.weft.zero.stage,
                     overlap=self.overlap,
-                )
+                ),
+                Schedule,
             )
             self._plan(cells[sizes[self.replica]])
         return self._plans[num_microbatches]
@@ -237,31 +267,83 @@ class WeftEngine(PipelineEngine):
 
     def _exec_schedule(self, schedule: Schedule) -> None:
         batches = self._read(schedule.num_microbatches)
-        state = StepState(batches=batches, num_items=self._count_items(batches), training=True)
+        state = StepState(batches=batches, training=True, **self._count_items(batches))
         if self.wan is not None:
             self.wan.turns.update(self.plan_for(schedule.num_microbatches).turns)
         self._state = state
         self.sharding.begin_step(list(schedule.actions(self.pipe_rank)))
-        started_at, start = time.time(), self._clock.mark()
+        start = self._clock.mark()
         marks = self.executor.run(schedule, state, self.bubbles)
-        self._records.append(StepRecord(started_at, start, marks, state.peak_bytes, state.peak_chunks))
-        if len(self._records) == 1:
+        self._check_labels(state.num_items)
+        self._records.append(StepRecord(start, marks, state.peak_bytes, state.peak_chunks))
+        if len(self._records) == 1 and not gc.get_freeze_count():
             # What lives after a step lives on: collections during later steps need not look
             # at it, which took a quarter of a second now and then (MegaScale section 6.3).
+            # A program that has frozen what it holds itself has seen to that.
             gc.collect()
             gc.freeze()
+            self._froze = True
+        if self.minimised is not None and not self._loss_looked_at:
+            self._loss_looked_at = True
+            together(self.minimised.require_sums)
         self._state = None
         self.fwd_outputs = list(state.losses.values())
 
     def _read(self, count: int) -> Sequence[dict[str, Tensor]]:
-        assert self.data_iterator is not None, "train_batch() needs a data iterator, on every rank"
-        return [prepare_batch(self._next_batch(), self.device) for _ in range(count)]
+        return self._draw(self.data_iterator, count, "train_batch")
 
-    def _count_items(self, batches: Sequence[dict[str, Tensor]]) -> LabelCount | None:
-        """Start to count what the loss is averaged over, on ranks that compute it."""
+    def _draw(self, batches: Iterator | None, count: int, caller: str) -> Sequence[dict[str, Tensor]]:
+        """The next micro-batches, on every rank.
+
+        Raises:
+            DataEnded: there are fewer.
+            ValueError: what was passed is no iterator: of a list or a loader every call would read the beginning.
+        """
+        if batches is None or not hasattr(batches, "__next__"):
+            given = "nothing" if batches is None else f"a {type(batches).__name__}"
+            raise ValueError(
+                f"{caller}: it reads from an iterator, and got {given}; pass the same iter(...) every time"
+            )
+        drawn: list[dict[str, Tensor]] = []
+        for _ in range(count):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                raise DataEnded(
+                    f"{caller}: the data ended after {len(drawn)} of the {count} micro-batches of step "
+                    f"{self.global_steps + 1}; give an iterator that goes on (deepspeed.utils.RepeatingLoader), or "
+                    "stop before that"
+                ) from None
+            drawn.append(self._prepare(self.batch_fn(batch) if self.batch_fn else batch))
+        return drawn
+
+    def _prepare(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        prepared = prepare_batch(batch, self.device)
+        if self.minimised is not None and self.holds_loss:
+            tell_items(prepared, self.minimised.items(batch))
+        return prepared
+
+    def _count_items(self, batches: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+        """Start to count what the loss is averaged over, on ranks that compute it; fields of `StepState`."""
         if not self.holds_loss:
-            return None
-        return LabelCount(sum(count_label_tokens(batch) for batch in batches), self.device, self._replicas())
+            return {"num_items": None}
+        if self.minimised is None:
+            counted, empty = torch.stack([label_tokens(batch) for batch in batches]).sum(), frozenset[int]()
+        else:
+            items = [told_items(batch) for batch in batches]
+            counted = torch.tensor(sum(items)).to(self.device, non_blocking=True)
+            empty = frozenset(m for m, count in enumerate(items) if not count)
+        return {"num_items": LabelCount(counted, self._replicas()), "empty": empty}
+
+    def _check_labels(self, count: LabelCount | None) -> None:
+        """Refuse a step without labels; on a GPU in the step after it, whose host need not wait for it."""
+        earlier, self._counted = self._counted, count
+        if earlier is not None:
+            earlier.check()
+
+    def count_items(self, batch: Mapping[str, Tensor]) -> int:
+        """What of a micro-batch the loss is averaged over: tokens with labels, or what the objective says."""
+        return count_label_tokens(batch) if self.minimised is None else self.minimised.items(batch)
 
     def _replicas(self) -> dist.ProcessGroup | None:
         return self.grid.get_data_parallel_group() if self.num_replicas > 1 else None
@@ -286,6 +368,17 @@ class WeftEngine(PipelineEngine):
         """2-norm of the whole model's gradient in the last step, before clipping; None before the first."""
         norm = self.optimizer.gradient_norm
         return None if norm is None else norm.item()
+
+    def check_finite(self) -> None:
+        """Make sure that what was trained so far may be kept; a collective call, between steps.
+
+        `save_checkpoint` and `export` do so before they write.
+
+        Raises:
+            NonFiniteError: on every rank: the last gradient, a weight or its optimiser's state is not finite.
+        """
+        self.sharding.settle()
+        self.optimizer.check_finite()
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -334,14 +427,15 @@ class WeftEngine(PipelineEngine):
         schedule = plan_evaluation(
             self.schedule.placement, num_micro_batches or self.micro_batches, zero_stage=self.weft.zero.stage
         )
-        batches = [prepare_batch(next(data_iter), self.device) for _ in range(schedule.num_microbatches)]
+        batches = self._draw(data_iter, schedule.num_microbatches, "eval_batch")
         state = StepState(
             batches=batches,
-            num_items=self._count_items(batches) if compute_loss else None,
             training=False,
             keep_logits=return_logits,
+            **(self._count_items(batches) if compute_loss else {"num_items": None}),
         )
         self.executor.run(schedule, state)
+        self._check_labels(state.num_items)
         loss = self._share_loss(self._sum_losses(state)) if compute_loss else None
         self.module.train()
         if loss is not None and self.global_rank == 0 and self.monitor.enabled:
@@ -351,9 +445,14 @@ class WeftEngine(PipelineEngine):
         return loss
 
     def destroy(self) -> None:
-        """Give back what the engine holds, its process groups included; a collective call."""
+        """Give back what the engine holds, its process groups included; a collective call, the first time."""
+        if self._destroyed:
+            return
+        self._destroyed = True
+        self.sharding.settle()  # no group goes while a gathering of the last step runs over it
         super().destroy()
-        gc.unfreeze()
+        if self._froze:
+            gc.unfreeze()
         if self.bubbles is not None:
             self.bubbles.close()
         if self.wan is not None:
@@ -361,6 +460,9 @@ class WeftEngine(PipelineEngine):
         self._neighbours.close()
         close_groups(self.groups)
         self.groups = ()
+
+    def __del__(self) -> None:
+        """Nothing: DeepSpeed's engine destroys itself here, but ranks collect garbage at times of their own."""
 
     # -- what was measured -----------------------------------------------------------------------
 
@@ -388,7 +490,7 @@ class WeftEngine(PipelineEngine):
     def save_checkpoint(
         self,
         save_dir: str,
-        tag: str | None = None,
+        tag: str | int | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
@@ -397,15 +499,23 @@ class WeftEngine(PipelineEngine):
 
         Args:
             save_dir: folder of checkpoints.
-            client_state: what the caller wants back from `load_checkpoint`; JSON values.
-            tag, save_latest, exclude_frozen_parameters: accepted for compatibility; checkpoints
-                are named by step, and the newest whole one is found without a pointer file.
+            tag: name of the checkpoint's folder; another of that name gives way to it, and
+                ``checkpoint.keep`` does not touch it. None names it by its step.
+            client_state: what the caller wants back from `load_checkpoint`, equal on all ranks:
+                numbers, texts, lists, tuples, dictionaries, tensors and arrays.
+            save_latest: whether `load_checkpoint` may take it where no tag is given.
+            exclude_frozen_parameters: accepted for compatibility; frozen weights are saved, too.
+
+        Raises:
+            CheckpointError: on every rank; checkpoints written before are as they were.
         """
         save_engine(
             self,
             Path(save_dir),
             client_state=client_state or {},
             keep=self.weft.checkpoint.keep,
+            tag=None if tag is None else str(tag),
+            latest=save_latest,
             background=self._checkpoint_writer(),
         )
         return True
@@ -424,12 +534,48 @@ class WeftEngine(PipelineEngine):
         if self._writer is not None:
             self._writer.wait()
 
-    def load_checkpoint(self, load_dir: str, tag: str | None = None, **_: Any) -> tuple[str | None, dict[str, Any]]:
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
         """Restore the newest whole checkpoint of a folder, or the one named; a collective call.
 
+        Args:
+            load_dir: folder of checkpoints, or a checkpoint itself.
+            tag: name of a checkpoint in it; None takes the newest.
+            load_optimizer_states, load_lr_scheduler_states: whether to restore these, too; what is
+                not restored stays as it is.
+            load_module_only: restore weights alone, to start a new run from.
+            load_module_strict, custom_load_fn: cannot be changed.
+
         Returns:
-            The checkpoint's path and the caller's state; (None, {}) when there is none.
+            The checkpoint's path and the caller's state; (None, {}) when no tag is given and there
+            is none.
+
+        Raises:
+            CheckpointError: on every rank: the checkpoint named is not there, or what is there
+                cannot be restored.
+            ValueError: an argument that cannot be honoured.
         """
+        if not load_module_strict or custom_load_fn is not None:
+            raise ValueError(
+                "load_checkpoint: load_module_strict=False and custom_load_fn are not to be had: every weight has to "
+                "be in the checkpoint; read single ones with weft.engine.checkpoint.open_checkpoint"
+            )
         self.finish_checkpoints()
-        found = load_newest(self, Path(load_dir, tag) if tag else Path(load_dir))
+        wanted = Wanted(
+            optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+            progress=not load_module_only,
+        )
+        if tag is not None:
+            path, state = load_tagged(self, Path(load_dir), str(tag), wanted)
+            return str(path), state
+        found = load_newest(self, Path(load_dir), wanted)
         return (None, {}) if found is None else (str(found[0]), found[1])

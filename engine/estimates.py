@@ -7,11 +7,13 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from weft.conf.schema import ClusterConfig, WeftConfig
+from weft.conf.sites import ranks_per_site
 from weft.engine.memory import WEIGHT_BYTES
-from weft.engine.plan import read_costs
+from weft.engine.plan import plan_placement, read_costs
 from weft.engine.stages.sizes import PartSize, model_sizes
-from weft.engine.stages.split import StageSplit
+from weft.engine.stages.split import StageSplit, split_layers
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
+from weft.pipeline.placement import Placement
 
 SAVED_WIDTHS = 17
 """Hidden states that a layer saves for its backward, in widths of the model: 34 bytes per token
@@ -47,6 +49,24 @@ def planning_costs(
         return costs
     measured = read_costs(config.pipeline, split.num_stages)
     return replace(costs, stages=measured.stages, local=measured.local)
+
+
+def settle_placement(
+    config: WeftConfig, hf_config: PreTrainedConfig, *, replicas: int, flops_per_s: float
+) -> Placement:
+    """The placement of the configuration, or of the shortest step by `planning_costs`.
+
+    Raises:
+        ValueError: the model cannot be cut for any of them.
+    """
+
+    def costs_of(placement: Placement) -> CostModel:
+        split = split_layers(hf_config, placement.num_stages, config.pipeline.split, config.pipeline.layers)
+        return planning_costs(config, hf_config, split, flops_per_s=flops_per_s)
+
+    sites = ranks_per_site(config)
+    pipelines = min(config.comm.cell, replicas) if len(sites) > 1 else 1
+    return plan_placement(config.pipeline, sites, costs_of=costs_of, pipelines=pipelines)
 
 
 def estimate_costs(
@@ -96,8 +116,9 @@ def wan_links(cluster: ClusterConfig) -> tuple[LinkCost, tuple[tuple[tuple[int, 
         cost = LinkCost(
             latency_s=link.latency_ms / 1e3,
             bandwidth_bps=link.bandwidth_mbps * 1e6 if link.bandwidth_mbps else float("inf"),
+            pair_bps=link.pair_mbps * 1e6 if link.pair_mbps else float("inf"),
         )
         here, there = (number[name] for name in link.sites)
         links += [((here, there), cost), ((there, here), cost)]
-    slowest = min((cost for _, cost in links), key=lambda cost: cost.bandwidth_bps, default=LinkCost())
+    slowest = max((cost for _, cost in links), key=lambda cost: cost.transit_s(1.0), default=LinkCost())
     return slowest, tuple(links)

@@ -10,15 +10,15 @@ from transformers import Trainer
 if TYPE_CHECKING:
     from weft.engine.hf_trainer import WeftTrainer
 
-ONE_LOSS = "the last stage computes the model's own loss; give targets and -100 in the labels instead"
 NO_LOGITS = "logits exist on the last stage only; save_model(), then use transformers.Trainer on the saved folder"
 LEAVE_OUT = "leave it out"
 
 _REFUSED: tuple[tuple[str, Callable[[WeftTrainer], Any], str], ...] = (
-    ("compute_loss", lambda t: type(t).compute_loss is not Trainer.compute_loss, ONE_LOSS),
-    ("compute_loss_func", lambda t: t.compute_loss_func, ONE_LOSS),
-    ("label_smoothing_factor", lambda t: t.args.label_smoothing_factor, ONE_LOSS),
-    ("training_step", lambda t: not type(t).training_step.__module__.startswith("weft."), ONE_LOSS),
+    (
+        "training_step",
+        lambda t: not type(t).training_step.__module__.startswith("weft."),
+        "a schedule runs the micro-batches; override compute_loss",
+    ),
     ("compute_metrics", lambda t: t.compute_metrics, NO_LOGITS),
     ("preprocess_logits_for_metrics", lambda t: t.preprocess_logits_for_metrics, NO_LOGITS),
     ("predict_with_generate", lambda t: getattr(t.args, "predict_with_generate", False), NO_LOGITS),

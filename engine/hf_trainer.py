@@ -18,17 +18,17 @@ from accelerate.utils import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrappe
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 
 from weft.conf.schema import WeftConfig
-from weft.engine.batches import count_label_tokens
 from weft.engine.checkpoint import newest
 from weft.engine.deepspeed_keys import split_deepspeed_config
 from weft.engine.distributed import from_rank_zero, init_distributed
 from weft.engine.engine import WeftEngine
+from weft.engine.hf_objective import trainer_objective
 from weft.engine.hf_refusals import NO_LOGITS, refuse
 from weft.engine.initialize import initialize
 from weft.engine.stages.exporting import export
@@ -53,6 +53,8 @@ class WeftTrainer(Trainer):
 
     - ``eval_loss`` is the mean over all tokens, not over batches of unequal size;
     - a checkpoint's optimiser state fits any number of stages and replicas;
+    - a loss of one's own (``compute_loss_func``, label smoothing, an overridden ``compute_loss``)
+      runs on the last stage as on a single process: `weft.engine.hf_objective`;
     - ``on_pre_optimizer_step`` comes after the step, and gradients are gone by then.
     """
 
@@ -137,17 +139,25 @@ class WeftTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare = self._share_loader
 
-    def _share_loader(self, loader: DataLoader) -> DataLoader:
-        """This replica's share of a data loader; the ranks of a pipeline all read it."""
+    @property
+    def _replica(self) -> int:
+        return self.args.process_index % self.num_replicas
+
+    def _share_loader(self, loader: DataLoader, even: bool | None = None) -> DataLoader:
+        """This replica's share of a data loader; the ranks of a pipeline all read it.
+
+        Args:
+            even: repeat rows until replicas have equally many; None asks the arguments.
+        """
         accelerator = self.accelerator
         return prepare_data_loader(
             loader,
             num_processes=self.num_replicas,
-            process_index=self.args.process_index % self.num_replicas,
+            process_index=self._replica,
             put_on_device=False,
             rng_types=accelerator.rng_types.copy(),
             dispatch_batches=False,
-            even_batches=accelerator.even_batches,
+            even_batches=accelerator.even_batches if even is None else even,
             use_seedable_sampler=accelerator.use_seedable_sampler,
             data_seed=accelerator.dataloader_config.data_seed,
         )
@@ -183,6 +193,7 @@ class WeftTrainer(Trainer):
             optimizer=None if "optimizer" in config else optimizer,
             lr_scheduler=scheduler,
             config=config,
+            loss=trainer_objective(self),
         )
         assert engine.replica == self.args.process_index % self.num_replicas
         return engine
@@ -232,7 +243,7 @@ class WeftTrainer(Trainer):
             return torch.zeros((), device=self.args.device)
         batches, self._pending = self._pending, []
         self._rate = float(engine.get_lr()[0])
-        loss = engine.train_batch(_filled(batches, engine.micro_batches))
+        loss = engine.train_batch(_filled(batches, batches[0], engine.micro_batches))
         return loss.detach().to(self.args.device)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
@@ -265,6 +276,25 @@ class WeftTrainer(Trainer):
 
     # -- evaluation ----------------------------------------------------------------------------
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """As the Trainer's, but every row is read once: none is repeated to make replicas' shares equal."""
+        prepare, self.accelerator.prepare = self.accelerator.prepare, self._share_evaluation
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.accelerator.prepare = prepare
+
+    def _share_evaluation(self, loader: DataLoader) -> DataLoader:
+        if not isinstance(loader.dataset, IterableDataset):
+            return self._share_loader(loader, even=False)
+        if self.num_replicas > 1:
+            return DataLoader(
+                EveryNthBatch(loader.dataset, loader.batch_size or 1, self._replica, self.num_replicas),
+                batch_size=loader.batch_size,
+                collate_fn=loader.collate_fn,
+            )
+        return loader
+
     def evaluation_loop(
         self,
         dataloader: DataLoader,
@@ -277,19 +307,35 @@ class WeftTrainer(Trainer):
         engine = self._ready(self._planned_steps())
         self.callback_handler.eval_dataloader = dataloader
         total = torch.zeros(2, dtype=torch.float64)
-        iterator = iter(dataloader)
-        while batches := list(islice(iterator, engine.micro_batches)):
-            items = torch.tensor(sum(map(count_label_tokens, batches)), device=self.args.device)
+        iterator, spare, num_rows = iter(dataloader), None, 0
+        while True:
+            batches = list(islice(iterator, engine.micro_batches))
+            labels = [batch["labels"] for batch in batches]
+            read = torch.tensor([sum(map(len, labels)), sum(map(engine.count_items, batches))], device=self.args.device)
             if engine.num_replicas > 1:
-                dist.all_reduce(items, group=engine.grid.get_data_parallel_group())
+                dist.all_reduce(read, group=engine.grid.get_data_parallel_group())
+            rows, items = read.tolist()
+            if not rows:
+                break
+            num_rows += rows
+            spare = batches[0] if batches else spare or self._any_batch(dataloader)
             if items:
-                loss = engine.eval_batch(_filled(batches, engine.micro_batches))
+                loss = engine.eval_batch(_filled(batches, spare, engine.micro_batches))
                 assert isinstance(loss, Tensor)
-                total += torch.tensor([float(loss) * int(items), int(items)], dtype=torch.float64)
+                total += torch.tensor([float(loss) * items, items], dtype=torch.float64)
             for _ in batches:
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         metrics = {f"{metric_key_prefix}_loss": float(total[0] / total[1])} if total[1] else {}
-        return EvalLoopOutput(None, None, metrics, self.num_examples(dataloader))
+        return EvalLoopOutput(None, None, metrics, num_rows)
+
+    def _any_batch(self, dataloader: DataLoader) -> dict[str, Tensor]:
+        """A row of the data, for a replica that has none of its own to fill a schedule with."""
+        dataset: Any = dataloader.dataset
+        if isinstance(dataset, EveryNthBatch):
+            dataset = dataset.dataset
+        collate = dataloader.collate_fn
+        assert collate is not None
+        return collate([next(iter(dataset)) if isinstance(dataset, IterableDataset) else dataset[0]])
 
     def _planned_steps(self) -> int:
         """Steps of the learning-rate schedule, when the evaluation comes before the training."""
@@ -358,11 +404,24 @@ class WeftTrainer(Trainer):
         raise ValueError(f"resume_from_checkpoint=True: no whole checkpoint in output_dir={self.args.output_dir}")
 
 
-def _filled(batches: list[dict[str, Tensor]], count: int) -> Iterator[dict[str, Tensor]]:
+class EveryNthBatch(IterableDataset):
+    """One replica's items of a stream: of every ``num_replicas`` batches one, and nothing twice."""
+
+    def __init__(self, dataset: IterableDataset, batch_size: int, replica: int, num_replicas: int) -> None:
+        self.dataset = dataset
+        self._batch_size, self._replica, self._num_replicas = batch_size, replica, num_replicas
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, item in enumerate(self.dataset):
+            if index // self._batch_size % self._num_replicas == self._replica:
+                yield item
+
+
+def _filled(batches: list[dict[str, Tensor]], spare: dict[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:
     """Micro-batches for a schedule of ``count``: an epoch's last step may have fewer, the rest counts no token."""
     yield from batches
     for _ in range(count - len(batches)):
-        yield {**batches[0], "labels": torch.full_like(batches[0]["labels"], IGNORED)}
+        yield {**spare, "labels": torch.full_like(spare["labels"], IGNORED)}
 
 
 def _move_into(part: Path, folder: Path) -> None:

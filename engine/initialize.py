@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig
 
+from weft.conf.batch import fit_batch
 from weft.conf.checks import check, check_world
 from weft.conf.deepspeed import deepspeed_config
 from weft.conf.schema import Partition, WeftConfig
@@ -24,29 +25,36 @@ from weft.engine.distributed import (
     device_bytes,
     from_rank_zero,
     init_distributed,
+    leave_out_shm_operator,
     process_groups,
     ranks_on_this_host,
     together,
 )
 from weft.engine.engine import WeftEngine
-from weft.engine.estimates import largest_block, planning_costs, stage_sizes
+from weft.engine.estimates import largest_block, planning_costs, settle_placement, stage_sizes
 from weft.engine.flops import EFFICIENCY, peak_flops
 from weft.engine.formats import DTYPES
 from weft.engine.module import WeftModule
 from weft.engine.optimization import learning_rate, parameter_groups
 from weft.engine.overlap import OverlapPlan, ZeroWork, plan_overlap
-from weft.engine.plan import plan_cells, plan_placement
+from weft.engine.plan import plan_cells
 from weft.engine.stages import (
+    Batch,
     Stage,
     StageSplit,
     load_hf_config,
     load_stages,
+    refuse_partitioning,
     self_check,
     split_layers,
     stages_from_model,
 )
+from weft.engine.stages.objective import Objective
+from weft.engine.stages.stage import hf_model
 from weft.engine.zero import Collectives
+from weft.pipeline.costs import CostModel
 from weft.pipeline.placement import Placement
+from weft.pipeline.schedule import Schedule
 
 NOMINAL_FLOPS = 1e12
 """FLOP/s that schedules of one site are planned for before anything is measured. Only ratios matter
@@ -67,6 +75,8 @@ def initialize(
     config: WeftConfig | dict[str, Any] | str | Path | None = None,
     mesh_param: Any = None,
     config_params: dict[str, Any] | None = None,
+    *,
+    loss: Objective | Callable[[Any, Batch, torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[Any, Any, Any, Any]:
     """Like `deepspeed.initialize`, for a Hugging Face model in a pipeline.
 
@@ -81,6 +91,9 @@ def initialize(
         config: a `WeftConfig`, or a DeepSpeed configuration (dict or JSON file) with a section
             ``"weft": {"enabled": true, ...}``. Without that section, or with it switched off,
             this is `deepspeed.initialize`.
+        loss: what to minimise instead of the model's own loss, on the last stage: a function
+            ``(outputs, batch, num_items)`` that returns the sum over the micro-batch's label tokens
+            divided by ``num_items``, those of the whole step; or an `Objective`, which counts otherwise.
         args, distributed_port, mpu, dist_init_required, collate_fn, mesh_param, config_params:
             as in `deepspeed.initialize`; a pipeline brings its own ``mpu``.
 
@@ -98,7 +111,10 @@ def initialize(
     user: dict[str, Any] = {}
     if not isinstance(config, WeftConfig):
         weft, user = split_deepspeed_config(config)
+        if weft is None and loss is not None:
+            raise ValueError("loss: deepspeed.initialize takes none; switch the `weft` section on, or leave it out")
         if weft is None:
+            leave_out_shm_operator()
             return deepspeed.initialize(
                 args=args,
                 model=model,
@@ -116,11 +132,26 @@ def initialize(
     if isinstance(model, str):
         config.model.path, model = model, None
     check(config)
+    refuse_partitioning(model)
+    if model is not None:
+        hf_model(model)
     device = init_distributed(config.comm.timeout_s)
     check_world(config, dist.get_world_size())
+    config = fit_batch(config, dist.get_world_size())
     settings = deepspeed_config(config, dist.get_world_size()) | user
+    objective = loss if loss is None or isinstance(loss, Objective) else Objective.of(loss)
     return _build(
-        args, device, config, settings, model, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
+        args,
+        device,
+        config,
+        settings,
+        model,
+        optimizer,
+        model_parameters,
+        training_data,
+        lr_scheduler,
+        collate_fn,
+        objective,
     )
 
 
@@ -135,17 +166,23 @@ def _build(
     training_data: Any,
     lr_scheduler: Any,
     collate_fn: Callable | None,
+    objective: Objective | None,
 ) -> tuple[WeftEngine, Any, Any, Any]:
     earlier = set(process_groups())
-    placement = plan_placement(config.pipeline, ranks_per_site(config))
-    hf_config, split = together(lambda: _split(config, model, placement.num_stages))
+    hf_config = together(lambda: load_hf_config(config.model) if model is None else hf_model(model).config)
+    placement = from_rank_zero(lambda: _placement(config, hf_config, device), Placement)
+    split = together(
+        lambda: split_layers(hf_config, placement.num_stages, config.pipeline.split, config.pipeline.layers)
+    )
     if config.model.self_check and placement.num_stages > 1:
-        together(lambda: self_check(hf_config) if dist.get_rank() == 0 else None)
+        checked = hf_config if model is None else model
+        together(lambda: self_check(checked, own_loss=objective is None) if dist.get_rank() == 0 else None)
     wan = open_wan(placement, config.comm, device)
     costs = from_rank_zero(
         lambda: planning_costs(
             config, hf_config, split, flops_per_s=NOMINAL_FLOPS if wan is None else EFFICIENCY * peak_flops(device)
-        )
+        ),
+        CostModel,
     )
     if wan is not None:
         costs = with_probed_links(costs, config.cluster, placement, wan.profiles)
@@ -153,11 +190,14 @@ def _build(
     pipe_rank, replica = divmod(dist.get_rank(), num_replicas)
     sizes = [seat.pipelines for seat in Seat.all(placement, num_replicas, config.comm.cell)]
     collectives = Collectives.open(config, placement.num_ranks, device)
-    overlap = from_rank_zero(lambda: _plan_overlap(config, hf_config, split, placement, collectives, device))
+    overlap = from_rank_zero(
+        lambda: _plan_overlap(config, hf_config, split, placement, collectives, device), OverlapPlan
+    )
     schedule = from_rank_zero(
         lambda: plan_cells(
             config.pipeline, placement, sizes, costs=costs, zero_stage=config.zero.stage, overlap=overlap
-        )
+        ),
+        Schedule,
     )[sizes[replica]]
     held = placement.rank_stages[pipe_rank]
     module = WeftModule(together(lambda: _make_stages(config, model, split, held)), placement)
@@ -172,6 +212,7 @@ def _build(
         collectives=collectives,
         overlap=overlap,
         wan=wan,
+        objective=objective,
         args=args,
         model=module,
         optimizer=optimizer,
@@ -213,9 +254,11 @@ def _plan_overlap(
     return plan_overlap(work, costs, placement, config.pipeline.microbatches)
 
 
-def _split(config: WeftConfig, model: nn.Module | None, num_stages: int) -> tuple[PreTrainedConfig, StageSplit]:
-    hf_config = load_hf_config(config.model) if model is None else model.config
-    return hf_config, split_layers(hf_config, num_stages, config.pipeline.split, config.pipeline.layers)
+def _placement(config: WeftConfig, hf_config: PreTrainedConfig, device: torch.device) -> Placement:
+    sites = ranks_per_site(config)
+    flops_per_s = EFFICIENCY * peak_flops(device) if len(sites) > 1 else NOMINAL_FLOPS
+    replicas = dist.get_world_size() // config.pipeline.stages
+    return settle_placement(config, hf_config, replicas=replicas, flops_per_s=flops_per_s)
 
 
 def _make_stages(config: WeftConfig, model: nn.Module | None, split: StageSplit, held: Sequence[int]) -> list[Stage]:

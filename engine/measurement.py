@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from weft.comm.exchange import gather
 from weft.engine.clock import Clock
 from weft.engine.executor import Mark
-from weft.pipeline.action import COMPUTE, SENDS, Op
+from weft.pipeline.action import COMPUTE, SENDS, Op, parse_slot, slot_text
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import Span, Timeline
 
@@ -19,14 +20,12 @@ class StepRecord:
     """One rank's marks of one step.
 
     Attributes:
-        started_at: seconds since the epoch at which the step began, to align ranks.
-        start: the clock's mark at that time.
+        start: the clock's mark at which the step began.
         marks: every slot in the order of execution.
         peak_bytes: highest sum of saved activation bytes.
         peak_chunks: most chunk activations alive at once.
     """
 
-    started_at: float
     start: object
     marks: Sequence[Mark]
     peak_bytes: int
@@ -52,28 +51,28 @@ def gather_timeline(
 ) -> Timeline:
     """The measured timeline of one pipeline; a collective call over its ranks.
 
-    Ranks are aligned by their hosts' wall clocks. Waits for transfers leave no span: they
-    are the bubbles between spans.
+    Ranks are aligned by their hosts' wall clocks at the time at which their devices began. Waits for
+    transfers leave no span: they are the bubbles between spans.
 
     Args:
         group: the pipeline's ranks; None for a pipeline of one.
     """
     mine = [
-        (mark.slot, clock.seconds(record.start, mark.start), clock.seconds(record.start, mark.end))
+        (slot_text(mark.slot), clock.seconds(record.start, mark.start), clock.seconds(record.start, mark.end))
         for mark in record.marks
         if mark.slot[0].op in _LANES
     ]
-    entry = (rank, record.started_at, mine, record.peak_bytes, record.peak_chunks)
+    entry = (rank, clock.wall_s(record.start), mine, record.peak_bytes, record.peak_chunks)
     entries = [entry]
     if group is not None:
-        entries = [None] * dist.get_world_size(group)  # type: ignore[list-item]
-        dist.all_gather_object(entries, entry, group=group)
+        entries = gather(entry, group=group)
     entries.sort()
     origin = min(started_at for _, started_at, *_ in entries)
     spans = tuple(
         Span(number, _LANES[slot[0].op], slot, started_at - origin + start_s, started_at - origin + end_s)
         for number, started_at, spans_of_rank, *_ in entries
-        for slot, start_s, end_s in spans_of_rank
+        for text, start_s, end_s in spans_of_rank
+        for slot in [parse_slot(text)]
     )
     return Timeline(
         name=f"{schedule.name} measured",

@@ -11,6 +11,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import nn
 
+from weft.comm.exchange import gather
 from weft.engine.stages import Stage, tied_names
 from weft.pipeline.placement import Placement
 
@@ -55,16 +56,13 @@ class WeftModule(PipelineModule):
 
         A collective call. The first rank that holds such a parameter counts it in norms.
         """
-        names: list[Mapping[str, bool]] = [{}] * self._grid.get_pipe_parallel_world_size()
         mine = {
             name: parameter
             for stage in self.stages.values()
             for name, parameter in stage.named_global_parameters()
             if name in tied_names(stage)
         }
-        dist.all_gather_object(
-            names, {name: p.requires_grad for name, p in mine.items()}, group=self._grid.get_pipe_parallel_group()
-        )
+        names = gather({name: p.requires_grad for name, p in mine.items()}, group=self._grid.get_pipe_parallel_group())
         joined = []
         for name in sorted(set().union(*names)):
             holders = [rank for rank, held in enumerate(names) if held.get(name)]

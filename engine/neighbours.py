@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.channel import Receiver, Sender
-from weft.comm.shared_channel import SharedReceiver, SharedSender, share
+from weft.comm.shared_channel import share
 from weft.comm.torch_channel import connect
 from weft.comm.wan.network import Hop, WanNetwork
 from weft.engine.crossings import hops
@@ -28,7 +28,7 @@ class Neighbours:
 
     send_to: Mapping[int, Sender]
     receive_from: Mapping[int, Receiver]
-    _shared: Mapping[Hop, SharedSender | SharedReceiver]
+    _own: Collection[Any]
 
     @classmethod
     def join(
@@ -41,18 +41,19 @@ class Neighbours:
         """
         inside, between = hops(placement, num_replicas)
         assert not between or wan is not None, "stages at several sites need `open_wan`"
-        shared, apart = share(inside, device=device, timeout_s=timeout_s)
+        shared, apart = share(inside, timeout_s=timeout_s)
         channels: dict[Hop, Any] = shared | connect(apart, device=device, timeout_s=timeout_s)
+        own = list(channels.values())
         if wan is not None:
             channels |= wan.channels
         me = dist.get_rank()
         return cls(
             {receiver // num_replicas: end for (sender, receiver), end in channels.items() if sender == me},
             {sender // num_replicas: end for (sender, receiver), end in channels.items() if receiver == me},
-            shared,
+            own,
         )
 
     def close(self) -> None:
-        """Give back what these channels hold of their own; torch's end with their process groups."""
-        for end in self._shared.values():
+        """Give back what these channels hold; process groups end with the job."""
+        for end in self._own:
             end.close()

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from weft.conf.checks import chunks_of, settled_placement
 from weft.conf.schema import PipelineConfig, PlacementKind
 from weft.engine.overlap import OverlapPlan
 from weft.pipeline.action import SENDS, Op, receive_of
 from weft.pipeline.cell import add_relays, pipeline_of, side_by_side, uplink_order
+from weft.pipeline.choice import choose, placements
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate, generators
-from weft.pipeline.lowering import lower, open_pairs, split_backwards
+from weft.pipeline.lowering import as_run, lower, split_backwards
 from weft.pipeline.memory import peak_bytes
 from weft.pipeline.placement import Placement
-from weft.pipeline.profile import load_costs
+from weft.pipeline.profile import load_costs, load_pieces
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.serialization import load_schedule
 from weft.pipeline.simulation import simulate
@@ -27,25 +29,64 @@ SPLIT_GAIN = 0.05
 small model's step, is not in the costs."""
 
 
-def plan_placement(config: PipelineConfig, sites: tuple[int, ...] = ()) -> Placement:
-    """The placement that the configuration names.
+def open_placements(config: PipelineConfig, sites: tuple[int, ...] = ()) -> dict[str, Placement]:
+    """The placements that the configuration allows: one, unless `auto` is to compare them.
 
     Args:
         sites: pipeline ranks per site; empty is one site.
+
+    Raises:
+        ValueError: the schedule's file cannot be read, or is that of a cell.
     """
-    kind = config.schedule.value
-    if kind == "file":
+    if config.schedule.value == "file":
         placement = load_schedule(Path(config.schedule_file)).placement
-        return replace(placement, sites=sites or (placement.num_ranks,))
-    if kind == "interleaved":
-        return Placement.interleaved(config.stages, config.chunks_per_rank, sites)
-    match config.placement:
-        case PlacementKind.straight:
-            return Placement.straight(config.stages, sites)
+        if placement.pipelines > 1:
+            raise ValueError(
+                f"pipeline.schedule_file={config.schedule_file}: it is of a cell of {placement.pipelines} pipelines; "
+                "write that of one, and set comm.cell"
+            )
+        return {"file": replace(placement, sites=sites or (placement.num_ranks,))}
+    kind, stages = settled_placement(config), config.stages
+    if kind is None:
+        return placements(stages, sites)
+    chunks = chunks_of(kind, config)
+    match kind:
+        case PlacementKind.interleaved:
+            placement = Placement.interleaved(stages, chunks, sites)
         case PlacementKind.fold:
-            return Placement.fold(config.stages, sites=sites)
+            placement = Placement.fold(stages, sites=sites)
         case PlacementKind.site_fold:
-            return Placement.site_fold(sites or (config.stages,))
+            placement = Placement.site_fold(sites or (stages,))
+        case PlacementKind.site_interleaved:
+            placement = Placement(sites or (stages,), "d" * chunks, sites or (stages,))
+        case _:
+            placement = Placement.straight(stages, sites)
+    return {kind.name: placement}
+
+
+def plan_placement(
+    config: PipelineConfig,
+    sites: tuple[int, ...] = (),
+    *,
+    costs_of: Callable[[Placement], CostModel],
+    pipelines: int = 1,
+) -> Placement:
+    """The placement that the configuration names, or whose step `auto` finds to be the shortest.
+
+    Args:
+        sites: pipeline ranks per site; empty is one site.
+        costs_of: of one pipeline on a placement; a ValueError says that the model cannot be cut so.
+        pipelines: of a DP-cell.
+
+    Raises:
+        ValueError: the schedule's file cannot be read, or no placement can be had.
+    """
+    candidates = open_placements(config, sites)
+    if len(candidates) == 1:
+        return next(iter(candidates.values()))
+    cap = float(config.memory_cap_bytes) or None
+    chosen = choose(candidates, costs_of, config.microbatches, pipelines=pipelines, memory_cap_bytes=cap)
+    return chosen.best.schedule.placement.single
 
 
 def read_costs(config: PipelineConfig, num_stages: int) -> CostModel:
@@ -54,8 +95,9 @@ def read_costs(config: PipelineConfig, num_stages: int) -> CostModel:
     Raises:
         ValueError: the file cannot be read, or is for another number of virtual stages.
     """
+    path = Path(config.costs_file).expanduser()
     try:
-        return load_costs(Path(config.costs_file).expanduser(), num_stages)
+        return load_pieces(path).cut(num_stages) if settled_placement(config) is None else load_costs(path, num_stages)
     except ValueError as error:
         raise ValueError(f"pipeline.costs_file: {error}; a run with train.timeline=true leaves one") from error
 
@@ -104,9 +146,7 @@ def plan_schedule(
             schedule = _obey(schedule, config, alone, overlap)
     if not as_one:
         schedule = side_by_side(schedule, pipelines)
-    lowered = add_relays(
-        lower(schedule if config.pair_scale < 1.0 else open_pairs(schedule), zero_stage=zero_stage), costs
-    )
+    lowered = add_relays(lower(as_run(schedule, config.pair_scale), zero_stage=zero_stage), costs)
     validate(lowered, costs=costs, memory_cap_bytes=cap)
     return lowered
 

@@ -33,6 +33,8 @@ class StepState:
     """Micro-batches, on the device."""
     num_items: LabelCount | None
     """Tokens that the loss is averaged over; still being counted when the step begins."""
+    empty: Set[int] = frozenset()
+    """Micro-batches of which nothing counts in the loss."""
     training: bool
     """Whether forwards keep what a backward needs."""
     split: Set[Key] = frozenset()

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+NO_LABELS = "data: no token of this step carries a label; check the labels or the chat template"
+
 
 class ReplicaSum:
     """A number that is being summed; see `weft.comm.channel.Handle`."""
@@ -26,10 +28,9 @@ class ReplicaSum:
         self._work = None if group is None else dist.all_reduce(number, group=group, async_op=True)
 
     def wait(self) -> Tensor:
-        """The sum."""
+        """The sum; on a GPU the stream that is current waits for it, and not the host."""
         if self._work is not None:
-            self._work.wait()
-            self._work = None
+            self._work.wait()  # each time, for the next may ask from another stream
         return self._number
 
 
@@ -57,12 +58,13 @@ def sum_now(number: Tensor, *, replicas: dist.ProcessGroup | None, pipeline: dis
 class LabelCount:
     """Tokens that count in the loss, over all micro-batches and replicas of a step."""
 
-    def __init__(self, count: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        """Start to sum the ``count`` of this replica."""
-        exact = torch.float64 if device.type == "cpu" else torch.float32
-        self._sum: ReplicaSum | None = ReplicaSum(torch.tensor(count, dtype=torch.float64).to(device, exact), group)
-        self.items = torch.zeros((), device=device)
+    def __init__(self, count: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Start to sum the ``count`` of this replica, a scalar on its device."""
+        exact = torch.float64 if count.device.type == "cpu" else torch.float32
+        self._sum: ReplicaSum | None = ReplicaSum(count.to(exact), group)
+        self.items = torch.zeros((), device=count.device)
         """The count, fp32, once it was waited for."""
+        self._told: tuple[Tensor, torch.cuda.Event] | None = None
 
     @property
     def is_known(self) -> bool:
@@ -70,14 +72,35 @@ class LabelCount:
         return self._sum is None
 
     def wait(self) -> Tensor:
-        """`items`, filled.
+        """`items`, filled; on a GPU only the current stream waits.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is none; of a GPU's count `check` says so.
         """
         if self._sum is not None:
             self.items.copy_(self._sum.wait())
             self._sum = None
-            if self.items == 0:
-                raise ValueError("data: no token of this step carries a label; check the labels or the chat template")
+            if self.items.is_cuda:
+                self._tell()
+            elif self.items == 0:
+                raise ValueError(NO_LABELS)
         return self.items
+
+    def _tell(self) -> None:
+        """Send the count to the host, which asks later; a step without labels has a loss and gradients of zero."""
+        told = torch.empty((), pin_memory=True)
+        told.copy_(self.items, non_blocking=True)
+        self._told = told, torch.cuda.current_stream(self.items.device).record_event()
+        self.items.clamp_(min=1.0)
+
+    def check(self) -> None:
+        """Refuse a count of zero, in a later step than the one that waited for it, so that the host waits little.
+
+        Raises:
+            ValueError: there was no label.
+        """
+        if self._told is not None:
+            told, event = self._told
+            event.synchronize()
+            if told == 0:
+                raise ValueError(NO_LABELS)

@@ -92,13 +92,14 @@ class BoardWriter:
         publish(path)
         threading.Thread(target=self._beat, name="weft-board", daemon=True).start()
 
-    def begin(self, kind: int) -> None:
+    def begin(self, kind: int, at_ns: int | None = None) -> None:
         """A step begins: nothing to compute until the first `busy`.
 
         Args:
             kind: steps of one kind are alike; the number of micro-batches is a good one.
+            at_ns: when, by `time.monotonic_ns`; None is now.
         """
-        now = monotonic_ns()
+        now = monotonic_ns() if at_ns is None else at_ns
         words, before, count = self._words, self._row, self._count
         times = words[before + ROW_HEADER : before + ROW_HEADER + count].tolist()
         self._gaps_before = [later - earlier for earlier, later in zip(times[::2], times[1::2], strict=False)]
@@ -113,21 +114,21 @@ class BoardWriter:
         self._count = 1
         self._wake()
 
-    def busy(self) -> None:
-        """The rank starts to compute."""
+    def busy(self, at_ns: int | None = None) -> None:
+        """The rank starts to compute; ``at_ns`` as in `begin`."""
         if self._count & 1:
-            self._mark()
+            self._mark(at_ns)
 
-    def idle(self) -> None:
-        """The rank has nothing to compute until the next `busy`."""
+    def idle(self, at_ns: int | None = None) -> None:
+        """The rank has nothing to compute until the next `busy`; ``at_ns`` as in `begin`."""
         if self._count and not self._count & 1:
-            self._mark()
+            self._mark(at_ns)
             self._wake()
 
-    def _mark(self) -> None:
+    def _mark(self, at_ns: int | None) -> None:
         count = self._count
         if count < self._max_edges:
-            self._words[self._row + ROW_HEADER + count] = monotonic_ns()
+            self._words[self._row + ROW_HEADER + count] = monotonic_ns() if at_ns is None else at_ns
             self._count = self._words[self._row + R_COUNT] = count + 1
 
     def _wake(self) -> None:

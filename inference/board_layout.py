@@ -13,6 +13,8 @@ import os
 import stat
 from pathlib import Path
 
+from weft.conf.private import private_folder
+
 MAGIC = int.from_bytes(b"weftbord", "little")
 VERSION = 1
 WORD_BYTES = 8
@@ -66,7 +68,7 @@ def map_board(path: Path) -> tuple[mmap.mmap, tuple[int, int]]:
     words = memoryview(memory).cast("Q")
     if words[H_MAGIC] != MAGIC or words[H_VERSION] != VERSION:
         raise ValueError(f"{path}: not a bubble board of version {VERSION}; trainer and worker need the same Weft")
-    if len(words) != num_words(words[H_ROWS], words[H_EDGES]):
+    if not words[H_ROWS] or len(words) != num_words(words[H_ROWS], words[H_EDGES]):
         raise ValueError(f"{path}: {len(words)} words, its header says {num_words(words[H_ROWS], words[H_EDGES])}")
     return memory, (found.st_dev, found.st_ino)
 
@@ -77,10 +79,7 @@ def make_board(path: Path, words: int) -> mmap.mmap:
     Raises:
         ValueError: the folder belongs to someone else or is open to others.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder = path.parent.stat()
-    if folder.st_uid != os.geteuid() or stat.S_IMODE(folder.st_mode) & 0o077:
-        raise ValueError(f"{path.parent}: not a folder of this user alone; chmod 700, or set inference.boards")
+    private_folder(path.parent)
     draft = _draft(path)
     draft.unlink(missing_ok=True)
     file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,9 @@ from weft.conf.timer_slack import USUAL_S, set_timer_slack
 from weft.inference.board_reader import BoardReader
 from weft.inference.common_bubbles import Opening, opening
 from weft.inference.prefill_cost import TRUSTED, PrefillCost
+from weft.inference.worker_status import WorkerStatus
+
+logger = logging.getLogger(__name__)
 
 LEAST_TOKENS = 16
 """Smaller grants are made only for what is left of a prompt: a step's fixed cost outweighs them."""
@@ -41,6 +45,7 @@ class Gate:
         self.cost = cost
         self.guard_s = guard_s
         self.last_end_s = time.monotonic()
+        self._warm = False
         self.why_not = ""
         """Why a board's writer is not alive, as the last `grant` found it; empty if all are."""
 
@@ -74,53 +79,79 @@ class Gate:
         )
 
     def ended(self, start_s: float, end_s: float, tokens: int, context: float) -> float:
-        """Learn from a step; returns the seconds by which it ran into training's time, 0.0 if it did not."""
-        self.cost.observe(tokens, context, max(0.0, start_s - self.last_end_s), end_s - start_s)
+        """Learn from a step; returns the seconds by which it ran into training's time, 0.0 if it did not.
+
+        They count from the first moment of the step at which a rank computed, whether it still does
+        or has gone on to its next bubble meanwhile. A process's first step is nothing to learn from:
+        it loads and allocates what later ones find.
+        """
+        if self._warm:
+            self.cost.observe(tokens, context, max(0.0, start_s - self.last_end_s), end_s - start_s)
+        self._warm = True
         self.last_end_s = end_s
-        busy_s = [state.busy_since_s for state in (board.state() for board in self.boards) if state.busy_since_s]
-        return max((end_s - since_s for since_s in busy_s if since_s < end_s), default=0.0)
+        met_s = [board.busy_from(start_s, end_s) for board in self.boards]
+        return max((end_s - since_s for since_s in met_s if since_s is not None), default=0.0)
 
 
 class Waker:
     """A thread that calls back when a bubble opens while there is work, and every `period_s` besides.
 
     It sleeps on the first board's bell; bubbles of a group of ranks open with any of them, so
-    with several boards it also looks every few milliseconds.
+    with several boards it also looks every few milliseconds. Without it nothing would be computed
+    any more, so it goes on whatever it meets, and is started again if it has ended all the same.
     """
 
-    def __init__(self, gate: Gate, wake: Callable[[], None], *, period_s: float) -> None:
+    def __init__(
+        self, gate: Gate, wake: Callable[[], None], *, period_s: float, status: WorkerStatus | None = None
+    ) -> None:
         """Start; ``wake`` is called on the waker's thread and must not block.
 
         Args:
             period_s: also wake this often while armed, for chores outside of bubbles.
+            status: where it says that it lives.
         """
         self._gate = gate
         self._wake = wake
         self.period_s = period_s
+        self._status = status or WorkerStatus(None)
         self._armed = threading.Event()
-        threading.Thread(target=self._run, name="weft-waker", daemon=True).start()
+        self._told: Opening | None = None
+        self._told_s = 0.0
+        self._start()
 
     def arm(self, has_work: bool) -> None:
         """Say whether there is anything to wake for."""
-        if has_work and not self._armed.is_set():
-            self._armed.set()
-        elif not has_work and self._armed.is_set():
+        self._status.arm(has_work)
+        if not has_work:
             self._armed.clear()
+            return
+        self._armed.set()
+        if not self._thread.is_alive():
+            logger.error("the thread that waits for bubbles has ended; starting another")
+            self._start()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="weft-waker", daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         set_timer_slack(USUAL_S)
-        told: Opening | None = None
-        told_s = 0.0
-        pause_s = LOOK_AGAIN_S if len(self._gate.boards) == 1 else 0.005
         while True:
             self._armed.wait()
-            states = [board.state() for board in self._gate.boards]
-            found = opening(states)
-            now_s = states[0].now_s
-            if found is not None and (told is None or found.opened_s != told.opened_s):
-                told, told_s = found, now_s
-                self._wake()
-            elif now_s - told_s >= self.period_s:
-                told_s = now_s
-                self._wake()
-            self._gate.boards[0].wait(states[0], min(pause_s, self.period_s))
+            try:
+                self._look()
+            except Exception:
+                logger.exception("a look at the boards failed; again in %g s", LOOK_AGAIN_S)
+                time.sleep(LOOK_AGAIN_S)
+
+    def _look(self) -> None:
+        pause_s = LOOK_AGAIN_S if len(self._gate.boards) == 1 else 0.005
+        states = [board.state() for board in self._gate.boards]
+        found, now_s = opening(states), states[0].now_s
+        new = found is not None and (self._told is None or found.opened_s != self._told.opened_s)
+        if new or now_s - self._told_s >= self.period_s:
+            self._told, self._told_s = found if new else self._told, now_s
+            self._status.woke()
+            self._wake()
+        self._status.looked()
+        self._gate.boards[0].wait(states[0], min(pause_s, self.period_s))

@@ -24,12 +24,23 @@ class Slot(NamedTuple):
 class _Group:
     """Workers with equal patterns: a heap of (when it is free, worker), and entries that no longer hold."""
 
-    __slots__ = ("heap", "pattern", "row")
+    __slots__ = ("heap", "pattern", "row", "table")
 
-    def __init__(self, pattern: BubblePattern, row: int) -> None:
+    def __init__(self, pattern: BubblePattern, table: _Table, row: int) -> None:
         self.pattern = pattern
+        self.table = table
         self.row = row
         self.heap: list[tuple[float, int]] = []
+
+
+class _Table:
+    """Bounds of some groups, and the group of each row."""
+
+    __slots__ = ("bounds", "groups")
+
+    def __init__(self, period_s: float) -> None:
+        self.bounds = PlacementBounds(period_s)
+        self.groups: dict[int, _Group] = {}
 
 
 class PrefillPlacement:
@@ -38,15 +49,18 @@ class PrefillPlacement:
     Of workers with equal patterns the one that is free first finishes first, so that a heap
     for each pattern leaves one candidate of each. `find` looks closely at the candidate that
     could finish first by its bound, then at the next, until what it has found is no later
-    than what any other could reach.
+    than what any other could reach. Patterns lie in tables of a thousand; where one has a
+    worker that is free in a bubble long enough, nothing in the others can be better.
     """
 
     def __init__(self, period_s: float) -> None:
         """No workers yet; the run's steps take ``period_s``."""
         self._period_s = period_s
-        self._bounds = PlacementBounds(period_s)
+        self._tables = [_Table(period_s)]
+        self._first = 0
+        self._overhead_s = inf
+        self._last: _Group | None = None
         self._by_pattern: dict[BubblePattern, _Group] = {}
-        self._by_row: dict[int, _Group] = {}
         self._of_worker: dict[int, tuple[_Group, float]] = {}
 
     def __contains__(self, worker: int) -> bool:
@@ -71,10 +85,9 @@ class PrefillPlacement:
             return
         group = self._by_pattern.get(pattern)
         if group is None:
-            row = self._bounds.add(pattern)
-            group = self._by_pattern[pattern] = self._by_row[row] = _Group(pattern, row)
+            group = self._by_pattern[pattern] = self._add(pattern)
         self._assign(worker, group, free_s)
-        self._bounds.at(group.row, pattern.position(group.heap[0][0]))
+        group.table.bounds.at(group.row, pattern.position(group.heap[0][0]))
 
     def remove(self, worker: int) -> None:
         """Give a worker nothing more; one that is not here is no error."""
@@ -87,29 +100,62 @@ class PrefillPlacement:
             now_s: never before an earlier call's.
             work_s: above 0; see `PromptWork.work_s`.
         """
-        reach_s, from_s = self._bounds.reach_s(now_s, work_s)
-        best, best_s, best_free_s, worker = None, inf, 0.0, 0
-        while True:
-            row = int(reach_s.argmin())
-            group = self._by_row.get(row)
-            if group is None or reach_s.item(row) >= best_s - from_s - _EQUAL_S:
+        floor_s = now_s + work_s + self._overhead_s + _EQUAL_S
+        if (slot := self._as_before(now_s, work_s, floor_s)) is not None:
+            return slot
+        best: _Group | None = None
+        best_s, best_free_s, worker = inf, 0.0, 0
+        for table in self._in_turn():
+            if best_s <= floor_s:  # it runs at once and without a break
                 break
-            reach_s[row] = inf
-            head = self._head(group)
-            if head is None:
-                self._drop(group)
-                continue
-            free_s = max(head[0], now_s)
-            position_s = group.pattern.position(free_s)
-            self._bounds.at(row, position_s)
-            end_s = group.pattern.time(position_s + work_s)
-            if end_s < best_s:
-                best, best_s, best_free_s, worker = group.pattern, end_s, free_s, head[1]
-        return Slot(worker, best.begin(best_free_s), best_s) if best else None
+            reach_s, from_s = table.bounds.reach_s(now_s, work_s)
+            while best_s > floor_s:
+                row = int(reach_s.argmin())
+                group = table.groups.get(row)
+                if group is None or reach_s.item(row) >= best_s - from_s - _EQUAL_S:
+                    break
+                reach_s[row] = inf
+                head = self._head(group)
+                if head is None:
+                    self._drop(group)
+                    continue
+                free_s = max(head[0], now_s)
+                position_s = group.pattern.position(free_s)
+                table.bounds.at(row, position_s)
+                end_s = group.pattern.time(position_s + work_s)
+                if end_s < best_s:
+                    best, best_s, best_free_s, worker = group, end_s, free_s, head[1]
+        self._last = best
+        return Slot(worker, best.pattern.begin(best_free_s), best_s) if best else None
+
+    def _as_before(self, now_s: float, work_s: float, floor_s: float) -> Slot | None:
+        """Another worker with the pattern of the last answer, if it is free and the same bubble is long enough."""
+        group = self._last
+        head = self._head(group) if group is not None and len(group.heap) > 1 else None
+        if group is None or head is None or head[0] > now_s:
+            return None
+        end_s = group.pattern.end(now_s, work_s)
+        return Slot(head[1], group.pattern.begin(now_s), end_s) if end_s <= floor_s else None
+
+    def _in_turn(self) -> list[_Table]:
+        """All tables; each in turn is the first, so that work is spread."""
+        if len(self._tables) > 1:
+            self._first = (self._first + 1) % len(self._tables)
+        return self._tables[self._first :] + self._tables[: self._first]
 
     def take(self, slot: Slot) -> None:
         """The work of ``slot`` is its worker's."""
         self._assign(slot.worker, self._of_worker[slot.worker][0], slot.end_s)
+
+    def _add(self, pattern: BubblePattern) -> _Group:
+        table = next((table for table in self._tables if not table.bounds.full), None)
+        if table is None:
+            table = _Table(self._period_s)
+            self._tables.append(table)
+        self._overhead_s = min(self._overhead_s, pattern.overhead_s)
+        group = _Group(pattern, table, table.bounds.add(pattern))
+        table.groups[group.row] = group
+        return group
 
     def _assign(self, worker: int, group: _Group, free_s: float) -> None:
         self._of_worker[worker] = (group, free_s)
@@ -122,5 +168,5 @@ class PrefillPlacement:
         return heap[0] if heap else None
 
     def _drop(self, group: _Group) -> None:
-        self._bounds.drop(group.row)
-        del self._by_row[group.row], self._by_pattern[group.pattern]
+        group.table.bounds.drop(group.row)
+        del group.table.groups[group.row], self._by_pattern[group.pattern]

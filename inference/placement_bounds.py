@@ -1,4 +1,4 @@
-"""Bounds of the placement: for all bubble patterns at once, a time before which work cannot end."""
+"""Bounds of the placement: for many bubble patterns at once, a time before which work cannot end."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import numpy as np
 
 from weft.inference.bubble_pattern import BubblePattern
 
-_LOG2_CELLS = 9
-_CELLS = 1 << _LOG2_CELLS
+MOST_ROWS = 1024
+"""Rows of a table: as many as can be looked at in about twice the time of one."""
+_CELLS = 512
 """Parts of a period, and of its capacity, in the tables."""
-# Numbers as arrays of no axes: numpy takes half as long over an operation with them.
-_CELL_BITS, _LOG2 = np.array(_CELLS - 1), np.array(_LOG2_CELLS)
+_ROUNDS = 4
+"""Periods from the one before the present on, in which bounds are exact; what ends later is only
+known to end later than those."""
+# As an array of no axes: numpy takes half as long over an operation with one as with a number.
+_LAST_CELL = np.array(_ROUNDS * _CELLS - 1.0)
 _NEVER_S = 2.0**40
 """Position of a row without a candidate."""
 _SLACK_S = 1e-9
@@ -18,7 +22,7 @@ _SLACK_S = 1e-9
 
 
 class PlacementBounds:
-    """A table with a row for each pattern; positions are `BubblePattern.position`'s, in this cycle.
+    """A row for each of up to `MOST_ROWS` patterns; positions are `BubblePattern.position`'s, in this cycle.
 
     A candidate's position is at least where it last was, and at least where the bubbles are
     by now; work moves it on. Within a cell both time and position grow at a known rate at
@@ -28,23 +32,25 @@ class PlacementBounds:
     def __init__(self, period_s: float) -> None:
         """No rows yet; all patterns repeat after ``period_s``."""
         self._period_s = period_s
-        self._overhead_s = np.inf
         self._cycle = 0.0
         """The period that positions are counted from; the one before the present."""
         self._spare: list[int] = []
         self._position_s = np.empty(0)
         self._capacity_s = np.empty(0)
-        self._closed_s = np.empty(0)
-        """Seconds of a period that are no room for work."""
         self._cells_per_s = np.empty(0)
         """Cells per second of work."""
         self._passed_s = np.empty((_CELLS, 0))
         """Positions of the bubbles at equal steps through the present period."""
         self._growth_s = np.empty((_CELLS, 0))
         """How much they grow at least until the next step."""
-        self._delay_s = np.empty((0, _CELLS))
-        """How much later than its position a cell of the capacity begins."""
+        self._delay_s = np.empty((0, _ROUNDS * _CELLS))
+        """How much later than its position a cell of the capacity begins, round after round."""
         self._allot(16)
+
+    @property
+    def full(self) -> bool:
+        """Whether it has no row to spare."""
+        return not self._spare and len(self._position_s) >= MOST_ROWS
 
     def add(self, pattern: BubblePattern) -> int:
         """A row for a pattern with some capacity; returns its index."""
@@ -52,16 +58,17 @@ class PlacementBounds:
             self._allot(2 * len(self._position_s))
         row = self._spare.pop()
         capacity_s, step_s = pattern.capacity_s, self._period_s / _CELLS
-        self._overhead_s = min(self._overhead_s, pattern.overhead_s)
         self._capacity_s[row] = capacity_s
-        self._closed_s[row] = self._period_s - capacity_s
         self._cells_per_s[row] = _CELLS / capacity_s
         passed_s = pattern.positions(np.arange(_CELLS + 1) * step_s)
         grown_s = np.diff(passed_s)
         self._passed_s[:, row] = passed_s[:-1] + (capacity_s - _SLACK_S)
         self._growth_s[:, row] = np.where(grown_s >= step_s * (1 - 1e-9), grown_s, 0.0)
         positions_s = np.arange(_CELLS) / _CELLS * capacity_s
-        self._delay_s[row] = pattern.times(positions_s) - positions_s
+        delay_s = pattern.times(positions_s) - positions_s
+        # Each period that passes whole adds what of it is no room for work.
+        rounds = np.arange(_ROUNDS)[:, None] * (self._period_s - capacity_s)
+        self._delay_s[row] = (delay_s + rounds).ravel()
         return row
 
     def drop(self, row: int) -> None:
@@ -84,7 +91,7 @@ class PlacementBounds:
             self._position_s -= (cycle - self._cycle) * self._capacity_s
             self._cycle = cycle
         step, into = divmod(phase_s / self._period_s * _CELLS, 1)
-        position_s, reach_s, rounds, cell, number = self._buffers
+        position_s, reach_s, cell, number = self._buffers
         number[()] = into
         np.multiply(self._growth_s[int(step)], number, position_s)
         position_s += self._passed_s[int(step)]
@@ -92,17 +99,11 @@ class PlacementBounds:
         number[()] = work_s
         position_s += number
         np.multiply(position_s, self._cells_per_s, reach_s)
-        rounds[:] = reach_s
-        np.bitwise_and(rounds, _CELL_BITS, cell)
-        cell += self._first_cell
+        np.minimum(reach_s, _LAST_CELL, out=reach_s)
+        reach_s += self._first_cell
+        cell[:] = reach_s
         self._delay_s.take(cell, out=reach_s, mode="clip")
         reach_s += position_s
-        # Of each period that passes whole, what is no room for work.
-        rounds >>= _LOG2
-        np.multiply(self._closed_s, rounds, position_s)
-        reach_s += position_s
-        number[()] = self._period_s + phase_s + self._overhead_s + work_s
-        np.maximum(reach_s, number, out=reach_s)
         return reach_s, cycle * self._period_s
 
     def _allot(self, size: int) -> None:
@@ -110,11 +111,11 @@ class PlacementBounds:
         self._spare.extend(range(size - 1, size - more - 1, -1))
         self._position_s = np.append(self._position_s, np.full(more, _NEVER_S))
         self._capacity_s = np.append(self._capacity_s, np.zeros(more))
-        self._closed_s = np.append(self._closed_s, np.zeros(more))
         self._cells_per_s = np.append(self._cells_per_s, np.ones(more))
         self._passed_s = np.append(self._passed_s, np.zeros((_CELLS, more)), axis=1)
         self._growth_s = np.append(self._growth_s, np.zeros((_CELLS, more)), axis=1)
-        self._delay_s = np.append(self._delay_s, np.zeros((more, _CELLS)), axis=0)
-        self._first_cell = np.arange(size) * _CELLS
-        floats, wholes = np.empty((2, size)), np.empty((2, size), np.int64)
-        self._buffers = (*floats, *wholes, np.array(0.0))
+        width = self._delay_s.shape[1]
+        self._delay_s = np.append(self._delay_s, np.zeros((more, width)), axis=0)
+        self._first_cell = np.arange(size) * float(width)
+        floats, wholes = np.empty((2, size)), np.empty(size, np.int64)
+        self._buffers = (*floats, wholes, np.array(0.0))

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import csv
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from itertools import count, islice
+from math import inf
 from pathlib import Path
 from time import perf_counter_ns
 
 from weft.inference.bubble_pattern import BubblePattern
 from weft.inference.placement import PrefillPlacement
 from weft.inference.prompt_work import PromptWork
+
+SAME_SHARE = 0.005
+"""Difference between windows, of all prompts, of the deadline and of the ranks' time, that counts as none."""
+MOST_WINDOWS = 60
+"""Windows after which no steady state is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +32,18 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What came of a trace.
+    """What came of the prompts that arrived in a window of time.
 
     Attributes:
-        seconds: the window in which bubbles were watched.
+        seconds: length of the window.
         waits_s: of each prompt taken, from its arrival to the begin of its first chunk: other
             prompts before it, and bubbles that open later but finish it sooner.
         queued_s: of each prompt taken, how much later it ends than if it were the only one.
         ttfts_s: of each prompt taken, from its arrival to its end.
         refused: prompts that no worker would have ended in time.
-        prefill_share: of all ranks' time, what they spent on prefills.
+        prefill_share: of all ranks' time in the window, what they spent on prefills.
         places_us: microseconds that each placement took.
+        steady: whether the windows before were like this one.
     """
 
     seconds: float
@@ -44,6 +53,17 @@ class Replay:
     refused: int
     prefill_share: float
     places_us: Sequence[float]
+    steady: bool = False
+
+    @property
+    def refused_share(self) -> float:
+        """Of the prompts that arrived; 0.0 if none did."""
+        return self.refused / max(1, self.refused + len(self.ttfts_s))
+
+    @property
+    def mean_queued_s(self) -> float:
+        """Of the prompts taken; 0.0 if none was."""
+        return sum(self.queued_s) / max(1, len(self.queued_s))
 
 
 def read_trace(path: Path) -> list[Arrival]:
@@ -63,6 +83,8 @@ def read_trace(path: Path) -> list[Arrival]:
     if len(found) < 2:
         raise ValueError(f"trace {path}: {len(found)} prompts; a replay needs at least 2")
     found.sort()
+    if found[0][0] == found[-1][0]:
+        raise ValueError(f"trace {path}: all {len(found)} prompts have one TIMESTAMP, which is no rate; spread them")
     return [Arrival(time - found[0][0], tokens) for time, tokens in found]
 
 
@@ -78,17 +100,22 @@ def _row(path: Path, line: int, row: dict[str, str]) -> tuple[float, int]:
     return (time - datetime(1970, 1, 1)).total_seconds(), tokens
 
 
-def sped_up(trace: Sequence[Arrival], factor: float, seconds: float) -> Iterator[Arrival]:
-    """The trace ``factor`` times as fast, from the beginning again until ``seconds`` are full."""
-    length_s = trace[-1].at_s * len(trace) / (len(trace) - 1)
-    begin_s = 0.0
-    while True:
+def length_s(trace: Sequence[Arrival]) -> float:
+    """Seconds after which a trace can begin again, with a usual pause behind its last prompt."""
+    return trace[-1].at_s * len(trace) / (len(trace) - 1)
+
+
+def sped_up(trace: Sequence[Arrival], factor: float) -> Iterator[Arrival]:
+    """The trace ``factor`` times as fast, from the beginning again and again.
+
+    Raises:
+        ValueError: the factor is not above 0, or the trace has no length: it would never get anywhere.
+    """
+    if not 0.0 < factor < inf or length_s(trace) <= 0.0:
+        raise ValueError(f"a trace of {length_s(trace):g} s cannot be sped up {factor:g} times")
+    for loop in count():
         for arrival in trace:
-            at_s = begin_s + arrival.at_s / factor
-            if at_s >= seconds:
-                return
-            yield Arrival(at_s, arrival.tokens)
-        begin_s += length_s / factor
+            yield Arrival((loop * length_s(trace) + arrival.at_s) / factor, arrival.tokens)
 
 
 def replay(
@@ -96,46 +123,90 @@ def replay(
     arrivals: Iterable[Arrival],
     work: PromptWork,
     *,
-    seconds: float,
-    warm_s: float = 0.0,
-    deadline_s: float = float("inf"),
-) -> Replay:
-    """Place every prompt when it arrives, on the worker that finishes it soonest.
+    window_s: float,
+    deadline_s: float = inf,
+) -> Iterator[Replay]:
+    """Place every prompt when it arrives, on the worker that finishes it soonest; one result for each window.
+
+    A window is told when a prompt beyond it arrives, or none does any more.
 
     Args:
         patterns: of each rank's worker; its overhead is that of ``work``.
         arrivals: in order.
-        seconds: when the watch of the bubbles ends.
-        warm_s: when it begins.
+        window_s: length of a window.
         deadline_s: longest time to the first token; what takes longer is refused.
     """
     placement, idle = (PrefillPlacement(patterns[0].period_s) for _ in range(2))
     for worker, pattern in enumerate(patterns):
         placement.set(worker, pattern, 0.0)
         idle.set(worker, pattern, 0.0)
-    waits_s, queued_s, ttfts_s, places_us = [], [], [], []
-    refused, busy_s = 0, 0.0
+    busy_s: defaultdict[int, float] = defaultdict(float)
+    window = _Window(0)
     for arrival in arrivals:
+        while arrival.at_s >= (window.number + 1) * window_s:
+            yield window.told(window_s, busy_s.pop(window.number, 0.0) / (window_s * len(patterns)))
+            window = _Window(window.number + 1)
         work_s = work.work_s(arrival.tokens)
         begun_ns = perf_counter_ns()
         slot = placement.find(arrival.at_s, work_s)
         if slot is None or slot.end_s - arrival.at_s > deadline_s:
-            refused += 1
+            window.refused += 1
             continue
         placement.take(slot)
-        places_us.append((perf_counter_ns() - begun_ns) / 1e3)
-        waits_s.append(slot.begin_s - arrival.at_s)
-        ttfts_s.append(slot.end_s - arrival.at_s)
+        window.places_us.append((perf_counter_ns() - begun_ns) / 1e3)
+        window.waits_s.append(slot.begin_s - arrival.at_s)
+        window.ttfts_s.append(slot.end_s - arrival.at_s)
         alone = idle.find(arrival.at_s, work_s)
-        queued_s.append(slot.end_s - alone.end_s if alone else 0.0)
-        spans = patterns[slot.worker].spans(slot.begin_s, work_s)
-        busy_s += sum(max(0.0, min(end_s, seconds) - max(start_s, warm_s)) for start_s, end_s in spans)
-    return Replay(
-        seconds=seconds - warm_s,
-        waits_s=waits_s,
-        queued_s=queued_s,
-        ttfts_s=ttfts_s,
-        refused=refused,
-        prefill_share=busy_s / ((seconds - warm_s) * len(patterns)),
-        places_us=places_us,
+        window.queued_s.append(slot.end_s - alone.end_s if alone else 0.0)
+        for start_s, end_s in patterns[slot.worker].spans(slot.begin_s, work_s):
+            for number in range(int(start_s // window_s), int(end_s // window_s) + 1):
+                shared_s = min(end_s, (number + 1) * window_s) - max(start_s, number * window_s)
+                busy_s[number] += max(0.0, shared_s)
+    yield window.told(window_s, busy_s.pop(window.number, 0.0) / (window_s * len(patterns)))
+
+
+@dataclass
+class _Window:
+    """A window under way."""
+
+    number: int
+    waits_s: list[float] = field(default_factory=list)
+    queued_s: list[float] = field(default_factory=list)
+    ttfts_s: list[float] = field(default_factory=list)
+    refused: int = 0
+    places_us: list[float] = field(default_factory=list)
+
+    def told(self, window_s: float, prefill_share: float) -> Replay:
+        return Replay(
+            seconds=window_s,
+            waits_s=self.waits_s,
+            queued_s=self.queued_s,
+            ttfts_s=self.ttfts_s,
+            refused=self.refused,
+            prefill_share=prefill_share,
+            places_us=self.places_us,
+        )
+
+
+def steady_state(windows: Iterable[Replay], *, deadline_s: float, most: int = MOST_WINDOWS) -> Replay:
+    """The first window whose two predecessors were like it; the last of ``most`` if there is none.
+
+    Queues that are overloaded fill until callers are refused, which may take many deadlines;
+    what is seen before says little about what comes after.
+    """
+    alike, last = 0, None
+    for window in islice(windows, most):
+        alike = alike + 1 if last is not None and _alike(last, window, deadline_s) else 0
+        last = window
+        if alike == 2:
+            return replace(window, steady=True)
+    assert last is not None, "a replay has at least one window"
+    return last
+
+
+def _alike(one: Replay, other: Replay, deadline_s: float) -> bool:
+    return (
+        abs(one.refused_share - other.refused_share) <= SAME_SHARE
+        and abs(one.mean_queued_s - other.mean_queued_s) <= SAME_SHARE * deadline_s
+        and abs(one.prefill_share - other.prefill_share) <= SAME_SHARE
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -23,6 +24,7 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "Scheduler.add_request": ("requests", "called for each request before it waits"),
     "Scheduler.update_from_output": ("model_runner_output", "called when a step's result is there"),
     "Scheduler.get_request_counts": ("running", "`running` and `waiting` hold requests"),
+    "KVCacheManager.get_computed_blocks": ("find_longest_cache_hit", "a look-up; its second value counts tokens"),
     "EngineCore.step": ("has_requests", "steps only if `has_requests` says so"),
     "EngineCoreProc.has_work": ("has_requests", "likewise before it blocks in its input queue"),
     "EngineCoreProc._process_input_queue": ("input_queue", "blocks in `input_queue.get` without work"),
@@ -31,7 +33,12 @@ PRIVATE: dict[str, tuple[str, str]] = {
 }
 """Method: (a name that its source must use, what we take for granted)."""
 
-CLASSES = {"Scheduler": Scheduler, "EngineCore": EngineCore, "EngineCoreProc": EngineCoreProc}
+CLASSES = {
+    "Scheduler": Scheduler,
+    "KVCacheManager": KVCacheManager,
+    "EngineCore": EngineCore,
+    "EngineCoreProc": EngineCoreProc,
+}
 
 
 def call_when_serving(attach: Callable[[Any, Callable[[], None]], None]) -> None:

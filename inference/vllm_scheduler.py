@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,9 +23,10 @@ from vllm.v1.request import Request
 from weft.inference.board_reader import BoardReader
 from weft.inference.common_bubbles import Opening
 from weft.inference.gate import Gate, Waker
-from weft.inference.prefill_cost import PrefillCost
+from weft.inference.prefill_cost import TRUSTED, PrefillCost
 from weft.inference.vllm_interfaces import call_when_serving
 from weft.inference.worker_settings import WorkerSettings
+from weft.inference.worker_status import WorkerStatus
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -34,6 +36,8 @@ IDLE_S = 0.5
 """Pause between looks at a closed gate."""
 SAVE_S = 10.0
 """Pause between writes of the cost model."""
+LOOKED_UP = 8
+"""Waiting requests, in order, that the prefix cache is asked about before each grant."""
 COMPLAIN_S = 30.0
 """Pause between log lines about a board that grants nothing."""
 
@@ -60,6 +64,12 @@ class BubbleScheduler(Scheduler):
                 f"data_parallel_size={vllm_config.parallel_config.data_parallel_size}: its engines step together, also "
                 "outside of bubbles; start one worker per rank instead"
             )
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"pipeline_parallel_size={vllm_config.parallel_config.pipeline_parallel_size}: a step would be granted "
+                "while others are still on their way through the stages; span ranks with "
+                "inference.prefill.ranks_per_worker instead"
+            )
         self._settings = settings = WorkerSettings.of(vllm_config.additional_config)
         self._cost_file = Path(settings.cost_file)
         try:
@@ -70,6 +80,7 @@ class BubbleScheduler(Scheduler):
         boards = [BoardReader(board) for board in settings.boards]
         self._gate = Gate(boards, cost, guard_s=settings.guard_s)
         self._most_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
+        self._status = WorkerStatus(Path(settings.status_file) if settings.status_file else None)
         self._waker: Waker | None = None
         self._granted: tuple[int, Opening | None] = (0, None)
         self._started_s = 0.0
@@ -81,7 +92,8 @@ class BubbleScheduler(Scheduler):
     def wake_by(self, wake: Callable[[], None]) -> None:
         """Let the engine's loop block while the gate is closed; ``wake`` ends its wait."""
         # Without a connector there are no chores to wake for, only boards that come and go.
-        self._waker = Waker(self._gate, wake, period_s=IDLE_S if self.connector is None else CHORES_S)
+        period_s = IDLE_S if self.connector is None else CHORES_S
+        self._waker = Waker(self._gate, wake, period_s=period_s, status=self._status)
 
     def add_request(self, request: Request) -> None:
         """Take a request; without `allow_decode` it ends with its first token."""
@@ -92,6 +104,7 @@ class BubbleScheduler(Scheduler):
     def has_requests(self) -> bool:
         """Whether a step is to run now: tokens that fit the bubble, or chores that are due."""
         pending = super().has_requests()
+        self._status.passed()
         if self._waker is not None:
             self._waker.arm(pending)
         if not pending:
@@ -125,16 +138,24 @@ class BubbleScheduler(Scheduler):
         super().shutdown()
 
     def _wanted(self) -> tuple[int, int]:
-        """Tokens that could be computed now, and the longest context among the requests under way."""
+        """Tokens that could be computed now, and the longest context that any of them attend to.
+
+        Of requests that wait, what the prefix cache holds counts as context: it is not computed
+        again, but attended to.
+        """
         wanted, context = 0, 0
         for request in self.running:
             wanted += request.num_tokens - request.num_computed_tokens
             context = max(context, request.num_computed_tokens)
-        for queue in (self.kv_holding_waiting, self.waiting):
-            for request in queue:
-                if wanted >= self._most_tokens:
-                    break
-                wanted += request.num_tokens - request.num_computed_tokens
+        waiting = chain(self.kv_holding_waiting, self.waiting)
+        for number, request in enumerate(waiting):
+            if wanted >= self._most_tokens:
+                break
+            known = request.num_computed_tokens
+            if not known and number < LOOKED_UP:
+                known = self.kv_cache_manager.get_computed_blocks(request)[1]
+            wanted += request.num_tokens - known
+            context = max(context, known)
         return min(wanted, self._most_tokens), context
 
     def _chores_due(self) -> bool:
@@ -154,7 +175,7 @@ class BubbleScheduler(Scheduler):
             pairs += count * computed + count * count / 2
         context = max(0.0, pairs / tokens - tokens / 2)
         late_s = self._gate.ended(self._started_s, end_s, tokens, context)
-        if end_s - self._saved_s > SAVE_S:
+        if end_s - self._saved_s > SAVE_S or self._gate.cost.steps == TRUSTED:
             self._save()
         if self._trace is not None:
             self._note(output, end_s, late_s)

@@ -7,11 +7,12 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft.conf.boards import boards_folder
+from weft.conf.hosts import read_hostfile
 from weft.conf.schema import KvConnector, PrefillWorkerConfig, WeftConfig
 from weft.inference.board_layout import board_path
 from weft.inference.worker_settings import WorkerSettings
@@ -19,8 +20,10 @@ from weft.inference.worker_settings import WorkerSettings
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Runs the model in the engine's own process. vLLM's default on a CPU is a process more, which
 polls for a second after each step, in training's time."""
-FIRST_SIDE_PORT = 5600
-"""Where the first worker's NIXL connector meets decode instances."""
+
+LEASE_S = 120
+"""Seconds for which a prompt's KV cache is kept for a decode instance that has not fetched it yet; vLLM's 30 are
+short for one that shares a busy host."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,16 @@ class Worker:
         index: its number on this host.
         ranks: training ranks whose devices it uses.
         port: where it listens.
+        side_port: where its NIXL connector meets decode instances.
+        status: where its engine says that it lives.
         boards: their bubble boards.
     """
 
     index: int
     ranks: tuple[int, ...]
     port: int
+    side_port: int
+    status: Path
     boards: tuple[Path, ...]
 
 
@@ -47,7 +54,14 @@ def workers_of(config: WeftConfig) -> tuple[Worker, ...]:
     folder = boards_folder(config, os.getuid())
     groups = [tuple(ranks[first : first + each]) for first in range(0, len(ranks), each)]
     return tuple(
-        Worker(index, group, prefill.first_port + index, tuple(board_path(folder, rank).absolute() for rank in group))
+        Worker(
+            index=index,
+            ranks=group,
+            port=prefill.first_port + index,
+            side_port=prefill.first_side_port + index,
+            status=(folder / f"worker{index}.status").absolute(),
+            boards=tuple(board_path(folder, rank).absolute() for rank in group),
+        )
         for index, group in enumerate(groups)
     )
 
@@ -72,6 +86,7 @@ def settings_of(config: WeftConfig, worker: Worker, *, trace_file: str = "") -> 
         guard_s=prefill.guard_s,
         quantile=prefill.quantile,
         cost_file=str(cost_file(config, worker)),
+        status_file=str(worker.status),
         allow_decode=prefill.allow_decode,
         trace_file=trace_file,
     )
@@ -103,9 +118,8 @@ def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, t
         "--max-num-batched-tokens": prefill.max_tokens,
         "--scheduler-cls": "weft.inference.vllm_scheduler.BubbleScheduler",
         "--additional-config": json.dumps(settings.to_additional_config()),
+        "--middleware": f"weft.inference.vllm_door.{'Door' if prefill.allow_decode else 'PrefillOnly'}",
     }
-    if not prefill.allow_decode:
-        options["--middleware"] = "weft.inference.vllm_prefill_only.PrefillOnly"
     if num_gpus:
         options["--gpu-memory-utilization"] = prefill.memory_share
         options["--tensor-parallel-size"] = len(worker.ranks)
@@ -128,25 +142,58 @@ def kv_transfer(*, on_cpu: bool) -> dict[str, object]:
         "kv_connector_module_path": "weft.inference.vllm_nixl",
         "kv_role": "kv_both",
         # Its hash includes the path by which each instance names the model.
-        "kv_connector_extra_config": {"enforce_handshake_compat": False},
+        "kv_connector_extra_config": {"enforce_handshake_compat": False, "kv_lease_duration": LEASE_S},
     }
     return config | ({"kv_buffer_device": "cpu"} if on_cpu else {})
 
 
-def environment(config: WeftConfig, worker: Worker, outer: Mapping[str, str], *, package: Path, num_gpus: int) -> dict:
+def environment(
+    config: WeftConfig, worker: Worker, outer: Mapping[str, str], *, package: Path, devices: Sequence[str] = ()
+) -> dict[str, str]:
     """The variables that a worker is started with.
 
     Args:
         package: a folder that holds the package `weft`, for a Python that does not have it.
+        devices: GPUs of this host as CUDA_VISIBLE_DEVICES names them, in the order of its ranks; none serves on
+            the CPU.
+
+    Raises:
+        ValueError: a rank has no GPU here.
     """
     env = dict(outer)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), env.get("PYTHONPATH", "")]))
     env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
     env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = config.inference.prefill.host
-    env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(FIRST_SIDE_PORT + worker.index)
+    env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(worker.side_port)
+    env["WEFT_WORKER_STATUS"] = str(worker.status)
     if key := outer.get(config.inference.controller.api_key_env):
         env["VLLM_API_KEY"] = key
-    if num_gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(rank % num_gpus) for rank in worker.ranks)
+    if devices:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices_of(config, worker, devices))
     return env
+
+
+def devices_of(config: WeftConfig, worker: Worker, devices: Sequence[str]) -> list[str]:
+    """The GPUs of a worker's ranks: of the host's, in order, those that the ranks train on.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    first = _first_rank(config, worker)
+    if max(worker.ranks) - first >= len(devices):
+        raise ValueError(
+            f"inference.prefill.ranks={list(worker.ranks)}: this host has {len(devices)} GPUs "
+            f"({','.join(devices)}) for its ranks from {first} on; name ranks that train here"
+        )
+    return [devices[rank - first] for rank in worker.ranks]
+
+
+def _first_rank(config: WeftConfig, worker: Worker) -> int:
+    """The first rank of the host that a worker's ranks are on."""
+    first = 0
+    for slots in read_hostfile(config.cluster.hostfile).values() if config.cluster.hostfile else ():
+        if worker.ranks[0] < first + slots:
+            break
+        first += slots
+    return first

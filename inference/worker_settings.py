@@ -23,6 +23,8 @@ class WorkerSettings:
     """Where the cost model is kept between runs."""
     allow_decode: bool = False
     """Whether it also decodes."""
+    status_file: str = ""
+    """Where the engine says that it lives, for the process that answers `/health`; empty is nowhere."""
     trace_file: str = ""
     """Where each step is noted, one JSON line; empty is nowhere."""
 

@@ -6,6 +6,8 @@ import re
 from enum import Enum
 from typing import NamedTuple
 
+from weft.pipeline.limits import shown
+
 
 class Op(Enum):
     """The field's own letters, as in torch.distributed.pipelining.
@@ -43,7 +45,7 @@ RELAYS = frozenset({Op.RELAY_F, Op.RELAY_B})
 STAGE_WIDE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD, Op.STEP})
 """Operations on a whole virtual stage: they carry no micro-batch."""
 
-_TEXT = re.compile(r"(\d+)(" + "|".join(sorted((o.value for o in Op), key=len, reverse=True)) + r")(\d*)")
+_TEXT = re.compile(r"([0-9]{1,9})(" + "|".join(sorted((o.value for o in Op), key=len, reverse=True)) + r")([0-9]{0,9})")
 
 
 class Action(NamedTuple):
@@ -72,7 +74,7 @@ class Action(NamedTuple):
         """
         match = _TEXT.fullmatch(text)
         if match is None:
-            raise ValueError(f"action {text!r}: expected STAGE OP MICROBATCH such as '2F7' or '3REDUCE_GRAD'")
+            raise ValueError(f"action {shown(text)}: expected STAGE OP MICROBATCH such as '2F7' or '3REDUCE_GRAD'")
         op = Op(match[2])
         if (op in STAGE_WIDE) != (match[3] == ""):
             need = "no micro-batch" if op in STAGE_WIDE else "a micro-batch"
@@ -114,5 +116,5 @@ def parse_slot(text: str) -> Slot:
         return (Action.parse(text),)
     pair = (Action.parse(match[1]), Action.parse(match[2]))
     if pair[0].op is not Op.F or pair[1].op not in BACKWARD:
-        raise ValueError(f"slot {text!r}: a pair is a forward and a backward, as in '(2F7;1B3)OVERLAP_F_B'")
+        raise ValueError(f"slot {shown(text)}: a pair is a forward and a backward, as in '(2F7;1B3)OVERLAP_F_B'")
     return pair

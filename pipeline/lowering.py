@@ -139,3 +139,8 @@ def open_pairs(schedule: Schedule) -> Schedule:
     its own.
     """
     return schedule.with_rows([[(action,) for slot in row for action in reversed(slot)] for row in schedule.rows])
+
+
+def as_run(schedule: Schedule, pair_scale: float) -> Schedule:
+    """The schedule as an engine runs it, whose strand pairs gain by ``pair_scale``: at 1, opened."""
+    return schedule if pair_scale < 1.0 else open_pairs(schedule)

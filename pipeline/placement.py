@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+from weft.pipeline.limits import MOST_LEGS, MOST_RANKS, shown
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -40,13 +42,22 @@ class Placement:
     def __post_init__(self) -> None:
         for name, sizes in (("groups", self.groups), ("sites", self.sites)):
             if not sizes or min(sizes) < 1:
-                raise ValueError(f"placement.{name}={sizes}: every entry must be at least 1 rank")
+                raise ValueError(f"placement.{name}={shown(sizes)}: every entry must be at least 1 rank")
         if not self.legs or set(self.legs) - {"d", "u"}:
-            raise ValueError(f"placement.legs={self.legs!r}: use one letter per leg, d (down) or u (up), as in 'du'")
+            raise ValueError(
+                f"placement.legs={shown(self.legs)}: use one letter per leg, d (down) or u (up), as in 'du'"
+            )
         if sum(self.sites) != sum(self.groups):
             raise ValueError(
-                f"placement.sites={self.sites}: they hold {sum(self.sites)} ranks, the pipeline has {sum(self.groups)}"
+                f"placement.sites={shown(self.sites)}: they hold {sum(self.sites)} ranks, the pipeline has "
+                f"{sum(self.groups)}; make them alike"
             )
+        if self.pipelines < 1:
+            raise ValueError(f"placement.pipelines={self.pipelines}: a cell has at least 1 pipeline")
+        if len(self.legs) > MOST_LEGS:
+            raise ValueError(f"placement.legs: {len(self.legs)} legs, more than {MOST_LEGS}; use fewer")
+        if self.num_ranks > MOST_RANKS:
+            raise ValueError(f"placement.groups: {self.num_ranks} ranks, more than {MOST_RANKS}; use fewer")
 
     @classmethod
     def straight(cls, num_ranks: int, sites: tuple[int, ...] = ()) -> Placement:

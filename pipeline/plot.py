@@ -22,7 +22,7 @@ _INK, _MUTED, _IDLE, _PAPER = "#1f2933", "#7b8794", "#eef1f4", "#ffffff"
 _COLOURS = {
     Op.F: ("#8ec5f2", "#3f8fd2"),
     Op.B: ("#a8dcb0", "#4faf6a"),
-    Op.I: ("#a8dcb0", "#4faf6a"),
+    Op.I: ("#f3b9cb", "#d4628a"),
     Op.W: ("#fbd88b", "#f0ad2f"),
     Op.REDUCE_GRAD: ("#b9a5dd", "#b9a5dd"),
     Op.UNSHARD: ("#d5c9ec", "#d5c9ec"),
@@ -54,6 +54,9 @@ _THIN = {
     Op.UNSHARD: (0.89, 0.96),
 }
 _DPI = 150
+_USUAL_INCHES, _MOST_INCHES = 16.0, 64.0
+_SLOT_PIXELS = 19
+"""Width of a slot that has room for an upright number."""
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (0.0, "µs"))
 
 
@@ -68,13 +71,16 @@ class _Box:
     bottom: float
 
 
-def plot_timelines(timelines: Sequence[Timeline], path: Path, *, width_inches: float = 16.0) -> None:
+def plot_timelines(timelines: Sequence[Timeline], path: Path, *, width_inches: float = 0.0) -> None:
     """Draw ``timelines`` above each other on one time scale, and save a PNG (or what the suffix says).
 
-    A rank is a row: its compute with micro-batch numbers where they fit, a strand pair split
-    into forward (top) and backward (bottom), thin lines for transfers that it sends and for
-    collectives over replicas, hatching for bubbles. A rank's later chunks are darker. Bars at
-    the side show the peak of saved activations.
+    A rank is a row: its compute with micro-batch numbers where they fit (upright in narrow
+    cells), a strand pair split into forward (top) and backward (bottom), thin lines for
+    transfers that it sends and for collectives over replicas, hatching for bubbles. A rank's
+    later chunks are darker. Bars at the side show the peak of saved activations.
+
+    Args:
+        width_inches: 0 takes as much as short slots need to have a number, or at least to be told apart.
 
     Raises:
         ValueError: there is nothing to draw.
@@ -84,6 +90,7 @@ def plot_timelines(timelines: Sequence[Timeline], path: Path, *, width_inches: f
 
     if not timelines or not all(timeline.spans for timeline in timelines):
         raise ValueError("timelines: nothing to draw; give at least one timeline that has spans")
+    width_inches = width_inches or _width_inches(timelines)
     row_inches = 0.46 if max(t.num_ranks for t in timelines) <= 16 else 0.26
     heights = [timeline.num_ranks * row_inches for timeline in timelines]
     height_inches = sum(heights) + 0.6 * len(heights) + 0.8
@@ -92,10 +99,10 @@ def plot_timelines(timelines: Sequence[Timeline], path: Path, *, width_inches: f
     grid = figure.add_gridspec(
         len(timelines),
         2,
-        width_ratios=(12, 1),
+        width_ratios=(width_inches - 2.4, 1.12),
         height_ratios=heights,
-        left=0.045,
-        right=0.965,
+        left=0.72 / width_inches,
+        right=1 - 0.56 / width_inches,
         top=1 - 0.42 / height_inches,
         bottom=0.95 / height_inches,
         wspace=0.02,
@@ -117,6 +124,14 @@ def plot_timelines(timelines: Sequence[Timeline], path: Path, *, width_inches: f
         part.unlink(missing_ok=True)
 
 
+def _width_inches(timelines: Sequence[Timeline]) -> float:
+    lasting_s = sorted(s.end_s - s.start_s for timeline in timelines for lane in timeline.compute for s in lane)
+    short_s = lasting_s[len(lasting_s) // 4] if lasting_s else 0.0
+    step_s = max(timeline.step_s for timeline in timelines)
+    inches = 2.4 + _SLOT_PIXELS / _DPI * (step_s / short_s if short_s else 0.0)
+    return min(max(_USUAL_INCHES, inches), _MOST_INCHES)
+
+
 def _draw_rows(axes: Axes, timeline: Timeline, until_s: float, *, last: bool) -> None:
     from matplotlib.collections import PolyCollection
 
@@ -133,6 +148,7 @@ def _draw_rows(axes: Axes, timeline: Timeline, until_s: float, *, last: bool) ->
     axes.add_collection(PolyCollection(idle, facecolor=_IDLE, edgecolor="#cfd6dd", hatch="/////", linewidth=0))
     pixel = until_s / scale / axes.bbox.width
     chunks = _chunk_shades(timeline)
+    numbers_fit = True
     by_look: dict[tuple[str, float], list[list[tuple[float, float]]]] = defaultdict(list)
     for box in _boxes(timeline):
         start, end = box.start_s / scale, box.end_s / scale
@@ -140,7 +156,7 @@ def _draw_rows(axes: Axes, timeline: Timeline, until_s: float, *, last: bool) ->
         line = 0.5 if box.action.op in COMPUTE and end - start > 4 * pixel else 0.0
         colour = _mix(*_COLOURS[box.action.op], chunks.get(box.action.stage, 0.0))
         by_look[colour, line].append(_corners(start, end, box.top, box.bottom))
-        _write_number(axes, box, start, end, pixel)
+        numbers_fit &= _write_number(axes, box, start, end, pixel)
     for (colour, line), corners in by_look.items():
         axes.add_collection(PolyCollection(corners, facecolor=colour, edgecolor=_PAPER, linewidth=line))
     axes.set_yticks([rank + (first + bottom) / 2 for rank in range(timeline.num_ranks)])
@@ -155,7 +171,8 @@ def _draw_rows(axes: Axes, timeline: Timeline, until_s: float, *, last: bool) ->
     axes.axvline(timeline.step_s / scale, color=_INK, linewidth=1.0, linestyle=(0, (3, 2)), clip_on=False)
     axes.set_title(timeline.name, loc="left", fontsize=11, fontweight="bold", color=_INK, pad=5)
     axes.set_title(
-        f"step {timeline.step_s / scale:.4g} {unit}     bubbles {100 * timeline.bubble_share:.1f} %",
+        f"step {timeline.step_s / scale:.4g} {unit}     bubbles {100 * timeline.bubble_share:.1f} %"
+        + ("" if numbers_fit else "     (cells too narrow for a number have none)"),
         loc="right",
         fontsize=9,
         color=_INK,
@@ -179,18 +196,33 @@ def _boxes(timeline: Timeline) -> Iterator[_Box]:
                 yield _Box(half, span.start_s, span.end_s, top, top + share)
 
 
-def _write_number(axes: Axes, box: _Box, start: float, end: float, pixel: float) -> None:
-    """The micro-batch in the middle of the box, if it fits."""
+def _write_number(axes: Axes, box: _Box, start: float, end: float, pixel: float) -> bool:
+    """The micro-batch in the middle of the box, upright where that is what fits; whether one of both did."""
     if box.action.op not in COMPUTE:
-        return
+        return True
     text = str(box.action.microbatch)
     half = box.bottom - box.top < 0.9 * (_COMPUTE[1] - _COMPUTE[0])
     size = 6.0 if half else 7.5
-    if (end - start) / pixel > (len(text) * 0.62 + 0.35) * size * _DPI / 72:
-        middle = (box.top + box.bottom) / 2 + 0.02
-        axes.text(
-            (start + end) / 2, middle, text, ha="center", va="center", fontsize=size, color=_INK, clip_on=True, zorder=5
-        )
+    letter = size * _DPI / 72
+    along, across = (len(text) * 0.62 + 0.35) * letter, 1.15 * letter
+    width = (end - start) / pixel
+    height = (box.bottom - box.top) * axes.bbox.height / (axes.get_ylim()[0] - axes.get_ylim()[1])
+    upright = width <= along
+    if upright and (width <= across or height <= along):
+        return False
+    axes.text(
+        (start + end) / 2,
+        (box.top + box.bottom) / 2 + (0.0 if upright else 0.02),
+        text,
+        ha="center",
+        va="center_baseline" if upright else "center",
+        rotation=90 if upright else 0,
+        fontsize=size,
+        color=_INK,
+        clip_on=True,
+        zorder=5,
+    )
+    return True
 
 
 def _draw_memory(axes: Axes, timeline: Timeline, most_bytes: float) -> None:
@@ -213,6 +245,8 @@ def _draw_legend(figure: Figure, timelines: Sequence[Timeline], height_inches: f
     seen = {box.action.op for timeline in timelines for box in _boxes(timeline)}
     handles = [Patch(facecolor=_mix(*_COLOURS[op], 0.5), label=name) for name, op in _LEGEND if op in seen]
     handles.append(Patch(facecolor=_IDLE, edgecolor="#cfd6dd", hatch="/////", linewidth=0, label="bubble"))
+    if any(len(set(_chunk_shades(timeline).values())) > 1 for timeline in timelines):
+        handles.append(Patch(facecolor=_PAPER, linewidth=0, label="light: a rank's first chunk, dark: its last"))
     figure.legend(
         handles=handles,
         loc="lower center",
@@ -221,8 +255,8 @@ def _draw_legend(figure: Figure, timelines: Sequence[Timeline], height_inches: f
         frameon=False,
         fontsize=8,
         labelcolor=_INK,
-        handlelength=1.4,
-        columnspacing=1.6,
+        handlelength=1.2,
+        columnspacing=1.3,
     )
 
 

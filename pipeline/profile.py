@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
+from weft.pipeline.limits import MOST_RANKS, check_nesting, count, number, read_text, shown
 
+MOST_BYTES = 2**21
+"""Of a file: costs of a thousand stages take a twentieth of it."""
 _STAGE_FIELDS = {
     # field of StageCost: (name in the file, units of the file per unit of the field)
     "forward_s": ("forward_ms", 1e3),
@@ -22,8 +26,9 @@ _STAGE_FIELDS = {
     "step_s": ("step_ms", 1e3),
     "send_s": ("send_ms", 1e3),
 }
+_STAGE_NAMES = tuple(name for name, _ in _STAGE_FIELDS.values())
 _REQUIRED = ("forward_ms", "input_ms", "weight_ms")
-_LINK_FIELDS = ("latency_ms", "bandwidth_mbps", "streams", "sharing")
+_LINK_FIELDS = ("latency_ms", "bandwidth_mbps", "pair_mbps", "streams", "sharing")
 
 
 def load_costs(path: Path, num_stages: int) -> CostModel:
@@ -45,9 +50,14 @@ def load_costs(path: Path, num_stages: int) -> CostModel:
         links:
           local: {latency_ms: 0.01, bandwidth_mbps: 100000}
           wan: {latency_ms: 20, bandwidth_mbps: 500, streams: 16, sharing: 2}
+          # bandwidth_mbps is what a node's uplink carries; pair_mbps, if less, what a pair of nodes gets
           pairs:                      # particular sites, in both directions
             - {sites: [0, 1], latency_ms: 40, bandwidth_mbps: 300}
         pair_scale: 0.9               # strand pair over the sum of its halves
+
+    Costs that fit any cut of the model are given per layer, with ``layers`` in place of
+    ``stages``: the same fields, each a number or a list with an entry per layer, and ``count``,
+    the number of layers, where no list says it.
 
     Args:
         num_stages: virtual stages that the model must be for.
@@ -55,12 +65,46 @@ def load_costs(path: Path, num_stages: int) -> CostModel:
     Raises:
         ValueError: the file cannot be read, or a field is unknown, missing or wrong; names it.
     """
+
+    def read(data: dict[str, Any]) -> CostModel:
+        if "layers" in data:
+            return _model(data, _layers(data)).cut(num_stages)
+        return _model(data, _stages(data, num_stages))
+
+    return _read(path, read)
+
+
+def load_pieces(path: Path) -> CostModel:
+    """Read costs that fit any cut, for `CostModel.cut`: those of layers, or of the stages of one run.
+
+    Raises:
+        ValueError: as in `load_costs`, or the file has one number for all virtual stages,
+            whatever they hold.
+    """
+
+    def read(data: dict[str, Any]) -> CostModel:
+        if "layers" in data:
+            return _model(data, _layers(data))
+        table = _table(data.get("stages", {}), "stages", _STAGE_NAMES)
+        if not any(isinstance(value, list) for value in table.values()):
+            raise ValueError(
+                "stages: one number for every virtual stage, whatever it holds, so that placements cannot be compared; "
+                "give costs per layer (`layers:` with a `count:`), or choose a placement"
+            )
+        return _model(data, _stages(data, _length(table, "stages")))
+
+    return _read(path, read)
+
+
+def _read(path: Path, read: Callable[[dict[str, Any]], CostModel]) -> CostModel:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"costs file {path}: cannot be read ({error})") from error
-    try:
-        return _model(data, num_stages)
+        text = read_text(path, most_bytes=MOST_BYTES)
+        check_nesting(text)
+        try:
+            data = yaml.safe_load(text)
+        except (yaml.YAMLError, RecursionError, ValueError) as error:
+            raise ValueError(f"cannot be read ({str(error) or 'nested too deep'})") from error
+        return read(_table(data, "the file", ("stages", "layers", "links", "pair_scale")))
     except ValueError as error:
         raise ValueError(f"costs file {path}: {error}") from error
 
@@ -71,7 +115,8 @@ def costs_to_yaml(costs: CostModel) -> str:
         name: [getattr(stage, field) * scale for stage in costs.stages]
         for field, (name, scale) in _STAGE_FIELDS.items()
     }
-    links: dict[str, Any] = {"local": _link_to_dict(costs.local), "wan": _link_to_dict(costs.wan)}
+    local = {name: value for name, value in _link_to_dict(costs.local).items() if name != "pair_mbps"}
+    links: dict[str, Any] = {"local": local, "wan": _link_to_dict(costs.wan)}
     links["pairs"] = [{"sites": list(pair), "one_way": True, **_link_to_dict(link)} for pair, link in costs.wan_links]
     return yaml.safe_dump(
         {"stages": stages, "links": links, "pair_scale": costs.pair_scale}, sort_keys=False, default_flow_style=None
@@ -82,55 +127,72 @@ def _link_to_dict(link: LinkCost) -> dict[str, Any]:
     return {
         "latency_ms": link.latency_s * 1e3,
         "bandwidth_mbps": link.bandwidth_bps / 1e6,
+        "pair_mbps": link.pair_bps / 1e6,
         "streams": link.streams,
         "sharing": link.sharing,
     }
 
 
-def _model(data: Any, num_stages: int) -> CostModel:
-    data = _table(data, "the file", ("stages", "links", "pair_scale"))
+def _model(data: dict[str, Any], stages: tuple[StageCost, ...]) -> CostModel:
     links = _table(data.get("links", {}), "links", ("local", "wan", "pairs"))
     return CostModel(
-        stages=_stages(data.get("stages", {}), num_stages),
-        local=_link(links.get("local", {}), "links.local"),
+        stages=stages,
+        local=_link(links.get("local", {}), "links.local", local=True),
         wan=_link(links.get("wan", {}), "links.wan"),
         wan_links=_pairs(links.get("pairs", [])),
-        pair_scale=_number(data.get("pair_scale", 1.0), "pair_scale", above=0.0),
+        pair_scale=number(data.get("pair_scale", 1.0), "pair_scale", above=0.0),
     )
 
 
-def _stages(data: Any, num_stages: int) -> tuple[StageCost, ...]:
-    table = _table(data, "stages", tuple(name for name, _ in _STAGE_FIELDS.values()))
-    for name in _REQUIRED:
-        if name not in table:
-            raise ValueError(f"stages.{name}: missing; give a number, or a list of {num_stages}")
+def _layers(data: dict[str, Any]) -> tuple[StageCost, ...]:
+    if "stages" in data:
+        raise ValueError("layers: given beside stages; leave one of them out")
+    table = _table(data["layers"], "layers", (*_STAGE_NAMES, "count"))
+    given = count(table.pop("count"), "layers.count", most=MOST_RANKS) if "count" in table else 0
+    return _columns(table, "layers", given or _length(table, "layers"), "layers")
+
+
+def _length(table: dict[str, Any], name: str) -> int:
+    """How many layers, or stages, the lists of a table are for."""
+    lengths = [len(value) for value in table.values() if isinstance(value, list)]
+    if not lengths or not lengths[0]:
+        raise ValueError(f"{name}.count: missing; say how many layers the model has")
+    return lengths[0]
+
+
+def _stages(data: dict[str, Any], num_stages: int) -> tuple[StageCost, ...]:
+    return _columns(_table(data.get("stages", {}), "stages", _STAGE_NAMES), "stages", num_stages, "virtual stages")
+
+
+def _columns(table: dict[str, Any], name: str, length: int, what: str) -> tuple[StageCost, ...]:
+    for required in _REQUIRED:
+        if required not in table:
+            raise ValueError(f"{name}.{required}: missing; give a number, or a list of {length}")
     columns = {
-        field: [value / scale for value in _column(table.get(name, 0.0), f"stages.{name}", num_stages)]
-        for field, (name, scale) in _STAGE_FIELDS.items()
+        field: [value / scale for value in _column(table.get(column, 0.0), f"{name}.{column}", length, what)]
+        for field, (column, scale) in _STAGE_FIELDS.items()
     }
-    return tuple(
-        StageCost(**{field: column[stage] for field, column in columns.items()}) for stage in range(num_stages)
-    )
+    return tuple(StageCost(**{field: column[stage] for field, column in columns.items()}) for stage in range(length))
 
 
-def _column(value: Any, name: str, num_stages: int) -> list[float]:
+def _column(value: Any, name: str, length: int, what: str) -> list[float]:
     if not isinstance(value, list):
-        return [_number(value, name)] * num_stages
-    if len(value) != num_stages:
-        raise ValueError(f"{name}: {len(value)} values for {num_stages} virtual stages; give one each, or one number")
-    return [_number(entry, f"{name}[{stage}]") for stage, entry in enumerate(value)]
+        return [number(value, name)] * length
+    if len(value) != length:
+        raise ValueError(f"{name}: {len(value)} values for {length} {what}; give one each, or one number")
+    return [number(entry, f"{name}[{stage}]") for stage, entry in enumerate(value)]
 
 
 def _pairs(data: Any) -> tuple[tuple[tuple[int, int], LinkCost], ...]:
     if not isinstance(data, list):
-        raise ValueError(f"links.pairs={data!r}: expected a list")
+        raise ValueError(f"links.pairs={shown(data)}: expected a list")
     found = []
-    for number, entry in enumerate(data):
-        name = f"links.pairs[{number}]"
+    for place, entry in enumerate(data):
+        name = f"links.pairs[{place}]"
         table = _table(entry, name, ("sites", "one_way", *_LINK_FIELDS))
         sites = table.pop("sites", None)
         if not (isinstance(sites, list) and len(sites) == 2 and all(type(site) is int for site in sites)):
-            raise ValueError(f"{name}.sites={sites!r}: expected the numbers of two sites, as in [0, 1]")
+            raise ValueError(f"{name}.sites={shown(sites)}: expected the numbers of two sites, as in [0, 1]")
         one_way = table.pop("one_way", False)
         link = _link(table, name)
         found.append(((sites[0], sites[1]), link))
@@ -139,38 +201,25 @@ def _pairs(data: Any) -> tuple[tuple[tuple[int, int], LinkCost], ...]:
     return tuple(found)
 
 
-def _link(data: Any, name: str) -> LinkCost:
-    table = _table(data, name, _LINK_FIELDS)
+def _link(data: Any, name: str, *, local: bool = False) -> LinkCost:
+    table = _table(data, name, tuple(field for field in _LINK_FIELDS if not (local and field == "pair_mbps")))
+    rates = {
+        field: number(table.get(field, float("inf")), f"{name}.{field}", above=0.0, free=True) * 1e6
+        for field in ("bandwidth_mbps", "pair_mbps")
+    }
     return LinkCost(
-        latency_s=_number(table.get("latency_ms", 0.0), f"{name}.latency_ms") / 1e3,
-        bandwidth_bps=_number(table.get("bandwidth_mbps", float("inf")), f"{name}.bandwidth_mbps", above=0.0) * 1e6,
-        streams=_count(table.get("streams", 1), f"{name}.streams"),
-        sharing=_count(table.get("sharing", 1), f"{name}.sharing"),
+        latency_s=number(table.get("latency_ms", 0.0), f"{name}.latency_ms") / 1e3,
+        bandwidth_bps=rates["bandwidth_mbps"],
+        pair_bps=rates["pair_mbps"],
+        streams=count(table.get("streams", 1), f"{name}.streams"),
+        sharing=count(table.get("sharing", 1), f"{name}.sharing"),
     )
 
 
 def _table(data: Any, name: str, known: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise ValueError(f"{name}: expected a table of {', '.join(known)}; got {data!r}")
+        raise ValueError(f"{name}: expected a table of {', '.join(known)}; got {shown(data)}")
     unknown = [key for key in data if key not in known]
     if unknown:
-        raise ValueError(f"{name}: field {unknown[0]!r} is not known; one of {', '.join(known)}")
+        raise ValueError(f"{name}: field {shown(unknown[0])} is not known; one of {', '.join(known)}")
     return dict(data)
-
-
-def _number(value: Any, name: str, *, above: float | None = None) -> float:
-    # YAML 1.1 reads 1e6 as text; Python reads it as what is meant.
-    try:
-        number = float("nan") if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = float("nan")
-    if not (number >= 0 if above is None else number > above):
-        least = "at least 0" if above is None else f"above {above:g}"
-        raise ValueError(f"{name}={value!r}: expected a number {least}")
-    return number
-
-
-def _count(value: Any, name: str) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
-    return value

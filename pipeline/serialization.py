@@ -5,10 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import os
+from collections.abc import Iterable, Iterator
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from weft.pipeline.action import COMPUTE, Slot, parse_slot, slot_text
+from weft.pipeline.action import COMPUTE, Action, Slot, parse_slot, slot_text
+from weft.pipeline.limits import check_size, count, read_text, shown
 from weft.pipeline.order import time_slots
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
@@ -24,10 +27,7 @@ def load_schedule(path: Path) -> Schedule:
         ValueError: there is no such file, or it does not hold a schedule; names the place.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"schedule file {path}: cannot be read ({error})") from error
-    try:
+        text = read_text(path)
         return schedule_from_csv(text, name=path.stem) if path.suffix == ".csv" else schedule_from_json(text)
     except ValueError as error:
         raise ValueError(f"schedule file {path}: {error}") from error
@@ -69,14 +69,15 @@ def schedule_from_json(text: str) -> Schedule:
     for rank, row in enumerate(rows):
         if not isinstance(row, list):
             raise ValueError(f"rows: rank {rank} is no list of cells")
-    return Schedule(
-        name=_field(data, "name", str),
-        placement=_placement_from_dict(_field(data, "placement", dict)),
-        num_microbatches=_field(data, "num_microbatches", int),
-        rows=tuple(
-            tuple(_parse_cell(cell, rank, index) for index, cell in enumerate(row)) for rank, row in enumerate(rows)
-        ),
-    )
+    placement = _placement_from_dict(_field(data, "placement", dict))
+    num_microbatches = count(data.get("num_microbatches"), "num_microbatches")
+    check_size(placement.num_stages, num_microbatches)
+    slots = tuple(tuple(_parse_row(enumerate(row), rank)) for rank, row in enumerate(rows))
+    if len(rows) != placement.num_ranks:
+        raise ValueError(
+            f"rows: {len(rows)} rows, its placement has {placement.num_ranks} ranks; write one row per rank"
+        )
+    return Schedule(_field(data, "name", str), placement, num_microbatches, slots)
 
 
 def timeline_to_json(timeline: Timeline) -> str:
@@ -133,8 +134,8 @@ def schedule_from_csv(text: str, *, name: str) -> Schedule:
         ValueError: a cell is not a compute action, or the placement is not made of legs.
     """
     rows: list[list[Slot]] = []
-    for rank, cells in enumerate(csv.reader(text.splitlines())):
-        row = [_parse_cell(cell.strip(), rank, index) for index, cell in enumerate(cells) if cell.strip()]
+    for rank, cells in enumerate(_csv_rows(text)):
+        row = _parse_row(((index, cell.strip()) for index, cell in enumerate(cells) if cell.strip()), rank)
         rows.append(row)
         for slot in row:
             if slot[0].op not in COMPUTE:
@@ -146,30 +147,50 @@ def schedule_from_csv(text: str, *, name: str) -> Schedule:
     for stage, rank in held:
         if stage_ranks[stage] != rank:
             raise ValueError(f"stage {stage} stands on rank {rank} and on rank {stage_ranks[stage]}")
-    missing = set(range(max(stage_ranks) + 1)) - stage_ranks.keys()
-    if missing:
-        raise ValueError(f"stage {min(missing)} is missing: stages run from 0 to {max(stage_ranks)}")
+    missing = next((number for number, stage in enumerate(sorted(stage_ranks)) if number != stage), None)
+    if missing is not None:
+        raise ValueError(f"stage {missing} is missing: stages run from 0 to {max(stage_ranks)}")
     num_microbatches = 1 + max(a.microbatch for row in rows for slot in row for a in slot if a.microbatch is not None)
     placement = Placement.infer(tuple(stage_ranks[stage] for stage in range(len(stage_ranks))))
+    check_size(placement.num_stages, num_microbatches)
     if placement.num_ranks != len(rows):
         raise ValueError(f"{len(rows)} rows for stages on {placement.num_ranks} ranks")
     return Schedule(name, placement, num_microbatches, tuple(map(tuple, rows)))
 
 
-def _parse_cell(cell: object, rank: int, index: int) -> Slot:
-    if not isinstance(cell, str):
-        raise ValueError(f"rank {rank}, cell {index}: {cell!r} is not text")
+def _csv_rows(text: str) -> Iterator[list[str]]:
     try:
-        return parse_slot(cell)
-    except ValueError as error:
-        raise ValueError(f"rank {rank}, cell {index}: {error}") from error
+        yield from csv.reader(text.splitlines())
+    except csv.Error as error:
+        raise ValueError(f"it is not CSV ({error})") from error
+
+
+def _parse_row(cells: Iterable[tuple[int, object]], rank: int) -> list[Slot]:
+    """The slots of a row. What stands twice is found before anything is made of it."""
+    row: list[Slot] = []
+    seen: set[Action] = set()
+    for index, cell in cells:
+        if not isinstance(cell, str):
+            raise ValueError(f"rank {rank}, cell {index}: {shown(cell)} is not text")
+        try:
+            slot = parse_slot(cell)
+        except ValueError as error:
+            raise ValueError(f"rank {rank}, cell {index}: {error}") from error
+        for action in slot:
+            if action.op in COMPUTE and action in seen:
+                raise ValueError(f"rank {rank}, cell {index}: {action} stands twice; leave one out")
+            seen.add(action)
+        row.append(slot)
+    return row
 
 
 def _parse_span(entry: object, number: int) -> Span:
     match entry:
-        case [int(rank), str(lane), str(slot), float() | int() as start_s, float() | int() as end_s]:
+        case [int(rank), str(lane), str(slot), float() | int() as start_s, float() | int() as end_s] if isfinite(
+            start_s
+        ) and isfinite(end_s):
             return Span(rank, lane, parse_slot(slot), start_s, end_s)
-    raise ValueError(f"spans[{number}]={entry!r}: expected [rank, lane, slot, start, end]")
+    raise ValueError(f"spans[{number}]={shown(entry)}: expected [rank, lane, slot, start, end]")
 
 
 def _placement_to_dict(placement: Placement) -> dict[str, Any]:
@@ -178,7 +199,7 @@ def _placement_to_dict(placement: Placement) -> dict[str, Any]:
 
 
 def _placement_from_dict(data: dict[str, Any]) -> Placement:
-    pipelines = _field({"pipelines": 1, **data}, "pipelines", int)
+    pipelines = count(data.get("pipelines", 1), "placement.pipelines")
     groups, sites = _whole_numbers(data, "groups"), _whole_numbers(data, "sites")
     return Placement(groups, _field(data, "legs", str), sites, pipelines)
 
@@ -186,24 +207,24 @@ def _placement_from_dict(data: dict[str, Any]) -> Placement:
 def _read(text: str, form: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON ({error})") from error
     if not isinstance(data, dict) or data.get("format") != form:
         raise ValueError(f"format: expected {form!r}; write it with weft schedule --format json")
     if data.get("version") != _VERSION:
-        raise ValueError(f"version={data.get('version')}: this Weft reads version {_VERSION}; write it anew")
+        raise ValueError(f"version={shown(data.get('version'))}: this Weft reads version {_VERSION}; write it anew")
     return data
 
 
 def _field(data: dict[str, Any], name: str, kind: type) -> Any:
     value = data.get(name)
-    if not isinstance(value, kind):
-        raise ValueError(f"{name}={value!r}: expected {kind.__name__}")
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{name}={shown(value)}: expected {kind.__name__}")
     return value
 
 
 def _whole_numbers(data: dict[str, Any], name: str) -> tuple[int, ...]:
     values = _field(data, name, list)
     if not all(type(value) is int for value in values):
-        raise ValueError(f"{name}={values!r}: expected whole numbers")
+        raise ValueError(f"{name}={shown(values)}: expected whole numbers")
     return tuple(values)

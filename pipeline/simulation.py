@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from weft.pipeline.action import RECEIVES, RELAYS, SENDS, Action, Op, Slot
@@ -26,9 +27,9 @@ def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
     ``latency_s`` after its last byte has left; starting it holds the rank for ``send_s``,
     during which it may leave. Links are full duplex: within a site a rank
     sends activations and gradients side by side; a rank's transfers to other sites share
-    its one uplink (Atlas section 3), and in a DP-cell all pipelines' uplinks carry each transfer
-    together, one after the other in the order of their rows (Atlas section 4.4). Collectives over
-    replicas queue on a lane of their own.
+    its one uplink (Atlas section 3), or the part of it that one pair of nodes gets (section 4.1),
+    and in a DP-cell all pipelines' uplinks carry each transfer together, one after the other in
+    the order of their rows (section 4.4). Collectives over replicas queue on a lane of their own.
 
     Args:
         schedule: valid; lowered, or compute-only, where transfers are implied.
@@ -60,7 +61,7 @@ def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
 def _has_transfers(costs: CostModel) -> bool:
     """Whether a transfer takes any time; if none does, they need not be looked at."""
     links = (costs.local, costs.wan, *(link for _, link in costs.wan_links))
-    return any(link.latency_s or link.occupancy_s(1.0) for link in links) or any(s.send_s for s in costs.stages)
+    return any(link.latency_s or link.transit_s(1.0) for link in links) or any(s.send_s for s in costs.stages)
 
 
 class Run:
@@ -93,7 +94,7 @@ class Run:
         elif op in RECEIVES or op is Op.RESHARD:
             end_s = self._rank_free_s[rank] = posted_s
         elif op in _SIDE:
-            end_s = self._occupy(rank, "reduce", slot, posted_s, self._seconds(slot), 0.0)
+            end_s = self._occupy(rank, "reduce", slot, posted_s, self._seconds(slot))
         else:
             end_s = self._compute(rank, slot, posted_s)
         for action in slot:
@@ -122,18 +123,23 @@ class Run:
         """When the transfer arrives."""
         op, stage, _ = slot[0]
         placement = self._schedule.placement
-        self._rank_free_s[rank] = self._occupy(rank, "send", slot, posted_s, self._seconds(slot), 0.0)
+        self._rank_free_s[rank] = self._occupy(rank, "send", slot, posted_s, self._seconds(slot))
         other = stage + 1 if op is Op.SEND_F else stage - 1
         peer = placement.stage_ranks[other]
         link = self._link(rank, peer)
         # What travels is the output of the hop's upper stage, or the gradient of that output.
-        occupied_s = link.occupancy_s(self._costs.stages[min(stage, other)].output_bytes)
+        num_bytes = self._costs.stages[min(stage, other)].output_bytes
+        occupied_s, transit_s = link.occupancy_s(num_bytes), link.transit_s(num_bytes)
         letter = "F" if op is Op.SEND_F else "B"
         crosses = placement.rank_sites[rank] != placement.rank_sites[peer]
-        queue = (rank, "uplink" if crosses else letter)
-        if crosses and link.sharing > 1:
-            queue = (rank % (placement.num_ranks // placement.pipelines), "uplinks")
-        return self._occupy(rank, f"{letter}>{peer}", slot, posted_s, occupied_s, link.latency_s, queue=queue)
+        here, there, shared = rank, peer, crosses and link.sharing > 1
+        if shared:
+            each = placement.num_ranks // placement.pipelines
+            here, there = rank % each, peer % each
+        queues = {(here, ("uplinks" if shared else "uplink") if crosses else letter): occupied_s}
+        if crosses and transit_s > occupied_s:
+            queues[here, f"to {there}"] = transit_s
+        return self._occupy(rank, f"{letter}>{peer}", slot, posted_s, transit_s, link.latency_s, queues)
 
     def _relay(self, rank: int, slot: Slot, sent: Action) -> float:
         """When the transfer that this rank's uplink carries a part of arrives."""
@@ -154,17 +160,17 @@ class Run:
         slot: Slot,
         posted_s: float,
         seconds: float,
-        latency_s: float,
-        queue: tuple[int, str] | None = None,
+        latency_s: float = 0.0,
+        queues: Mapping[tuple[int, str], float] | None = None,
     ) -> float:
-        """Take a turn on a queue (the rank's lane, if not named); when the work is through."""
+        """Take a turn on queues (the rank's lane, if none), and hold each for so long; when the work is through."""
         if seconds == 0.0 and latency_s == 0.0:
             return posted_s
-        key = queue or (rank, lane)
         start_s = posted_s
         if seconds > 0.0:
-            start_s = max(posted_s, self._lane_free_s.get(key, 0.0))
-            self._lane_free_s[key] = start_s + seconds
+            queues = queues or {(rank, lane): seconds}
+            start_s = max(posted_s, *(self._lane_free_s.get(queue, 0.0) for queue in queues))
+            self._lane_free_s.update((queue, start_s + held_s) for queue, held_s in queues.items())
         end_s = start_s + seconds + latency_s
         self._rank_spans[rank].append(Span(rank, lane, slot, start_s, end_s))
         return end_s

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from weft.pipeline.action import Slot
+from weft.pipeline.costs import CostModel
+from weft.pipeline.generators.auto_bound import lower_bound_s
+from weft.pipeline.generators.auto_problem import Problem
+from weft.pipeline.memory import peak_bytes
 from weft.pipeline.order import time_slots
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import Timeline
@@ -52,6 +56,30 @@ def timeline_text(timeline: Timeline) -> str:
             f"{bytes_text(timeline.peak_bytes[rank]):>20}{timeline.live_microbatches[rank]:>13}"
         )
     return "\n".join(lines)
+
+
+def answer_text(schedule: Schedule, costs: CostModel, step_s: float, memory_cap_bytes: float | None) -> str:
+    """How far a step is from what no schedule can beat, and what it holds beside 1F1B and its cap.
+
+    Args:
+        schedule: compute-only, as it is run; of a cell, with the costs of the cell.
+        step_s: simulated.
+    """
+    placement = schedule.placement
+    problem = Problem(placement, schedule.num_microbatches, costs)
+    bound_s = lower_bound_s(problem)
+    above = f"{100 * (step_s / bound_s - 1):.1f} % above" if step_s > bound_s * (1 + 1e-9) else "which is"
+    peak = peak_bytes(schedule, costs)
+    usual = max(problem.microbatch_bytes()) * min(placement.single.num_ranks, schedule.num_microbatches)
+    times = f"{peak / usual:.2f} times" if usual else "beside"
+    cap = f"cap {bytes_text(memory_cap_bytes)}" if memory_cap_bytes else "no cap given"
+    if not memory_cap_bytes and schedule.name == "auto":
+        cap += ": auto takes up to 4 times as much as 1F1B where that saves time"
+    return (
+        f"step {step_s:.6g} s, {above} the lower bound of {bound_s:.6g} s for this placement in any memory\n"
+        f"activations at the fullest rank: {bytes_text(peak)}, {times} the {bytes_text(usual)} that 1F1B would hold "
+        f"({cap})"
+    )
 
 
 def bytes_text(num_bytes: float) -> str:

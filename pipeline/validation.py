@@ -112,12 +112,10 @@ def _check_whole(schedule: Schedule) -> None:
     """Check that nothing is missing, and that no backward is done both whole and split."""
     actions = {a: (rank, i) for rank, row in enumerate(schedule.rows) for i, slot in enumerate(row) for a in slot}
     ranks = schedule.placement.stage_ranks
-    for stage in range(schedule.placement.num_stages):
-        for microbatch in range(schedule.num_microbatches):
-            full = Action(Op.B, stage, microbatch)
-            for half in (Action(Op.I, stage, microbatch), Action(Op.W, stage, microbatch)):
-                if full in actions and half in actions:
-                    raise ScheduleError(f"{half} stands beside {full}, which includes it", schedule, *actions[half])
+    for half, place in actions.items():
+        full = half._replace(op=Op.B)
+        if half.op in (Op.I, Op.W) and full in actions:
+            raise ScheduleError(f"{half} stands beside {full}, which includes it", schedule, *place)
     for action in _expected(schedule):
         full = action._replace(op=Op.B)
         if action not in actions and not (action.op in BACKWARD and full in actions):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -11,24 +10,32 @@ from torch import Tensor
 from tqdm import tqdm
 
 from weft.conf.schema import WeftConfig
+from weft.engine.data import MicrobatchLoader
+from weft.engine.distributed import together
 from weft.engine.engine import WeftEngine
 from weft.engine.flops import model_flops_per_token, peak_flops
+from weft.recipes.logs import Log, open_logs
 
 
 class Progress:
     """Counts steps, and writes metrics where the configuration says."""
 
-    def __init__(self, config: WeftConfig, engine: WeftEngine, folder: Path, data: str, start: int) -> None:
-        """Open the bar and the logs; a collective call.
+    def __init__(
+        self, config: WeftConfig, engine: WeftEngine, folder: Path, loader: MicrobatchLoader, start: int
+    ) -> None:
+        """Open the logs; a collective call.
 
         Args:
             folder: the run's folder; rank 0 makes it.
-            data: what the loader says of its source, for the log's first line.
+            loader: of the training data.
             start: steps that a resumed run has behind it.
+
+        Raises:
+            ValueError: a log cannot be opened.
         """
         self._config = config
         self._engine = engine
-        self._data = data
+        self._loader = loader
         self._speaks = engine.global_rank == 0
         self._tokens = config.train.microbatch_size * config.data.sequence_length * config.pipeline.microbatches
         self._tokens *= engine.num_replicas
@@ -36,9 +43,8 @@ class Progress:
         self._peak = peak_flops(engine.device) * engine.world_size
         self._last = perf_counter()
         self._start = start
-        self._path = folder / "metrics.jsonl"
-        if self._speaks:
-            folder.mkdir(parents=True, exist_ok=True)
+        self._rate = engine.get_lr()[0]
+        self._logs: list[Log] = together(lambda: open_logs(config, folder, start) if self._speaks else [])
 
     def __enter__(self) -> Progress:
         """Start the bar."""
@@ -46,13 +52,15 @@ class Progress:
         self._bar = tqdm(
             total=self._config.train.steps, initial=self._start, disable=not shows, unit="step", dynamic_ncols=True
         )
-        self.note(f"{self._data}; {self._engine.describe()}")
+        self.note(f"{self._loader.description}; {self._engine.describe()}")
         self._last = perf_counter()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the bar; the logs are whole at every line."""
+        """Close the bar and the logs."""
         self._bar.close()
+        for log in self._logs:
+            log.close()
 
     def step(self, step: int, loss: Tensor) -> None:
         """Take note of a finished step; a collective call every ``logging.every`` steps."""
@@ -61,19 +69,23 @@ class Progress:
             if self._speaks:
                 self._show(metrics)
                 self._write("train", step, metrics)
+        self._rate = self._engine.get_lr()[0]
         self._bar.update(1)
 
     def _metrics(self, loss: Tensor) -> dict[str, float]:
         now = perf_counter()
         seconds, self._last = (now - self._last) / self._config.logging.every, now
+        scale = {"loss_scale": float(self._engine.optimizer.cur_scale)} if self._engine.fp16_enabled() else {}
         return {
             "loss": float(loss),
-            "lr": self._engine.get_lr()[0],
+            "epoch": self._loader.epoch,
+            "lr": self._rate,  # the engine's own is the next step's by now
             "grad_norm": self._engine.get_global_grad_norm() or 0.0,
             "step_seconds": seconds,
             "tokens_per_second": self._tokens / seconds,
             "mfu": self._flops / seconds / self._peak,
             "bubble_share": self._engine.bubble_share(),
+            **scale,
         }
 
     def _show(self, metrics: dict[str, float]) -> None:
@@ -95,8 +107,5 @@ class Progress:
             self._bar.write(text)
 
     def _write(self, kind: str, step: int, metrics: dict[str, float]) -> None:
-        if self._config.logging.jsonl:
-            with self._path.open("a") as file:
-                file.write(json.dumps({"step": step, "kind": kind, **metrics}) + "\n")
-        if self._engine.monitor.enabled:
-            self._engine.monitor.write_events([(f"{kind}/{name}", value, step) for name, value in metrics.items()])
+        for log in self._logs:
+            log.write(kind, step, metrics)

@@ -17,11 +17,12 @@ from pathlib import Path
 import weft
 from weft.conf import load
 from weft.conf.boards import boards_folder
-from weft.conf.hosts import is_loopback
+from weft.conf.private import private_folder
 from weft.conf.schema import WeftConfig
 from weft.conf.timer_slack import set_timer_slack
-from weft.inference.worker_command import Worker, command, environment, workers_of
-from weft.tools.preflight import num_gpus
+from weft.inference.worker_command import Worker, command, devices_of, environment, workers_of
+from weft.recipes.serving_checks import check_memory, check_ports, check_serving, least_gpu_bytes, warnings_of
+from weft.tools.preflight import visible_gpus
 
 POLL_S = 0.5
 STARTING_S = 600.0
@@ -36,6 +37,8 @@ GRACE_S = 10.0
 SLACK_S = 0.05
 """How late a worker's timed waits may end. A vLLM server on a CPU has a dozen gloo threads that look
 around every 10 ms, which is nearly all that it does while its gate is closed."""
+NICE = 5
+"""Steps by which a rank's threads come before those of a worker that does not only take what is left."""
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded before a fork: the child should call, and nothing more
 
@@ -56,6 +59,9 @@ def main(argv: Sequence[str]) -> int:
     known, overrides = parser.parse_known_args(argv)
     config = load(overrides)
     check_serving(config)
+    check_ports(config)
+    if devices := visible_gpus():
+        check_gpus(config, devices)
     runs = [_Run(config, worker, known.trace) for worker in workers_of(config)]
     stopped: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -74,22 +80,28 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def check_serving(config: WeftConfig) -> None:
-    """Refuse what no worker could be started with.
+def check_gpus(config: WeftConfig, devices: Sequence[str]) -> None:
+    """Print what worker and training take of each GPU, and what would cost training time.
 
     Raises:
-        ValueError: the field, its value and a remedy.
+        ValueError: both do not fit, or a rank has no GPU here.
     """
-    prefill = config.inference.prefill
-    if not prefill.model:
-        raise ValueError("inference.prefill.model='': nothing says what to serve; set a model's folder or hub name")
-    if not is_loopback(prefill.host) and not os.environ.get(config.inference.controller.api_key_env):
-        raise ValueError(
-            f"inference.prefill.host={prefill.host}: others can reach it, and there is no API key; set the environment "
-            f"variable {config.inference.controller.api_key_env}, or inference.prefill.host=127.0.0.1"
-        )
-    if prefill.python and not os.access(Path(prefill.python).expanduser(), os.X_OK):
-        raise ValueError(f"inference.prefill.python={prefill.python}: cannot be run; give the path of a Python")
+    for worker in workers_of(config):
+        devices_of(config, worker, devices)
+    if total := least_gpu_bytes(devices):
+        print(check_memory(config, total, _training_bytes(config)), flush=True)
+    for warning in warnings_of(os.environ):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+
+
+def _training_bytes(config: WeftConfig) -> float:
+    from weft.tools.dry_run import most_bytes  # loads torch, which serving on CPUs does without
+
+    try:
+        return most_bytes(config)
+    except ValueError as error:
+        print(f"warning: what training takes cannot be predicted: {error}", file=sys.stderr, flush=True)
+        return 0.0
 
 
 class _Run:
@@ -135,25 +147,26 @@ class _Run:
 
     def _start(self, now_s: float) -> None:
         config, worker = self._config, self._worker
-        folder = boards_folder(config, os.getuid())
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = private_folder(boards_folder(config, os.getuid()))
         python = (
             str(Path(config.inference.prefill.python).expanduser())
             if config.inference.prefill.python
             else sys.executable
         )
-        gpus = num_gpus()
+        devices = visible_gpus()
         trace = str(Path(self._trace, f"worker{worker.index}.jsonl").absolute()) if self._trace else ""
-        env = environment(config, worker, os.environ, package=_package(folder), num_gpus=gpus)
+        env = environment(config, worker, os.environ, package=_package(folder), devices=devices)
         with open(folder / f"worker{worker.index}.log", "ab") as log:
             self._process = subprocess.Popen(
-                command(config, worker, python=python, num_gpus=gpus, trace_file=trace),
+                command(config, worker, python=python, num_gpus=len(devices), trace_file=trace),
                 env=env,
                 stdout=log,
                 stderr=log,
                 cwd=folder,
                 start_new_session=True,
-                preexec_fn=_become_worker,
+                preexec_fn=_become_willing_worker
+                if devices or not config.inference.prefill.yield_cores
+                else _become_idle_worker,
             )
         self._begun_s = self._probed_s = now_s
         self._answered, self._missed = False, 0
@@ -185,7 +198,7 @@ class _Run:
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
 
-def _become_worker() -> None:
+def _become_idle_worker() -> None:
     """Run on cores that nobody else wants (a rank that wakes takes its core back at once), wake up
     rarely, and end with this process, however it ends."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -193,10 +206,15 @@ def _become_worker() -> None:
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def _become_willing_worker() -> None:
+    """Run as soon as a bubble opens, but after a rank that has something to run or to launch."""
+    os.nice(NICE)
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def _package(folder: Path) -> Path:
-    """A folder in which the package `weft` lies by its name, and nothing else."""
-    link = folder / "package" / "weft"
-    link.parent.mkdir(mode=0o700, exist_ok=True)
+    """A folder in which the package `weft` lies by its name, and nothing else; workers import from it."""
+    link = private_folder(folder / "package") / "weft"
     draft = link.with_name(f".weft.{os.getpid()}")
     draft.unlink(missing_ok=True)
     draft.symlink_to(Path(weft.__file__).parent.absolute(), target_is_directory=True)

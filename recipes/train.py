@@ -3,31 +3,51 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
+from math import ceil
 from pathlib import Path
-from time import perf_counter
+from time import sleep
 
 import torch
 import torch.distributed as dist
 
 from weft.conf import load
-from weft.conf.checks import virtual_stages
+from weft.conf.batch import fit_batch
+from weft.conf.checks import num_replicas, virtual_stages
+from weft.conf.private import take_secrets, write_private
+from weft.conf.run_lock import RunLock
 from weft.conf.schema import WeftConfig
+from weft.conf.trees import to_yaml
 from weft.engine.checkpoint import check_folder
 from weft.engine.data import MicrobatchLoader, build_loader, check_source, load_tokenizer
-from weft.engine.distributed import SharedError, first_to_fail, init_distributed, lost_peer, rank_zero_first, together
+from weft.engine.distributed import (
+    SharedError,
+    first_to_fail,
+    init_distributed,
+    lost_peer,
+    rank_zero_first,
+    together,
+)
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import initialize
 from weft.engine.stages import load_hf_config, refuse_packing, self_check
+from weft.engine.zero import NonFiniteError
+from weft.recipes.evaluations import Evaluations
 from weft.recipes.finish import finish, say
+from weft.recipes.hub import push
 from weft.recipes.progress import Progress
+from weft.recipes.run import Run
+
+PATIENCE_S = 5.0
+"""How long a rank waits for its host's first one to say what both found."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``[--config-file FILE] [recipe=NAME] [key=value ...]`` on this rank; returns the exit code."""
+    take_secrets(os.environ)
     parser = argparse.ArgumentParser(prog="weft train", add_help=False)
     parser.add_argument("--config-file")
     parser.add_argument(
@@ -51,7 +71,9 @@ def train(config: WeftConfig) -> WeftEngine:
         ValueError: bad input, with the same message on every rank.
     """
     init_distributed(config.comm.timeout_s)
+    config = fit_batch(config, dist.get_world_size())
     folder = Path(config.train.output_dir).expanduser() / config.train.name
+    lock = together(lambda: _take(config, folder) if dist.get_rank() == 0 else None)
     together(lambda: check_source(config.data) if dist.get_rank() == 0 else None)
     tokenizer = rank_zero_first(lambda: load_tokenizer(config.model, config.data))
     _fit_vocabulary(config, len(tokenizer))
@@ -59,19 +81,36 @@ def train(config: WeftConfig) -> WeftEngine:
         config.model.self_check and virtual_stages(config) > 1
     ):  # with what only a recipe knows: whether sequences are packed
         together(lambda: _check_model(config) if dist.get_rank() == 0 else None)
+    loader, evaluation = _loaders(config, tokenizer)
+    config = _counted(config, loader)
     torch.manual_seed(config.train.seed)
     engine, *_ = initialize(config=replace(config, model=replace(config.model, self_check=False)))
-    check_folder(engine, folder / "checkpoints", keep=config.checkpoint.keep)
-    loader, evaluation = _loaders(config, tokenizer, engine)
+    check_folder(engine, folder / "checkpoints", keep=config.checkpoint.keep + config.checkpoint.load_best_model_at_end)
     engine.set_dataloader(loader)
-    start = _resume(config, engine, loader, folder)
-    with Progress(config, engine, folder, loader.description, start) as progress:
-        _loop(config, engine, loader, evaluation, folder, start, progress)
+    run = Run(config, engine, loader, evaluation, folder, Evaluations())
+    start = run.resume()
+    with Progress(config, engine, folder, loader, start) as progress:
+        run.train(start, progress)
+    engine.check_finite()
     if config.checkpoint.final:
-        save(engine, loader, folder)
+        run.save()
     engine.finish_checkpoints()
+    if config.checkpoint.load_best_model_at_end:
+        run.load_best()
     finish(config, engine, tokenizer, folder)
+    if config.train.hub_model_id and engine.global_rank == 0:  # the others need not wait for it
+        address = push(folder / "export", config.train.hub_model_id, private=config.train.hub_private_repo)
+        say(f"pushed: {address}")
+    if lock is not None:
+        lock.release()
     return engine
+
+
+def _take(config: WeftConfig, folder: Path) -> RunLock:
+    """The run's folder, for this run alone, with the configuration that the run goes by."""
+    lock = RunLock(folder)
+    write_private(folder / "config.yaml", to_yaml(config))
+    return lock
 
 
 def _check_model(config: WeftConfig) -> None:
@@ -95,16 +134,16 @@ def _fit_vocabulary(config: WeftConfig, words: int) -> None:
         )
 
 
-def _loaders(
-    config: WeftConfig, tokenizer: object, engine: WeftEngine
-) -> tuple[MicrobatchLoader, MicrobatchLoader | None]:
+def _loaders(config: WeftConfig, tokenizer: object) -> tuple[MicrobatchLoader, MicrobatchLoader | None]:
+    replicas = num_replicas(config, dist.get_world_size())
+
     def build(evaluation: bool) -> MicrobatchLoader:
         return build_loader(
             config.data,
             tokenizer,
             microbatch_size=config.train.microbatch_size,
-            replica=engine.replica,
-            num_replicas=engine.num_replicas,
+            replica=dist.get_rank() % replicas,
+            num_replicas=replicas,
             seed=config.train.seed,
             evaluation=evaluation,
         )
@@ -113,72 +152,43 @@ def _loaders(
     return training, rank_zero_first(lambda: build(True)) if config.train.eval_every else None
 
 
-def _loop(
-    config: WeftConfig,
-    engine: WeftEngine,
-    loader: MicrobatchLoader,
-    evaluation: MicrobatchLoader | None,
-    folder: Path,
-    start: int,
-    progress: Progress,
-) -> None:
-    began = perf_counter()
-    for step in range(start, config.train.steps):
-        loss = engine.train_batch()
-        progress.step(step + 1, loss)
-        if evaluation is not None and (step + 1) % config.train.eval_every == 0:
-            progress.evaluation(step + 1, evaluate(engine, evaluation, config.train.eval_batches))
-        if config.checkpoint.every and (step + 1) % config.checkpoint.every == 0 and step + 1 < config.train.steps:
-            save(engine, loader, folder)
-        if config.train.max_seconds and _agreed(perf_counter() - began > config.train.max_seconds):
-            progress.note(f"train.max_seconds={config.train.max_seconds:g} reached after step {step + 1}")
-            return
+def _counted(config: WeftConfig, loader: MicrobatchLoader) -> WeftConfig:
+    """The configuration with the steps that its epochs are."""
+    if not config.train.epochs:
+        return config
+    sequences = together(lambda: loader.sequences(config.train.epochs))
+    replicas = num_replicas(config, dist.get_world_size())
+    steps = ceil(sequences / (config.train.microbatch_size * config.pipeline.microbatches * replicas))
+    say(f"{config.train.epochs:g} epochs of {loader.description}: {sequences} sequences, {steps} steps")
+    return replace(config, train=replace(config.train, steps=steps))
 
 
-def _agreed(stop: bool) -> bool:
-    """Rank 0's word for all: clocks differ, and all ranks have to stop at the same step."""
-    word = torch.tensor(int(stop))
-    dist.broadcast(word, src=0)
-    return bool(word)
+def speaks(error: ValueError) -> bool:
+    """Whether this rank is the one that says what is wrong with the input.
 
-
-def evaluate(engine: WeftEngine, loader: MicrobatchLoader, batches: int) -> float:
-    """Mean loss per token over held-back data: the first ``batches`` steps' worth, or all if there is less."""
-    microbatches = list(islice(iter(loader), batches * engine.micro_batches))
-    loss = engine.eval_batch(iter(microbatches), num_micro_batches=len(microbatches))
-    assert isinstance(loss, torch.Tensor)
-    return float(loss)
-
-
-def save(engine: WeftEngine, loader: MicrobatchLoader, folder: Path) -> None:
-    """Write a checkpoint that holds the loader's position too."""
-    engine.save_checkpoint(str(folder / "checkpoints"), client_state={"loader": loader.state_dict()})
-
-
-def _resume(config: WeftConfig, engine: WeftEngine, loader: MicrobatchLoader, folder: Path) -> int:
-    """Go on from a checkpoint where there is one; returns the steps that are done."""
-    if config.checkpoint.resume == "never":
-        return 0
-    where = folder / "checkpoints" if config.checkpoint.resume == "auto" else Path(config.checkpoint.resume)
-    path, state = together(lambda: engine.load_checkpoint(str(where)))
-    if path is None:
-        if config.checkpoint.resume != "auto":
-            raise ValueError(f"checkpoint.resume={where}: no whole checkpoint there; give its folder, or auto")
-        return 0
-    loader.load_state_dict(state["loader"])
-    done = f"resumed after step {engine.global_steps} from {path}"
-    say(f"{done}; train.steps={config.train.steps} are done" if engine.global_steps >= config.train.steps else done)
-    return engine.global_steps
+    What all ranks were told, rank 0 says. What each finds by itself before they meet, all find, and the
+    first of each host says; the others give it time, for a launcher ends them all once one has ended. What a
+    rank alone finds later, it says itself.
+    """
+    if isinstance(error, SharedError):
+        return dist.get_rank() == 0
+    if dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0":
+        return True
+    sleep(PATIENCE_S)
+    return False
 
 
 if __name__ == "__main__":
     try:
         code = main(sys.argv[1:])
     except ValueError as error:
-        # What all ranks were told is said once.
-        if not isinstance(error, SharedError) or dist.get_rank() == 0:
+        if speaks(error):
             print(f"weft train: {error}", file=sys.stderr)
         code = 2
+    except NonFiniteError as error:
+        if dist.get_rank() == 0:
+            print(f"\nweft train: {error}", file=sys.stderr)
+        code = 1
     except RuntimeError as error:
         # A rank or link that fails ends every rank; the first to notice speaks for all.
         first, lost = first_to_fail(), lost_peer(error)

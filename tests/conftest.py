@@ -10,22 +10,40 @@ from pathlib import Path
 import psutil
 import pytest
 
-HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
+NUM_GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WEFT_KEY", "a key for tests, long enough")
-if not HAS_GPU:
+if not NUM_GPUS:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is no GPU, with a reason that the summary shows."""
-    if not HAS_GPU:
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    """Skip tests that need more GPUs than there are, with a reason that the summary shows."""
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        needed = marker.kwargs.get("count", 1) if marker else 0
+        if needed > NUM_GPUS:
+            item.add_marker(pytest.mark.skip(reason=f"needs {_gpus(needed)}; this machine has {NUM_GPUS or 'none'}"))
+
+
+def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
+    """Before GPU tests: what each would show, and what it needs."""
+    if "gpu" not in config.option.markexpr or "not gpu" in config.option.markexpr:
+        return []
+    shown = {
+        (marker.kwargs.get("count", 1), item.location[0], marker.kwargs["shows"]): None
+        for item in items
+        if (marker := item.get_closest_marker("gpu"))
+    }
+    lines = [f"{_gpus(needed):7s} {path}: {shows}" for needed, path, shows in sorted(shown)]
+    return [f"what GPU tests show; this machine has {_gpus(NUM_GPUS) if NUM_GPUS else 'no GPU'}:", *lines]
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' if count > 1 else ''}"
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,6 +9,7 @@ from importlib import import_module
 BENCHES = {
     "auto": "the auto schedule beside the fixed ones in the same memory, at every size",
     "bubbles": "training and vLLM prefill workers side by side: what prefill gains, and what it costs",
+    "clusters": "the auto schedule beside every fixed one on any placement, on random clusters",
     "collectives": "what collectives cost on a topology, and what partitioning them gains",
     "cell": "the WAN uplinks of a DP-cell, shared in time and not",
     "engine": "a step of Weft's engine over its ideal, beside DeepSpeed's and torch's 1F1B",

@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from time import monotonic, sleep
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -108,9 +109,13 @@ def _rank(
     connections: int,
     chunk_bytes: int,
 ) -> None:
-    with WanEndpoint(
-        rank=rank, bind=bind, key=_KEY, congestion="cubic", connections=connections, chunk_bytes=chunk_bytes
-    ) as endpoint:
+    settings: dict[str, Any] = {
+        "congestion": "cubic",
+        "connections": connections,
+        "chunk_bytes": chunk_bytes,
+        "tls": False,
+    }
+    with WanEndpoint(rank=rank, bind=bind, key=_KEY, **settings) as endpoint:
         say(endpoint.address)
         addresses = hear()
         for peer in cell.links(rank):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -12,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from weft.conf.checks import check
+from weft.conf.checks import check, missing
 from weft.conf.compose import compose
 from weft.conf.deepspeed import deepspeed_config
 from weft.conf.fields import docstrings
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     known, overrides = parser.parse_known_args(argv)
     config = compose(overrides)
     if known.deepspeed:
-        check(config)
+        check(config, complete=False)
         print(json.dumps(deepspeed_config(config, world_size(config.cluster)), indent=2))
     elif known.json:
         print(json.dumps(to_tree(config), indent=2))
@@ -49,7 +50,9 @@ def main(argv: Sequence[str]) -> int:
         print(yaml.safe_dump(to_tree(config), sort_keys=False), end="")
     else:
         print("\n".join(commented(config)))
-    check(config)  # last, so that an unfinished configuration can be read
+    check(config, complete=False)  # last, so that a wrong configuration can be read
+    for line in missing(config):  # a recipe alone is for reading, too
+        print(f"weft config: before a run: {line}", file=sys.stderr)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,17 +10,17 @@ from transformers import PreTrainedConfig
 
 from weft.comm.collectives import CollectiveCosts, Group
 from weft.comm.collectives.cache import CostCache, topology_key
+from weft.conf.batch import fit_batch
 from weft.conf.hosts import most_ranks_of_a_host, read_hostfile, world_size
 from weft.conf.schema import WeftConfig
-from weft.conf.sites import ranks_per_site
 from weft.engine.crossings import Seat
 from weft.engine.data import load_tokenizer
 from weft.engine.distributed import device_bytes
-from weft.engine.estimates import largest_block, planning_costs, stage_sizes
+from weft.engine.estimates import largest_block, planning_costs, settle_placement, stage_sizes
 from weft.engine.flops import EFFICIENCY, peak_flops
 from weft.engine.memory import zero_memory
 from weft.engine.overlap import OverlapPlan, ZeroWork, plan_overlap, with_collectives
-from weft.engine.plan import plan_placement, plan_schedule
+from weft.engine.plan import plan_schedule
 from weft.engine.stages import StageSplit, load_hf_config, split_layers
 from weft.engine.stages.sizes import PartSize
 from weft.pipeline.cell import predict
@@ -51,12 +52,12 @@ def outlook(config: WeftConfig) -> Outlook:
     if not config.model.path:
         config.model.overrides.setdefault("vocab_size", len(load_tokenizer(config.model, config.data)))
     hf_config = load_hf_config(config.model)
-    placement = plan_placement(config.pipeline, ranks_per_site(config))
-    split = split_layers(hf_config, placement.num_stages, config.pipeline.split, config.pipeline.layers)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     flops = peak_flops(device) * EFFICIENCY
-    costs = planning_costs(config, hf_config, split, flops_per_s=flops)
     replicas = world_size(config.cluster) // config.pipeline.stages
+    placement = settle_placement(config, hf_config, replicas=replicas, flops_per_s=flops)
+    split = split_layers(hf_config, placement.num_stages, config.pipeline.split, config.pipeline.layers)
+    costs = planning_costs(config, hf_config, split, flops_per_s=flops)
     return Outlook(hf_config, placement, split, costs, stage_sizes(hf_config, split), replicas, device.type, flops)
 
 
@@ -66,6 +67,7 @@ def report(config: WeftConfig) -> str:
     Raises:
         ValueError: the model or the data cannot be read, or no schedule can be had.
     """
+    config = fit_batch(config, world_size(config.cluster))
     seen = outlook(config)
     plan, overlap = overlap_lines(config, seen)
     costs = with_collectives(seen.costs, plan) if plan else seen.costs
@@ -87,6 +89,17 @@ def report(config: WeftConfig) -> str:
         + (f"by {config.pipeline.costs_file}" if config.pipeline.costs_file else _speed(seen)),
     ]
     return "\n".join(lines)
+
+
+def most_bytes(config: WeftConfig) -> float:
+    """Memory of the fullest rank, in bytes.
+
+    Raises:
+        ValueError: as `report`.
+    """
+    seen = outlook(config)
+    schedule = plan_schedule(config.pipeline, seen.placement, costs=seen.costs, zero_stage=config.zero.stage)
+    return max(sum(parts) for parts in _rank_bytes(config, seen, predict(schedule, seen.costs, 0).peak_bytes))
 
 
 def _speed(seen: Outlook) -> str:
@@ -135,21 +148,27 @@ def _replicas(config: WeftConfig, count: int, num_nodes: int) -> Group:
     return Group.regular(num_nodes, count // num_nodes)
 
 
-def _rank_table(config: WeftConfig, seen: Outlook, activations: tuple[float, ...]) -> list[str]:
+def _rank_bytes(config: WeftConfig, seen: Outlook, activations: tuple[float, ...]) -> Iterator[tuple[float, ...]]:
+    """Of each rank: weights, gradients, optimiser, buffers, activations."""
     largest = largest_block(seen.hf_config)
-    heads = "rank stages layers parameters weights gradients optimiser buffers activations total"
-    rows: list[tuple[str, ...]] = [tuple(heads.split())]
     for rank, held in enumerate(seen.placement.rank_stages):
-        count = sum(seen.sizes[stage].parameters for stage in held)
         zero = zero_memory(
-            count,
+            sum(seen.sizes[stage].parameters for stage in held),
             config.zero,
             config.train.precision,
             seen.replicas,
             largest_block=largest,
             microbatches=config.pipeline.microbatches,
         )
-        parts = [zero.weights, zero.gradients, zero.optimizer, zero.buffers, activations[rank]]
+        yield zero.weights, zero.gradients, zero.optimizer, zero.buffers, activations[rank]
+
+
+def _rank_table(config: WeftConfig, seen: Outlook, activations: tuple[float, ...]) -> list[str]:
+    heads = "rank stages layers parameters weights gradients optimiser buffers activations total"
+    rows: list[tuple[str, ...]] = [tuple(heads.split())]
+    every = _rank_bytes(config, seen, activations)
+    for rank, (held, parts) in enumerate(zip(seen.placement.rank_stages, every, strict=True)):
+        count = sum(seen.sizes[stage].parameters for stage in held)
         layers = "+".join(f"{seen.split.layers[s].start}-{seen.split.layers[s].stop - 1}" for s in held)
         stages = "+".join(map(str, held))
         memory = [bytes_text(part) for part in (*parts, sum(parts))]

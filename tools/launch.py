@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
-
 from weft.conf import load
+from weft.conf.batch import fit_batch
+from weft.conf.hosts import is_loopback, world_size
+from weft.conf.private import SECRETS, split_secrets, write_private
+from weft.conf.run_lock import RunLock
 from weft.conf.schema import WeftConfig
-from weft.conf.trees import to_tree
+from weft.conf.trees import to_yaml
 from weft.tools.preflight import num_gpus, preflight
 from weft.tools.processes import run_group
 
@@ -45,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
     """
     options, overrides, recipe_file = _arguments(argv)
     config = load(overrides, recipe_file=recipe_file)
+    config = fit_batch(config, world_size(config.cluster))
     if config.dry_run:
         from weft.tools.dry_run import report
 
@@ -54,11 +57,15 @@ def main(argv: Sequence[str]) -> int:
     later = any(option.startswith("--node_rank=") and option != "--node_rank=0" for option in options)
     preflight(config, leave_out={"port"} if later else ())  # the first machine opens the port
     folder = (Path(config.train.output_dir).expanduser() / config.train.name).absolute()
+    RunLock.check(folder)
     file = write_config(config, folder / "config.yaml")
     env = environment(os.environ) | job_key(config, os.environ, options)
-    if config.cluster.hostfile and "--no_ssh" not in options:
-        env["DS_ENV_FILE"] = str(write_environment(env, folder / "deepspeed_env"))
-    return run_group(command(config, file, options), env=env, grace_s=GRACE_S)
+    try:
+        if config.cluster.hostfile and "--no_ssh" not in options:
+            env["DS_ENV_FILE"] = str(write_environment(env, folder / "deepspeed_env"))
+        return run_group(command(config, file, options), env=env, grace_s=GRACE_S)
+    finally:
+        secrets_file(folder / "deepspeed_env").unlink(missing_ok=True)
 
 
 def command(config: WeftConfig, config_file: Path, options: Sequence[str] = ()) -> list[str]:
@@ -82,12 +89,12 @@ def environment(outer: Mapping[str, str]) -> dict[str, str]:
 
 
 def job_key(config: WeftConfig, outer: Mapping[str, str], options: Sequence[str] = ()) -> dict[str, str]:
-    """The key by which ranks of different sites know each other: the one in WEFT_KEY, or a new one.
+    """The key by which ranks of different hosts and sites know each other: the one in WEFT_KEY, or a new one.
 
     Raises:
         ValueError: WEFT_KEY is too short, or every machine's launcher needs the same and it is not set.
     """
-    if len(config.cluster.sites) < 2:
+    if len(config.cluster.sites) < 2 and is_loopback(config.cluster.master_addr):
         return {}
     from weft.comm.wan.key import VARIABLE, WanKey
 
@@ -99,26 +106,36 @@ def job_key(config: WeftConfig, outer: Mapping[str, str], options: Sequence[str]
 
 def write_config(config: WeftConfig, path: Path) -> Path:
     """The resolved configuration as a YAML file, whole or absent; `weft launch recipe=FILE` repeats the run."""
-    _write(path, yaml.safe_dump(to_tree(config), sort_keys=False), mode=0o644)
+    write_private(path, to_yaml(config))  # it may hold tokens and paths
     return path
 
 
 def write_environment(env: Mapping[str, str], path: Path) -> Path:
-    """The variables that ssh does not carry, after those of the user's own `.deepspeed_env`."""
-    lines = []
+    """The variables that ssh does not carry, after those of the user's own `.deepspeed_env`.
+
+    DeepSpeed's launchers write them into command lines, where every user of every host reads them. So
+    what is secret goes by a file of its own, whose name alone is in there.
+    """
+    variables: dict[str, str] = {}
     for own in (Path("~/.deepspeed_env").expanduser(), Path(".deepspeed_env")):
-        lines += own.read_text().splitlines() if own.is_file() else []
-    lines += [f"{name}={value}" for name, value in env.items() if name.startswith(FORWARDED) and "\n" not in value]
-    _write(path, "".join(f"{line}\n" for line in lines), mode=0o600)  # it may hold keys
+        lines = own.read_text().splitlines() if own.is_file() else []
+        variables |= {name.strip(): value for name, sign, value in (line.partition("=") for line in lines) if sign}
+    variables |= {name: value for name, value in env.items() if name.startswith(FORWARDED) and "\n" not in value}
+    plain, secret = split_secrets(variables)
+    if secret:
+        plain[SECRETS] = str(secrets_file(path))
+        write_private(secrets_file(path), _lines(secret))
+    write_private(path, _lines(plain))
     return path
 
 
-def _write(path: Path, text: str, *, mode: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as out:
-        out.write(text)
-    draft.replace(path)
+def secrets_file(path: Path) -> Path:
+    """Where the secret ones lie that `write_environment` left out of ``path``."""
+    return path.with_name(f"{path.name}.secrets")
+
+
+def _lines(variables: Mapping[str, str]) -> str:
+    return "".join(f"{name}={value}\n" for name, value in variables.items())
 
 
 def _arguments(argv: Sequence[str]) -> tuple[list[str], list[str], str | None]:

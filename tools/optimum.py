@@ -68,6 +68,8 @@ def solve(
     """
     if costs.pair_scale < 1:
         raise ValueError(f"costs.pair_scale={costs.pair_scale}: the optimum is modelled without pairs; set it to 1")
+    if any(link.pair_bps < link.bandwidth_bps for link in (costs.wan, *(link for _, link in costs.wan_links))):
+        raise ValueError("costs.links.pair_mbps: the optimum is modelled with uplinks alone; leave it out")
     from ortools.sat.python import cp_model  # a tool's dependency, not Weft's
 
     step = _Step(placement, num_microbatches, costs, memory_cap_bytes, quantum_s)

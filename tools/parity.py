@@ -7,13 +7,14 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from weft.conf.schema import ModelConfig, SplitKind
 from weft.engine.stages import Batch, build_model, load_hf_config, load_stages, split_layers
-from weft.engine.stages.checking import gradients, run_stages
+from weft.engine.stages.comparison import Difference, Outcome, difference, staged_outcome, whole_outcome
 from weft.tools.tiny_models import TINY, VOCABULARY, tiny_model
 
 
@@ -38,18 +39,8 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What the micro-batches led to: logits [B, S, V], sum of the losses, sums of the gradients."""
-
-    logits: Tensor
-    loss: Tensor
-    gradients: dict[str, Tensor]
-    """By the parameters' names in the whole model."""
-
-
-@dataclass(frozen=True)
 class Row:
-    """Largest differences between a backend and Hugging Face's own run."""
+    """Differences between a backend and Hugging Face's own run; see `Difference`."""
 
     arch: str
     variant: str
@@ -61,8 +52,8 @@ class Row:
 
     @property
     def worst(self) -> float:
-        """The largest of the differences; not a number is infinitely far off."""
-        return max(d if d == d else float("inf") for d in (self.logits, self.loss, self.gradients))
+        """As `Difference.worst`."""
+        return Difference(self.logits, self.loss, self.gradients, "").worst
 
 
 Backend = Callable[[Sequence[Case]], Iterator[Outcome]]
@@ -74,14 +65,7 @@ def hugging_face(case: Case) -> Outcome:
     """The whole model, run by transformers (and peft)."""
     model = build_model(case.model, dtype=case.dtype, seed=SEED)
     _wake_adapters(model)
-    logits, losses = [], []
-    for batch in case.microbatches:
-        output = model(**batch, num_items_in_batch=case.num_items, use_cache=False)
-        output.loss.backward()
-        logits.append(output.logits.detach())
-        losses.append(output.loss.item())
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Outcome(torch.cat(logits), torch.tensor(sum(losses)), gradients)
+    return whole_outcome(model, case.microbatches, case.num_items)
 
 
 def in_process(cases: Sequence[Case]) -> Iterator[Outcome]:
@@ -94,16 +78,7 @@ def _in_process(case: Case) -> Outcome:
     stages = load_stages(case.model, split, range(case.num_stages), dtype=case.dtype, seed=SEED)
     for stage in stages:
         _wake_adapters(stage)
-    logits, losses = [], []
-    for batch in case.microbatches:
-        loss = run_stages(stages, batch, case.num_items)
-        assert loss is not None
-        loss.backward()
-        losses.append(loss.item())
-        with torch.no_grad():
-            logits.append(stages[-1].logits(run_stages(stages[:-1], batch), batch))
-    found = {name: gradient for name, gradient in gradients(stages).items() if gradient is not None}
-    return Outcome(torch.cat(logits), torch.tensor(sum(losses)), found)
+    return staged_outcome(stages, case.microbatches, case.num_items)
 
 
 def engine(kind: str, cases: Sequence[Case]) -> Iterator[Outcome]:
@@ -176,28 +151,19 @@ def compare(case: Case, backend: str, got: Outcome) -> Row:
     """Hold what a backend made of a case against Hugging Face's own run."""
     want = hugging_face(case)
     assert got.gradients.keys() == want.gradients.keys(), got.gradients.keys() ^ want.gradients.keys()
-    return Row(
-        arch=case.arch,
-        variant=case.variant,
-        stages=case.num_stages,
-        backend=backend,
-        logits=_difference(got.logits, want.logits),
-        loss=_difference(got.loss, want.loss),
-        gradients=max(_difference(got.gradients[name], want.gradients[name]) for name in want.gradients),
-    )
-
-
-def _difference(a: Tensor, b: Tensor) -> float:
-    return float((a.float() - b.float()).abs().max())
+    off = difference(got, want)
+    return Row(case.arch, case.variant, case.num_stages, backend, off.logits, off.loss, off.gradients)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``[ARCH ...] [--variants ...] [--stages ...]``; 1 if a difference is above the tolerance.
+    """Run ``[ARCH ...] [--variants ...] [--stages ...]``, or ``--all``; 1 if a difference is above the tolerance.
 
     Raises:
         ValueError: an unknown architecture or variant.
     """
     args = _parser().parse_args(argv)
+    if args.all:
+        return _all(args)
     _require_known("variant", args.variants, VARIANTS)
     _require_known("architecture", args.archs, TINY)
     rows = []
@@ -217,6 +183,31 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(f"{len(rows)} cases, largest difference {worst:.2g}, tolerance {args.tolerance:.2g}")
     return int(worst > args.tolerance)
+
+
+def _all(args: argparse.Namespace) -> int:
+    """Try every causal architecture, going on where an earlier call has stopped; 1 if one is silently wrong."""
+    from weft.tools import architectures
+
+    types = architectures.causal_types()
+    _require_known("causal architecture", args.archs, types)
+    file = Path(args.findings).expanduser()
+    found = architectures.read_findings(file)
+
+    def note(finding: architectures.Finding) -> None:
+        found[finding.model_type] = finding
+        architectures.write_finding(finding, file)
+        print(f"{finding.model_type:<26}{finding.verdict.value:<9}{finding.reason}", flush=True)
+
+    todo = args.archs or [name for name in types if name not in found]
+    architectures.survey(todo, jobs=args.jobs, stop_after_s=args.seconds, note=note)
+    findings = [found[name] for name in types if name in found]
+    print(architectures.summary(findings))
+    if args.table:
+        if missing := [name for name in types if name not in found]:
+            raise ValueError(f"--table: {len(missing)} architectures are still to be tried; call again without --table")
+        Path(args.table).expanduser().write_text(architectures.table(findings))
+    return int(any(finding.verdict is architectures.Verdict.wrong for finding in findings))
 
 
 def _require_known(kind: str, given: Sequence[str], known: Iterable[str]) -> None:
@@ -242,5 +233,12 @@ def _parser() -> argparse.ArgumentParser:
         "--backends", nargs="+", choices=list(BACKENDS), default=list(BACKENDS), help="what runs the stages; all"
     )
     parser.add_argument("--tolerance", type=float, default=1e-4, help="difference that is still accepted")
+    parser.add_argument(
+        "--all", action="store_true", help="try ARCH of transformers' causal types; those left, if none"
+    )
+    parser.add_argument("--findings", default="architectures.jsonl", metavar="FILE", help="of --all: read and added to")
+    parser.add_argument("--table", default="", metavar="FILE", help="of --all: a page to write, once all are tried")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="of --all: processes at a time")
+    parser.add_argument("--seconds", type=float, default=0.0, metavar="S", help="of --all: start none after these")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     return parser

@@ -17,6 +17,7 @@ from weft.engine.distributed import init_distributed
 from weft.engine.executor import Executor
 from weft.engine.plan import plan_evaluation
 from weft.engine.stages import Stage, load_hf_config, load_stages, split_layers
+from weft.engine.stages.comparison import Outcome
 from weft.engine.step_state import StepState
 from weft.engine.sums import LabelCount
 from weft.pipeline.generators import generate
@@ -25,7 +26,7 @@ from weft.pipeline.placement import Placement
 from weft.tools.ranks import run_ranks
 
 if TYPE_CHECKING:
-    from weft.tools.parity import Case, Outcome
+    from weft.tools.parity import Case
 
 TIMEOUT_S = 1800.0
 
@@ -38,8 +39,6 @@ def through_engine(cases: Sequence[Case], kind: str, prepare: Callable[[Stage], 
         prepare: called on every new stage; importable.
         seed: of new weights.
     """
-    from weft.tools.parity import Outcome
-
     num_ranks = max(case.num_stages for case in cases)
     names = [(case.arch, case.variant, case.num_stages) for case in cases]  # tensors would need a file each
     by_rank = run_ranks(num_ranks, _run_cases, names, kind, prepare, seed, timeout_s=TIMEOUT_S)
@@ -91,7 +90,7 @@ def _run_case(
         stage_wide={},
         debug=True,
     )
-    state = StepState(batches=rows, num_items=LabelCount(int(case.num_items), torch.device("cpu"), None), training=True)
+    state = StepState(batches=rows, num_items=LabelCount(torch.as_tensor(case.num_items), None), training=True)
     executor.run(add_transfers(generate(kind, placement, len(rows))), state)
     # As arrays: a tensor sent to another process must outlive its sender.
     gradients = {name: p.grad.float().numpy() for name, p in stage.named_global_parameters() if p.grad is not None}

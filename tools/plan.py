@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, LinkClass
+from weft.conf.batch import fit_batch
 from weft.conf.checks import check, check_world
 from weft.conf.compose import compose
 from weft.conf.hosts import world_size
@@ -22,6 +23,7 @@ def main(argv: Sequence[str]) -> int:
     config = compose(overrides)
     check(config)
     check_world(config, world_size(config.cluster))
+    config = fit_batch(config, world_size(config.cluster))
     seen = outlook(config)
     if seen.replicas < 2:
         raise ValueError(

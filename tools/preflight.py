@@ -8,13 +8,14 @@ import shutil
 import socket
 from collections.abc import Callable, Collection
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 
 from weft.conf.checks import check_world
 from weft.conf.hosts import is_loopback, read_hostfile, world_size
 from weft.conf.schema import Attention, Precision, WeftConfig
 from weft.conf.sites import ranks_per_site
-from weft.engine.plan import plan_placement, read_costs
+from weft.engine.plan import open_placements, read_costs
 
 MIN_FREE_BYTES = 1 << 30
 
@@ -32,10 +33,16 @@ def preflight(config: WeftConfig, *, leave_out: Collection[str] = ()) -> None:
 
 def num_gpus() -> int:
     """GPUs that this process may use, seen without loading torch."""
+    return len(visible_gpus())
+
+
+def visible_gpus() -> list[str]:
+    """Those GPUs as CUDA_VISIBLE_DEVICES names them: by number, or by UUID."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+        named = [device.strip() for device in visible.split(",")]
+        return list(takewhile(lambda device: device not in ("", "-1"), named))  # CUDA sees none behind those either
+    return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 
 def check_cluster(config: WeftConfig) -> None:
@@ -97,9 +104,10 @@ def check_model(config: WeftConfig) -> None:
 
 
 def check_costs(config: WeftConfig) -> None:
-    """Given costs can be read, and are for this many virtual stages."""
+    """Given costs can be read, and are for this many virtual stages, or can be cut into as many."""
     if config.pipeline.costs_file:
-        read_costs(config.pipeline, plan_placement(config.pipeline, ranks_per_site(config)).num_stages)
+        first, *_ = open_placements(config.pipeline, ranks_per_site(config)).values()
+        read_costs(config.pipeline, first.num_stages)
 
 
 def check_data(config: WeftConfig) -> None:
@@ -107,6 +115,19 @@ def check_data(config: WeftConfig) -> None:
     from weft.engine.data import check_source  # loads torch, which the other checks do without
 
     check_source(config.data)
+
+
+def check_hub(config: WeftConfig) -> None:
+    """What is to be pushed to the hub at the end can be: the client is online, and has a token."""
+    if not config.train.hub_model_id:
+        return
+    from huggingface_hub import constants, get_token  # loads what the other checks do without
+
+    name = f"train.hub_model_id={config.train.hub_model_id}"
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError(f"{name}: HF_HUB_OFFLINE forbids to push; unset it, or push the export yourself")
+    if not get_token():
+        raise ValueError(f"{name}: there is no token to push with; run `hf auth login`, or set HF_TOKEN")
 
 
 def check_run_folder(config: WeftConfig) -> None:
@@ -135,5 +156,6 @@ CHECKS: dict[str, Callable[[WeftConfig], None]] = {
     "model": check_model,
     "costs": check_costs,
     "data": check_data,
+    "hub": check_hub,
     "run folder": check_run_folder,
 }

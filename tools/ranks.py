@@ -16,8 +16,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-PRELOADED = ["torch.distributed.pipelining", "peft", "weft.engine.initialize"]
-"""What takes seconds to import and is the same for every rank."""
+PRELOADED = ["weft.tools.rank_server"]
+"""What takes seconds and is the same for every rank."""
 LOG_TAIL_CHARS = 3000
 """How much of a failed rank's output is shown."""
 

@@ -5,21 +5,30 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+from weft.pipeline.cell import add_relays, side_by_side
+from weft.pipeline.choice import Choice, choose, placements
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate, generators
-from weft.pipeline.lowering import lower
+from weft.pipeline.limits import MOST_LEGS, MOST_RANKS, check_size, count, number
+from weft.pipeline.lowering import as_run, lower
 from weft.pipeline.perfetto import write_perfetto
 from weft.pipeline.placement import Placement
 from weft.pipeline.plot import plot_timelines
-from weft.pipeline.profile import load_costs
+from weft.pipeline.profile import load_costs, load_pieces
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.serialization import save_text, schedule_to_csv, schedule_to_json
 from weft.pipeline.simulation import simulate
-from weft.pipeline.text import grid_text, timeline_text
+from weft.pipeline.text import answer_text, bytes_text, grid_text, timeline_text
 from weft.pipeline.timeline import Timeline
 from weft.pipeline.validation import validate
+
+LAYOUTS = ("straight", "interleaved", "fold", "site_fold", "site_interleaved")
+MOST_CELL = 64
 
 
 def main(argv: list[str]) -> int:
@@ -29,23 +38,70 @@ def main(argv: list[str]) -> int:
         ValueError: an option does not go with the others; names it and the remedy.
     """
     args = _parser().parse_args(argv)
-    placement = place(args.kind, args.ranks, args.placement, args.sites, args.chunks)
-    costs = costs_of(args.costs, placement)
+    _check_numbers(args)
+    if args.kind == "auto" and args.placement in (None, "any"):
+        choice = _choose(args)
+        schedule, costs = choice.best.schedule, choice.best.costs
+    else:
+        choice = None
+        placement = place(args.kind, args.ranks, args.placement, args.sites, args.chunks)
+        schedule, costs = _made(args, placement)
+    schedule = as_run(schedule, costs.pair_scale)
+    validate(schedule, costs=costs, memory_cap_bytes=args.memory_cap)
+    if args.format in ("png", "perfetto"):
+        draw(simulate(add_relays(lower(schedule), costs), costs), args.format, args.out)
+    else:
+        emit(_text(schedule, costs, args, choice), args.out)
+    return 0
+
+
+def _made(args: argparse.Namespace, placement: Placement) -> tuple[Schedule, CostModel]:
+    """The schedule on one placement, and the costs that it is for."""
+    cell = args.kind == "auto"
+    alone = costs_of(args.costs, placement)
+    costs = alone.for_cell(args.cell)
     schedule = generate(
         args.kind,
-        placement,
+        replace(placement, pipelines=args.cell) if cell else placement,
         args.microbatches,
-        costs=costs,
+        costs=costs if cell else alone,
         memory_cap_bytes=args.memory_cap,
         search_seconds=args.search_seconds,
         launch_together=args.together,
     )
-    validate(schedule, costs=costs, memory_cap_bytes=args.memory_cap)
-    if args.format in ("png", "perfetto"):
-        draw(simulate(lower(schedule), costs), args.format, args.out)
-    else:
-        emit(_text(schedule, costs, args.format, args.out), args.out)
-    return 0
+    return (schedule if cell else side_by_side(schedule, args.cell)), costs
+
+
+def _choose(args: argparse.Namespace) -> Choice:
+    """`auto` on every placement that the costs can be cut for."""
+    chunks = args.chunks or 2
+    pieces = load_pieces(args.costs) if args.costs else CostModel.unit(args.ranks * chunks)
+    check_size(args.ranks * chunks * args.cell, args.microbatches)
+    if args.together:
+        raise ValueError(f"--together={args.together}: auto has no rounds; choose 0, or the interleaved schedule")
+    return choose(
+        placements(args.ranks, _checked_sites(args.sites, args.ranks), chunks),
+        lambda placement: pieces.cut(placement.num_stages),
+        args.microbatches,
+        pipelines=args.cell,
+        memory_cap_bytes=args.memory_cap,
+        search_seconds=args.search_seconds,
+    )
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Refuse what no schedule can be made with, by the name of the option."""
+    count(args.ranks, "--ranks", most=MOST_RANKS)
+    count(args.microbatches, "--microbatches")
+    count(args.cell, "--cell", most=MOST_CELL)
+    if args.chunks is not None:
+        count(args.chunks, "--chunks", most=MOST_LEGS)
+    count(args.together, "--together", least=0)
+    number(args.search_seconds, "--search-seconds")
+    if args.memory_cap is not None:
+        number(args.memory_cap, "--memory-cap", above=0.0)
+    if args.cell > 1 and args.format == "torch-csv":
+        raise ValueError(f"--cell={args.cell}: torch's CSV knows one pipeline; choose --format json, or --cell 1")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,10 +109,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("kind", choices=list(generators()), help="generator of the schedule")
     parser.add_argument("--ranks", type=int, required=True, help="pipeline ranks")
     parser.add_argument("--microbatches", type=int, required=True, help="micro-batches per step")
-    parser.add_argument("--placement", choices=("straight", "fold", "site_fold"), help="default: what the kind needs")
+    parser.add_argument(
+        "--placement",
+        choices=("any", *LAYOUTS),
+        help="default: what the kind needs; for auto any, which compares them by what a step costs",
+    )
     parser.add_argument("--sites", type=_sizes, default=(), help="ranks per site, as in 4,4; default: one site")
+    parser.add_argument("--cell", type=int, default=1, help="pipelines that share their uplinks (a DP-cell)")
     parser.add_argument("--chunks", type=int, help="virtual stages per rank; default: what the placement has")
-    parser.add_argument("--costs", type=Path, help="YAML file with costs; default: F = I = W = 1 s, 1 byte a chunk")
+    parser.add_argument(
+        "--costs",
+        type=Path,
+        help="YAML file with costs; default: F = I = W = 1 s, 1 byte a chunk (a chunk is half of a straight stage "
+        "where placements are compared). Strand pairs stay where its pair_scale is below 1",
+    )
     parser.add_argument("--together", type=int, default=0, help="micro-batches that interleaved launches in a row")
     parser.add_argument("--memory-cap", type=float, help="most bytes of saved activations on any rank")
     parser.add_argument("--search-seconds", type=float, default=2.0, help="time that auto may search")
@@ -76,8 +142,7 @@ def place(kind: str, num_ranks: int, layout: str | None, sites: tuple[int, ...],
     """The placement of ``kind`` over ``num_ranks`` ranks.
 
     Args:
-        layout: straight, fold or site_fold; None takes what the kind needs, and for ``auto``
-            over several sites a fold inside each of them.
+        layout: one of `LAYOUTS`; None or any takes what the kind needs.
         sites: ranks per site; empty is one site.
         chunks: virtual stages per rank; None takes what the layout has. Several chunks on a
             straight layout are interleaved.
@@ -85,56 +150,95 @@ def place(kind: str, num_ranks: int, layout: str | None, sites: tuple[int, ...],
     Raises:
         ValueError: the numbers do not go together.
     """
-    if num_ranks < 1:
-        raise ValueError(f"--ranks={num_ranks}: a pipeline has at least 1 rank")
-    if sites and (min(sites) < 1 or sum(sites) != num_ranks):
-        raise ValueError(f"--sites={','.join(map(str, sites))}: they must be positive and sum to --ranks={num_ranks}")
-    if chunks is not None and chunks < 1:
-        raise ValueError(f"--chunks={chunks}: a rank holds at least 1 virtual stage")
-    layout = layout or generators()[kind].default_placement
-    if kind == "auto" and layout == "fold" and len(sites) > 1:
-        layout = "site_fold"
-    if kind == "interleaved" and layout == "straight":
+    count(num_ranks, "--ranks", most=MOST_RANKS)
+    sites = _checked_sites(sites, num_ranks)
+    if chunks is not None:
+        count(chunks, "--chunks", most=MOST_LEGS)
+    if layout in (None, "any"):
+        layout = generators()[kind].default_placement
+    if layout == "straight" and (kind == "interleaved" or (chunks or 1) > 1):
         layout = "interleaved"
-    if layout == "interleaved" or (layout == "straight" and (chunks or 1) > 1):
-        return Placement.interleaved(num_ranks, chunks or 2, sites)
     if layout == "straight":
         return Placement.straight(num_ranks, sites)
+    if layout == "interleaved":
+        return Placement.interleaved(num_ranks, chunks or 2, sites)
     if layout == "fold":
         return Placement.fold(num_ranks, chunks or 2, sites)
     if not sites:
-        raise ValueError("--placement=site_fold: it folds inside each site; give them, as in --sites 4,4")
+        raise ValueError(
+            f"--placement={layout}: it goes through one site after the other; give them, as in --sites 4,4"
+        )
+    if layout == "site_interleaved":
+        return Placement(sites, "d" * (chunks or 2), sites)
     return Placement.site_fold(sites, chunks or 2)
 
 
+def _checked_sites(sites: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
+    if sites and (min(sites) < 1 or sum(sites) != num_ranks):
+        raise ValueError(f"--sites={','.join(map(str, sites))}: they must be positive and sum to --ranks={num_ranks}")
+    return sites
+
+
 def costs_of(path: Path | None, placement: Placement) -> CostModel:
-    """The costs in a file, or unit costs."""
-    return load_costs(path, placement.num_stages) if path else CostModel.unit(placement.num_stages)
+    """The costs in a file, or unit costs; of a cell, if the placement is one."""
+    num_stages = placement.single.num_stages
+    costs = load_costs(path, num_stages) if path else CostModel.unit(num_stages)
+    return costs.for_cell(placement.pipelines) if placement.pipelines > 1 else costs
 
 
-def _text(schedule: Schedule, costs: CostModel, form: str, out: Path | None) -> str:
-    if form == "json":
+def _text(schedule: Schedule, costs: CostModel, args: argparse.Namespace, choice: Choice | None) -> str:
+    if args.format == "json":
         return schedule_to_json(schedule)
-    if form == "torch-csv":
+    if args.format == "torch-csv":
         return schedule_to_csv(schedule)
-    width = shutil.get_terminal_size().columns if out is None and sys.stdout.isatty() else None
-    return f"{grid_text(schedule, width=width)}\n\n{timeline_text(simulate(lower(schedule), costs))}\n"
+    width = shutil.get_terminal_size().columns if args.out is None and sys.stdout.isatty() else None
+    timeline = simulate(add_relays(lower(schedule), costs), costs)
+    parts = [
+        grid_text(schedule, width=width),
+        timeline_text(timeline),
+        answer_text(schedule, costs, timeline.step_s, args.memory_cap),
+    ]
+    if choice is not None:
+        parts.append("\n".join(_choice_lines(choice)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _choice_lines(choice: Choice) -> Iterator[str]:
+    yield f"placement {choice.best.name}, by cost:"
+    for option in choice.options:
+        yield f"  {option.name:<17} step {option.step_s:.6g} s, holds {bytes_text(option.peak_bytes)}"
+    for name, reason in choice.left_out.items():
+        yield f"  {name:<17} {reason}"
 
 
 def emit(text: str, out: Path | None) -> None:
-    """Write ``text`` to a file, or print it."""
+    """Write ``text`` to a file, or print it.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
     if out is None:
         sys.stdout.write(text)
     else:
-        save_text(text, out)
+        with _writing(out):
+            save_text(text, out)
 
 
 def draw(timeline: Timeline, form: str, out: Path | None) -> None:
     """Write a PNG or a Perfetto trace.
 
     Raises:
-        ValueError: no file was named.
+        ValueError: no file was named, or it cannot be written.
     """
     if out is None:
         raise ValueError(f"--format={form}: it writes a file; name it with --out")
-    {"png": plot_timelines, "perfetto": write_perfetto}[form]([timeline], out)
+    with _writing(out):
+        {"png": plot_timelines, "perfetto": write_perfetto}[form]([timeline], out)
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"--out={out}: cannot be written ({error.strerror}); choose another file") from error

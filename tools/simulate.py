@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from weft.inference.prompt_work import PromptWork
+from weft.pipeline.cell import add_relays
 from weft.pipeline.lowering import lower
 from weft.pipeline.serialization import load_schedule
 from weft.pipeline.simulation import simulate
@@ -23,14 +24,17 @@ def main(argv: list[str]) -> int:
         ValueError: a file cannot be read, or the schedule cannot run; names the place.
     """
     args = _parser().parse_args(argv)
-    schedule = lower(load_schedule(args.schedule))
+    schedule = load_schedule(args.schedule)
+    validate(schedule)
+    costs = costs_of(args.costs, schedule.placement)
+    schedule = add_relays(lower(schedule), costs)
     validate(schedule)
     if args.prefill:
         from weft.tools.simulate_prefill import report  # needs numpy, which takes a while to load
 
-        report(schedule, costs_of(args.costs, schedule.placement), args)
+        report(schedule, costs, args)
         return 0
-    timeline = simulate(schedule, costs_of(args.costs, schedule.placement))
+    timeline = simulate(schedule, costs)
     if args.format in ("png", "perfetto"):
         draw(timeline, args.format, args.out)
     else:

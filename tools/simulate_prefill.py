@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import ceil, inf
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from weft.inference.bubble_pattern import BubblePattern
-from weft.inference.prompt_work import PromptWork
-from weft.inference.replay import Arrival, Replay, read_trace, replay, sped_up
+from weft.inference.replay import (
+    MOST_WINDOWS,
+    Arrival,
+    Replay,
+    length_s,
+    read_trace,
+    replay,
+    sped_up,
+    steady_state,
+)
 from weft.pipeline.cell import add_relays, side_by_side
 from weft.pipeline.costs import CostModel
 from weft.pipeline.lowering import lower
@@ -23,16 +32,19 @@ COLUMNS = (
     *("offered", "trace x", "prompts", "refused", "begins after ms: p50", "p99", "queued ms: p50", "p99", "most"),
     *("TTFT s: p50", "p99", "GPUs busy", "usable filled", "place us: p99"),
 )
-STEPS, WARM_STEPS = 24, 4
-"""Training steps that a load is held for, and those of them before bubbles are watched."""
+MOST_LOAD = 100.0
+WINDOW_STEPS = 8
+"""Training steps that a window has at least."""
 
 
 def report(schedule: Schedule, costs: CostModel, args: argparse.Namespace) -> None:
     """Print waiting, TTFT and utilisation for the trace as it is, and sped up to shares of the room.
 
     Raises:
-        ValueError: the GPUs do not come out as whole DP-cells, or the trace cannot be read.
+        ValueError: an option is out of range, the GPUs do not come out as whole DP-cells, nothing
+            can run in the bubbles, or the trace cannot be read.
     """
+    _check(args)
     trace = read_trace(args.prefill)
     ranks = schedule.num_ranks
     pipelines, rest = divmod(args.gpus, args.cells * ranks)
@@ -54,26 +66,53 @@ def report(schedule: Schedule, costs: CostModel, args: argparse.Namespace) -> No
     for column in COLUMNS:
         table.add_column(column, justify="right")
     room = sum(pattern.capacity_s / pattern.period_s for pattern in cell) * args.cells
-    offered = sum(work.work_s(arrival.tokens) for arrival in trace) / trace[-1].at_s
+    if not room:
+        raise ValueError(
+            f"--guard={args.guard:g}, --prefill-cost: no bubble is long enough for an engine step; lower them"
+        )
+    offered = sum(work.work_s(arrival.tokens) for arrival in trace) / length_s(trace)
+    all_steady = True
     for load in (None, *args.loads):
         factor = 1.0 if load is None else load * room / offered
-        seconds = trace[-1].at_s if load is None else STEPS * timeline.step_s
-        found = _run(cell * args.cells, trace, factor, seconds, args, work, timeline.step_s)
-        table.add_row(f"{factor * offered / room:.1%}", *_cells(found, factor, timeline, usable))
+        found = _run(cell * args.cells, trace, factor, args, timeline.step_s)
+        all_steady &= found.steady
+        mark = "" if found.steady else "*"
+        table.add_row(f"{factor * offered / room:.1%}{mark}", *_cells(found, factor, timeline, usable))
     console.print(table)
+    if not all_steady:
+        console.print(f"* still changing after {MOST_WINDOWS} windows")
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse options that mean nothing, or would never end.
+
+    Raises:
+        ValueError: the option, its value and a remedy.
+    """
+    for name in ("gpus", "cells"):
+        if (value := getattr(args, name)) < 1:
+            raise ValueError(f"--{name}={value}: give a whole number above 0")
+    if not 0.0 < args.deadline < inf:
+        raise ValueError(f"--deadline={args.deadline:g}: give a number of seconds above 0")
+    if not 0.0 <= args.guard < inf:
+        raise ValueError(f"--guard={args.guard:g}: give a number of milliseconds, 0 or more")
+    for load in args.loads:
+        if not 0.0 < load <= MOST_LOAD:
+            raise ValueError(f"--loads={load:g}: give shares of the room above 0 and at most {MOST_LOAD:g}")
+    cost = args.prefill_cost
+    if not all(0.0 <= part < inf for part in (cost.step_s, cost.token_s, cost.context_s)) or not cost.token_s:
+        raise ValueError("--prefill-cost: give times of 0 or more, and above 0 for a token")
 
 
 def _run(
-    patterns: Sequence[BubblePattern],
-    trace: Sequence[Arrival],
-    factor: float,
-    seconds: float,
-    args: argparse.Namespace,
-    work: PromptWork,
-    step_s: float,
+    patterns: Sequence[BubblePattern], trace: Sequence[Arrival], factor: float, args: argparse.Namespace, step_s: float
 ) -> Replay:
-    arrivals = sped_up(trace, factor, seconds)
-    return replay(patterns, arrivals, work, seconds=seconds, warm_s=WARM_STEPS * step_s, deadline_s=args.deadline)
+    """The steady state, in windows of whole rounds of the trace, so that each is like the next."""
+    round_s = length_s(trace) / factor
+    window_s = round_s * ceil(max(WINDOW_STEPS * step_s, args.deadline) / round_s)
+    arrivals = sped_up(trace, factor)
+    windows = replay(patterns, arrivals, args.prefill_cost, window_s=window_s, deadline_s=args.deadline)
+    return steady_state(windows, deadline_s=args.deadline)
 
 
 def _shares(console: Console, timeline: Timeline, cell: Sequence[BubblePattern], args: argparse.Namespace) -> float:
@@ -89,16 +128,21 @@ def _shares(console: Console, timeline: Timeline, cell: Sequence[BubblePattern],
 
 
 def _cells(found: Replay, factor: float, timeline: Timeline, usable: float) -> tuple[str, ...]:
-    count = len(found.ttfts_s) + found.refused
-    begins_ms = np.quantile(found.waits_s, (0.5, 0.99)) * 1e3
-    queued_ms = np.quantile(found.queued_s, (0.5, 0.99, 1.0)) * 1e3
     return (
         f"{factor:.3g}",
-        f"{count}",
-        f"{found.refused / count:.1%}",
-        *(f"{value:.1f}" for value in (*begins_ms, *queued_ms)),
-        *(f"{value:.2f}" for value in np.quantile(found.ttfts_s, (0.5, 0.99))),
+        f"{len(found.ttfts_s) + found.refused}",
+        f"{found.refused_share:.1%}",
+        *_quantiles(found.waits_s, (0.5, 0.99), 1e3, 1),
+        *_quantiles(found.queued_s, (0.5, 0.99, 1.0), 1e3, 1),
+        *_quantiles(found.ttfts_s, (0.5, 0.99), 1.0, 2),
         f"{1 - timeline.bubble_share + found.prefill_share:.1%}",
         f"{found.prefill_share / usable:.1%}",
-        f"{np.quantile(found.places_us, 0.99):.0f}",
+        *_quantiles(found.places_us, (0.99,), 1.0, 0),
     )
+
+
+def _quantiles(values: Sequence[float], shares: Sequence[float], unit: float, digits: int) -> Iterator[str]:
+    """Of the prompts that were taken; dashes if none was."""
+    if not values:
+        return ("-" for _ in shares)
+    return (f"{value * unit:.{digits}f}" for value in np.quantile(values, shares))

@@ -17,6 +17,10 @@ from weft.comm.collectives.group import Group, Mesh
 from weft.comm.collectives.lanes import Lane, Pending, at_once, lane_for
 from weft.comm.collectives.primitives import PRIMITIVES
 from weft.comm.collectives.rewrite import Rewrite, Step
+from weft.comm.first_contact import meet_all
+
+PLAIN = (Primitive.all_reduce, Primitive.reduce_scatter, Primitive.all_gather)
+"""What axes are connected for; the others are connected by their first use, to which all come."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,8 @@ class Communicator:
                         axes[mesh.shape, axis] = opened
             if dist.get_rank() in group.ranks:
                 mine = cls(group, axes)
+        if mine is not None:
+            meet_all(((axis.group, PLAIN) for axis in mine._axes.values()), device)
         return mine
 
     def start(self, rewrite: Rewrite, source: Tensor, target: Tensor) -> Handle:

@@ -16,6 +16,7 @@ from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.costs import CollectiveCosts, fit, moved_share, rounds
 from weft.comm.collectives.group import LinkClass
 from weft.comm.collectives.primitives import PRIMITIVES
+from weft.comm.exchange import gather
 from weft.comm.shared_channel import host_identity
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)
@@ -40,8 +41,7 @@ def nodes_of_world() -> tuple[int, ...]:
 
     Ranks in network namespaces of one machine are on nodes of their own.
     """
-    hosts: list[tuple[object, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(hosts, host_identity())
+    hosts = gather(host_identity())
     order = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
     return tuple(order[host] for host in hosts)
 
@@ -121,8 +121,7 @@ def known_costs(communicator: Communicator, *, device: torch.device, cache: Cost
     group = communicator.group
     key, first = topology_key(group, device.type), dist.get_rank() == group.ranks[0]
     mine = (group.layout, cache.read(key) if first else None)
-    everyones: list[tuple[tuple[int, ...], CollectiveCosts | None]] = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
+    everyones: list[tuple[tuple[int, ...], CollectiveCosts | None]] = gather(mine, kinds=(CollectiveCosts,))
     known = {layout: costs for layout, costs in everyones if costs is not None}
     for layout in sorted({layout for layout, _ in everyones if len(layout) > 1} - known.keys()):
         alike = dist.new_group([rank for rank, (other, _) in enumerate(everyones) if other == layout])

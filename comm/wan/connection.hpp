@@ -13,6 +13,7 @@ enum class Stage { TCP, TLS, HELLO, CHALLENGE, PROOF, READY };
 class Connection {
 public:
     Stream stream;
+    const uint64_t number;  // of the endpoint's connections
     uint64_t moved = 0;     // bytes, both ways
     Stage stage;
     const bool connects;    // this side opened it
@@ -23,8 +24,8 @@ public:
     int64_t heard_ns, pinged_ns = 0;
     std::string dead;       // why it is over; empty while it lives
 
-    Connection(int fd, bool connects, const Address &remote, int64_t now)
-        : stream(fd), stage(connects ? Stage::TCP : Stage::HELLO), connects(connects), remote(remote),
+    Connection(int fd, uint64_t number, bool connects, const Address &remote, int64_t now)
+        : stream(fd), number(number), stage(connects ? Stage::TCP : Stage::HELLO), connects(connects), remote(remote),
           opened_ns(now), heard_ns(now) {}
 
     // ---- before it is ready: messages of the handshake
@@ -56,13 +57,20 @@ public:
     uint64_t acknowledged = 0;         // chunks, of all that were sent
     bool ack_due = false;
 
-    void say(Type type, uint16_t lane, uint64_t offset, const std::string &tag = "", uint64_t message = 0) {
+    void say(Type type, uint16_t lane, uint64_t offset, uint64_t message = 0) {
+        Note note{};
+        note.type = type;
+        note.lane = lane;
+        note.offset = offset;
+        note.message = message;
+        seal(note);
+        say(note);
+    }
+
+    void say_bye(const std::string &why) {
         Frame frame{};
-        frame.type = type;
-        frame.lane = lane;
-        frame.message = message;
-        frame.offset = offset;
-        memcpy(frame.tag, tag.data(), std::min(tag.size(), sizeof frame.tag));
+        frame.type = BYE;
+        memcpy(frame.tag, why.data(), std::min(why.size(), sizeof frame.tag));
         seal(frame);
         say(frame);
     }
@@ -72,7 +80,7 @@ public:
 
     bool stuck() const { return !unacknowledged.empty() && stream.backoffs() >= 2; }
 
-    bool idle() const { return out_left_ == 0 && control_.empty() && !ack_due; }
+    bool idle() const { return out_left_ == 0 && control_.empty() && !ack_due && !stream.holds_back(); }
 
     bool quiet() const { return idle() && stream.unacknowledged_bytes() == 0; }
 
@@ -87,21 +95,25 @@ public:
         out_.length = chunk.length;
         memcpy(out_.tag, chunk.message->tag.data(), chunk.message->tag.size());
         out_data_ = chunk.message->data + chunk.offset;
-        out_.payload_sum = checksum(out_data_, chunk.length);
+        if (!stream.has_tls()) out_.payload_sum = checksum(out_data_, chunk.length);  // which knows by itself
         seal(out_);
         out_left_ = sizeof out_ + chunk.length;
         unacknowledged.push_back(chunk);
     }
 
-    // Writes what there is to write, a begun chunk first; stops where the kernel takes no more.
+    // Writes what there is to write, notes before a chunk and with it; stops where the kernel takes no more.
     void flush() {
         while (stream.writable && !idle()) {
-            if (out_left_ == 0 && ack_due) {
+            if (stream.holds_back() && !stream.send_encrypted()) return;
+            bool between = !out_left_ || out_left_ == sizeof out_ + out_.length;
+            if (between && ack_due) {
                 ack_due = false;
-                say(ACK, 0, chunks_received, "", arrived_ns);
+                say(ACK, 0, chunks_received, arrived_ns);
             }
-            iovec parts[2];
+            iovec parts[3];
             int count = 0;
+            size_t notes = between ? control_.size() : 0;
+            if (notes) parts[count++] = {control_.data(), notes};
             if (out_left_ > out_.length) {
                 size_t left = out_left_ - out_.length;
                 parts[count++] = {reinterpret_cast<char *>(&out_) + sizeof out_ - left, left};
@@ -110,11 +122,12 @@ public:
                 size_t left = std::min<size_t>(out_left_, out_.length);
                 parts[count++] = {const_cast<char *>(out_data_) + out_.length - left, left};
             }
-            if (!count) parts[count++] = {control_.data(), control_.size()};
+            if (!count) return;
             size_t done = stream.write(parts, count);
             moved += done;
-            if (out_left_) out_left_ -= done;
-            else control_.erase(0, done);
+            size_t said = std::min(done, notes);
+            control_.erase(0, said);
+            out_left_ -= done - said;
         }
     }
 
@@ -125,9 +138,24 @@ public:
     enum Target { NOWHERE, STASH, RECEIVE } target = NOWHERE;
     std::vector<char> stash;
 
-    // Reads on; true when a frame's header is here and its payload is still to come.
-    // Then `aim` says where the payload goes; `payload_complete` turns true when it is there.
-    bool header_complete() const { return in_got_ == sizeof in && !aimed_; }
+    // Whether the next frame is here, in `in`. Then `aim` says where its payload goes, if it has
+    // one; `payload_complete` turns true when that is there.
+    bool header_complete() {
+        if (aimed_ || here_ - next_ < sizeof(Note)) return false;
+        Note note;
+        memcpy(&note, inbox_ + next_, sizeof note);
+        if (is_note(note.type)) {
+            if (!sealed(note)) throw Broken("a damaged frame");
+            in = note.frame();
+            next_ += sizeof note;
+            return true;
+        }
+        if (here_ - next_ < sizeof in) return false;
+        memcpy(&in, inbox_ + next_, sizeof in);
+        if (!sealed(in)) throw Broken("a damaged frame");
+        next_ += sizeof in;
+        return true;
+    }
     bool payload_complete() const { return aimed_ && in_left_ == 0; }
     bool reads(uint16_t lane, uint64_t message, uint64_t offset) const {
         return aimed_ && target != NOWHERE && in.lane == lane && in.message == message && in.offset == offset;
@@ -138,6 +166,13 @@ public:
         target = to;
         in_left_ = in.length;
         in_data_ = data;
+        size_t part = std::min(here_ - next_, in_left_);  // came with the header
+        if (in_data_ && part) {
+            memcpy(in_data_, inbox_ + next_, part);
+            in_data_ += part;
+        }
+        in_left_ -= part;
+        next_ += part;
     }
 
     void aim_nowhere() {  // the payload is of no use: it came another way
@@ -146,36 +181,27 @@ public:
         if (aimed_) in_data_ = nullptr;
     }
 
-    bool payload_intact() const { return checksum(in_data_ - in.length, in.length) == in.payload_sum; }
+    bool payload_intact() const { return stream.has_tls() || checksum(in_data_ - in.length, in.length) == in.payload_sum; }
 
-    void next_frame() {
-        aimed_ = false;
-        in_got_ = next_got_;
-        next_got_ = 0;
-        in = next_;
-    }
+    void next_frame() { aimed_ = false; }
 
     size_t pull() {  // one read; returns its bytes
         static thread_local char waste[64 << 10];
+        if (next_) memmove(inbox_, inbox_ + next_, here_ -= next_);
+        next_ = 0;
         iovec parts[2];
         int count = 0;
-        if (!aimed_) {
-            parts[count++] = {reinterpret_cast<char *>(&in) + in_got_, sizeof in - in_got_};
-        } else {
-            size_t room = in_data_ ? in_left_ : std::min<size_t>(in_left_, sizeof waste);
+        size_t room = 0;
+        if (aimed_) {
+            room = in_data_ ? in_left_ : std::min<size_t>(in_left_, sizeof waste);
             parts[count++] = {in_data_ ? in_data_ : waste, room};
-            if (room == in_left_) parts[count++] = {&next_, sizeof next_};
         }
-        size_t got = stream.read(parts, count);
+        if (room == in_left_ || !aimed_) parts[count++] = {inbox_ + here_, sizeof inbox_ - here_};
+        size_t got = stream.read(parts, count), payload = std::min(got, room);
         moved += got;
-        if (!aimed_) {
-            in_got_ += got;
-        } else {
-            size_t payload = std::min(got, parts[0].iov_len);
-            in_left_ -= payload;
-            if (in_data_) in_data_ += payload;
-            next_got_ = got - payload;
-        }
+        in_left_ -= payload;
+        if (in_data_) in_data_ += payload;
+        here_ += got - payload;
         return got;
     }
 
@@ -184,11 +210,12 @@ private:
     Frame out_{};
     const char *out_data_ = nullptr;
     size_t out_left_ = 0;  // of header and payload together
-    size_t in_got_ = 0, in_left_ = 0;
+    // What was read behind a payload: notes, or the next header and the first bytes of its payload.
+    char inbox_[512];
+    size_t next_ = 0, here_ = 0;  // the next frame begins; what is here ends
+    size_t in_left_ = 0;
     char *in_data_ = nullptr;
     bool aimed_ = false;
-    Frame next_{};
-    size_t next_got_ = 0;
 };
 
 }  // namespace weft

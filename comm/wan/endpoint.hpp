@@ -30,19 +30,17 @@ public:
     Endpoint(const Options &options, const char *host, uint16_t wanted_port, bool tls) : options(options) {
         if (tls) tls_ = openssl().context(psk_client, psk_server);
         listen_on(Address::of(host, wanted_port));
-        epoll_ = epoll_create1(EPOLL_CLOEXEC);
-        wake_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-        watch(listener_, EPOLLIN, &listener_);
-        watch(wake_, EPOLLIN, &wake_);
+        epoll_ = Descriptors::all().keep([] { return epoll_create1(EPOLL_CLOEXEC); });
+        wake_ = Descriptors::all().keep([] { return eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC); });
+        watch(listener_, EPOLLIN, LISTENER);
+        watch(wake_, EPOLLIN, WAKE);
         thread_ = std::thread([this] { run(); });
         pthread_setname_np(thread_.native_handle(), "weft wan");
     }
 
     ~Endpoint() {
         connections_.clear();
-        close(listener_);
-        close(epoll_);
-        close(wake_);
+        for (int fd : {listener_, epoll_, wake_}) Descriptors::all().close(fd);
         if (tls_) openssl().SSL_CTX_free(tls_);
     }
 
@@ -103,14 +101,16 @@ public:
             if (!drained) usleep(1000);
         }
         post([this] {
-            for (auto &[_, link] : links_) link->say_bye("closed");
+            for (auto &[_, link] : links_) link->say_bye(CLOSED);
             leaving_ = now_ns() + SECOND / 2;
-            for (auto &connection : connections_) shutdown(connection->stream.fd, SHUT_WR);
+            for (auto &[_, connection] : connections_) shutdown(connection->stream.fd, SHUT_WR);
         });
         thread_.join();
     }
 
 private:
+    static constexpr char OTHER_JOB[] = "the peer belongs to another job, or to another attempt of this one";
+    enum Source : uint64_t { LISTENER, WAKE, FIRST };  // of an event; from FIRST on: a connection
     static constexpr size_t MAX_STRANGERS = 64;  // connections whose peer is not known yet
     static constexpr size_t READ_BUDGET = 1 << 20;
     // So little in one turn means a turn per packet: let some gather. A WAN does not notice.
@@ -120,7 +120,10 @@ private:
 
     SslCtx *tls_ = nullptr;
     int listener_ = -1, epoll_ = -1, wake_ = -1;
-    std::vector<std::unique_ptr<Connection>> connections_;
+    // By number, in the order of their coming. A number is never used again: an event that comes
+    // late names a connection that is gone, not another one.
+    std::map<uint64_t, std::unique_ptr<Connection>> connections_;
+    uint64_t next_number_ = FIRST;
     std::map<uint32_t, std::unique_ptr<Link>> links_;
     std::set<std::pair<uint32_t, uint32_t>> relays_;  // peers whose links stand and fall together
     std::vector<Completed> completed_;
@@ -144,7 +147,7 @@ private:
             for (int i = 0; i < count; i++) on_event(events[i]);
             int64_t now = now_ns();
             busy = false;
-            for (size_t i = 0; i < connections_.size(); i++) busy |= serve(*connections_[i], now);
+            for (auto &[_, connection] : connections_) busy |= serve(*connection, now);
             due = 0;
             if (!leaving_)
                 for (auto &[_, link] : links_) {
@@ -158,19 +161,21 @@ private:
                 last_tick = now;
             }
             uint64_t moved = 0;
-            for (auto &connection : connections_) moved += std::exchange(connection->moved, 0);
+            for (auto &[_, connection] : connections_) moved += std::exchange(connection->moved, 0);
             busy |= deliver();
             bury();
             if (!busy && moved && moved < TRICKLE_BYTES) usleep(TRICKLE_US);
         }
-        for (auto &[_, link] : links_) link->fail("closed here");
+        for (auto &[_, link] : links_) link->fail("closed here", CLOSED);
         while (deliver()) {}
     }
 
     void on_event(const epoll_event &event) {
-        if (event.data.ptr == &listener_) return accept_all();
-        if (event.data.ptr == &wake_) return take_inbox();
-        auto &stream = static_cast<Connection *>(event.data.ptr)->stream;
+        if (event.data.u64 == LISTENER) return accept_all();
+        if (event.data.u64 == WAKE) return take_inbox();
+        auto found = connections_.find(event.data.u64);
+        if (found == connections_.end()) return;
+        Stream &stream = found->second->stream;
         if (event.events & (EPOLLHUP | EPOLLERR | EPOLLRDHUP)) stream.ended = true;
         if (event.events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) stream.readable = true;
         if (event.events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) stream.writable = true;
@@ -207,6 +212,9 @@ private:
             }
         } catch (const Broken &broken) {
             give_up(connection, broken.what(), now);
+        } catch (const std::bad_alloc &) {
+            if (connection.link) connection.link->fail("no memory for what the peer sends", connection.link->lost());
+            else give_up(connection, "no memory", now);
         }
         return false;
     }
@@ -226,15 +234,15 @@ private:
     }
 
     void tick(int64_t now) {
-        for (auto &connection : connections_) {
+        for (auto &[_, connection] : connections_) {
             if (!connection->dead.empty() || connection->link) continue;
             int64_t limit = connection->connects ? links_.at(connection->handshake.hello.to)->attempt_limit()
                                                  : options.attempt_ns;
             if (now - connection->opened_ns > limit) give_up(*connection, "no handshake within its time", now);
         }
         for (auto [from, to] : relays_) {
-            if (link(from).failed()) link(to).fail("no relaying without rank " + std::to_string(from));
-            if (link(to).failed()) link(from).fail("no relaying without rank " + std::to_string(to));
+            fell(link(from), link(to));
+            fell(link(to), link(from));
         }
         for (auto &[_, link] : links_) {
             link->tick(now);
@@ -244,9 +252,22 @@ private:
         }
     }
 
+    // Names what happened first, wherever that was: the news comes round a DP-cell both ways.
+    static void fell(const Link &one, Link &other) {
+        if (one.failed()) other.fail("no relaying without rank " + std::to_string(one.peer) + ": " + one.cause(), one.cause());
+    }
+
     void bury() {
-        auto dead = [](const auto &connection) { return !connection->dead.empty(); };
-        connections_.erase(std::remove_if(connections_.begin(), connections_.end(), dead), connections_.end());
+        for (auto at = connections_.begin(); at != connections_.end();) {
+            auto &connection = *at->second;
+            if (connection.dead.empty()) {
+                ++at;
+                continue;
+            }
+            // Closing alone leaves it watched, where somebody else holds the socket as well.
+            epoll_ctl(epoll_, EPOLL_CTL_DEL, connection.stream.fd, nullptr);
+            at = connections_.erase(at);
+        }
     }
 
     // Tells who waits; whether that has made more to do.
@@ -278,12 +299,12 @@ private:
 
     void listen_on(const Address &address) {
         int on = 1;
-        listener_ = socket(address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+        listener_ = open_socket(address);
         setsockopt(listener_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
         auto *storage = reinterpret_cast<const sockaddr *>(&address.storage);
         if (listener_ < 0 || bind(listener_, storage, address.length) || listen(listener_, 128)) {
             std::string why = "cannot listen on " + address.text() + ": " + error_text(errno);
-            close(listener_);
+            Descriptors::all().close(listener_);
             throw std::runtime_error(why);
         }
         Address bound;
@@ -292,31 +313,38 @@ private:
         port = ntohs(reinterpret_cast<sockaddr_in *>(&bound.storage)->sin_port);  // at the same place in IPv6
     }
 
-    void watch(int fd, uint32_t events, void *who) {
+    static int open_socket(const Address &address) {
+        int kind = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
+        return Descriptors::all().keep([&] { return socket(address.storage.ss_family, kind, 0); });
+    }
+
+    void watch(int fd, uint32_t events, uint64_t source) {
         epoll_event event{};
         event.events = events;
-        event.data.ptr = who;
+        event.data.u64 = source;
         epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
     }
 
     Connection &add(int fd, bool connects, const Address &remote, int64_t now) {
-        connections_.push_back(std::make_unique<Connection>(fd, connects, remote, now));
-        return *connections_.back();
+        uint64_t number = next_number_++;
+        auto made = connections_.emplace(number, std::make_unique<Connection>(fd, number, connects, remote, now));
+        return *made.first->second;
     }
 
-    void watch(Connection &connection) {
-        watch(connection.stream.fd, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, &connection);
+    void watch(const Connection &connection) {
+        watch(connection.stream.fd, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, connection.number);
     }
 
     void accept_all() {
         for (;;) {
             Address remote;
             remote.length = sizeof remote.storage;
-            int fd = accept4(listener_, reinterpret_cast<sockaddr *>(&remote.storage), &remote.length,
-                             SOCK_NONBLOCK | SOCK_CLOEXEC);
+            auto *storage = reinterpret_cast<sockaddr *>(&remote.storage);
+            int fd = Descriptors::all().keep(
+                [&] { return accept4(listener_, storage, &remote.length, SOCK_NONBLOCK | SOCK_CLOEXEC); });
             if (fd < 0) return;
             if (leaving_) {
-                close(fd);
+                Descriptors::all().close(fd);
                 continue;
             }
             make_room_for_stranger();
@@ -338,7 +366,7 @@ private:
     void make_room_for_stranger() {
         Connection *oldest = nullptr;
         size_t strangers = 0;
-        for (auto &connection : connections_) {
+        for (auto &[_, connection] : connections_) {
             if (connection->link || connection->connects || !connection->dead.empty()) continue;
             if (!oldest) oldest = connection.get();
             strangers++;
@@ -347,15 +375,15 @@ private:
     }
 
     void connect(Link &link, uint32_t slot, int64_t now) {
-        for (auto &other : connections_)
+        for (auto &[_, other] : connections_)
             if (other->connects && !other->link && other->dead.empty() && other->slot == slot &&
                 other->handshake.hello.to == link.peer)
                 return;  // it is on its way
-        int fd = socket(link.address.storage.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+        int fd = open_socket(link.address);
         if (fd < 0) return link.attempt_failed(slot, error_text(errno), false, now);
         Connection &connection = add(fd, true, link.address, now);
         connection.slot = slot;
-        connection.handshake.start(options.id, link.peer, options.session, slot,
+        connection.handshake.start(options.job, options.id, link.peer, options.session, slot,
                                    static_cast<uint32_t>(link.slots.size()), options.chunk_bytes);
         try {
             connection.stream.tune(options.congestion, options.unsent_bytes);
@@ -389,7 +417,7 @@ private:
             if (memcmp(shake.hello.magic, HELLO_MAGIC, sizeof HELLO_MAGIC) || shake.hello.to != options.id ||
                 shake.hello.connections > 1024 || shake.hello.slot >= shake.hello.connections)
                 throw Broken("no greeting of a peer");
-            shake.answer(options.id, options.session, options.chunk_bytes);
+            shake.answer(options.job, options.id, options.session, options.chunk_bytes);
             connection.say(shake.challenge);
             connection.stage = Stage::PROOF;
         }
@@ -397,6 +425,7 @@ private:
             if (memcmp(shake.challenge.magic, HELLO_MAGIC, sizeof HELLO_MAGIC) ||
                 shake.challenge.from != shake.hello.to)
                 throw Broken("no answer of a peer");
+            if (!shake.of_one_job()) throw Broken(OTHER_JOB);
             connection.say(shake.prove(options.key, true));
             connection.stage = Stage::PROOF;
         }
@@ -404,6 +433,7 @@ private:
         if (connection.stage == Stage::PROOF && connection.receive(proof)) {
             if (!shake.proven(options.key, !connection.connects, proof))
                 throw Broken("the peer has another key");
+            if (!shake.of_one_job()) throw Broken(OTHER_JOB);
             admit(connection, now);
         }
     }
@@ -415,7 +445,7 @@ private:
         uint64_t session = connects ? shake.challenge.session : shake.hello.session;
         uint32_t chunk_bytes = connects ? shake.challenge.chunk_bytes : shake.hello.chunk_bytes;
         if (std::string why = known.refuses(session, chunk_bytes); !why.empty()) {
-            if (why == "its peer has restarted") known.fail("the other process has restarted");
+            if (why == "its peer has restarted") known.fail("the other process has restarted", known.lost());
             throw Broken(why);
         }
         if (!connects) {

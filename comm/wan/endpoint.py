@@ -22,7 +22,8 @@ class WanEndpoint:
 
     It listens on one address, for peers that prove to have the same key. Between two ranks
     lies a link of many connections, opened by one of the two. A thread outside Python's lock
-    moves the bytes.
+    moves the bytes. A forked child has no part in it: its copies of the sockets are closed when
+    it begins, all it may do is close, and it may have endpoints of its own.
     """
 
     def __init__(
@@ -31,11 +32,12 @@ class WanEndpoint:
         rank: int,
         bind: str,
         key: WanKey,
+        job: str = "",
         port: int = 0,
         connections: int = 8,
         deadline_s: float = 30.0,
         timeout_s: float = 600.0,
-        tls: bool = False,
+        tls: bool = True,
         chunk_bytes: int = 128 << 10,
         buffer_bytes: int = 64 << 20,
         congestion: str = "",
@@ -46,11 +48,14 @@ class WanEndpoint:
         Args:
             rank: this rank, by which peers know it.
             bind: IP address to listen on; all addresses at once (0.0.0.0) are refused.
+            job: name of this attempt of the run, the same on every rank: what is left of another one
+                has the same key, and is turned away.
             port: 0 takes a free one; see `address`.
             connections: TCP connections per link that this side opens; a probe tells how many.
             deadline_s: seconds of silence after which a link has failed.
             timeout_s: seconds that a transfer may wait for a living peer, or for its first contact.
-            tls: encrypt with TLS 1.3, keyed by ``key``; both sides must agree.
+            tls: encrypt with TLS 1.3, keyed by ``key``; both sides must agree. Without it tensors and
+                tags are readable on the way.
             chunk_bytes: messages are cut into chunks of this size.
             buffer_bytes: memory per lane for what arrives before its receive is posted.
             congestion: the kernel's congestion control (cubic, bbr); empty leaves its default.
@@ -70,6 +75,7 @@ class WanEndpoint:
             bind=bind,
             port=port,
             key=key,
+            job=job,
             tls=tls,
             deadline_s=deadline_s,
             timeout_s=timeout_s,

@@ -1,4 +1,4 @@
-// What travels on a connection: frames of one fixed size, each followed by at most one chunk.
+// What travels on a connection: frames, of which some are followed by a chunk.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -33,7 +33,7 @@ enum Type : uint32_t {
     BYE,       // this end closes, or gave up; the tag says why
 };
 
-// Little-endian, as all machines that run this.
+// Little-endian, as all machines that run this. What has no more to say goes as a `Note`.
 struct Frame {
     uint32_t magic;
     uint16_t type, lane;
@@ -48,7 +48,24 @@ struct Frame {
 
     std::string tag_text() const { return std::string(tag, strnlen(tag, sizeof tag)); }
 };
-static_assert(sizeof(Frame) == 96, "the frame is a wire format");
+
+// One for each chunk would be much beside small chunks, so it is a third of a frame.
+struct Note {
+    uint32_t magic;
+    uint16_t type, lane;
+    uint64_t offset, message;
+    uint32_t reserved;
+    uint32_t sum;  // of the bytes before it
+
+    Frame frame() const {
+        Frame made{};
+        made.type = type, made.lane = lane, made.offset = offset, made.message = message;
+        return made;
+    }
+};
+static_assert(sizeof(Frame) == 96 && sizeof(Note) == 32, "a wire format");
+
+inline bool is_note(uint16_t type) { return type != DATA && type != BYE; }
 
 // One step of CRC-32C; `library.py` compiles for processors that have an instruction for it.
 inline uint32_t crc_step(uint32_t crc, uint64_t word) {
@@ -88,14 +105,16 @@ inline uint32_t checksum(const char *data, size_t length) {
     return sum;
 }
 
-inline void seal(Frame &frame) {
+template <class Sealed>
+void seal(Sealed &frame) {
     frame.magic = MAGIC;
-    frame.sum = checksum(reinterpret_cast<const char *>(&frame), offsetof(Frame, sum));
+    frame.sum = checksum(reinterpret_cast<const char *>(&frame), offsetof(Sealed, sum));
 }
 
-inline bool sealed(const Frame &frame) {
+template <class Sealed>
+bool sealed(const Sealed &frame) {
     return frame.magic == MAGIC &&
-           frame.sum == checksum(reinterpret_cast<const char *>(&frame), offsetof(Frame, sum));
+           frame.sum == checksum(reinterpret_cast<const char *>(&frame), offsetof(Sealed, sum));
 }
 
 }  // namespace weft

@@ -1,19 +1,25 @@
 // How two endpoints come to know each other before a frame passes: HMAC-SHA256 challenges over a
 // shared key, in both directions. The side that connects proves itself first, so a stranger
-// learns nothing but a random number. Every message has one fixed size.
+// learns nothing but random numbers. Every message has one fixed size. A job is one attempt of a
+// run: what is left of the last one has the same key, and is turned away all the same.
 //
 //   connects                                  listens
-//   Hello     who, to whom, random     ->
-//                                      <-     Challenge   who, random
+//   Hello     job, who, whom, random   ->
+//                                      <-     Challenge   job, who, random
 //   Proof     HMAC(key, "connects" ..) ->
 //                                      <-     Proof       HMAC(key, "listens" ..)
 #pragma once
+#include <array>
+
 #include "openssl.hpp"
 
 namespace weft {
 
+using Job = std::array<unsigned char, 16>;
+
 struct Hello {
     char magic[8];
+    Job job;
     uint32_t from, to;
     uint64_t session;  // of the endpoint; another one after a restart
     uint32_t slot, connections;
@@ -22,6 +28,7 @@ struct Hello {
 };
 struct Challenge {
     char magic[8];
+    Job job;
     uint32_t from, to;
     uint64_t session;
     uint32_t chunk_bytes, reserved;
@@ -30,26 +37,29 @@ struct Challenge {
 struct Proof {
     unsigned char mac[32];
 };
-static_assert(sizeof(Hello) == 72 && sizeof(Challenge) == 64 && sizeof(Proof) == 32, "a wire format");
+static_assert(sizeof(Hello) == 88 && sizeof(Challenge) == 80 && sizeof(Proof) == 32, "a wire format");
 
-constexpr char HELLO_MAGIC[8] = {'w', 'e', 'f', 't', 'w', 'a', 'n', '1'};
+constexpr char HELLO_MAGIC[8] = {'w', 'e', 'f', 't', 'w', 'a', 'n', '2'};
 
 class Handshake {
 public:
     Hello hello{};
     Challenge challenge{};
 
-    void start(uint32_t from, uint32_t to, uint64_t session, uint32_t slot, uint32_t connections, uint32_t chunk) {
-        hello = {{}, from, to, session, slot, connections, chunk, 0, {}};
+    void start(const Job &job, uint32_t from, uint32_t to, uint64_t session, uint32_t slot, uint32_t connections,
+               uint32_t chunk) {
+        hello = {{}, job, from, to, session, slot, connections, chunk, 0, {}};
         memcpy(hello.magic, HELLO_MAGIC, sizeof HELLO_MAGIC);
         fill_random(hello.random, sizeof hello.random);
     }
 
-    void answer(uint32_t from, uint64_t session, uint32_t chunk) {
-        challenge = {{}, from, hello.from, session, chunk, 0, {}};
+    void answer(const Job &job, uint32_t from, uint64_t session, uint32_t chunk) {
+        challenge = {{}, job, from, hello.from, session, chunk, 0, {}};
         memcpy(challenge.magic, HELLO_MAGIC, sizeof HELLO_MAGIC);
         fill_random(challenge.random, sizeof challenge.random);
     }
+
+    bool of_one_job() const { return hello.job == challenge.job; }
 
     Proof prove(const std::string &key, bool connects) const {
         std::string text = connects ? "connects" : "listens";

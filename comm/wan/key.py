@@ -30,7 +30,7 @@ class WanKey:
             ValueError: it is not set, or too short.
         """
         if VARIABLE not in os.environ:
-            raise ValueError(f"{VARIABLE} is not set: ranks at different sites know each other by it; {_REMEDY}")
+            raise ValueError(f"{VARIABLE} is not set: ranks of several hosts know each other by it; {_REMEDY}")
         return cls(os.environ[VARIABLE].encode())
 
     def derived(self, purpose: str) -> bytes:

@@ -18,7 +18,10 @@ from pathlib import Path
 from weft.comm.native import Kind, build
 
 _FOLDER = Path(__file__).parent
-_HEADERS = ("frame", "openssl", "handshake", "stream", "message", "connection", "pace", "link", "endpoint")
+_HEADERS = (
+    *("descriptors", "frame", "openssl", "handshake", "stream"),
+    *("message", "connection", "pace", "link", "endpoint"),
+)
 # Every processor of these families that a GPU sits beside has these instructions.
 _FLAGS = {"x86_64": ["-msse4.2"], "aarch64": ["-march=armv8-a+crc"]}
 _OPENSSL = (".so.3", ".so.1.1", ".so")
@@ -31,7 +34,7 @@ class Options(Structure):
         *((name, c_uint32) for name in ("id", "chunk_bytes", "unsent_bytes", "tls")),
         *((name, c_uint32) for name in ("port", "key_bytes", "tls_key_bytes", "reserved")),
         *((name, c_double) for name in ("deadline_s", "patience_s")),
-        *((name, c_char_p) for name in ("host", "key", "tls_key", "congestion", "crypto", "ssl")),
+        *((name, c_char_p) for name in ("job", "host", "key", "tls_key", "congestion", "crypto", "ssl")),
     ]
 
 
@@ -59,6 +62,7 @@ _FUNCTIONS = {
     "wait": (c_int, [c_void_p, c_void_p, c_double]),
     "error": (c_char_p, [c_void_p]),
     "free": (None, [c_void_p]),
+    "requests": (c_uint64, []),
     "counters": (None, [c_void_p, c_uint32, POINTER(Counters)]),
     "refused": (c_uint64, [c_void_p]),
     "close": (None, [c_void_p, c_double]),

@@ -13,10 +13,12 @@
 namespace weft {
 
 constexpr int64_t SECOND = 1000000000;
+constexpr char CLOSED[] = "closed";  // the last word of an endpoint that was closed
 constexpr uint16_t SINK = 0xffff;  // a lane whose messages are acknowledged and thrown away: for probes
 
 struct Options {
     uint32_t id;
+    Job job;
     uint64_t session;
     uint32_t chunk_bytes;
     int unsent_bytes;
@@ -55,6 +57,8 @@ public:
     }
 
     bool failed() const { return !failure_.empty(); }
+    const std::string &cause() const { return cause_; }
+    std::string lost() const { return rank(options_.id) + " lost " + rank(peer); }
     bool left() const { return !farewell_.empty(); }  // the peer has said goodbye
 
     void grow(uint32_t connections) {
@@ -106,6 +110,7 @@ public:
         if (failed()) return "the link has failed";
         if (chunk_bytes < MIN_CHUNK || chunk_bytes > MAX_CHUNK) return "its chunk size is out of bounds";
         if (session_ && session_ != session) return "its peer has restarted";
+        if (session_ && chunk_bytes != peer_chunk_bytes_) return "its chunk size has changed";
         return "";
     }
 
@@ -182,7 +187,6 @@ public:
 
     void on_header(Connection &connection, int64_t now) {
         const Frame &frame = connection.in;
-        if (!sealed(frame)) throw Broken("a damaged frame");
         connection.heard_ns = heard_ns_ = now;
         if (frame.type == DATA) return take_chunk(connection);
         if (frame.length) throw Broken("a frame with an impossible length");
@@ -225,7 +229,8 @@ public:
 
     void tick(int64_t now) {
         if (failed()) return;
-        if (left() && !counters.ready) return fail("ended by the other side: " + farewell_);
+        if (left() && !counters.ready)
+            return fail("ended by the other side: " + farewell_, farewell_ == CLOSED ? rank(peer) + " closed" : farewell_);
         for (Connection *connection : slots) {
             if (!connection) continue;
             if (now - connection->heard_ns > options_.stall_ns) {
@@ -241,9 +246,9 @@ public:
         int64_t limit = session_ ? options_.deadline_ns : options_.patience_ns;
         std::string trouble = last_trouble_.empty() ? "" : "; last trouble: " + last_trouble_;
         if (now - heard_ns_ > limit)
-            fail((session_ ? "silent for " : "no contact within ") + seconds(limit) + trouble);
+            fail((session_ ? "silent for " : "no contact within ") + seconds(limit) + trouble, lost());
         else if (session_ && refused_since_ns_ && now - refused_since_ns_ > 2 * SECOND && !counters.ready)
-            fail("the other process has ended" + trouble);
+            fail("the other process has ended" + trouble, lost());
     }
 
     // The machine slept or the process was stopped: that silence was ours.
@@ -253,13 +258,15 @@ public:
             if (connection) connection->heard_ns += pause_ns;
     }
 
-    void fail(const std::string &why) {
+    // `cause` is what other links hear that stand and fall with this one, and the peer.
+    void fail(const std::string &why, const std::string &cause) {
         if (failed()) return;
         failure_ = "link " + name + ": " + why;
+        cause_ = cause;
         for (auto &message : outgoing_) completed_.push_back({message->request, failure_});
         for (auto &[_, lane] : lanes_) lane.fail(failure_, completed_);
         queue_.clear();
-        say_bye(why);
+        say_bye(cause);
         for (Connection *connection : slots)
             if (connection) lose(*connection, failure_);
         resend_.clear();
@@ -272,7 +279,7 @@ public:
             try {
                 connection->flush();
                 if (connection->sending()) continue;
-                connection->say(BYE, 0, 0, why);
+                connection->say_bye(why);
                 connection->flush();
             } catch (const Broken &) {
                 continue;
@@ -293,7 +300,9 @@ private:
     size_t turn_ = 0;
     Pace pace_;
     int64_t now_ = 0;  // of the last `pump`
-    std::string failure_, farewell_, last_trouble_;
+    std::string failure_, cause_, farewell_, last_trouble_;
+
+    static std::string rank(uint32_t id) { return "rank " + std::to_string(id); }
 
     static std::string seconds(int64_t ns) {
         char text[32];
@@ -400,7 +409,7 @@ private:
     }
 
     void check_sizes(Lane &lane) {
-        if (!lane.disagreement.empty()) fail(lane.disagreement);
+        if (!lane.disagreement.empty()) fail(lane.disagreement, lane.disagreement);
     }
 };
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
 import socket
 from collections.abc import Callable, Sequence
 from time import monotonic, sleep
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.channel import ChannelError
+from weft.comm.exchange import gather
 from weft.comm.probe import MOST, LinkProfile, probe_both
 from weft.comm.wan.cell import Cell, join
 from weft.comm.wan.channel import WanChannel
@@ -20,6 +23,11 @@ from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.key import WanKey
 from weft.conf.schema import CommConfig
 
+_log = logging.getLogger(__name__)
+_READABLE = (
+    "comm.tls=false: hidden states, their gradients and the schedule's tags travel readable between sites, and who can "
+    "rewrite TCP streams on the way can alter them; set comm.tls=true unless the links are private"
+)
 _INSIDE_CONNECTIONS = 2  # between the relays of one site, whose network is fast
 
 Hop = tuple[int, int]
@@ -57,15 +65,20 @@ class WanNetwork:
         """
         me = dist.get_rank()
         mine = [cell for cell in cells if me in (*cell.near, *cell.far)]
-        endpoint = _agreed(lambda: _listen(me, comm, device) if mine else None)
-        addresses = _gathered(endpoint.address if endpoint else None)
+        if cells and me == 0 and not comm.tls:
+            _log.warning(_READABLE)
+        attempt = gather(secrets.token_hex(16))[0]  # rank 0's
+        endpoint = _agreed(lambda: _listen(me, attempt, comm, device) if mine else None)
+        addresses = gather(endpoint.address if endpoint else None)
         network = cls(endpoint)
         for cell in mine:
             network._open(cell, addresses, comm)
         _agreed(lambda: network._await_contact(comm.deadline_s))
         if not comm.connections:
             found = _agreed(lambda: network._probe(mine))
-            network.profiles = {hop: profile for profiles in _gathered(found) for hop, profile in profiles.items()}
+            network.profiles = {
+                hop: profile for profiles in gather(found, kinds=(LinkProfile,)) for hop, profile in profiles.items()
+            }
         return network
 
     def close(self) -> None:
@@ -109,9 +122,10 @@ class WanNetwork:
         return found
 
 
-def _listen(rank: int, comm: CommConfig, device: torch.device) -> WanEndpoint:
+def _listen(rank: int, attempt: str, comm: CommConfig, device: torch.device) -> WanEndpoint:
     return WanEndpoint(
         rank=rank,
+        job=attempt,
         bind=_address(comm.interface),
         key=WanKey.from_environment(),
         connections=comm.connections or MOST,
@@ -139,21 +153,15 @@ def _address(interface: str) -> str:
         return way.getsockname()[0]
 
 
-def _gathered(mine: T) -> list[T]:
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
-
-
 def _agreed(action: Callable[[], T]) -> T:
     """What ``action`` returns; where it fails on any rank, every rank raises the first such rank's error."""
     results: list[T] = []
-    error = None
+    error: ValueError | ChannelError | None = None
     try:
         results.append(action())
     except (ValueError, ChannelError) as failure:
         error = failure
-    first = next((other for other in _gathered(error) if other is not None), None)
-    if first is not None:
-        raise first
+    said = None if error is None else (isinstance(error, ChannelError), str(error))
+    for of_channel, text in filter(None, gather(said)):
+        raise (ChannelError if of_channel else ValueError)(text) from error
     return results[0]

@@ -13,6 +13,10 @@ namespace weft {
 
 struct Ssl;     // SSL
 struct SslCtx;  // SSL_CTX
+struct Bio;     // BIO
+
+class OpenSsl;
+const OpenSsl *&openssl_place();
 
 class OpenSsl {
 public:
@@ -25,6 +29,14 @@ public:
         find(library, "EVP_sha256", EVP_sha256);
         find(library, "CRYPTO_memcmp", CRYPTO_memcmp);
         find(library, "ERR_clear_error", ERR_clear_error);
+        find(library, "BIO_new", BIO_new);
+        find(library, "BIO_new_socket", BIO_new_socket);
+        find(library, "BIO_meth_new", BIO_meth_new);
+        find(library, "BIO_meth_set_write", BIO_meth_set_write);
+        find(library, "BIO_meth_set_ctrl", BIO_meth_set_ctrl);
+        find(library, "BIO_set_data", BIO_set_data);
+        find(library, "BIO_get_data", BIO_get_data);
+        find(library, "BIO_set_init", BIO_set_init);
         library = open(ssl);
         find(library, "TLS_method", TLS_method);
         find(library, "SSL_CTX_new", SSL_CTX_new);
@@ -36,7 +48,7 @@ public:
         find(library, "SSL_CTX_set_num_tickets", SSL_CTX_set_num_tickets);
         find(library, "SSL_new", SSL_new);
         find(library, "SSL_free", SSL_free);
-        find(library, "SSL_set_fd", SSL_set_fd);
+        find(library, "SSL_set_bio", SSL_set_bio);
         find(library, "SSL_set_ex_data", SSL_set_ex_data);
         find(library, "SSL_get_ex_data", SSL_get_ex_data);
         find(library, "SSL_set_connect_state", SSL_set_connect_state);
@@ -51,6 +63,14 @@ public:
     const void *(*EVP_sha256)();
     int (*CRYPTO_memcmp)(const void *, const void *, size_t);
     void (*ERR_clear_error)();
+    Bio *(*BIO_new)(const void *);
+    Bio *(*BIO_new_socket)(int, int);
+    void *(*BIO_meth_new)(int, const char *);
+    int (*BIO_meth_set_write)(void *, int (*)(Bio *, const char *, int));
+    int (*BIO_meth_set_ctrl)(void *, long (*)(Bio *, int, long, void *));
+    void (*BIO_set_data)(Bio *, void *);
+    void *(*BIO_get_data)(Bio *);
+    void (*BIO_set_init)(Bio *, int);
     const void *(*TLS_method)();
     SslCtx *(*SSL_CTX_new)(const void *);
     void (*SSL_CTX_free)(SslCtx *);
@@ -61,7 +81,7 @@ public:
     int (*SSL_CTX_set_num_tickets)(SslCtx *, size_t);
     Ssl *(*SSL_new)(SslCtx *);
     void (*SSL_free)(Ssl *);
-    int (*SSL_set_fd)(Ssl *, int);
+    void (*SSL_set_bio)(Ssl *, Bio *, Bio *);
     int (*SSL_set_ex_data)(Ssl *, int, void *);
     void *(*SSL_get_ex_data)(const Ssl *, int);
     void (*SSL_set_connect_state)(Ssl *);
@@ -71,16 +91,35 @@ public:
     int (*SSL_write)(Ssl *, const void *, int);
     int (*SSL_get_error)(const Ssl *, int);
 
-    enum { WANT_READ = 2, WANT_WRITE = 3, ZERO_RETURN = 6 };  // SSL_ERROR_*
+    enum { WANT_READ = 2, ZERO_RETURN = 6 };  // SSL_ERROR_*
+
+    // A BIO that hands what TLS writes to `append(owner, ..)`.
+    template <class Owner>
+    Bio *gathering(Owner *owner) const {
+        static void *method = [this] {
+            enum { SOURCE_SINK = 0x400, OURS = 120, FLUSH = 11 };
+            void *made = BIO_meth_new(SOURCE_SINK | OURS, "weft");
+            BIO_meth_set_write(made, [](Bio *bio, const char *data, int length) {
+                static_cast<Owner *>(openssl_place()->BIO_get_data(bio))->append(data, length);
+                return length;
+            });
+            BIO_meth_set_ctrl(made, [](Bio *, int what, long, void *) -> long { return what == FLUSH; });
+            return made;
+        }();
+        Bio *bio = BIO_new(method);
+        BIO_set_data(bio, owner);
+        BIO_set_init(bio, 1);
+        return bio;
+    }
 
     // A context for TLS 1.3 that knows its peers by the key they share: no certificates.
     SslCtx *context(PskClient client, PskServer server) const {
-        enum { CTRL_MODE = 33, SET_MIN_PROTO = 123, PARTIAL_WRITE = 1, MOVING_BUFFER = 2, TLS_1_3 = 0x0304 };
+        enum { CTRL_MODE = 33, SET_MIN_PROTO = 123, MOVING_BUFFER = 2, TLS_1_3 = 0x0304 };
         SslCtx *made = SSL_CTX_new(TLS_method());
         if (!made || !SSL_CTX_ctrl(made, SET_MIN_PROTO, TLS_1_3, nullptr) ||
             !SSL_CTX_set_ciphersuites(made, "TLS_AES_128_GCM_SHA256"))  // a shared key means its hash
             throw std::runtime_error("OpenSSL has no TLS 1.3");
-        SSL_CTX_ctrl(made, CTRL_MODE, PARTIAL_WRITE | MOVING_BUFFER, nullptr);
+        SSL_CTX_ctrl(made, CTRL_MODE, MOVING_BUFFER, nullptr);
         SSL_CTX_set_num_tickets(made, 0);
         SSL_CTX_set_psk_client_callback(made, client);
         SSL_CTX_set_psk_server_callback(made, server);

@@ -53,6 +53,32 @@ class HostStaging:
         """Nothing runs."""
 
 
+STOCK = 8
+"""Blocks of pinned memory that are taken at once: as many messages as are usually under way."""
+
+
+class PinnedStock:
+    """Takes pinned memory from the system for several messages at once, before the first of their size.
+
+    Pinning waits for the device, and may wait behind kernels that wait for other ranks. A step begins
+    with its receives, when the device has nothing to do; what it sends later finds its memory here, in
+    torch's cache of pinned blocks, which are of sizes that are powers of two.
+    """
+
+    def __init__(self, pin: Callable[[int], object]) -> None:
+        """``pin`` takes a block of so many bytes, and its cache keeps it when the result is gone."""
+        self._pin = pin
+        self._stocked: set[int] = set()
+
+    def prepare(self, num_bytes: int) -> None:
+        """See to it that messages of ``num_bytes`` need no new memory."""
+        size = 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+        if size and size not in self._stocked:
+            self._stocked.add(size)
+            blocks = [self._pin(size) for _ in range(STOCK)]
+            del blocks
+
+
 class CudaStaging:
     """Pinned copies on streams of their own, one per direction; compute never waits for them.
 
@@ -64,11 +90,12 @@ class CudaStaging:
         self._device = device
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="weft wan staging")
+        self._stock = PinnedStock(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
 
     def outward(self, tensor: Tensor, submit: Callable[[Tensor], list[int]]) -> Future[list[int]]:
         """Copy behind what the current stream has queued; a thread submits when the copy has ended."""
         tensor = tensor.contiguous()
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = self.room(TensorSpec(tuple(tensor.shape), tensor.dtype))
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         copied = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._out):
@@ -84,6 +111,7 @@ class CudaStaging:
 
     def room(self, spec: TensorSpec) -> Tensor:
         """Pinned memory."""
+        self._stock.prepare(spec.dtype.itemsize * torch.Size(spec.shape).numel())
         return torch.empty(spec.shape, dtype=spec.dtype, pin_memory=True)
 
     def inward(self, host: Tensor) -> Tensor:

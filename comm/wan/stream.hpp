@@ -12,7 +12,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <memory>
 
+#include "descriptors.hpp"
 #include "frame.hpp"
 #include "openssl.hpp"
 
@@ -62,7 +64,7 @@ public:
     explicit Stream(int fd) : fd(fd) {}
     ~Stream() {
         if (tls_) openssl().SSL_free(tls_);
-        close(fd);
+        Descriptors::all().close(fd);
     }
     Stream(const Stream &) = delete;
 
@@ -92,44 +94,61 @@ public:
 
     void start_tls(SslCtx *context, void *owner, bool connects) {
         tls_ = openssl().SSL_new(context);
-        if (!tls_ || !openssl().SSL_set_fd(tls_, fd)) throw Broken("TLS cannot start");
+        if (!tls_) throw Broken("TLS cannot start");
+        openssl().SSL_set_bio(tls_, openssl().BIO_new_socket(fd, 0), openssl().gathering(&encrypted_));
         openssl().SSL_set_ex_data(tls_, 0, owner);
         connects ? openssl().SSL_set_connect_state(tls_) : openssl().SSL_set_accept_state(tls_);
         readable = true;  // there is a first step to take
     }
 
+    bool has_tls() const { return tls_; }
+
     // Whether TLS is agreed upon.
     bool secure() {
         if (!readable) return false;
-        openssl().ERR_clear_error();
         int done = openssl().SSL_do_handshake(tls_);
-        if (done == 1) return true;
-        tls_waits(done, "TLS handshake failed");
-        return false;
+        if (done != 1) tls_waits(done, "TLS handshake failed");
+        send_encrypted();
+        return done == 1;
     }
 
-    // Bytes taken from `parts`, of which none may be empty; 0 where the kernel takes none now.
+    // Whether the kernel lacks some of what `write` has taken.
+    bool holds_back() const { return encrypted_.length > 0; }
+
+    // Bytes taken from `parts`, of which none may be empty; 0 where none are taken now.
     size_t write(const iovec *parts, int count) {
         if (tls_) {
-            openssl().ERR_clear_error();
-            int length = static_cast<int>(std::min<size_t>(parts[0].iov_len, 1 << 20));
-            int done = openssl().SSL_write(tls_, parts[0].iov_base, length);
-            return done > 0 ? done : tls_waits(done, "TLS write failed");
+            if (!send_encrypted()) return 0;
+            size_t taken = 0;
+            for (const iovec *part = parts; part != parts + count; part++) {
+                int length = static_cast<int>(std::min<size_t>(part->iov_len, MOST_ENCRYPTED));
+                int done = openssl().SSL_write(tls_, part->iov_base, length);
+                if (done <= 0) throw Broken("TLS write failed");
+                taken += done;
+                if (static_cast<size_t>(done) < part->iov_len) break;
+            }
+            send_encrypted();
+            return taken;
         }
         msghdr message{};
         message.msg_iov = const_cast<iovec *>(parts);
         message.msg_iovlen = count;
-        ssize_t done = sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (done >= 0) return done;
-        if (errno != EAGAIN && errno != EINTR) throw Broken(error_text(errno));
-        if (errno == EAGAIN) writable = false;
-        return 0;
+        return sent(sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT));
+    }
+
+    // Sends what TLS has encrypted; whether that was all.
+    bool send_encrypted() {
+        while (holds_back() && writable) {
+            size_t left = encrypted_.length - sent_;
+            sent_ += sent(send(fd, encrypted_.data.get() + sent_, left, MSG_NOSIGNAL | MSG_DONTWAIT));
+            if (sent_ == encrypted_.length) sent_ = encrypted_.length = 0;
+        }
+        return !holds_back();
     }
 
     // Bytes put into `parts`; 0 where there are none now.
     size_t read(const iovec *parts, int count) {
         if (tls_) {
-            openssl().ERR_clear_error();
             int part = parts[0].iov_len ? 0 : 1;
             int length = static_cast<int>(std::min<size_t>(parts[part].iov_len, 1 << 20));
             int done = openssl().SSL_read(tls_, parts[part].iov_base, length);
@@ -148,13 +167,38 @@ public:
     }
 
 private:
+    static constexpr size_t MOST_ENCRYPTED = 1 << 20;  // at a time
+
     Ssl *tls_ = nullptr;
+    // Records of TLS hold 16 kB: sent one by one, each is a call of the kernel and a packet cut short.
+    struct Gathered {
+        std::unique_ptr<char[]> data;
+        size_t length = 0, room = 0;
+
+        void append(const char *more, size_t count) {
+            if (length + count > room) {
+                std::unique_ptr<char[]> larger(new char[room = std::max(2 * room, length + count)]);
+                if (length) memcpy(larger.get(), data.get(), length);
+                data = std::move(larger);
+            }
+            memcpy(data.get() + length, more, count);
+            length += count;
+        }
+    } encrypted_;
+    size_t sent_ = 0;  // of it
+
+    size_t sent(ssize_t done) {
+        if (done >= 0) return done;
+        if (errno != EAGAIN && errno != EINTR) throw Broken(error_text(errno));
+        if (errno == EAGAIN) writable = false;
+        return 0;
+    }
 
     size_t tls_waits(int done, const char *otherwise) {
-        int code = errno;
-        switch (openssl().SSL_get_error(tls_, done)) {
+        int code = errno, error = openssl().SSL_get_error(tls_, done);
+        openssl().ERR_clear_error();  // for whoever asks next
+        switch (error) {
             case OpenSsl::WANT_READ: readable = false; return 0;
-            case OpenSsl::WANT_WRITE: writable = false; return 0;
             case OpenSsl::ZERO_RETURN: throw Broken("closed by the other side");
             case 5: throw Broken(code ? error_text(code) : "closed by the other side");  // SSL_ERROR_SYSCALL
             default: throw Broken(otherwise);

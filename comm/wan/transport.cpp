@@ -7,7 +7,7 @@ struct WanOptions {
     uint32_t id, chunk_bytes, unsent_bytes, tls;
     uint32_t port, key_bytes, tls_key_bytes, reserved;
     double deadline_s, patience_s;
-    const char *host, *key, *tls_key, *congestion, *crypto, *ssl;
+    const char *job, *host, *key, *tls_key, *congestion, *crypto, *ssl;
 };
 
 struct WanCounters {
@@ -27,6 +27,7 @@ Endpoint *weft_wan_open(const WanOptions *given, char *error, size_t room) {
         load_openssl(given->crypto, given->ssl);
         Options options{};
         options.id = given->id;
+        memcpy(options.job.data(), given->job, options.job.size());
         fill_random(&options.session, sizeof options.session);
         options.session |= 1;  // 0 means that none is known
         options.chunk_bytes = given->chunk_bytes;
@@ -112,6 +113,9 @@ int weft_wan_wait(Endpoint *endpoint, Request *request, double timeout_s) {
 const char *weft_wan_error(const Request *request) { return request->error.c_str(); }
 
 void weft_wan_free(Request *request) { delete request; }
+
+// How many requests there are in this process: each is freed by whom it was given to.
+uint64_t weft_wan_requests() { return Request::alive; }
 
 void weft_wan_counters(Endpoint *endpoint, uint32_t peer, WanCounters *counters) {
     endpoint->call([=] {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import weakref
 from collections.abc import Hashable
@@ -71,6 +72,7 @@ class Transport:
         bind: str,
         port: int,
         key: WanKey,
+        job: str,
         tls: bool,
         deadline_s: float,
         timeout_s: float,
@@ -88,22 +90,23 @@ class Transport:
         options = Options(
             id=rank, chunk_bytes=chunk_bytes, unsent_bytes=chunk_bytes, tls=tls, port=port,
             key_bytes=len(authentication), tls_key_bytes=len(encryption), deadline_s=deadline_s, patience_s=timeout_s,
-            host=bind.encode(), key=authentication, tls_key=encryption, congestion=congestion.encode(),
+            job=hashlib.sha256(job.encode()).digest(), host=bind.encode(), key=authentication, tls_key=encryption,
+            congestion=congestion.encode(),
             crypto=crypto.encode(), ssl=ssl.encode(),
         )  # fmt: skip
         error = ctypes.create_string_buffer(512)
         self._native = self._library.weft_wan_open(ctypes.byref(options), error, len(error))
         if not self._native:
             raise ValueError(f"WAN endpoint of rank {rank}: {error.value.decode()}")
-        self._rank = rank
+        self._rank, self._owner = rank, os.getpid()
         self._held: set[Transfer] = set()
         self._sweep_at = 256
-        self._closer = weakref.finalize(self, _close, self._library, self._native, os.getpid())
+        self._closer = weakref.finalize(self, _close, self._library, self._native, self._owner)
 
     def close(self, linger_s: float) -> None:
         """Send what is left, for at most ``linger_s``; say goodbye to the peers; end the thread."""
         if self._closer.detach():
-            _close(self._library, self._native, os.getpid(), linger_s)
+            _close(self._library, self._native, self._owner, linger_s)
             self._native = None
             self._held.clear()
 
@@ -179,10 +182,15 @@ class Transport:
     def _open(self) -> int:
         if self._native is None:
             raise ChannelError(f"the WAN endpoint of rank {self._rank} is closed")
+        if os.getpid() != self._owner:
+            raise ChannelError(
+                f"the WAN endpoint of rank {self._rank} belongs to process {self._owner}, "
+                "and this is a fork of it: make an endpoint of its own here, or start the process by spawn"
+            )
         return self._native
 
 
 def _close(library: ctypes.CDLL, native: int, owner: int, linger_s: float = 0.0) -> None:
-    """End the native thread; in a forked child there is none."""
+    """End the native thread; a forked child has none, and its sockets are closed."""
     if os.getpid() == owner:
         library.weft_wan_close(native, linger_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -62,7 +63,9 @@ class SplitBackward:
     def __init__(self, module: nn.Module) -> None:
         """Hook the modules that own matrices; `remove` undoes it."""
         self._module = module
-        self._tape: Tape | None = None
+        self._strand = _Strand()
+        self._played: Tape | None = None
+        """Of the backward under way: autograd may run it, and what it computes again, in a thread of its own."""
         self._mode = _Intercept(self)
         self._hooks = []
         self._unsplit: tuple[str, ...] | None = None
@@ -119,7 +122,7 @@ class SplitBackward:
         output, hidden = saved.output, saved.hidden
         saved.output = saved.hidden = None
         if output.requires_grad:
-            with self._recording(saved.tape):  # a checkpointed layer runs its forward again
+            with self._playing(saved.tape):  # a checkpointed layer runs its forward again
                 torch.autograd.backward(output, gradient)
         if saved.tape:
             saved.kept_bytes = saved.tape.kept_bytes
@@ -162,13 +165,28 @@ class SplitBackward:
         saved.activation_bytes = self._activation_bytes[key]
         return output
 
+    @property
+    def _tape(self) -> Tape | None:
+        """Of the micro-batch that this thread computes."""
+        return self._strand.tape if self._strand.is_recording else self._played
+
     @contextmanager
     def _recording(self, tape: Tape | None) -> Iterator[None]:
-        before, self._tape = self._tape, tape
+        strand, before = self._strand, (self._strand.is_recording, self._strand.tape)
+        strand.is_recording, strand.tape = True, tape
         try:
             yield
         finally:
-            self._tape = before
+            strand.is_recording, strand.tape = before
+
+    @contextmanager
+    def _playing(self, tape: Tape | None) -> Iterator[None]:
+        before, self._played = self._played, tape
+        try:
+            with self._recording(tape):
+                yield
+        finally:
+            self._played = before
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._tape is not None:
@@ -180,10 +198,21 @@ class SplitBackward:
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a torch function of a hooked module, deferred if it is a product that can wait."""
-        found = match(function, args, kwargs)
-        if found is None or self._tape is None:
+        found, tape = match(function, args, kwargs), self._tape
+        if found is None or tape is None:
             return function(*args, **kwargs)
-        return self._tape.record(lambda: function(*args, **kwargs), *found)
+        return tape.record(lambda: function(*args, **kwargs), *found)
+
+
+class _Strand(threading.local):
+    """What one thread computes: two strands of a pair are on the same stage at the same time, for two micro-batches."""
+
+    is_recording = False
+    tape: Tape | None = None
+
+    def __reduce__(self) -> tuple[type[_Strand], tuple[()]]:
+        """A copied module's strands compute nothing yet."""
+        return _Strand, ()
 
 
 class _Intercept(TorchFunctionMode):

@@ -1,9 +1,16 @@
 """Checkpoints that are whole or absent, hold no pickle, and fit any layout of the ranks."""
 
 from weft.engine.checkpoint.background import BackgroundWriter
-from weft.engine.checkpoint.engine_checkpoint import check_folder, load_engine, load_newest, save_engine
+from weft.engine.checkpoint.engine_checkpoint import (
+    Wanted,
+    check_folder,
+    load_engine,
+    load_newest,
+    load_tagged,
+    save_engine,
+)
 from weft.engine.checkpoint.errors import CheckpointError
-from weft.engine.checkpoint.folder import check_space, newest
+from weft.engine.checkpoint.folder import check_space, newest, tagged
 from weft.engine.checkpoint.pieces import Piece
 from weft.engine.checkpoint.ranks import Ranks
 from weft.engine.checkpoint.reader import Checkpoint, open_checkpoint
@@ -15,12 +22,15 @@ __all__ = [
     "CheckpointError",
     "Piece",
     "Ranks",
+    "Wanted",
     "check_folder",
     "check_space",
     "load_engine",
     "load_newest",
+    "load_tagged",
     "newest",
     "open_checkpoint",
     "save",
     "save_engine",
+    "tagged",
 ]

@@ -18,6 +18,17 @@ def make_folder(path: Path) -> None:
         sync_folder(path.parent)
 
 
+def make_new_folder(path: Path) -> None:
+    """Make a folder for its owner alone, and those above it.
+
+    Raises:
+        OSError: something of that name is there, be it a link to a folder.
+    """
+    make_folder(path.parent)
+    os.mkdir(path, 0o700)
+    sync_folder(path.parent)
+
+
 def write(path: Path, chunks: Iterable[Buffer]) -> int:
     """Write a new file; returns its size in bytes.
 
@@ -40,7 +51,9 @@ def rename(path: Path, new: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all that is in it; gone already is fine."""
+    """Remove a folder with all that is in it, or a link, but not what it leads to; gone already is fine."""
+    if path.is_symlink():
+        path.unlink()
     shutil.rmtree(path, ignore_errors=True)
 
 

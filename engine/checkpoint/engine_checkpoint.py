@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +15,28 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from weft.comm.exchange import gather
+from weft.engine.checkpoint import manifest_form as form
 from weft.engine.checkpoint import optimizer_state
 from weft.engine.checkpoint.background import BackgroundWriter, snapshot
+from weft.engine.checkpoint.client_state import decode, encode
 from weft.engine.checkpoint.errors import CheckpointError
-from weft.engine.checkpoint.folder import candidates, check_space, step_folder, whole
+from weft.engine.checkpoint.folder import (
+    LATEST,
+    by_step,
+    candidates,
+    check_space,
+    checkpoint_folder,
+    tagged,
+    to_resume,
+    whole,
+)
+from weft.engine.checkpoint.manifest import MANIFEST
 from weft.engine.checkpoint.optimizer_state import OPTIM, WEIGHT
 from weft.engine.checkpoint.pieces import Piece
 from weft.engine.checkpoint.ranks import Ranks
 from weft.engine.checkpoint.reader import Checkpoint, open_checkpoint
+from weft.engine.checkpoint.shard_file import ShardEntry, damaged
 from weft.engine.checkpoint.stores import Store, find_stores, store_of
 from weft.engine.checkpoint.writer import save
 from weft.engine.zero import Fragment
@@ -39,12 +55,29 @@ _PACKAGES = ("weft", "torch", "deepspeed", "transformers")
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What is restored from a checkpoint beside weights and buffers.
+
+    Attributes:
+        optimizer: the optimiser's state; without it the optimiser's own is left as it is.
+        scheduler: learning rates and their schedule.
+        progress: counters, random states and the loss scale.
+    """
+
+    optimizer: bool = True
+    scheduler: bool = True
+    progress: bool = True
+
+
 def save_engine(
     engine: WeftEngine,
     folder: Path,
     *,
     client_state: Mapping[str, Any],
     keep: int = 0,
+    tag: str | None = None,
+    latest: bool = True,
     background: BackgroundWriter | None = None,
 ) -> Path:
     """Write a checkpoint between two steps; a collective call.
@@ -52,8 +85,10 @@ def save_engine(
     Args:
         folder: of checkpoints. Ranks need not share a file system: what a rank needs again,
             when stages stay where they are, is on its own.
-        client_state: JSON values, equal on all ranks.
-        keep: whole checkpoints to keep; 0 keeps all.
+        client_state: equal on all ranks; what `client_state.encode` takes.
+        keep: whole checkpoints without a tag to keep; 0 keeps all.
+        tag: its name, instead of its step's.
+        latest: whether `load_newest` may find it where no checkpoint is named.
         background: writes while training goes on; an error then shows at its next use, when
             the caller may go on without that checkpoint, or end.
 
@@ -62,26 +97,32 @@ def save_engine(
 
     Raises:
         CheckpointError: on every rank; checkpoints written before are as they were.
+        NonFiniteError: on every rank: there are numbers that are not finite; nothing was written.
     """
+    engine.check_finite()
     if background is not None:
         background.wait()  # before the copy, so that there is never more than one in memory
-    held = _fragments(engine)
+    held, step = _fragments(engine), engine.global_steps
+    target = _ranks().together(folder, lambda: checkpoint_folder(folder, step, tag))
+    tree, tensors = _ranks().together(folder, lambda: encode(client_state))
     stores = find_stores(folder, _ranks())
     pieces = _pieces(engine, held, stores)
-    meta = _meta(engine, held, client_state)
-    step = engine.global_steps
+    if engine.global_rank == store_of(stores, engine.global_rank).leader:
+        pieces += [Piece.whole(name, tensor) for name, tensor in tensors.items()]
+    meta = _meta(engine, held, tree) | {LATEST: latest}
     if background is None:
-        return save(folder, step, pieces, meta, ranks=_ranks(), stores=stores, keep=keep)
+        return save(folder, step, pieces, meta, ranks=_ranks(), stores=stores, keep=keep, tag=tag)
     copied, ranks = snapshot(pieces), _ranks(background.group)
-    background.submit(lambda: save(folder, step, copied, meta, ranks=ranks, stores=stores, keep=keep))
-    return step_folder(folder, step)
+    background.submit(lambda: save(folder, step, copied, meta, ranks=ranks, stores=stores, keep=keep, tag=tag))
+    return target
 
 
-def load_engine(engine: WeftEngine, path: Path) -> dict[str, Any]:
+def load_engine(engine: WeftEngine, path: Path, wanted: Wanted = Wanted()) -> dict[str, Any]:
     """Restore an engine from one checkpoint, whatever layout wrote it; a collective call.
 
     Weights, optimiser state, learning rates, loss scale and counters are restored exactly.
     Random states are restored if the layout is the same, and seeded from step and rank if not.
+    Of all that is no weight, what is not ``wanted`` stays as it is.
 
     Returns:
         The caller's state.
@@ -92,16 +133,27 @@ def load_engine(engine: WeftEngine, path: Path) -> dict[str, Any]:
     """
     ranks = _ranks()
     held = _fragments(engine)
-    checkpoint = ranks.together(path, lambda: open_checkpoint(path))
+    checkpoint = ranks.together(path, lambda: _open(path))
     if len(set(ranks.gather(checkpoint.manifest.name))) > 1:
         raise CheckpointError(f"{path}: ranks see different checkpoints of that name; copy one of them to all places")
     _check_names(checkpoint, held, ranks)
-    ranks.together(path, lambda: _restore_local(engine, held, checkpoint))
+    ranks.together(path, lambda: _restore_local(engine, held, checkpoint, wanted))
+    engine.optimizer.restored()
     engine.sharding.publish()
-    return dict(checkpoint.meta["client_state"])
+    return ranks.together(path, lambda: decode(checkpoint.meta["client_state"], checkpoint))
 
 
-def load_newest(engine: WeftEngine, folder: Path) -> tuple[Path, dict[str, Any]] | None:
+def load_tagged(engine: WeftEngine, folder: Path, tag: str, wanted: Wanted = Wanted()) -> tuple[Path, dict[str, Any]]:
+    """Restore from the checkpoint in ``folder`` that was saved under ``tag``; a collective call.
+
+    Raises:
+        CheckpointError: on every rank: there is none, or it cannot be restored.
+    """
+    path = _ranks().together(folder, lambda: tagged(folder, tag))
+    return path, load_engine(engine, path, wanted)
+
+
+def load_newest(engine: WeftEngine, folder: Path, wanted: Wanted = Wanted()) -> tuple[Path, dict[str, Any]] | None:
     """Restore from the checkpoint in ``folder`` that was written last and is whole; a collective call.
 
     One whose tensors turn out damaged is named in a warning, and the one before it is taken.
@@ -114,8 +166,9 @@ def load_newest(engine: WeftEngine, folder: Path) -> tuple[Path, dict[str, Any]]
         CheckpointError: the only checkpoints there are cannot be restored.
     """
     ranks = _ranks()
-    found = {manifest.name: (path, manifest) for path, manifest in whole(folder)}
-    others = ranks.gather((tuple(found), [path.name for path in candidates(folder)]))
+    found = {manifest.name: (path, manifest) for path, manifest in to_resume(folder)}
+    aside = {path for path, _ in whole(folder)} - {path for path, _ in found.values()}
+    others = ranks.gather((tuple(found), [path.name for path in candidates(folder) if path not in aside]))
     shared = set(found).intersection(*(names for names, _ in others))
     if not shared and any(there for _, there in others):
         raise CheckpointError(
@@ -125,7 +178,7 @@ def load_newest(engine: WeftEngine, folder: Path) -> tuple[Path, dict[str, Any]]
     order = sorted((found[name] for name in shared), key=lambda item: item[1].serial, reverse=True)
     for number, (path, _) in enumerate(order, start=1):
         try:
-            return path, load_engine(engine, path)
+            return path, load_engine(engine, path, wanted)
         except CheckpointError as error:
             if number == len(order):
                 raise
@@ -151,7 +204,7 @@ def check_folder(engine: WeftEngine, folder: Path, *, keep: int) -> None:
     store = store_of(stores, ranks.rank)
 
     def check() -> None:
-        to_come = max(1, keep + 1 - len(candidates(folder)))
+        to_come = max(1, keep + 1 - len(by_step(folder)))
         check_space(folder, to_come * sum(sizes[rank] for rank in store.members))
 
     ranks.together(folder, lambda: check() if ranks.rank == store.leader else None)
@@ -174,12 +227,7 @@ def _fragments(engine: WeftEngine) -> list[Fragment]:
 
 
 def _ranks(group: dist.ProcessGroup | None = None) -> Ranks:
-    def gather(value: Any) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(values, value, group=group)
-        return values
-
-    return Ranks(dist.get_rank(), gather)
+    return Ranks(dist.get_rank(), partial(gather, group=group, kinds=(ShardEntry,)))
 
 
 def _layout(engine: WeftEngine) -> dict[str, Any]:
@@ -252,6 +300,25 @@ def _random_states(engine: WeftEngine) -> dict[str, torch.Tensor]:
 # -- restoring ------------------------------------------------------------------------------------
 
 
+def _open(path: Path) -> Checkpoint:
+    """A checkpoint of an engine, whose state has the form that restoring it counts on."""
+    checkpoint = open_checkpoint(path)
+    try:
+        meta = checkpoint.meta
+        for part in ("client_state", "groups", "lr_scheduler", "loss_scale", "layout"):
+            form.mapping(meta, part)
+        counters = form.mapping(meta, "counters")
+        if set(counters) != set(COUNTERS):
+            raise form.FormError(f"counters: {', '.join(counters)[:200]}")
+        for name in COUNTERS:
+            form.number(counters, name)
+        for name in meta["groups"]:
+            form.mapping(meta["groups"], name)
+    except form.FormError as error:
+        raise damaged(path / MANIFEST, f"meta is not an engine's: {error}") from error
+    return checkpoint
+
+
 def _check_names(checkpoint: Checkpoint, held: list[Fragment], ranks: Ranks) -> None:
     """Check that the model has every weight of the checkpoint, so that none is lost in silence."""
     known = {f"{WEIGHT}/{name}" for of_rank in ranks.gather([f.name for f in held]) for name in of_rank}
@@ -263,16 +330,23 @@ def _check_names(checkpoint: Checkpoint, held: list[Fragment], ranks: Ranks) -> 
         )
 
 
-def _restore_local(engine: WeftEngine, held: list[Fragment], checkpoint: Checkpoint) -> None:
+def _restore_local(engine: WeftEngine, held: list[Fragment], checkpoint: Checkpoint, wanted: Wanted) -> None:
     """Everything but the collective last step."""
     meta = checkpoint.meta
-    optimizer_state.restore(held, engine.basic_optimizer, checkpoint)
+    optimizer_state.restore(held, engine.basic_optimizer, checkpoint, with_state=wanted.optimizer)
     for name, tensor in _buffers(engine).items():
         tensor.copy_(checkpoint.load([f"{BUFFER}/{name}"])[f"{BUFFER}/{name}"])
-    optimizer_state.restore_group_scalars(held, engine.basic_optimizer, meta["groups"])
-    optimizer_state.restore_loss_scale(engine.optimizer, meta["loss_scale"])
-    if engine.lr_scheduler and meta["lr_scheduler"]:
+    scalars = optimizer_state.OF_STATE * wanted.optimizer + optimizer_state.OF_SCHEDULE * wanted.scheduler
+    optimizer_state.restore_group_scalars(held, engine.basic_optimizer, meta["groups"], scalars)
+    if engine.lr_scheduler and meta["lr_scheduler"] and wanted.scheduler:
         _restore_scheduler(engine, meta["lr_scheduler"])
+    if wanted.progress:
+        _restore_progress(engine, checkpoint)
+
+
+def _restore_progress(engine: WeftEngine, checkpoint: Checkpoint) -> None:
+    meta = checkpoint.meta
+    optimizer_state.restore_loss_scale(engine.optimizer, meta["loss_scale"])
     for name, value in meta["counters"].items():
         setattr(engine, name, value)
     if meta["layout"] == _layout(engine):

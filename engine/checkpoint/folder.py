@@ -11,12 +11,18 @@ from pathlib import Path
 from weft.engine.checkpoint import durable
 from weft.engine.checkpoint.errors import CheckpointError
 from weft.engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from weft.engine.checkpoint.shard_file import FILES
 
 TEMPORARY = ".tmp"
 """Suffix of what is being written or removed: never a checkpoint."""
 REPLACED = ".old"
 """Suffix of a checkpoint while another of the same step takes its place."""
+LATEST = "latest"
+"""Entry of ``Manifest.meta``: whether the checkpoint is one to resume from where none is named."""
 _NAME = re.compile(r"step-(\d+)(?:\.old)?")
+_OWN = "step-"
+"""How the names begin that are given here; a tag's do not."""
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+@-]*")
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +32,45 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
+def checkpoint_folder(folder: Path, step: int, tag: str | None) -> Path:
+    """Where a checkpoint is written: by its step, or under a name of the caller's.
+
+    Raises:
+        CheckpointError: the tag cannot be a folder's name, or could be taken for one of ours.
+    """
+    own = step_folder(folder, step)
+    if tag is None or tag == own.name:
+        return own
+    if not _TAG.fullmatch(tag) or tag.startswith(_OWN) or tag.endswith((TEMPORARY, REPLACED)):
+        raise CheckpointError(
+            f"tag={tag!r}: not a name for a checkpoint; choose letters, digits and _.,=+@- that do not begin with "
+            f"{_OWN!r} or end with {TEMPORARY!r} or {REPLACED!r}, such as best"
+        )
+    return folder / tag
+
+
+def tagged(folder: Path, tag: str) -> Path:
+    """The checkpoint of that tag (or step folder's name), which may be waiting to be replaced.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = folder / tag
+    if Path(tag).name != tag or tag.endswith(TEMPORARY):
+        raise CheckpointError(f"tag={tag!r}: not the name of a checkpoint in {folder}")
+    if not (path / MANIFEST).exists() and (path.with_name(tag + REPLACED) / MANIFEST).exists():
+        return path.with_name(tag + REPLACED)
+    if not (path / MANIFEST).exists():
+        names = ", ".join(sorted(path.name for path in candidates(folder))) or "none"
+        raise CheckpointError(f"tag={tag!r}: {folder} holds no such checkpoint; there are: {names}")
+    return path
+
+
+def temporary_for(target: Path) -> Path:
+    """The name that a checkpoint has while it is written or removed; nobody else's begins and ends so."""
+    return target.with_name((target.name if target.name.startswith(_OWN) else _OWN + target.name) + TEMPORARY)
+
+
 def newest(folder: Path) -> Path | None:
     """The checkpoint in ``folder`` that was written last and is whole; None if there is none.
 
@@ -33,7 +78,14 @@ def newest(folder: Path) -> Path | None:
     bytes of tensors are checked when they are read.) Damaged ones are named in a warning.
     ``folder`` may also be a checkpoint itself.
     """
-    return next((path for path, _ in whole(folder)), None)
+    return next((path for path, _ in to_resume(folder)), None)
+
+
+def to_resume(folder: Path) -> Iterator[tuple[Path, Manifest]]:
+    """As `whole`, less those that were saved aside, with ``save_latest=False``."""
+    for path, manifest in whole(folder):
+        if path == folder or manifest.meta.get(LATEST, True):
+            yield path, manifest
 
 
 def whole(folder: Path) -> Iterator[tuple[Path, Manifest]]:
@@ -54,7 +106,12 @@ def candidates(folder: Path) -> list[Path]:
         return [folder]
     if not folder.is_dir():
         return []
-    return [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return [path for path in folder.iterdir() if path.is_dir() and (_NAME.fullmatch(path.name) or _is_tagged(path))]
+
+
+def _is_tagged(path: Path) -> bool:
+    """Whether a folder that is not named by its step is one of ours: other things may lie beside checkpoints."""
+    return not path.name.startswith(_OWN) and (path / MANIFEST).is_file() and any(path.glob(FILES))
 
 
 def clean(folder: Path) -> None:
@@ -74,19 +131,27 @@ def put(temporary: Path, target: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the ``keep`` whole checkpoints written last, damaged ones too; 0 keeps all."""
+    """Remove all but the ``keep`` whole checkpoints written last, damaged ones too; 0 keeps all.
+
+    Those with a tag stay, and do not count.
+    """
     if keep == 0:
         return
-    kept = {path for path, _ in list(whole(folder))[:keep]}
-    for path in candidates(folder):
+    kept = {path for path, _ in [item for item in whole(folder) if _NAME.fullmatch(item[0].name)][:keep]}
+    for path in by_step(folder):
         if path not in kept:
             discard(path)
+
+
+def by_step(folder: Path) -> list[Path]:
+    """The candidates that have no tag."""
+    return [path for path in candidates(folder) if _NAME.fullmatch(path.name)]
 
 
 def discard(path: Path) -> None:
     """Remove a checkpoint so that at no instant a damaged one has a checkpoint's name."""
     if path.exists():
-        gone = path.with_name(path.name + TEMPORARY)
+        gone = temporary_for(path)
         durable.remove(gone)
         durable.rename(path, gone)
         durable.remove(gone)

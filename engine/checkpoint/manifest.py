@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from weft.engine.checkpoint import durable
+from weft.engine.checkpoint import manifest_form as form
 from weft.engine.checkpoint.errors import CheckpointError
-from weft.engine.checkpoint.pieces import StoredPiece, StoredTensor, checksum
+from weft.engine.checkpoint.pieces import StoredTensor, checksum
 from weft.engine.checkpoint.shard_file import ShardEntry, StoredFile, check_size, damaged
 
 FORMAT = 1
@@ -100,30 +101,29 @@ def read_manifest(folder: Path) -> Manifest:
         intact = outer["checksum"] == checksum(_canonical(body))
     except OSError as error:
         raise damaged(path, f"{error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise damaged(path, f"it is no manifest ({error})") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise damaged(path, f"it is no manifest ({str(error)[:200]})") from error
     if not intact:
         raise damaged(path, "it does not match its checksum")
-    if body["format"] > FORMAT:
-        raise CheckpointError(f"{path}: format {body['format']}, this version reads up to {FORMAT}; update weft")
-    manifest = _parse(body)
+    try:
+        if (version := form.number(body, "format", least=1)) > FORMAT:
+            raise CheckpointError(f"{path}: format {version}, this version reads up to {FORMAT}; update weft")
+        manifest = _parse(body)
+    except form.FormError as error:
+        raise damaged(path, f"it matches its checksum and is no manifest of ours: {error}") from error
     for name in manifest.here:
         check_size(folder / name, manifest.files[name])
     return manifest
 
 
 def _parse(body: dict[str, Any]) -> Manifest:
+    files = form.files(body)
     return Manifest(
-        step=body["step"],
-        serial=body["serial"],
-        name=body["name"],
-        meta=body["meta"],
-        files={name: StoredFile(**file) for name, file in body["files"].items()},
-        here=tuple(body["here"]),
-        tensors={
-            name: StoredTensor(
-                tensor["dtype"], tuple(tensor["shape"]), tuple(StoredPiece(**piece) for piece in tensor["pieces"])
-            )
-            for name, tensor in body["tensors"].items()
-        },
+        step=form.number(body, "step"),
+        serial=form.number(body, "serial"),
+        name=form.text(body, "name"),
+        meta=form.mapping(body, "meta"),
+        files=files,
+        here=form.here(body, files),
+        tensors=form.tensors(body, files),
     )

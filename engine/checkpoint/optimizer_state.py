@@ -17,8 +17,8 @@ from weft.engine.zero import Fragment, ShardedOptimizer
 
 WEIGHT, OPTIM = "weight", "optim"
 """Kinds of tensors: ``weight/NAME`` in the highest precision there is, ``optim/KEY/NAME``."""
-_GROUP_SCALARS = ("lr", "initial_lr", "step")
-"""What changes in an optimiser's parameter group while it trains."""
+OF_SCHEDULE, OF_STATE = ("lr", "initial_lr"), ("step",)
+"""What changes in an optimiser's parameter group while it trains: by the learning rate's schedule, by its steps."""
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What changes in a loss scaler while it trains."""
 
@@ -68,7 +68,7 @@ def group_scalars(held: Iterable[Fragment], optimizer: Optimizer) -> dict[str, d
     """Learning rate and such of each parameter's group, by the parameter's name."""
     values: dict[Tensor, dict[str, float]] = {}
     for group in optimizer.param_groups:
-        scalars = {key: float(group[key]) for key in _GROUP_SCALARS if key in group}
+        scalars = {key: float(group[key]) for key in OF_SCHEDULE + OF_STATE if key in group}
         values |= dict.fromkeys(group["params"], scalars)
     return {fragment.name: values[fragment.tensor] for fragment in held if fragment.trained}
 
@@ -82,17 +82,20 @@ def loss_scale(optimizer: ShardedOptimizer) -> dict[str, float]:
 # -- restoring ---------------------------------------------------------------------------------
 
 
-def restore(held: Iterable[Fragment], optimizer: Optimizer, checkpoint: Checkpoint) -> None:
+def restore(held: Iterable[Fragment], optimizer: Optimizer, checkpoint: Checkpoint, *, with_state: bool = True) -> None:
     """Read this rank's fragments; `Sharding.publish` must follow.
+
+    Args:
+        with_state: also read the optimiser's state; it is left alone otherwise.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or belongs to another model.
     """
     held = list(held)
-    has_state = any(name.startswith(f"{OPTIM}/") for name in checkpoint.names)
+    has_state = with_state and any(name.startswith(f"{OPTIM}/") for name in checkpoint.names)
     if has_state:
         _make_state(optimizer)
-    else:
+    elif with_state:
         optimizer.state.clear()
     keys = _state_keys(checkpoint)
     for fragment in held:
@@ -187,13 +190,18 @@ def _gradients(owners: Iterable[Tensor], chosen: set[int]) -> Iterator[None]:
 
 
 def restore_group_scalars(
-    held: Iterable[Fragment], optimizer: Optimizer, saved: Mapping[str, Mapping[str, float]]
+    held: Iterable[Fragment],
+    optimizer: Optimizer,
+    saved: Mapping[str, Mapping[str, float]],
+    keys: Collection[str] = OF_SCHEDULE + OF_STATE,
 ) -> None:
-    """Set learning rates and such of parameter groups to those of their parameters."""
+    """Set learning rates and such (``keys``) of parameter groups to those of their parameters."""
     of_tensor = {id(fragment.tensor): saved.get(fragment.name, {}) for fragment in held if fragment.trained}
     for group in optimizer.param_groups:
         for tensor in group["params"]:
             for key, value in of_tensor.get(id(tensor), {}).items():
+                if key not in keys:
+                    continue
                 _set(group, key, int(value) if key == "step" else value)
 
 

@@ -26,12 +26,17 @@ DTYPES: Mapping[torch.dtype, str] = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
 """Safetensors' names of element types."""
 TYPES = {name: dtype for dtype, name in DTYPES.items()}
 """Element types by safetensors' names."""
+FILES = "rank-*.safetensors"
+"""Pattern of the files' names."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class ShardEntry:
 
 def file_name(rank: int) -> str:
     """``rank-003.safetensors``."""
-    return f"rank-{rank:03d}.safetensors"
+    return FILES.replace("*", f"{rank:03d}")
 
 
 def write_shard(path: Path, pieces: Sequence[Piece]) -> ShardEntry:

@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.engine.checkpoint import durable
 from weft.engine.checkpoint.errors import CheckpointError
-from weft.engine.checkpoint.folder import TEMPORARY, check_space, clean, prune, put, step_folder, whole
+from weft.engine.checkpoint.folder import check_space, checkpoint_folder, clean, prune, put, temporary_for, whole
 from weft.engine.checkpoint.manifest import join, write_manifest
 from weft.engine.checkpoint.pieces import Piece
 from weft.engine.checkpoint.ranks import Ranks
@@ -26,6 +26,7 @@ def save(
     ranks: Ranks | None = None,
     stores: tuple[Store, ...] | None = None,
     keep: int = 0,
+    tag: str | None = None,
 ) -> Path:
     """Write one checkpoint; a collective call.
 
@@ -40,6 +41,8 @@ def save(
         ranks: who writes; None is this process alone.
         stores: who shares a file system; None finds out.
         keep: whole checkpoints to keep, this one included; 0 keeps all.
+        tag: the checkpoint's name, which another of that name gives way to and ``keep`` does not
+            touch; None names it by its step.
 
     Returns:
         The checkpoint's folder.
@@ -51,14 +54,14 @@ def save(
     stores = stores or find_stores(folder, ranks)
     store = store_of(stores, ranks.rank)
     leads = ranks.rank == store.leader
-    target = step_folder(folder, step)
-    temporary = target.with_name(target.name + TEMPORARY)
+    target = checkpoint_folder(folder, step, tag)
+    temporary = temporary_for(target)
     sizes = ranks.gather(sum(piece.num_bytes for piece in pieces))
 
     def prepare() -> None:
         clean(folder)
         check_space(folder, sum(sizes[rank] for rank in store.members))
-        durable.make_folder(temporary)
+        durable.make_new_folder(temporary)
 
     def commit() -> None:
         here = [entries[rank].file.name for rank in store.members]

@@ -1,10 +1,10 @@
 """The data pipeline: documents to micro-batches, in an order that any number of replicas shares exactly."""
 
-from weft.engine.batches import count_label_tokens
 from weft.engine.data.batch import Batch
 from weft.engine.data.check import check_source
 from weft.engine.data.loader import MicrobatchLoader, build_loader
 from weft.engine.data.tokenizer import load_tokenizer
+from weft.engine.stages.labels import count_label_tokens
 from weft.engine.stages.refusals import refuse_packing
 
 __all__ = [

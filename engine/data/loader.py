@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
+from math import ceil
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +16,7 @@ from weft.engine.data.open import open_source
 from weft.engine.data.order import Cursor, Order, sequences
 from weft.engine.data.packing import lay_out_contiguous, lay_out_single, lay_out_whole
 from weft.engine.data.prefetch import Prefetch
+from weft.engine.data.source import StreamedSource
 from weft.engine.data.tokenizer import padding_id
 
 BATCHES_AHEAD = 4
@@ -67,12 +69,35 @@ class MicrobatchLoader(Iterator[Batch]):
         """Start at the first sequence; nothing is read before the first ``next``."""
         self._share = share
         self._cursor = Cursor()
+        self._lengths: dict[int, int] = {}
         self._ahead: Prefetch[tuple[Batch, Cursor]] | None = None
 
     @property
     def description(self) -> str:
         """What is read, in one line for people."""
         return self._share.order.source.description
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data that are done, and what is done of the present one, where it is one loaded block."""
+        epoch = self._cursor.epoch
+        if isinstance(self._share.order.source, StreamedSource):
+            return float(epoch)
+        if epoch not in self._lengths:
+            self._lengths = {epoch: self._share.order.num_sequences(epoch)}
+        return epoch + self._cursor.sequence / max(1, self._lengths[epoch])
+
+    def sequences(self, epochs: float) -> int:
+        """Sequences of the first ``epochs`` passes over loaded data, the last of which may be a part.
+
+        Raises:
+            ValueError: there is no document.
+        """
+        whole = int(epochs)
+        counts = [self._share.order.num_sequences(epoch) for epoch in range(ceil(epochs))]
+        if not all(counts):
+            raise ValueError(f"data.path: {self.description}: not one document with text; give it some")
+        return sum(counts[:whole]) + ceil(sum(counts[whole:]) * (epochs - whole))
 
     def __iter__(self) -> MicrobatchLoader:
         if not self._share.order.endless:

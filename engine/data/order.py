@@ -98,6 +98,11 @@ class Order:
                 raise ValueError(f"data.path: {self.source.description}: not one document with text; give it some")
             epoch, number, start = epoch + 1, 0, {}
 
+    def num_sequences(self, epoch: int) -> int:
+        """Sequences of one epoch, of which a streamed source has to read all."""
+        blocks = self.source.blocks({}, self._file_seed(epoch))
+        return sum(len(self._layout(block, epoch, number)) for number, block in enumerate(blocks))
+
     def _file_seed(self, epoch: int) -> int:
         return 1 + int(np.random.default_rng((self.seed, epoch)).integers(2**31)) if self.shuffle else 0
 

@@ -5,7 +5,7 @@ from weft.engine.stages.exporting import export, export_stages
 from weft.engine.stages.from_model import stages_from_model
 from weft.engine.stages.loading import build_model, load_hf_config, load_stages
 from weft.engine.stages.outline import Outline, outline_of
-from weft.engine.stages.refusals import refuse_packing
+from weft.engine.stages.refusals import refuse_packing, refuse_partitioning
 from weft.engine.stages.split import StageSplit, split_layers
 from weft.engine.stages.stage import Batch, Stage, tied_names
 
@@ -22,6 +22,7 @@ __all__ = [
     "load_stages",
     "outline_of",
     "refuse_packing",
+    "refuse_partitioning",
     "self_check",
     "split_layers",
     "stages_from_model",

@@ -3,66 +3,174 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from weft.conf.schema import ModelConfig, SplitKind
+from weft.engine.stages.comparison import (
+    Outcome,
+    all_parameters,
+    difference,
+    distance,
+    run_stages,
+    staged_outcome,
+    whole_outcome,
+)
 from weft.engine.stages.from_model import stages_from_model
-from weft.engine.stages.loading import load_hf_config
-from weft.engine.stages.refusals import refuse_unfaithful
+from weft.engine.stages.labels import count_label_tokens
+from weft.engine.stages.loading import load_hf_config, new_stages
+from weft.engine.stages.objective import Minimised, Objective, next_token_loss
+from weft.engine.stages.refusals import refuse_partitioning, refuse_unfaithful
+from weft.engine.stages.seeding import seeded
 from weft.engine.stages.shrink import shrunken_model
-from weft.engine.stages.skeleton import causal_config, model_class
-from weft.engine.stages.split import split_layers
-from weft.engine.stages.stage import Batch, Stage, hf_model
+from weft.engine.stages.skeleton import causal_config, model_class, num_layers
+from weft.engine.stages.split import StageSplit, split_layers
+from weft.engine.stages.stage import Batch, Stage, accepted_arguments, hf_model
 
 TOLERANCE = 1e-5
 """Largest difference, as a share of the largest value; it is 0 for every architecture that works."""
-
-_REMEDY = "choose another architecture, or run it whole with pipeline.stages=1"
+REMEDY = "choose another architecture, or run it whole with pipeline.stages=1"
+LENGTH = 12
+"""Tokens of each sequence that is tried."""
 
 
 def self_check(
-    model: PreTrainedConfig | ModelConfig | nn.Module, *, num_stages: int = 0, packing: bool = False
+    model: PreTrainedConfig | ModelConfig | nn.Module,
+    *,
+    num_stages: int = 0,
+    packing: bool = False,
+    own_loss: bool = True,
 ) -> None:
     """Compare stages with Hugging Face's own run, on a small copy: logits, loss and gradients.
+
+    Stages are made as training would make them: cut out of a model that is given, and built
+    one by one where a config is.
 
     Args:
         model: a config, or a model, which is left alone.
         num_stages: of the small copy; 0 puts each of its layers on a stage of its own.
         packing: also check that packed documents do not see each other.
+        own_loss: train by the model's own loss; else only its logits count.
 
     Raises:
         ValueError: naming the architecture, what differs, and what to do.
     """
-    cls, config = _architecture(model)
+    cls, config = architecture(model)
+    refuse_partitioning(model if isinstance(model, nn.Module) else None)
     refuse_unfaithful(config)
-    small = shrunken_model(cls, config, min_layers=max(2, num_stages)).train()
-    _roughen(small)
-    split = split_layers(small.config, num_stages or _num_layers(small), SplitKind.even)
-    stages = stages_from_model(copy.deepcopy(small), split, range(split.num_stages))
-    batch, num_items = _batch(small), torch.tensor(23)
-    inputs = stages[0].accepted(batch, labels=batch["labels"], num_items_in_batch=num_items)
-    want = small(**inputs, use_cache=False)
-    want.loss.backward()
-    try:
-        logits, loss, half = _run(stages, batch, num_items)
-    except Exception as error:  # any: it is Hugging Face's code, run in a way it does not know
-        raise ValueError(
-            f"model: {cls.__name__} does not run in stages ({type(error).__name__}: {error}); {_REMEDY}"
-        ) from error
-    _require_close(cls, "logits", logits, want.logits)
-    _require_close(cls, "loss", loss, want.loss)
-    _require_same_gradients(cls, gradients(stages), {name: p.grad for name, p in small.named_parameters()})
-    if not torch.allclose(2 * half, loss):
-        raise ValueError(
-            f"model: {cls.__name__} does not divide its loss by num_items_in_batch, so micro-batches cannot be "
-            f"weighed by their tokens; {_REMEDY}"
-        )
+    small = small_copy(cls, config, min_layers=max(2, num_stages))
+    require_causal(small)
+    count = num_stages or num_layers(small.config)
+    check_stages(small, count, [tried_batch(small)], given=isinstance(model, nn.Module), own_loss=own_loss)
     if packing:
-        _require_apart(cls, small.eval())
+        _require_apart(small)
+
+
+def architecture(model: PreTrainedConfig | ModelConfig | nn.Module) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """The class that is trained, and its config.
+
+    Raises:
+        ValueError: it is no Hugging Face model, or transformers has no causal one of the type.
+    """
+    if isinstance(model, nn.Module):
+        return type(hf_model(model)), hf_model(model).config
+    config = load_hf_config(model) if isinstance(model, ModelConfig) else causal_config(model)
+    return model_class(config), config
+
+
+def small_copy(cls: type[PreTrainedModel], config: PreTrainedConfig, *, min_layers: int) -> PreTrainedModel:
+    """A small model of an architecture in training mode, its weights moved off their first values.
+
+    Raises:
+        ValueError: see `shrunken_model`.
+    """
+    small = shrunken_model(cls, config, min_layers=min_layers).train()
+    roughen([small])
+    return small
+
+
+def check_stages(
+    small: PreTrainedModel, num_stages: int, batches: Sequence[Batch], *, given: bool = True, own_loss: bool = True
+) -> tuple[Outcome, Outcome]:
+    """Run a small model whole and in stages.
+
+    Args:
+        small: from `small_copy`; its gradients are left on it.
+        num_stages: to cut it into.
+        batches: micro-batches.
+        given: cut stages out of a copy of it, as of a model that is given; else build each alone.
+        own_loss: compare the model's own loss; else one on its logits.
+
+    Returns:
+        What the stages made of the batches, and what the whole did.
+
+    Raises:
+        ValueError: they differ, or one of them does not run.
+    """
+    name, num_items = type(small).__name__, torch.tensor(sum(map(count_label_tokens, batches)))
+    split = split_layers(small.config, num_stages, SplitKind.even)
+    stages = _stages(small, split, given)
+    _require_same_weights(small, stages)
+    loss = None if own_loss else next_token_loss
+    if loss is not None:
+        stages[-1].objective = Minimised(Objective.of(loss))
+    try:
+        want = whole_outcome(small, batches, num_items, loss)
+    except Exception as error:  # any: it is Hugging Face's or the model's own code
+        _refuse(f"Hugging Face's own run of {name} fails ({_one_line(error)})", error)
+    try:
+        got = staged_outcome(stages, batches, num_items)
+        with torch.no_grad():
+            half = torch.stack([run_stages(stages, batch, 2 * num_items) for batch in batches]).sum()
+    except Exception as error:  # any: it is Hugging Face's code, run in a way it does not know
+        _refuse(f"{name} does not run in stages ({_one_line(error)})", error)
+    off = difference(got, want)
+    for what, much in (("logits", off.logits), ("loss", off.loss), (f"gradient of {off.gradient}", off.gradients)):
+        if not much <= TOLERANCE:
+            _refuse(f"{name} in stages differs from Hugging Face's own run, {what} by {much:.2g}")
+    if not torch.allclose(2 * half, got.loss):
+        _refuse(
+            f"{name} does not divide its loss by num_items_in_batch, so micro-batches cannot be weighed by tokens; "
+            "give a loss of your own, weft.initialize(loss=weft.next_token_loss)"
+        )
+    _require_same_evaluation(small, stages, batches[0])
+    return got, want
+
+
+def _require_same_evaluation(small: PreTrainedModel, stages: Sequence[Stage], batch: Batch) -> None:
+    """What stages do in evaluation, where some models compute otherwise."""
+    name = type(small).__name__
+    try:
+        with torch.no_grad():
+            for stage in stages:
+                stage.eval()
+            got = stages[-1].logits(run_stages(stages[:-1], batch), batch)
+            want = small.eval()(**stages[0].accepted(batch), use_cache=False).logits
+    except Exception as error:  # any: it is Hugging Face's code, run in a way it does not know
+        _refuse(f"{name} does not run in stages in evaluation ({_one_line(error)})", error)
+    finally:
+        small.train()
+    for stage in stages:
+        stage.train()
+    if not (much := distance(got, want)) <= TOLERANCE:
+        _refuse(f"{name} in stages differs from Hugging Face's own run in evaluation, logits by {much:.2g}")
+
+
+def _stages(small: PreTrainedModel, split: StageSplit, given: bool) -> list[Stage]:
+    if given:
+        return stages_from_model(copy.deepcopy(small), split, range(split.num_stages))
+    try:
+        stages = new_stages(type(small), small.config, split, range(split.num_stages), dtype=torch.float32, seed=0)
+    except ValueError:
+        raise
+    except Exception as error:  # any: it is Hugging Face's code, which meets layers that are not there
+        _refuse(f"{type(small).__name__} cannot be made in stages ({_one_line(error)})", error)
+    roughen(stages)
+    return stages
 
 
 def check_packing(model: PreTrainedConfig | ModelConfig | nn.Module) -> None:
@@ -71,98 +179,92 @@ def check_packing(model: PreTrainedConfig | ModelConfig | nn.Module) -> None:
     Raises:
         ValueError: they do.
     """
-    cls, config = _architecture(model)
-    _require_apart(cls, shrunken_model(cls, config, min_layers=2))
+    cls, config = architecture(model)
+    _require_apart(small_copy(cls, config, min_layers=2))
 
 
-def _run(stages: Sequence[Stage], batch: Batch, num_items: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, loss (with gradients accumulated), and the loss over twice as many items."""
-    with torch.no_grad():
-        hidden = run_stages(stages[:-1], batch)
-        logits, half = stages[-1].logits(hidden, batch), stages[-1](hidden, batch, 2 * num_items)
-    loss = run_stages(stages, batch, num_items)
-    assert loss is not None
-    loss.backward()
-    return logits, loss, half
-
-
-def _num_layers(model: PreTrainedModel) -> int:
-    return model.config.get_text_config().num_hidden_layers
-
-
-def _architecture(
-    model: PreTrainedConfig | ModelConfig | nn.Module,
-) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    if isinstance(model, nn.Module):
-        return type(hf_model(model)), hf_model(model).config
-    config = load_hf_config(model) if isinstance(model, ModelConfig) else causal_config(model)
-    return model_class(config), config
-
-
-def _roughen(model: PreTrainedModel) -> None:
+def roughen(models: Sequence[nn.Module]) -> None:
     """Move weights off their first values, where norms and biases are the same on every layer."""
-    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+        for name, parameter in all_parameters(models):
+            with seeded(0, name):
+                parameter.add_(torch.randn(parameter.shape), alpha=0.05)
 
 
-def _batch(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Two sequences of 12 tokens."""
+def tried_batch(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Two sequences of `LENGTH` tokens."""
     vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(1, vocabulary, (2, 12), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(1, vocabulary, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
     labels[:, :2] = -100
-    return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(12).repeat(2, 1)}
+    return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(LENGTH).repeat(2, 1)}
 
 
-def run_stages(stages: Sequence[Stage], batch: Batch, num_items: Tensor | None = None) -> Tensor | None:
-    """One micro-batch through consecutive first stages in this process: a hidden state, or the loss."""
-    hidden = None
-    for stage in stages:
-        hidden = stage(hidden, batch, num_items)
-    return hidden
+def require_causal(model: PreTrainedModel) -> None:
+    """Logits over the vocabulary for every token, and none that knows of later tokens.
 
-
-def gradients(stages: Sequence[Stage]) -> dict[str, Tensor | None]:
-    """Gradients by the parameters' names in the whole model."""
-    return {name: p.grad for stage in stages for name, p in stage.named_global_parameters()}
-
-
-def _require_close(cls: type, what: str, got: Tensor, want: Tensor) -> None:
-    difference = float((got.detach() - want.detach()).abs().max())
-    if not difference <= TOLERANCE * max(1.0, float(want.detach().abs().max())):
+    Raises:
+        ValueError: it is another kind of model, or its labels would leak.
+    """
+    name, batch = type(model).__name__, tried_batch(model)
+    ids, half = batch["input_ids"], LENGTH // 2
+    logits = _logits(model, ids, batch["position_ids"])
+    if logits is None or logits.shape[:-1] != ids.shape or logits.shape[-1] < int(ids.max()) + 1:
+        found = "none" if logits is None else tuple(logits.shape)
         raise ValueError(
-            f"model: {cls.__name__} in stages differs from Hugging Face's own run, {what} by {difference:.2g}; "
-            f"{_REMEDY}"
+            f"model: {name} is no causal language model: its logits are {found}, not one vocabulary for each of "
+            f"{tuple(ids.shape)} tokens; give one such as AutoModelForCausalLM makes"
         )
+    later = torch.cat([ids[:, :half], ids[:, half:].flip(1)], dim=1)
+    other = _logits(model, later, batch["position_ids"])
+    assert other is not None
+    if not distance(other[:, :half], logits[:, :half]) <= 1e-4:  # a mixture of experts rounds a little differently
+        hint = "choose a causal architecture"
+        if getattr(model.config, "is_decoder", True) is False:
+            hint = "set is_decoder=true in its config (model.overrides.is_decoder=true), or " + hint
+        raise ValueError(f"model: {name} lets tokens see those after them, so that labels would leak; {hint}")
 
 
-def _require_same_gradients(cls: type, got: Mapping[str, Tensor | None], want: Mapping[str, Tensor | None]) -> None:
-    if got.keys() != want.keys():
-        raise ValueError(
-            f"model: {cls.__name__} in stages has other weights than the whole: "
-            f"{', '.join(sorted(got.keys() ^ want.keys())[:4])}; {_REMEDY}"
-        )
-    for name, gradient in want.items():
-        zero = torch.zeros(())
-        ours = got[name]
-        _require_close(
-            cls, f"gradient of {name}", zero if ours is None else ours, zero if gradient is None else gradient
-        )
+def _logits(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> Tensor | None:
+    takes = accepted_arguments(model)
+    given = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return getattr(model(**{k: v for k, v in given.items() if takes is None or k in takes}), "logits", None)
+    except Exception as error:  # any: it is Hugging Face's or the model's own code
+        _refuse(f"Hugging Face's own run of {type(model).__name__} fails ({_one_line(error)})", error)
+    finally:
+        model.train(training)
 
 
-def _require_apart(cls: type, model: PreTrainedModel) -> None:
+def _require_same_weights(small: PreTrainedModel, stages: Sequence[Stage]) -> None:
+    whole, staged = ({name for name, _ in all_parameters(models)} for models in ([small], stages))
+    if whole != staged:
+        odd = ", ".join(sorted(whole ^ staged)[:4])
+        _refuse(f"{type(small).__name__} in stages has other weights than the whole: {odd}")
+
+
+def _require_apart(model: PreTrainedModel) -> None:
     """Changing the first of two packed documents must leave the second one's logits as they are."""
-    ids = _batch(model)["input_ids"]
+    ids = tried_batch(model)["input_ids"]
     other = ids.clone()
     other[:, :5] = ids[:, :5].flip(1)
     positions = torch.cat([torch.arange(5), torch.arange(7)]).repeat(2, 1)
-    with torch.no_grad():
-        one, two = (model(input_ids=i, position_ids=positions, use_cache=False).logits[:, 5:] for i in (ids, other))
-    difference = float((one - two).abs().max())
-    if difference > 1e-4 * float(one.abs().max()):  # a mixture of experts rounds a little differently
+    one, two = (_logits(model, i, positions) for i in (ids, other))
+    assert one is not None and two is not None
+    off = float((one - two)[:, 5:].abs().max())
+    if off > 1e-4 * float(one[:, 5:].abs().max()):  # a mixture of experts rounds a little differently
         raise ValueError(
-            f"data.packing=true: {cls.__name__} lets packed documents see each other "
-            f"(logits differ by {difference:.2g}); set data.packing=false"
+            f"data.packing=true: {type(model).__name__} lets packed documents see each other "
+            f"(logits differ by {off:.2g}); set data.packing=false"
         )
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _refuse(reason: str, error: Exception | None = None) -> NoReturn:
+    raise ValueError(f"model: {reason}; {REMEDY}") from error

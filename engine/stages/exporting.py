@@ -14,6 +14,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
+from weft.comm.exchange import gather
 from weft.engine.stages import adapter
 from weft.engine.stages.shards import Shard, write_shards
 from weft.engine.stages.stage import Stage
@@ -30,16 +31,16 @@ def export(engine: WeftEngine, folder: Path, *, tokenizer: PreTrainedTokenizerBa
 
     Raises:
         ValueError: as `export_stages`.
+        NonFiniteError: the model holds numbers that are not finite; nothing was written.
     """
+    engine.check_finite()
     stages = list(engine.module.stages.values()) if engine.replica == 0 else []
     with engine.sharding.whole_weights():
         export_stages(stages, folder, rank=dist.get_rank(), gather=_gather_all, tokenizer=tokenizer)
 
 
 def _gather_all(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    return gather(value, kinds=(Shard,))
 
 
 def export_stages(
@@ -78,7 +79,7 @@ def export_stages(
             _write_model(stages, partial / adapter.BASE, together, rank)
         parts = together.do(lambda: [part for stage in stages for part in adapter.write_part(stage, partial)])
         base_path = str(folder / adapter.BASE) if base else None
-        together.do(lambda: _merge_adapters(parts, partial, base_path) if rank == 0 else None)
+        together.do(lambda: _merge_adapters(stages, parts, partial, base_path) if rank == 0 else None)
     else:
         _write_model(stages, partial, together, rank)
     together.do(lambda: _publish(partial, folder, tokenizer) if rank == 0 else None)
@@ -134,10 +135,10 @@ def _finish_model(stages: Sequence[Stage], parts: list[list[Shard]], folder: Pat
     _write_config(stages[0].hf_model, folder)
 
 
-def _merge_adapters(parts: list[list[adapter.Part]], folder: Path, base_path: str | None) -> None:
+def _merge_adapters(stages: Sequence[Stage], parts: list[list[str]], folder: Path, base_path: str | None) -> None:
     flat = [part for written in parts for part in written]
-    _require_files([part.file for part in flat], folder)
-    adapter.merge(flat, folder, base_path)
+    _require_files(flat, folder)
+    adapter.merge(stages[0], flat, folder, base_path)
 
 
 def _require_files(files: Sequence[str], folder: Path) -> None:

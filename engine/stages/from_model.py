@@ -11,7 +11,6 @@ from weft.engine.stages.lora import PREFIX
 from weft.engine.stages.outline import outline_of
 from weft.engine.stages.placeholders import Port
 from weft.engine.stages.prune import open_port, prune
-from weft.engine.stages.refusals import refuse_router_loss
 from weft.engine.stages.split import StageSplit
 from weft.engine.stages.stage import Stage, hf_model
 from weft.engine.stages.tying import share_tied
@@ -38,7 +37,6 @@ def stages_from_model(model: nn.Module, split: StageSplit, stages: Sequence[int]
             "model can do; use adapters inside the layers, such as LoRA"
         )
     if split.num_stages == 1:
-        refuse_router_loss(whole.config)
         return [Stage(model, index=0, num_stages=1, port=Port())]
     outline = outline_of(type(whole), whole.config)
     assert split.num_layers == outline.num_layers

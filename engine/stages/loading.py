@@ -18,7 +18,6 @@ from weft.engine.stages.lora import PREFIX, add_adapters
 from weft.engine.stages.outline import Outline, outline_of
 from weft.engine.stages.placeholders import Port
 from weft.engine.stages.prune import open_port, prune
-from weft.engine.stages.refusals import refuse_router_loss
 from weft.engine.stages.seeding import load, new_model
 from weft.engine.stages.skeleton import causal_config, model_class
 from weft.engine.stages.split import StageSplit
@@ -117,7 +116,8 @@ def _require_field(name: str, hf_config: PreTrainedConfig) -> None:
 def build_model(config: ModelConfig, *, dtype: torch.dtype, seed: int) -> nn.Module:
     """The whole model in one piece, new or loaded: what the stages of `load_stages` add up to."""
     hf_config = load_hf_config(config)
-    return _dress(_load_part(config, hf_config, lambda model: None, dtype=dtype, seed=seed), config, seed)
+    cls = model_class(hf_config)
+    return _dress(_load_part(config, cls, hf_config, lambda model: None, dtype=dtype, seed=seed), config, seed)
 
 
 def load_stages(
@@ -140,17 +140,36 @@ def load_stages(
     """
     hf_config = load_hf_config(config)
     if split.num_stages == 1:
-        refuse_router_loss(hf_config)
         return [Stage(build_model(config, dtype=dtype, seed=seed), index=0, num_stages=1, port=Port())]
-    outline = outline_of(model_class(hf_config), hf_config)
+    cls = model_class(hf_config)
+    outline = outline_of(cls, hf_config)
     assert split.num_layers == outline.num_layers
-    made = [_load_stage(config, hf_config, outline, split, index, dtype=dtype, seed=seed) for index in stages]
+    made = [_load_stage(config, cls, hf_config, outline, split, index, dtype=dtype, seed=seed) for index in stages]
+    share_tied(made)
+    return made
+
+
+def new_stages(
+    cls: type[PreTrainedModel],
+    hf_config: PreTrainedConfig,
+    split: StageSplit,
+    stages: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    seed: int,
+) -> list[Stage]:
+    """As `load_stages` of more than one stage, for a new model of a class and its config."""
+    outline = outline_of(cls, hf_config)
+    made = [
+        _load_stage(ModelConfig(), cls, hf_config, outline, split, index, dtype=dtype, seed=seed) for index in stages
+    ]
     share_tied(made)
     return made
 
 
 def _load_stage(
     config: ModelConfig,
+    cls: type[PreTrainedModel],
     hf_config: PreTrainedConfig,
     outline: Outline,
     split: StageSplit,
@@ -161,7 +180,7 @@ def _load_stage(
 ) -> Stage:
     window, tied = split.layers[index], set[str]()
     model = _load_part(
-        config, hf_config, lambda model: tied.update(prune(model, outline, window)), dtype=dtype, seed=seed
+        config, cls, hf_config, lambda model: tied.update(prune(model, outline, window)), dtype=dtype, seed=seed
     )
     _require_tied(model, tied, config, window.stop == outline.num_layers)
     port = open_port(model, outline, window, frozenset(tied))
@@ -179,13 +198,13 @@ def _load_stage(
 
 def _load_part(
     config: ModelConfig,
+    cls: type[PreTrainedModel],
     hf_config: PreTrainedConfig,
     prune: Callable[[PreTrainedModel], None],
     *,
     dtype: torch.dtype,
     seed: int,
 ) -> PreTrainedModel:
-    cls = model_class(hf_config)
     if not config.path:
         return new_model(cls, hf_config, dtype=dtype, seed=seed, prune=prune)
     try:

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from weft.engine.stages.refusals import refuse_unfaithful
 from weft.engine.stages.shrink import shrunken_model
-from weft.engine.stages.skeleton import decoder_layers
+from weft.engine.stages.skeleton import decoder_layers, num_layers
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def outline_of(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Outline:
     answer = watch.answers[0]
     return Outline(
         layers=path,
-        num_layers=config.get_text_config().num_hidden_layers,
+        num_layers=num_layers(config),
         before=tuple(unit for unit, places in watch.places.items() if places <= {"before"}),
         after=tuple(unit for unit, places in watch.places.items() if places == {"after"}),
         answer_length=None if isinstance(answer, Tensor) else len(answer),

@@ -91,6 +91,8 @@ class Upstream(Placeholder):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Zeros: [..., width] for token or position ids, [..., width] for [..., any] features."""
+        if not any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
+            raise ValueError("a module before the layers makes something of no tensor, which every stage would need")
         given, hidden = first_tensor(args, kwargs), self._port.hidden
         assert hidden is not None
         if given.is_floating_point() and given.dim() > 2:

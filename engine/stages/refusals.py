@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from torch import nn
 from transformers import PreTrainedConfig
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from weft.conf.schema import Attention
 
@@ -66,11 +68,33 @@ def refuse_packing(model_type: str, *, attention: Attention = Attention.sdpa, mi
         )
 
 
+def refuse_partitioning(model: nn.Module | None = None) -> None:
+    """Refuse weights that DeepSpeed's ZeRO-3 cuts up, as it would those of every module that is made here.
+
+    Raises:
+        ValueError: `deepspeed.zero.Init` is active, or transformers would enter it, or the model was made inside.
+    """
+    from deepspeed.runtime.zero import partition_parameters
+
+    if partition_parameters.top_level_context is not None:
+        where = "inside deepspeed.zero.Init"
+    elif is_deepspeed_zero3_enabled():
+        where = "under zero_optimization.stage=3 in a transformers HfDeepSpeedConfig"
+    elif model is not None and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        where = "with a model that was made inside deepspeed.zero.Init"
+    else:
+        return
+    raise ValueError(
+        f"model: weft.initialize {where}: it would cut up the weights before stages can hold them; leave that out: "
+        "every rank loads its own stages only, and weft.zero.stage=3 shards them"
+    )
+
+
 def refuse_unfaithful(config: PreTrainedConfig) -> None:
     """Refuse what is known to go wrong in stages.
 
     Raises:
-        ValueError: the architecture shares state between layers, or a loss over all layers is on.
+        ValueError: the architecture shares state between layers.
     """
     for model_type in (config.model_type, config.get_text_config().model_type):
         if model_type in CROSS_LAYER_STATE:
@@ -78,17 +102,3 @@ def refuse_unfaithful(config: PreTrainedConfig) -> None:
                 f"model: the layers of model_type={model_type} hand each other more than the hidden state, so they "
                 "cannot be cut into stages; choose another architecture, or run it whole with pipeline.stages=1"
             )
-    refuse_router_loss(config)
-
-
-def refuse_router_loss(config: PreTrainedConfig) -> None:
-    """Refuse a mixture of experts' auxiliary loss.
-
-    Raises:
-        ValueError: it is on.
-    """
-    if getattr(config.get_text_config(), "output_router_logits", False):
-        raise ValueError(
-            "model.overrides.output_router_logits=true: the router's auxiliary loss needs every layer and every "
-            "token of a step in one place; set it to false"
-        )

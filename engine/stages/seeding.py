@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 from collections.abc import Callable, Iterator
 from types import new_class
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
-from weft.engine.stages.skeleton import quiet
+from weft.engine.stages.placeholders import Placeholder
+from weft.engine.stages.skeleton import quiet, skeleton
+
+MAX_CONSTRUCTED = 200_000_000
+"""Weights of a model that every rank may construct as a whole, where it has to."""
 
 
 @contextlib.contextmanager
@@ -40,8 +45,13 @@ def new_model(
 
     Args:
         prune: called on the model before it takes up memory.
+
+    Raises:
+        ValueError: the rules leave weights out, and the model is too large to take them from its constructor.
     """
     model = load(cls, None, config, dtype=dtype, seed=seed, prune=prune, state_dict={})
+    if left_out := [name for name, tensor in _tensors(model) if _unwritten(tensor)]:
+        _construct(model, cls, config, seed, left_out)
     del model._weight_conversions  # those of a checkpoint, which there is none of
     model.config.name_or_path = model.name_or_path = ""  # transformers makes it "None"
     return model.train()
@@ -65,6 +75,10 @@ def load(
         self._keys_to_ignore_on_load_unexpected = {r".*"}
 
     def initialize_weights(self: PreTrainedModel) -> None:
+        if source is None:  # what no rule writes must not be what was in memory
+            for _, tensor in _tensors(self):
+                if not getattr(tensor, "_is_hf_initialized", False):
+                    _blank(tensor)
         _initialize(self, seed)
 
     members = {
@@ -82,6 +96,61 @@ def load(
 
 
 @torch.no_grad()
+def _construct(
+    model: PreTrainedModel, cls: type[PreTrainedModel], config: PreTrainedConfig, seed: int, names: list[str]
+) -> None:
+    """Take weights that Hugging Face's rules leave out from the model's constructor, which makes all of it."""
+    count = sum(parameter.numel() for parameter in skeleton(cls, config).parameters())
+    if count > MAX_CONSTRUCTED:
+        raise ValueError(
+            f"model: transformers leaves {names[0]} and {len(names) - 1} more weights of a new {cls.__name__} to its "
+            f"constructor, which makes the whole model ({count:,} weights); save one from "
+            "AutoModelForCausalLM.from_config, and give its folder as model.path"
+        )
+    with seeded(seed, "constructor"), quiet():
+        whole = cls(copy.deepcopy(config))
+    constructed = dict(_tensors(whole))
+    for name, tensor in _tensors(model):
+        if name in names:
+            tensor.copy_(constructed[name])
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by all their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _blank(tensor: Tensor) -> None:
+    """Fill with a value that says that nothing was written."""
+    if tensor.dtype is not torch.bool:
+        tensor.data.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+
+
+def _unwritten(tensor: Tensor) -> bool:
+    if tensor.is_floating_point():
+        return bool(tensor.isnan().any())
+    return tensor.dtype is not torch.bool and bool((tensor == torch.iinfo(tensor.dtype).min).any())
+
+
+@contextlib.contextmanager
+def _own_layers_only(model: nn.Module) -> Iterator[None]:
+    """Hide what stands for other stages' layers: some models initialise layers by walking over all of them."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    whole = [dict(layers._modules) for layers in lists]
+    for layers in lists:
+        for name, layer in list(layers._modules.items()):
+            if isinstance(layer, Placeholder):
+                del layers._modules[name]
+    try:
+        yield
+    finally:
+        for layers, modules in zip(lists, whole, strict=True):
+            layers._modules.clear()
+            layers._modules.update(modules)
+
+
+@torch.no_grad()
 @guard_torch_init_functions()
 def _initialize(model: PreTrainedModel, seed: int) -> None:
     """What ``PreTrainedModel.initialize_weights`` does, with a seed per module."""
@@ -95,7 +164,8 @@ def _initialize(model: PreTrainedModel, seed: int) -> None:
     fresh = [p for p in model.parameters() if not getattr(p, "_is_hf_initialized", False)]
     low = [(p, p.dtype) for p in fresh if p.dtype in (torch.bfloat16, torch.float16)]
     for parameter, _ in low:
-        parameter.data = torch.empty_like(parameter, dtype=torch.float32)
-    visit(model, "", model)
+        parameter.data = parameter.data.float()
+    with _own_layers_only(model):
+        visit(model, "", model)
     for parameter, dtype in low:
         parameter.data = parameter.data.to(dtype)

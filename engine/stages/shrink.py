@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from weft.engine.stages.seeding import new_model
 from weft.engine.stages.sizes import EXPERT_COUNTS, chosen_experts
-from weft.engine.stages.skeleton import decoder_layers, skeleton
+from weft.engine.stages.skeleton import LAYER_COUNTS, decoder_layers, num_layers, skeleton
 
 VOCABULARY = 96
 WIDTHS = re.compile("intermediate_size|n_inner|ffn_dim|ffn_hidden_size|d_ff")
@@ -32,10 +32,10 @@ def shrunken_model(cls: type[PreTrainedModel], config: PreTrainedConfig, *, min_
     Raises:
         ValueError: its own forward does not run on any of the small copies.
     """
-    num_layers = _layers_of_every_kind(skeleton(cls, config), min_layers)
+    count = _layers_of_every_kind(skeleton(cls, config), min_layers)
     error: Exception | None = None
     for steps in LADDER:
-        small = _first_layers(config, num_layers)
+        small = _first_layers(config, count)
         for step in steps:
             step(small)
         try:
@@ -89,11 +89,13 @@ def _traits(layer: nn.Module) -> dict[tuple[str, ...], Any]:
 def _first_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
     small = copy.deepcopy(config)
     text = small.get_text_config()
-    whole = text.num_hidden_layers
+    whole = num_layers(config)
     for name, value in list(vars(text).items()):
         if isinstance(value, list | tuple) and len(value) == whole:
             setattr(text, name, type(value)(value[:count]))
-    text.num_hidden_layers = count
+    for name in LAYER_COUNTS:
+        if getattr(text, name, None) == whole:
+            setattr(text, name, count)
     for name, value in list(vars(text).items()):
         if isinstance(value, float) and re.search("drop|jitter", name):
             setattr(text, name, 0.0)

@@ -53,13 +53,33 @@ def skeleton(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrained
         ) from error
 
 
+LAYER_COUNTS = ("decoder_layers", "num_decoder_layers", "num_hidden_layers")
+"""Names that Hugging Face configs have for the number of decoder layers; the first that one has counts them."""
+
+
+def num_layers(config: PreTrainedConfig) -> int:
+    """Decoder layers of a causal language model.
+
+    Raises:
+        ValueError: the config has no such number.
+    """
+    text = config.get_text_config()
+    found = next((getattr(text, name) for name in LAYER_COUNTS if type(getattr(text, name, None)) is int), None)
+    if found is None:
+        raise ValueError(
+            f"model: {type(config).__name__} does not say how many decoder layers it has; "
+            "choose another architecture, or run it whole with pipeline.stages=1"
+        )
+    return found
+
+
 def decoder_layers(model: PreTrainedModel) -> str:
     """Path of the list of decoder layers, such as ``model.layers``.
 
     Raises:
         ValueError: there is no such list.
     """
-    count = model.config.get_text_config().num_hidden_layers
+    count = num_layers(model.config)
     lists = {
         name: module
         for name, module in model.named_modules()

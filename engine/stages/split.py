@@ -11,6 +11,8 @@ from transformers import PreTrainedConfig
 
 from weft.conf.schema import SplitKind
 from weft.engine.stages.sizes import model_sizes
+from weft.engine.stages.skeleton import num_layers as count_layers
+from weft.pipeline.costs import even_counts
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def split_layers(
     Raises:
         ValueError: more stages than layers, or ``given`` does not fit.
     """
-    num_layers = hf_config.get_text_config().num_hidden_layers
+    num_layers = count_layers(hf_config)
     if given:
         return _by_hand(given, num_stages, num_layers)
     if num_stages > num_layers:
@@ -86,10 +88,7 @@ def _by_hand(given: Sequence[int], num_stages: int, num_layers: int) -> StageSpl
 
 
 def _even(hf_config: PreTrainedConfig, num_stages: int) -> StageSplit:
-    """Equal counts; what is left over goes to the middle, away from the embedding and the head."""
-    each, extra = divmod(hf_config.get_text_config().num_hidden_layers, num_stages)
-    start = (num_stages - extra) // 2
-    return StageSplit.of_counts([each + (start <= stage < start + extra) for stage in range(num_stages)])
+    return StageSplit.of_counts(even_counts(count_layers(hf_config), num_stages))
 
 
 def _by_cost(hf_config: PreTrainedConfig, num_stages: int) -> StageSplit:

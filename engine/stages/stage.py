@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from weft.engine.stages.placeholders import Leave, Port
+from weft.engine.stages.router import RouterLoss, wants_router_loss
 from weft.engine.stages.skeleton import decoder_layers
+
+if TYPE_CHECKING:
+    from weft.engine.stages.objective import Minimised
 
 Batch = Mapping[str, Tensor]
 """``input_ids``, ``labels`` (-100 = ignored, not shifted) and ``position_ids``, each int64 [B, S];
@@ -53,16 +57,21 @@ class Stage(nn.Module):
         self.model = model
         self.prefix = prefix
         shared = tied if num_stages > 1 else frozenset[str]()
-        self.tied = frozenset(prefix + name for name, _ in model.named_parameters() if name in shared)
+        self.tied = frozenset(prefix + name for name, _ in global_names(model) if name in shared)
+        self.objective: Minimised | None = None
+        """The loss, on the last stage, where it is not the model's own."""
+        self.router = RouterLoss(self.hf_model) if wants_router_loss(self.hf_model.config) else None
         self._port = port
-        self._arguments = _arguments_of_forward(self.hf_model)
+        self._arguments = accepted_arguments(self.hf_model)
 
     @property
     def hf_model(self) -> PreTrainedModel:
         """The Hugging Face model, with peft's layers in it but not peft's wrapper around it."""
         return hf_model(self.model)
 
-    def forward(self, hidden: Tensor | None, batch: Batch, num_items: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor | None, batch: Batch, num_items: Tensor | None = None, *, counts: bool = True
+    ) -> Tensor:
         """Run the stage's layers.
 
         Args:
@@ -70,6 +79,7 @@ class Stage(nn.Module):
             batch: the micro-batch, the same on every stage.
             num_items: labels that count, over everything that the loss is averaged over; None
                 averages over this micro-batch.
+            counts: whether any item of the micro-batch does; without, an objective's loss is 0.
 
         Returns:
             The hidden state [B, S, H] for the next stage; on the last one the loss: the sum of
@@ -77,7 +87,17 @@ class Stage(nn.Module):
         """
         if not self.is_last:
             return self._hidden(hidden, batch)
-        return self._output(hidden, batch, labels=batch["labels"], num_items_in_batch=num_items).loss
+        if self.objective is None:
+            return self.output(hidden, batch, num_items).loss
+        if not counts:
+            return 0.0 * self.logits(hidden, batch).sum()
+        assert num_items is not None
+        return self.objective(lambda **more: self._output(hidden, batch, **more), batch, num_items)
+
+    def output(self, hidden: Tensor | None, batch: Batch, num_items: Tensor | None = None) -> Any:
+        """What the model's own forward returns on the last stage, the loss included."""
+        assert self.is_last
+        return self._output(hidden, batch, labels=batch["labels"], num_items_in_batch=num_items)
 
     def logits(self, hidden: Tensor | None, batch: Batch) -> Tensor:
         """Logits [B, S, V] of the last stage, for evaluation."""
@@ -87,11 +107,14 @@ class Stage(nn.Module):
     def hidden_spec(self, batch: Batch) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype of the hidden state that this stage receives for a micro-batch."""
         width = self.hf_model.config.get_text_config().hidden_size
-        return torch.Size((*batch["input_ids"].shape, width)), self.hf_model.dtype
+        shape, dtype = torch.Size((*batch["input_ids"].shape, width)), self.hf_model.dtype
+        if self.router is not None:
+            shape = torch.Size((shape[0], shape[1] + self.router.rows(shape, dtype), width))
+        return shape, dtype
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters with their names in the whole model, each once."""
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in global_names(self.model):
             yield self.prefix + name, parameter
 
     def blocks(self) -> list[nn.Module]:
@@ -102,8 +125,16 @@ class Stage(nn.Module):
         return [block for block in (*layers, head) if block is not None and any(True for _ in block.parameters())]
 
     def _hidden(self, hidden: Tensor | None, batch: Batch) -> Tensor:
+        if self.router is None:
+            return self._left(hidden, batch)
+        hidden, sums = self.router.parted(hidden, batch["input_ids"].shape[1])
+        with self.router.listening():
+            left = self._left(hidden, batch, output_router_logits=False)
+        return self.router.joined(left, self.router.sums(sums, batch.get("attention_mask"), left))
+
+    def _left(self, hidden: Tensor | None, batch: Batch, **more: Any) -> Tensor:
         try:
-            self._output(hidden, batch)
+            self._run(hidden, batch, **more)
         except Leave as leave:
             return leave.hidden
         raise AssertionError("the forward ran past the stage's last layer")
@@ -116,6 +147,19 @@ class Stage(nn.Module):
         }
 
     def _output(self, hidden: Tensor | None, batch: Batch, **more: Any) -> Any:
+        """The last stage's outputs, the router's loss in theirs."""
+        if self.router is None:
+            return self._run(hidden, batch, **more)
+        hidden, sums = self.router.parted(hidden, batch["input_ids"].shape[1])
+        with self.router.listening():
+            output = self._run(hidden, batch, **more, output_router_logits=False)
+        output.aux_loss = self.router.loss(self.router.sums(sums, batch.get("attention_mask"), output.logits))
+        if output.loss is not None:
+            items = more.get("num_items_in_batch")
+            output.loss = output.loss + self.router.weighted(output.aux_loss, batch["labels"], items)
+        return output
+
+    def _run(self, hidden: Tensor | None, batch: Batch, **more: Any) -> Any:
         assert (hidden is None) == self.is_first
         self._port.hidden = hidden
         try:
@@ -125,8 +169,32 @@ class Stage(nn.Module):
 
 
 def hf_model(model: nn.Module) -> PreTrainedModel:
-    """The Hugging Face model itself, out of peft's wrapper if it has one."""
-    return model if isinstance(model, PreTrainedModel) else model.get_base_model()
+    """The Hugging Face model itself, out of peft's wrapper if it has one.
+
+    Raises:
+        ValueError: it is another module.
+    """
+    whole = model if isinstance(model, PreTrainedModel) else getattr(model, "get_base_model", lambda: None)()
+    if not isinstance(whole, PreTrainedModel):
+        raise ValueError(
+            f"model: {type(model).__name__} is no Hugging Face model; give a causal one, such as "
+            "AutoModelForCausalLM.from_pretrained makes, or peft's around one"
+        )
+    return whole
+
+
+def global_names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter once, by its name in the whole model: a tied one by the name of what it is tied to.
+
+    torch's own choice is the first name, which depends on what else a stage has.
+    """
+    sources = tuple(set(hf_model(model).all_tied_weights_keys.values()))
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter not in names or name.endswith(sources):
+            names[parameter] = name
+    for parameter, name in names.items():
+        yield name, parameter
 
 
 def tied_names(stage: Stage) -> frozenset[str]:
@@ -134,7 +202,7 @@ def tied_names(stage: Stage) -> frozenset[str]:
     return stage.tied
 
 
-def _arguments_of_forward(model: PreTrainedModel) -> frozenset[str] | None:
+def accepted_arguments(model: PreTrainedModel) -> frozenset[str] | None:
     """Names of the arguments that the model's forward takes; None if it takes any."""
     parameters = inspect.signature(model.forward).parameters.values()
     return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)

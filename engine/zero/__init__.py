@@ -2,8 +2,9 @@
 
 from weft.engine.zero.chunk import Chunk, Fragment
 from weft.engine.zero.collectives import Collectives
+from weft.engine.zero.finite import NonFiniteError
 from weft.engine.zero.lamb import Lamb
 from weft.engine.zero.optimizer import ShardedOptimizer
 from weft.engine.zero.sharding import Sharding
 
-__all__ = ["Chunk", "Collectives", "Fragment", "Lamb", "ShardedOptimizer", "Sharding"]
+__all__ = ["Chunk", "Collectives", "Fragment", "Lamb", "NonFiniteError", "ShardedOptimizer", "Sharding"]

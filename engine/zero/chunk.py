@@ -215,6 +215,11 @@ class Chunk:
 
     # -- weights ---------------------------------------------------------------------------------
 
+    @property
+    def held_weights(self) -> tuple[Tensor, ...]:
+        """What this rank keeps of the weights for good: its part, and the fp32 copy of a part in 16 bits."""
+        return (self._shard,) if self._master is self._shard else (self._shard, self._master)
+
     @torch.no_grad()
     def publish(self) -> None:
         """Bring stepped or restored fragments into the model; `wait` must follow before they are used."""

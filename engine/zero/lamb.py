@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from weft.engine.zero.norm import squared_norm
+
 
 class Lamb(Optimizer):
     """LAMB on whole parameters, or on their fragments after `join`.
@@ -86,10 +88,10 @@ class Lamb(Optimizer):
     def _norms(self, weights: list[Tensor], directions: list[Tensor]) -> Iterator[Tensor]:
         """Norms of each tensor's parameter and of its step, shape [2]."""
         pairs = zip(weights, directions, strict=True)
-        squares = [torch.stack([weight.norm(), direction.norm()]).square() for weight, direction in pairs]
+        squares = [torch.stack([squared_norm([x], x.device) for x in pair]) for pair in pairs]
         if self._places is not None:
             places = [self._places[weight] for weight in weights]
-            shared = torch.zeros(self._count, 2, device=self._device)
+            shared = torch.zeros(self._count, 2, dtype=torch.float64, device=self._device)
             for place, square in zip(places, squares, strict=True):
                 shared[place] += square
             self._sum(shared)

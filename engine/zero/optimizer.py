@@ -14,8 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.engine.sums import ReplicaSum, sum_now
+from weft.engine.zero.finite import REMEDY, NonFiniteError, NormWatch, all_finite, astray
 from weft.engine.zero.lamb import Lamb
+from weft.engine.zero.norm import squared_norm
 from weft.engine.zero.sharding import Sharding
+
+MOST_SKIPPED = 50
+"""Steps that may be skipped one after the other; fp16's loss scale has reached its least before."""
 
 
 class ShardedOptimizer(DeepSpeedOptimizer):
@@ -34,6 +39,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         loss_scaler: LossScalerBase,
         clip: Callable[[], float],
         check_overflow: bool,
+        steps_done: Callable[[], int] = lambda: 0,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         replicas: dist.ProcessGroup | None = None,
         pipeline: dist.ProcessGroup | None = None,
@@ -44,7 +50,10 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             optimizer: made for the model's parameters, and not stepped yet.
             loss_scaler: of fp16; one that never changes otherwise.
             clip: gives the largest norm of the gradient; 0 is none.
-            check_overflow: whether a step with gradients that are not finite is skipped.
+            check_overflow: whether a step with gradients that are not finite is skipped, for which the
+                host waits in every step. Otherwise it is an error, which is found one step later
+                unless the norm is there anyway.
+            steps_done: steps before this one, for messages.
             waiting: entered while other ranks are waited for.
             replicas: this rank's and its replicas' group; None is this rank alone.
             pipeline: the group of this rank's pipeline; None is this rank alone.
@@ -55,6 +64,10 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         self.overflow = False
         self._clip = clip
         self._check_overflow = check_overflow
+        self._steps_done = steps_done
+        self._skipped = 0
+        self._astray: NonFiniteError | None = None
+        self._watch = NormWatch(sharding.device)
         self._waiting = waiting
         self._groups = {"replicas": replicas, "pipeline": pipeline}
         self._square: ReplicaSum | None = None
@@ -87,12 +100,23 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Wait for the gradients, step, and start to gather the new weights; a collective call."""
+        """Wait for the gradients, step, and start to gather the new weights; a collective call.
+
+        Raises:
+            NonFiniteError: on every rank: the gradient of this step or the one before is not finite.
+        """
         with self._waiting():
             self.sharding.finish_gradients()
-        self._square = self._summed(self._square_of_mine())
-        self._square_scale = self.cur_scale
-        self.overflow = self._check_overflow and not torch.isfinite(self._awaited_norm()).item()
+        try:
+            self._watch.answer()
+            self._square = self._summed(self._square_of_mine())
+            self._square_scale = self.cur_scale
+            self._judge()
+        except NonFiniteError as error:
+            self._astray = error
+            self.zero_grad()
+            raise
+        self._astray = None
         if not self.overflow:
             self._scale()
             for chunk in self.sharding.trained:
@@ -101,6 +125,44 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             self.sharding.publish()
         self.loss_scaler.update_scale(self.overflow)
         self.zero_grad()
+
+    def _judge(self) -> None:
+        """Find out whether the gradient is finite, at once or when the next step ends."""
+        assert self._square is not None
+        step = self._steps_done() + 1
+        if not self._check_overflow:
+            self._watch.ask(step, self._square, self._square_scale)
+            if self._clip() and self.sharding.device.type == "cpu":
+                self._watch.answer()
+            return
+        self.overflow = not torch.isfinite(self._awaited_norm()).item()
+        self._skipped = self._skipped + 1 if self.overflow else 0
+        if self._skipped > MOST_SKIPPED:
+            raise astray(step, float(self._awaited_norm()))
+
+    def check_finite(self) -> None:
+        """Make sure that what was trained so far may be kept; a collective call for which the host waits.
+
+        Raises:
+            NonFiniteError: on every rank: the last gradient, a weight or its optimiser's state is not finite.
+        """
+        if self._astray is not None:  # weights that led there are no better for being finite
+            raise self._astray
+        self._watch.answer()
+        held = [tensor for chunk in self.sharding.trained for tensor in chunk.held_weights]
+        held += [x for state in self.state.values() for x in state.values() if isinstance(x, Tensor)]
+        finite = all_finite(held, self.sharding.device)
+        if dist.is_initialized():
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        if not finite:
+            raise NonFiniteError(
+                f"step {self._steps_done()}: weights or the optimiser's state are no longer finite. {REMEDY}"
+            )
+
+    def restored(self) -> None:
+        """Weights and state are those of a checkpoint now."""
+        self._watch.forget()
+        self._astray = None
 
     @property
     def gradient_norm(self) -> Tensor | None:
@@ -124,10 +186,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
     def _square_of_mine(self) -> Tensor:
         """What this rank adds to the square of the norm; each element counts on one rank."""
-        parts = [part for chunk in self.sharding.trained if (part := chunk.counted_gradient).numel()]
-        device = self.sharding.device
-        norms = [norm.float() for norm in torch._foreach_norm(parts)] if parts else []
-        return torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
+        return squared_norm((chunk.counted_gradient for chunk in self.sharding.trained), self.sharding.device)
 
     def _scale(self) -> None:
         """Take the loss scale away, and clip."""

@@ -39,13 +39,13 @@ class Metrics:
     def granted(self, ticket: Ticket) -> None:
         """A request was placed."""
         self._grants.labels(ticket.worker).inc()
-        self._predicted.observe(ticket.end_s - ticket.placed_s)
+        self._predicted.observe(ticket.expected_s - ticket.placed_s)
 
     def answered(self, ticket: Ticket, now_s: float) -> None:
         """Its worker has answered it."""
         self._work.labels(ticket.worker).inc(ticket.work_s)
         self._real.observe(now_s - ticket.placed_s)
-        self._late.observe(max(0.0, now_s - ticket.end_s))
+        self._late.observe(max(0.0, now_s - ticket.expected_s))
 
     def moved(self, ticket: Ticket) -> None:
         """Its worker failed before it had answered."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,11 +13,15 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from weft.conf.schema import ControllerConfig
-from weft.inference.controller.fleet import Fleet, Ticket, Worker
+from weft.inference.controller.dispatch import Asked, Dispatch
+from weft.inference.controller.fleet import Fleet, Ticket
 from weft.inference.controller.metrics import Metrics
 from weft.inference.controller.prompts import Count, prompt_tokens
 from weft.inference.requests import Refusal, check_prefill_only, parse
 
+KEEP_ALIVE_S = 2.0
+"""How long connections to workers are kept for another request; vLLM's server closes them after 5 s, and a
+request that crosses that on its way fails."""
 DEADLINE_HEADER = "X-Weft-Deadline-S"
 CLIENT_GONE = 499
 """Status in the metrics of requests whose caller went away, as nginx has it."""
@@ -49,8 +52,8 @@ def make_app(
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with service.client:
-            await service.look()
-            watching = asyncio.create_task(service.watch())
+            await service.dispatch.look()
+            watching = asyncio.create_task(service.dispatch.watch())
             yield
             watching.cancel()
 
@@ -87,8 +90,9 @@ class _Service:
             transport=transport,
             headers=headers,
             trust_env=False,
-            limits=httpx.Limits(max_connections=None),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_S),
         )
+        self.dispatch = Dispatch(fleet, settings, self._metrics, self.client)
 
     async def generate(self, request: Request) -> Response:
         """Place a prompt, have it prefilled, and hand on the worker's answer."""
@@ -96,13 +100,15 @@ class _Service:
         body = await self._receive(request)
         deadline_s = self._deadline_s(request)
         tokens = await asyncio.to_thread(self._judge, body)
-        answer = asyncio.create_task(self._prefill(request, body, tokens, deadline_s))
+        headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
+        asked = Asked(path=request.url.path, body=body, headers=headers, tokens=tokens, deadline_s=deadline_s)
+        answer = asyncio.create_task(self.dispatch.prefill(asked))
         gone = asyncio.create_task(_gone(request))
         try:
             await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 raise Refusal(CLIENT_GONE, "the caller has gone")
-            return answer.result()
+            return _answer(*answer.result())
         finally:
             answer.cancel()
             gone.cancel()
@@ -149,24 +155,6 @@ class _Service:
             headers["Connection"] = "close"
         return JSONResponse(refusal.answer, status_code=refusal.status, headers=headers)
 
-    async def watch(self) -> None:
-        """Look at the workers again and again."""
-        while True:
-            await asyncio.sleep(self._settings.probe_s)
-            await self.look()
-
-    async def look(self) -> None:
-        """See which workers answer, and read their bubbles."""
-        await asyncio.gather(*map(self._probe, self._fleet.workers))
-        self._fleet.refresh()
-
-    async def _probe(self, worker: Worker) -> None:
-        try:
-            found = await self.client.get(f"{worker.url}/health", timeout=max(1.0, self._settings.probe_s))
-            self._fleet.set_up(worker, found.is_success)
-        except httpx.TransportError:
-            self._fleet.set_up(worker, False)
-
     def _authorize(self, request: Request) -> None:
         given = request.headers.get("authorization", "")
         if self._key and not hmac.compare_digest(given.encode(), self._key.encode()):
@@ -209,42 +197,16 @@ class _Service:
             raise Refusal(408, f"the request took longer than {self._settings.receive_timeout_s:g} s to come") from None
         return bytes(body)
 
-    async def _prefill(self, request: Request, body: bytes, tokens: int, deadline_s: float) -> Response:
-        """Have the prompt prefilled: by the best worker, and if that fails by the next best."""
-        begun_s = time.monotonic()
-        headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
-        while True:
-            ticket = self._fleet.place(tokens, deadline_s - (time.monotonic() - begun_s))
-            self._metrics.granted(ticket)
-            worker = self._fleet.workers[ticket.worker]
-            try:
-                found = await self._ask(worker, request.url.path, body, headers, ticket)
-            except httpx.TransportError:
-                found = None
-            finally:
-                self._fleet.done(ticket)
-            if found is not None and found.status_code < 500:
-                self._metrics.answered(ticket, time.monotonic())
-                predicted_ms = (ticket.end_s - ticket.placed_s) * 1e3
-                return _handed_on(
-                    found, {"X-Weft-Worker": str(worker.index), "X-Weft-Predicted-Ms": f"{predicted_ms:.0f}"}
-                )
-            # Until its health says otherwise, the worker is dead or hung.
-            self._fleet.set_up(worker, False)
-            self._metrics.moved(ticket)
-
-    async def _ask(
-        self, worker: Worker, path: str, body: bytes, headers: dict[str, str], ticket: Ticket
-    ) -> httpx.Response:
-        slack_s = self._settings.answer_slack_s
-        timeout = httpx.Timeout(slack_s, read=max(0.0, ticket.end_s - ticket.placed_s) + slack_s)
-        return await self.client.post(f"{worker.url}{path}", content=body, headers=headers, timeout=timeout)
-
 
 async def _gone(request: Request) -> None:
     """Ends when the caller closes its connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _answer(found: httpx.Response, ticket: Ticket) -> Response:
+    expected_ms = (ticket.expected_s - ticket.placed_s) * 1e3
+    return _handed_on(found, {"X-Weft-Worker": str(ticket.worker), "X-Weft-Predicted-Ms": f"{expected_ms:.0f}"})
 
 
 def _handed_on(found: httpx.Response, headers: dict[str, Any]) -> Response:

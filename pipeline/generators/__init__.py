@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from importlib import import_module
+from math import inf
 from typing import NamedTuple
 
 from weft.pipeline.costs import CostModel
+from weft.pipeline.limits import check_size
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.validation import check_memory
@@ -67,6 +69,11 @@ def generate(
         raise ValueError(f"pipeline.schedule={kind}: not known; choose one of {', '.join(table)}")
     if num_microbatches < 1:
         raise ValueError(f"pipeline.microbatches={num_microbatches}: a step has at least 1 micro-batch")
+    check_size(placement.num_stages, num_microbatches)
+    if not 0 <= search_seconds < inf:
+        raise ValueError(f"pipeline.search_seconds={search_seconds:g}: give seconds of at least 0")
+    if memory_cap_bytes is not None and not 0 <= memory_cap_bytes < inf:
+        raise ValueError(f"pipeline.memory_cap_bytes={memory_cap_bytes:g}: give bytes of at least 0; 0 is no cap")
     costs = costs or CostModel.unit(placement.num_stages)
     if len(costs.stages) != placement.num_stages:
         raise ValueError(
@@ -88,6 +95,6 @@ def generate(
             search_seconds=search_seconds,
         )
     schedule = make(placement, num_microbatches, *([launch_together] if spec.goes_in_rounds else []))
-    if memory_cap_bytes is not None:
+    if memory_cap_bytes:
         check_memory(schedule, costs, memory_cap_bytes)
     return schedule

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from math import frexp, ldexp
 
 from weft.pipeline.cell import add_relays, side_by_side
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate, generators
-from weft.pipeline.generators.auto_bound import lower_bound_s
+from weft.pipeline.generators.auto_bound import lone_microbatch, lower_bound_s, pace_s
 from weft.pipeline.generators.auto_greedy import ListScheduler, Rule
-from weft.pipeline.generators.auto_problem import NONE, Problem, Rows
+from weft.pipeline.generators.auto_problem import Problem, Rows
 from weft.pipeline.generators.auto_rules import backward_first, pair_kinds, rules
 from weft.pipeline.generators.auto_search import Search
 from weft.pipeline.generators.auto_strands import couple
 from weft.pipeline.generators.auto_timing import time_rows
-from weft.pipeline.lowering import add_transfers
+from weft.pipeline.lowering import as_run, lower
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.simulation import simulate
 
 _ROUNDED_UP = 1 + 1e-9
 """Room for the rounding of sums of bytes."""
+_TICK_BITS, _CLOCK_BITS, _LEAST_EXPONENT = 20, 50, -1000
+"""A tick is so many powers of two below the pace, or below a step with nothing in parallel."""
 _FIRST_ACTIONS = 1_000_000
 """Actions that the list scheduler places, rule by rule, before the search (at least one rule)."""
 _ACTIONS_PER_SECOND = 4_000_000
@@ -39,10 +41,11 @@ def generate_auto(
     """List scheduling by many rules, the best improved by a search (Atlas section 4.4 and further).
 
     The fixed schedules that go with the placement compete too, so the answer is at no cap
-    worse than those that keep to it.
+    worse than those that keep to it. The pipelines of a DP-cell are scheduled together.
 
     Args:
-        costs: seconds, bytes and links that the schedule is made for.
+        costs: seconds, bytes and links that the schedule is made for; of the cell, see
+            `CostModel.for_cell`.
         memory_cap_bytes: saved activations per rank that are never exceeded. None or 0 leaves
             it to `auto`: an activation counts until its weight gradient is done, and the cap
             is what 1F1B holds (P micro-batches of the fullest rank's chunks), or the smallest
@@ -55,58 +58,47 @@ def generate_auto(
         ValueError: no schedule exists under the cap, or the costs are for another number of
             stages.
     """
+    problem = _problem(placement, num_microbatches, costs, until_weight=not memory_cap_bytes)
+    cap_bytes = memory_cap_bytes or _default_cap_bytes(problem)
+    _check_cap(problem, cap_bytes)
+    cap_bytes *= _ROUNDED_UP
+    fixed = list(_fixed(problem, cap_bytes))
+    starts = [*fixed, *_list_schedules(problem, cap_bytes)]
+    if placement.pipelines > 1:  # half of the time for a pipeline that shares nothing, done on every one of them
+        search_seconds /= 2
+        alone = replace(costs.for_cell(1), stages=costs.stages[: placement.single.num_stages])
+        one = generate_auto(placement.single, num_microbatches, alone, memory_cap_bytes, search_seconds)
+        starts.append(_timed(problem, side_by_side(one, placement.pipelines)))
+    rows = min(starts, key=lambda start: start[0])[1]
+    evaluations = int(search_seconds * _ACTIONS_PER_SECOND / sum(map(len, rows)))
+    found = couple(problem, Search(problem, rows, cap_bytes).run(evaluations, lower_bound_s(problem)), cap_bytes)
+    answers = [found, *(rows for _, rows in fixed)] if _ends_differ(costs) else [found]
+    schedules = [
+        Schedule("auto", placement, num_microbatches, tuple(tuple(map(problem.slot, row)) for row in rows))
+        for rows in answers
+    ]
+    return schedules[0] if len(schedules) == 1 else min(schedules, key=lambda schedule: _step_s(schedule, costs))
+
+
+def _ends_differ(costs: CostModel) -> bool:
+    """Whether a step ends later than its last action, so that the shortest rows need not be the shortest step."""
+    return any(stage.reduce_s or stage.unshard_s or stage.step_s for stage in costs.stages)
+
+
+def _problem(placement: Placement, num_microbatches: int, costs: CostModel, *, until_weight: bool) -> Problem:
+    """The problem in ticks: a millionth of the pace, or coarser where a step is very long beside it."""
     if len(costs.stages) != placement.num_stages:
         raise ValueError(
             f"costs.stages: costs of {len(costs.stages)} virtual stages, the placement has {placement.num_stages}"
         )
-    problem = Problem(placement, num_microbatches, costs, until_weight=not memory_cap_bytes)
-    cap_bytes = memory_cap_bytes or _default_cap_bytes(problem)
-    _check_cap(problem, cap_bytes)
-    cap_bytes *= _ROUNDED_UP
-    if placement.pipelines > 1:
-        alone = replace(costs.for_cell(1), stages=costs.stages[: placement.single.num_stages])
-        one = generate_auto(placement.single, num_microbatches, alone, memory_cap_bytes, search_seconds)
-        return _for_cell(problem, cap_bytes, one)
-    rows = min(_starts(problem, cap_bytes), key=lambda start: start[0])[1]
-    evaluations = int(search_seconds * _ACTIONS_PER_SECOND / sum(map(len, rows)))
-    rows = Search(problem, rows, cap_bytes).run(evaluations, lower_bound_s(problem))
-    rows = couple(problem, rows, cap_bytes)
-    return Schedule("auto", placement, num_microbatches, tuple(tuple(map(problem.slot, row)) for row in rows))
+    one = Problem(placement, 1, costs)
+    step_s = (lone_microbatch(one)[2] + pace_s(one)) * num_microbatches
+    exponent = max(frexp(pace_s(one))[1] - _TICK_BITS, frexp(step_s)[1] - _CLOCK_BITS, _LEAST_EXPONENT)
+    return Problem(placement, num_microbatches, costs, until_weight, ldexp(1.0, exponent))
 
 
-def _for_cell(problem: Problem, cap_bytes: float, alone: Schedule) -> Schedule:
-    """The best of many list schedules of all pipelines, whose shared uplinks are one resource.
-
-    Beside them stands ``alone``, what a pipeline that shares nothing would do, on every pipeline.
-    """
-    placement, costs = problem.placement, problem.costs
-    candidates = [side_by_side(alone, placement.pipelines)]
-    for tried, rule in enumerate(rules(problem)):
-        if tried and (tried + 1) * problem.num_nodes > _FIRST_ACTIONS:
-            break
-        _, rows = _list_schedule(problem, rule, cap_bytes)
-        slots = tuple(tuple(map(problem.slot, _joined(problem, row))) for row in rows)
-        candidates.append(Schedule("auto", placement, problem.num_microbatches, slots))
-    return min(candidates, key=lambda cell: simulate(add_relays(add_transfers(cell), costs), costs).step_s)
-
-
-def _joined(problem: Problem, row: list[int]) -> Iterator[int]:
-    """The row with a full backward for each I that its W follows at once, where nobody waits for the gradient."""
-    joined = NONE
-    for node, following in pairwise([*row, NONE]):
-        if node == joined:
-            continue
-        whole = problem.whole(node, following)
-        if whole != NONE and problem.placement.is_first(problem.action(node).stage):
-            joined = following
-            yield whole
-        else:
-            yield node
-
-
-def _starts(problem: Problem, cap_bytes: float) -> Iterator[tuple[float, Rows]]:
-    """Makespans and rows to start from, all under the cap."""
-    yield from _fixed(problem, cap_bytes)
+def _list_schedules(problem: Problem, cap_bytes: float) -> Iterator[tuple[float, Rows]]:
+    """Makespans and rows by every rule, as long as there is time."""
     for tried, rule in enumerate(rules(problem)):
         if tried and (tried + 1) * problem.num_nodes > _FIRST_ACTIONS:
             return
@@ -114,26 +106,41 @@ def _starts(problem: Problem, cap_bytes: float) -> Iterator[tuple[float, Rows]]:
 
 
 def _fixed(problem: Problem, cap_bytes: float) -> Iterator[tuple[float, Rows]]:
-    """The fixed kinds of schedule that go with the placement and the cap."""
+    """The fixed kinds of schedule that go with the placement and the cap, on every pipeline."""
+    placement = problem.placement
     for kind, spec in generators().items():
         if spec.looks_at_costs:
             continue
         try:
-            schedule = generate(kind, problem.placement, problem.num_microbatches)
+            schedule = generate(kind, placement.single, problem.num_microbatches)
         except ValueError:
             continue  # made for another placement, or for more micro-batches
-        rows = problem.rows(schedule.rows)
-        if problem.costs.pair_scale >= 1:
-            rows = [[half for slot in row for half in problem.halves.get(slot, (slot,))] for row in rows]
-        timing = time_rows(problem, rows)
-        assert timing is not None, kind
+        schedule = side_by_side(as_run(schedule, problem.costs.pair_scale), placement.pipelines)
+        timing_s, rows = _timed(problem, schedule)
         if all(problem.peak_bytes(row) <= cap_bytes for row in rows):
-            yield timing.makespan_s, rows
+            yield timing_s, rows
+
+
+def _timed(problem: Problem, schedule: Schedule) -> tuple[float, Rows]:
+    rows = problem.rows(schedule.rows)
+    timing = time_rows(problem, rows)
+    assert timing is not None, schedule.name
+    return timing.makespan_s, rows
+
+
+def _step_s(schedule: Schedule, costs: CostModel) -> float:
+    """The whole step as the simulator has it, reductions and optimiser included."""
+    return simulate(add_relays(lower(schedule), costs), costs).step_s
 
 
 def _list_schedule(problem: Problem, rule: Rule, cap_bytes: float) -> tuple[float, Rows]:
     scheduler = ListScheduler(problem, rule, cap_bytes)
-    return scheduler.run(), scheduler.rows
+    makespan_s = scheduler.run()
+    if problem.shared:  # it gives shared uplinks away as actions start, and not as they end
+        timing = time_rows(problem, scheduler.rows)
+        assert timing is not None
+        makespan_s = timing.makespan_s
+    return makespan_s, scheduler.rows
 
 
 def _default_cap_bytes(problem: Problem) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from weft.pipeline.action import Op
 from weft.pipeline.generators.auto_problem import KINDS, NONE, Problem
 
@@ -26,10 +28,9 @@ def lower_bound_s(problem: Problem) -> float:
     for stage in stages:
         for op, starts_s in ((Op.F, forward_s), (Op.I, backward_s)):
             node = _first(problem, op, stage)
-            if problem.link[node] != NONE:
-                made_s = starts_s[stage] + problem.seconds[node]
-                occupied_s = problem.occupancy_s[node]
-                links.setdefault(problem.link[node], []).append((made_s, occupied_s, end_s - made_s - occupied_s))
+            made_s = starts_s[stage] + problem.seconds[node]
+            for line, held_s in _lines(problem, node):
+                links.setdefault(line, []).append((made_s, held_s, end_s - made_s - held_s))
     for transfers in links.values():
         heads_s, busy_s, tails_s = zip(*transfers, strict=True)
         bounds.append(min(heads_s) + sum(busy_s) * problem.num_microbatches + min(tails_s) + weight_s)
@@ -44,7 +45,7 @@ def lone_microbatch(problem: Problem) -> tuple[list[float], list[float], float]:
         for stage in order:
             node = _first(problem, op, stage)
             starts_s[op, stage] = now_s
-            now_s += problem.seconds[node] + problem.occupancy_s[node] + problem.latency_s[node]
+            now_s += problem.seconds[node] + problem.transit_s[node] + problem.latency_s[node]
     pipelines = problem.placement.pipelines  # all alike
     return [starts_s[Op.F, s] for s in stages] * pipelines, [starts_s[Op.I, s] for s in stages] * pipelines, now_s
 
@@ -56,9 +57,17 @@ def pace_s(problem: Problem) -> float:
         for op in (Op.F, Op.I, Op.W):
             node = _first(problem, op, stage)
             busy_s[rank] += problem.seconds[node]
-            if problem.link[node] != NONE:
-                busy_s[problem.num_ranks + problem.link[node]] += problem.occupancy_s[node]
+            for line, held_s in _lines(problem, node):
+                busy_s[problem.num_ranks + line] += held_s
     return max(busy_s)
+
+
+def _lines(problem: Problem, node: int) -> Iterator[tuple[int, float]]:
+    """What a node's transfer holds, and for how long."""
+    if problem.link[node] != NONE:
+        yield problem.link[node], problem.occupancy_s[node]
+    if problem.way[node] != NONE:
+        yield problem.way[node], problem.transit_s[node]
 
 
 def _first(problem: Problem, op: Op, stage: int) -> int:

@@ -24,6 +24,7 @@ class Rule:
             one is known to arrive.
         queue: transfers that a forward's own may find on its link; with more, it is held back
             (Atlas section 4.4, rule 3).
+        queue_gradients: whether that goes for input gradients too.
         pair: the kind of backward, B or I, that joins a forward to form a strand pair; None
             forms no pairs.
     """
@@ -32,6 +33,7 @@ class Rule:
     pace_s: float
     patience: float
     queue: float = NEVER
+    queue_gradients: bool = False
     pair: Op | None = None
 
 
@@ -118,9 +120,9 @@ class ListScheduler:
             start_s = now_s if need_node < 0 else self._arrival_s[need_node]
             if start_s == NEVER:
                 continue
-            if line.kind == F:
-                if not self._admits(rank, line):
-                    continue
+            if line.kind == F and not self._admits(rank, line):
+                continue
+            if line.kind == F or (line.kind == I and self.rule.queue_gradients):
                 start_s = max(start_s, self._link_has_room_s(node))
             wish_s = line.wish_s + pace_s * microbatch
             if start_s > now_s:
@@ -158,12 +160,15 @@ class ListScheduler:
         return True
 
     def _link_has_room_s(self, node: int) -> float:
-        """When a forward may start without its output queueing too long."""
-        problem = self.problem
-        link = problem.link[node]
-        if link < 0 or self.rule.queue == NEVER:
+        """When an action may start without its output queueing too long."""
+        problem, queue = self.problem, self.rule.queue
+        link, way = problem.link[node], problem.way[node]
+        if link < 0 or queue == NEVER:
             return 0.0
-        return self._link_free_s[link] - problem.seconds[node] - self.rule.queue * problem.occupancy_s[node]
+        free_s = self._link_free_s[link] - queue * problem.occupancy_s[node]
+        if way >= 0:
+            free_s = max(free_s, self._link_free_s[way] - queue * problem.transit_s[node])
+        return free_s - problem.seconds[node]
 
     def _affordable(self, rank: int, node: int, ready: list[_Offer]) -> int:
         """An input gradient, or what has to stand in for it when its leftovers would not fit."""
@@ -207,11 +212,13 @@ class ListScheduler:
             for line_kind in (I, W) if kind == B else (kind,):
                 self._lines[stage][line_kind].started += 1
             sent_s = end_s
-            link = problem.link[node]
+            link, way = problem.link[node], problem.way[node]
             if link >= 0:
-                sent_s = max(sent_s, self._link_free_s[link]) + problem.occupancy_s[node]
-                self._link_free_s[link] = sent_s
-            arrival_s = sent_s + problem.latency_s[node]
+                sent_s = max(sent_s, self._link_free_s[link], self._link_free_s[way] if way >= 0 else 0.0)
+                self._link_free_s[link] = sent_s + problem.occupancy_s[node]
+                if way >= 0:
+                    self._link_free_s[way] = sent_s + problem.transit_s[node]
+            arrival_s = sent_s + problem.transit_s[node] + problem.latency_s[node]
             self._arrival_s[problem.fact[node]] = arrival_s
             if problem.receiver[node] >= 0:
                 heappush(self._wake, (arrival_s, problem.receiver[node]))

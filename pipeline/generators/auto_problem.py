@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from weft.pipeline.action import Action, Op, Slot
 from weft.pipeline.costs import CostModel, StageCost
@@ -19,6 +20,17 @@ Rows = list[list[int]]
 """Nodes in order, rank by rank."""
 
 
+class _Way(NamedTuple):
+    """How a fact reaches the rank that needs it; see `Problem` for the fields."""
+
+    receiver: int = NONE
+    link: int = NONE
+    occupancy_s: float = 0.0
+    own: int = NONE
+    transit_s: float = 0.0
+    latency_s: float = 0.0
+
+
 @dataclass
 class Problem:
     """One pipeline step, compiled for speed; rows are lists of node numbers.
@@ -30,8 +42,9 @@ class Problem:
     All lists are by node: ``seconds``; ``waits``, the fact made on another rank that must
     arrive first (or NONE); ``near``, the facts needed from the same rank; ``fact``, what it
     establishes (B establishes its I's); ``link``, the resource that carries the fact away
-    (or NONE), for ``occupancy_s``, and ``latency_s`` on top; ``send_s``, for which starting
-    this holds the rank; ``receiver``, the rank that waits for it (or NONE).
+    (or NONE), for ``occupancy_s``; ``way``, what limits this pair of ranks besides (or NONE);
+    ``transit_s`` on both until it has left, and ``latency_s`` on top; ``send_s``, for which
+    starting this holds the rank; ``receiver``, the rank that waits for it (or NONE).
     """
 
     placement: Placement
@@ -39,12 +52,18 @@ class Problem:
     costs: CostModel
     until_weight: bool = False
     """Count a whole activation as saved until its weight gradient is done."""
+    tick_s: float = 0.0
+    """Times are rounded to multiples of this power of two, so that their sums are exact and ties
+    are ties; what a rank computes takes at least one, so that no two slots wait for each other
+    in no time. 0 leaves times as they are."""
     seconds: list[float] = field(default_factory=list)
     waits: list[int] = field(default_factory=list)
     near: list[tuple[int, ...]] = field(default_factory=list)
     fact: list[int] = field(default_factory=list)
     link: list[int] = field(default_factory=list)
     occupancy_s: list[float] = field(default_factory=list)
+    way: list[int] = field(default_factory=list)
+    transit_s: list[float] = field(default_factory=list)
     latency_s: list[float] = field(default_factory=list)
     send_s: list[float] = field(default_factory=list)
     receiver: list[int] = field(default_factory=list)
@@ -52,17 +71,24 @@ class Problem:
     in_all: list[float] = field(default_factory=list)
     halves: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Pair nodes: (forward, backward)."""
+    shared: frozenset[int] = frozenset()
+    """Links that several ranks send over: the uplinks of a DP-cell."""
 
     def __post_init__(self) -> None:
         assert len(self.costs.stages) == self.placement.num_stages
         self.num_ranks = self.placement.num_ranks
-        self.num_links = 3 * self.num_ranks
+        self._ways: dict[tuple[int, int], int] = {}
         self.nodes_per_stage = len(KINDS) * self.num_microbatches
         self._pair_nodes: dict[tuple[int, int], int] = {}
         for stage in range(self.placement.num_stages):
             for op in KINDS:
                 self._compile(op, stage)
         self.num_nodes = len(self.seconds)
+        self.num_links = 3 * self.num_ranks + len(self._ways)
+        senders: dict[int, set[int]] = {}
+        for token in range(0, self.num_nodes, self.num_microbatches):
+            senders.setdefault(self.link[token], set()).add(self.rank(token))
+        self.shared = frozenset(link for link, ranks in senders.items() if link != NONE and len(ranks) > 1)
 
     def node(self, action: Action) -> int:
         """The node of a compute action."""
@@ -84,7 +110,7 @@ class Problem:
             self._pair_nodes[forward, backward] = len(self.seconds)
             self.halves[len(self.seconds)] = (forward, backward)
             both_s = self.seconds[forward] + self.seconds[backward]
-            self.seconds.append(both_s * self.costs.pair_scale)
+            self.seconds.append(self._computed(both_s * self.costs.pair_scale))
             self.at_start.append(self.at_start[forward] + self.at_start[backward])
             self.in_all.append(self.in_all[forward] + self.in_all[backward])
         return self._pair_nodes[forward, backward]
@@ -117,6 +143,12 @@ class Problem:
     def facts(self, slot: int) -> tuple[int, ...]:
         """What a slot establishes, in the order in which it is sent."""
         return tuple(fact for node in self.halves.get(slot, (slot,)) for fact in self._made[node])
+
+    def turn(self, node: int) -> tuple[int, int]:
+        """What decides between posts of a DP-cell at one time, as in `weft.pipeline.cell`."""
+        token, microbatch = divmod(node, self.num_microbatches)
+        stage, kind = divmod(token, len(KINDS))
+        return microbatch, 2 * stage + (KINDS[kind] is Op.F)
 
     def may_swap(self, first: int, second: int) -> bool:
         """Whether neighbours of a row may change places: the second neither needs the first nor follows it in line."""
@@ -175,19 +207,32 @@ class Problem:
         assert len(far) <= 1, far
         fact = self.node(Action(made, stage, 0))
         waits = self.node(far[0]) if far else NONE
-        receiver, link, occupancy_s, latency_s = self._way(made, stage)
+        way = self._way(made, stage)
         at_start, in_all = self._held_bytes(op, cost)
-        self.seconds += [cost.seconds(op)] * count
+        self.seconds += [self._seconds(op, cost)] * count
         self.waits += range(waits, waits + count) if far else [NONE] * count
         self.near += [tuple(n + m for n in near) for m in range(count)]
         self.fact += range(fact, fact + count)
-        self.link += [link] * count
-        self.occupancy_s += [occupancy_s] * count
-        self.latency_s += [latency_s] * count
-        self.send_s += [0.0 if receiver == NONE else cost.send_s] * count
-        self.receiver += [receiver] * count
+        self.link += [way.link] * count
+        self.occupancy_s += [way.occupancy_s] * count
+        self.way += [way.own] * count
+        self.transit_s += [way.transit_s] * count
+        self.latency_s += [way.latency_s] * count
+        self.send_s += [0.0 if way.receiver == NONE else self._whole(cost.send_s)] * count
+        self.receiver += [way.receiver] * count
         self.at_start += [at_start] * count
         self.in_all += [in_all] * count
+
+    def _seconds(self, op: Op, cost: StageCost) -> float:
+        if op is Op.B:
+            return self._computed(cost.input_s) + self._computed(cost.weight_s)
+        return self._computed(cost.seconds(op))
+
+    def _whole(self, seconds: float) -> float:
+        return round(seconds / self.tick_s) * self.tick_s if self.tick_s else seconds
+
+    def _computed(self, seconds: float) -> float:
+        return max(self._whole(seconds), self.tick_s)
 
     def _held_bytes(self, op: Op, cost: StageCost) -> tuple[float, float]:
         """Saved bytes more from when ``op`` starts, and more once it has ended."""
@@ -199,19 +244,27 @@ class Problem:
             return kept, kept
         return 0.0, (-kept if op is Op.W or op is Op.B else 0.0)
 
-    def _way(self, made: Op, stage: int) -> tuple[int, int, float, float]:
-        """Receiver, link, occupancy and latency of a fact's way to the rank that needs it."""
+    def _way(self, made: Op, stage: int) -> _Way:
+        """A fact's way to the rank that needs it."""
         ranks, sites = self.placement.stage_ranks, self.placement.rank_sites
         ends = {Op.F: self.placement.is_last(stage), Op.I: self.placement.is_first(stage)}
         to = stage + 1 if made is Op.F else stage - 1
         if ends.get(made, True) or ranks[to] == ranks[stage]:
-            return NONE, NONE, 0.0, 0.0
+            return _Way()
         here, there = ranks[stage], ranks[to]
         cost = self.costs.link(sites[here], sites[there])
         # What travels is the output of the stage on the hop's upper side, or its gradient.
-        occupancy_s = cost.occupancy_s(self.costs.stages[min(stage, to)].output_bytes)
+        num_bytes = self.costs.stages[min(stage, to)].output_bytes
+        occupancy_s, transit_s = self._whole(cost.occupancy_s(num_bytes)), self._whole(cost.transit_s(num_bytes))
+        latency_s = self._whole(cost.latency_s)
+        if not transit_s:
+            return _Way(receiver=there, latency_s=latency_s)
         crosses = sites[here] != sites[there]
         lane = 2 if crosses else int(made is Op.I)
-        # The uplinks of a DP-cell are one.
-        owner = here % (self.num_ranks // self.placement.pipelines) if crosses and cost.sharing > 1 else here
-        return there, 3 * owner + lane if occupancy_s else NONE, occupancy_s, cost.latency_s
+        each = self.num_ranks // self.placement.pipelines
+        # The uplinks of a DP-cell are one, and so are its ways from one place to another.
+        owner, peer = (here % each, there % each) if crosses and cost.sharing > 1 else (here, there)
+        own = NONE
+        if crosses and transit_s > occupancy_s:
+            own = self._ways.setdefault((owner, peer), 3 * self.num_ranks + len(self._ways))
+        return _Way(there, 3 * owner + lane, occupancy_s, own, transit_s, latency_s)

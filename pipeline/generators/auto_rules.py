@@ -36,6 +36,7 @@ def rules(problem: Problem) -> Iterator[Rule]:
     """The rules in the order in which they are worth trying."""
     kinds = pair_kinds(problem)
     yield from (backward_first(problem, pair=pair) for pair in kinds)
+    yield from (atlas(problem, put_off=put_off, pair=pair) for put_off in (False, True) for pair in kinds)
     for pace, owed, patience, queue in _CRITICAL_PATHS:
         for pair in kinds:
             yield critical_path(problem, pace=pace, owed=owed, patience=patience, queue=queue, pair=pair)
@@ -56,6 +57,22 @@ def backward_first(problem: Problem, *, patience: float = 0.0, pair: Op | None =
     far = pace_s(problem) * problem.num_microbatches * (stages + 1)
     wish_s = tuple((-far * stage, -far * (stages + 1), far) for stage in range(stages))
     return Rule(wish_s=wish_s, pace_s=pace_s(problem), patience=patience, pair=pair)
+
+
+def atlas(problem: Problem, *, put_off: bool, pair: Op | None = None) -> Rule:
+    """Atlas's heuristic with the four rules of section 4.4 acting together.
+
+    The pipelines of a DP-cell share their uplinks (1), nothing exceeds the memory cap (2), an
+    action starts only when its transfer can follow at once (3), and backwards come first (4).
+
+    Args:
+        put_off: leave weight gradients to idle time; Atlas does not split its backwards.
+    """
+    stages = problem.placement.num_stages
+    far = pace_s(problem) * problem.num_microbatches * (stages + 1)
+    weight_s = far if put_off else -far * (stages + 2)
+    wish_s = tuple((-far * stage, -far * (stages + 1), weight_s) for stage in range(stages))
+    return Rule(wish_s=wish_s, pace_s=pace_s(problem), patience=0.0, queue=0.0, queue_gradients=True, pair=pair)
 
 
 def critical_path(

@@ -11,8 +11,6 @@ from weft.pipeline.action import Op
 from weft.pipeline.generators.auto_problem import NONE, Problem, Rows
 from weft.pipeline.generators.auto_timing import Timing, time_rows
 
-_ROUNDING = 1e-9
-
 
 class Block(NamedTuple):
     """Slots of a rank's row without a gap on the critical path, or that kept a link on it busy."""
@@ -57,7 +55,7 @@ class Search:
         # Hot enough to leave a basin, if there is time to settle in another.
         heat = 0.05 * min(1.0, moves_per_slot / 100)
         for _ in range(rounds):
-            self._anneal(evaluations // rounds, lower_bound_s + _ROUNDING, heat)
+            self._anneal(evaluations // rounds, lower_bound_s, heat)
         return self._best
 
     def _anneal(self, evaluations: int, enough_s: float, heat: float) -> None:
@@ -78,7 +76,7 @@ class Search:
                 continue
             rows, now_s = moved, timing.makespan_s
             blocks = self._critical(rows, timing)
-            if now_s < self._best_s - _ROUNDING:
+            if now_s < self._best_s:
                 self._best_s, self._best = now_s, rows
 
     def _timed(self, rows: Rows) -> Timing:
@@ -170,10 +168,20 @@ class Search:
             fact = timing.cause[row[first]]
             if fact == NONE:
                 return blocks
-            rank = self.problem.rank(fact)
-            behind = rows[rank].index(timing.maker[fact])
+            rank, behind = self._made(rows, timing, fact)
+            first = last = behind
             while timing.ahead[fact] != NONE:
                 fact = timing.ahead[fact]
-            first = last = rows[rank].index(timing.maker[fact])
-            if first < behind:
-                blocks.append(Block(rank, first, behind))
+                sender, place = self._made(rows, timing, fact)
+                if sender != rank:  # another pipeline of the cell kept the uplink busy
+                    blocks.append(Block(rank, first, last))
+                    rank, last = sender, place
+                first = place
+            if first < last:
+                blocks.append(Block(rank, first, last))
+                last = first
+
+    def _made(self, rows: Rows, timing: Timing, fact: int) -> tuple[int, int]:
+        """The rank and the place of the slot that establishes a fact."""
+        rank = self.problem.rank(fact)
+        return rank, rows[rank].index(timing.maker[fact])

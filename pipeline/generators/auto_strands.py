@@ -8,7 +8,6 @@ from itertools import pairwise
 from weft.pipeline.generators.auto_problem import NONE, Problem, Rows
 from weft.pipeline.generators.auto_timing import time_rows
 
-_ROUNDING = 1e-9
 _Form = Callable[[int, int, float], int]
 """From two neighbours and the bytes held before them to the slot that they form, or NONE."""
 
@@ -20,7 +19,10 @@ def couple(problem: Problem, rows: Rows, cap_bytes: float) -> Rows:
     each is formed only if who needs the result was not going to start before.
     """
     rows = _Coupler(problem, rows, cap_bytes).full_backwards()
-    return _Coupler(problem, rows, cap_bytes).strand_pairs()
+    paired = _Coupler(problem, rows, cap_bytes).strand_pairs()
+    before, after = time_rows(problem, rows), time_rows(problem, paired)
+    assert before is not None
+    return paired if after is not None and after.makespan_s <= before.makespan_s else rows
 
 
 class _Coupler:
@@ -32,17 +34,18 @@ class _Coupler:
         assert timing is not None
         self._end_s, self._arrival_s = timing.end_s, timing.arrival_s
         self._needed_s: dict[int, float] = {}  # by fact, when who waits for it starts
-        self._follower: dict[int, int] = {}  # by fact, the next on its link
+        self._followers: dict[int, list[int]] = {}  # by fact, the next on each of its links
+        queues: dict[int, list[int]] = {}
         for row in rows:
-            queues: dict[int, list[int]] = {}
             for slot in row:
                 for part in problem.halves.get(slot, (slot,)):
                     self._needed_s[problem.waits[part]] = self._start_s(slot)
                 for fact in problem.facts(slot):
-                    queues.setdefault(problem.link[fact], []).append(fact)
-            queues.pop(NONE, None)
-            for queue in queues.values():
-                self._follower.update(pairwise(queue))
+                    for line in {problem.link[fact], problem.way[fact]} - {NONE}:
+                        queues.setdefault(line, []).append(fact)
+        for queue in queues.values():
+            for fact, follower in pairwise(sorted(queue, key=self._leaves_s)):
+                self._followers.setdefault(fact, []).append(follower)
 
     def full_backwards(self) -> Rows:
         """The rows with a B for each I that its W follows at once, if the gradient can wait."""
@@ -77,7 +80,7 @@ class _Coupler:
             return NONE
         first, second = problem.facts(one)[0], problem.facts(other)[0]
         start_s, need = self._start_s(one), problem.waits[other]
-        there = need == NONE or self._arrival_s[need] <= start_s + _ROUNDING
+        there = need == NONE or self._arrival_s[need] <= start_s
         one_way = problem.link[first] != NONE and problem.link[first] == problem.link[second]
         late_s = start_s + problem.seconds[pair] - self._end_s[one]
         if not there or one_way or not self._delay(first, late_s):
@@ -91,15 +94,17 @@ class _Coupler:
         if problem.receiver[fact] == NONE or seconds <= 0:
             return True
         arrival_s = self._arrival_s[fact] + seconds
-        follower = self._follower.get(fact)
-        if arrival_s > self._needed_s[fact] + _ROUNDING:
+        if arrival_s > self._needed_s[fact]:
             return False
-        if follower is not None:
-            leaves_s = self._arrival_s[follower] - problem.latency_s[follower] - problem.occupancy_s[follower]
-            if arrival_s - problem.latency_s[fact] > leaves_s + _ROUNDING:
-                return False
+        gone_s = arrival_s - problem.latency_s[fact]
+        if any(gone_s > self._leaves_s(follower) for follower in self._followers.get(fact, ())):
+            return False
         self._arrival_s[fact] = arrival_s
         return True
+
+    def _leaves_s(self, fact: int) -> float:
+        """When the transfer of a fact begins."""
+        return self._arrival_s[fact] - self.problem.latency_s[fact] - self.problem.transit_s[fact]
 
     def _start_s(self, slot: int) -> float:
         return self._end_s[slot] - self.problem.seconds[slot]

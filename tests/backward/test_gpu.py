@@ -6,7 +6,7 @@ import torch
 from tests.backward.test_models import build, check
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(shows="the split backward's gradients, where autograd has a thread of its own")
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_gradients(name, checkpointing):

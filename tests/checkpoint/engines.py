@@ -79,6 +79,56 @@ def resume(config: WeftConfig, folder: str, after: int, global_batches: int, tra
     }
 
 
+def tags(config: WeftConfig, folder: str, global_batches: int) -> dict[str, Any]:
+    """Save under a tag and without, then restore all, and parts, of the tagged one."""
+    from weft.engine.checkpoint import CheckpointError
+
+    engine = build(config)
+    losses = train(engine, 2, global_batches)
+    engine.save_checkpoint(folder, tag="best", client_state={"ema": torch.arange(3), "loss": losses[-1]})
+    rate = engine.get_lr()[0]
+    losses += train(engine, 3, global_batches)
+    engine.save_checkpoint(folder)
+    moments = _moments(engine)
+    seen: dict[str, Any] = {"losses": losses, "rate": rate, "last_rate": engine.get_lr()[0]}
+
+    def restore(**wanted: Any) -> dict[str, Any]:
+        engine.load_checkpoint(folder)
+        path, client = engine.load_checkpoint(folder, tag="best", **wanted)
+        return {
+            "path": path and Path(path).name,
+            "ema": client["ema"].tolist(),
+            "steps": engine.global_steps,
+            "rate": engine.get_lr()[0],
+            "kept_moments": all(map(torch.equal, moments, _moments(engine))),
+            "loss": float(engine.eval_batch(batches(0, 1), num_micro_batches=2)),
+        }
+
+    seen["newest"] = engine.load_checkpoint(folder)[0]
+    seen["all"] = restore()
+    seen["again"] = train(engine, 3, global_batches)
+    seen["no moments"] = restore(load_optimizer_states=False)
+    seen["no rates"] = restore(load_lr_scheduler_states=False)
+    seen["module only"] = restore(load_module_only=True)
+    for name, call in {
+        "missing": lambda: engine.load_checkpoint(folder, tag="worst"),
+        "unfit": lambda: engine.save_checkpoint(folder, client_state={"args": object()}),
+        "strict": lambda: engine.load_checkpoint(folder, load_module_strict=False),
+    }.items():
+        try:
+            call()
+        except ValueError as error:
+            seen[name] = f"{type(error).__name__}: {error}"
+    assert issubclass(CheckpointError, ValueError)
+    dist.barrier()
+    return seen
+
+
+def _moments(engine: Any) -> list[torch.Tensor]:
+    engine.sharding.settle()
+    return [state["exp_avg"].clone() for state in engine.basic_optimizer.state.values()]
+
+
 def resave(configs: list[WeftConfig], folder: str) -> None:
     """Train and save in the first layout; then, for each other one, load the save before and save again."""
     for number, config in enumerate(configs):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.engines import PRECISIONS, resave, resume, save_and_go_on, save_in_background
+from tests.checkpoint.engines import PRECISIONS, resave, resume, save_and_go_on, save_in_background, tags
 from tests.engine.tiny import tiny_config
 from weft.conf.schema import LoraConfig, PlacementKind, ScheduleKind
 from weft.engine.checkpoint import CheckpointError, newest, open_checkpoint
@@ -51,6 +51,27 @@ def test_background(tmp_path):
     whole = run_ranks(2, save_in_background, made, str(tmp_path), 2, 3, TOTAL)
     again = run_ranks(2, resume, made, str(tmp_path), 3, TOTAL)
     assert [rank["losses"] for rank in again] == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 3])
+def test_tags_and_parts(tmp_path, zero):
+    """What is asked for is restored, and nothing else."""
+    made = config(1, 2, zero=zero)
+    made.checkpoint.keep = 1
+    for seen in run_ranks(2, tags, made, str(tmp_path), TOTAL):
+        assert Path(seen["newest"]).name == "step-00000005"
+        parts = [seen[name] for name in ("all", "no moments", "no rates", "module only")]
+        assert {part["path"] for part in parts} == {"best"}
+        assert {tuple(part["ema"]) for part in parts} == {(0, 1, 2)}
+        assert len({part["loss"] for part in parts}) == 1, "all have the weights"
+        assert [part["steps"] for part in parts] == [2, 2, 2, 5]
+        assert [part["kept_moments"] for part in parts] == [False, True, False, True]
+        assert [part["rate"] for part in parts] == [seen[name] for name in ("rate", "rate", "last_rate", "last_rate")]
+        assert seen["again"] == seen["losses"][2:]
+        assert "tag='worst': " in seen["missing"] and "there are: best, step-00000005" in seen["missing"]
+        assert "client_state.args: a object cannot be stored without pickle" in seen["unfit"]
+        assert seen["strict"].startswith("ValueError: load_checkpoint: load_module_strict=False")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from tests.checkpoint.ranks_in_threads import save_step, tensors
 from weft.engine.checkpoint import Checkpoint, CheckpointError, Piece, newest, open_checkpoint, save
 from weft.engine.checkpoint.pieces import share
-from weft.engine.checkpoint.shard_file import DTYPES
+from weft.engine.checkpoint.shard_file import DTYPES, ShardReader, write_shard
 
 
 @pytest.fixture
@@ -143,3 +144,23 @@ def test_meta_round_trip(tmp_path):
     assert path is not None
     assert isinstance(open_checkpoint(path), Checkpoint)
     assert open_checkpoint(path).meta == meta
+
+
+def test_a_piece_of_another_type_or_size_than_the_manifest_says(tmp_path):
+    """Even where its bytes match their checksum."""
+    data = torch.arange(6, dtype=torch.float32)
+    entry = write_shard(tmp_path / "rank-000.safetensors", [Piece("a", (10,), 2, data)])
+    reader = ShardReader(tmp_path / entry.file.name, entry.file)
+    (stored,) = entry.tensors["a"].pieces
+    assert torch.equal(reader.read(stored, "F32"), data)
+    for piece, dtype in (
+        (stored, "F16"),
+        (stored, "I32"),
+        (replace(stored, stop=stored.stop + 1), "F32"),
+        (replace(stored, start=stored.start + 1), "F32"),
+        (replace(stored, stop=stored.stop - 1), "F32"),
+    ):
+        with pytest.raises(CheckpointError, match="a@2 has another type or size than the manifest says"):
+            reader.read(piece, dtype)
+    with pytest.raises(CheckpointError, match="a@2 does not match its checksum"):
+        reader.read(replace(stored, checksum="0" * len(stored.checksum)), "F32")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from tests.nccl_rules.group import join
 from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.shared_channel import share
 from weft.comm.torch_channel import connect
@@ -26,17 +27,19 @@ def messages(seed: int, count: int) -> list[torch.Tensor]:
     return made
 
 
-def exchange(shared: bool, count: int) -> list[str]:
+def exchange(way: str, count: int) -> list[str]:
     """What arrived other than it was sent; receives are posted ahead, and tensors kept for a while."""
+    if way == "notes":
+        join()
     device = init_distributed(60.0)
     hops = {(0, 1), (1, 0)}
-    if shared:
-        ends, apart = share(hops, device=device, timeout_s=60.0)
+    if way == "shared memory":
+        ends, apart = share(hops, timeout_s=60.0)
         assert not apart
     else:
         ends = connect(hops, device=device, timeout_s=60.0)
     me = torch.distributed.get_rank()
-    mine, theirs = messages(me, count), messages(1 - me, count)
+    mine, theirs = ([tensor.to(device) for tensor in messages(seed, count)] for seed in (me, 1 - me))
     handles = [ends[1 - me, me].recv(str(n), TensorSpec(tuple(t.shape), t.dtype)) for n, t in enumerate(theirs)]
     sends = [ends[me, 1 - me].send(str(n), t) for n, t in enumerate(mine)]
     kept: list[torch.Tensor] = []
@@ -52,8 +55,8 @@ def exchange(shared: bool, count: int) -> list[str]:
 
 def desert() -> str | list[str]:
     """Rank 0 sends once and closes its ends; what rank 1 hears after that."""
-    device = init_distributed(60.0)
-    ends, _ = share({(0, 1), (1, 0)}, device=device, timeout_s=60.0)
+    init_distributed(60.0)
+    ends, _ = share({(0, 1), (1, 0)}, timeout_s=60.0)
     if torch.distributed.get_rank() == 0:
         ends[0, 1].send("first", torch.ones(3)).wait()
         for end in ends.values():
@@ -69,10 +72,15 @@ def desert() -> str | list[str]:
     ]
 
 
-def keep_silent() -> str:
+def keep_silent(way: str) -> str:
     """What rank 1 hears from a rank 0 that sends nothing."""
+    if way == "notes":
+        join()
     device = init_distributed(60.0)
-    ends, _ = share({(0, 1)}, device=device, timeout_s=0.5)
+    if way == "shared memory":
+        ends: dict = share({(0, 1)}, timeout_s=0.5)[0]
+    else:
+        ends = connect({(0, 1)}, device=device, timeout_s=0.5)
     said = ""
     if torch.distributed.get_rank() == 1:
         said = _error(lambda: ends[0, 1].recv("word", TensorSpec((3,), torch.float32)).wait())

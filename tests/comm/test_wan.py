@@ -1,5 +1,6 @@
 """The WAN channel over loopback: what is delivered, in which order, and what breaks it."""
 
+import gc
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,9 +13,17 @@ from hypothesis import strategies as st
 from tests.comm.proxy import Proxy
 from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.wan import WanEndpoint, WanKey
+from weft.comm.wan.library import load
 
 KEY = WanKey(b"a key for tests, long enough")
-SMALL = {"connections": 3, "deadline_s": 20.0, "timeout_s": 20.0, "chunk_bytes": 4096, "buffer_bytes": 1 << 20}
+SMALL = {
+    "tls": False,
+    "connections": 3,
+    "deadline_s": 20.0,
+    "timeout_s": 20.0,
+    "chunk_bytes": 4096,
+    "buffer_bytes": 1 << 20,
+}
 
 
 class Pair:
@@ -118,7 +127,7 @@ def test_of_what_waits_the_least_turn_goes_first(stack):
     pair.exchange("first", noise(8))
     channel = replace(pair.channels[0], turns={"late": 7, "early": 3})
     pair.proxy.frozen = True
-    late, early = noise(8 << 20), noise(4096)
+    late, early = noise(32 << 20), noise(4096)
     arrives = {
         tag: pair.channels[1].recv(tag, TensorSpec(tuple(tensor.shape), torch.uint8))
         for tag, tensor in (("late", late), ("early", early))
@@ -210,7 +219,7 @@ def test_a_peer_that_never_comes_is_an_error_with_its_last_trouble(stack):
     pair = Pair(stack, proxied=True, deadline_s=0.4, timeout_s=0.4)
     pair.proxy.kill(9)
     pair.proxy.refusing = True
-    lonely = WanEndpoint(rank=2, bind="127.0.0.1", key=KEY, deadline_s=0.4, timeout_s=0.4)
+    lonely = WanEndpoint(rank=2, bind="127.0.0.1", key=KEY, deadline_s=0.4, timeout_s=0.4, tls=False)
     stack.callback(lonely.close, linger_s=0.0)
     lonely.link(1, address=pair.proxy.address)
     with pytest.raises(
@@ -266,7 +275,7 @@ def test_a_restarted_peer_is_not_taken_for_the_old_one(stack):
     pair = Pair(stack)
     pair.exchange("a", noise(8))
     receive = pair.channels[1].recv("b", TensorSpec((8,), torch.uint8))
-    again = WanEndpoint(rank=0, bind="127.0.0.1", key=KEY)
+    again = WanEndpoint(rank=0, bind="127.0.0.1", key=KEY, chunk_bytes=SMALL["chunk_bytes"], tls=False)
     stack.callback(again.close, linger_s=0.0)
     again.link(1, address=pair.ends[1].address)
     with pytest.raises(ChannelError, match=r"rank 1 - rank 0.*has restarted"):
@@ -314,6 +323,23 @@ def test_bad_tags_links_and_keys_are_refused(stack, monkeypatch):
     with pytest.raises(ValueError, match="5 bytes are too few"):
         WanKey.from_environment()
     assert "a key for tests" not in repr(KEY)
+
+
+def test_every_request_is_freed_when_its_handle_is_gone(stack):
+    """By the transport's own count; failed and abandoned ones, too."""
+    gc.collect()
+    before = load().weft_wan_requests()
+    pair = Pair(stack)
+    for index in range(50):
+        pair.exchange("a", noise(5000, index))
+    pair.channels[0].send("never taken", noise(8))
+    waiting = pair.channels[1].recv("never sent", TensorSpec((8,), torch.uint8))
+    assert load().weft_wan_requests() >= before + 2
+    for end in pair.ends:
+        end.close(linger_s=0.0)
+    del waiting, pair, end
+    gc.collect()
+    assert load().weft_wan_requests() == before
 
 
 def test_transfers_that_nobody_waits_for_do_not_pile_up(stack):

@@ -90,7 +90,10 @@ def receive(say, hear, bind, settings):
 
 
 def start(bed, seconds=2.0, **settings):
-    settings = {"connections": 4, "deadline_s": 20.0, "timeout_s": 60.0, "congestion": "cubic", **settings}
+    settings = {
+        **{"connections": 4, "deadline_s": 20.0, "timeout_s": 60.0, "congestion": "cubic", "tls": False},
+        **settings,
+    }
     receiver = Job(bed, "b", receive, bed.address("b"), settings)
     address = receiver.hear()
     sender = Job(bed, "a", send, bed.address("a"), address, seconds, settings)

@@ -1,5 +1,6 @@
 """An authenticated peer that breaks the protocol: it is cut off, and nothing is harmed."""
 
+import hashlib
 import hmac
 import os
 import socket
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.comm.test_wan import KEY, Pair, noise, until
 from weft.comm.channel import ChannelError, TensorSpec
-from weft.comm.wan import WanEndpoint
+from weft.comm.wan import Path, WanEndpoint
 from weft.comm.wan.library import load
 
 CHUNK = 4096
@@ -24,11 +25,12 @@ DATA, ACK, CREDIT, PING, PONG, BYE = range(1, 7)
 class RoguePeer:
     """Speaks the wire format in plain Python, as rank 5."""
 
-    def __init__(self, address, *, to=1, slot=0, chunk_bytes=CHUNK):
+    def __init__(self, address, *, to=1, slot=0, chunk_bytes=CHUNK, job=""):
         self.socket = socket.create_connection(address, timeout=5)
-        hello = struct.pack("<8sIIQIIII", b"weftwan1", 5, to, 99, slot, slot + 1, chunk_bytes, 0) + os.urandom(32)
+        head = struct.pack("<8s16s", b"weftwan2", hashlib.sha256(job.encode()).digest())
+        hello = head + struct.pack("<IIQIIII", 5, to, 99, slot, slot + 1, chunk_bytes, 0) + os.urandom(32)
         self.socket.sendall(hello)
-        challenge = self._exactly(64)
+        challenge = self._exactly(80)
         key = KEY.derived("authentication")
         self.socket.sendall(hmac.digest(key, b"connects" + hello + challenge, "sha256"))
         assert self._exactly(32) == hmac.digest(key, b"listens" + hello + challenge, "sha256")
@@ -47,6 +49,9 @@ class RoguePeer:
 
     @staticmethod
     def frame(kind, payload=b"", *, lane=0, message=0, total=0, offset=0, length=None, tag=b"a", spoil=0):
+        if kind not in (DATA, BYE):
+            note = struct.pack("<IHHQQI", 0x74666577, kind, lane, offset, message, 0)
+            return note + struct.pack("<I", load().weft_wan_checksum(note, len(note)) ^ spoil) + payload
         length = len(payload) if length is None else length
         total_sum = load().weft_wan_checksum(payload, len(payload)) ^ spoil
         frame = struct.pack("<IHHQQQII48sI", 0x74666577, kind, lane, message, total, offset, length, total_sum, tag, 0)
@@ -56,9 +61,10 @@ class RoguePeer:
     def acknowledged(self):
         """Waits until the other side says that one chunk has arrived whole on this connection."""
         while True:
-            _, kind, _, _, _, offset = struct.unpack_from("<IHHQQQ", self._exactly(96))
+            _, kind, _, offset = struct.unpack_from("<IHHQ", self._exactly(32))
             if (kind, offset) == (ACK, 1):
                 return
+            assert kind in (ACK, CREDIT, PING, PONG)
 
     def cut_off(self):
         """Whether the other side closes."""
@@ -80,7 +86,8 @@ def stack():
 
 @pytest.fixture
 def victim(stack):
-    end = WanEndpoint(rank=1, bind="127.0.0.1", key=KEY, chunk_bytes=CHUNK, buffer_bytes=64 << 10, deadline_s=20.0)
+    settings = {"tls": False, "chunk_bytes": CHUNK, "buffer_bytes": 64 << 10, "deadline_s": 20.0}
+    end = WanEndpoint(rank=1, bind="127.0.0.1", key=KEY, **settings)
     stack.callback(end.close, linger_s=0.0)
     end.link(5)
     return end
@@ -129,7 +136,8 @@ BREACHES = {
     "a lane that is not open": {"payload": b"x", "total": 1, "lane": 9},
     "a damaged chunk": {"payload": b"x", "total": 1, "spoil": 1},
     "an unknown type": {"kind": 77},
-    "a length where none belongs": {"kind": PING, "length": 5},
+    "a length where none belongs": {"kind": BYE, "length": 5},
+    "a damaged note": {"kind": PING, "spoil": 1},
     "an acknowledgement of nothing": {"kind": ACK, "offset": 1},
 }
 
@@ -164,6 +172,38 @@ def test_a_chunk_size_out_of_bounds_is_refused(victim):
     for size in (0, 4095, (4 << 20) + 1, 0xFFFFFFFF):
         with pytest.raises(ConnectionError):
             RoguePeer(victim.address, chunk_bytes=size)
+
+
+def test_a_chunk_size_that_changes_from_one_connection_to_the_next_is_refused(victim):
+    receive = victim.channel(5).recv("a", TensorSpec((4 * CHUNK,), torch.uint8))
+    peer = RoguePeer(victim.address, chunk_bytes=2 * CHUNK)
+    peer.say(DATA, b"x" * 2 * CHUNK, total=4 * CHUNK)
+    with pytest.raises(ConnectionError):
+        RoguePeer(victim.address, slot=1)
+    peer.say(DATA, b"x" * 2 * CHUNK, total=4 * CHUNK, offset=2 * CHUNK)
+    assert bytes(receive.wait()) == b"x" * 4 * CHUNK
+
+
+def test_messages_without_bytes_are_not_taken_without_end(victim):
+    receive = victim.channel(5).recv("b", TensorSpec((1,), torch.uint8))
+    peer = RoguePeer(victim.address)
+    for first in range(0, 66_000, 1000):
+        try:
+            peer.socket.sendall(b"".join(peer.frame(DATA, message=first + n) for n in range(1000)))
+        except ConnectionError:
+            break
+    with pytest.raises(ChannelError, match="more than 65536 messages came before their receives"):
+        receive.wait()
+
+
+def test_a_relay_takes_no_message_that_is_larger_than_its_memory(victim):
+    """Its size is what a peer says: 1 TiB would be asked for before the second byte has come."""
+    victim.link(6)
+    victim.relay(Path(5, 0), Path(6, 0))
+    receive = victim.channel(5, lane=1).recv("a", TensorSpec((1,), torch.uint8))
+    RoguePeer(victim.address).say(DATA, b"x" * CHUNK, total=1 << 40)
+    with pytest.raises(ChannelError, match="rank 1 - rank 5: a relayed message of 1099511627776 bytes: at most 65536"):
+        receive.wait()
 
 
 def test_one_that_asks_and_does_not_listen_is_cut_off(victim):

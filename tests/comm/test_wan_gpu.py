@@ -8,7 +8,7 @@ import torch
 from tests.comm.test_wan import Pair
 from weft.comm.channel import TensorSpec
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(shows="tensors cross the WAN through pinned memory, whole and in order")
 
 
 def test_tensors_cross_between_gpus_as_they_were_when_they_were_sent():

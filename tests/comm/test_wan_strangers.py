@@ -1,5 +1,6 @@
 """Strangers at the WAN port: none gets in, and none disturbs a transfer."""
 
+import hashlib
 import os
 import socket
 import struct
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from tests.comm.test_wan import KEY, Pair, noise, until
+from tests.comm.test_wan_frames import RoguePeer
 from weft.comm.channel import ChannelError
 from weft.comm.wan import WanEndpoint, WanKey
 
@@ -34,8 +36,9 @@ def says(address, data, *, then=b"", listen_s=5.0):
         return answer
 
 
-def hello(*, magic=b"weftwan1", sender=0, to=1, slot=0, connections=1, chunk_bytes=4096):
-    return struct.pack("<8sIIQIIII", magic, sender, to, 7, slot, connections, chunk_bytes, 0) + os.urandom(32)
+def hello(*, magic=b"weftwan2", job="", sender=0, to=1, slot=0, connections=1, chunk_bytes=4096):
+    head = struct.pack("<8s16s", magic, hashlib.sha256(job.encode()).digest())
+    return head + struct.pack("<IIQIIII", sender, to, 7, slot, connections, chunk_bytes, 0) + os.urandom(32)
 
 
 FRAME = struct.pack("<IHHQQQII48sII", 0x74666577, 1, 0, 0, 1 << 32, 0, 0xFFFFFFFF, 0, b"a", 0, 0)
@@ -55,7 +58,7 @@ def test_nonsense_is_turned_away_without_a_word(stack):
 def test_a_greeting_without_the_key_earns_a_random_number_and_no_more(stack):
     pair = Pair(stack)
     answer = says(pair.ends[1].address, hello(), then=bytes(32) + FRAME)
-    assert len(answer) == 64  # the challenge, and then the door
+    assert len(answer) == 80  # the challenge, and then the door
     assert pair.ends[1].refused == 1
     pair.exchange("a", noise(100_000))
 
@@ -65,8 +68,8 @@ def test_a_recorded_handshake_opens_nothing(stack):
     pair.exchange("a", noise(1000))
     before = pair.ends[1].counters(0)
     for recording in pair.proxy.recorded:
-        assert len(recording) > 104
-        assert len(says(pair.ends[1].address, recording[:72], then=recording[72:])) == 64
+        assert len(recording) > 120
+        assert len(says(pair.ends[1].address, recording[:88], then=recording[88:])) == 80
     assert pair.ends[1].refused == len(pair.proxy.recorded)
     pair.exchange("a", noise(1000, 1))
     after = pair.ends[1].counters(0)
@@ -103,17 +106,45 @@ def test_another_key_is_no_key(stack, tls):
     pair.exchange("a", noise(1000))
 
 
+@pytest.mark.parametrize("tls", [False, True])
+def test_what_is_left_of_another_attempt_gets_no_link_and_ends_none(stack, tls):
+    """It has the key, the rank, and the address."""
+    pair = Pair(stack, job="second attempt", tls=tls)
+    pair.exchange("a", noise(1000))
+    settings = {"bind": "127.0.0.1", "key": KEY, "deadline_s": 1.0, "timeout_s": 1.0, "tls": tls}
+    for job in ("first attempt", ""):
+        zombie = WanEndpoint(rank=0, job=job, **settings)
+        stack.callback(zombie.close, linger_s=0.0)
+        zombie.link(1, address=pair.ends[1].address)
+        with pytest.raises(
+            ChannelError, match=r"no contact within 1 s; .*belongs to another job, or to another attempt"
+        ):
+            zombie.channel(1).send("a", noise(8)).wait()
+    pair.exchange("a", noise(1000, 1))
+    assert pair.ends[1].counters(0).broken == 0
+
+
+def test_a_peer_of_another_attempt_that_goes_on_all_the_same_is_turned_away(stack):
+    victim = WanEndpoint(rank=1, bind="127.0.0.1", key=KEY, job="second attempt", tls=False)
+    stack.callback(victim.close, linger_s=0.0)
+    victim.link(5)
+    with pytest.raises(ConnectionError):
+        RoguePeer(victim.address, job="first attempt")
+    assert victim.counters(5).ready == 0
+    RoguePeer(victim.address, job="second attempt")
+
+
 def test_a_false_listener_is_found_out(stack):
     """Who listens must prove the key as well: a peer sends nothing to a port that only echoes."""
     false = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    peer = WanEndpoint(rank=0, bind="127.0.0.1", key=KEY, deadline_s=0.5, timeout_s=0.5, connections=1)
+    peer = WanEndpoint(rank=0, bind="127.0.0.1", key=KEY, deadline_s=0.5, timeout_s=0.5, connections=1, tls=False)
     stack.callback(peer.close, linger_s=0.0)
     peer.link(1, address=false.getsockname())
     handle = peer.channel(1).send("a", torch.full((4000,), 7, dtype=torch.uint8))
     guest, _ = false.accept()
     heard = guest.recv(4096)
-    assert len(heard) == 72
-    guest.sendall(struct.pack("<8sIIQII", b"weftwan1", 1, 0, 7, 4096, 0) + os.urandom(32))
+    assert len(heard) == 88
+    guest.sendall(heard[:8] + heard[8:24] + struct.pack("<IIQII", 1, 0, 7, 4096, 0) + os.urandom(32))
     assert len(guest.recv(4096)) == 32  # its proof
     guest.sendall(os.urandom(32))
     assert guest.recv(4096) == b""  # and not a byte of the tensor
@@ -124,7 +155,7 @@ def test_a_false_listener_is_found_out(stack):
 
 def test_tls_and_clear_do_not_mix(stack):
     pair = Pair(stack, tls=True)
-    clear = WanEndpoint(rank=0, bind="127.0.0.1", key=KEY, deadline_s=0.5, timeout_s=0.5)
+    clear = WanEndpoint(rank=0, bind="127.0.0.1", key=KEY, deadline_s=0.5, timeout_s=0.5, tls=False)
     stack.callback(clear.close, linger_s=0.0)
     clear.link(1, address=pair.ends[1].address)
     with pytest.raises(ChannelError, match="no contact"):

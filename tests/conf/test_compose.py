@@ -17,6 +17,7 @@ RECIPES = {
     "sft": ["model.path=a/b", "data.path=c/d"],
     "lora": ["model.path=a/b", "data.path=c/d"],
     "pretrain": ["model.tokenizer=a/b", "data.path=c/d"],
+    "serving": ["inference.prefill.model=a/b"],
 }
 
 

@@ -43,10 +43,10 @@ def test_the_rest():
     assert accepted(["train.precision=fp16"], 1).float16_config.enabled
 
 
-def test_monitors_write_into_the_run_folder():
-    monitors = accepted(["logging=all", "train.output_dir=out", "train.name=mine"], 1).monitor_config
-    assert (monitors.tensorboard.output_path, monitors.tensorboard.job_name) == ("out", "mine")
-    assert monitors.wandb.project == "weft"
+def test_logs_are_the_recipes_own():
+    """DeepSpeed's monitors count samples, and would share an axis with what counts steps."""
+    monitors = accepted(["logging=all"], 1).monitor_config
+    assert not monitors.enabled
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])

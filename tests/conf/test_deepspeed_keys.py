@@ -3,11 +3,14 @@
 import json
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
+from weft.conf.batch import fit_batch
+from weft.conf.deepspeed import deepspeed_config
 from weft.conf.schema import LrSchedule, OptimizerKind, Precision
 from weft.engine import deepspeed_table
 from weft.engine.deepspeed_keys import _refuse, split_deepspeed_config
@@ -86,8 +89,19 @@ BAD = [
     ({"train_micro_batch_size_per_gpu": "auto"}, 'train_micro_batch_size_per_gpu="auto"'),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}, "only the Hugging Face Trainer"),
     ({"pipeline": {"stages": 2}}, "set weft.pipeline"),
-    ({"activation_checkpointing": {}}, "set weft.model.gradient_checkpointing=true"),
+    ({"activation_checkpointing": {"partition_activations": True}}, "set weft.model.gradient_checkpointing=true"),
+    ({"compile": {"deepcompile": True}}, "leave it out"),
+    ({"compile": {"offload_parameters": True}}, "leave it out"),
+    ({"tensor_parallel": {"autotp_size": 2}}, "leave it out"),
+    ({"flops_profiler": {"enabled": True}}, "reports its own throughput"),
+    ({"data_efficiency": {"data_sampling": {"enabled": True}}}, "data_efficiency="),
+    ({"checkpoint": {"load_universal": True}}, "Weft's own"),
+    ({"elasticity": {"enabled": True}}, "removed"),
+    ({"sparse_gradients": True}, "removed"),
+    ({"flops_profiler": {"enabled": False, "profil_step": 2}, "zero_optimization": {"stag": 1}}, "stag"),
+    ({"zero_optimization": {"reduce_bucket_size": 2.5}}, "should be a valid integer"),
     ({"gradient_clipping": "x"}, "optimizer.clip='x': expected a number"),
+    ({"weft": {"enabled": True, "logging": {"wandb": True}}}, "it is for recipes; set wandb.enabled=true"),
     ({"weft": True}, "say whether it is on"),
     ({"weft": {"pipeline": {"stages": 2}}}, "say whether it is on"),
     ({"weft": {"enabled": True, "pipline": {}}}, "did you mean pipeline?"),
@@ -182,6 +196,8 @@ def test_what_asks_for_nothing_is_nothing():
 
 ASKED = {
     "data_types.grad_accum_dtype": "bf16",
+    "managed_gradient_accumulation": False,
+    "sequence_parallel_size": 2,
     "zero_optimization.ignore_unused_parameters": False,
     "zero_optimization.load_from_fp32_weights": False,
     "zero_optimization.offload_optimizer.device": "cpu",
@@ -197,6 +213,36 @@ def test_what_cannot_be_had_is_refused_with_its_value_and_a_remedy(name):
     with pytest.raises(ValueError) as error:
         split_deepspeed_config(merged(name, value))
     assert str(error.value) == f"DeepSpeed config: {name}={value!r}: it does not go with Weft; {REFUSED[name].remedy}"
+
+
+BATCHES = [
+    # the DeepSpeed keys, and what DeepSpeed makes of them on 4 ranks: train, micro-batch, accumulation
+    ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 6}, 4),
+    ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 2}, 4),
+    ({"train_batch_size": 48, "gradient_accumulation_steps": 6}, 4),
+    ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 6}, 4),
+    ({"train_batch_size": 48}, 4),
+    ({"train_micro_batch_size_per_gpu": 12}, 4),
+]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(("keys", "replicas"), BATCHES)
+def test_a_batch_given_in_part_is_what_it_is_at_deepspeed(keys, replicas, stages, monkeypatch):
+    monkeypatch.setattr("deepspeed.runtime.config.dist.get_rank", lambda: 0)
+    config, _ = split_deepspeed_config({**keys, "weft": {"enabled": True, "pipeline": {"stages": stages}}})
+    fitted = fit_batch(config, replicas * stages)
+    theirs = DeepSpeedConfig(keys, SimpleNamespace(get_data_parallel_world_size=lambda: replicas))
+    sizes = (theirs.train_batch_size, theirs.train_micro_batch_size_per_gpu, theirs.gradient_accumulation_steps)
+    emitted = deepspeed_config(fitted, replicas * stages)
+    assert emitted["train_batch_size"] == sizes[0] == 48
+    assert (fitted.train.microbatch_size, fitted.pipeline.microbatches) == sizes[1:]
+
+
+def test_a_batch_that_does_not_come_out_even_is_refused():
+    config, _ = split_deepspeed_config({"train_batch_size": 30, "weft": {"enabled": True}})
+    with pytest.raises(ValueError, match=r"train\.batch_size=30: not a multiple of 4 replicas; choose 32"):
+        fit_batch(config, 4)
 
 
 @pytest.mark.parametrize("given", ["fp32", "BF16", "fp16"])

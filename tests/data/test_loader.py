@@ -80,6 +80,20 @@ def test_a_resumed_run_goes_on_with_any_number_of_replicas(blocks, drawn, size, 
 
 
 @settings(deadline=None, max_examples=40)
+@given(SOURCES, st.integers(0, 3), st.sampled_from([lay_out_contiguous, lay_out_whole]))
+def test_the_sequences_of_some_passes_are_known_before_they_are_read(blocks, epochs, lay_out):
+    loader = share(Blocks(blocks[0]), size=1, lay_out=lay_out)
+    count = loader.sequences(epochs)
+    rows(loader, count)
+    assert loader.epoch == epochs
+    assert count <= loader.sequences(epochs + 0.5) <= loader.sequences(epochs + 1)
+    for _ in range(loader.sequences(epochs + 1) - count):
+        next(loader)
+    assert loader.epoch == epochs + 1
+    loader.close()
+
+
+@settings(deadline=None, max_examples=40)
 @given(SOURCES, st.booleans())
 def test_an_epoch_holds_every_token_once(blocks, shuffle):
     source = Blocks(*blocks)

@@ -20,6 +20,7 @@ def test_the_board_shows_the_steps_that_were_trained(tmp_path):
     for rank in told:
         assert rank["gone"] and rank["foretold"]
         computed = [(start, end) for op, start, end in rank["marks"] if op in ("F", "B")]
+        assert len(computed) >= 8  # a forward and a backward of each micro-batch
         # The board's marks stand around the engine's own, and in the same order.
         for (start, end), (busy, idle) in zip(computed, rank["work"], strict=False):
             assert busy <= start <= end <= idle

@@ -10,11 +10,9 @@ from weft.engine.sums import LabelCount
 from weft.pipeline.action import Action, Op
 from weft.pipeline.placement import Placement
 
-CPU = torch.device("cpu")
-
 
 def test_a_count_is_filled_once():
-    count = LabelCount(3, CPU, None)
+    count = LabelCount(torch.tensor(3), None)
     assert not count.is_known and count.items == 0
     assert count.wait() is count.items and count.items == 3 and count.is_known
     version = count.items._version  # autograd has saved it by the second micro-batch
@@ -24,7 +22,7 @@ def test_a_count_is_filled_once():
 
 def test_a_step_without_labels_is_refused():
     with pytest.raises(ValueError, match="no token of this step carries a label"):
-        LabelCount(0, CPU, None).wait()
+        LabelCount(torch.tensor(0), None).wait()
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -40,7 +38,7 @@ def test_the_last_block_waits_for_the_count_and_no_other(training):
     stage = EmulatedStage(work, index=0, num_layers=3, num_stages=1)
     for layer in stage.layers:
         layer.register_forward_pre_hook(lambda *_: order.append("layer"))
-    state = StepState(batches=[{}], num_items=Noted(4, CPU, None), training=training)
+    state = StepState(batches=[{}], num_items=Noted(torch.tensor(4), None), training=training)
     compute = Compute(stages={0: stage}, placement=Placement.straight(1), seed_gradient=torch.ones_like)
     compute.forward(state, Action(Op.F, 0, 0))
     assert order == ["layer", "layer", "layer", "count"]

@@ -55,13 +55,15 @@ SLOW = {
 
 
 def _config(stages, keywords):
+    """Two ranks have four virtual stages at most, so four layers do."""
+    keywords = {"layers": 4 if stages == 2 else 8, **keywords}
     sites = (stages // 2, stages - stages // 2) if keywords.get("placement") == "site_fold" else ()
     return tiny_config(stages=stages, **{"sites": sites, **keywords})
 
 
 @cache
-def _reference(replicas, steps, microbatches, precision, tied, lora):
-    config = tiny_config(microbatches=microbatches, precision=precision, tied=tied, lora=lora)
+def _reference(replicas, steps, microbatches, precision, tied, lora, layers):
+    config = tiny_config(microbatches=microbatches, precision=precision, tied=tied, lora=lora, layers=layers)
     return reference_losses(config, replicas, steps)
 
 
@@ -74,7 +76,8 @@ def _compare(cases, steps, timeout_s):
         precision = config.train.precision.value
         tied = config.model.overrides["tie_word_embeddings"]
         replicas = 4 // config.pipeline.stages
-        expected = _reference(replicas, steps, config.pipeline.microbatches, precision, tied, config.model.lora.enabled)
+        layers, lora = config.model.overrides["num_hidden_layers"], config.model.lora.enabled
+        expected = _reference(replicas, steps, config.pipeline.microbatches, precision, tied, lora, layers)
         if losses != pytest.approx(expected, rel=1e-5 if precision == "fp32" else 1e-3):
             wrong[name] = (losses, expected)
     assert not wrong

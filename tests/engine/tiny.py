@@ -137,12 +137,12 @@ def weft_losses(config: WeftConfig, steps: int) -> list[float]:
     """Losses of this rank's Weft engine; every rank reports the same."""
     from weft.engine.initialize import initialize
 
-    gc.freeze()  # what was imported is no engine's, and takes long to look through
     engine, *_ = initialize(config=config)
     engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
     losses = [float(engine.train_batch()) for _ in range(steps)]
     check_order(engine)
     engine.destroy()
+    assert gc.get_freeze_count(), "what `run_ranks` froze is looked through again for every engine"
     dist.barrier()
     return losses
 

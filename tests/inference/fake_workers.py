@@ -27,21 +27,31 @@ class FakeBoard:
 
 
 class FakeWorkers(httpx.AsyncBaseTransport):
-    """Servers named w0, w1, ...; `fault[name]` is dead, hung, dying (in a request), broken or slow."""
+    """Servers named w0, w1, ...; `fault[name]` is one of:
+
+    dead, hung, dying (in a request), broken, strict, slow, busy (one prompt after the other), mute (no word on its
+    health, but answers), crossing (closes connections when asked for its health, but answers).
+    """
 
     def __init__(self, count):
         self.fault = {}
         self.seen = []
+        self.asked = 0
+        self.device = asyncio.Lock()
         self.names = [f"w{number}" for number in range(count)]
 
     async def handle_async_request(self, request):
         name, fault = request.url.host, self.fault.get(request.url.host)
         if fault == "dead":
             raise httpx.ConnectError("refused", request=request)
-        if fault == "hung":
-            await asyncio.sleep(request.extensions["timeout"]["read"])
+        if fault == "hung" or (fault == "mute" and request.url.path == "/health"):
+            await asyncio.sleep(request.extensions["timeout"]["read"] or 3600.0)
             raise httpx.ReadTimeout("no answer", request=request)
         if request.url.path == "/health":
+            if fault in ("slow", "crossing"):
+                self.asked += 1
+            if fault == "crossing":
+                raise httpx.RemoteProtocolError("closed an idle connection", request=request)
             return httpx.Response(200)
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "tiny"}]})
@@ -54,14 +64,17 @@ class FakeWorkers(httpx.AsyncBaseTransport):
             return httpx.Response(500, json={"error": "engine dead"})
         if fault == "strict":
             return httpx.Response(404, json={"error": "no such model"})
-        await asyncio.sleep(1.0 if fault == "slow" else 0.0)
+        if fault == "busy":
+            async with self.device:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(1.0 if fault in ("slow", "mute", "crossing") else 0.0)
         return httpx.Response(200, json={"worker": name, "kv_transfer_params": {"do_remote_prefill": True}})
 
 
-def fleet_of(workers, boards=None, prefill=None, **settings):
+def fleet_of(workers, boards=None, prefill=None, cost="", **settings):
     controller = ControllerConfig(**settings)
     boards = boards or [FakeBoard() for _ in workers.names]
-    addresses = [PrefillWorkerConfig(url=f"http://{name}", boards=["x"]) for name in workers.names]
+    addresses = [PrefillWorkerConfig(url=f"http://{name}", boards=["x"], cost=cost) for name in workers.names]
     fleet = Fleet(list(zip(addresses, boards, strict=True)), controller, prefill or PrefillConfig())
     return fleet, controller
 
@@ -69,7 +82,7 @@ def fleet_of(workers, boards=None, prefill=None, **settings):
 @contextlib.asynccontextmanager
 async def controller(workers, boards=None, *, api_key="", allow_decode=False, **settings):
     """A client of a running controller."""
-    fleet, config = fleet_of(workers, boards, **{"probe_s": 60.0, "answer_slack_s": 0.2, **settings})
+    fleet, config = fleet_of(workers, boards, **{"probe_s": 60.0, "answer_slack_s": 0.2, "silence_s": 0.3, **settings})
     app = make_app(
         fleet,
         config,

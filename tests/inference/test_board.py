@@ -13,8 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.inference.board import BoardWriter, board_path
-from weft.inference.board_layout import H_VERSION, R_GENERATION, WORD_BYTES, map_board, row_at
+from weft.inference.board_layout import (
+    H_EDGES,
+    H_ROWS,
+    H_VERSION,
+    R_GENERATION,
+    ROWS,
+    WORD_BYTES,
+    map_board,
+    num_words,
+    row_at,
+)
 from weft.inference.board_reader import BoardReader
+from weft.inference.board_view import BoardView
 from weft.inference.forecast import forecast, planned
 
 
@@ -86,6 +97,7 @@ def test_an_open_bubble_closes_when_it_closed_before(writer, path):
     assert bubble is not None and bubble.index == 0 and bubble.step == 4
     assert bubble.closes_s - bubble.opens_s >= 0.02
     spans = reader.upcoming(1.0)
+    assert len(spans) > 3
     assert all(end > start for start, end in spans)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
 
@@ -120,7 +132,8 @@ def test_marks_may_be_nested_and_too_many(writer, path):
             writer.idle()
             writer.busy()
     assert reader.state().bubble is None
-    assert all(len(work) <= 8 for _, work in reader.work())
+    # Of 16 marks the first is the step's begin.
+    assert [len(work) for _, work in reader.work()] == [8, 8]
 
 
 def test_more_bubbles_than_before_are_not_granted(writer, path):
@@ -132,12 +145,19 @@ def test_more_bubbles_than_before_are_not_granted(writer, path):
     assert reader.state().bubble is None
 
 
+def waits_for_ever(reader, state):
+    """Whether a reader still sleeps when everything that could wake it has long happened."""
+    thread = threading.Thread(target=reader.wait, args=(state, 3600.0), daemon=True)
+    thread.start()
+    thread.join(20.0)
+    return thread.is_alive()
+
+
 def test_a_waiting_reader_is_woken(writer, path):
     reader = BoardReader(path)
-    state = reader.state()
-    timer = threading.Timer(0.05, writer.begin, (8,))
+    timer = threading.Timer(0.2, writer.begin, (8,))  # the reader sleeps by then, or finds that the word has changed
     timer.start()
-    reader.wait(state, 30.0)
+    assert not waits_for_ever(reader, reader.state())
     timer.join()
     assert reader.state().step == 1
 
@@ -146,7 +166,7 @@ def test_a_wake_between_reading_and_waiting_is_not_lost(writer, path):
     reader = BoardReader(path)
     state = reader.state()
     writer.begin(8)
-    reader.wait(state, 30.0)
+    assert not waits_for_ever(reader, state)
 
 
 def test_a_board_that_is_deleted_replaced_or_late(path):
@@ -162,6 +182,46 @@ def test_a_board_that_is_deleted_replaced_or_late(path):
     second.close()
     first.close()
     assert not reader.state().alive
+
+
+def test_threads_that_share_a_reader_outlive_boards_that_come_and_go(path):
+    """A waker and an engine read one board while training is started again and again."""
+    reader = BoardReader(path)
+    stop, errors, seen = threading.Event(), [], set()
+
+    def read():
+        try:
+            while not stop.is_set():
+                state = reader.state()
+                seen.add(reader.rank)
+                reader.work()
+                reader.upcoming(1.0)
+                reader.wait(state, 0.0)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + 30.0
+        for number in range(300):
+            writer = BoardWriter(path, rank=number, plan=[], max_edges=4 + number % 9)
+            for _ in range(3):
+                writer.begin(1)
+                writer.busy()
+            writer.close()
+            if errors or time.monotonic() > deadline:
+                break
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval_s)
+    assert not errors
+    assert len(seen) > 2
 
 
 WRITER = """
@@ -204,6 +264,33 @@ def test_a_row_that_is_being_rewritten_is_not_read(writer, path):
     assert reader.state().step == 0 and reader.state().bubble is None
 
 
+def test_a_row_that_is_rewritten_while_it_is_read_is_not_taken(writer, path):
+    """The writer laps the ring between the look at a row's number and that at its edges."""
+    for _ in range(3):
+        one_step(writer, works=1, pause_s=0.0)
+    view = BoardView(path)
+
+    class Meddled:
+        """The board's words; the first piece of it that is read is another step's by then."""
+
+        def __init__(self, words):
+            self.words, self.laps = words, 1
+
+        def __getitem__(self, key):
+            if isinstance(key, slice) and self.laps:
+                self.laps -= 1
+                for _ in range(ROWS):
+                    one_step(writer, works=3, pause_s=0.0)
+            return self.words[key]
+
+    before = view.running()
+    view._words = Meddled(view._words)
+    after = view.running()
+    assert before.step == 3 and not view._words.laps
+    assert after is None or (after.step, after.edges) == (before.step, before.edges)
+    assert view.running().step == 3 + ROWS
+
+
 def test_readers_never_see_a_torn_step(writer, path):
     reader = BoardReader(path)
     stop = threading.Event()
@@ -218,20 +305,49 @@ def test_readers_never_see_a_torn_step(writer, path):
     thread = threading.Thread(target=write)
     thread.start()
     try:
+        read = 0
         for _ in range(2000):
             state = reader.state()
             assert state.alive
             assert state.busy_since_s <= state.now_s + 0.001
             for _, work in reader.work():
+                read += 1
                 times = [time_s for span in work for time_s in span]
+                assert len(work) == 6
                 assert times == sorted(times)
+        assert read
     finally:
         stop.set()
         thread.join()
 
 
 def test_the_file_holds_what_its_header_says(writer, path):
-    assert os.stat(path).st_size % WORD_BYTES == 0
+    memory, _ = map_board(path)
+    words = memoryview(memory).cast("Q")
+    assert words[H_ROWS] == ROWS and words[H_EDGES] == 16
+    assert os.stat(path).st_size == num_words(words[H_ROWS], words[H_EDGES]) * WORD_BYTES
+
+
+@pytest.mark.parametrize(("word", "value"), [(H_ROWS, 0), (H_ROWS, ROWS + 1), (H_EDGES, 2**63), (H_EDGES, 0)])
+def test_a_header_that_does_not_fit_the_file_is_named(writer, path, word, value):
+    memory, _ = map_board(path)
+    memoryview(memory).cast("Q")[word] = value
+    assert "its header says" in BoardReader(path).state().why_not
+
+
+def test_work_is_found_while_it_goes_on_and_after_it_has_ended(writer, path):
+    reader = BoardReader(path)
+    begin_s = time.monotonic()
+    assert reader.busy_from(begin_s, begin_s + 60) is None
+    one_step(writer)
+    assert reader.busy_from(begin_s, time.monotonic()) is not None
+    writer.begin(8)
+    (_, work) = reader.work()[0]
+    for start_s, end_s in work:
+        assert reader.busy_from(start_s - 1e-9, end_s) == pytest.approx(start_s, abs=1e-6)
+        assert reader.busy_from((start_s + end_s) / 2, end_s) == pytest.approx((start_s + end_s) / 2)
+    assert reader.busy_from(work[0][1], work[1][0]) is None
+    assert reader.busy_from(begin_s, begin_s + 60) == pytest.approx(work[0][0])
 
 
 edges = st.lists(st.floats(0.001, 1.0), min_size=1, max_size=9).map(

@@ -6,6 +6,10 @@ import json
 import pytest
 
 from tests.inference.fake_workers import TOKEN_S, FakeBoard, FakeWorkers, controller
+from weft.conf.schema import ControllerConfig, PrefillConfig, PrefillWorkerConfig
+from weft.inference.controller.fleet import Fleet
+from weft.inference.controller.pace import HALVING_S, Pace
+from weft.inference.prefill_cost import TRUSTED, PrefillCost
 
 PATH = "/v1/completions"
 PREFILL = {"model": "tiny", "prompt": "one two three", "max_tokens": 1}
@@ -145,24 +149,208 @@ def test_when_a_worker_fails_another_takes_over(fault):
             workers.fault.popitem()
             answers = [await client.post(PATH, json=PREFILL) for _ in range(4)]
             assert [answer.json().get("worker") for answer in answers] == ["w1"] * 4
-            assert 'weft_prefill_worker_up{worker="0"} 0.0' in (await client.get("/metrics")).text
+            # One that answers with an error lives.
+            up = float(fault == "broken")
+            assert f'weft_prefill_worker_up{{worker="0"}} {up}' in (await client.get("/metrics")).text
 
     run(scenario())
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["dead", "hung"])
 def test_when_all_workers_fail_the_caller_is_told(fault):
     async def scenario():
         workers = FakeWorkers(2)
         async with controller(workers) as client:
             workers.fault = {"w0": fault, "w1": fault}
             answer = await client.post(PATH, json=PREFILL)
+            if fault == "hung":  # it may have been the prompt's fault
+                assert answer.status_code == 502
+                assert "2 workers stopped answering while they had this prompt" in answer.json()["error"]["message"]
+                answer = await client.post(PATH, json=PREFILL)
             assert answer.status_code == 503
             assert "no worker answers" in answer.json()["error"]["message"]
             assert answer.headers["retry-after"]
             ready = await client.get("/ready")
             assert (ready.status_code, ready.json()) == (503, {"workers": 2, "up": 0, "serving": 0})
             assert (await client.get("/health")).status_code == 200
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("fault", "status", "up"), [("broken", 500, 4), ("dying", 502, 2)])
+def test_a_prompt_that_breaks_workers_meets_two_of_them_only(fault, status, up):
+    async def scenario():
+        workers = FakeWorkers(4)
+        async with controller(workers) as client:
+            workers.fault = dict.fromkeys(workers.names, fault)
+            answer = await client.post(PATH, json=PREFILL)
+            assert answer.status_code == status
+            assert len(workers.seen) == len({name for name, *_ in workers.seen}) == 2
+            assert (await client.get("/ready")).json()["up"] == up
+            for name in workers.names:
+                if workers.fault[name] == fault:
+                    del workers.fault[name]
+            assert (await client.post(PATH, json=PREFILL)).status_code == 200
+
+    run(scenario())
+
+
+def test_a_slow_worker_keeps_its_prompts():
+    """Later than expected by many times the slack, and still asked once only."""
+
+    async def scenario():
+        workers = FakeWorkers(2)
+        async with controller(workers, answer_slack_s=0.05, probe_s=0.05) as client:
+            workers.fault = dict.fromkeys(workers.names, "slow")
+            answers = await asyncio.gather(*(client.post(PATH, json=PREFILL) for _ in range(20)))
+            assert [answer.status_code for answer in answers] == [200] * 20
+            assert len(workers.seen) == 20
+            assert workers.asked < 100  # not by each of those that wait
+            assert (await client.get("/ready")).json() == {"workers": 2, "up": 2, "serving": 2}
+            # What comes next is told when it can be expected.
+            expected_ms = float((await client.post(PATH, json=PREFILL)).headers["x-weft-predicted-ms"])
+            assert expected_ms > 2 * float(answers[0].headers["x-weft-predicted-ms"])
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("fault", ["mute", "crossing"])
+def test_a_worker_that_does_not_say_how_it_is_counts_as_alive_for_a_while(fault):
+    async def scenario():
+        workers = FakeWorkers(1)
+        async with controller(workers, answer_slack_s=0.05, probe_s=0.05, silence_s=30.0) as client:
+            workers.fault = {"w0": fault}
+            answers = [await client.post(PATH, json=PREFILL) for _ in range(2)]
+            assert [answer.status_code for answer in answers] == [200, 200]
+            assert len(workers.seen) == 2
+
+    run(scenario())
+
+
+def test_two_hundred_at_once_are_answered_by_one_slow_worker():
+    async def scenario():
+        workers = FakeWorkers(1)
+        settings = {"max_queue": 256, "deadline_s": 300.0, "answer_slack_s": 0.05, "probe_s": 0.05}
+        async with controller(workers, [FakeBoard([(0.0, 600.0)])], **settings) as client:
+            workers.fault = {"w0": "busy"}
+            answers = await asyncio.gather(*(client.post(PATH, json=PREFILL) for _ in range(200)))
+            assert [answer.status_code for answer in answers] == [200] * 200
+            assert len(workers.seen) == 200
+
+    run(scenario())
+
+
+def test_a_fresh_worker_is_tried_before_anyone_is_refused(tmp_path):
+    """One sample in its cost model, of a first step that took seconds: nothing to refuse prompts by."""
+    cost, file = PrefillCost(), tmp_path / "cost.json"
+    cost.observe(16, 0, 1.0, 6.7)
+    cost.save(file)
+
+    async def scenario():
+        workers = FakeWorkers(1)
+        prompt = PREFILL | {"prompt": [1] * 1200}
+        async with controller(workers, cost=str(file), probe_s=0.05) as client:
+            answers = await asyncio.gather(*(client.post(PATH, json=prompt) for _ in range(4)))
+            assert [answer.status_code for answer in answers] == [200] * 4
+            for _ in range(TRUSTED):
+                cost.observe(16, 0, 0.05, 6.7)
+            cost.save(file)
+            await asyncio.sleep(0.3)
+            assert (await client.post(PATH, json=prompt)).status_code == 503
+
+    run(scenario())
+
+
+def test_a_fresh_worker_spoils_no_others_predictions(tmp_path):
+    known, fresh = PrefillCost(), PrefillCost()
+    for tokens in range(16, 1616, 16):
+        known.observe(tokens, 0, 0.05, 0.001 + tokens * 1e-5)
+    known.save(tmp_path / "known.json")
+    fresh.observe(16, 0, 1.0, 6.7)
+    fresh.save(tmp_path / "fresh.json")
+    workers = [
+        (PrefillWorkerConfig(url=f"http://{name}", boards=["x"], cost=str(tmp_path / f"{name}.json")), FakeBoard())
+        for name in ("fresh", "known")
+    ]
+    fleet = Fleet(workers, ControllerConfig(), PrefillConfig())
+    for worker in fleet.workers:
+        fleet.set_up(worker, True)
+    ticket = fleet.place(1200, 1.0)
+    assert ticket.worker == 1 and ticket.end_s - ticket.placed_s < 0.1
+    # Where the others would be late, it is tried.
+    assert fleet.place(1200, 0.001).worker == 0
+
+
+def test_prompts_that_wait_are_sent_back_when_training_ends(monkeypatch):
+    monkeypatch.setattr("weft.inference.controller.fleet.QUIET_S", 0.1)
+
+    async def scenario():
+        workers, board = FakeWorkers(1), FakeBoard()
+        async with controller(workers, [board], answer_slack_s=0.05, probe_s=0.05) as client:
+            workers.fault = {"w0": "slow"}
+            asked = asyncio.create_task(client.post(PATH, json=PREFILL))
+            while not workers.seen:
+                await asyncio.sleep(0.01)
+            board.bubbles = ()
+            answer = await asked
+            assert answer.status_code == 503
+            assert "training has published no bubbles" in answer.json()["error"]["message"]
+
+    run(scenario())
+
+
+def test_a_prompt_that_is_never_answered_is_given_up():
+    async def scenario():
+        workers = FakeWorkers(1)
+        async with controller(workers, answer_slack_s=0.05, answer_timeout_s=0.2) as client:
+            workers.fault = {"w0": "slow"}
+            answer = await client.post(PATH, json=PREFILL)
+            assert answer.status_code == 504
+            assert not client.fleet.workers[0].tickets
+
+    run(scenario())
+
+
+def test_a_pace_is_learnt_and_forgotten():
+    pace = Pace()
+    assert pace.factor(5.0) == 1.0
+    for _ in range(50):
+        pace.learn(10.0, 0.0, 1.0)
+    assert pace.factor(10.0) == pytest.approx(10.0, rel=0.01)
+    assert pace.factor(10.0 + HALVING_S) == pytest.approx(5.5, rel=0.01)
+    for _ in range(50):
+        pace.learn(10.5, 10.0, 11.0)
+    assert pace.factor(10.5) == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_trainer_that_is_silent_for_a_moment_sends_nobody_away():
+    async def scenario():
+        workers, board = FakeWorkers(1), FakeBoard()
+        async with controller(workers, [board], answer_slack_s=0.05, probe_s=0.02) as client:
+            workers.fault = {"w0": "slow"}
+            asked = asyncio.create_task(client.post(PATH, json=PREFILL))
+            while not workers.seen:
+                await asyncio.sleep(0.01)
+            board.bubbles = ()
+            await asyncio.sleep(0.1)
+            answers = [await asked, await client.post(PATH, json=PREFILL)]
+            assert [answer.status_code for answer in answers] == [200, 200]
+
+    run(scenario())
+
+
+def test_a_look_that_fails_is_not_the_last(monkeypatch):
+    monkeypatch.setattr("weft.inference.controller.fleet.QUIET_S", 0.0)
+
+    async def scenario():
+        workers, board = FakeWorkers(1), FakeBoard()
+        async with controller(workers, [board], probe_s=0.02) as client:
+            board.upcoming = None
+            await asyncio.sleep(0.1)
+            del board.upcoming
+            board.bubbles = ()
+            while (await client.get("/ready")).status_code != 503:
+                await asyncio.sleep(0.02)
 
     run(scenario())
 

@@ -9,6 +9,7 @@ from weft.inference.board import BoardWriter, board_path
 from weft.inference.board_reader import BoardReader
 from weft.inference.gate import LEAST_TOKENS, PROBE_AFTER_S, Gate, Waker
 from weft.inference.prefill_cost import PrefillCost
+from weft.inference.worker_status import WorkerStatus, problem_of
 
 
 @pytest.fixture
@@ -44,6 +45,17 @@ def test_what_is_granted_fits_the_bubble_less_the_guard(writer, gate):
     tokens, found = gate.grant(10**6, 0)
     assert found is not None and tokens > LEAST_TOKENS
     assert gate.cost.predict_s(tokens, 0, 0.0) <= found.closes_s - found.opened_s - gate.guard_s
+
+
+def test_what_is_attended_to_counts(writer, gate):
+    for tokens in range(16, 416, 4):
+        for context in (0, 2000, 8000):
+            gate.cost.observe(tokens, context, 0.0, 0.001 + tokens * 1e-4 + 1e-7 * tokens * (context + tokens / 2))
+    writer.begin(8)
+    alone, _ = gate.grant(10**6, 0)
+    behind, found = gate.grant(10**6, 8000)
+    assert 0 < behind < alone
+    assert gate.cost.predict_s(behind, 8000, 0.0) <= found.closes_s - found.opened_s - gate.guard_s
 
 
 def test_a_short_rest_is_granted_and_a_short_piece_of_much_is_not(writer, gate):
@@ -87,6 +99,32 @@ def test_a_step_that_ran_into_work_was_late(writer, gate):
     assert gate.ended(start_s, time.monotonic(), 10, 0) >= 0.009
 
 
+def test_a_step_that_outlasts_the_work_it_ran_into_was_late(writer, gate):
+    """Training has long gone on to its next bubble when the step ends."""
+    writer.begin(8)
+    start_s = time.monotonic()
+    time.sleep(0.01)
+    writer.busy()
+    met_s = gate.boards[0].state().busy_since_s
+    writer.idle()
+    time.sleep(0.01)
+    end_s = time.monotonic()
+    assert gate.ended(start_s, end_s, 10, 0) == pytest.approx(end_s - met_s)
+    writer.begin(8)
+    later_s = time.monotonic()
+    assert gate.ended(start_s, later_s, 10, 0) == pytest.approx(later_s - met_s)
+    assert gate.ended(later_s, time.monotonic(), 10, 0) == 0.0
+
+
+def test_the_first_step_of_a_process_teaches_nothing(writer):
+    gate = Gate([BoardReader(writer.path)], PrefillCost(), guard_s=0.01)
+    now_s = time.monotonic()
+    gate.ended(now_s - 6.7, now_s, 16, 0)
+    assert gate.cost.steps == 0
+    gate.ended(now_s, now_s + 0.02, 16, 0)
+    assert gate.cost.steps == 1
+
+
 def test_a_gate_needs_a_board():
     with pytest.raises(ValueError, match="name the board"):
         Gate([], PrefillCost(), guard_s=0.0)
@@ -99,3 +137,42 @@ def test_the_waker_wakes_for_a_bubble_and_only_while_armed(writer, gate):
     assert not woken.wait(0.05)
     waker.arm(True)
     assert woken.wait(30.0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [OSError("no futex"), SystemExit(1)])
+def test_the_waker_outlives_what_it_meets(writer, gate, error, monkeypatch):
+    """Errors do not end it; what does is noticed when there is work again."""
+    monkeypatch.setattr("weft.inference.gate.LOOK_AGAIN_S", 0.01)
+    woken, failed = threading.Event(), threading.Event()
+    waker = Waker(gate, woken.set, period_s=1000.0)
+    waker._told_s = time.monotonic()
+    board = gate.boards[0]
+
+    def broken():
+        failed.set()
+        raise error
+
+    board.state = broken
+    waker.arm(True)
+    assert failed.wait(30.0)
+    if isinstance(error, SystemExit):
+        waker._thread.join(30.0)
+    del board.state
+    writer.begin(8)
+    waker.arm(True)
+    assert woken.wait(30.0)
+
+
+def test_the_waker_says_that_it_looks_and_when_it_wakes(writer, gate, tmp_path):
+    status = WorkerStatus(tmp_path / "boards" / "worker0.status")
+    woken = threading.Event()
+    waker = Waker(gate, woken.set, period_s=1000.0, status=status)
+    waker.arm(True)
+    writer.begin(8)
+    assert woken.wait(30.0)
+    # Nobody has come round since it was woken.
+    hours = time.monotonic_ns() + 7200 * 10**9
+    assert "come round" in problem_of(tmp_path / "boards" / "worker0.status", hours)
+    status.passed()
+    assert "not looked" in problem_of(tmp_path / "boards" / "worker0.status", hours)

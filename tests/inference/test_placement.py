@@ -5,7 +5,7 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.inference.bubble_pattern import BubblePattern
@@ -92,6 +92,7 @@ def test_many_at_once_are_the_same(rows, origin, overhead, asked):
         assert list(pattern.times(np.array(asked))) == [pattern.time(position) for position in asked]
 
 
+@settings(deadline=None)  # tables are made in every example
 @given(fleet=fleets(), requests=st.lists(st.tuples(whole(0, 40), whole(1, 80)), min_size=1, max_size=12))
 def test_every_prompt_finishes_as_soon_as_any_worker_could(fleet, requests):
     rows, overhead, guard = fleet
@@ -184,3 +185,20 @@ def test_whole_tokens_granted_bubble_by_bubble_end_in_time(rows, free, tokens, c
 def test_bubbles_in_disorder_are_refused(rows):
     with pytest.raises(ValueError, match="not in order within a step"):
         BubblePattern(rows, PERIOD)
+
+
+def test_many_patterns_are_as_exact_as_few(monkeypatch):
+    """More patterns than a table has rows: workers in any table are found, whichever is looked at first."""
+    monkeypatch.setattr("weft.inference.placement_bounds.MOST_ROWS", 16)
+    patterns = [BubblePattern([(n % 61, n % 61 + 3)], PERIOD, origin_s=float(n % 7)) for n in range(100)]
+    placement, free = PrefillPlacement(PERIOD), dict.fromkeys(range(100), 0.0)
+    for worker, pattern in enumerate(patterns):
+        placement.set(worker, pattern, 0.0)
+    for number in range(300):
+        now, work = float(number), float(1 + number % 9)
+        slot = placement.find(now, work)
+        assert slot.end_s == min(patterns[w].end(max(now, free[w]), work) for w in free)
+        assert slot.end_s == patterns[slot.worker].end(max(now, free[slot.worker]), work)
+        placement.take(slot)
+        free[slot.worker] = slot.end_s
+    assert len(set(patterns)) > 48

@@ -25,7 +25,7 @@ def losses(command, folder):
 def test_losses_over_three_sites_equal_those_of_one(tmp_path):
     one = losses(["launch"], tmp_path / "one")
     assert len(one) == 4
-    three = losses(["netbed", "launch", "cluster=three_sites", "comm.tls=true"], tmp_path / "three")
+    three = losses(["netbed", "launch", "cluster=three_sites"], tmp_path / "three")
     assert three == pytest.approx(one, rel=1e-6)
 
 

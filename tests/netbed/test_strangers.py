@@ -16,7 +16,7 @@ def test_strangers_are_refused_and_what_is_no_refusal_is_seen(monkeypatch):
     with ExitStack() as stack:
         pair = Pair(stack, proxied=True)
         pair.exchange("a", noise(1000))
-        recorded = [bytes(said[:104]) for said in pair.proxy.recorded]
+        recorded = [bytes(said[:120]) for said in pair.proxy.recorded]
         assert strangers(None, None, pair.ends[1].address, 1, recorded, KEY.secret) == 1
         assert pair.ends[1].refused >= 3 + len(recorded)
         pair.exchange("a", noise(1000, 1))

@@ -112,6 +112,21 @@ def test_orders_that_contradict_each_other_are_a_deadlock():
         validate(lowered.with_rows(rows))
 
 
+def test_a_relay_is_drawn_where_and_when_the_uplink_carries_it():
+    """Each transfer between sites occupies the uplinks of all pipelines for the same time."""
+    placement = Placement.straight(4, (1, 2, 1))
+    lowered, shared = cell(placement, "1f1b", 3, 4, costs(placement))
+    carried = {}
+    for span in simulate(lowered, shared).spans:
+        for action in span.slot:
+            if action.op in SENDS | RELAYS and shared.wan.latency_s < span.end_s - span.start_s:
+                key = (action.op.value.replace("RELAY", "SEND"), action.stage, action.microbatch)
+                carried.setdefault(key, []).append((span.rank % 4, span.start_s, span.end_s))
+    sends = 3 * 4 * 4  # pipelines, micro-batches, and two crossings both ways
+    assert len(carried) == sends
+    assert all(len(spans) == 3 and len(set(spans)) == 1 for spans in carried.values())
+
+
 @pytest.mark.parametrize("pipelines", [1, 3])
 def test_a_pipelines_prediction_is_its_part_of_the_cells(pipelines):
     placement = Placement.straight(4, (1, 2, 1))

@@ -23,7 +23,7 @@ def refused(capsys, *words):
 
 
 @pytest.mark.parametrize(
-    ("kind", "step_s"), [("1f1b", 33), ("gpipe", 33), ("interleaved", 57), ("zbv", 51), ("w", 66), ("dualpipev", 54)]
+    ("kind", "step_s"), [("1f1b", 33), ("gpipe", 33), ("interleaved", 57), ("zbv", 51), ("w", 60), ("dualpipev", 51)]
 )
 def test_a_schedule_goes_through_json_into_the_simulator(capsys, tmp_path, kind, step_s):
     path = tmp_path / "schedule.json"
@@ -32,6 +32,60 @@ def test_a_schedule_goes_through_json_into_the_simulator(capsys, tmp_path, kind,
     assert summary["step_s"] == step_s
     assert summary.keys() == {"name", "step_s", "bubble_share", "busy_s", "peak_bytes", "live_microbatches"}
     assert len(summary["busy_s"]) == 4
+
+
+def test_pairs_stay_where_they_gain(capsys, tmp_path):
+    """The engine opens pairs that gain nothing, and so do the command and what it exports."""
+    costs = tmp_path / "costs.yaml"
+    costs.write_text("stages: {forward_ms: 10, input_ms: 10, weight_ms: 10}\npair_scale: 0.8\n")
+    words = ("schedule", "w", "--ranks", 2, "--microbatches", 4, "--format", "torch-csv")
+    assert "OVERLAP_F_B" not in run(capsys, *words)
+    assert "OVERLAP_F_B" in run(capsys, *words, "--costs", costs)
+
+
+def test_every_answer_says_how_far_it_is_from_the_bound_and_what_it_holds(capsys):
+    text = run(capsys, "schedule", "1f1b", "--ranks", 4, "--microbatches", 8)
+    assert "step 33 s, 22.2 % above the lower bound of 27 s for this placement in any memory" in text
+    assert "activations at the fullest rank: 4 B, 1.00 times the 4 B that 1F1B would hold (no cap given)" in text
+    text = run(capsys, "schedule", "auto", "--ranks", 4, "--microbatches", 8, "--memory-cap", 9)
+    assert "step 51 s, which is the lower bound of 51 s" in text
+    assert "(cap 9 B)" in text
+
+
+@pytest.mark.parametrize("kind", ["auto", "1f1b"])
+def test_a_cell_is_drawn_exported_and_simulated(capsys, tmp_path, kind):
+    costs = tmp_path / "costs.yaml"
+    costs.write_text(
+        "layers: {count: 8, forward_ms: 5, input_ms: 5, weight_ms: 5, activation_bytes: 1, output_bytes: 1.25e5}\n"
+        "links: {wan: {latency_ms: 20, bandwidth_mbps: 25}}\n"
+    )
+    words = ("schedule", kind, "--ranks", 4, "--sites", "2,2", "--microbatches", 2, "--cell", 2, "--costs", costs)
+    words = (*words, "--search-seconds", 0, "--placement", "straight")
+    text = run(capsys, *words)
+    assert "rank 7" in text
+    path = tmp_path / "cell.json"
+    run(capsys, *words, "--format", "json", "--out", path)
+    assert load_schedule(path).placement.pipelines == 2
+    summary = json.loads(run(capsys, "simulate", path, "--costs", costs, "--format", "json"))
+    assert f"step {summary['step_s']:.6g} s" in text
+    run(capsys, *words, "--format", "png", "--out", tmp_path / "cell.png")
+    assert (tmp_path / "cell.png").stat().st_size > 10_000
+
+
+def test_placements_are_compared_by_cost(capsys, tmp_path):
+    """Three sites whose uplinks are slow: a fold inside the middle one sends both ways by one rank."""
+    costs = tmp_path / "costs.yaml"
+    costs.write_text(
+        "layers: {count: 12, forward_ms: 500, input_ms: 500, weight_ms: 500, activation_bytes: 1, output_bytes: 1e6}\n"
+        "links: {wan: {latency_ms: 1000, bandwidth_mbps: 2}}\n"
+    )
+    words = ("schedule", "auto", "--ranks", 6, "--sites", "2,2,2", "--microbatches", 12, "--costs", costs)
+    assert "auto predicted: step 108.5 s" in run(capsys, *words, "--placement", "site_fold")
+    assert "auto predicted: step 77 s" in run(capsys, *words, "--placement", "straight")
+    text = run(capsys, *words)
+    assert "auto predicted: step 76.5 s" in text
+    assert "placement site_interleaved, by cost:" in text
+    assert "site_fold         takes at least 108.5 s" in text
 
 
 def test_csv_is_simulated_too(capsys, tmp_path):
@@ -87,7 +141,7 @@ def test_costs_and_sites(capsys, tmp_path):
         ("zbv", None, (), None, Placement.fold(4)),
         ("w", "site_fold", (2, 2), None, Placement.site_fold((2, 2))),
         ("auto", None, (), None, Placement.fold(4)),
-        ("auto", None, (2, 2), None, Placement.site_fold((2, 2))),
+        ("auto", "site_interleaved", (2, 2), None, Placement((2, 2), "dd", (2, 2))),
         ("auto", "fold", (4,), 4, Placement.fold(4, 4)),
     ],
 )
@@ -99,15 +153,28 @@ def test_default_placements(kind, layout, sites, chunks, placement):
     ("words", "message"),
     [
         (("--placement", "fold"), "weft schedule: pipeline.schedule=1f1b: it needs placement=straight"),
-        (("--placement", "site_fold"), "--placement=site_fold: it folds inside each site; give them"),
+        (("--placement", "site_fold"), "--placement=site_fold: it goes through one site after the other; give them"),
         (("--sites", "1,2"), "--sites=1,2: they must be positive and sum to --ranks=4"),
-        (("--chunks", "0"), "--chunks=0: a rank holds at least 1 virtual stage"),
+        (("--chunks", "0"), "--chunks=0: expected a whole number of at least 1"),
+        (("--cell", "0"), "--cell=0: expected a whole number of at least 1 and at most 64"),
+        (("--cell", "2", "--format", "torch-csv"), "--cell=2: torch's CSV knows one pipeline"),
+        (("--together", "-1"), "--together=-1: expected a whole number of at least 0"),
+        (("--memory-cap", "nan"), "--memory-cap=nan: expected a number above 0, and finite"),
+        (("--memory-cap", "inf"), "--memory-cap=inf: expected a number above 0, and finite"),
+        (("--search-seconds", "-1"), "--search-seconds=-1.0: expected a number at least 0, and finite"),
+        (("--search-seconds", "1e400"), "--search-seconds=inf: expected a number at least 0, and finite"),
+        (("--microbatches", "1000000000"), "pipeline.microbatches=1000000000: 1.2e+10 actions on 4 virtual stages"),
+        (("--ranks", "1000000000"), "--ranks=1000000000: expected a whole number of at least 1 and at most 100000"),
+        (("--format", "json", "--out", "/proc/nowhere/s.json"), "--out=/proc/nowhere/s.json: cannot be written"),
+        (("--format", "png", "--out", "/proc/nowhere/s.png"), "--out=/proc/nowhere/s.png: cannot be written"),
         (("--memory-cap", "3"), "rank 0 would hold 4 bytes of activations"),
         (("--costs", "none.yaml"), "costs file none.yaml: cannot be read"),
     ],
 )
 def test_bad_options_are_refused_with_a_remedy(capsys, words, message):
-    assert message in refused(capsys, "schedule", "1f1b", "--ranks", 4, "--microbatches", 8, *words)
+    said = refused(capsys, "schedule", "1f1b", "--ranks", 4, "--microbatches", 8, *words)
+    assert message in said
+    assert len(said.splitlines()) == 1 or "<-- ERROR HERE" in said
 
 
 def test_simulate_refuses_what_cannot_run(capsys, tmp_path):

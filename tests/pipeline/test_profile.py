@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from tests.pipeline.cases import costs_for
 from weft.pipeline.costs import LinkCost
-from weft.pipeline.profile import costs_to_yaml, load_costs
+from weft.pipeline.profile import costs_to_yaml, load_costs, load_pieces
 
 WHOLE = """
 stages:
@@ -76,6 +76,18 @@ def test_written_costs_read_back(tmp_path_factory, costs):
         (("sites: [0, 1]", "sites: [0]"), r"links.pairs\[0\].sites=\[0\]: expected the numbers of two sites"),
         (("pair_scale: 0.9", "pair_scale: 0"), r"pair_scale=0: expected a number above 0"),
         (("stages:", "stages: ["), r"costs.yaml: cannot be read"),
+        (("stages:", "stages: " + "[" * 5000), r"costs.yaml: cannot be read"),
+        (("forward_ms: 10", "forward_ms: .inf"), r"stages.forward_ms=inf: expected a number at least 0, and finite"),
+        (
+            ("forward_ms: 10", "forward_ms: 1e400"),
+            r"stages.forward_ms='1e400': expected a number at least 0, and finite",
+        ),
+        (("forward_ms: 10", "forward_ms: .nan"), r"stages.forward_ms=nan: expected a number"),
+        (("forward_ms: 10", "forward_ms: true"), r"stages.forward_ms=True: expected a number"),
+        (("forward_ms: 10", "forward_ms: 1" + "0" * 400), r"stages.forward_ms=1000.*: expected a number"),
+        (("sharing: 2", "sharing: true"), r"links.wan.sharing=True: expected a whole number"),
+        (("bandwidth_mbps: 100000}", "pair_mbps: 10}"), r"links.local: field 'pair_mbps' is not known"),
+        (("pair_scale: 0.9", "layers: {count: 2}"), r"layers: given beside stages"),
         (("  local: {latency_ms: 0.01, bandwidth_mbps: 100000}", "  local: 3"), r"links.local: expected a table"),
     ],
 )
@@ -83,6 +95,44 @@ def test_errors_name_file_field_and_remedy(tmp_path, change, message):
     assert change[0] in WHOLE
     with pytest.raises(ValueError, match=message):
         load_costs(write(tmp_path, WHOLE.replace(*change)), 2)
+
+
+def test_costs_per_layer_fit_any_cut(tmp_path):
+    path = write(
+        tmp_path,
+        "layers: {forward_ms: [1, 2, 3, 4, 5], input_ms: 1, weight_ms: 1, activation_bytes: 2, output_bytes: 7}\n"
+        "links: {wan: {latency_ms: 20, bandwidth_mbps: 500, pair_mbps: 100}}",
+    )
+    straight, fold = load_costs(path, 2), load_pieces(path).cut(4)
+    assert [round(1e3 * stage.forward_s) for stage in straight.stages] == [6, 9]
+    assert [round(1e3 * stage.forward_s) for stage in fold.stages] == [1, 5, 4, 5]
+    assert [stage.activation_bytes for stage in straight.stages] == [6, 4]
+    assert {stage.output_bytes for stage in straight.stages} == {7}
+    assert straight.wan.transit_s(1e6) == pytest.approx(0.08)
+    assert straight.wan.occupancy_s(1e6) == pytest.approx(0.016)
+
+
+def test_a_run_s_stages_can_be_cut_otherwise(tmp_path):
+    path = write(tmp_path, "stages: {forward_ms: [10, 20], input_ms: 1, weight_ms: 1, output_bytes: 7}")
+    assert [stage.forward_s for stage in load_pieces(path).cut(4).stages] == pytest.approx([0.005, 0.005, 0.01, 0.01])
+    assert load_pieces(path).cut(4).stages[0].output_bytes == 7
+    with pytest.raises(ValueError, match="costs of 2 pieces of the model cannot be cut into 3 virtual stages"):
+        load_pieces(path).cut(3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stages: {forward_ms: 1, input_ms: 1, weight_ms: 1}", r"stages: one number for every virtual stage"),
+        ("layers: {forward_ms: 1, input_ms: 1, weight_ms: 1}", r"layers.count: missing; say how many layers"),
+        ("layers: {count: 3, forward_ms: [1, 2], input_ms: 1, weight_ms: 1}", r"forward_ms: 2 values for 3 layers"),
+        ("layers: {count: 1e9, forward_ms: 1, input_ms: 1, weight_ms: 1}", r"layers.count='1e9': expected a whole"),
+        ("layers: {count: 2, forward_ms: 1, input_ms: 1}", r"layers.weight_ms: missing"),
+    ],
+)
+def test_costs_that_fit_no_cut_are_refused(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_pieces(write(tmp_path, text))
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -12,6 +12,7 @@ from weft.pipeline.costs import CostModel, LinkCost
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
+from weft.pipeline.schedule_error import ScheduleError
 from weft.pipeline.serialization import (
     load_schedule,
     save_text,
@@ -23,6 +24,7 @@ from weft.pipeline.serialization import (
     timeline_to_json,
 )
 from weft.pipeline.simulation import simulate
+from weft.pipeline.validation import validate
 
 
 @given(maybe_lowered)
@@ -75,6 +77,12 @@ def test_csv_is_torchs_grid():
         ("0F0,0B0\n2F0,2B0\n", r"s.csv: stage 1 is missing: stages run from 0 to 2"),
         ("", r"s.csv: no actions in it"),
         ("0F0,0B0\n,\n", r"s.csv: 2 rows for stages on 1 ranks"),
+        ("99999999999F0\n", r"s.csv: rank 0, cell 0: action '99999999999F0': expected STAGE OP MICROBATCH"),
+        ("999999999F0\n", r"s.csv: stage 0 is missing: stages run from 0 to 999999999"),
+        ("0F999999999,0B999999999\n", r"s.csv: pipeline.microbatches=1000000000: 3e\+09 actions on 1 virtual stages"),
+        ("0F0,0F0," * 1_000_000, r"s.csv: rank 0, cell 1: 0F0 stands twice; leave one out"),
+        ("0F٣\n", r"s.csv: rank 0, cell 0: action '0F٣': expected STAGE"),
+        ("0F" + "1" * 200_000 + "\n", r"s.csv: .{0,300}$"),
     ],
 )
 def test_broken_csv_is_refused_by_place(tmp_path, text, message):
@@ -92,6 +100,15 @@ def test_broken_csv_is_refused_by_place(tmp_path, text, message):
         ({"rows": [["0F0", 3]]}, r"s.json: rank 0, cell 1: 3 is not text"),
         ({"placement": {"groups": [2], "legs": "x", "sites": [2]}}, r"s.json: placement.legs='x'"),
         ({"rows": ["0F0"]}, r"s.json: rows: rank 0 is no list of cells"),
+        ({"rows": [[]]}, r"s.json: rows: 1 rows, its placement has 2 ranks; write one row per rank"),
+        ({"rows": [["0F0"], ["1F0"], ["2F0"]]}, r"s.json: rows: 3 rows, its placement has 2 ranks"),
+        ({"num_microbatches": True}, r"s.json: num_microbatches=True: expected a whole number of at least 1"),
+        ({"num_microbatches": 10**9}, r"s.json: pipeline.microbatches=1000000000: 6e\+09 actions"),
+        ({"placement": {"groups": [2], "legs": "d", "sites": [2], "pipelines": 0}}, r"placement.pipelines=0: expected"),
+        ({"placement": {"groups": [2], "legs": "d", "sites": [2], "pipelines": True}}, r"pipelines=True: expected"),
+        ({"placement": {"groups": [2], "legs": "d" * 10**6, "sites": [2]}}, r"placement.legs: 1000000 legs, more than"),
+        ({"placement": {"groups": [10**9], "legs": "d", "sites": [10**9]}}, r"groups: 1000000000 ranks, more than"),
+        ({"name": True}, r"s.json: name=True: expected str"),
         ({"placement": {"groups": [2], "legs": "d"}}, r"s.json: sites=None: expected list"),
         (
             {"placement": {"groups": ["2"], "legs": "d", "sites": [2]}},
@@ -112,6 +129,21 @@ def test_what_is_no_file_or_no_json_is_refused(tmp_path):
     (tmp_path / "s.json").write_text("{")
     with pytest.raises(ValueError, match=r"s.json: it is not JSON"):
         load_schedule(tmp_path / "s.json")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"version": ' + "9" * 5000 + "}", "\x00", '{"a": 1' * 50_000])
+def test_deep_or_endless_json_is_refused(tmp_path, text):
+    (tmp_path / "s.json").write_text(text)
+    with pytest.raises(ValueError, match=r"s.json: it is not JSON"):
+        load_schedule(tmp_path / "s.json")
+
+
+def test_what_a_file_lacks_is_found_without_counting_to_the_end(tmp_path):
+    """A million micro-batches of which two actions stand there."""
+    data = json.loads(schedule_to_json(generate("1f1b", Placement.straight(1), 1))) | {"num_microbatches": 10**6}
+    (tmp_path / "s.json").write_text(json.dumps(data))
+    with pytest.raises(ScheduleError, match="0F1 is missing"):
+        validate(load_schedule(tmp_path / "s.json"))
 
 
 def test_files_are_written_whole_with_their_folders(tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.pipeline.cases import costs_for, maybe_lowered
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators import generate
-from weft.pipeline.lowering import lower
+from weft.pipeline.lowering import lower, open_pairs, split_backwards
 from weft.pipeline.perfetto import write_perfetto
 from weft.pipeline.placement import Placement
 from weft.pipeline.plot import plot_timelines
@@ -108,6 +108,43 @@ def test_pictures_are_written_whole(tmp_path, kind):
     plot_timelines([timeline, timeline], tmp_path / "new" / "timeline.png")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["timeline.png"]
     assert (tmp_path / "new" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def drawn(tmp_path, monkeypatch, schedule, costs):
+    """The figure that is saved."""
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (figures.append(self), path.touch()))
+    plot_timelines([simulate(lower(schedule), costs)], tmp_path / "timeline.png")
+    return figures[0]
+
+
+def test_the_legend_tells_backwards_apart_and_explains_the_shades(tmp_path, monkeypatch):
+    both = split_backwards(generate("w", Placement.fold(2), 4), {0, 3})
+    figure = drawn(tmp_path, monkeypatch, open_pairs(both), CostModel.unit(4))
+    (legend,) = figure.legends
+    colours = {
+        text.get_text(): patch.get_facecolor()
+        for text, patch in zip(legend.get_texts(), legend.get_patches(), strict=True)
+    }
+    assert "light: a rank's first chunk, dark: its last" in colours
+    names = ("forward", "backward", "input gradient", "weight gradient")
+    assert len({colours.get(name, name) for name in names}) == len(names)
+    assert {"backward"} <= colours.keys()
+    straight = drawn(tmp_path, monkeypatch, generate("1f1b", Placement.straight(2), 4), CostModel.unit(2))
+    assert not any("chunk" in text.get_text() for text in straight.legends[0].get_texts())
+
+
+def test_a_large_schedule_is_drawn_wide_enough_to_tell_slots_apart(tmp_path, monkeypatch):
+    large = drawn(tmp_path, monkeypatch, generate("1f1b", Placement.straight(16), 64), CostModel.unit(16))
+    slot_pixels = (
+        large.axes[0].bbox.width / simulate(generate("1f1b", Placement.straight(16), 64), CostModel.unit(16)).step_s
+    )
+    assert slot_pixels > 8
+    small = drawn(tmp_path, monkeypatch, generate("1f1b", Placement.straight(4), 24), CostModel.unit(4))
+    numbers = [text for text in small.axes[0].texts if text.get_text().isdigit()]
+    assert len(numbers) == 2 * 4 * 24
 
 
 def test_nothing_to_draw_is_an_error(tmp_path):

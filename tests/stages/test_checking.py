@@ -2,11 +2,14 @@
 
 import pytest
 import torch
-from transformers import AutoConfig
+from deepspeed.runtime.zero import partition_parameters
+from transformers import AutoConfig, BertConfig, BertForSequenceClassification
+from transformers.integrations import HfDeepSpeedConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
 
-from tests.stages.tiny import ARCHITECTURES, tiny, whole
-from weft.conf.schema import Attention, ModelConfig
+from tests.stages.tiny import ARCHITECTURES, batch, run, stages_of, tiny, whole
+from weft.conf.schema import Attention, ModelConfig, WeftConfig
+from weft.engine.initialize import initialize
 from weft.engine.stages import check_packing, load_hf_config, outline_of, refuse_packing, self_check
 from weft.engine.stages.shrink import shrunken_model
 from weft.engine.stages.skeleton import model_class
@@ -36,9 +39,21 @@ def test_refuses_state_between_layers(arch):
         self_check(AutoConfig.for_model(arch))
 
 
-def test_refuses_the_routers_loss():
-    with pytest.raises(ValueError, match="output_router_logits=true"):
-        self_check(tiny("mixtral", output_router_logits=True))
+@pytest.mark.parametrize("arch", ["mixtral", "qwen3_moe"])
+def test_accepts_the_routers_loss(arch):
+    """It is the same, and not nothing: with a large share the loss is another."""
+    config = tiny(arch, output_router_logits=True, router_aux_loss_coef=0.5)
+    self_check(config)
+    self_check(whole(config))
+    data = batch()
+    want = whole(config)(**data, use_cache=False)
+    assert torch.allclose(run(stages_of(config, 3), data), want.loss)
+    assert want.loss > run(stages_of(tiny(arch), 3), data) + 0.1
+
+
+def test_refuses_a_routers_loss_that_is_another():
+    with pytest.raises(ValueError, match="output_router_logits=true: Llama4ForCausalLM has no auxiliary loss"):
+        self_check(AutoConfig.for_model("llama4_text", output_router_logits=True))
 
 
 class Peeking(LlamaModel):
@@ -153,3 +168,53 @@ class TestCommand:
 def test_config_types():
     self_check(load_hf_config(tiny("llama")), num_stages=2)
     self_check(ModelConfig(arch="llama"))
+
+
+class TestWhatIsGiven:
+    """The self-check is of the model that trains, and of the way in which its stages are made."""
+
+    def test_another_module(self):
+        with pytest.raises(ValueError, match="Linear is no Hugging Face model"):
+            self_check(torch.nn.Linear(2, 2))
+
+    def test_another_head(self):
+        config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32)
+        with pytest.raises(ValueError, match="BertForSequenceClassification is no causal language model"):
+            self_check(BertForSequenceClassification(config))
+
+    def test_labels_that_would_leak(self):
+        with pytest.raises(ValueError, match=r"see those after them.*model\.overrides\.is_decoder=true"):
+            self_check(AutoConfig.for_model("bert"))
+        self_check(AutoConfig.for_model("bert", is_decoder=True))
+
+    def test_layers_that_are_initialised_from_above(self):
+        """falcon_h1 walks over all layers to initialise them, wherever they are."""
+        overrides = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        overrides |= {"intermediate_size": 64, "vocab_size": 96, "mamba_d_ssm": 64, "mamba_n_heads": 4}
+        config = ModelConfig(arch="falcon_h1", overrides=overrides | {"mamba_d_head": 16})
+        stages = stages_of(config, 2)
+        assert torch.equal(run(stages, batch()), whole(config)(**batch(), use_cache=False).loss)
+
+    def test_embeddings_named_by_their_head(self):
+        """camembert's head comes before its embeddings, so the name of what they share depends on the stage."""
+        self_check(AutoConfig.for_model("camembert", is_decoder=True))
+
+    def test_inside_zero_init(self, monkeypatch):
+        monkeypatch.setattr(partition_parameters, "top_level_context", object())
+        with pytest.raises(ValueError, match=r"inside deepspeed\.zero\.Init"):
+            self_check(tiny("llama"))
+        with pytest.raises(ValueError, match=r"inside deepspeed\.zero\.Init"):
+            initialize(config=WeftConfig())
+
+    def test_made_inside_zero_init(self):
+        model = whole(tiny("llama"))
+        model.lm_head.weight.ds_id = 0
+        with pytest.raises(ValueError, match=r"made inside deepspeed\.zero\.Init"):
+            self_check(model)
+
+    def test_under_the_trainers_zero_3(self):
+        given = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+        with pytest.raises(ValueError, match="HfDeepSpeedConfig"):
+            self_check(tiny("llama"))
+        del given
+        self_check(tiny("llama"))

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.stages.tiny import ARCHITECTURES, batch, gradients, logits, run, stages_of, tiny, whole
-from weft.conf.schema import ModelConfig
+from weft.conf.schema import Attention, ModelConfig
+from weft.engine.stages import load_hf_config, seeding
 
 
 def check(config, count, *, dtype=torch.float32, packed=False, masked=False):
@@ -144,3 +145,25 @@ def test_hidden_spec():
     data = batch()
     hidden = stages[0](None, data)
     assert stages[1].hidden_spec(data) == (hidden.shape, hidden.dtype)
+
+
+@pytest.mark.parametrize("arch", ["apertus", "openai-gpt"])
+def test_weights_that_only_the_constructor_makes(arch):
+    """Hugging Face's rules of initialisation leave some out: they are the constructor's, not what was in memory."""
+    overrides = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    overrides |= {"intermediate_size": 48, "num_key_value_heads": 2} if arch == "apertus" else {}
+    config = ModelConfig(arch=arch, overrides=overrides, attn_implementation=Attention.eager)
+    made = type(whole(config))(load_hf_config(config))
+    constant = [name for name, p in made.named_parameters() if (p == p.flatten()[0]).all()]
+    assert constant
+    for name in constant:
+        assert torch.equal(whole(config).get_parameter(name), made.get_parameter(name)), name
+    found = {name: p for stage in stages_of(config, 2) for name, p in stage.named_global_parameters()}
+    assert all(torch.equal(found[name], p) for name, p in whole(config).named_parameters())
+
+
+def test_weights_that_only_the_constructor_of_a_large_model_makes(monkeypatch):
+    monkeypatch.setattr(seeding, "MAX_CONSTRUCTED", 10)
+    overrides = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    with pytest.raises(ValueError, match=r"leaves .* of a new OpenAIGPTLMHeadModel to its constructor.*model\.path"):
+        whole(ModelConfig(arch="openai-gpt", overrides=overrides, attn_implementation=Attention.eager))

@@ -226,7 +226,9 @@ class TestErrors:
         self.refused("quantised", ModelConfig(path=str(copied)))
 
     def test_routers_loss(self):
-        self.refused("output_router_logits=true", tiny("mixtral", output_router_logits=True))
+        size = {"hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 8}
+        experts = {"intermediate_size": 48, "num_local_experts": 4, "output_router_logits": True}
+        self.refused("output_router_logits=true", ModelConfig(arch="jetmoe", overrides=size | experts))
 
     def test_config_of_another_size(self, copied):
         config = json.loads((copied / "config.json").read_text())

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from weft.conf.schema import ModelConfig, SplitKind
 from weft.engine.stages import Batch, Stage, build_model, load_hf_config, load_stages, split_layers
-from weft.engine.stages.checking import run_stages as run
+from weft.engine.stages.comparison import run_stages as run
 from weft.tools.tiny_models import TINY, VOCABULARY, tiny_model
 
 ARCHITECTURES = tuple(TINY)

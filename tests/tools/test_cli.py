@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 from weft.conf import load
-from weft.conf.fields import docstrings
+from weft.conf.checks import missing
+from weft.conf.compose import compose
+from weft.conf.fields import choices, docstrings
 from weft.conf.trees import to_tree
 from weft.tools import cli
 from weft.tools.bench import BENCHES
@@ -93,10 +95,26 @@ def test_the_deepspeed_form(capsys):
     assert json.loads(out)["gradient_accumulation_steps"] == 8
 
 
-def test_an_unfinished_configuration_is_printed_and_told_about(capsys):
-    code, out, err = run(capsys, "config", "recipe=sft")
+@pytest.mark.parametrize("recipe", choices("recipe"))
+@pytest.mark.parametrize("form", [[], ["--yaml"], ["--json"], ["--deepspeed"]])
+def test_a_recipe_is_printed_with_what_it_still_needs(capsys, recipe, form):
+    ranks = [f"cluster.ranks={compose([f'recipe={recipe}']).pipeline.stages}"]
+    code, out, err = run(capsys, "config", *form, f"recipe={recipe}", *ranks)
+    assert code == 0 and out
+    needs = [line for line in err.splitlines() if line.startswith("weft config: before a run: ")]
+    expected = list(missing(compose([f"recipe={recipe}"])))
+    assert (
+        [line.partition("before a run: ")[2] for line in err.splitlines()]
+        == expected
+        == [line.partition("before a run: ")[2] for line in needs]
+    )
+    assert len(expected) == {"sft": 3, "lora": 3, "pretrain": 2}.get(recipe, 0)
+
+
+def test_a_wrong_configuration_is_printed_and_refused(capsys):
+    code, out, err = run(capsys, "config", "recipe=sft", "train.name=a/b")
     assert code == 2
-    assert "learning rate" in out and "set model.path" in err
+    assert "learning rate" in out and "choose one word" in err and "set model.path" not in err
 
 
 def test_a_closed_pipe_is_no_error():

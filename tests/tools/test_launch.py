@@ -58,9 +58,10 @@ def test_keys_for_other_machines_are_for_the_owner_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".deepspeed_env").write_text("MINE=1\n")
     file = launch.write_environment({"WANDB_API_KEY": "k", "PATH": "p", "HF_HOME": "h"}, tmp_path / "env")
-    assert file.read_text().splitlines()[-2:] == ["WANDB_API_KEY=k", "HF_HOME=h"]
-    assert "MINE=1" in file.read_text() and "PATH" not in file.read_text()
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    secret = tmp_path / "env.secrets"
+    assert file.read_text() == f"MINE=1\nHF_HOME=h\nWEFT_SECRETS={secret}\n"
+    assert secret.read_text() == "WANDB_API_KEY=k\n"
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (file, secret)] == [0o600, 0o600]
 
 
 def test_dry_run_starts_nothing(monkeypatch, capsys, tmp_path):

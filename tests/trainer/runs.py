@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 VOCAB = 64
 
@@ -26,6 +27,16 @@ class Sequences(Dataset):
         labels = self.ids[index].clone()
         labels[: self.first[index]] = -100
         return {"input_ids": self.ids[index], "labels": labels}
+
+
+class Streamed(IterableDataset):
+    """The same, of a length that nobody knows."""
+
+    def __init__(self, count: int) -> None:
+        self.rows = Sequences(count)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return (self.rows[i] for i in range(len(self.rows)))
 
 
 def tiny_model(**more: Any) -> Any:
@@ -84,13 +95,31 @@ def history(trainer: Any) -> list[dict[str, float]]:
     return [entry for entry in logs if "loss" in entry or "eval_loss" in entry]
 
 
-def stock(folder: str, count: int, more: dict[str, Any], evaluate_first: bool = False) -> list[dict[str, float]]:
+def with_own_loss(kind: Any) -> Any:
+    """A Trainer that overrides ``compute_loss``: the usual loss, and one on the size of the logits."""
+
+    class Own(kind):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+            counts = inputs["labels"][:, 1:] != -100
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            sizes = outputs.logits[:, :-1].logsumexp(-1) ** 2
+            loss = loss + 0.01 * (sizes * counts).sum() / (
+                counts.sum() if num_items_in_batch is None else num_items_in_batch
+            )
+            return (loss, outputs) if return_outputs else loss
+
+    return Own
+
+
+def stock(
+    folder: str, count: int, more: dict[str, Any], evaluate_first: bool = False, own_loss: bool = False
+) -> list[dict[str, float]]:
     """Logs of the stock Trainer."""
     import torch.distributed as dist
     from transformers import Trainer
 
     torch.set_num_threads(1)
-    trainer = Trainer(
+    trainer = (with_own_loss(Trainer) if own_loss else Trainer)(
         tiny_model(), arguments(folder, use_cpu=True, **more), train_dataset=Sequences(count), eval_dataset=Sequences(8)
     )
     if evaluate_first:
@@ -121,23 +150,35 @@ def weft(
     resume: bool = False,
     save: str = "",
     model: dict[str, Any] | None = None,
-    evaluate_first: bool = False,
+    evaluate_first: bool | list[int] = False,
+    own_loss: bool = False,
 ) -> list[dict[str, float]]:
-    """Logs of Weft's Trainer."""
+    """Logs of Weft's Trainer.
+
+    Args:
+        evaluate_first: before training; or on these numbers of rows, as a list and as a stream.
+    """
     import torch.distributed as dist
 
     from weft import WeftTrainer
 
     on_device(more.get("use_cpu", False))
     expected = eval_loss_by_hand()
-    trainer = WeftTrainer(
+    trainer = (with_own_loss(WeftTrainer) if own_loss else WeftTrainer)(
         tiny_model(**model or {}),
         arguments(folder, deepspeed=deepspeed, **more),
         train_dataset=Sequences(count),
         eval_dataset=Sequences(8),
     )
-    if evaluate_first:
-        assert abs(trainer.evaluate()["eval_loss"] - expected) < 1e-4
+    if evaluate_first is True:
+        found = trainer.evaluate()["eval_loss"]
+        assert found > expected if own_loss else abs(found - expected) < 1e-4
+    with torch.random.fork_rng():  # reading in between shuffles what comes after
+        for rows in evaluate_first if isinstance(evaluate_first, list) else ():
+            for data in (Sequences(rows), Streamed(rows)):
+                found, by_hand = trainer.evaluate(data)["eval_loss"], eval_loss_by_hand(count=rows)
+                assert abs(found - by_hand) < 1e-5, (data, rows, found, by_hand)
+    trainer.state.log_history.clear()
     trainer.train(resume_from_checkpoint=resume)
     if save:
         trainer.save_model(save)
@@ -146,13 +187,28 @@ def weft(
     return history(trainer)
 
 
-def eval_loss_by_hand(folder: str = "") -> float:
+def readme_example(code: str, folder: str) -> float:
+    """The steps that a piece of a script has trained."""
+    from functools import partial
+
+    from transformers import TrainingArguments
+
+    import weft
+
+    arguments = partial(TrainingArguments, use_cpu=True, report_to="none", save_strategy="no")
+    scope = {"weft": weft, "TrainingArguments": arguments, "folder": folder}
+    scope |= {"model": tiny_model(), "dataset": Sequences(16)}
+    exec(code, scope)
+    return scope["trainer"].state.global_step
+
+
+def eval_loss_by_hand(folder: str = "", count: int = 8) -> float:
     """Mean loss over the tokens of the evaluation data, by plain transformers."""
     from torch.nn.functional import cross_entropy
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder) if folder else tiny_model()
-    rows = [Sequences(8)[i] for i in range(8)]
+    rows = [Sequences(count)[i] for i in range(count)]
     ids, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
     with torch.no_grad():
         logits = model.eval()(ids).logits[:, :-1]
@@ -165,15 +221,15 @@ def refusals(folder: str) -> dict[str, str]:
 
     from weft import WeftTrainer
 
-    class OwnLoss(WeftTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return super().compute_loss(*args, **kwargs)
+    class OwnStep(WeftTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            return super().training_step(*args, **kwargs)
 
     on_device(True)
     said = {}
 
     def attempt(name: str, kind: Any = WeftTrainer, action: Any = None, deepspeed: Any = None, **more: Any) -> None:
-        names = {"compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "optimizers"} & more.keys()
+        names = {"compute_metrics", "preprocess_logits_for_metrics", "optimizers"} & more.keys()
         own = {key: more.pop(key) for key in names}
         try:
             used = arguments(folder, deepspeed=deepspeed or section(1), **{"use_cpu": True} | more)
@@ -187,9 +243,9 @@ def refusals(folder: str) -> dict[str, str]:
     def nothing(*_: Any, **__: Any) -> None:
         return None
 
-    attempt("compute_loss", OwnLoss)
-    for name in ("compute_loss_func", "label_smoothing_factor", "compute_metrics", "preprocess_logits_for_metrics"):
-        attempt(name, **{name: 0.1 if name == "label_smoothing_factor" else nothing})
+    attempt("training_step", OwnStep)
+    for name in ("compute_metrics", "preprocess_logits_for_metrics"):
+        attempt(name, **{name: nothing})
     attempt("optimizers", optimizers=(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), None))
     attempt("lr_scheduler_type", lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps")
     attempt("torch_compile", torch_compile=True)

@@ -1,10 +1,12 @@
 """Weft's Trainer logs what the stock Trainer logs, step by step."""
 
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 
-from tests.trainer.runs import eval_loss_by_hand, refusals, section, stock, weft
+from tests.trainer.runs import eval_loss_by_hand, readme_example, refusals, section, stock, weft
 from weft.tools.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -18,18 +20,20 @@ def close(found, expected):
 
 @pytest.mark.parametrize("use_cpu", [False, True])
 def test_two_stages_match_one_process(tmp_path, use_cpu):
-    """40 sequences, 2 per micro-batch, 4 micro-batches: 5 steps per epoch."""
-    expected = run_ranks(1, stock, str(tmp_path), 40, {})[0]
-    for logs in run_ranks(2, weft, str(tmp_path), 40, {"use_cpu": use_cpu}, section(2)):
+    """40 sequences, 2 per micro-batch, 4 micro-batches: 5 steps per epoch; the Trainer's smoothed labels, too."""
+    more = {"label_smoothing_factor": 0.1} if use_cpu else {}
+    expected = run_ranks(1, stock, str(tmp_path), 40, more)[0]
+    for logs in run_ranks(2, weft, str(tmp_path), 40, more | {"use_cpu": use_cpu}, section(2)):
         close(logs, expected)
     assert len(expected) == 10
 
 
 def test_two_replicas_match_two_processes(tmp_path):
-    """The last step of an epoch has 1 micro-batch instead of 4 per replica, and evaluation a short batch."""
+    """The last step of an epoch has 1 micro-batch instead of 4 per replica, and evaluation a short batch or none."""
     more = {"eval_strategy": "epoch", "gradient_accumulation_steps": 4, "weight_decay": 0.0}
     expected = run_ranks(2, stock, str(tmp_path), 36, more)[0]
-    found = run_ranks(4, weft, str(tmp_path), 36, more, section(2, zero_optimization={"stage": 1}))
+    stage1 = section(2, zero_optimization={"stage": 1})
+    found = run_ranks(4, weft, str(tmp_path), 36, more, stage1, False, "", None, [7, 1, 20])
     for logs in found:
         assert [entry["step"] for entry in logs] == [entry["step"] for entry in expected]
         close([e for e in logs if "loss" in e], [e for e in expected if "loss" in e])
@@ -72,7 +76,7 @@ def test_resume_in_another_layout_and_export(tmp_path):
 
 
 def test_folded_w_schedule_with_its_own_optimizer_section(tmp_path):
-    """Evaluated before it is trained, and with layers that are computed again in the backward."""
+    """A loss of its own, evaluated before it is trained, and layers that are computed again in the backward."""
     optimizer = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "betas": "auto", "eps": "auto"}}
     deepspeed = section(2, "w", optimizer=optimizer)
     deepspeed["weft"]["pipeline"]["placement"] = "fold"
@@ -82,14 +86,21 @@ def test_folded_w_schedule_with_its_own_optimizer_section(tmp_path):
         "num_train_epochs": 4,
         "gradient_checkpointing": True,
     }
-    expected = run_ranks(1, stock, str(tmp_path), 40, more, True)[0]
-    close(run_ranks(2, weft, str(tmp_path), 40, more, deepspeed, False, "", None, True)[0], expected)
+    expected = run_ranks(1, stock, str(tmp_path), 40, more, True, True)[0]
+    close(run_ranks(2, weft, str(tmp_path), 40, more, deepspeed, False, "", None, True, True)[0], expected)
+
+
+def test_what_the_readme_says(tmp_path):
+    """Its arguments, with as many stages as there are ranks here."""
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    pattern = r"^weft\.init_distributed\(\)\narguments = TrainingArguments\(.*?^trainer\.train\(\)$"
+    (example,) = re.findall(pattern, text, re.M | re.S)
+    example = example.replace('"stages": 4', '"stages": 1').replace('"runs/trainer"', "folder")
+    assert run_ranks(1, readme_example, example, str(tmp_path))[0] > 0
 
 
 REFUSED = [
-    "compute_loss",
-    "compute_loss_func",
-    "label_smoothing_factor",
+    "training_step",
     "compute_metrics",
     "preprocess_logits_for_metrics",
     "optimizers",

@@ -11,7 +11,7 @@ from weft.conf.schema import PipelineConfig, ScheduleKind, WeftConfig, ZeroConfi
 from weft.engine.emulation import EmulatedStage, EmulatedWork
 from weft.engine.memory import activation_memory, zero_memory
 from weft.engine.overlap import OverlapPlan, ZeroWork, plan_overlap
-from weft.engine.plan import plan_placement, plan_schedule
+from weft.engine.plan import open_placements, plan_schedule
 from weft.engine.zero import Collectives, Sharding
 from weft.engine.zero.collectives import Done
 from weft.pipeline.action import Action, Op
@@ -88,9 +88,14 @@ def test_slow_links_are_cut_for_and_fast_ones_are_not():
     assert all(begin < end for begin, end in pairwise(ends))
 
 
+def placement_of(config):
+    (placement,) = open_placements(config).values()
+    return placement
+
+
 def test_the_schedule_launches_as_many_together_as_memory_allows():
     config = PipelineConfig(schedule=ScheduleKind["interleaved"], stages=1, microbatches=8)
-    placement, costs = plan_placement(config), TIMED.costs(LAYERS, 2)
+    placement, costs = placement_of(config), TIMED.costs(LAYERS, 2)
     plan = replace(planned(GROUPS["two nodes"], 1, 2, 1e5), together=8)
     alike = replace(plan, stages=())  # no input gradients first
     by_hand = [plan_schedule(replace(config, launch_together=n), placement, costs=costs) for n in range(1, 9)]
@@ -111,7 +116,7 @@ def gaining(stage):
 
 def test_input_gradients_go_first_where_the_layer_tier_gains_by_it():
     config = PipelineConfig(schedule=ScheduleKind["1f1b"], stages=4, microbatches=6)
-    placement, costs = plan_placement(config), TIMED.costs(LAYERS, 4)
+    placement, costs = placement_of(config), TIMED.costs(LAYERS, 4)
     overlap = OverlapPlan(tuple(map(gaining, (0, 1, 3))), together=4)
     assert overlap.input_first == {1, 3}
     schedule = plan_schedule(config, placement, costs=costs, overlap=overlap)
@@ -128,7 +133,7 @@ def test_input_gradients_go_first_where_the_layer_tier_gains_by_it():
 
 def test_memory_for_activations_is_what_the_states_leave():
     config = WeftConfig(pipeline=PipelineConfig(stages=2, microbatches=4))
-    placement, costs = plan_placement(config.pipeline), TIMED.costs(LAYERS, 2)
+    placement, costs = placement_of(config.pipeline), TIMED.costs(LAYERS, 2)
 
     def left(available):
         return activation_memory(

@@ -1,7 +1,11 @@
-"""A small random Llama whose tokens are bytes, for workers that are measured and not used."""
+"""A small random Llama whose tokens are bytes, for workers that are tried or measured and not used.
+
+`python -m weft.tools.bubbles.served_model FOLDER` writes one.
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 CONTEXT = 8192
@@ -35,3 +39,7 @@ def write_model(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     fast.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    write_model(Path(sys.argv[1]))

@@ -13,6 +13,7 @@ from time import monotonic, sleep
 
 from weft.comm.wan.key import VARIABLE
 from weft.conf import load
+from weft.conf.run_lock import RunLock
 from weft.tools.launch import environment, write_config
 from weft.tools.netbed.bed import NetBed
 from weft.tools.netbed.topology import Topology
@@ -40,6 +41,7 @@ def launch(overrides: Sequence[str], *, window_kb: float) -> int:
     with NetBed.up(topology) as bed:
         config = replace(config, cluster=replace(cluster, master_addr=bed.address(bed.nodes[0]), master_port=_PORT))
         folder = (Path(config.train.output_dir).expanduser() / config.train.name).absolute()
+        RunLock.check(folder)
         file = write_config(config, folder / "config.yaml")
         command = [sys.executable, "-m", "weft.recipes.train", "--config-file", str(file)]
         shared = {VARIABLE: secrets.token_hex(32), **environment(os.environ)} | {

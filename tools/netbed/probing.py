@@ -38,13 +38,13 @@ def probe_nodes(
 def _start(
     say: Callable, hear: Callable, bind: str, address: tuple[str, int], settings: dict, effort: dict
 ) -> tuple[LinkProfile, LinkProfile]:
-    with WanEndpoint(rank=0, bind=bind, key=_KEY, connections=effort["most"], **settings) as endpoint:
+    with WanEndpoint(rank=0, bind=bind, key=_KEY, connections=effort["most"], tls=False, **settings) as endpoint:
         endpoint.link(1, address=address)
         return probe_both(endpoint, 1, first=True, **effort)
 
 
 def _answer(say: Callable, hear: Callable, bind: str, settings: dict, effort: dict) -> None:
-    with WanEndpoint(rank=1, bind=bind, key=_KEY, **settings) as endpoint:
+    with WanEndpoint(rank=1, bind=bind, key=_KEY, tls=False, **settings) as endpoint:
         endpoint.link(0)
         say(endpoint.address)
         probe_both(endpoint, 0, first=False, **effort)

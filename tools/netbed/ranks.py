@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import count
 from time import monotonic
 from typing import Any
 
+from weft.comm.wan.key import VARIABLE
 from weft.tools.netbed.bed import NetBed
 from weft.tools.netbed.job import Job
 
@@ -36,7 +38,7 @@ def run_ranks_in(
         RuntimeError: a rank failed, with its traceback.
         TimeoutError: the time was up.
     """
-    port = next(_PORTS)
+    port, key = next(_PORTS), os.environ.get(VARIABLE) or secrets.token_hex(32)
     deadline = monotonic() + timeout_s
     with ExitStack() as stack:
         jobs = []
@@ -49,6 +51,7 @@ def run_ranks_in(
                 "MASTER_PORT": str(port),
                 "GLOO_SOCKET_IFNAME": "lan0",
                 "DS_ACCELERATOR": "cpu",
+                VARIABLE: key,
             }
             jobs.append(stack.enter_context(Job(bed, node, _rank, environment, function, args)))
         while meanwhile is not None and not any(job.has_news() for job in jobs) and monotonic() < deadline:

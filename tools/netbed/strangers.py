@@ -17,7 +17,8 @@ from weft.comm.wan.library import load
 
 Address = tuple[str, int]
 
-_HELLO, _CHALLENGE, _PROOF = 72, 64, 32  # bytes; see comm/wan/handshake.hpp
+_HELLO, _CHALLENGE, _PROOF = 88, 80, 32  # bytes; see comm/wan/handshake.hpp
+_JOB = slice(8, 24)  # of a hello
 _NOBODY = 9999  # a rank that the job does not have
 _SINK = 0xFFFF  # a lane that is always open
 _AT_ONCE = 500
@@ -40,11 +41,12 @@ def strangers(
     """
     assert _answer(address, os.urandom(200)) == 0
     assert _answer(address, _frame_of_4_gib()) == 0
-    assert _answer(address, _hello(rank), then=os.urandom(_PROOF) + _frame_of_4_gib()) == _CHALLENGE
     assert recorded, "no handshake was recorded"
+    hello = _hello(rank, recorded[0][_JOB])
+    assert _answer(address, hello, then=os.urandom(_PROOF) + _frame_of_4_gib()) == _CHALLENGE
     for said in recorded:
         assert _answer(address, said[:_HELLO], then=said[_HELLO:]) == _CHALLENGE
-    _insider(address, rank, WanKey(secret))
+    _insider(address, hello, WanKey(secret))
     return _scan(address[0])
 
 
@@ -91,10 +93,9 @@ def _answer(address: Address, data: bytes, *, then: bytes = b"") -> int:
     return heard
 
 
-def _insider(address: Address, rank: int, key: WanKey) -> None:
+def _insider(address: Address, hello: bytes, key: WanKey) -> None:
     """Who has the key, and announces 4 GiB: it is cut off."""
     with socket.create_connection(address, timeout=10.0) as insider, contextlib.suppress(ConnectionError):
-        hello = _hello(rank)
         insider.sendall(hello)
         challenge = insider.recv(_CHALLENGE, socket.MSG_WAITALL)
         insider.sendall(hmac.digest(key.derived("authentication"), b"connects" + hello + challenge, "sha256"))
@@ -104,8 +105,9 @@ def _insider(address: Address, rank: int, key: WanKey) -> None:
             pass
 
 
-def _hello(rank: int) -> bytes:
-    return struct.pack("<8sIIQIIII", b"weftwan1", _NOBODY, rank, 7, 0, 1, 128 << 10, 0) + os.urandom(32)
+def _hello(rank: int, job: bytes) -> bytes:
+    fields = (_NOBODY, rank, 7, 0, 1, 128 << 10, 0)
+    return struct.pack("<8s16sIIQIIII", b"weftwan2", job, *fields) + os.urandom(32)
 
 
 def _frame_of_4_gib() -> bytes:

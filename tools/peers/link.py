@@ -40,9 +40,9 @@ def measure_link(num_bytes: int, *, shared: bool, run: Callable[..., list] = _HE
 
 
 def _round_trips(num_bytes: int, shared: bool) -> tuple[float, float]:
-    device = init_distributed(TIMEOUT_S)
+    init_distributed(TIMEOUT_S)
     me, other = dist.get_rank(), 1 - dist.get_rank()
-    ends: dict[tuple[int, int], Any] = share({(0, 1), (1, 0)}, device=device, timeout_s=TIMEOUT_S)[0]
+    ends: dict[tuple[int, int], Any] = share({(0, 1), (1, 0)}, timeout_s=TIMEOUT_S)[0]
 
     def send(tensor: Tensor) -> Any:
         return ends[me, other].send("t", tensor) if shared else dist.isend(tensor, other)

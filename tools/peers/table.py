@@ -43,8 +43,8 @@ def _torch(title: str, kind: str) -> Peer:
     return Peer(f"torch {title}", "weft.tools.peers.torch_engines", "run", {"kind": kind})
 
 
-def _weft(kind: str, placement: str = "straight", title: str = "") -> Peer:
-    return Peer(f"Weft {title or kind}", _WEFT, "run", {"kind": kind, "placement": placement})
+def _weft(kind: str, placement: str = "straight", title: str = "", chunks: int = 0) -> Peer:
+    return Peer(f"Weft {title or kind}", _WEFT, "run", {"kind": kind, "placement": placement, "chunks": chunks})
 
 
 PEERS: Mapping[str, Peer] = MappingProxyType(
@@ -61,6 +61,7 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
         "weft-zbv": _weft("zbv", "fold"),
         "weft-dualpipev": _weft("dualpipev", "fold"),
         "weft-auto": _weft("auto", "fold"),
+        "weft-auto-zbv": _weft("auto", "fold", "auto, ZBV's memory", chunks=2),
         "weft-auto-straight": _weft("auto", "straight", "auto, straight"),
     }
 )

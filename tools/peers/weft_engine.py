@@ -25,18 +25,27 @@ from weft.pipeline.action import COMPUTE, slot_text
 from weft.pipeline.costs import CostModel
 from weft.pipeline.fitting import fit_costs
 from weft.pipeline.placement import Placement
+from weft.pipeline.schedule import Schedule
 from weft.tools.peers.case import Case, RankRun
 from weft.tools.peers.stepping import time_steps
 
 
-def run(case: Case, timeout_s: float, kind: str, placement: str, comm: CommConfig | None = None) -> RankRun:
-    """One rank of Weft's engine with a schedule of ``kind``; ``comm`` says how sites are joined."""
+def run(
+    case: Case, timeout_s: float, kind: str, placement: str, comm: CommConfig | None = None, chunks: int = 0
+) -> RankRun:
+    """One rank of Weft's engine with a schedule of ``kind``.
+
+    Args:
+        comm: how sites are joined.
+        chunks: most live activations of virtual stages, for each pipeline rank; 0 is no cap.
+    """
     config = WeftConfig(
         pipeline=PipelineConfig(
             stages=case.num_ranks,
             schedule=ScheduleKind[kind],
             placement=PlacementKind[placement],
             microbatches=case.num_microbatches,
+            memory_cap_bytes=chunks * case.num_ranks * case.work.hidden_bytes,
         )
     )
     config.comm = replace(comm or CommConfig(), timeout_s=timeout_s)
@@ -60,8 +69,12 @@ def run(case: Case, timeout_s: float, kind: str, placement: str, comm: CommConfi
 def emulated_engine(case: Case, config: WeftConfig) -> WeftEngine:
     """Weft's engine on the emulated layers of ``case``, laid out and scheduled as ``config`` says."""
     device = init_distributed(config.comm.timeout_s)
-    layout = plan_placement(config.pipeline, case.sites)
-    costs = case.work.costs(case.num_layers, layout.num_stages, local=case.link, wan=case.wan)
+
+    def costs_of(placement: Placement) -> CostModel:
+        return case.work.costs(case.num_layers, placement.num_stages, local=case.link, wan=case.wan)
+
+    layout = plan_placement(config.pipeline, case.sites, costs_of=costs_of)
+    costs = costs_of(layout)
     pipe_rank, replica = divmod(dist.get_rank(), case.num_replicas)
     stages = [
         EmulatedStage(case.work, index=index, num_layers=case.num_layers, num_stages=layout.num_stages)
@@ -72,9 +85,10 @@ def emulated_engine(case: Case, config: WeftConfig) -> WeftEngine:
     module = WeftModule(stages, layout)
     settings = deepspeed_config(config, dist.get_world_size())
     collectives = Collectives.open(config, layout.num_ranks, device)
-    overlap = from_rank_zero(lambda: _plan_overlap(case, config, layout, costs, collectives))
+    overlap = from_rank_zero(lambda: _plan_overlap(case, config, layout, costs, collectives), OverlapPlan)
     schedules = from_rank_zero(
-        lambda: plan_cells(config.pipeline, layout, sizes, costs=costs, zero_stage=config.zero.stage, overlap=overlap)
+        lambda: plan_cells(config.pipeline, layout, sizes, costs=costs, zero_stage=config.zero.stage, overlap=overlap),
+        Schedule,
     )
     return WeftEngine(
         weft=config,

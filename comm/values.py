@@ -1,0 +1,106 @@
+"""Values as bytes between ranks: JSON, and records and enums of the kinds that a reader names; never pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, get_args, get_type_hints
+
+_CONTAINERS: Mapping[str, Callable[[list], Any]] = MappingProxyType(
+    {"tuple": tuple, "list": list, "set": set, "frozenset": frozenset, "dict": dict}
+)
+"""Makes a container from the list of its items; those of a dictionary are pairs."""
+
+
+def encode(value: object) -> bytes:
+    """A value as JSON: None, numbers, texts, containers, and dataclasses, named tuples and enums made of these.
+
+    Raises:
+        TypeError: there is something else in it.
+    """
+    return json.dumps(_plain(value), separators=(",", ":")).encode()
+
+
+def decode(data: bytes, kinds: tuple[type, ...] = ()) -> Any:
+    """The value that `encode` was given.
+
+    Nothing but what ``kinds`` name is called, and each kind refuses in its own ``__post_init__``
+    what it does not hold.
+
+    Args:
+        kinds: dataclasses, named tuples and enums that may be in it; what their fields hold may be, too.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        return _made(json.loads(data), {kind.__name__: kind for kind in _closure(kinds)})
+    except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
+        raise ValueError(f"no value of ours: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _plain(value: Any) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if isinstance(value, Enum):
+        return {kind.__name__: value.name}
+    if _is_record(kind):
+        return {kind.__name__: [_plain(getattr(value, name)) for name in _names(kind)]}
+    if kind.__name__ in _CONTAINERS:
+        return {kind.__name__: [_plain(item) for item in (value.items() if kind is dict else value)]}
+    if isinstance(value, Mapping):
+        return {"dict": [_plain(item) for item in value.items()]}
+    if isinstance(value, float):  # of numpy
+        return float(value)
+    raise TypeError(f"{kind.__name__} {value!r}: ranks tell each other plain values only")
+
+
+def _made(value: Any, kinds: Mapping[str, type]) -> Any:
+    if isinstance(value, list):
+        raise TypeError("a bare list")
+    if not isinstance(value, dict):
+        return value
+    ((name, content),) = value.items()
+    kind = kinds.get(name)
+    if kind is not None and issubclass(kind, Enum):
+        return kind[content]
+    if not isinstance(content, list):
+        raise TypeError(f"{name}: {type(content).__name__}")
+    items = [_made(item, kinds) for item in content]
+    if name in _CONTAINERS:
+        return _CONTAINERS[name](items)
+    return kinds[name](**dict(zip(_names(kinds[name]), items, strict=True)))
+
+
+def _is_record(kind: type) -> bool:
+    return is_dataclass(kind) or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+
+
+def _names(kind: type) -> Sequence[str]:
+    """The fields that make a dataclass or a named tuple."""
+    return [field.name for field in fields(kind) if field.init] if is_dataclass(kind) else kind._fields  # type: ignore[attr-defined]
+
+
+def _closure(kinds: tuple[type, ...]) -> set[type]:
+    """``kinds`` and all that their fields are annotated with."""
+    found: set[type] = set()
+    waiting = list(kinds)
+    while waiting:
+        kind = waiting.pop()
+        if kind not in found:
+            found.add(kind)
+            hints = get_type_hints(kind) if _is_record(kind) else {}
+            waiting += [part for hint in hints.values() for part in _parts(hint)]
+    return found
+
+
+def _parts(hint: Any) -> Iterator[type]:
+    """The records and enums that a type annotation names."""
+    if isinstance(hint, type) and (_is_record(hint) or issubclass(hint, Enum)):
+        yield hint
+    for part in get_args(hint):
+        yield from _parts(part)

@@ -1,0 +1,122 @@
+"""The form of a manifest: what its checksum cannot vouch for, because whoever can write one can write the other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any, TypeVar
+
+from weft.engine.checkpoint.pieces import StoredPiece, StoredTensor
+from weft.engine.checkpoint.shard_file import TYPES, StoredFile
+
+T = TypeVar("T")
+MOST_ELEMENTS, MOST_AXES = 1 << 56, 32
+"""Of a tensor; torch itself cannot index beyond."""
+_FILE = re.compile(r"rank-\d{3,9}\.safetensors")
+
+
+class FormError(ValueError):
+    """A manifest says something that none of ours does."""
+
+
+def number(body: Mapping[str, Any], name: str, *, least: int = 0) -> int:
+    """A whole number of at least ``least``.
+
+    Raises:
+        FormError: it is not; so in the other functions.
+    """
+    value = _field(body, name, int)
+    if value < least:
+        raise FormError(f"{name}={value}: the least is {least}")
+    return value
+
+
+def text(body: Mapping[str, Any], name: str) -> str:
+    """A text."""
+    return _field(body, name, str)
+
+
+def mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A dictionary."""
+    return _field(body, name, dict)
+
+
+def files(body: Mapping[str, Any]) -> dict[str, StoredFile]:
+    """The files by name: names of ours, which no path leads away from the checkpoint's folder."""
+    return {name: _within(f"files[{name!r}]", _file, name, file) for name, file in mapping(body, "files").items()}
+
+
+def here(body: Mapping[str, Any], known: Mapping[str, StoredFile]) -> tuple[str, ...]:
+    """Names of files."""
+    names = _field(body, "here", list)
+    for name in names:
+        if not isinstance(name, str) or name not in known:
+            raise FormError(f"here: {_short(name)} is none of its files")
+    return tuple(names)
+
+
+def tensors(body: Mapping[str, Any], known: Mapping[str, StoredFile]) -> dict[str, StoredTensor]:
+    """The tensors by name: pieces in order that cover each, in files that are named."""
+    return {
+        name: _within(f"tensors[{name!r}]", _tensor, tensor, known) for name, tensor in mapping(body, "tensors").items()
+    }
+
+
+def _file(name: str, body: Any) -> StoredFile:
+    if not _FILE.fullmatch(name) or text(body, "name") != name:
+        raise FormError(f"{_short(name)} is no file's name")
+    size, header = number(body, "num_bytes"), number(body, "header_bytes")
+    if header > size:
+        raise FormError(f"header_bytes={header}: more than num_bytes={size}")
+    return StoredFile(name, size, header, text(body, "header_checksum"))
+
+
+def _tensor(body: Any, known: Mapping[str, StoredFile]) -> StoredTensor:
+    shape = _field(body, "shape", list)
+    numbers = all(type(size) is int and size >= 0 for size in shape)
+    if not numbers or prod(size or 1 for size in shape) > MOST_ELEMENTS or len(shape) > MOST_AXES:
+        raise FormError(f"shape={_short(shape)}")
+    if text(body, "dtype") not in TYPES:
+        raise FormError(f"dtype={_short(body['dtype'])}: none of {', '.join(TYPES)}")
+    pieces = tuple(_piece(piece, known) for piece in _field(body, "pieces", list))
+    tensor = StoredTensor(body["dtype"], tuple(shape), pieces)
+    _check_cover(pieces, prod(shape))
+    if missing := tensor.missing():
+        raise FormError(f"no piece holds elements {missing}")
+    return tensor
+
+
+def _piece(body: Any, known: Mapping[str, StoredFile]) -> StoredPiece:
+    start = number(body, "start")
+    piece = StoredPiece(
+        start, number(body, "stop", least=start), text(body, "file"), text(body, "key"), text(body, "checksum")
+    )
+    if piece.file not in known:
+        raise FormError(f"file={_short(piece.file)} is none of its files")
+    return piece
+
+
+def _check_cover(pieces: Sequence[StoredPiece], elements: int) -> None:
+    starts = [piece.start for piece in pieces]
+    if starts != sorted(starts) or any(piece.stop > elements for piece in pieces):
+        raise FormError(f"pieces are out of order, or go beyond its {elements} elements")
+
+
+def _within(where: str, read: Callable[..., T], *args: Any) -> T:
+    try:
+        return read(*args)
+    except FormError as error:
+        raise FormError(f"{where[:200]}: {error}") from None
+
+
+def _field(body: Any, name: str, kind: type[T]) -> T:
+    value = body.get(name) if isinstance(body, dict) else None
+    if type(value) is not kind:  # not isinstance: True is no number here
+        raise FormError(f"{name}={_short(value)}: expected {kind.__name__}")
+    return value
+
+
+def _short(value: object) -> str:
+    said = repr(value)
+    return said if len(said) <= 100 else said[:100] + "..."

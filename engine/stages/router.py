@@ -1,0 +1,172 @@
+"""The router's auxiliary loss of a mixture of experts, over layers that lie on several stages.
+
+Hugging Face's loss (Switch Transformer, equations 4 to 6) is a product of two means over all layers
+and tokens of a micro-batch: how often each expert was chosen, and how likely it was. Stages add up
+both sums, which travel behind the hidden state; their gradient travels back behind its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+FIELDS = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+"""What Hugging Face's models keep for the loss."""
+
+
+def wants_router_loss(config: PreTrainedConfig) -> bool:
+    """Whether a config asks for the loss."""
+    return bool(getattr(config.get_text_config(), "output_router_logits", False))
+
+
+class RouterLoss:
+    """One stage's part in the loss."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Watch the routers of the stage's layers.
+
+        Raises:
+            ValueError: the model does not compute this loss.
+        """
+        if not all(isinstance(getattr(model, name, None), int | float) for name in FIELDS):
+            raise ValueError(
+                f"model.overrides.output_router_logits=true: {type(model).__name__} has no auxiliary loss that stages "
+                "could add up; set it to false"
+            )
+        self._num_experts, self._chosen, self._share = (getattr(model, name) for name in FIELDS)
+        self._noted: list[Tensor] = []
+        self._listens = False
+        for router, index in _routers(model):
+            router.register_forward_hook(_Note(self, index))
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Note what routers say; a layer that is run again in its backward is not noted."""
+        self._noted, self._listens = [], True
+        try:
+            yield
+        finally:
+            self._listens = False
+
+    def note(self, logits: Tensor) -> None:
+        """Take one layer's router logits, [tokens, experts]."""
+        if self._listens:
+            self._noted.append(logits)
+
+    def sums(self, before: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor:
+        """The sums over all layers so far: choices and likelihoods of each expert, and tokens, fp32 [2 E + 1].
+
+        Args:
+            before: those of the stages before; None on the first.
+            mask: [B, S], 0 where a token is padding.
+            like: a tensor on the device.
+        """
+        noted, self._noted = self._noted, []
+        experts = self._num_experts
+        total = torch.zeros(2 * experts + 1, device=like.device) if before is None else before
+        weight = None if mask is None else mask.reshape(-1).float()
+        for logits in noted:
+            likely = nn.functional.softmax(logits, dim=-1)
+            chosen = likely.topk(self._chosen, dim=-1).indices
+            each = torch.ones(len(logits), device=like.device) if weight is None else weight
+            counts = torch.zeros(experts, device=like.device).scatter_add_(
+                0, chosen.reshape(-1), each.repeat_interleave(self._chosen)
+            )
+            total = total + torch.cat([counts, (likely.float() * each.unsqueeze(-1)).sum(0), each.sum().unsqueeze(0)])
+        return total
+
+    def loss(self, sums: Tensor) -> Tensor:
+        """The loss of a micro-batch before it is weighted, from the sums over all layers."""
+        chosen, likely, rows = sums.split([self._num_experts, self._num_experts, 1])
+        return (chosen / rows * (likely / rows)).sum() * self._num_experts
+
+    def weighted(self, loss: Tensor, labels: Tensor, num_items: Tensor | None) -> Tensor:
+        """Its part in the step's loss: by the micro-batch's share of the step's label tokens."""
+        share = self._share * loss
+        return share if num_items is None else share * (labels[:, 1:] != -100).sum() / num_items
+
+    def joined(self, hidden: Tensor, sums: Tensor) -> Tensor:
+        """A hidden state with the sums behind it, for the next stage."""
+        return Pack.apply(hidden, sums, self.rows(hidden.shape, hidden.dtype))
+
+    def parted(self, received: Tensor | None, length: int) -> tuple[Tensor | None, Tensor | None]:
+        """What the stage before has joined; nothing on the first."""
+        return (None, None) if received is None else Unpack.apply(received, length, 2 * self._num_experts + 1)
+
+    def rows(self, shape: torch.Size, dtype: torch.dtype) -> int:
+        """Positions that the sums take behind a hidden state [B, S, H]."""
+        values = (2 * self._num_experts + 1) * (4 // dtype.itemsize)
+        return -(-values // (shape[0] * shape[2]))
+
+
+class _Note:
+    """A forward hook; a class, because stages are copied and pickled."""
+
+    def __init__(self, owner: RouterLoss, index: int) -> None:
+        self._owner, self._index = owner, index
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._owner.note(output[self._index] if isinstance(output, tuple) else output)
+
+
+def _routers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
+    """The modules that Hugging Face records router logits of, and where in their answer these are."""
+    found = {}
+    for part in model.modules():
+        spec = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")
+        if not isinstance(part, PreTrainedModel) or spec is None or spec.target_class is None:
+            continue
+        for name, module in part.named_modules():
+            if isinstance(module, spec.target_class) and (
+                spec.layer_name is None or f".{spec.layer_name.strip('.')}." in f".{name}."
+            ):
+                found[module] = spec.index
+    return list(found.items())
+
+
+class Pack(torch.autograd.Function):
+    """A hidden state [B, S, H] with fp32 values behind it, bit for bit, as [B, S + rows, H]."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, values: Tensor, rows: int) -> Tensor:
+        """Join."""
+        ctx.shape = hidden.shape[1], len(values)
+        return _join(hidden, values, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Part the gradients."""
+        hidden, values = _part(gradient, *ctx.shape)
+        return hidden, values, None
+
+
+class Unpack(torch.autograd.Function):
+    """The other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, length: int, count: int) -> tuple[Tensor, Tensor]:
+        """Part."""
+        ctx.rows = packed.shape[1] - length
+        return _part(packed, length, count)
+
+    @staticmethod
+    def backward(ctx: Any, hidden: Tensor, values: Tensor) -> tuple[Tensor, None, None]:
+        """Join the gradients."""
+        return _join(hidden, values, ctx.rows), None, None
+
+
+def _join(hidden: Tensor, values: Tensor, rows: int) -> Tensor:
+    bits = values.contiguous().view(hidden.dtype)
+    behind = torch.zeros(hidden.shape[0] * rows * hidden.shape[2], dtype=hidden.dtype, device=hidden.device)
+    behind[: len(bits)] = bits
+    return torch.cat([hidden, behind.view(hidden.shape[0], rows, hidden.shape[2])], dim=1)
+
+
+def _part(packed: Tensor, length: int, count: int) -> tuple[Tensor, Tensor]:
+    bits = packed[:, length:].reshape(-1)[: count * (4 // packed.dtype.itemsize)]
+    return packed[:, :length].contiguous(), bits.view(torch.float32).clone()

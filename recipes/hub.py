@@ -1,0 +1,28 @@
+"""Pushing what a run has exported to the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def push(folder: Path, model_id: str, *, private: bool) -> str:
+    """Upload an exported folder to a repository, which is made where it is missing.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        ValueError: the hub cannot be reached, or refuses; the folder is as it was.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        repository = api.create_repo(model_id, private=private, exist_ok=True)
+        commit = api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message="Upload model")
+        return commit.commit_url
+    except Exception as error:  # of the hub, of HTTP or of the file system: the remedy is the same
+        raise ValueError(
+            f"train.hub_model_id={model_id}: {' '.join(str(error).split())}; the export is whole, try again with "
+            f"`hf upload {model_id} {folder}`"
+        ) from error

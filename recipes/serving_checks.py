@@ -1,0 +1,156 @@
+"""What `weft serve` refuses, or warns of, before it starts a worker: settings, ports, memory of both sides, MPS."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from weft.conf.hosts import is_loopback
+from weft.conf.schema import KvConnector, WeftConfig
+from weft.inference.worker_arguments import problems_of
+from weft.inference.worker_command import workers_of
+
+FIXED_BYTES = 1 << 30
+"""Of a GPU's memory, what a vLLM worker takes beside weights and KV cache: CUDA context, libraries, one step's
+activations."""
+CACHE_BYTES = 2
+"""Bytes of a number in the KV cache."""
+
+
+def check_serving(config: WeftConfig) -> None:
+    """Refuse what no worker could be started with.
+
+    Raises:
+        ValueError: the field, its value and a remedy.
+    """
+    prefill = config.inference.prefill
+    if not prefill.model:
+        raise ValueError("inference.prefill.model='': nothing says what to serve; set a model's folder or hub name")
+    if not is_loopback(prefill.host) and not os.environ.get(config.inference.controller.api_key_env):
+        raise ValueError(
+            f"inference.prefill.host={prefill.host}: others can reach it, and there is no API key; set the environment "
+            f"variable {config.inference.controller.api_key_env}, or inference.prefill.host=127.0.0.1"
+        )
+    if prefill.python and not os.access(Path(prefill.python).expanduser(), os.X_OK):
+        raise ValueError(f"inference.prefill.python={prefill.python}: cannot be run; give the path of a Python")
+    for problem in problems_of(prefill.arguments):
+        raise ValueError(f"inference.prefill.arguments: {problem}")
+
+
+def check_ports(config: WeftConfig) -> None:
+    """Each port that a worker listens on is its own, and free.
+
+    Raises:
+        ValueError: the field, its value and a remedy.
+    """
+    prefill = config.inference.prefill
+    taken = {config.inference.controller.port: "inference.controller.port"}
+    for worker in workers_of(config):
+        uses = {"inference.prefill.first_port": worker.port}
+        if prefill.connector is KvConnector.nixl:
+            uses["inference.prefill.first_side_port"] = worker.side_port
+        for field, port in uses.items():
+            where = f"{field}={port - worker.index}: worker {worker.index} would listen on {port}"
+            if port > 65_535:
+                raise ValueError(f"{where}, above 65535; lower it")
+            if port in taken:
+                raise ValueError(f"{where}, which is {taken[port]}'s too; choose another")
+            taken[port] = field
+            if not _is_free(prefill.host, port):
+                raise ValueError(f"{where}, where another process listens; choose another, or end that process")
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def model_bytes(folder: Path) -> int:
+    """Bytes of a model's weights as they lie on disk; 0 if there are none in a form that is known."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        return int(index["metadata"]["total_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def cache_bytes(folder: Path, tokens: int) -> int:
+    """Bytes of the KV cache of a prompt; 0 if the model's configuration does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        config = config.get("text_config", config)
+        heads = config["num_attention_heads"]
+        width = config.get("head_dim") or config["hidden_size"] // heads
+        pairs = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads)
+        return pairs * width * CACHE_BYTES * tokens
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0
+
+
+def check_memory(config: WeftConfig, device_bytes: int, training_bytes: float) -> str:
+    """Say what worker and training take of a GPU.
+
+    Args:
+        device_bytes: memory of a GPU.
+        training_bytes: what a rank is predicted to take; 0 if nothing predicts it.
+
+    Returns:
+        Both shares, in a line.
+
+    Raises:
+        ValueError: the worker's share cannot hold its model and one prompt, or leaves training too little.
+    """
+    prefill = config.inference.prefill
+    folder, share = Path(prefill.model).expanduser(), prefill.memory_share * device_bytes
+    weights, cache = model_bytes(folder), cache_bytes(folder, prefill.max_tokens)
+    needed = (weights + cache) / prefill.ranks_per_worker + FIXED_BYTES if weights else 0.0
+    if needed > share:
+        remedy = f"set at least {needed / device_bytes:.2f}" if needed < device_bytes else "serve a smaller model"
+        raise ValueError(
+            f"inference.prefill.memory_share={prefill.memory_share:g}: {_gb(share)} of a GPU's {_gb(device_bytes)}; "
+            f"{prefill.model} needs {_gb(needed)} (weights {_gb(weights)} and the KV cache of a prompt of "
+            f"{prefill.max_tokens} tokens {_gb(cache)} over {prefill.ranks_per_worker} ranks, and {_gb(FIXED_BYTES)}); "
+            f"{remedy}, span more ranks (inference.prefill.ranks_per_worker), or lower inference.prefill.max_tokens"
+        )
+    if training_bytes + share > device_bytes:
+        raise ValueError(
+            f"inference.prefill.memory_share={prefill.memory_share:g}: {_gb(share)}, and training is predicted to take "
+            f"{_gb(training_bytes)} of a GPU's {_gb(device_bytes)}; lower it, or what training takes "
+            "(`weft launch ... dry_run=true` lists it)"
+        )
+    known = f"needs at least {_gb(needed)}" if needed else "whose model is not in a local folder: not checked"
+    trained = f"training {_gb(training_bytes)}" if training_bytes else "training not predicted"
+    return f"memory of a GPU: {_gb(device_bytes)}; a worker {_gb(share)} ({known}); {trained}"
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:.1f} GB"
+
+
+def least_gpu_bytes(devices: Sequence[str]) -> int:
+    """Memory of the smallest of these GPUs, by nvidia-smi; 0 if it cannot be asked."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", f"--id={','.join(devices)}"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        return min(int(line) for line in said.split()) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return 0
+
+
+def warnings_of(environment: Mapping[str, str]) -> Iterator[str]:
+    """What does not stop workers on GPUs, and costs."""
+    folder = environment.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    if not Path(folder, "control").exists():
+        yield (
+            f"no MPS daemon at {folder}: worker and rank would take turns on the GPU, milliseconds at a time, which "
+            "training waits for; start one with `nvidia-cuda-mps-control -d` before both"
+        )

@@ -1,0 +1,283 @@
+"""Mutants: small changes of the sources, drawn at random, each of which some fast test has to notice.
+
+python -m tests.mutants [--count N] [--seed S] [FOLDER ...]
+
+Third-party packages are imported once; each mutant is a fork of that process which compiles the changed source in the
+place of the file's, so nothing is written to the checkout. mutmut and cosmic-ray change the files of a tree, and start
+an interpreter for each mutant, which here is ten seconds of imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import difflib
+import importlib.machinery
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = {
+    "pipeline": ("tests/pipeline", "tests/generators", "tests/tiers"),
+    "engine/zero": ("tests/zero",),
+    "engine/backward": ("tests/backward",),
+    "engine/checkpoint": ("tests/checkpoint",),
+    "comm/collectives": ("tests/collectives",),
+    "inference": ("tests/inference",),
+}
+"""Folders of sources, and where their tests are."""
+STARTS_RANKS = re.compile(r"\brun_ranks\(|import subprocess|get_context\(")
+"""Tests in other processes do not see a mutant."""
+COMPARED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is not": "is", "not in": "in"}
+COMPARED |= {"is": "is not", "in": "not in"}
+COMPUTED = {"+": "-", "-": "+", "*": "+", "/": "*", "//": "*", "%": "*", "|": "&", "&": "|", "<<": ">>", "**": "*"}
+EXTREMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
+LIMIT_S = 150.0
+"""For the tests of a mutant: who takes longer has been noticed."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change of one file: its bytes from ``start`` to ``end`` become ``new``."""
+
+    path: str
+    line: int
+    start: int
+    end: int
+    new: str
+
+    def apply(self, source: bytes) -> bytes:
+        return source[: self.start] + self.new.encode() + source[self.end :]
+
+    def diff(self) -> str:
+        before = (ROOT / self.path).read_bytes()
+        lines = difflib.unified_diff(
+            before.decode().splitlines(), self.apply(before).decode().splitlines(), lineterm="", n=0
+        )
+        return "\n".join(line for line in lines if line[:2] not in ("--", "++", "@@"))
+
+
+class Mutator(ast.NodeVisitor):
+    """Collects every change that can be made to a file."""
+
+    def __init__(self, path: str, source: bytes) -> None:
+        self.path, self.source = path, source
+        self.starts = [0]
+        for line in source.split(b"\n"):
+            self.starts.append(self.starts[-1] + len(line) + 1)
+        self.found: list[Mutant] = []
+
+    def _at(self, line: int, column: int) -> int:
+        return self.starts[line - 1] + column
+
+    def _span(self, node: ast.AST) -> tuple[int, int]:
+        return self._at(node.lineno, node.col_offset), self._at(node.end_lineno, node.end_col_offset)
+
+    def _text(self, node: ast.AST) -> str:
+        start, end = self._span(node)
+        return self.source[start:end].decode()
+
+    def _add(self, node: ast.AST, start: int, end: int, new: str) -> None:
+        self.found.append(Mutant(self.path, node.lineno, start, end, new))
+
+    def _replace(self, node: ast.AST, new: str) -> None:
+        self._add(node, *self._span(node), new)
+
+    def _between(self, left: ast.AST, right: ast.AST, table: dict[str, str]) -> None:
+        """Change the operator that stands between two nodes."""
+        start, end = self._span(left)[1], self._span(right)[0]
+        found = re.search(
+            r"not in|is not|\*\*|//|<<|[<>=!]=|\b(?:in|is|and|or)\b|[-+*/%|&<>]", self.source[start:end].decode()
+        )
+        if found and found.group() in table:
+            self._add(left, start + found.start(), start + found.end(), table[found.group()])
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        for left, right in zip([node.left, *node.comparators], node.comparators, strict=False):
+            self._between(left, right, COMPARED)
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        if not any(isinstance(side, ast.Constant) and isinstance(side.value, str) for side in (node.left, node.right)):
+            self._between(node.left, node.right, COMPUTED)
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        for left, right in zip(node.values, node.values[1:], strict=False):
+            self._between(left, right, {"and": "or", "or": "and"})
+        self.generic_visit(node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
+        if isinstance(node.op, ast.Not | ast.USub):
+            self._replace(node, f"({self._text(node.operand)})")
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, bool):
+            self._replace(node, str(not node.value))
+        elif isinstance(node.value, int | float):
+            self._replace(node, f"({self._text(node)} + 1)")
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if node.id in EXTREMES:
+            self._replace(node, EXTREMES[node.id])
+
+    def visit_If(self, node: ast.If) -> None:
+        if self._text(node.test) != "TYPE_CHECKING":
+            self._replace(node.test, f"not ({self._text(node.test)})")
+            self.generic_visit(node)
+
+    visit_While = visit_IfExp = visit_If  # type: ignore[assignment]
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if isinstance(node.value, ast.Constant) or re.match(r"_?log\.", self._text(node)):
+            return
+        if isinstance(node.value, ast.Call):
+            self._replace(node, "pass")
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self._replace(node, "pass")
+        self.visit(node.value)
+
+    def visit_Continue(self, node: ast.Continue) -> None:
+        self._replace(node, "pass")
+
+    def visit_Return(self, node: ast.Return) -> None:
+        if node.value is not None and not isinstance(node.value, ast.Constant):
+            self._replace(node, "return None")
+            self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        self._replace(node, "pass")
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        for part in (*node.args.defaults, *node.args.kw_defaults, *node.body):
+            if part is not None:
+                self.visit(part)
+
+    def visit_Assert(self, node: ast.Assert) -> None:
+        """Left as it is: it states what cannot happen."""
+
+    visit_JoinedStr = visit_Import = visit_ImportFrom = visit_Assert  # type: ignore[assignment]
+
+
+def mutants_of(path: Path) -> list[Mutant]:
+    """Every mutant of a file, in the order of its text."""
+    source = path.read_bytes()
+    mutator = Mutator(str(path.relative_to(ROOT)), source)
+    mutator.visit(ast.parse(source))
+    return sorted(mutator.found, key=lambda mutant: (mutant.start, mutant.new))
+
+
+def tests_of(path: str) -> list[str]:
+    """Test files for a source file: those that name its module or package, or all of its folder's."""
+    folder = max((folder for folder in TESTS if path.startswith(f"{folder}/")), key=len)
+    files = [file for place in TESTS[folder] for file in sorted((ROOT / place).glob("test_*.py"))]
+    texts = {file: file.read_text() for file in files}
+    texts = {file: text for file, text in texts.items() if not STARTS_RANKS.search(text)}
+    module = "weft." + path.removesuffix(".py").replace("/", ".")
+    package, name = module.rsplit(".", 1)
+    direct = re.compile(rf"{re.escape(module)}\b|from {re.escape(package)} import .*\b{name}\b")
+    near = [file for file, text in texts.items() if direct.search(text)]
+    rest = [file for file in texts if file not in near]
+    return [str(file) for file in near + rest]
+
+
+def run_tests(mutant: Mutant, output: str) -> None:
+    """Run the tests of a mutant in this process, which ends with pytest's exit code."""
+    os.setsid()
+    log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    target = ROOT / mutant.path
+    changed = mutant.apply(target.read_bytes())
+    original = importlib.machinery.SourceFileLoader.get_code
+
+    def get_code(loader: importlib.machinery.SourceFileLoader, name: str) -> object:
+        if loader.path.endswith(mutant.path) and target.samefile(loader.path):
+            return compile(changed, loader.path, "exec", dont_inherit=True)
+        return original(loader, name)
+
+    importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[assignment]
+    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = tempfile.mkdtemp()
+    import pytest
+
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not vllm", "--hypothesis-seed=0"]
+    os._exit(int(pytest.main([*options, *tests_of(mutant.path)])))
+
+
+def judge(mutant: Mutant, limit_s: float) -> str:
+    """``killed`` if a test fails or breaks, ``time out`` if they do not end, else ``SURVIVED``."""
+    with tempfile.TemporaryDirectory() as folder:
+        child = os.fork()
+        if child == 0:
+            try:
+                run_tests(mutant, f"{folder}/output")
+            finally:
+                os._exit(70)
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                break
+            time.sleep(0.1)
+        else:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return "time out"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # what the tests have left running
+        return "SURVIVED" if os.waitstatus_to_exitcode(status) == 0 else "killed"
+
+
+def sample(folders: Sequence[str], count: int, seed: int) -> Iterator[Mutant]:
+    """``count`` mutants of each folder's sources."""
+    for folder in folders:
+        files = sorted((ROOT / folder).rglob("*.py"))
+        everything = [mutant for file in files for mutant in mutants_of(file)]
+        yield from random.Random(f"{seed} {folder}").sample(everything, min(count, len(everything)))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Judge a sample, print what survives; 0 where at least 95 % were noticed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("folders", nargs="*", default=list(TESTS), help="of sources (default: all that are held to it)")
+    parser.add_argument("--count", type=int, default=14, help="mutants of each folder")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds for the tests of one")
+    options = parser.parse_args(argv)
+    if unknown := [folder for folder in options.folders if folder not in TESTS]:
+        parser.error(f"{', '.join(unknown)}: choose from {', '.join(TESTS)}")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    for name in ("deepspeed", "hypothesis", "peft", "torch.distributed.pipelining", "transformers", "xxhash"):
+        __import__(name)
+    counts = {"killed": 0, "time out": 0, "SURVIVED": 0}
+    for mutant in sample(options.folders, options.count, options.seed):
+        began = time.monotonic()
+        found = judge(mutant, options.limit_s)
+        counts[found] += 1
+        print(f"{found:8s} {mutant.path}:{mutant.line} ({time.monotonic() - began:.0f} s)", flush=True)
+        if found != "killed":
+            print(mutant.diff(), flush=True)
+    total = sum(counts.values())
+    noticed = total - counts["SURVIVED"]
+    print(f"seed {options.seed}: {noticed} of {total} mutants noticed ({noticed / max(1, total):.0%}); {counts}")
+    return 0 if noticed >= 0.95 * total else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,96 @@
+"""What ranks of the engine run under NCCL's rules."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.nccl_rules.device import Device
+from tests.nccl_rules.group import join
+from weft.conf.schema import WeftConfig
+
+LIMIT_S = 60.0
+"""Far beyond what a loaded machine needs for a step."""
+
+
+def losses_under_rules(configs: list[WeftConfig], steps: int, bound: bool) -> tuple[list[list[float]], dict[str, int]]:
+    """Losses of several runs, and what the host has waited for inside their steps."""
+    from tests.engine.tiny import many_losses
+
+    device = join(LIMIT_S, bound=bound)
+    waits = note_waits_in_steps(device)
+    return many_losses(configs, steps), dict(waits)
+
+
+def without_first_contact(config: WeftConfig, limit_s: float) -> str:
+    """What stops a step whose hops nobody has used before."""
+    from tests.engine.tiny import weft_losses
+    from weft.comm import torch_channel
+
+    join(limit_s)
+    torch_channel.meet_pairs = lambda *_: None  # type: ignore[assignment]
+    try:
+        weft_losses(config, 1)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def a_run(config: WeftConfig, folder: str, overrides: list[str]) -> dict[str, Any]:
+    """Evaluation between steps, a checkpoint in the background, a resume, and a recipe that ends by the clock."""
+    from tests.engine.tiny import batches
+    from weft.conf import load
+    from weft.engine.initialize import initialize
+    from weft.recipes.train import train
+
+    device = join(LIMIT_S)
+    waits = note_waits_in_steps(device)
+    engine, *_ = initialize(config=config)
+    engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+    losses = [float(engine.train_batch())]
+    held_back = batches(engine.replica, engine.num_replicas)
+    evaluated, logits = engine.eval_batch(held_back, return_logits=True, num_micro_batches=3)
+    engine.save_checkpoint(folder)
+    losses += [float(engine.train_batch()) for _ in range(2)]
+    engine.finish_checkpoints()
+    timelines = engine.measured_timelines()
+    engine.destroy()
+
+    resumed, *_ = initialize(config=config)
+    path, _ = resumed.load_checkpoint(folder)
+    rest = itertools.islice(batches(resumed.replica, resumed.num_replicas), config.pipeline.microbatches, None)
+    resumed.set_dataiterator(rest)
+    again = [float(resumed.train_batch()) for _ in range(2)]
+    resumed.destroy()
+
+    stopped = train(load(overrides)).global_steps
+    dist.barrier()
+    return {
+        "losses": losses,
+        "again": again,
+        "evaluated": float(evaluated),
+        "logits": len(logits) if logits else 0,
+        "spans": len(timelines[-1].spans),
+        "loaded": path and Path(path).name,
+        "stopped": stopped,
+        "waits": dict(waits),
+    }
+
+
+def note_waits_in_steps(device: Device) -> Counter[str]:
+    """Filled with what the host waits for while any engine executes a step."""
+    from weft.engine.engine import WeftEngine
+
+    execute, found = WeftEngine._exec_schedule, Counter[str]()
+
+    def noting(engine: WeftEngine, schedule: Any) -> None:
+        before = Counter(device.host_waits)
+        execute(engine, schedule)
+        found.update(device.host_waits - before)
+
+    WeftEngine._exec_schedule = noting  # type: ignore[method-assign]
+    return found

@@ -1,0 +1,136 @@
+"""What two ranks do to meet each rule of NCCL; every function says on its rank what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from tests.nccl_rules.device import Device, StuckError
+from tests.nccl_rules.group import join
+
+LIMIT_S = 5.0
+CPU = torch.device("cpu")
+
+
+def every_rule() -> dict[str, str]:
+    """What this rank heard of each rule, "" where nothing stopped it."""
+    device = join(LIMIT_S)
+    rules = {
+        "receives first": _receives_first,
+        "receives first, after a first contact": _receives_after_contact,
+        "sends that cross on one communicator": _crossing_sends,
+        "sends that cross on two": _crossing_sends_apart,
+        "a value behind a posted receive": _value_behind_a_receive,
+        "a wait with a time-out": _timed_wait,
+        "a tensor in host memory": _host_tensor,
+        "a tensor that was moved": _moved_tensor,
+        "groups in another order": _another_order,
+    }
+    between = dist.new_group(backend="gloo")
+    return {name: _said(device, rule, between) for name, rule in rules.items()}
+
+
+def _said(device: Device, rule: Callable[[Device], str | None], between: dist.ProcessGroup) -> str:
+    dist.barrier(group=between)
+    try:
+        return rule(device) or ""
+    except (StuckError, RuntimeError) as error:
+        return str(error)
+    finally:
+        device.forget()
+
+
+def _other() -> int:
+    return 1 - dist.get_rank()
+
+
+def _pair(name: str) -> dist.ProcessGroup:
+    return dist.new_group([0, 1], group_desc=name)
+
+
+def _both(first: Callable[[], dist.Work | None], second: Callable[[], dist.Work | None]) -> None:
+    for work in (first(), second()):
+        assert work is not None
+        work.wait()
+
+
+def _receive_then_send(to: dist.ProcessGroup, back: dist.ProcessGroup) -> None:
+    mine, theirs = (to, back) if dist.get_rank() == 0 else (back, to)
+    buffer = torch.zeros(1000, device=CPU)
+    receive = dist.irecv(buffer, _other(), group=theirs)
+    send = dist.isend(torch.ones(1000, device=CPU), _other(), group=mine)
+    _both(lambda: receive, lambda: send)
+    assert buffer.sum() == 1000
+
+
+def _receives_first(_: Device) -> None:
+    _receive_then_send(_pair("to"), _pair("back"))
+
+
+def _receives_after_contact(_: Device) -> None:
+    from weft.comm.first_contact import meet_pairs
+
+    to, back = _pair("to"), _pair("back")
+    meet_pairs([((0, 1), to), ((1, 0), back)], CPU)
+    _receive_then_send(to, back)
+
+
+def _met(name: str) -> dist.ProcessGroup:
+    from weft.comm.first_contact import meet_pairs
+
+    group = _pair(name)
+    meet_pairs([((0, 1), group), ((1, 0), group)], CPU)
+    return group
+
+
+def _cross(mine: dist.ProcessGroup, theirs: dist.ProcessGroup) -> None:
+    """Both send before they receive."""
+    send = dist.isend(torch.ones(1000, device=CPU), _other(), group=mine)
+    receive = dist.irecv(torch.zeros(1000, device=CPU), _other(), group=theirs)
+    _both(lambda: send, lambda: receive)
+
+
+def _crossing_sends(_: Device) -> None:
+    group = _met("both ways")
+    _cross(group, group)
+
+
+def _crossing_sends_apart(_: Device) -> None:
+    to, back = _met("to"), _met("back")
+    _cross(*((to, back) if dist.get_rank() == 0 else (back, to)))
+
+
+def _value_behind_a_receive(_: Device) -> None:
+    group = _met("late")
+    if dist.get_rank() == 1:
+        receive = dist.irecv(torch.zeros(10, device=CPU), 0, group=group)
+        float(torch.ones((), device=CPU) + 1)
+        assert receive is not None
+
+
+def _timed_wait(device: Device) -> str:
+    from datetime import timedelta
+
+    device.host_waits.clear()
+    for timeout in (None, timedelta(seconds=5)):
+        work = dist.all_reduce(torch.ones(3, device=CPU), async_op=True)
+        assert work is not None
+        work.wait() if timeout is None else work.wait(timeout)
+    return f"{sum(device.host_waits.values())} {next(iter(device.host_waits)).partition(' at ')[0]}"
+
+
+def _host_tensor(_: Device) -> None:
+    dist.all_reduce(torch.tensor(1) * 2)
+
+
+def _moved_tensor(_: Device) -> None:
+    dist.all_reduce((torch.tensor(1) * 2).to(CPU))
+
+
+def _another_order(_: Device) -> None:
+    names = ([0], [1]) if dist.get_rank() == 0 else ([1], [0])
+    dist.barrier()
+    for ranks in names:
+        dist.new_group(ranks)

@@ -1,0 +1,252 @@
+"""A process group that keeps NCCL's rules between ranks; gloo moves the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.nccl_rules.device import Device, Operation, Stream
+from tests.nccl_rules.host import is_on_host
+
+PATIENCE = timedelta(seconds=600)
+"""Of gloo; the device gives up long before."""
+
+
+class StrictGroup(dist.ProcessGroup):
+    """Operations as ProcessGroupNCCL of torch 2.13 runs them.
+
+    - The first collective of a group, and the first message each way of a pair, blocks the *host* until
+      all who take part have come to it (NVIDIA/nccl issue 783).
+    - What was launched on a communicator runs in launch order. A pair has a communicator of its own,
+      unless the job has bound a device (``bound``): then everything in a group shares one.
+    - A launched operation holds the device until its peers have come to it, too.
+    - Only tensors on the device are taken.
+    """
+
+    def __init__(self, device: Device, store: dist.Store, ranks: Sequence[int], me: int, *, bound: bool) -> None:
+        """Made for each member; nothing is connected yet.
+
+        Args:
+            ranks: global ranks of the members.
+            me: this rank's place among them.
+        """
+        super().__init__(me, len(ranks))
+        self._device, self._store, self._ranks, self._me, self._bound = device, store, list(ranks), me, bound
+        self._name = self._description = ""
+        self._streams: dict[str, Stream] = {}
+        self._connections: dict[str, Any] = {}
+        self._met: set[str] = set()
+
+    # -- what torch asks of a group --------------------------------------------------------------
+
+    def size(self) -> int:
+        """Number of members."""
+        return len(self._ranks)
+
+    def rank(self) -> int:
+        """This rank's place."""
+        return self._me
+
+    def getBackendName(self) -> str:
+        """Name of the backend."""
+        return "strict"
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    @property
+    def group_name(self) -> str:
+        """Torch's name."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for."""
+        return self._description
+
+    def shutdown(self) -> None:
+        """End the streams."""
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
+        self._connections.clear()
+
+    abort = shutdown
+
+    # -- point to point --------------------------------------------------------------------------
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Operation:
+        """Launch a send; the first one to a peer blocks until that peer receives."""
+        return self._pair(tensors, self._me, peer, lambda gloo, there: gloo.send(tensors, there, 0).wait())
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Operation:
+        """Launch a receive; the first one from a peer blocks until that peer sends."""
+        return self._pair(tensors, peer, self._me, lambda gloo, there: gloo.recv(tensors, there, 0).wait())
+
+    def _pair(self, tensors: list[Tensor], source: int, target: int, run: Callable[[Any, int], Any]) -> Operation:
+        self._refuse_host(tensors)
+        pair = sorted((source, target))
+        key = f"{pair[0]}:{pair[1]}"
+        verb = "send to" if source == self._me else "receive from"
+        other = target if source == self._me else source
+        what = f"the {verb} rank {self._ranks[other]} ({self._label()})"
+        self._meet(f"{source}->{target}", 2, f"first exchange: {what}")
+        gloo = self._connection(key, pair.index(self._me), 2)
+        stream = self._stream("group" if self._bound else key)
+        return self._device.launch(stream, what, lambda: run(gloo, 1 - pair.index(self._me)))
+
+    # -- collectives -----------------------------------------------------------------------------
+
+    def _collective(self, name: str, tensors: Sequence[Tensor], *args: Any) -> Operation:
+        self._refuse_host(tensors)
+        what = f"{name} of {sum(t.numel() for t in tensors)} elements ({self._label()})"
+        self._meet("group", self.size(), f"first exchange: {what}")
+        gloo = self._connection("group", self._me, self.size())
+        return self._device.launch(self._stream("group"), what, lambda: getattr(gloo, name)(*args).wait())
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Operation:
+        """See `ProcessGroup`."""
+        opts = opts if opts is not None else dist.AllreduceOptions()
+        return self._collective("allreduce", tensors, tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Operation:
+        """See `ProcessGroup`."""
+        return self._collective("allreduce_coalesced", tensors, tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any) -> Operation:
+        """See `ProcessGroup`."""
+        return self._collective("broadcast", tensors, tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any) -> Operation:
+        """See `ProcessGroup`."""
+        return self._collective("reduce", tensors, tensors, opts)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Operation:
+        """See `ProcessGroup`."""
+        return self._collective("allgather", [*inputs, *outputs[0]], outputs, inputs)
+
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Operation:
+        """See `ProcessGroup`."""
+        return self._collective("_allgather_base", [output, source], output, source)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Operation:
+        """See `ProcessGroup`."""
+        return self._collective("reduce_scatter", [*outputs, *inputs[0]], outputs, inputs, opts)
+
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any) -> Operation:
+        """See `ProcessGroup`."""
+        return self._collective("_reduce_scatter_base", [output, source], output, source, opts)
+
+    def all_to_all_single(self, output: Tensor, source: Tensor, *args: Any, **named: Any) -> Operation:
+        """See `ProcessGroup`."""
+        splits = [list(sizes) for sizes in args[:2]] or [[], []]
+        return self._collective("alltoall_base", [output, source], output, source, *splits)
+
+    # The names of torch 2.11.
+    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Operation:
+        """See `ProcessGroup`."""
+        return self._collective("gather", inputs, outputs, inputs, opts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Operation:
+        """See `ProcessGroup`."""
+        return self._collective("scatter", outputs, outputs, inputs, opts)
+
+    def barrier(self, opts: Any = None) -> Operation:
+        """Blocks the host, as with NCCL."""
+        work = self._collective("barrier", [])
+        work.wait()
+        return work
+
+    # -- the rules -------------------------------------------------------------------------------
+
+    def _label(self) -> str:
+        return f"group {self._description or self._name} of ranks {self._ranks}"
+
+    def _refuse_host(self, tensors: Sequence[Tensor]) -> None:
+        if any(is_on_host(tensor) for tensor in tensors):
+            raise RuntimeError(f"{self._label()}: no backend for a tensor in host memory; move it to the device first")
+
+    def _meet(self, key: str, count: int, what: str) -> None:
+        """The first time, wait on the host until ``count`` ranks have come."""
+        if key in self._met:
+            return
+        self._met.add(key)
+        if self._store.add(f"meet/{key}", 1) == count:
+            self._store.set(f"met/{key}", "")
+        self._device.hold(lambda: self._store.check([f"met/{key}"]), what)
+
+    def _connection(self, key: str, me: int, count: int) -> Any:
+        if key not in self._connections:
+            store = dist.PrefixStore(f"gloo/{key}", self._store)
+            self._connections[key] = dist.ProcessGroupGloo(store, me, count, PATIENCE)
+        return self._connections[key]
+
+    def _stream(self, key: str) -> Stream:
+        if key not in self._streams:
+            self._streams[key] = Stream(f"strict {self._name} {key}")
+        return self._streams[key]
+
+
+def join(limit_s: float = 20.0, *, bound: bool = False) -> Device:
+    """Make the default process group of this rank a strict one, and put the host under its rules.
+
+    Groups that ask for gloo get gloo.
+
+    Args:
+        limit_s: after which what waits is stuck.
+        bound: as if a device had been given to `init_process_group`: the whole world takes part in the making
+            of every group, and a group has one communicator for all.
+    """
+    import os
+
+    from tests.nccl_rules.host import HostRules
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=rank == 0, timeout=PATIENCE
+    )
+    device = Device(rank, dist.PrefixStore("strict", store), limit_s)
+
+    def make(options: Any, _: Any) -> StrictGroup:
+        ranks = options.global_ranks_in_group or range(world)
+        return StrictGroup(device, options.store, ranks, options.group_rank, bound=bound)
+
+    dist.Backend.register_backend("strict", make, extended_api=True, devices=["cpu"])
+    dist.init_process_group("strict", store=store, rank=rank, world_size=world)
+    _keep_one_order(device, dist.PrefixStore("order", store), blocking=bound)
+    HostRules(device).__enter__()
+    return device
+
+
+def _keep_one_order(device: Device, store: dist.Store, *, blocking: bool) -> None:
+    """Every rank makes the same groups in the same order, members or not.
+
+    Args:
+        blocking: all of them take part in each, as in a split of the world's communicator.
+    """
+    made, calls = dist.new_group, iter(range(1 << 30))
+
+    def new_group(ranks: Sequence[int] | None = None, *args: Any, **named: Any) -> Any:
+        number = next(calls)
+        wish = f"{list(ranks) if ranks is not None else 'all'}"
+        first = store.compare_set(f"{number}", "", wish).decode()
+        if first != wish:
+            raise RuntimeError(f"group {number}: rank {device.rank} makes {wish}, another rank made {first}")
+        outside = ranks is not None and device.rank not in ranks
+        if blocking and (outside or named.get("backend") != "gloo"):  # members of a gloo group make no split
+            if store.add(f"{number}/come", 1) == dist.get_world_size():
+                store.set(f"{number}/all", "")
+            device.hold(lambda: store.check([f"{number}/all"]), f"the making of group {number}, {wish}")
+        return made(ranks, *args, **named)
+
+    dist.new_group = torch.distributed.new_group = new_group

@@ -1,0 +1,105 @@
+"""The engine under NCCL's rules: it ends, computes what one process computes, and no step makes its host wait."""
+
+from functools import cache
+
+import pytest
+
+from tests.engine.tiny import reference_losses, tiny_config
+from tests.nccl_rules.engines import a_run, losses_under_rules, without_first_contact
+from tests.quickstart import TINY_QUICKSTART
+from weft.tools.ranks import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+STEPS = 3
+ALLOWED = {
+    "engine/batches.py": "looks at batches in host memory; what a loader's thread made bears no mark of it here",
+    "engine/sums.py": "refuses a step without labels; a GPU's host reads that count one step later",
+    "zero/finite.py": "reads a norm in host memory; a GPU sends it there on another stream, read one step later",
+    "zero/optimizer.py": "a step whose gradients overflow is left out, so the host has to know; for fp16",
+}
+"""Where the host may wait inside a step, and why."""
+FOUR = {
+    "gpipe": (4, {"schedule": "gpipe", "microbatches": 5}),
+    "1f1b": (4, {}),
+    "1f1b, tied over ranks": (4, {"tied": True}),
+    "interleaved": (4, {"schedule": "interleaved"}),
+    "w, fold, tied": (4, {"schedule": "w", "placement": "fold", "tied": True}),
+    "dualpipev, fold": (4, {"schedule": "dualpipev", "placement": "fold", "microbatches": 8}),
+    "zbv, fold, LoRA": (4, {"schedule": "zbv", "placement": "fold", "lora": True}),
+    "auto, straight": (4, {"schedule": "auto", "microbatches": 8}),
+    "auto, fold": (4, {"schedule": "auto", "placement": "fold"}),
+    "auto, site fold": (4, {"schedule": "auto", "placement": "site_fold", "sites": (2, 2)}),
+    "two sites, a DP-cell of two": (2, {"sites": (1, 1), "cell": 2, "zero": 1}),
+    "no pipeline, ZeRO-3": (1, {"zero": 3}),
+    "bf16, ZeRO-2": (2, {"zero": 2, "precision": "bf16"}),
+    **{
+        f"{schedule}, ZeRO-{zero}, tied": (
+            2,
+            {"schedule": schedule, "placement": placement, "zero": zero, "tied": True},
+        )
+        for schedule, placement in (("1f1b", "straight"), ("w", "fold"))
+        for zero in range(4)
+    },
+}
+EIGHT = {
+    "1f1b, 8 stages": (8, {"layers": 8, "microbatches": 8}),
+    "w, fold, two replicas, ZeRO-1, tied": (4, {"schedule": "w", "placement": "fold", "zero": 1, "tied": True}),
+    "auto, fold, two replicas, ZeRO-3": (4, {"schedule": "auto", "placement": "fold", "zero": 3}),
+    "1f1b, four replicas, ZeRO-2": (2, {"zero": 2}),
+}
+
+
+@cache
+def _reference(replicas, microbatches, precision, tied, lora):
+    config = tiny_config(microbatches=microbatches, precision=precision, tied=tied, lora=lora)
+    return reference_losses(config, replicas, STEPS)
+
+
+def _check(cases, world, *, bound):
+    configs = [tiny_config(stages=stages, **keywords) for stages, keywords in cases.values()]
+    results = run_ranks(world, losses_under_rules, configs, STEPS, bound, timeout_s=800)
+    wrong = {}
+    for name, config, losses in zip(cases, configs, results[0][0], strict=True):
+        low, tied = config.train.precision.value, config.model.overrides["tie_word_embeddings"]
+        replicas, lora = world // config.pipeline.stages, config.model.lora.enabled
+        expected = _reference(replicas, config.pipeline.microbatches, low, tied, lora)
+        if losses != pytest.approx(expected, rel=1e-5 if low == "fp32" else 1e-3):
+            wrong[name] = (losses, expected)
+    assert not wrong
+    assert all(losses == results[0][0] for losses, _ in results), "ranks report different losses"
+    _refuse_waits(waits for _, waits in results)
+
+
+def _refuse_waits(waits):
+    found = {place for of_rank in waits for place in of_rank if not any(allowed in place for allowed in ALLOWED)}
+    assert not found, "the host waits inside a step:\n" + "\n".join(sorted(found))
+
+
+def test_every_schedule_and_zero_stage_on_four_ranks():
+    _check(FOUR, 4, bound=False)
+
+
+def test_pipelines_and_replicas_on_eight_ranks_of_a_job_that_has_bound_its_devices():
+    _check(EIGHT, 8, bound=True)
+
+
+def test_without_a_first_contact_the_first_send_waits_for_ever():
+    said = run_ranks(2, without_first_contact, tiny_config(), 4.0, timeout_s=100)
+    assert any("rank 0 waits for first exchange: the send to rank 1" in text for text in said), said
+    assert any("comm/noted_channel.py" in text and "engine/executor.py" in text for text in said), said
+
+
+def test_evaluation_checkpoints_and_an_end_by_the_clock(tmp_path):
+    config = tiny_config(stages=2, zero=1, tied=True)
+    config.checkpoint.background = True
+    overrides = [*TINY_QUICKSTART, "train.max_seconds=0.001", "train.steps=50", f"train.output_dir={tmp_path}/run"]
+    ranks = run_ranks(4, a_run, config, str(tmp_path / "checkpoints"), overrides, timeout_s=400)
+    first = ranks[0]
+    assert first["losses"] == pytest.approx(reference_losses(config, 2, STEPS), rel=1e-5)
+    assert all(rank["losses"] == first["losses"] and rank["evaluated"] == first["evaluated"] for rank in ranks)
+    assert [rank["again"] for rank in ranks] == [first["losses"][1:]] * 4
+    assert [rank["loaded"] for rank in ranks] == ["step-00000001"] * 4
+    assert sum(rank["logits"] for rank in ranks) == 2 * 3 and all(rank["spans"] > 0 for rank in ranks)
+    assert all(rank["stopped"] == 1 for rank in ranks), "rank 0's clock ends all of them after the same step"
+    _refuse_waits(rank["waits"] for rank in ranks)

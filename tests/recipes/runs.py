@@ -1,0 +1,87 @@
+"""Tiny runs of the training recipe, on ranks of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.conf import load
+
+
+class Killed(Exception):
+    """Stands for the end of the process."""
+
+
+def prepare(folder: Path) -> list[str]:
+    """Write a tokenizer and 20 documents; returns the settings of a tiny model on them."""
+    from weft.engine.data.tokenizer import train_bpe
+
+    words = [f"question {n}: what is {n} and {n}?\nanswer: it is {2 * n}.\n" for n in range(40)]
+    train_bpe(words, 300).save_pretrained(folder / "tokenizer")
+    rows = [{"text": " ".join(words[n : n + 3])} for n in range(20)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return [
+        "data.kind=text",
+        f"data.path={folder / 'data.jsonl'}",
+        f"data.cache_dir={folder / 'cache'}",
+        "data.sequence_length=16",
+        "data.eval_fraction=0.2",
+        f"model.tokenizer={folder / 'tokenizer'}",
+        "model.self_check=false",
+        *(f"model.overrides.{name}={value}" for name, value in shape.items()),
+        "model.overrides.num_key_value_heads=2",
+        "pipeline.microbatches=2",
+        "train.microbatch_size=2",
+        "train.eval_batches=1",
+        "train.export=false",
+        "optimizer.warmup_steps=3",
+        "logging.progress=false",
+        f"train.output_dir={folder / 'runs'}",
+    ]
+
+
+def run(settings: Sequence[str], *, losses: Mapping[int, float] | None = None, killed_at: int = 0) -> dict[str, Any]:
+    """Train on this rank.
+
+    Args:
+        losses: what evaluations say, by step, instead of what they are.
+        killed_at: step in which the process "dies".
+    """
+    import torch
+
+    from weft.engine.engine import WeftEngine
+    from weft.recipes import run as recipe
+    from weft.recipes.train import train
+
+    step, evaluate = WeftEngine.train_batch, recipe.evaluate
+
+    def train_batch(engine: WeftEngine, *args: Any) -> torch.Tensor:
+        if killed_at and engine.global_steps + 1 == killed_at:
+            raise Killed
+        return step(engine, *args)
+
+    def scripted(engine: WeftEngine, *args: Any) -> float:
+        return evaluate(engine, *args) if losses is None else losses[engine.global_steps]
+
+    WeftEngine.train_batch, recipe.evaluate = train_batch, scripted  # type: ignore[method-assign]
+    try:
+        engine = train(load(settings))
+    except Killed:
+        return {}
+    finally:
+        WeftEngine.train_batch, recipe.evaluate = step, evaluate  # type: ignore[method-assign]
+    return {"steps": engine.global_steps}
+
+
+def run_all(attempts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """`run` with each of these arguments, one after the other."""
+    return [run(**attempt) for attempt in attempts]
+
+
+def records(folder: Path, kind: str) -> dict[int, dict[str, Any]]:
+    """The records of ``metrics.jsonl`` by step; a step that was repeated counts as it was last."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines if line["kind"] == kind}

@@ -1,0 +1,94 @@
+"""What was logged can be read back: every metric, on one axis, in every log."""
+
+import json
+import struct
+from collections import defaultdict
+from math import nan
+
+import pytest
+import torch
+
+from tests.recipes.runs import prepare, records, run_all
+from weft.conf.schema import OptimizerConfig
+from weft.engine.optimization import learning_rate
+from weft.recipes.logs import STEP, JsonLines
+from weft.tools.ranks import run_ranks
+
+METRICS = {"loss", "epoch", "lr", "grad_norm", "step_seconds", "tokens_per_second", "mfu", "bubble_share"}
+
+
+BLOCK, HEADER = 32768, struct.Struct("<IHB")
+WHOLE, LAST = 1, 4
+
+
+def wandb_records(data):
+    """The records of a W&B file, which has the form of LevelDB's log: blocks of (checksum, length, type, bytes)."""
+    at, parts = HEADER.size, b""  # the file's own header is as long as a record's
+    while len(data) - at >= HEADER.size:
+        if BLOCK - at % BLOCK < HEADER.size:
+            at += BLOCK - at % BLOCK
+            continue
+        _, length, kind = HEADER.unpack_from(data, at)
+        at += HEADER.size + length
+        parts += data[at - length : at]
+        if kind in (WHOLE, LAST):
+            yield parts
+            parts = b""
+
+
+def of_wandb(folder):
+    """Values by metric and step, out of the files of all offline runs, the later over the earlier."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = defaultdict(dict)
+    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        for data in wandb_records(file.read_bytes()):
+            record = Record()
+            record.ParseFromString(data)
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            for name, value in items.items():
+                if not name.startswith("_") and name != STEP:
+                    found[name][items[STEP]] = value
+    return dict(found)
+
+
+def of_tensorboard(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {name: {event.step: event.value for event in events.Scalars(name)} for name in events.Tags()["scalars"]}
+
+
+@pytest.mark.slow
+def test_every_log_holds_every_metric_at_its_step(tmp_path):
+    """Six steps; the first attempt dies in the fifth, and the second repeats the fourth."""
+    settings = [*prepare(tmp_path), "logging=all", "train.steps=6", "train.eval_every=2", "checkpoint.every=3"]
+    run_ranks(1, run_all, [{"settings": settings, "killed_at": step} for step in (5, 0)])
+    folder = tmp_path / "runs" / "run"
+    train, evaluations = records(folder, "train"), records(folder, "eval")
+    assert sorted(train) == [1, 2, 3, 4, 5, 6] and sorted(evaluations) == [2, 4, 6]
+    expected = {f"train/{name}": {step: line[name] for step, line in train.items()} for name in METRICS}
+    expected["eval/loss"] = {step: line["loss"] for step, line in evaluations.items()}
+    assert of_wandb(folder) == expected
+    board = of_tensorboard(folder)
+    assert board.keys() == expected.keys()
+    for name, values in expected.items():
+        assert board[name] == pytest.approx(values, rel=1e-5), name
+    stepped = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=OptimizerConfig().lr)
+    scheduler = learning_rate(OptimizerConfig(warmup_steps=3), 6)(stepped)
+    for step in range(1, 7):
+        assert train[step]["lr"] == pytest.approx(scheduler.get_last_lr()[0]), "the rate of the step that was done"
+        stepped.step()
+        scheduler.step()
+    assert [train[step]["epoch"] for step in train] == sorted(line["epoch"] for line in train.values())
+
+
+def test_a_number_that_is_none_stays_json(tmp_path):
+    JsonLines(tmp_path / "m.jsonl").write("train", 1, {"loss": nan, "lr": 0.5})
+
+    def refuse(text):
+        raise AssertionError(text)
+
+    line = json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=refuse)
+    assert line == {"step": 1, "kind": "train", "loss": None, "lr": 0.5}

@@ -1,0 +1,187 @@
+"""What `weft serve` refuses before it starts a worker."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from weft.conf.schema import KvConnector, WeftConfig
+from weft.inference.worker_arguments import REMEDIES, SHORT, problems_of
+from weft.inference.worker_command import workers_of
+from weft.recipes import serve
+from weft.recipes.serving_checks import (
+    FIXED_BYTES,
+    cache_bytes,
+    check_memory,
+    check_ports,
+    check_serving,
+    least_gpu_bytes,
+    model_bytes,
+    warnings_of,
+)
+from weft.tools.preflight import num_gpus, visible_gpus
+
+GPU = 80 * 10**9
+
+
+@pytest.fixture
+def config():
+    config = WeftConfig()
+    config.cluster.ranks = 2
+    config.inference.prefill.model = "tiny/llama"
+    config.inference.prefill.first_port = 28301
+    config.inference.prefill.first_side_port = 25600
+    return config
+
+
+@pytest.fixture
+def llama_8b(tmp_path):
+    """As the folder of Llama 3.1 8B says: 16.06 GB of weights, 131,072 bytes of cache a token."""
+    sizes = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    index = {"metadata": {"total_size": 16_060_522_496}, "weight_map": {}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--pipeline-parallel-size", "2"],
+        ["--pipeline_parallel_size=2"],
+        ["-pp", "2"],
+        ["-pp=2"],
+        *([f"--{name}"] for name in REMEDIES),
+        *([name] for name in SHORT),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_with_what_to_do(config, arguments):
+    config.inference.prefill.arguments = ["--dtype", "float32", *arguments]
+    with pytest.raises(ValueError, match=r"inference\.prefill\.arguments: -"):
+        check_serving(config)
+
+
+def test_other_arguments_pass():
+    assert not list(problems_of(["--dtype", "float32", "--max-num-seqs=4", "pp", "model"]))
+
+
+def test_ports_are_free_and_each_is_used_once(config):
+    check_ports(config)
+    config.inference.controller.port = 28302
+    with pytest.raises(ValueError, match=r"first_port=28301: worker 1 would listen on 28302, which is .*controller"):
+        check_ports(config)
+    config.inference.controller.port = 28300
+    config.inference.prefill.first_side_port = 28302
+    check_ports(config)  # no connector, no side ports
+    config.inference.prefill.connector = KvConnector.nixl
+    with pytest.raises(
+        ValueError, match=r"first_port=28301: worker 1 would listen on 28302, which is .*first_side_port"
+    ):
+        check_ports(config)
+    config.inference.prefill.first_side_port = 65535
+    with pytest.raises(ValueError, match="would listen on 65536, above 65535"):
+        check_ports(config)
+    config.inference.prefill.first_side_port = 25600
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 28302))
+        taken.listen()
+        with pytest.raises(ValueError, match="28302, where another process listens"):
+            check_ports(config)
+
+
+def test_a_model_is_measured_from_its_folder(llama_8b, tmp_path):
+    assert model_bytes(llama_8b) == 16_060_522_496
+    assert cache_bytes(llama_8b, 4096) == 131_072 * 4096
+    (llama_8b / "model.safetensors.index.json").unlink()
+    (llama_8b / "a.safetensors").write_bytes(b"x" * 100)
+    (llama_8b / "b.safetensors").write_bytes(b"x" * 50)
+    assert model_bytes(llama_8b) == 150
+    (llama_8b / "config.json").write_text("[]")
+    assert cache_bytes(llama_8b, 4096) == 0
+
+
+def test_a_share_that_cannot_hold_the_model_is_refused_with_one_that_can(config, llama_8b):
+    config.inference.prefill.model = str(llama_8b)
+    with pytest.raises(
+        ValueError, match=r"memory_share=0.1: 8.0 GB of a GPU's 80.0 GB; .* needs 17.7 GB .* at least 0.22"
+    ):
+        check_memory(config, GPU, 0.0)
+    config.inference.prefill.memory_share = 0.22 + 0.005
+    said = check_memory(config, GPU, 50e9)
+    assert "a worker 18.0 GB (needs at least 17.7 GB); training 50.0 GB" in said
+    with pytest.raises(ValueError, match=r"18.0 GB, and training is predicted to take 70.0 GB of a GPU's 80.0 GB"):
+        check_memory(config, GPU, 70e9)
+    config.inference.prefill.ranks_per_worker, config.inference.prefill.memory_share = 2, 0.13
+    check_memory(config, GPU, 0.0)
+    with pytest.raises(ValueError, match="serve a smaller model"):
+        check_memory(config, FIXED_BYTES, 0.0)
+
+
+def test_a_model_elsewhere_is_said_to_be_unchecked(config):
+    assert "not checked; training not predicted" in check_memory(config, GPU, 0.0).replace(")", "")
+
+
+def test_without_mps_one_is_warned(tmp_path):
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    (warning,) = warnings_of(environment)
+    assert "nvidia-cuda-mps-control -d" in warning
+    (tmp_path / "control").touch()
+    assert not list(warnings_of(environment))
+
+
+def test_gpus_are_those_that_cuda_sees(monkeypatch):
+    for text, seen in (("2,GPU-ab", ["2", "GPU-ab"]), ("0,-1,2", ["0"]), ("", []), (" 1 , 0", ["1", "0"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+        assert visible_gpus() == seen and num_gpus() == len(seen)
+
+
+def fake_smi(folder, monkeypatch, text):
+    tool = folder / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{text}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_the_smallest_gpu_counts(tmp_path, monkeypatch):
+    fake_smi(tmp_path, monkeypatch, 'test "$3" = --id=1,GPU-x && printf "81559\\n40960\\n"')
+    assert least_gpu_bytes(["1", "GPU-x"]) == 40960 * 2**20
+    fake_smi(tmp_path, monkeypatch, "exit 9")
+    assert least_gpu_bytes(["1"]) == 0
+
+
+def test_serving_on_gpus_states_both_sides_before_a_worker_starts(config, llama_8b, tmp_path, monkeypatch, capsys):
+    fake_smi(tmp_path, monkeypatch, "echo 81559")
+    monkeypatch.setattr(serve, "_training_bytes", lambda _: 60e9)
+    config.inference.prefill.model = str(llama_8b)
+    with pytest.raises(ValueError, match=r"memory_share=0\.1"):
+        serve.check_gpus(config, ["0", "1"])
+    config.inference.prefill.memory_share = 0.23
+    serve.check_gpus(config, ["0", "1"])
+    assert "training 60.0 GB" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="this host has 1 GPUs"):
+        serve.check_gpus(config, ["0"])
+
+
+@pytest.mark.parametrize(
+    ("become", "policy", "nicer"),
+    [(serve._become_idle_worker, os.SCHED_IDLE, 0), (serve._become_willing_worker, os.SCHED_OTHER, serve.NICE)],
+)
+def test_a_worker_takes_cores_as_it_is_told(become, policy, nicer):
+    words = [sys.executable, "-c", "import os; print(os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0))"]
+    said = subprocess.run(words, preexec_fn=become, capture_output=True, text=True, check=True).stdout.split()
+    assert said == [str(policy), str(min(19, os.getpriority(os.PRIO_PROCESS, 0) + nicer))]
+
+
+def test_workers_on_gpus_and_those_that_do_not_yield_are_willing(config, monkeypatch, tmp_path):
+    """SCHED_IDLE would keep a GPU worker's launches waiting for a core while its bubble passes."""
+    started = []
+    monkeypatch.setattr(serve.subprocess, "Popen", lambda words, **options: started.append(options["preexec_fn"]))
+    config.inference.boards = str(tmp_path / "boards")
+    for devices, yields in (([], True), ([], False), (["0", "1"], True)):
+        monkeypatch.setattr(serve, "visible_gpus", lambda devices=devices: devices)
+        config.inference.prefill.yield_cores = yields
+        serve._Run(config, workers_of(config)[0], None)._start(0.0)
+    assert started == [serve._become_idle_worker, serve._become_willing_worker, serve._become_willing_worker]

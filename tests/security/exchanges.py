@@ -1,0 +1,91 @@
+"""What ranks do whose exchanges are watched, or whose neighbour is no rank of ours."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.engine.tiny import batches, tiny_config
+
+
+def work_without_pickles(folder: str) -> None:
+    """Plan, train, measure, save, resume and export, in several layouts; any pickle between ranks is an error."""
+    forbid_pickles()
+    from weft.engine.initialize import initialize
+    from weft.engine.stages import export
+
+    layouts = {
+        "tied, ZeRO-1": tiny_config(stages=2, zero=1, tied=True),
+        "sites, auto": tiny_config("auto", "site_fold", stages=4, sites=(2, 2)),
+        "LoRA": tiny_config(stages=4, lora=True),
+    }
+    for name, config in layouts.items():
+        engine, *_ = initialize(config=config)
+        engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+        engine.train_batch()
+        engine.train_batch()
+        engine.measured_timelines()
+        engine.save_checkpoint(f"{folder}/{name}", client_state={"mark": 1})
+        assert engine.load_checkpoint(f"{folder}/{name}")[1] == {"mark": 1}
+        export(engine, Path(folder, f"{name} exported"))
+        engine.destroy()
+        dist.barrier()
+
+
+def forbid_pickles() -> None:
+    """Make torch's exchange of objects fail."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a pickle between ranks")
+
+    dist.distributed_c10d._object_to_tensor = refuse
+    dist.distributed_c10d._tensor_to_object = refuse
+
+
+class Trap:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.folder,)
+
+
+def beside_a_stranger(folder: str) -> str:
+    """Rank 1 answers an exchange with a pickle; what rank 0 makes of it."""
+    from weft.engine.distributed import init_distributed, together
+
+    init_distributed(30.0)
+    if dist.get_rank() == 0:
+        try:
+            together(lambda: None)
+        except ValueError as error:
+            return str(error)
+        return "nothing was noticed"
+    try:
+        dist.all_gather_object([None, None], Trap(folder))
+    except Exception:
+        return "the stranger did not understand"
+    return "the stranger went on"
+
+
+def beside_a_boaster(length: int) -> str:
+    """Rank 1 announces a value of ``length`` bytes; what rank 0 makes of it."""
+    from weft.comm.exchange import gather
+    from weft.engine.distributed import init_distributed
+
+    init_distributed(30.0)
+    if dist.get_rank() == 0:
+        try:
+            gather("fine")
+        except ValueError as error:
+            return str(error)
+        return "nothing was noticed"
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(lengths, torch.tensor([length]))
+    return ""

@@ -1,0 +1,47 @@
+"""Ranks tell each other values, not pickles, which would run what a stranger wrote into them."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.security.exchanges import beside_a_boaster, beside_a_stranger, work_without_pickles
+from weft.tools.ranks import run_ranks
+
+
+@pytest.mark.slow
+def test_no_pickle_passes_between_ranks(tmp_path):
+    run_ranks(4, work_without_pickles, str(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_pickle_from_a_rank_is_refused_and_not_run(tmp_path):
+    trap = tmp_path / "a stranger was here"
+    refused, _ = run_ranks(2, beside_a_stranger, str(trap))
+    assert not trap.exists()
+    assert refused.startswith("no value of ours")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [-1, 1 << 62])
+def test_a_length_that_no_value_has_is_refused_before_memory_is_taken(length):
+    refused, _ = run_ranks(2, beside_a_boaster, length)
+    assert refused == f"a rank announced a value of {length} bytes; the most is {1 << 30}"
+
+
+def test_nothing_in_the_package_exchanges_pickles():
+    """Whatever no test reaches: the words themselves are absent."""
+    root = Path(__file__).parents[2]
+    words = ("gather_object", "broadcast_object", "scatter_object", "send_object", "recv_object", "import pickle")
+    sources = [
+        path
+        for folder in ("comm", "conf", "engine", "inference", "pipeline", "recipes")
+        for path in (root / folder).rglob("*.py")
+    ]
+    assert sources
+    found = [f"{path.name}: {word}" for path in sources for word in words if f"{word}" in _code(path)]
+    assert found == []
+
+
+def _code(path: Path) -> str:
+    """Less the lines that speak of what others do."""
+    return "\n".join(line for line in path.read_text().splitlines() if "`torch.distributed." not in line)

@@ -1,0 +1,78 @@
+"""The WAN transport's own tests on builds with sanitizers: no bad access, undefined behaviour, leak or race.
+
+Python, torch and OpenSSL are not built with them: what is found there alone does not count.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TESTS = [f"tests/comm/test_wan{part}.py" for part in ("", "_frames", "_strangers", "_cell", "_fork")]
+BUILDS = {
+    "address,undefined": (
+        "libasan.so",
+        {
+            "ASAN_OPTIONS": "abort_on_error=1:detect_leaks=1:exitcode=0:symbolize=0:log_path={log}",
+            "UBSAN_OPTIONS": "halt_on_error=1:abort_on_error=1:print_stacktrace=1:log_path={log}",
+            "PYTHONMALLOC": "malloc",  # so that leaks show, and overruns by the transport of Python's memory, too
+        },
+    ),
+    "thread": (
+        "libtsan.so",
+        {"TSAN_OPTIONS": "exitcode=0:die_after_fork=0:ignore_noninstrumented_modules=1:log_path={log}"},
+    ),
+}
+
+
+def library(name):
+    """Where the compiler has a library that must be loaded before Python; empty where it has none."""
+    done = subprocess.run(["c++", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    return done.stdout.strip() if os.sep in done.stdout else ""
+
+
+def missing(name):
+    if shutil.which("c++") is None:
+        return "no c++"
+    return "" if library(name) else f"the compiler has no {name}"
+
+
+def reports(folder):
+    """What the sanitizers say about the transport: the parts of their reports that name its library."""
+    texts = [path.read_text(errors="replace") for path in folder.iterdir()]
+    parts = [part for text in texts for part in re.split(r"(?m)^(?=.*(?:WARNING:|ERROR:|leak of|runtime error))", text)]
+    return [part for part in parts if re.search(r"transport-[0-9a-f]{16}|comm/wan/|weft::", part)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", BUILDS)
+def test_the_transport_is_clean(kind, tmp_path):
+    name, options = BUILDS[kind]
+    if reason := missing(name):
+        pytest.skip(f"sanitizers: {reason}")
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    environment = {key: value.format(log=logs / "report") for key, value in options.items()}
+    environment |= {"WEFT_SANITIZE": kind, "LD_PRELOAD": f"{library(name)} {library('libstdc++.so')}"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.security.sanitized", "-p", "no:cacheprovider", *TESTS]
+    command.append("--timeout=600")  # the first test compiles
+    if kind == "thread":
+        # Its shadow memory lies at fixed addresses, and it knows no threads in the child of a process with threads.
+        command = [
+            "setarch",
+            "-R",
+            *command,
+            "--deselect=tests/comm/test_wan_fork.py::test_a_child_may_have_endpoints_of_its_own",
+        ]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=850
+    )
+    print(done.stdout[-2000:])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + "\n".join(reports(logs))
+    assert not reports(logs), "\n".join(reports(logs))

@@ -1,0 +1,123 @@
+"""A report of a GPU machine to be read elsewhere: its tests, a run, and what they printed.
+
+python -m weft.tools.gpu_report [--out FOLDER] [--seconds LIMIT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+TAIL_LINES = 25
+"""Of each output, shown in the report itself."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing to run.
+
+    Attributes:
+        name: of its file of output.
+        shows: what it is run for.
+        command: arguments; the first is a program, or a module of this Python after ``-m``.
+        num_gpus: what it needs.
+    """
+
+    name: str
+    shows: str
+    command: tuple[str, ...]
+    num_gpus: int = 1
+
+
+QUICKSTART = (
+    "-m",
+    "weft.tools.cli",
+    "launch",
+    "recipe=quickstart",
+    "train.max_seconds=120",
+    "train.export=false",
+    "train.sample=",
+)
+
+
+def items() -> tuple[Item, ...]:
+    """What is run, in this order."""
+    # Other files may import what a GPU machine without network does not have.
+    tests = sorted(str(path) for path in Path("tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
+    return (
+        Item("machine", "GPUs and drivers", ("nvidia-smi",), 0),
+        Item("links", "how the GPUs are joined", ("nvidia-smi", "topo", "-m"), 0),
+        Item("software", "torch, CUDA, NCCL", ("-m", "torch.utils.collect_env"), 0),
+        Item("tests", "every test that needs a GPU", ("-m", "pytest", "-v", "-m", "gpu", *tests), 0),
+        Item("one", "a run on one GPU", (*QUICKSTART, "cluster.ranks=1", "pipeline.stages=1", "train.name=one")),
+        Item("two", "a pipeline over NCCL", (*QUICKSTART, "cluster.ranks=2", "pipeline.stages=2", "train.name=two"), 2),
+        Item(
+            "replicas",
+            "ZeRO over NCCL",
+            (*QUICKSTART, "cluster.ranks=2", "pipeline.stages=1", "zero.stage=3", "train.name=replicas"),
+            2,
+        ),
+        Item("notes", "what a note costs on this machine's processor", ("-m", "tests.nccl_rules.note_cost"), 0),
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run every item that this machine can; returns 1 if one failed."""
+    parser = argparse.ArgumentParser(prog="python -m weft.tools.gpu_report")
+    parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder; FOLDER.tar.gz is made beside it")
+    parser.add_argument("--seconds", type=float, default=900.0, help="limit of each item")
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    results = []
+    for item in items():
+        results.append((item, *_run(item, args.out, args.seconds, num_gpus)))
+        print(f"{item.name:10s} {results[-1][1]}", flush=True)
+    (args.out / "report.md").write_text("\n".join(_report(results, args.out, num_gpus)) + "\n")
+    archive = args.out.with_name(f"{args.out.name}.tar.gz")
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(args.out, args.out.name)
+    print(f"{args.out / 'report.md'}, with all outputs in {archive}")
+    return int(any(code not in (0, None) for _, _, code in results))
+
+
+def _run(item: Item, out: Path, limit_s: float, num_gpus: int) -> tuple[str, int | None]:
+    """What came of it, and the exit code; None where it could not be started."""
+    if item.num_gpus > num_gpus:
+        return f"left out: needs {item.num_gpus} GPUs, this machine has {num_gpus}", None
+    command = [sys.executable, *item.command] if item.command[0] == "-m" else list(item.command)
+    if "launch" in command:
+        command.append(f"train.output_dir={out / 'runs'}")
+    start = perf_counter()
+    with (out / f"{item.name}.txt").open("w") as file:
+        try:
+            code = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, timeout=limit_s, env=os.environ | {"NO_COLOR": "1"}
+            ).returncode
+        except FileNotFoundError:
+            return f"left out: there is no {command[0]} here", None
+        except subprocess.TimeoutExpired:
+            return f"FAILED: had not ended after {limit_s:g} s", 1
+    return f"{'passed' if code == 0 else f'FAILED with {code}'} after {perf_counter() - start:.0f} s", code
+
+
+def _report(results: Sequence[tuple[Item, str, int | None]], out: Path, num_gpus: int) -> list[str]:
+    lines = [f"# Weft on {num_gpus} GPUs", "", "| | shows | result |", "|---|---|---|"]
+    lines += [f"| {item.name} | {item.shows} | {said} |" for item, said, _ in results]
+    for item, _, _ in results:
+        file = out / f"{item.name}.txt"
+        if file.exists():
+            tail = file.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+            lines += ["", f"## {item.name}", "", "```", *tail, "```"]
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,26 @@
+"""Imported once by the server that ranks are forked from: what each of them would do first, and do alike.
+
+With torch, DeepSpeed and transformers loaded, a rank still spends seconds of processor time before its first engine:
+DeepSpeed compiles test programs to see which operators could be built, transformers makes its table of weight
+conversions, and every search for garbage looks through all that was imported.
+"""
+
+import gc
+import os
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed.ops
+import peft  # noqa: F401
+import torch
+import torch.distributed.pipelining
+import transformers.models.llama.modeling_llama  # noqa: F401
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+import weft.engine.initialize  # noqa: F401
+
+torch.set_num_threads(1)  # a process with threads cannot be forked safely
+assert deepspeed.ops.__compatible_ops__
+get_checkpoint_conversion_mapping("llama")
+gc.collect()
+gc.freeze()
