@@ -12,6 +12,7 @@ class Proxy:
     def __init__(self, target):
         self.target = target
         self.frozen = False  # forwards nothing, closes nothing
+        self.freeze_after = None  # freezes once so many bytes have passed
         self.refusing = False  # closes what comes
         self.flip_after = None  # flips a byte once so many bytes have passed
         self.recorded = []  # per connection: what the connecting side has said
@@ -56,6 +57,8 @@ class Proxy:
                 threading.Event().wait(0.01)
                 continue
             for key, _ in self._selector.select(0.02):
+                if self.frozen:
+                    break
                 with self._lock:
                     self._accept() if key.fileobj is self._listener else self._forward(key)
 
@@ -87,6 +90,8 @@ class Proxy:
             if record is not None and len(record) < 4096:
                 record += data
             self.passed += len(data)
+            if self.freeze_after is not None and self.passed >= self.freeze_after:
+                self.frozen, self.freeze_after = True, None
             if self.flip_after is not None and self.passed >= self.flip_after:
                 data[len(data) // 2] ^= 4
                 self.flip_after = None

@@ -133,9 +133,11 @@ def test_of_what_waits_the_least_turn_goes_first(stack):
         for tag, tensor in (("late", late), ("early", early))
     }
     sends = [channel.send("late", late), channel.send("early", early)]
+    pair.proxy.freeze_after = pair.proxy.passed + (24 << 20)  # "late" cannot be whole, however slow this process is
     pair.proxy.frozen = False
     assert torch.equal(arrives["early"].wait(), early)
     assert not arrives["late"].ended()
+    pair.proxy.freeze_after, pair.proxy.frozen = None, False
     assert torch.equal(arrives["late"].wait(), late)
     for send in sends:
         send.wait()

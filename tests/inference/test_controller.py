@@ -144,9 +144,9 @@ def test_queues_are_bounded():
 def test_when_a_worker_fails_another_takes_over(fault):
     async def scenario():
         workers = FakeWorkers(2)
-        async with controller(workers) as client:
-            workers.fault = {"w0": fault, "w1": fault}
-            workers.fault.popitem()
+        # The second worker's bubble is later, so the first worker is the one that is asked first.
+        async with controller(workers, [FakeBoard(), FakeBoard(((5.0, 10.0),))]) as client:
+            workers.fault = {"w0": fault}
             answers = [await client.post(PATH, json=PREFILL) for _ in range(4)]
             assert [answer.json().get("worker") for answer in answers] == ["w1"] * 4
             # One that answers with an error lives.

@@ -181,9 +181,11 @@ def test_a_false_door_hears_a_random_number_and_no_more():
                 guest.sendall(os.urandom(64))
                 heard.append(guest.recv(4096))
 
-        threading.Thread(target=answer, daemon=True).start()
+        door = threading.Thread(target=answer, daemon=True)
+        door.start()
         with pytest.raises(ValueError, match="is another's"):
             another_rank(KeyDoor(false.getsockname(), listens=False))
+        door.join(20)
         assert [len(said) for said in heard] == [32, 0]
 
 
