@@ -10,7 +10,7 @@ _HOMES = {
     "init_distributed": "weft.engine.distributed",
     "initialize": "weft.engine.initialize",
     "WeftEngine": "weft.engine.engine",
-    "WeftTrainer": "weft.engine.hf_trainer",
+    "WeftTrainer": "weft.engine.huggingface.trainer",
     "WeftConfig": "weft.conf.schema",
     "Objective": "weft.engine.stages.objective",
     "next_token_loss": "weft.engine.stages.objective",

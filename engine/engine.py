@@ -21,23 +21,23 @@ from weft.comm.collectives import Primitive
 from weft.comm.first_contact import meet_all
 from weft.comm.wan.network import WanNetwork
 from weft.conf.schema import WeftConfig
-from weft.engine.batches import prepare_batch
-from weft.engine.bubbles import open_board
 from weft.engine.checkpoint import BackgroundWriter, Wanted, load_newest, load_tagged, save_engine
-from weft.engine.clock import clock_for
-from weft.engine.compute import Compute
-from weft.engine.crossings import Seat
 from weft.engine.distributed import close_groups, from_rank_zero, together
-from weft.engine.executor import Executor
-from weft.engine.measurement import StepRecord, gather_timeline
+from weft.engine.execution.batches import prepare_batch
+from weft.engine.execution.compute import Compute
+from weft.engine.execution.executor import Executor
+from weft.engine.execution.neighbours import Neighbours
+from weft.engine.execution.step_state import StepState
+from weft.engine.execution.sums import LabelCount, ReplicaSum
 from weft.engine.module import WeftModule
-from weft.engine.neighbours import Neighbours
-from weft.engine.overlap import OverlapPlan
-from weft.engine.plan import RankPlan, plan_cells, plan_evaluation
+from weft.engine.observability.bubbles import open_board
+from weft.engine.observability.clock import clock_for
+from weft.engine.observability.measurement import StepRecord, gather_timeline
+from weft.engine.planning.crossings import Seat
+from weft.engine.planning.overlap import OverlapPlan
+from weft.engine.planning.schedules import RankPlan, plan_cells, plan_evaluation
 from weft.engine.stages.labels import count_label_tokens, label_tokens
 from weft.engine.stages.objective import Minimised, Objective, tell_items, told_items
-from weft.engine.step_state import StepState
-from weft.engine.sums import LabelCount, ReplicaSum
 from weft.engine.zero import Collectives, Lamb, ShardedOptimizer, Sharding
 from weft.pipeline.action import Action, Op
 from weft.pipeline.costs import CostModel

@@ -19,8 +19,8 @@ from weft.conf.checks import check, check_world
 from weft.conf.deepspeed import deepspeed_config
 from weft.conf.schema import Partition, WeftConfig
 from weft.conf.sites import ranks_per_site
-from weft.engine.crossings import Seat, open_wan, with_probed_links
-from weft.engine.deepspeed_keys import split_deepspeed_config
+from weft.engine.deepspeed.keys import split_deepspeed_config
+from weft.engine.deepspeed.optimization import learning_rate, parameter_groups
 from weft.engine.distributed import (
     device_bytes,
     from_rank_zero,
@@ -31,13 +31,13 @@ from weft.engine.distributed import (
     together,
 )
 from weft.engine.engine import WeftEngine
-from weft.engine.estimates import largest_block, planning_costs, settle_placement, stage_sizes
-from weft.engine.flops import EFFICIENCY, peak_flops
-from weft.engine.formats import DTYPES
 from weft.engine.module import WeftModule
-from weft.engine.optimization import learning_rate, parameter_groups
-from weft.engine.overlap import OverlapPlan, ZeroWork, plan_overlap
-from weft.engine.plan import plan_cells
+from weft.engine.planning.crossings import Seat, open_wan, with_probed_links
+from weft.engine.planning.estimates import largest_block, planning_costs, settle_placement, stage_sizes
+from weft.engine.planning.flops import EFFICIENCY, peak_flops
+from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap
+from weft.engine.planning.schedules import plan_cells
+from weft.engine.precision import DTYPES
 from weft.engine.stages import (
     Batch,
     Stage,

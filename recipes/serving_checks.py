@@ -11,8 +11,8 @@ from pathlib import Path
 
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import KvConnector, WeftConfig
-from weft.inference.worker_arguments import problems_of
-from weft.inference.worker_command import workers_of
+from weft.inference.worker.arguments import problems_of
+from weft.inference.worker.command import workers_of
 
 FIXED_BYTES = 1 << 30
 """Of a GPU's memory, what a vLLM worker takes beside weights and KV cache: CUDA context, libraries, one step's

@@ -27,11 +27,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = {
-    "pipeline": ("tests/pipeline", "tests/generators", "tests/tiers"),
-    "engine/zero": ("tests/zero",),
-    "engine/backward": ("tests/backward",),
-    "engine/checkpoint": ("tests/checkpoint",),
-    "comm/collectives": ("tests/collectives",),
+    "pipeline": ("tests/pipeline", "tests/pipeline/generators", "tests/pipeline/tiers"),
+    "engine/zero": ("tests/engine/zero",),
+    "engine/backward": ("tests/engine/backward",),
+    "engine/checkpoint": ("tests/engine/checkpoint",),
+    "comm/collectives": ("tests/comm/collectives",),
     "inference": ("tests/inference",),
 }
 """Folders of sources, and where their tests are."""

@@ -30,7 +30,7 @@ BENCHES = {
 def main(argv: Sequence[str]) -> int:
     """Run ``NAME [options]``, or list the benchmarks; returns the exit code.
 
-    Each is `main(argv) -> int` of the module ``weft.tools.bench_NAME``, and prints a table of
+    Each is `main(argv) -> int` of the module ``weft.tools.benchmarks.NAME``, and prints a table of
     ratios measured side by side in one run.
 
     Raises:
@@ -46,4 +46,4 @@ def main(argv: Sequence[str]) -> int:
         near = difflib.get_close_matches(name, BENCHES, n=1)
         hint = f"did you mean {near[0]}?" if near else "`weft bench` lists them"
         raise ValueError(f"{name}: there is no such benchmark; {hint}")
-    return import_module(f"weft.tools.bench_{name}").main(rest)
+    return import_module(f"weft.tools.benchmarks.{name}").main(rest)

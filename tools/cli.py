@@ -14,14 +14,14 @@ COMMANDS = {
     "controller": ("weft.recipes.controller", "one address in front of all prefill workers"),
     "train": ("weft.recipes.train", "train as one rank (`weft launch` starts them all)"),
     "config": ("weft.tools.config", "print the resolved configuration with the meaning of every field"),
-    "check": ("weft.tools.check", "compare a model's stages with Hugging Face's own forward"),
+    "check": ("weft.tools.verification.check", "compare a model's stages with Hugging Face's own forward"),
     "plan": ("weft.tools.plan", "show how collectives would be partitioned and overlapped, and why"),
     "schedule": ("weft.tools.schedule", "generate a schedule and print, draw or export it"),
     "simulate": ("weft.tools.simulate", "time a schedule without a GPU"),
     "doctor": ("weft.tools.doctor", "look at what a run would stand on: the links between sites"),
     "netbed": ("weft.tools.netbed.command", "build a WAN in a box: nodes, real TCP, delays, faults"),
     "bench": ("weft.tools.bench", "measure Weft beside its peers"),
-    "parity": ("weft.tools.parity", "compare stages of every supported architecture with Hugging Face"),
+    "parity": ("weft.tools.verification.parity", "compare stages of every supported architecture with Hugging Face"),
 }
 BAD_INPUT = 2
 

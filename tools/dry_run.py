@@ -13,14 +13,14 @@ from weft.comm.collectives.cache import CostCache, topology_key
 from weft.conf.batch import fit_batch
 from weft.conf.hosts import most_ranks_of_a_host, read_hostfile, world_size
 from weft.conf.schema import WeftConfig
-from weft.engine.crossings import Seat
 from weft.engine.data import load_tokenizer
 from weft.engine.distributed import device_bytes
-from weft.engine.estimates import largest_block, planning_costs, settle_placement, stage_sizes
-from weft.engine.flops import EFFICIENCY, peak_flops
-from weft.engine.memory import zero_memory
-from weft.engine.overlap import OverlapPlan, ZeroWork, plan_overlap, with_collectives
-from weft.engine.plan import plan_schedule
+from weft.engine.planning.crossings import Seat
+from weft.engine.planning.estimates import largest_block, planning_costs, settle_placement, stage_sizes
+from weft.engine.planning.flops import EFFICIENCY, peak_flops
+from weft.engine.planning.memory import zero_memory
+from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap, with_collectives
+from weft.engine.planning.schedules import plan_schedule
 from weft.engine.stages import StageSplit, load_hf_config, split_layers
 from weft.engine.stages.sizes import PartSize
 from weft.pipeline.cell import predict

@@ -15,7 +15,7 @@ from weft.conf.checks import check_world
 from weft.conf.hosts import is_loopback, read_hostfile, world_size
 from weft.conf.schema import Attention, Precision, WeftConfig
 from weft.conf.sites import ranks_per_site
-from weft.engine.plan import open_placements, read_costs
+from weft.engine.planning.schedules import open_placements, read_costs
 
 MIN_FREE_BYTES = 1 << 30
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from weft.inference.prompt_work import PromptWork
+from weft.inference.placement.prompt_work import PromptWork
 from weft.pipeline.cell import add_relays
 from weft.pipeline.lowering import lower
 from weft.pipeline.serialization import load_schedule

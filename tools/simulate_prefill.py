@@ -10,8 +10,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from weft.inference.bubble_pattern import BubblePattern
-from weft.inference.replay import (
+from weft.inference.placement.bubble_pattern import BubblePattern
+from weft.inference.placement.replay import (
     MOST_WINDOWS,
     Arrival,
     Replay,

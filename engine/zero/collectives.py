@@ -16,7 +16,7 @@ from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.planner import Planner
 from weft.comm.collectives.probe import known_costs, nodes_of_world
 from weft.conf.schema import Partition, WeftConfig
-from weft.engine.formats import DTYPES
+from weft.engine.precision import DTYPES
 
 Choose = Callable[[Collective], Rewrite]
 """How a collective is carried out."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weft.engine.sums import ReplicaSum
+from weft.engine.execution.sums import ReplicaSum
 
 
 class NonFiniteError(RuntimeError):

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Protocol
 
 from weft.conf.schema import ControllerConfig, PrefillConfig, PrefillWorkerConfig
-from weft.inference.bubble_pattern import BubblePattern
 from weft.inference.controller.pace import Pace
-from weft.inference.placement import PrefillPlacement, Slot
-from weft.inference.prefill_cost import TRUSTED, PrefillCost
-from weft.inference.prompt_work import PromptWork
+from weft.inference.placement.bubble_pattern import BubblePattern
+from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
+from weft.inference.placement.prefill_placement import PrefillPlacement, Slot
+from weft.inference.placement.prompt_work import PromptWork
 from weft.inference.requests import Refusal
 
 GAP_S = 0.05

@@ -13,12 +13,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import ControllerConfig, WeftConfig
-from weft.inference.board_reader import BoardReader
-from weft.inference.common_bubbles import CommonBubbles
+from weft.inference.board.common_bubbles import CommonBubbles
+from weft.inference.board.reader import BoardReader
 from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.prompts import counter
 from weft.inference.controller.service import make_app
-from weft.inference.worker_command import addresses
+from weft.inference.worker.command import addresses
 
 KEEP_ALIVE_S = 30
 LARGEST_HEADER = 16_384

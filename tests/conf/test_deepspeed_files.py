@@ -3,7 +3,7 @@
 import pytest
 
 from weft.conf.checks import check
-from weft.engine.deepspeed_keys import split_deepspeed_config
+from weft.engine.deepspeed.keys import split_deepspeed_config
 
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
 WARMUP = {"type": "WarmupDecayLR", "params": {"total_num_steps": 900, "warmup_min_lr": 0, "warmup_num_steps": 90}}

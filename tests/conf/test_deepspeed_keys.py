@@ -12,10 +12,10 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from weft.conf.batch import fit_batch
 from weft.conf.deepspeed import deepspeed_config
 from weft.conf.schema import LrSchedule, OptimizerKind, Precision
-from weft.engine import deepspeed_table
-from weft.engine.deepspeed_keys import _refuse, split_deepspeed_config
-from weft.engine.deepspeed_names import _model, _top_level
-from weft.engine.deepspeed_table import NO_EFFECT, OPTIMIZERS, REFUSED, SAME, SILENT, fate
+from weft.engine.deepspeed import table as deepspeed_table
+from weft.engine.deepspeed.keys import _refuse, split_deepspeed_config
+from weft.engine.deepspeed.names import _model, _top_level
+from weft.engine.deepspeed.table import NO_EFFECT, OPTIMIZERS, REFUSED, SAME, SILENT, fate
 
 USER = {
     "train_micro_batch_size_per_gpu": 2,

@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["weft.engine.initialize", "weft.engine.batches", "weft.engine.stages"])
+@pytest.mark.parametrize("module", ["weft.engine.initialize", "weft.engine.execution.batches", "weft.engine.stages"])
 def test_a_module_can_come_first(module):
     code = f"import os; os.environ.setdefault('DS_ACCELERATOR', 'cpu'); import {module}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.engine.losses import reference_losses, routed_config, smoothed, undivided_loss, weft_losses
+from tests.engine.stages.tiny import batch, gradients, run, stages_of, tiny, whole
 from tests.engine.tiny import tiny_config
-from tests.stages.tiny import batch, gradients, run, stages_of, tiny, whole
-from weft.engine.hf_objective import LastStage
+from weft.engine.huggingface.objective import LastStage
 from weft.engine.initialize import initialize
 from weft.engine.stages.objective import Minimised, Objective, one_item
 from weft.tools.ranks import run_ranks

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.zero.reference_lamb import ReferenceLamb
+from tests.engine.zero.reference_lamb import ReferenceLamb
 from weft.conf.schema import (
     ClusterConfig,
     CommConfig,
@@ -92,8 +92,8 @@ def reference_losses(config: WeftConfig, num_replicas: int, steps: int, device: 
 
     In low precision the weights that train are fp32, rounded for each step's forwards.
     """
-    from weft.engine.formats import DTYPES
-    from weft.engine.optimization import learning_rate, parameter_groups
+    from weft.engine.deepspeed.optimization import learning_rate, parameter_groups
+    from weft.engine.precision import DTYPES
     from weft.engine.stages import build_model
 
     torch.set_num_threads(1)

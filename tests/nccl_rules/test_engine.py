@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 3
 ALLOWED = {
-    "engine/batches.py": "looks at batches in host memory; what a loader's thread made bears no mark of it here",
-    "engine/sums.py": "refuses a step without labels; a GPU's host reads that count one step later",
+    "execution/batches.py": "looks at batches in host memory; what a loader's thread made bears no mark of it here",
+    "execution/sums.py": "refuses a step without labels; a GPU's host reads that count one step later",
     "zero/finite.py": "reads a norm in host memory; a GPU sends it there on another stream, read one step later",
     "zero/optimizer.py": "a step whose gradients overflow is left out, so the host has to know; for fp16",
 }
@@ -87,7 +87,7 @@ def test_pipelines_and_replicas_on_eight_ranks_of_a_job_that_has_bound_its_devic
 def test_without_a_first_contact_the_first_send_waits_for_ever():
     said = run_ranks(2, without_first_contact, tiny_config(), 4.0, timeout_s=100)
     assert any("rank 0 waits for first exchange: the send to rank 1" in text for text in said), said
-    assert any("comm/noted_channel.py" in text and "engine/executor.py" in text for text in said), said
+    assert any("comm/noted_channel.py" in text and "engine/execution/executor.py" in text for text in said), said
 
 
 def test_evaluation_checkpoints_and_an_end_by_the_clock(tmp_path):

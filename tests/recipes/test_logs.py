@@ -10,7 +10,7 @@ import torch
 
 from tests.recipes.runs import prepare, records, run_all
 from weft.conf.schema import OptimizerConfig
-from weft.engine.optimization import learning_rate
+from weft.engine.deepspeed.optimization import learning_rate
 from weft.recipes.logs import STEP, JsonLines
 from weft.tools.ranks import run_ranks
 

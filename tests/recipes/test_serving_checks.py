@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from weft.conf.schema import KvConnector, WeftConfig
-from weft.inference.worker_arguments import REMEDIES, SHORT, problems_of
-from weft.inference.worker_command import workers_of
+from weft.inference.worker.arguments import REMEDIES, SHORT, problems_of
+from weft.inference.worker.command import workers_of
 from weft.recipes import serve
 from weft.recipes.serving_checks import (
     FIXED_BYTES,

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.checkpoint.ranks_in_threads import save_step
+from tests.engine.checkpoint.ranks_in_threads import save_step
 from weft.engine.checkpoint import CheckpointError, newest, open_checkpoint
 from weft.engine.checkpoint.manifest import MANIFEST, _canonical
 from weft.engine.checkpoint.pieces import checksum

@@ -9,7 +9,7 @@ from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
-from weft.tools.peers.rendezvous import PROGRAMS, Compute, Post, Transfer, Wait, step_s
+from weft.tools.benchmarks.peers.rendezvous import PROGRAMS, Compute, Post, Transfer, Wait, step_s
 
 KINDS = {"torch GPipe": "gpipe", "torch 1F1B": "1f1b", "DeepSpeed 1F1B": "1f1b"}
 

@@ -9,9 +9,9 @@ vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.engine.core import EngineCore, EngineCoreProc  # noqa: E402
 
-from weft.inference.vllm_interfaces import CLASSES, PRIVATE, VERSION  # noqa: E402
-from weft.inference.vllm_nixl import QuietNixlConnector  # noqa: E402
-from weft.inference.vllm_scheduler import BubbleScheduler  # noqa: E402
+from weft.inference.worker.vllm_interfaces import CLASSES, PRIVATE, VERSION  # noqa: E402
+from weft.inference.worker.vllm_nixl import QuietNixlConnector  # noqa: E402
+from weft.inference.worker.vllm_scheduler import BubbleScheduler  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 

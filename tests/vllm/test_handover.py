@@ -19,7 +19,7 @@ import uvicorn
 
 from weft.conf.schema import KvConnector, WeftConfig
 from weft.inference.controller.server import app_of, server_config
-from weft.inference.worker_command import command, environment, kv_transfer, workers_of
+from weft.inference.worker.command import command, environment, kv_transfer, workers_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

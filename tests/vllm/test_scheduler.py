@@ -8,7 +8,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from weft.inference.vllm_scheduler import LOOKED_UP, BubbleScheduler
+from weft.inference.worker.vllm_scheduler import LOOKED_UP, BubbleScheduler
 
 pytestmark = pytest.mark.vllm
 

@@ -65,7 +65,7 @@ def test_first_tokens_equal_those_of_an_ungated_vllm(model, tmp_path):
         "trace_file": str(trace),
     }
     gated = engine | {
-        "scheduler_cls": "weft.inference.vllm_scheduler.BubbleScheduler",
+        "scheduler_cls": "weft.inference.worker.vllm_scheduler.BubbleScheduler",
         "additional_config": {"weft": settings},
         "async_scheduling": False,
     }

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from weft.inference.board import BoardWriter
+from weft.inference.board.writer import BoardWriter
 
 CALM_S, DOUBLING_S = 60.0, 20.0
 """How long bubbles stay as they are told, while servers start; then they double each so many seconds."""

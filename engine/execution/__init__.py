@@ -1,0 +1,1 @@
+"""One step on one rank: batches in, a schedule's row executed, sums out."""

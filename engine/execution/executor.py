@@ -1,0 +1,161 @@
+"""The executor: runs one rank's row of a schedule, transfers and compute alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from weft.comm.channel import Receiver, Sender, TensorSpec
+from weft.engine.execution.compute import Compute
+from weft.engine.execution.receives import ReceiveQueue
+from weft.engine.execution.step_state import StepState, key
+from weft.engine.observability.bubbles import BubbleMarks
+from weft.engine.observability.clock import Clock
+from weft.engine.stages import Stage
+from weft.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Op, Slot, receive_of
+from weft.pipeline.dependencies import establishes
+from weft.pipeline.schedule import Schedule
+
+WORK = COMPUTE | {Op.REDUCE_GRAD, Op.STEP}
+"""What a rank computes; the rest of its row is waiting, in which others may use the device."""
+
+
+def _run_stage_wide(run: Callable[[Action], None], _: StepState, action: Action, __: Schedule) -> None:
+    run(action)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A slot that has been executed, between two marks of the clock."""
+
+    slot: Slot
+    start: object
+    end: object
+
+
+class Executor:
+    """Executes rows of lowered schedules on one rank.
+
+    Sends start as soon as their tensor exists, and are waited for when the row has ended, if
+    they have not ended before; receives are posted ahead of need. So neither stands between
+    two computations that do not depend on it (MegaScale section 3.2).
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        stages: Mapping[int, Stage],
+        compute: Compute,
+        send_to: Mapping[int, Sender],
+        receive_from: Mapping[int, Receiver],
+        receive_ahead: int,
+        clock: Clock,
+        stage_wide: Mapping[Op, Callable[[Action], None]],
+        debug: bool,
+    ) -> None:
+        """Tie a rank's stages to its channels.
+
+        Args:
+            rank: this pipeline rank, as in the schedule's rows.
+            send_to: channels to neighbouring pipeline ranks.
+            receive_from: channels from neighbouring pipeline ranks.
+            receive_ahead: receives posted ahead of need, per neighbour.
+            stage_wide: what to do for ``UNSHARD``, ``REDUCE_GRAD`` and ``STEP``.
+            debug: assert before each action that its dependencies on this rank have ended.
+        """
+        self._rank = rank
+        self._stages = stages
+        self._send_to = send_to
+        self._receive_from = receive_from
+        self._receive_ahead = receive_ahead
+        self._clock = clock
+        self._debug = debug
+        self._table: dict[Op, Callable[[StepState, Action, Schedule], None]] = {
+            Op.F: lambda state, action, _: compute.forward(state, action),
+            Op.B: lambda state, action, _: compute.backward(state, action),
+            Op.I: lambda state, action, _: compute.input_backward(state, action),
+            Op.W: lambda state, action, _: compute.weight_backward(state, action),
+            Op.SEND_F: self._send,
+            Op.SEND_B: self._send,
+            Op.RECV_F: self._receive,
+            Op.RECV_B: self._receive,
+        }
+        self._table.update({op: partial(_run_stage_wide, run) for op, run in stage_wide.items()})
+
+    def run(self, schedule: Schedule, state: StepState, bubbles: BubbleMarks | None = None) -> list[Mark]:
+        """Execute this rank's row, exactly in its order.
+
+        Args:
+            schedule: lowered and valid.
+            state: the step's batches; holds losses and peaks afterwards.
+            bubbles: told when the rank computes and when not.
+
+        Raises:
+            ChannelError: a neighbour did not deliver in time.
+        """
+        if bubbles is not None:
+            bubbles.begin(schedule.num_microbatches)
+        state.split = {key(action) for action in schedule.actions(self._rank) if action.op is Op.W}
+        self._post_receives(schedule, state)
+        done: set[Action] = set()
+        marks = []
+        for slot in schedule.rows[self._rank]:
+            marked = bubbles if slot[0].op in WORK else None
+            if marked is not None:
+                marked.busy()
+            start = self._clock.mark()
+            self._run_slot(schedule, state, slot, done)
+            marks.append(Mark(slot, start, self._clock.mark()))
+            if marked is not None and slot[0].op is not Op.STEP:  # after it comes the host's work for the next step
+                marked.idle()
+        for handle in state.sends:
+            handle.wait()
+        return marks
+
+    def _run_slot(self, schedule: Schedule, state: StepState, slot: Slot, done: set[Action]) -> None:
+        """One action, or the two halves of a strand pair.
+
+        This is the seam for strand interleaving (DHelix section 4.2): the inputs of both
+        halves are there, and their transfers stand before and after the slot. The backward
+        goes first, for it frees what the forward will save.
+        """
+        for action in reversed(slot):
+            if self._debug:
+                self._assert_ready(schedule, action, done)
+            self._table[action.op](state, action, schedule)
+            if self._debug:
+                done.update(establishes(action))
+
+    def _assert_ready(self, schedule: Schedule, action: Action, done: set[Action]) -> None:
+        ranks = schedule.placement.stage_ranks
+        missing = [n for n in schedule.dependencies(action) if ranks[n.stage] == self._rank and n not in done]
+        assert not missing, f"{action} on rank {self._rank} ran before {', '.join(map(str, missing))}"
+
+    def _post_receives(self, schedule: Schedule, state: StepState) -> None:
+        """Queue every receive of the step, per neighbour, in the order of that neighbour's sends."""
+        mine = {action for action in schedule.actions(self._rank) if action.op in RECEIVES}
+        for peer, channel in self._receive_from.items():
+            fed = [receive_of(action) for action in schedule.actions(peer) if action.op in SENDS]
+            messages = [(action, self._spec(state, action)) for action in fed if action in mine]
+            state.receives[peer] = ReceiveQueue(channel, messages, ahead=self._receive_ahead)
+
+    def _spec(self, state: StepState, action: Action) -> TensorSpec:
+        # A hidden state keeps its shape through the model, so the gradient of a stage's
+        # output looks like the stage's input.
+        shape, dtype = self._stages[action.stage].hidden_spec(state.batches[key(action)[1]])
+        return TensorSpec(tuple(shape), dtype)
+
+    def _send(self, state: StepState, action: Action, schedule: Schedule) -> None:
+        receive = receive_of(action)
+        tensors = state.outputs if action.op is Op.SEND_F else state.input_gradients
+        channel = self._send_to[schedule.placement.stage_ranks[receive.stage]]
+        while state.sends and state.sends[0].ended():  # its tensor is held no longer
+            state.sends.popleft().wait()
+        state.sends.append(channel.send(str(receive), tensors.pop(key(action))))
+
+    def _receive(self, state: StepState, action: Action, schedule: Schedule) -> None:
+        sender = action.stage - 1 if action.op is Op.RECV_F else action.stage + 1
+        tensors = state.inputs if action.op is Op.RECV_F else state.gradients
+        tensors[key(action)] = state.receives[schedule.placement.stage_ranks[sender]].wait(action)

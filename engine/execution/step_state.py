@@ -1,0 +1,70 @@
+"""What lives between the actions of one step on one rank."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from weft.comm.channel import Transfer
+from weft.engine.backward import SavedForward
+from weft.engine.execution.receives import ReceiveQueue
+from weft.engine.execution.sums import LabelCount
+from weft.pipeline.action import Action
+
+Batch = Mapping[str, Tensor]
+Key = tuple[int, int]
+"""(virtual stage, micro-batch)."""
+
+
+def key(action: Action) -> Key:
+    """The stage and micro-batch of an action that has one."""
+    assert action.microbatch is not None, action
+    return action.stage, action.microbatch
+
+
+@dataclass(kw_only=True)
+class StepState:
+    """Tensors in flight; every dictionary is empty again when the step has ended."""
+
+    batches: Sequence[Batch]
+    """Micro-batches, on the device."""
+    num_items: LabelCount | None
+    """Tokens that the loss is averaged over; still being counted when the step begins."""
+    empty: Set[int] = frozenset()
+    """Micro-batches of which nothing counts in the loss."""
+    training: bool
+    """Whether forwards keep what a backward needs."""
+    split: Set[Key] = frozenset()
+    """Forwards whose backward comes in two parts."""
+    keep_logits: bool = False
+    """Whether the last stage keeps its logits (evaluation only)."""
+    inputs: dict[Key, Tensor] = field(default_factory=dict)
+    """Activations by the stage that will consume them."""
+    gradients: dict[Key, Tensor] = field(default_factory=dict)
+    """Gradients by the stage whose output they belong to."""
+    outputs: dict[Key, Tensor] = field(default_factory=dict)
+    """Activations to be sent, by the stage that made them."""
+    input_gradients: dict[Key, Tensor] = field(default_factory=dict)
+    """Gradients to be sent, by the stage whose input they belong to."""
+    saved: dict[Key, SavedForward] = field(default_factory=dict)
+    """What each forward keeps for its backward."""
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    """Loss of each micro-batch, on the rank of the last stage."""
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    """Logits of each micro-batch, if kept."""
+    sends: deque[Transfer] = field(default_factory=deque)
+    """Transfers under way, oldest first."""
+    receives: dict[int, ReceiveQueue] = field(default_factory=dict)
+    """Receives by pipeline rank of the sender."""
+    peak_bytes: int = 0
+    """Highest sum of saved bytes."""
+    peak_chunks: int = 0
+    """Most chunk activations alive at once."""
+
+    def note_peak(self) -> None:
+        """Take the high-water mark of what is saved now."""
+        self.peak_chunks = max(self.peak_chunks, sum(saved.holds_activation for saved in self.saved.values()))
+        self.peak_bytes = max(self.peak_bytes, sum(saved.live_bytes for saved in self.saved.values()))

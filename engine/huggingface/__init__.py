@@ -1,0 +1,1 @@
+"""Transformers' Trainer over Weft's engine."""

@@ -1,0 +1,96 @@
+"""The Trainer's own loss as an objective: its `compute_loss`, run on the last stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from transformers import Trainer
+
+from weft.engine.stages.objective import Forward, Objective, one_item
+from weft.engine.stages.stage import Batch, hf_model
+
+if TYPE_CHECKING:
+    from weft.engine.huggingface.trainer import WeftTrainer
+
+SAME = ("input_ids", "attention_mask", "position_ids")
+"""What a pipeline has already run the layers on when the loss is computed."""
+
+
+def trainer_objective(trainer: WeftTrainer) -> Objective | None:
+    """What the Trainer minimises; None where that is the model's own loss.
+
+    ``compute_loss`` is called as on a single process: what it returns for ``num_items_in_batch``
+    is summed over micro-batches and replicas. Where the Trainer would divide it by the
+    accumulation steps (``loss_is_scaled_for_ga``, or a model that takes no count), it is a mean,
+    and micro-batches count alike.
+    """
+    own = type(trainer).compute_loss is not Trainer.compute_loss
+    if not own and trainer.compute_loss_func is None and trainer.label_smoother is None:
+        return None
+    counted = trainer.loss_is_scaled_for_ga
+    if counted is None:
+        counted = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+
+    def loss(forward: Forward, batch: Batch, num_items: Tensor) -> Tensor:
+        model = LastStage(trainer.model, forward, batch)
+        with _on_one_process(trainer):
+            if counted:
+                return trainer.compute_loss(model, dict(batch), num_items_in_batch=num_items)
+            return trainer.compute_loss(model, dict(batch)) / num_items
+
+    return Objective(loss) if counted else Objective(loss, one_item)
+
+
+class LastStage(nn.Module):
+    """What `compute_loss` gets as the model: answers for the micro-batch that went through the pipeline."""
+
+    def __init__(self, model: nn.Module, forward: Forward, batch: Batch) -> None:
+        super().__init__()
+        self._whole = (hf_model(model),)  # not a child: its weights are the stages'
+        self._run = forward
+        self._batch = batch
+
+    @property
+    def config(self) -> Any:
+        """The model's config."""
+        return self._whole[0].config
+
+    def forward(self, **inputs: Any) -> Any:
+        """The model's outputs.
+
+        Raises:
+            ValueError: the inputs are not those of the micro-batch.
+        """
+        for name in SAME:
+            if inputs.get(name) is not None and inputs[name] is not self._batch.get(name):
+                raise ValueError(
+                    f"compute_loss: it gives the model another {name}; a pipeline has run the layers on the "
+                    "micro-batch's own before the loss is computed"
+                )
+        return self._run(**{name: value for name, value in inputs.items() if name not in (*SAME, "use_cache")})
+
+    def _get_name(self) -> str:
+        return type(self._whole[0]).__name__
+
+
+@contextmanager
+def _on_one_process(trainer: WeftTrainer) -> Iterator[None]:
+    """The loss is computed on the last stage's ranks alone: nothing in it may wait for others, or scale for them."""
+    accelerator, args = trainer.accelerator, trainer.args
+    alone = ("gather", "gather_for_metrics", "reduce")
+    args.average_tokens_across_devices, scaled = False, args.average_tokens_across_devices
+    for name in alone:
+        setattr(accelerator, name, _itself)
+    try:
+        yield
+    finally:
+        for name in alone:
+            delattr(accelerator, name)
+        args.average_tokens_across_devices = scaled
+
+
+def _itself(value: Any, *_: Any, **__: Any) -> Any:
+    return value

@@ -1,0 +1,75 @@
+"""What the Trainer can do and a pipeline cannot: refused by name before any work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from transformers import Trainer
+
+if TYPE_CHECKING:
+    from weft.engine.huggingface.trainer import WeftTrainer
+
+NO_LOGITS = "logits exist on the last stage only; save_model(), then use transformers.Trainer on the saved folder"
+LEAVE_OUT = "leave it out"
+
+_REFUSED: tuple[tuple[str, Callable[[WeftTrainer], Any], str], ...] = (
+    (
+        "training_step",
+        lambda t: not type(t).training_step.__module__.startswith("weft."),
+        "a schedule runs the micro-batches; override compute_loss",
+    ),
+    ("compute_metrics", lambda t: t.compute_metrics, NO_LOGITS),
+    ("preprocess_logits_for_metrics", lambda t: t.preprocess_logits_for_metrics, NO_LOGITS),
+    ("predict_with_generate", lambda t: getattr(t.args, "predict_with_generate", False), NO_LOGITS),
+    ("optimizers", lambda t: t.optimizer, "give optim, or optimizer_cls_and_kwargs: a rank optimises its stages only"),
+    ("optim", lambda t: _own_parameters(t), "choose one that takes parameter groups, such as adamw_torch"),
+    ("lr_scheduler_type", lambda t: t.args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"), "choose another"),
+    ("scheduler (in deepspeed)", lambda t: "scheduler" in t.args.hf_deepspeed_config.config, "use lr_scheduler_type"),
+    (
+        "zero_optimization.stage=3 (in deepspeed)",
+        lambda t: t.args.hf_deepspeed_config.is_zero3(),
+        "transformers would partition the model as it makes it; set weft.zero.stage=3 instead",
+    ),
+    ("fsdp", lambda t: t.args.fsdp, LEAVE_OUT),
+    ("parallelism_config", lambda t: t.args.parallelism_config, "set weft.pipeline in deepspeed"),
+    ("torch_compile", lambda t: t.args.torch_compile, LEAVE_OUT),
+    ("auto_find_batch_size", lambda t: t.args.auto_find_batch_size, "set per_device_train_batch_size"),
+    ("neftune_noise_alpha", lambda t: t.args.neftune_noise_alpha is not None, LEAVE_OUT),
+    ("use_liger_kernel", lambda t: t.args.use_liger_kernel, LEAVE_OUT),
+    ("fp16_full_eval", lambda t: t.args.fp16_full_eval, "evaluation uses the training's precision"),
+    ("bf16_full_eval", lambda t: t.args.bf16_full_eval, "evaluation uses the training's precision"),
+    ("batch_eval_metrics", lambda t: t.args.batch_eval_metrics, NO_LOGITS),
+    (
+        "average_tokens_across_devices=False",
+        lambda t: not t.args.average_tokens_across_devices,
+        "losses are averaged over the tokens of all replicas",
+    ),
+    (
+        "train_sampling_strategy",
+        lambda t: t.args.train_sampling_strategy not in ("random", "sequential"),
+        "choose random or sequential",
+    ),
+    ("split_batches", lambda t: t.args.accelerator_config.split_batches, "per_device_train_batch_size is per replica"),
+    ("dispatch_batches", lambda t: t.args.accelerator_config.dispatch_batches, "every rank reads its own batches"),
+)
+"""(name, whether the trainer asks for it, what to do instead)."""
+
+
+def _own_parameters(trainer: WeftTrainer) -> bool:
+    """Whether the optimiser wants the whole model rather than parameter groups."""
+    kind, arguments = trainer.optimizer_cls_and_kwargs or Trainer.get_optimizer_cls_and_kwargs(
+        trainer.args, trainer.model
+    )
+    return not isinstance(kind, type) or bool({"params", "model", "optimizer_dict"} & set(arguments))
+
+
+def refuse(trainer: WeftTrainer) -> None:
+    """Check that the trainer asks for nothing that would be lost.
+
+    Raises:
+        ValueError: it does; the message names each such argument and says what to do.
+    """
+    asked = [f"{name}: {remedy}" for name, asks, remedy in _REFUSED if asks(trainer)]
+    if asked:
+        raise ValueError("WeftTrainer cannot do what is asked for:\n  " + "\n  ".join(asked))

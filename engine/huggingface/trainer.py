@@ -1,0 +1,434 @@
+"""The Trainer: transformers' own training loop over a Weft engine, for those who have a Trainer script."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from copy import deepcopy
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer
+from transformers.trainer_callback import TrainerControl, TrainerState
+from transformers.trainer_utils import EvalLoopOutput
+
+from weft.conf.schema import WeftConfig
+from weft.engine.checkpoint import newest
+from weft.engine.deepspeed.keys import split_deepspeed_config
+from weft.engine.distributed import from_rank_zero, init_distributed
+from weft.engine.engine import WeftEngine
+from weft.engine.huggingface.objective import trainer_objective
+from weft.engine.huggingface.refusals import NO_LOGITS, refuse
+from weft.engine.initialize import initialize
+from weft.engine.stages.exporting import export
+
+ENGINE_STATE = "weft"
+"""Folder of the engine's state in each of the Trainer's checkpoints."""
+TRAINER_STATE = "trainer_state.json"
+IGNORED = -100
+"""Label of tokens that do not count in the loss."""
+
+log = logging.getLogger(__name__)
+
+
+class WeftTrainer(Trainer):
+    """`transformers.Trainer` whose model is a pipeline.
+
+    Configured by ``TrainingArguments(deepspeed={..., "weft": {"enabled": True, "pipeline":
+    {"stages": 4, ...}}})``. ``per_device_train_batch_size`` is the size of a micro-batch and
+    ``gradient_accumulation_steps`` their number per step; a step takes their product from each
+    replica (world size / stages). Data, learning-rate schedule, callbacks, logs, evaluation and
+    checkpoints are the Trainer's, and train as they do there. What differs:
+
+    - ``eval_loss`` is the mean over all tokens, not over batches of unequal size;
+    - a checkpoint's optimiser state fits any number of stages and replicas;
+    - a loss of one's own (``compute_loss_func``, label smoothing, an overridden ``compute_loss``)
+      runs on the last stage as on a single process: `weft.engine.huggingface.objective`;
+    - ``on_pre_optimizer_step`` comes after the step, and gradients are gone by then.
+    """
+
+    control: TrainerControl
+    optimizer: Optimizer | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As `transformers.Trainer`.
+
+        Raises:
+            ValueError: no `weft` section, a bad one, or an argument that a pipeline cannot honour.
+        """
+        super().__init__(*args, **kwargs)
+        if self.args.world_size != dist.get_world_size():
+            raise ValueError(
+                f"TrainingArguments sees {self.args.world_size} ranks, the job has {dist.get_world_size()}; on CPUs "
+                "say use_cpu=True"
+            )
+        refuse(self)
+        self.engine: WeftEngine | None = None
+        self._pending: list[dict[str, Tensor]] = []
+        self._rate = 0.0
+        self._config(1)
+
+    # -- layout --------------------------------------------------------------------------------
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline ranks."""
+        section = self._deepspeed().get("weft", {})
+        return int(section.get("pipeline", {}).get("stages", WeftConfig().pipeline.stages))
+
+    @property
+    def num_replicas(self) -> int:
+        """Pipelines that train side by side."""
+        return max(1, self.args.world_size // self.num_stages)
+
+    def _deepspeed(self) -> dict[str, Any]:
+        """The DeepSpeed configuration with what the Trainer has filled in."""
+        given = getattr(self.args, "hf_deepspeed_config", None)
+        if given is None or not isinstance(given.config.get("weft"), dict) or not given.config["weft"].get("enabled"):
+            raise ValueError(
+                'TrainingArguments.deepspeed: no section "weft": {"enabled": true, "pipeline": {"stages": ...}}; '
+                "add it, or use transformers.Trainer"
+            )
+        return given.config
+
+    def _config(self, num_steps: int) -> dict[str, Any]:
+        """The configuration that the engine is made from.
+
+        Raises:
+            ValueError: it contradicts the TrainingArguments, or has a bad field.
+        """
+        args, tree = self.args, deepcopy(self._deepspeed())
+        per_replica = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        # The Trainer takes every rank for a replica.
+        said, theirs, ours = tree.pop("train_batch_size", None), per_replica * args.world_size, per_replica
+        ours *= self.num_replicas
+        wrong = [line for line in args.hf_deepspeed_config.mismatches if not line.startswith("- ds train_batch_size")]
+        if said not in (None, theirs, ours):
+            wrong.append(f"- ds train_batch_size={said} vs {ours} of the arguments and {self.num_replicas} replicas")
+        if wrong:
+            raise ValueError("TrainingArguments.deepspeed contradicts the arguments:\n" + "\n".join(wrong))
+        zero = tree.get("zero_optimization", {})
+        for name in [name for name, value in zero.items() if value == "auto"]:
+            del zero[name]
+        tree |= {
+            "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "gradient_clipping": args.max_grad_norm,
+        }
+        for kind in ("bf16", "fp16"):
+            if getattr(args, kind):
+                tree[kind] = tree.get(kind, {}) | {"enabled": True}
+        tree["weft"].setdefault("train", {})["steps"] = num_steps
+        split_deepspeed_config(tree)
+        return tree
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's, but what is prepared is data loaders only, and for replicas rather than ranks."""
+        init_distributed(self.args.ddp_timeout)
+        super().create_accelerator_and_postprocess()
+        self.accelerator.prepare = self._share_loader
+
+    @property
+    def _replica(self) -> int:
+        return self.args.process_index % self.num_replicas
+
+    def _share_loader(self, loader: DataLoader, even: bool | None = None) -> DataLoader:
+        """This replica's share of a data loader; the ranks of a pipeline all read it.
+
+        Args:
+            even: repeat rows until replicas have equally many; None asks the arguments.
+        """
+        accelerator = self.accelerator
+        return prepare_data_loader(
+            loader,
+            num_processes=self.num_replicas,
+            process_index=self._replica,
+            put_on_device=False,
+            rng_types=accelerator.rng_types.copy(),
+            dispatch_batches=False,
+            even_batches=accelerator.even_batches if even is None else even,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=accelerator.dataloader_config.data_seed,
+        )
+
+    # -- the engine ----------------------------------------------------------------------------
+
+    def _make_engine(self, num_steps: int) -> WeftEngine:
+        """Cut the model into stages; from here on a rank holds its own only."""
+        if self.args.gradient_checkpointing and not self.model.is_gradient_checkpointing:
+            # An evaluation before the training; later `train` would reach the first stage only.
+            kwargs = dict(self.args.gradient_checkpointing_kwargs or {})
+            own = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs or None, **own)
+        decayed = set(self.get_decay_parameter_names(self.model))
+        decay = {parameter for name, parameter in self.model.named_parameters() if name in decayed}
+
+        def optimizer(groups: list[dict[str, Any]]) -> Optimizer:
+            kind, arguments = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            held = [parameter for group in groups for parameter in group["params"]]
+            parts = [
+                {"params": [p for p in held if p in decay], "weight_decay": self.args.weight_decay},
+                {"params": [p for p in held if p not in decay], "weight_decay": 0.0},
+            ]
+            return kind([part for part in parts if part["params"]], **arguments)
+
+        def scheduler(stepped: Optimizer) -> LRScheduler:
+            self.lr_scheduler = None
+            return self.create_scheduler(num_training_steps=num_steps, optimizer=stepped)
+
+        config = self._config(num_steps)
+        engine, *_ = initialize(
+            model=self.model,
+            optimizer=None if "optimizer" in config else optimizer,
+            lr_scheduler=scheduler,
+            config=config,
+            loss=trainer_objective(self),
+        )
+        assert engine.replica == self.args.process_index % self.num_replicas
+        return engine
+
+    def _ready(self, num_steps: int) -> WeftEngine:
+        if self.engine is None:
+            self.engine = self.model_wrapped = self.deepspeed = self._make_engine(num_steps)
+            self.optimizer = DeepSpeedOptimizerWrapper(self.engine.optimizer)
+            self.lr_scheduler = DeepSpeedSchedulerWrapper(self.engine.lr_scheduler, self.optimizer)
+        return self.engine
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, DataLoader]:
+        engine = self._ready(max_steps)
+        if resume_from_checkpoint is not None:
+            self._restore(resume_from_checkpoint)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return engine, train_dataloader
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; ``resume_from_checkpoint=True`` takes the last checkpoint that is whole.
+
+        Raises:
+            ValueError: this trainer has trained before, or there is no checkpoint to resume from.
+        """
+        if self.engine is not None and self.engine.global_steps:
+            raise ValueError("train(): this trainer has trained already; make a new WeftTrainer")
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = from_rank_zero(self._last_whole)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    # -- the step ------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Keep a micro-batch; with the last one of a step, train on all of them.
+
+        Returns:
+            The step's loss, averaged over the tokens of all replicas; 0 for all but the last.
+        """
+        engine = self.engine
+        assert engine is not None
+        self._pending.append(inputs)
+        if not self.accelerator.gradient_state.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        batches, self._pending = self._pending, []
+        self._rate = float(engine.get_lr()[0])
+        loss = engine.train_batch(_filled(batches, batches[0], engine.micro_batches))
+        return loss.detach().to(self.args.device)
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
+        """The engine counts tokens itself."""
+
+    def _clip_grad_norm(self, model: nn.Module) -> float:
+        """The norm before clipping, of the step that was done."""
+        assert self.engine is not None
+        return self.engine.get_global_grad_norm() or 0.0
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
+        return self._clip_grad_norm(model)
+
+    def _get_learning_rate(self) -> float:
+        """The rate of the step that was done."""
+        return self._rate
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Sequences per step over all replicas."""
+        return self._train_batch_size * args.gradient_accumulation_steps * self.num_replicas
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """This rank's share: the Trainer sums over ranks, and those of a pipeline read equal data."""
+        return super().floating_point_ops(inputs) / self.num_stages
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.num_stages
+
+    # -- evaluation ----------------------------------------------------------------------------
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """As the Trainer's, but every row is read once: none is repeated to make replicas' shares equal."""
+        prepare, self.accelerator.prepare = self.accelerator.prepare, self._share_evaluation
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.accelerator.prepare = prepare
+
+    def _share_evaluation(self, loader: DataLoader) -> DataLoader:
+        if not isinstance(loader.dataset, IterableDataset):
+            return self._share_loader(loader, even=False)
+        if self.num_replicas > 1:
+            return DataLoader(
+                EveryNthBatch(loader.dataset, loader.batch_size or 1, self._replica, self.num_replicas),
+                batch_size=loader.batch_size,
+                collate_fn=loader.collate_fn,
+            )
+        return loader
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """The mean loss over all tokens; as many batches at a time as a training step has."""
+        engine = self._ready(self._planned_steps())
+        self.callback_handler.eval_dataloader = dataloader
+        total = torch.zeros(2, dtype=torch.float64)
+        iterator, spare, num_rows = iter(dataloader), None, 0
+        while True:
+            batches = list(islice(iterator, engine.micro_batches))
+            labels = [batch["labels"] for batch in batches]
+            read = torch.tensor([sum(map(len, labels)), sum(map(engine.count_items, batches))], device=self.args.device)
+            if engine.num_replicas > 1:
+                dist.all_reduce(read, group=engine.grid.get_data_parallel_group())
+            rows, items = read.tolist()
+            if not rows:
+                break
+            num_rows += rows
+            spare = batches[0] if batches else spare or self._any_batch(dataloader)
+            if items:
+                loss = engine.eval_batch(_filled(batches, spare, engine.micro_batches))
+                assert isinstance(loss, Tensor)
+                total += torch.tensor([float(loss) * items, items], dtype=torch.float64)
+            for _ in batches:
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        metrics = {f"{metric_key_prefix}_loss": float(total[0] / total[1])} if total[1] else {}
+        return EvalLoopOutput(None, None, metrics, num_rows)
+
+    def _any_batch(self, dataloader: DataLoader) -> dict[str, Tensor]:
+        """A row of the data, for a replica that has none of its own to fill a schedule with."""
+        dataset: Any = dataloader.dataset
+        if isinstance(dataset, EveryNthBatch):
+            dataset = dataset.dataset
+        collate = dataloader.collate_fn
+        assert collate is not None
+        return collate([next(iter(dataset)) if isinstance(dataset, IterableDataset) else dataset[0]])
+
+    def _planned_steps(self) -> int:
+        """Steps of the learning-rate schedule, when the evaluation comes before the training."""
+        if self.engine is not None or self.train_dataset is None:
+            return 1
+        return self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused."""
+        raise ValueError(f"predict: {NO_LOGITS}")
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused."""
+        raise ValueError("hyperparameter_search: start one run per trial")
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model as a Hugging Face folder, from the stages of all ranks; a collective call."""
+        folder = Path(output_dir or self.args.output_dir)
+        if self.engine is None:
+            if self.args.should_save:
+                self._save(str(folder))
+        else:
+            part = folder / "export"
+            if self.args.should_save:
+                folder.mkdir(parents=True, exist_ok=True)
+            dist.barrier()
+            export(self.engine, part, tokenizer=self.processing_class)
+            if self.args.should_save:
+                _move_into(part, folder)
+                torch.save(self.args, folder / "training_args.bin")
+            dist.barrier()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.engine is not None
+        self.engine.save_checkpoint(os.path.join(output_dir, ENGINE_STATE))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """The engine is restored as a whole, once it is there."""
+
+    def _load_best_model(self) -> None:
+        self._restore(self.state.best_model_checkpoint)
+
+    def _restore(self, checkpoint: str) -> None:
+        assert self.engine is not None
+        path, _ = self.engine.load_checkpoint(os.path.join(checkpoint, ENGINE_STATE))
+        if path is None:
+            raise ValueError(f"resume_from_checkpoint={checkpoint}: it holds no whole checkpoint of WeftTrainer")
+
+    def _last_whole(self) -> str:
+        """The Trainer's last checkpoint that can be resumed from."""
+        folders = Path(self.args.output_dir).glob("checkpoint-*")
+        for folder in sorted(folders, key=lambda f: f.stat().st_mtime, reverse=True):
+            if newest(folder / ENGINE_STATE) is None:
+                log.warning("skipped %s: its engine state is missing or damaged", folder)
+                continue
+            try:
+                TrainerState.load_from_json(str(folder / TRAINER_STATE))
+            except (OSError, ValueError, TypeError) as error:
+                log.warning("skipped %s: %s", folder, error)
+                continue
+            return str(folder)
+        raise ValueError(f"resume_from_checkpoint=True: no whole checkpoint in output_dir={self.args.output_dir}")
+
+
+class EveryNthBatch(IterableDataset):
+    """One replica's items of a stream: of every ``num_replicas`` batches one, and nothing twice."""
+
+    def __init__(self, dataset: IterableDataset, batch_size: int, replica: int, num_replicas: int) -> None:
+        self.dataset = dataset
+        self._batch_size, self._replica, self._num_replicas = batch_size, replica, num_replicas
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, item in enumerate(self.dataset):
+            if index // self._batch_size % self._num_replicas == self._replica:
+                yield item
+
+
+def _filled(batches: list[dict[str, Tensor]], spare: dict[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:
+    """Micro-batches for a schedule of ``count``: an epoch's last step may have fewer, the rest counts no token."""
+    yield from batches
+    for _ in range(count - len(batches)):
+        yield {**spare, "labels": torch.full_like(spare["labels"], IGNORED)}
+
+
+def _move_into(part: Path, folder: Path) -> None:
+    """Move everything out of ``part``, which goes away, replacing what is there."""
+    for path in part.iterdir():
+        target = folder / path.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        os.replace(path, target)
+    part.rmdir()

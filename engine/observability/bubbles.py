@@ -1,0 +1,137 @@
+"""Tells prefill workers when this rank computes and when it waits."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from weft.comm.noted_channel import give_way_often
+from weft.conf.boards import boards_folder
+from weft.conf.schema import WeftConfig
+from weft.engine.observability.clock import DeviceTimes
+from weft.inference.board.writer import BoardWriter, board_path
+from weft.pipeline.cell import predict
+from weft.pipeline.costs import CostModel
+from weft.pipeline.schedule import Schedule
+
+SPARE_EDGES = 64
+"""Marks that a step may have beyond two for each slot of the longest row."""
+CLOSE_S = 10.0
+"""Longest wait for a device's last marks."""
+
+
+class BubbleMarks(Protocol):
+    """What the engine calls as a step goes on; see `weft.inference.board.writer.BoardWriter`."""
+
+    def begin(self, kind: int) -> None:
+        """A step begins, with nothing to compute yet."""
+        ...
+
+    def busy(self) -> None:
+        """The rank starts to compute."""
+        ...
+
+    def idle(self) -> None:
+        """The rank waits."""
+        ...
+
+    def close(self) -> None:
+        """The engine ends."""
+        ...
+
+
+class Times(Protocol):
+    """Events of a device; see `weft.engine.observability.clock.DeviceTimes`."""
+
+    def mark(self) -> Any:
+        """An event behind what is queued now."""
+        ...
+
+    def passed_ns(self, event: Any) -> int:
+        """`time.monotonic_ns` when the device passed ``event``; waits until it has."""
+        ...
+
+
+class DeviceMarks:
+    """Marks in the order of the current CUDA stream, each with the time at which the device came to it.
+
+    The host runs ahead of the device, so a thread waits for an event per mark. The queue is
+    bounded by what the host runs ahead. The thread may be late, for it waits for the
+    interpreter; the times on the board are not.
+    """
+
+    def __init__(self, board: BoardWriter, times: Times) -> None:
+        """Mark on ``board``."""
+        self._board, self._times = board, times
+        self._marks: queue.SimpleQueue = queue.SimpleQueue()
+        give_way_often()
+        self._thread = threading.Thread(target=self._follow, name="weft-bubbles", daemon=True)
+        self._thread.start()
+
+    def begin(self, kind: int) -> None:
+        """A step begins, with nothing to compute yet."""
+        self._put(lambda at_ns: self._board.begin(kind, at_ns))
+
+    def busy(self) -> None:
+        """The device will compute from here on."""
+        self._put(self._board.busy)
+
+    def idle(self) -> None:
+        """The device will have nothing to compute from here on."""
+        self._put(self._board.idle)
+
+    def close(self) -> None:
+        """The engine ends: what is marked already still reaches the board, unless the device hangs."""
+        self._marks.put(None)
+        self._thread.join(CLOSE_S)
+        self._board.close()
+
+    def _put(self, mark: Callable[[int], None]) -> None:
+        self._marks.put((self._times.mark(), mark))
+
+    def _follow(self) -> None:
+        try:
+            while (found := self._marks.get()) is not None:
+                event, mark = found
+                mark(self._times.passed_ns(event))
+        except RuntimeError:  # the device has failed: readers find no writer
+            self._board.close()
+            raise
+
+
+def open_board(
+    config: WeftConfig,
+    cell: Schedule,
+    costs: CostModel,
+    *,
+    local_rank: int,
+    rank: int,
+    global_rank: int,
+    device: torch.device,
+) -> BubbleMarks | None:
+    """This rank's board, with the schedule's own prediction on it; None if bubbles are not published.
+
+    Args:
+        cell: the schedule of the rank's DP-cell.
+        costs: of one pipeline.
+        local_rank: LocalDPRank.
+        rank: pipeline rank.
+
+    Raises:
+        ValueError: the folder of boards is not this user's alone.
+    """
+    if not config.inference.enabled:
+        return None
+    work = [(span.start_s, span.end_s) for span in predict(cell, costs, local_rank).compute[rank]]
+    board = BoardWriter(
+        board_path(boards_folder(config, os.getuid()), global_rank),
+        rank=global_rank,
+        plan=work,
+        max_edges=2 * max(map(len, cell.rows)) + SPARE_EDGES,
+    )
+    return DeviceMarks(board, DeviceTimes(device)) if device.type == "cuda" else board

@@ -1,0 +1,83 @@
+"""What a step measured of itself, and the timeline made of all ranks' measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from weft.comm.exchange import gather
+from weft.engine.execution.executor import Mark
+from weft.engine.observability.clock import Clock
+from weft.pipeline.action import COMPUTE, SENDS, Op, parse_slot, slot_text
+from weft.pipeline.schedule import Schedule
+from weft.pipeline.timeline import Span, Timeline
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One rank's marks of one step.
+
+    Attributes:
+        start: the clock's mark at which the step began.
+        marks: every slot in the order of execution.
+        peak_bytes: highest sum of saved activation bytes.
+        peak_chunks: most chunk activations alive at once.
+    """
+
+    start: object
+    marks: Sequence[Mark]
+    peak_bytes: int
+    peak_chunks: int
+
+    def idle_share(self, clock: Clock) -> float:
+        """Share of the step in which this rank did not compute."""
+        busy_s = sum(
+            clock.seconds(mark.start, mark.end) for mark in self.marks if _LANES.get(mark.slot[0].op) == "compute"
+        )
+        return 1.0 - busy_s / clock.seconds(self.start, self.marks[-1].end)
+
+
+_LANES = {
+    **dict.fromkeys(COMPUTE | {Op.STEP}, "compute"),
+    **dict.fromkeys(SENDS, "send"),
+    **dict.fromkeys((Op.REDUCE_GRAD, Op.UNSHARD), "reduce"),
+}
+
+
+def gather_timeline(
+    record: StepRecord, clock: Clock, schedule: Schedule, rank: int, group: dist.ProcessGroup | None
+) -> Timeline:
+    """The measured timeline of one pipeline; a collective call over its ranks.
+
+    Ranks are aligned by their hosts' wall clocks at the time at which their devices began. Waits for
+    transfers leave no span: they are the bubbles between spans.
+
+    Args:
+        group: the pipeline's ranks; None for a pipeline of one.
+    """
+    mine = [
+        (slot_text(mark.slot), clock.seconds(record.start, mark.start), clock.seconds(record.start, mark.end))
+        for mark in record.marks
+        if mark.slot[0].op in _LANES
+    ]
+    entry = (rank, clock.wall_s(record.start), mine, record.peak_bytes, record.peak_chunks)
+    entries = [entry]
+    if group is not None:
+        entries = gather(entry, group=group)
+    entries.sort()
+    origin = min(started_at for _, started_at, *_ in entries)
+    spans = tuple(
+        Span(number, _LANES[slot[0].op], slot, started_at - origin + start_s, started_at - origin + end_s)
+        for number, started_at, spans_of_rank, *_ in entries
+        for text, start_s, end_s in spans_of_rank
+        for slot in [parse_slot(text)]
+    )
+    return Timeline(
+        name=f"{schedule.name} measured",
+        num_ranks=schedule.num_ranks,
+        spans=spans,
+        peak_bytes=tuple(float(peak) for *_, peak, _ in entries),
+        live_microbatches=tuple(chunks for *_, chunks in entries),
+    )

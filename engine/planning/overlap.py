@@ -1,0 +1,284 @@
+"""The overlap plan: Centauri's three tiers put to the collectives of ZeRO, stage by stage. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from math import inf
+
+from weft.comm.collectives import Choice, Collective, CollectiveCosts, Group, LinkClass, Primitive, choose
+from weft.conf.schema import WeftConfig
+from weft.engine.planning.memory import WEIGHT_BYTES, activation_memory
+from weft.pipeline.costs import CostModel, StageCost
+from weft.pipeline.placement import Placement
+from weft.pipeline.tiers import (
+    LayerCosts,
+    LayerPlan,
+    ModelCosts,
+    ModelPlan,
+    OperationCosts,
+    OperationPlan,
+    layer_tier,
+    model_tier,
+    operation_tier,
+)
+
+WHOLE = ((1.0,),)
+"""One chunk: what the operation tier starts from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroWork:
+    """What is sharded over the replicas of a pipeline.
+
+    Attributes:
+        zero_stage: 0 to 3.
+        group: the replicas of a virtual stage.
+        costs: of collectives over that group.
+        elements: parameters of each virtual stage.
+        gradient_bytes, weight_bytes: of one element.
+        memory_bytes: what saved activations of a rank may take, all its stages together.
+    """
+
+    zero_stage: int
+    group: Group
+    costs: CollectiveCosts
+    elements: tuple[int, ...]
+    gradient_bytes: int = 4
+    weight_bytes: int = 4
+    memory_bytes: float = inf
+
+    @classmethod
+    def of(
+        cls,
+        config: WeftConfig,
+        group: Group,
+        costs: CollectiveCosts,
+        elements: Sequence[int],
+        *,
+        stages: CostModel,
+        placement: Placement,
+        largest_block: int,
+        available: float,
+    ) -> ZeroWork:
+        """What ``config`` shards, over a group of replicas whose collectives cost so much.
+
+        Args:
+            stages: costs of the virtual stages.
+            largest_block, available: as of `activation_memory`.
+        """
+        memory_bytes = activation_memory(
+            config,
+            stages,
+            placement,
+            elements,
+            replicas=group.size,
+            largest_block=largest_block,
+            available=available,
+        )
+        return cls(
+            zero_stage=config.zero.stage,
+            group=group,
+            costs=costs,
+            elements=tuple(elements),
+            gradient_bytes=WEIGHT_BYTES[config.zero.communication_data_type],
+            weight_bytes=WEIGHT_BYTES[config.train.precision],
+            memory_bytes=memory_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A collective of a virtual stage: how it is carried out, and how its buffer is cut into chunks."""
+
+    choice: Choice
+    chunks: OperationPlan
+
+
+@dataclass(frozen=True)
+class StageOverlap:
+    """The three tiers' answers for one virtual stage.
+
+    Attributes:
+        reduce: of its gradients: a reduce-scatter, or the all-reduce of ZeRO-0.
+        gather: of its weights; for ZeRO-0 it does not happen, and takes no time.
+    """
+
+    stage: int
+    reduce: Transfer
+    gather: Transfer
+    layer: LayerPlan
+    model: ModelPlan
+
+    @property
+    def cuts(self) -> tuple[float, ...]:
+        """Where the stage's weights are cut into chunks, as shares of them.
+
+        A chunk is reduced and gathered whole, so the finer of the two has its way: gathers are
+        launched from the front on, reductions from the back.
+        """
+        ahead, behind = self.gather.chunks.granularity, self.reduce.chunks.granularity[::-1]
+        return tuple(accumulate((ahead if len(ahead) > len(behind) else behind)[:-1]))
+
+    def issued(self) -> Iterator[Collective]:
+        """What a step issues: reductions from the back on, then gathers from the front on.
+
+        Chunks end at the parameters' ends that are nearest to the cuts; here they end at the
+        cuts themselves. (At ZeRO stage 3 a block is gathered for each computation instead.)
+        """
+        chunks = list(pairwise((0.0, *self.cuts, 1.0)))
+        for begin, end in reversed(chunks):
+            yield _share(self.reduce.choice.rewrite.collective, end - begin)
+        for begin, end in chunks if self.gather.choice.cost_s else ():
+            yield _share(self.gather.choice.rewrite.collective, end - begin)
+
+    def lines(self) -> Iterator[str]:
+        """The choices with their reasons."""
+        for name, transfer in (("gradients", self.reduce), ("weights", self.gather)):
+            if transfer.choice.cost_s:
+                yield f"stage {self.stage}, {name}: {transfer.choice.rewrite}: {transfer.choice.reason}"
+                yield f"  operation tier: {_shares(transfer.chunks.granularity)}: {transfer.chunks.reason}"
+        if self.cuts:
+            yield f"  chunks end at {', '.join(f'{cut:.3g}' for cut in self.cuts)} of the weights"
+        yield f"  layer tier: {self.layer.first.value} first: {self.layer.reason}"
+        yield f"  model tier: {self.model.reason}"
+
+
+@dataclass(frozen=True)
+class OverlapPlan:
+    """What the three tiers decide for a run: `weft plan` prints it, the engine carries it out.
+
+    Attributes:
+        stages: of every virtual stage.
+        together: micro-batches of a chunk to launch in a row: the most that a stage asks for,
+            and one per rank at least.
+        memory_bytes: what saved activations of a rank may take.
+    """
+
+    stages: tuple[StageOverlap, ...]
+    together: int
+    memory_bytes: float = inf
+
+    @property
+    def cuts(self) -> dict[int, tuple[float, ...]]:
+        """`StageOverlap.cuts` by virtual stage."""
+        return {plan.stage: plan.cuts for plan in self.stages}
+
+    @property
+    def input_first(self) -> frozenset[int]:
+        """Stages whose backward gains by computing input gradients first, for which a stage before waits."""
+        return frozenset(plan.stage for plan in self.stages if plan.stage > 0 and plan.layer.gains_by_input_first)
+
+    def lines(self) -> Iterator[str]:
+        """The choices with their reasons."""
+        for plan in self.stages:
+            yield from plan.lines()
+        yield f"{self.together} micro-batches launched together cover the most, with schedule=interleaved"
+
+
+def plan_overlap(work: ZeroWork, costs: CostModel, placement: Placement, num_microbatches: int) -> OverlapPlan:
+    """Every virtual stage's plan, and how many micro-batches are launched together.
+
+    What can hide a collective is what its rank computes just before it is needed: the forward
+    of the stage before on that rank (none for the first) hides the gather, the backward of the
+    stage after it in the backward's order hides the reduction; both times as many micro-batches
+    as the model tier launches together.
+
+    Raises:
+        ValueError: a primitive was not measured on a class of link, or a single micro-batch
+            exceeds the memory.
+    """
+    held = placement.rank_stages
+    plans = []
+    for stage in range(placement.num_stages):
+        mine = held[placement.stage_ranks[stage]]
+        before = costs.stages[mine[mine.index(stage) - 1]] if stage != mine[0] else None
+        share = replace(work, memory_bytes=work.memory_bytes / len(mine))
+        plans.append(_plan_stage(share, stage, costs.stages[stage], before, num_microbatches))
+    wanted = max(max(plan.model.l1, plan.model.l2) for plan in plans)
+    together = min(max(wanted, placement.num_ranks), max(num_microbatches, placement.num_ranks))
+    return OverlapPlan(tuple(plans), together, work.memory_bytes)
+
+
+def with_collectives(costs: CostModel, plan: OverlapPlan) -> CostModel:
+    """The costs with each stage's reduction and gather in them, for the simulator."""
+    stages = [
+        replace(cost, reduce_s=plan.reduce.choice.cost_s, unshard_s=plan.gather.choice.cost_s)
+        for cost, plan in zip(costs.stages, plan.stages, strict=True)
+    ]
+    return replace(costs, stages=tuple(stages))
+
+
+def _plan_stage(
+    work: ZeroWork, stage: int, cost: StageCost, before: StageCost | None, num_microbatches: int
+) -> StageOverlap:
+    backward_s = cost.input_s + cost.weight_s
+    primitive = Primitive.reduce_scatter if work.zero_stage else Primitive.all_reduce
+    reduce = _choose(work, primitive, stage, work.gradient_bytes)
+    gather = _choose(work, Primitive.all_gather, stage, work.weight_bytes if work.zero_stage else 0)
+    model = model_tier(
+        ModelCosts(
+            c_ag=gather.cost_s,
+            c_rs=reduce.cost_s,
+            c_fw=cost.forward_s,
+            c_bw=backward_s,
+            m=cost.activation_bytes,
+            memory=work.memory_bytes,
+            mb=num_microbatches,
+        )
+    )
+    forward_before = before.forward_s * max(model.l1, 1) if before else 0.0
+    backward_after = (before.input_s + before.weight_s) * max(model.l2, 1) if before else 0.0
+    layer = layer_tier(
+        LayerCosts(
+            g_act=cost.input_s,
+            g_w=cost.weight_s,
+            g_w_rs=reduce.cost_s,
+            w_ag=gather.cost_s if work.zero_stage == 3 else 0.0,
+            others=backward_after,
+        )
+    )
+    return StageOverlap(
+        stage,
+        Transfer(reduce, _cut(reduce, work, in_cost=backward_after, comp_cost=0.0)),
+        Transfer(gather, _cut(gather, work, in_cost=forward_before, comp_cost=cost.forward_s)),
+        layer,
+        model,
+    )
+
+
+def _share(whole: Collective, share: float) -> Collective:
+    """The collective over so much of the elements, in whole shards."""
+    elements = share * whole.dims[0]
+    return replace(whole, dims=(round(elements / whole.group.size) * whole.group.size,))
+
+
+def _choose(work: ZeroWork, primitive: Primitive, stage: int, itemsize: int) -> Choice:
+    padded = -(-work.elements[stage] // work.group.size) * work.group.size
+    return choose(Collective.flat(primitive, work.group, num_elements=padded, itemsize=itemsize), work.costs)
+
+
+def _cut(choice: Choice, work: ZeroWork, *, in_cost: float, comp_cost: float) -> OperationPlan:
+    rewrite = choice.rewrite
+    inter_s = sum(
+        seconds
+        for step, seconds in zip(rewrite.steps, work.costs.steps_s(rewrite), strict=True)
+        if rewrite.mesh.links[step.axis] is LinkClass.inter
+    )
+    sizes = dict(zip(rewrite.mesh.links, rewrite.mesh.shape, strict=True))
+    return operation_tier(
+        OperationCosts(
+            comm_cost=choice.cost_s,
+            in_cost=in_cost,
+            comp_cost=comp_cost,
+            cost_inter=inter_s,
+            inter_size=sizes.get(LinkClass.inter, 1),
+            intra_size=sizes.get(LinkClass.intra, 1),
+        )
+    )
+
+
+def _shares(granularity: tuple[float, ...]) -> str:
+    count = len(granularity)
+    return "1 chunk" if count == 1 else f"{count} chunks of {', '.join(f'{share:.3g}' for share in granularity)}"

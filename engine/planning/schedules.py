@@ -1,0 +1,231 @@
+"""From the configuration to the placement and the schedule. No torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from weft.conf.checks import chunks_of, settled_placement
+from weft.conf.schema import PipelineConfig, PlacementKind
+from weft.engine.planning.overlap import OverlapPlan
+from weft.pipeline.action import SENDS, Op, receive_of
+from weft.pipeline.cell import add_relays, pipeline_of, side_by_side, uplink_order
+from weft.pipeline.choice import choose, placements
+from weft.pipeline.costs import CostModel
+from weft.pipeline.generators import generate, generators
+from weft.pipeline.lowering import as_run, lower, split_backwards
+from weft.pipeline.memory import peak_bytes
+from weft.pipeline.placement import Placement
+from weft.pipeline.profile import load_costs, load_pieces
+from weft.pipeline.schedule import Schedule
+from weft.pipeline.serialization import load_schedule
+from weft.pipeline.simulation import simulate
+from weft.pipeline.validation import validate
+
+SPLIT_GAIN = 0.05
+"""Share of the step that split backwards must save on paper; their bookkeeping, up to a tenth of a
+small model's step, is not in the costs."""
+
+
+def open_placements(config: PipelineConfig, sites: tuple[int, ...] = ()) -> dict[str, Placement]:
+    """The placements that the configuration allows: one, unless `auto` is to compare them.
+
+    Args:
+        sites: pipeline ranks per site; empty is one site.
+
+    Raises:
+        ValueError: the schedule's file cannot be read, or is that of a cell.
+    """
+    if config.schedule.value == "file":
+        placement = load_schedule(Path(config.schedule_file)).placement
+        if placement.pipelines > 1:
+            raise ValueError(
+                f"pipeline.schedule_file={config.schedule_file}: it is of a cell of {placement.pipelines} pipelines; "
+                "write that of one, and set comm.cell"
+            )
+        return {"file": replace(placement, sites=sites or (placement.num_ranks,))}
+    kind, stages = settled_placement(config), config.stages
+    if kind is None:
+        return placements(stages, sites)
+    chunks = chunks_of(kind, config)
+    match kind:
+        case PlacementKind.interleaved:
+            placement = Placement.interleaved(stages, chunks, sites)
+        case PlacementKind.fold:
+            placement = Placement.fold(stages, sites=sites)
+        case PlacementKind.site_fold:
+            placement = Placement.site_fold(sites or (stages,))
+        case PlacementKind.site_interleaved:
+            placement = Placement(sites or (stages,), "d" * chunks, sites or (stages,))
+        case _:
+            placement = Placement.straight(stages, sites)
+    return {kind.name: placement}
+
+
+def plan_placement(
+    config: PipelineConfig,
+    sites: tuple[int, ...] = (),
+    *,
+    costs_of: Callable[[Placement], CostModel],
+    pipelines: int = 1,
+) -> Placement:
+    """The placement that the configuration names, or whose step `auto` finds to be the shortest.
+
+    Args:
+        sites: pipeline ranks per site; empty is one site.
+        costs_of: of one pipeline on a placement; a ValueError says that the model cannot be cut so.
+        pipelines: of a DP-cell.
+
+    Raises:
+        ValueError: the schedule's file cannot be read, or no placement can be had.
+    """
+    candidates = open_placements(config, sites)
+    if len(candidates) == 1:
+        return next(iter(candidates.values()))
+    cap = float(config.memory_cap_bytes) or None
+    chosen = choose(candidates, costs_of, config.microbatches, pipelines=pipelines, memory_cap_bytes=cap)
+    return chosen.best.schedule.placement.single
+
+
+def read_costs(config: PipelineConfig, num_stages: int) -> CostModel:
+    """The costs that ``config.costs_file`` gives.
+
+    Raises:
+        ValueError: the file cannot be read, or is for another number of virtual stages.
+    """
+    path = Path(config.costs_file).expanduser()
+    try:
+        return load_pieces(path).cut(num_stages) if settled_placement(config) is None else load_costs(path, num_stages)
+    except ValueError as error:
+        raise ValueError(f"pipeline.costs_file: {error}; a run with train.timeline=true leaves one") from error
+
+
+def plan_schedule(
+    config: PipelineConfig,
+    placement: Placement,
+    *,
+    num_microbatches: int = 0,
+    costs: CostModel | None = None,
+    pipelines: int = 1,
+    zero_stage: int = 0,
+    overlap: OverlapPlan | None = None,
+) -> Schedule:
+    """The lowered, validated schedule of one training step.
+
+    Args:
+        num_microbatches: instead of ``config.microbatches``; 0 takes that.
+        costs: of one pipeline, for schedules that look at them; unit costs otherwise.
+        pipelines: of a DP-cell, which is planned as a whole.
+        zero_stage: what replicas shard: 0 to 3.
+        overlap: whose layer and model tier fixed schedules carry out, as far as memory allows.
+
+    Raises:
+        ValueError: the kind does not go with the placement or the number of micro-batches,
+            or the result exceeds the memory cap.
+    """
+    cap = float(config.memory_cap_bytes) or None
+    alone = costs or CostModel.unit(placement.num_stages)
+    costs = alone.for_cell(pipelines)
+    kind = config.schedule.value
+    as_one = kind == "auto" and pipelines > 1
+    if kind == "file":
+        schedule = replace(load_schedule(Path(config.schedule_file)), placement=placement)
+    else:
+        schedule = generate(
+            kind,
+            replace(placement, pipelines=pipelines) if as_one else placement,
+            num_microbatches or config.microbatches,
+            costs=costs if as_one else alone,
+            memory_cap_bytes=cap,
+            search_seconds=config.search_seconds,
+            launch_together=config.launch_together,
+        )
+        if overlap is not None and not generators()[kind].looks_at_costs:
+            schedule = _obey(schedule, config, alone, overlap)
+    if not as_one:
+        schedule = side_by_side(schedule, pipelines)
+    lowered = add_relays(lower(as_run(schedule, config.pair_scale), zero_stage=zero_stage), costs)
+    validate(lowered, costs=costs, memory_cap_bytes=cap)
+    return lowered
+
+
+def _obey(schedule: Schedule, config: PipelineConfig, costs: CostModel, overlap: OverlapPlan) -> Schedule:
+    """The fixed schedule with as many micro-batches launched together, and the gradients first, that the plan says."""
+    kind, least = config.schedule.value, schedule.placement.num_ranks
+
+    def launching(count: int) -> Schedule:
+        return generate(kind, schedule.placement, schedule.num_microbatches, launch_together=count)
+
+    if generators()[kind].goes_in_rounds and not config.launch_together:
+        more = range(least + 1, overlap.together + 1)
+        fits = bisect_right(more, overlap.memory_bytes, key=lambda count: peak_bytes(launching(count), costs))
+        schedule = launching(least + fits) if fits else schedule
+    if not overlap.input_first:
+        return schedule
+    split = split_backwards(schedule, overlap.input_first)
+    gains = simulate(split, costs).step_s < (1 - SPLIT_GAIN) * simulate(schedule, costs).step_s
+    return split if gains and peak_bytes(split, costs) <= overlap.memory_bytes else schedule
+
+
+def plan_cells(
+    config: PipelineConfig,
+    placement: Placement,
+    sizes: Collection[int],
+    *,
+    costs: CostModel,
+    num_microbatches: int = 0,
+    zero_stage: int = 0,
+    overlap: OverlapPlan | None = None,
+) -> dict[int, Schedule]:
+    """The schedules of DP-cells of these sizes; see `plan_schedule`."""
+    return {
+        size: plan_schedule(
+            config,
+            placement,
+            num_microbatches=num_microbatches,
+            costs=costs,
+            pipelines=size,
+            zero_stage=zero_stage,
+            overlap=overlap,
+        )
+        for size in sorted(set(sizes))
+    }
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What a rank does in a step, as a part of its DP-cell.
+
+    Attributes:
+        cell: the schedule of all pipelines of the cell.
+        schedule: that of the rank's own pipeline.
+        turns: by tag of what the rank sends between sites, its place among all transfers that
+            the cell's uplinks carry there.
+    """
+
+    cell: Schedule
+    schedule: Schedule
+    turns: Mapping[str, int]
+
+    @classmethod
+    def of(cls, cell: Schedule, local_rank: int, pipe_rank: int) -> RankPlan:
+        """The part of pipeline rank ``pipe_rank`` of pipeline ``local_rank``."""
+        single = cell.placement.single
+        carried = uplink_order(cell, local_rank * single.num_ranks + pipe_rank)
+        turns = {
+            str(receive_of(action._replace(stage=action.stage - local_rank * single.num_stages))): turn
+            for turn, action in enumerate(carried)
+            if action.op in SENDS
+        }
+        return cls(cell, pipeline_of(cell, local_rank), turns)
+
+
+def plan_evaluation(placement: Placement, num_microbatches: int, *, zero_stage: int = 0) -> Schedule:
+    """The lowered schedule of an evaluation: forwards and what they need only, in any number."""
+    keep = {Op.F, Op.SEND_F, Op.RECV_F, Op.UNSHARD, Op.RESHARD}
+    schedule = generate("gpipe", placement, num_microbatches)
+    forwards = schedule.with_rows([[slot for slot in row if slot[0].op is Op.F] for row in schedule.rows])
+    schedule = lower(forwards, zero_stage=zero_stage)
+    return schedule.with_rows([[slot for slot in row if slot[0].op in keep] for row in schedule.rows])

@@ -1,0 +1,141 @@
+"""One board as it lies in memory, seen by a reader: its rows, read whole, and whether its writer lives.
+
+A view never changes: of several threads that read, each keeps the one that it began with, whatever
+the name in the file system stands for meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.inference.board.forecast import Forecast, forecast, planned
+from weft.inference.board.futex import Futex
+from weft.inference.board.layout import (
+    H_BELL,
+    H_EDGES,
+    H_HEARTBEAT,
+    H_PID,
+    H_PLANNED,
+    H_RANK,
+    H_ROWS,
+    H_STARTED,
+    H_STEP,
+    HEADER,
+    R_COUNT,
+    R_GENERATION,
+    R_KIND,
+    R_STEP,
+    ROW_HEADER,
+    WORD_BYTES,
+    map_board,
+    row_at,
+)
+from weft.inference.board.process_identity import start_ticks
+
+SILENCE_S = 0.5
+"""A writer that has given no sign of life for this long is taken for dead."""
+ATTEMPTS = 100
+"""Reads of a row that a writer is changing."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step's row.
+
+    Attributes:
+        step: the training step.
+        kind: steps of one kind are alike.
+        edges: marks in nanoseconds of CLOCK_MONOTONIC, at least one; see `board_layout`.
+    """
+
+    step: int
+    kind: int
+    edges: tuple[int, ...]
+
+
+class BoardView:
+    """The board behind one file, for as long as anyone keeps the view."""
+
+    def __init__(self, path: Path) -> None:
+        """Map the board that ``path`` names now.
+
+        Raises:
+            OSError: it cannot be opened.
+            ValueError: it is no board of this user's; see `map_board`.
+        """
+        self.path = path
+        memory, self.file = map_board(path)
+        self._words = memoryview(memory).cast("Q")
+        self.bell = Futex(memoryview(memory), H_BELL * WORD_BYTES)
+        self._num_rows, self._num_edges = self._words[H_ROWS], self._words[H_EDGES]
+        self._forecast: tuple[int, Forecast] | None = None
+
+    @property
+    def writer(self) -> int:
+        """The process id of its writer; 0 once training has ended."""
+        return self._words[H_PID]
+
+    @property
+    def rank(self) -> int:
+        """The global rank whose board it is."""
+        return self._words[H_RANK]
+
+    def why_dead(self, now_s: float) -> str:
+        """Why its writer is not alive; empty if it is."""
+        words = self._words
+        if not words[H_PID]:
+            return f"{self.path}: training has ended"
+        row = row_at(words[H_STEP], self._num_rows, self._num_edges) + ROW_HEADER
+        count = min(words[row - ROW_HEADER + R_COUNT], self._num_edges)
+        marked = words[row + max(count, 1) - 1]
+        silent_s = now_s - max(words[H_HEARTBEAT], marked) / 1e9
+        if silent_s <= SILENCE_S:
+            return ""
+        if start_ticks(words[H_PID]) != words[H_STARTED]:
+            return f"{self.path}: the trainer (process {words[H_PID]}) is dead"
+        return f"{self.path}: the trainer (process {words[H_PID]}) has been silent for {silent_s:.1f} s"
+
+    def running(self) -> Row | None:
+        """The step under way; None before the first."""
+        return self._row(self._words[H_STEP])
+
+    def rows(self) -> list[Row]:
+        """The remembered steps, in order, the running one last."""
+        newest = self._words[H_STEP]
+        steps = range(max(1, newest - self._num_rows + 1), newest + 1)
+        return [row for row in map(self._row, steps) if row is not None]
+
+    def learn(self, running: Row) -> Forecast:
+        """From the steps before this one that are of its kind, and like the last of them."""
+        known = self._forecast
+        if known is None or known[0] != running.step:
+            self._forecast = known = running.step, self._forecast_for(running)
+        return known[1]
+
+    def _row(self, step: int) -> Row | None:
+        """A step's row, read whole; None before the first, or if another step has taken its place."""
+        words, first = self._words, row_at(step, self._num_rows, self._num_edges)
+        for _ in range(ATTEMPTS if step else 0):
+            generation = words[first + R_GENERATION]
+            count, kind, found = words[first + R_COUNT], words[first + R_KIND], words[first + R_STEP]
+            edges = words[first + ROW_HEADER : first + ROW_HEADER + min(count, self._num_edges)].tolist()
+            if generation & 1 or words[first + R_GENERATION] != generation:
+                continue
+            if found != step:
+                return None
+            # An edge that is not there yet although it is counted: another core saw the stores
+            # in another order.
+            if edges and all(edges):
+                return Row(step, kind, tuple(edges))
+        return None
+
+    def _forecast_for(self, running: Row) -> Forecast:
+        rows = self.rows()
+        ended = [row for row in rows if row.step < running.step and row.kind == running.kind]
+        alike = [row for row in ended if len(row.edges) == len(ended[-1].edges)]
+        if not alike:
+            count = min(self._words[H_PLANNED], self._num_edges)
+            return planned([edge / 1e9 for edge in self._words[HEADER : HEADER + count].tolist()])
+        steps = [[(edge - row.edges[0]) / 1e9 for edge in row.edges] for row in alike]
+        return forecast(steps, [row.edges[0] / 1e9 for row in rows])

@@ -1,0 +1,148 @@
+"""The bubble board, as the training engine writes it: when this rank computes, and when it does not.
+
+Nothing here waits for a reader, and nothing a reader does can be noticed. A mark is two stores
+into shared memory; readers are woken when a bubble opens that is long enough to be of use.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic_ns
+
+from weft.inference.board.futex import Futex
+from weft.inference.board.layout import (
+    H_BELL,
+    H_EDGES,
+    H_HEARTBEAT,
+    H_MAGIC,
+    H_PID,
+    H_PLANNED,
+    H_RANK,
+    H_ROWS,
+    H_STARTED,
+    H_STEP,
+    H_VERSION,
+    HEADER,
+    MAGIC,
+    R_COUNT,
+    R_GENERATION,
+    R_KIND,
+    R_STEP,
+    ROW_HEADER,
+    ROWS,
+    VERSION,
+    WORD_BYTES,
+    board_path,
+    make_board,
+    num_words,
+    publish,
+    row_at,
+)
+from weft.inference.board.process_identity import own_identity
+
+__all__ = ["HEARTBEAT_S", "BoardWriter", "board_path"]
+
+HEARTBEAT_S = 0.1
+"""Seconds between signs of life."""
+WAKING_GAP_NS = 1_000_000
+"""Gaps that were shorter than this in the step before wake nobody."""
+
+
+class BoardWriter:
+    """One rank's board; the calls of a step are `begin`, then `busy` and `idle` in turn.
+
+    A `busy` while busy, or an `idle` while idle, does nothing, so marks may be nested.
+    """
+
+    def __init__(self, path: Path, *, rank: int, plan: Sequence[tuple[float, float]], max_edges: int) -> None:
+        """Publish a new board in place of an older one.
+
+        Args:
+            path: its file; see `board_path`.
+            rank: global rank.
+            plan: predicted work of a step, (start, end) in seconds from its begin, in order.
+            max_edges: most marks of a step; later ones are left out, and nothing is predicted there.
+
+        Raises:
+            OSError: no shared memory, or no futex.
+            ValueError: the folder is not this user's alone.
+        """
+        self.path = path
+        max_edges = max(max_edges, 2 * len(plan) + 1)
+        self._memory = make_board(path, num_words(ROWS, max_edges))
+        self._words = words = memoryview(self._memory).cast("Q")
+        words[H_ROWS], words[H_EDGES], words[H_RANK] = ROWS, max_edges, rank
+        words[H_PID], words[H_STARTED] = own_identity()
+        words[H_HEARTBEAT] = monotonic_ns()
+        edges = [0, *(round(time_s * 1e9) for work in plan for time_s in work)]
+        words[H_PLANNED] = len(edges) - 1 if plan else 0  # the last work has no end of its own
+        for index, edge in enumerate(edges[: words[H_PLANNED]]):
+            words[HEADER + index] = edge
+        words[H_VERSION], words[H_MAGIC] = VERSION, MAGIC
+        self._bell = Futex(memoryview(self._memory), H_BELL * WORD_BYTES)
+        self._max_edges = max_edges
+        self._step = 0
+        self._row = row_at(0, ROWS, max_edges)
+        self._count = 0
+        self._gaps_before: list[int] = []
+        self._zeros = memoryview(bytes(max_edges * WORD_BYTES)).cast("Q")
+        self._closing = threading.Event()
+        publish(path)
+        threading.Thread(target=self._beat, name="weft-board", daemon=True).start()
+
+    def begin(self, kind: int, at_ns: int | None = None) -> None:
+        """A step begins: nothing to compute until the first `busy`.
+
+        Args:
+            kind: steps of one kind are alike; the number of micro-batches is a good one.
+            at_ns: when, by `time.monotonic_ns`; None is now.
+        """
+        now = monotonic_ns() if at_ns is None else at_ns
+        words, before, count = self._words, self._row, self._count
+        times = words[before + ROW_HEADER : before + ROW_HEADER + count].tolist()
+        self._gaps_before = [later - earlier for earlier, later in zip(times[::2], times[1::2], strict=False)]
+        self._step += 1
+        self._row = row = row_at(self._step, ROWS, self._max_edges)
+        words[row + R_GENERATION] += 1
+        words[row + ROW_HEADER : row + ROW_HEADER + self._max_edges] = self._zeros
+        words[row + ROW_HEADER] = now
+        words[row + R_STEP], words[row + R_KIND], words[row + R_COUNT] = self._step, kind, 1
+        words[row + R_GENERATION] += 1
+        words[H_STEP] = self._step
+        self._count = 1
+        self._wake()
+
+    def busy(self, at_ns: int | None = None) -> None:
+        """The rank starts to compute; ``at_ns`` as in `begin`."""
+        if self._count & 1:
+            self._mark(at_ns)
+
+    def idle(self, at_ns: int | None = None) -> None:
+        """The rank has nothing to compute until the next `busy`; ``at_ns`` as in `begin`."""
+        if self._count and not self._count & 1:
+            self._mark(at_ns)
+            self._wake()
+
+    def _mark(self, at_ns: int | None) -> None:
+        count = self._count
+        if count < self._max_edges:
+            self._words[self._row + ROW_HEADER + count] = monotonic_ns() if at_ns is None else at_ns
+            self._count = self._words[self._row + R_COUNT] = count + 1
+
+    def _wake(self) -> None:
+        gap = self._count // 2
+        if gap >= len(self._gaps_before) or self._gaps_before[gap] >= WAKING_GAP_NS:
+            self._bell.ring()
+
+    def _beat(self) -> None:
+        while not self._closing.wait(HEARTBEAT_S):
+            self._words[H_HEARTBEAT] = monotonic_ns()
+
+    def close(self) -> None:
+        """Take the board away: readers find no writer at once."""
+        self._closing.set()
+        self._words[H_PID] = 0
+        self._bell.ring()
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Which worker ends a prompt soonest: prefill costs, bubble patterns, placement, replay."""

@@ -1,0 +1,166 @@
+"""What a prefill chunk costs: learnt from the chunks that ran, and cautious.
+
+A chunk of n tokens after c tokens of context takes ``A + B n + C (n c + n^2 / 2)``: a step's
+fixed cost, the matrices, the attention. The three are fitted by least squares over relative
+errors, none below zero. A step after an idle gap is slower than its like back to back (caches
+and clocks have gone cold), so a high quantile of the fit's errors is kept per class of gap.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass, field
+from math import ceil, sqrt
+from pathlib import Path
+from typing import Any
+
+from weft.inference.placement.nonnegative_fit import PRIOR, Coefficients, Sums, features
+
+GAPS_S = (0.001, 0.005, 0.02, 0.1, 0.5)
+"""Borders between classes of idle time before a step."""
+MEMORY = 128
+"""Steps per class of gap whose errors are kept."""
+PRIOR_SCALE = 1.5
+"""Factor on the fit for a class of gap without measurements."""
+TRUSTED = 8
+"""Measurements that make a class of gap's own quantile count."""
+FORMAT = 1
+
+Chunk = tuple[int, float, float]
+"""Tokens, context, seconds."""
+
+
+@dataclass(kw_only=True)
+class PrefillCost:
+    """The cost of chunks on one machine for one model; `observe` teaches it.
+
+    Attributes:
+        quantile: share of chunks that are to take no longer than predicted.
+        steps: chunks learnt from.
+    """
+
+    quantile: float = 0.98
+    steps: int = 0
+    _fit: Coefficients = PRIOR
+    _sums: Sums = field(default_factory=Sums)
+    _seen: list[deque[Chunk]] = field(default_factory=lambda: [deque(maxlen=MEMORY) for _ in range(len(GAPS_S) + 1)])
+    _scales: list[float] = field(default_factory=lambda: [PRIOR_SCALE] * (len(GAPS_S) + 1))
+
+    def typical_s(self, tokens: int, context: float) -> float:
+        """Seconds that a chunk of ``tokens`` after ``context`` tokens takes on average."""
+        return sum(a * x for a, x in zip(self._fit, features(tokens, context), strict=True))
+
+    def predict_s(self, tokens: int, context: int, gap_s: float) -> float:
+        """Seconds that such a chunk is unlikely to exceed.
+
+        Args:
+            tokens: of the chunk; of all requests' chunks together, if several run as one step.
+            context: tokens computed before it.
+            gap_s: how long the worker was idle before.
+        """
+        return self.typical_s(tokens, context) * self._scales[bisect_right(GAPS_S, gap_s)]
+
+    def tokens_within(self, seconds: float, context: int, gap_s: float, most: int) -> int:
+        """The longest chunk, up to ``most`` tokens, that is predicted to end within ``seconds``; 0 if none is."""
+        a, b, c = self._fit
+        budget_s = seconds / self._scales[bisect_right(GAPS_S, gap_s)] - a
+        linear = b + c * context
+        if budget_s <= 0.0 or most <= 0:
+            return 0
+        if c > 0.0:
+            tokens = (-linear + sqrt(linear * linear + 2.0 * c * budget_s)) / c
+        else:
+            tokens = budget_s / linear if linear > 0.0 else float(most)
+        return min(most, int(tokens))
+
+    def whole_s(self, tokens: int, *, context: int = 0, chunk: int, gap_s: float = 0.0) -> float:
+        """Seconds that a prompt takes in chunks of ``chunk`` tokens, one after the other."""
+        chunks = ceil(tokens / chunk) if tokens > 0 else 0
+        total_s = 0.0
+        for index in range(chunks):
+            done = index * chunk
+            total_s += self.predict_s(min(chunk, tokens - done), context + done, gap_s if index == 0 else 0.0)
+        return total_s
+
+    def observe(self, tokens: int, context: float, gap_s: float, seconds: float) -> None:
+        """Learn from a chunk that took ``seconds``."""
+        if tokens <= 0 or seconds <= 0.0:
+            return
+        gap = bisect_right(GAPS_S, gap_s)
+        self._sums.add(tokens, context, seconds)
+        self._fit = self._sums.fit()
+        self._seen[gap].append((tokens, context, seconds))
+        if len(self._seen[gap]) >= TRUSTED:
+            ratios = sorted(took_s / self.typical_s(n, c) for n, c, took_s in self._seen[gap])
+            self._scales[gap] = ratios[ceil(self.quantile * len(ratios)) - 1]
+        self.steps += 1
+
+    def __str__(self) -> str:
+        a, b, c = self._fit
+        scales = ", ".join(
+            f"{scale:.2f} {'after ' if border else 'below '}{1e3 * (border or GAPS_S[0]):g} ms"
+            for border, scale, seen in zip((0.0, *GAPS_S), self._scales, self._seen, strict=True)
+            if len(seen) >= TRUSTED
+        )
+        return (
+            f"{1e3 * a:.2f} ms + {1e6 * b:.1f} us n + {1e9 * c:.1f} ns (n c + n^2 / 2), times {scales or 'the prior'}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON value from which `from_dict` makes an equal model."""
+        return {
+            "format": FORMAT,
+            "quantile": self.quantile,
+            "steps": self.steps,
+            "fit": self._fit,
+            "square": self._sums.square,
+            "right": self._sums.right,
+            "seen": [list(chunks) for chunks in self._seen],
+            "scales": self._scales,
+        }
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> PrefillCost:
+        """The model that `to_dict` wrote.
+
+        Raises:
+            ValueError: written by another version.
+        """
+        if value.get("format") != FORMAT:
+            raise ValueError(f"format={value.get('format')}: this Weft reads {FORMAT}; remove the file to learn anew")
+        return cls(
+            quantile=value["quantile"],
+            steps=value["steps"],
+            _fit=tuple(value["fit"]),
+            _sums=Sums(square=value["square"], right=value["right"]),
+            _seen=[deque(map(tuple, chunks), maxlen=MEMORY) for chunks in value["seen"]],
+            _scales=value["scales"],
+        )
+
+    def save(self, path: Path) -> None:
+        """Write to a file, whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(json.dumps(self.to_dict()))
+        draft.replace(path)
+
+    @classmethod
+    def load(cls, path: Path, *, quantile: float) -> PrefillCost:
+        """What was learnt in earlier runs; a new model if there is no such file.
+
+        Raises:
+            ValueError: the file is no cost model, or one of another version.
+        """
+        try:
+            text = path.read_text()
+        except FileNotFoundError:
+            return cls(quantile=quantile)
+        try:
+            model = cls.from_dict(json.loads(text))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
+        model.quantile = quantile
+        return model

@@ -1,0 +1,212 @@
+"""The replay: a trace of prompts against the bubbles of many ranks, as discrete events."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from itertools import count, islice
+from math import inf
+from pathlib import Path
+from time import perf_counter_ns
+
+from weft.inference.placement.bubble_pattern import BubblePattern
+from weft.inference.placement.prefill_placement import PrefillPlacement
+from weft.inference.placement.prompt_work import PromptWork
+
+SAME_SHARE = 0.005
+"""Difference between windows, of all prompts, of the deadline and of the ranks' time, that counts as none."""
+MOST_WINDOWS = 60
+"""Windows after which no steady state is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A prompt: when it comes, counted from the first, and how long it is."""
+
+    at_s: float
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What came of the prompts that arrived in a window of time.
+
+    Attributes:
+        seconds: length of the window.
+        waits_s: of each prompt taken, from its arrival to the begin of its first chunk: other
+            prompts before it, and bubbles that open later but finish it sooner.
+        queued_s: of each prompt taken, how much later it ends than if it were the only one.
+        ttfts_s: of each prompt taken, from its arrival to its end.
+        refused: prompts that no worker would have ended in time.
+        prefill_share: of all ranks' time in the window, what they spent on prefills.
+        places_us: microseconds that each placement took.
+        steady: whether the windows before were like this one.
+    """
+
+    seconds: float
+    waits_s: Sequence[float]
+    queued_s: Sequence[float]
+    ttfts_s: Sequence[float]
+    refused: int
+    prefill_share: float
+    places_us: Sequence[float]
+    steady: bool = False
+
+    @property
+    def refused_share(self) -> float:
+        """Of the prompts that arrived; 0.0 if none did."""
+        return self.refused / max(1, self.refused + len(self.ttfts_s))
+
+    @property
+    def mean_queued_s(self) -> float:
+        """Of the prompts taken; 0.0 if none was."""
+        return sum(self.queued_s) / max(1, len(self.queued_s))
+
+
+def read_trace(path: Path) -> list[Arrival]:
+    """The prompts of a CSV file with the columns TIMESTAMP and ContextTokens, as Azure publishes them.
+
+    Raises:
+        ValueError: it cannot be read, or is no such file; names the line.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.DictReader(file)
+            if not {"TIMESTAMP", "ContextTokens"} <= set(rows.fieldnames or ()):
+                raise ValueError(f"trace {path}: no columns TIMESTAMP and ContextTokens; give a trace of that form")
+            found = [_row(path, rows.line_num, row) for row in rows]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"trace {path}: cannot be read ({error})") from error
+    if len(found) < 2:
+        raise ValueError(f"trace {path}: {len(found)} prompts; a replay needs at least 2")
+    found.sort()
+    if found[0][0] == found[-1][0]:
+        raise ValueError(f"trace {path}: all {len(found)} prompts have one TIMESTAMP, which is no rate; spread them")
+    return [Arrival(time - found[0][0], tokens) for time, tokens in found]
+
+
+def _row(path: Path, line: int, row: dict[str, str]) -> tuple[float, int]:
+    try:
+        # Seven decimals of a second in the file, of which a datetime takes six.
+        time = datetime.fromisoformat(row["TIMESTAMP"][:26])
+        tokens = int(row["ContextTokens"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"trace {path}, line {line}: {error}") from error
+    if tokens < 1:
+        raise ValueError(f"trace {path}, line {line}: ContextTokens={tokens}: a prompt has at least 1 token")
+    return (time - datetime(1970, 1, 1)).total_seconds(), tokens
+
+
+def length_s(trace: Sequence[Arrival]) -> float:
+    """Seconds after which a trace can begin again, with a usual pause behind its last prompt."""
+    return trace[-1].at_s * len(trace) / (len(trace) - 1)
+
+
+def sped_up(trace: Sequence[Arrival], factor: float) -> Iterator[Arrival]:
+    """The trace ``factor`` times as fast, from the beginning again and again.
+
+    Raises:
+        ValueError: the factor is not above 0, or the trace has no length: it would never get anywhere.
+    """
+    if not 0.0 < factor < inf or length_s(trace) <= 0.0:
+        raise ValueError(f"a trace of {length_s(trace):g} s cannot be sped up {factor:g} times")
+    for loop in count():
+        for arrival in trace:
+            yield Arrival((loop * length_s(trace) + arrival.at_s) / factor, arrival.tokens)
+
+
+def replay(
+    patterns: Sequence[BubblePattern],
+    arrivals: Iterable[Arrival],
+    work: PromptWork,
+    *,
+    window_s: float,
+    deadline_s: float = inf,
+) -> Iterator[Replay]:
+    """Place every prompt when it arrives, on the worker that finishes it soonest; one result for each window.
+
+    A window is told when a prompt beyond it arrives, or none does any more.
+
+    Args:
+        patterns: of each rank's worker; its overhead is that of ``work``.
+        arrivals: in order.
+        window_s: length of a window.
+        deadline_s: longest time to the first token; what takes longer is refused.
+    """
+    placement, idle = (PrefillPlacement(patterns[0].period_s) for _ in range(2))
+    for worker, pattern in enumerate(patterns):
+        placement.set(worker, pattern, 0.0)
+        idle.set(worker, pattern, 0.0)
+    busy_s: defaultdict[int, float] = defaultdict(float)
+    window = _Window(0)
+    for arrival in arrivals:
+        while arrival.at_s >= (window.number + 1) * window_s:
+            yield window.told(window_s, busy_s.pop(window.number, 0.0) / (window_s * len(patterns)))
+            window = _Window(window.number + 1)
+        work_s = work.work_s(arrival.tokens)
+        begun_ns = perf_counter_ns()
+        slot = placement.find(arrival.at_s, work_s)
+        if slot is None or slot.end_s - arrival.at_s > deadline_s:
+            window.refused += 1
+            continue
+        placement.take(slot)
+        window.places_us.append((perf_counter_ns() - begun_ns) / 1e3)
+        window.waits_s.append(slot.begin_s - arrival.at_s)
+        window.ttfts_s.append(slot.end_s - arrival.at_s)
+        alone = idle.find(arrival.at_s, work_s)
+        window.queued_s.append(slot.end_s - alone.end_s if alone else 0.0)
+        for start_s, end_s in patterns[slot.worker].spans(slot.begin_s, work_s):
+            for number in range(int(start_s // window_s), int(end_s // window_s) + 1):
+                shared_s = min(end_s, (number + 1) * window_s) - max(start_s, number * window_s)
+                busy_s[number] += max(0.0, shared_s)
+    yield window.told(window_s, busy_s.pop(window.number, 0.0) / (window_s * len(patterns)))
+
+
+@dataclass
+class _Window:
+    """A window under way."""
+
+    number: int
+    waits_s: list[float] = field(default_factory=list)
+    queued_s: list[float] = field(default_factory=list)
+    ttfts_s: list[float] = field(default_factory=list)
+    refused: int = 0
+    places_us: list[float] = field(default_factory=list)
+
+    def told(self, window_s: float, prefill_share: float) -> Replay:
+        return Replay(
+            seconds=window_s,
+            waits_s=self.waits_s,
+            queued_s=self.queued_s,
+            ttfts_s=self.ttfts_s,
+            refused=self.refused,
+            prefill_share=prefill_share,
+            places_us=self.places_us,
+        )
+
+
+def steady_state(windows: Iterable[Replay], *, deadline_s: float, most: int = MOST_WINDOWS) -> Replay:
+    """The first window whose two predecessors were like it; the last of ``most`` if there is none.
+
+    Queues that are overloaded fill until callers are refused, which may take many deadlines;
+    what is seen before says little about what comes after.
+    """
+    alike, last = 0, None
+    for window in islice(windows, most):
+        alike = alike + 1 if last is not None and _alike(last, window, deadline_s) else 0
+        last = window
+        if alike == 2:
+            return replace(window, steady=True)
+    assert last is not None, "a replay has at least one window"
+    return last
+
+
+def _alike(one: Replay, other: Replay, deadline_s: float) -> bool:
+    return (
+        abs(one.refused_share - other.refused_share) <= SAME_SHARE
+        and abs(one.mean_queued_s - other.mean_queued_s) <= SAME_SHARE * deadline_s
+        and abs(one.prefill_share - other.prefill_share) <= SAME_SHARE
+    )

@@ -1,0 +1,1 @@
+"""What a vLLM prefill worker loads, and how it is started."""

@@ -1,0 +1,28 @@
+"""vLLM's NIXL connector without a progress thread: one that polls would take a core from training.
+
+`--kv-transfer-config '{"kv_connector": "QuietNixlConnector", "kv_connector_module_path":
+"weft.inference.worker.vllm_nixl", ...}'`. Reads by decode instances then advance in engine steps, which
+`BubbleScheduler` keeps making, without tokens, while there are blocks to hand over.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+
+
+class QuietNixlConnector(NixlPullConnector):
+    """As vLLM's `NixlConnector`, with `enable_prog_thread=False` for its agent."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's. Its worker makes the agent's configuration inside its constructor and takes
+        no argument for it, so the name that it calls stands for ours while it runs (vLLM 0.32.0)."""
+        original = base_worker.nixl_agent_config
+        base_worker.nixl_agent_config = partial(original, enable_prog_thread=False)
+        try:
+            super().__init__(*args, **kwargs)
+        finally:
+            base_worker.nixl_agent_config = original

@@ -1,0 +1,225 @@
+"""A checkpoint is whole or absent, whatever happens while it is written."""
+
+import errno
+import itertools
+import multiprocessing
+import random
+import resource
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.checkpoint.ranks_in_threads import NUM_RANKS, Crash, failing, save_step, tensors
+from weft.engine.checkpoint import BackgroundWriter, CheckpointError, Piece, check_space, newest, open_checkpoint, save
+from weft.engine.checkpoint.folder import candidates, whole
+
+
+def check(folder: Path, steps: set[int]) -> int:
+    """The newest checkpoint is whole and one of ``steps``; returns its step."""
+    path = newest(folder)
+    assert path is not None
+    checkpoint = open_checkpoint(path)
+    checkpoint.verify()
+    assert checkpoint.step in steps
+    assert checkpoint.meta == {"value": checkpoint.step}
+    for name, expected in tensors(checkpoint.step).items():
+        loaded = checkpoint.load([name])[name]
+        assert loaded.dtype == expected.dtype
+        assert torch.equal(loaded, expected)
+    return checkpoint.step
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_save_and_read(tmp_path):
+    outcomes = save_step(tmp_path, 7)
+    assert outcomes == [tmp_path / "step-00000007"] * NUM_RANKS
+    assert check(tmp_path, {7}) == 7
+    assert newest(tmp_path / "step-00000007") == tmp_path / "step-00000007"
+
+
+def test_keep(tmp_path):
+    for step in range(1, 6):
+        save_step(tmp_path, step, keep=2)
+    assert names(tmp_path) == ["step-00000004", "step-00000005"]
+    for step in range(6, 9):
+        save_step(tmp_path, step, keep=0)
+    assert len(names(tmp_path)) == 5
+
+
+def test_going_back_to_an_earlier_step(tmp_path):
+    """What was written last counts, not the highest step; and it is not pruned."""
+    for step in (10, 20, 30):
+        save_step(tmp_path, step, keep=0)
+    save_step(tmp_path, 15, keep=2)
+    assert check(tmp_path, {15}) == 15
+    assert names(tmp_path) == ["step-00000015", "step-00000030"]
+
+
+def test_same_step_again(tmp_path):
+    save_step(tmp_path, 5, num_ranks=2)
+    save_step(tmp_path, 5, num_ranks=3)
+    assert names(tmp_path) == ["step-00000005"]
+    assert len(list((tmp_path / "step-00000005").glob("rank-*"))) == 3
+    check(tmp_path, {5})
+
+
+def operations(folder: Path, step: int) -> int:
+    with failing(10**9, Crash(), dead_after=True) as seen:
+        save_step(folder, step, keep=1, num_ranks=2)
+    return len(seen)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["next step", "same step"])
+def test_crash_at_every_operation(tmp_path, again):
+    """After a crash anywhere the newest checkpoint is whole, and the next save cleans up."""
+    step = 1 if again else 2
+    save_step(tmp_path / "dry", 1)
+    count = operations(tmp_path / "dry", step)
+    assert count > 20
+    for at in range(count):
+        folder = tmp_path / str(at)
+        save_step(folder, 1)
+        with failing(at, Crash(), dead_after=True):
+            outcomes = save_step(folder, step, keep=1, num_ranks=2)
+        assert any(isinstance(outcome, Crash) for outcome in outcomes)
+        check(folder, {1, step})
+        save_step(folder, 3, keep=1)
+        assert names(folder) == ["step-00000003"]
+        check(folder, {3})
+
+
+def test_disk_full_at_every_operation(tmp_path):
+    """Any failed operation is one clear error on every rank, and the checkpoint before it stays."""
+    save_step(tmp_path / "dry", 1)
+    for at in range(operations(tmp_path / "dry", 2)):
+        folder = tmp_path / str(at)
+        save_step(folder, 1)
+        with failing(at, OSError(errno.ENOSPC, "No space left on device"), dead_after=False) as seen:
+            outcomes = save_step(folder, 2, keep=1, num_ranks=2)
+        failed = [outcome for outcome in outcomes if isinstance(outcome, CheckpointError)]
+        assert len(failed) in (0, 2), seen[at]
+        for error in failed:
+            assert "no space left" in str(error)
+            assert "train.output_dir" in str(error)
+        check(folder, {1, 2})
+
+
+def test_file_size_limit(tmp_path):
+    """The operating system's own refusal in the middle of a file."""
+    save_step(tmp_path, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    piece = Piece.whole("weight/big", torch.zeros(1 << 20))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(CheckpointError, match="no space left"):
+            save(tmp_path, 2, [piece], {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == ["step-00000001"]
+    check(tmp_path, {1})
+
+
+def test_too_little_space_is_said_beforehand(tmp_path):
+    with pytest.raises(CheckpointError, match=r"needs 3 GiB, 1.5 MiB are free.*checkpoint.keep"):
+        check_space(tmp_path / "not" / "yet", 3 << 30, free_bytes=3 << 19)
+    check_space(tmp_path / "not" / "yet", 1)
+
+
+def _save_for_ever(folder: str, first: int) -> None:
+    torch.set_num_threads(1)
+    for step in itertools.count(first):
+        save_step(Path(folder), step, keep=2)
+
+
+@pytest.mark.slow
+def test_sigkill(tmp_path):
+    """A process that is killed at random moments while it writes one checkpoint after the other."""
+    rng = random.Random(0)
+    save_step(tmp_path, 0)
+    last = 0
+    for _ in range(15):
+        child = multiprocessing.get_context("forkserver").Process(
+            target=_save_for_ever, args=(str(tmp_path), last + 1), daemon=True
+        )
+        child.start()
+        deadline = time.monotonic() + 30
+        while check_started(tmp_path, last) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.1))
+        child.kill()
+        child.join()
+        path = newest(tmp_path)
+        step = check(tmp_path, set(range(last, 10**6)))
+        assert step > last, "the child wrote nothing"
+        assert path is not None
+        last = step
+        assert len([p for p in candidates(tmp_path) if not p.name.endswith(".old")]) <= 3
+
+
+def check_started(folder: Path, last: int) -> bool:
+    return not any(int(path.name[5:13]) > last + 1 for path in candidates(folder))
+
+
+SITES = ["a", "b", "a", "b", "c"]
+
+
+def test_sites_that_share_no_file_system(tmp_path):
+    """Each has all that its own ranks wrote; what another wrote is named, and read once it is copied."""
+    save_step(tmp_path, 4, site_of=SITES)
+    for site in "abc":
+        check(tmp_path / site, {4})
+        assert names(tmp_path / site / "step-00000004") == ["manifest.json"] + [
+            f"rank-{rank:03d}.safetensors" for rank, own in enumerate(SITES) if own == site
+        ]
+    here, there = (tmp_path / site / "step-00000004" for site in "ab")
+    assert open_checkpoint(here).load(["own/2"])["own/2"] == 2
+    with pytest.raises(CheckpointError, match=r"rank-003.*another file system"):
+        open_checkpoint(here).load(["own/3"])
+    shutil.copy(there / "rank-003.safetensors", here)
+    assert open_checkpoint(here).load(["own/3"])["own/3"] == 3
+    assert len({open_checkpoint(path).manifest.name for path in (here, there)}) == 1
+
+
+def test_crash_at_every_operation_of_several_sites(tmp_path):
+    """There is always a step that every site has whole."""
+    save_step(tmp_path / "dry", 1, site_of=SITES)
+    with failing(10**9, Crash(), dead_after=True) as seen:
+        save_step(tmp_path / "dry", 2, keep=1, site_of=SITES)
+    for at in range(len(seen)):
+        folder = tmp_path / str(at)
+        save_step(folder, 1, site_of=SITES)
+        with failing(at, Crash(), dead_after=True):
+            save_step(folder, 2, keep=1, site_of=SITES)
+        held = [{path.name for path, _ in whole(folder / site)} for site in "abc"]
+        common = set.intersection(*held)
+        assert common, held
+        for site in "abc":
+            for name in common:
+                open_checkpoint(folder / site / name).verify()
+
+
+def test_values_that_are_no_json(tmp_path):
+    with pytest.raises(CheckpointError, match="client_state"):
+        save(tmp_path, 1, [], {"client_state": {"x": object()}})
+    assert names(tmp_path) == []
+
+
+def test_background(tmp_path):
+    writer = BackgroundWriter()
+    assert writer.wait() is None
+    writer.submit(lambda: save(tmp_path, 1, [Piece.whole("a", torch.ones(3))], {}))
+    assert writer.wait() == tmp_path / "step-00000001"
+
+    def fail() -> Path:
+        raise CheckpointError("full")
+
+    writer.submit(fail)
+    with pytest.raises(CheckpointError, match="full"):
+        writer.submit(lambda: tmp_path)
+    assert writer.wait() == tmp_path / "step-00000001"

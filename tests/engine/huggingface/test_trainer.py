@@ -1,0 +1,133 @@
+"""Weft's Trainer logs what the stock Trainer logs, step by step."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.engine.huggingface.runs import eval_loss_by_hand, readme_example, refusals, section, stock, weft
+from weft.tools.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+
+
+def close(found, expected):
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-4), (ours, theirs)
+
+
+@pytest.mark.parametrize("use_cpu", [False, True])
+def test_two_stages_match_one_process(tmp_path, use_cpu):
+    """40 sequences, 2 per micro-batch, 4 micro-batches: 5 steps per epoch; the Trainer's smoothed labels, too."""
+    more = {"label_smoothing_factor": 0.1} if use_cpu else {}
+    expected = run_ranks(1, stock, str(tmp_path), 40, more)[0]
+    for logs in run_ranks(2, weft, str(tmp_path), 40, more | {"use_cpu": use_cpu}, section(2)):
+        close(logs, expected)
+    assert len(expected) == 10
+
+
+def test_two_replicas_match_two_processes(tmp_path):
+    """The last step of an epoch has 1 micro-batch instead of 4 per replica, and evaluation a short batch or none."""
+    more = {"eval_strategy": "epoch", "gradient_accumulation_steps": 4, "weight_decay": 0.0}
+    expected = run_ranks(2, stock, str(tmp_path), 36, more)[0]
+    stage1 = section(2, zero_optimization={"stage": 1})
+    found = run_ranks(4, weft, str(tmp_path), 36, more, stage1, False, "", None, [7, 1, 20])
+    for logs in found:
+        assert [entry["step"] for entry in logs] == [entry["step"] for entry in expected]
+        close([e for e in logs if "loss" in e], [e for e in expected if "loss" in e])
+
+
+def test_evaluation_is_the_mean_over_tokens(tmp_path):
+    more = {"num_train_epochs": 1, "learning_rate": 0.0, "eval_strategy": "epoch", "eval_on_start": True}
+    found = run_ranks(2, weft, str(tmp_path), 8, more, section(2))[0]
+    losses = [entry["eval_loss"] for entry in found if "eval_loss" in entry]
+    assert losses == pytest.approx([eval_loss_by_hand()] * 2, rel=1e-5)
+
+
+def test_resume_is_exact(tmp_path):
+    """From the middle of an epoch, with dropout; also from the checkpoint before a damaged one."""
+    more = {"save_strategy": "steps", "save_steps": 3, "use_cpu": True}
+    model = {"attention_dropout": 0.1}
+    whole = run_ranks(2, weft, str(tmp_path), 40, more, section(2), False, "", model)
+    last = tmp_path / "checkpoint-9"
+    assert (last / "model.safetensors.index.json").exists() or (last / "model.safetensors").exists()
+    again = run_ranks(2, weft, str(tmp_path), 40, more, section(2), True, "", model)
+    assert [logs[-1:] for logs in again] == [logs[-1:] for logs in whole]
+    for path in (tmp_path / "checkpoint-9", tmp_path / "checkpoint-10"):
+        for shard in path.rglob("rank-001.safetensors"):
+            shard.write_bytes(shard.read_bytes()[:-8])
+    again = run_ranks(2, weft, str(tmp_path), 40, more | {"save_strategy": "no"}, section(2), True, "", model)
+    assert [logs[-4:] for logs in again] == [logs[-4:] for logs in whole]
+
+
+def test_resume_in_another_layout_and_export(tmp_path):
+    """What 2 stages have begun, 2 replicas of a whole model end; the saved folder is plain Hugging Face."""
+    more = {"save_strategy": "steps", "save_steps": 5, "eval_strategy": "epoch"}
+    whole = run_ranks(2, weft, str(tmp_path / "run"), 40, more, section(2))[0]
+    shutil.rmtree(tmp_path / "run" / "checkpoint-10")
+    half = more | {"gradient_accumulation_steps": 2}
+    saved = tmp_path / "run"
+    again = run_ranks(2, weft, str(saved), 40, half, section(1, zero_optimization={"stage": 1}), True, str(saved))[0]
+    close(again[-6:], whole[-6:])
+    assert (saved / "checkpoint-5").exists()
+    assert eval_loss_by_hand(str(saved)) == pytest.approx(whole[-1]["eval_loss"], rel=1e-4)
+
+
+def test_folded_w_schedule_with_its_own_optimizer_section(tmp_path):
+    """A loss of its own, evaluated before it is trained, and layers that are computed again in the backward."""
+    optimizer = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "betas": "auto", "eps": "auto"}}
+    deepspeed = section(2, "w", optimizer=optimizer)
+    deepspeed["weft"]["pipeline"]["placement"] = "fold"
+    more = {
+        "weight_decay": 0.0,
+        "gradient_accumulation_steps": 8,
+        "num_train_epochs": 4,
+        "gradient_checkpointing": True,
+    }
+    expected = run_ranks(1, stock, str(tmp_path), 40, more, True, True)[0]
+    close(run_ranks(2, weft, str(tmp_path), 40, more, deepspeed, False, "", None, True, True)[0], expected)
+
+
+def test_what_the_readme_says(tmp_path):
+    """Its arguments, with as many stages as there are ranks here."""
+    text = (Path(__file__).parents[3] / "README.md").read_text()
+    pattern = r"^weft\.init_distributed\(\)\narguments = TrainingArguments\(.*?^trainer\.train\(\)$"
+    (example,) = re.findall(pattern, text, re.M | re.S)
+    example = example.replace('"stages": 4', '"stages": 1').replace('"runs/trainer"', "folder")
+    assert run_ranks(1, readme_example, example, str(tmp_path))[0] > 0
+
+
+REFUSED = [
+    "training_step",
+    "compute_metrics",
+    "preprocess_logits_for_metrics",
+    "optimizers",
+    "lr_scheduler_type",
+    "torch_compile",
+    "auto_find_batch_size",
+    "neftune_noise_alpha",
+    "bf16_full_eval",
+    "average_tokens_across_devices=False",
+    "train_sampling_strategy",
+    "split_batches",
+    "predict",
+    "hyperparameter_search",
+    "fsdp",
+    "zero_optimization.stage=3",
+    "no section",
+    "contradicts",
+    "use_cpu=True",
+    "no_such_field",
+    "trained already",
+    "no whole checkpoint",
+]
+
+
+def test_refusals(tmp_path):
+    """What would be lost in silence is an error that names it."""
+    said = run_ranks(1, refusals, str(tmp_path))[0]
+    assert list(said) == REFUSED
+    for name, message in said.items():
+        assert name in message, f"{name}: {message}"

@@ -1,0 +1,31 @@
+"""What a rank's board says of its training, as the rank itself sees it."""
+
+from __future__ import annotations
+
+from tests.engine.tiny import batches
+from weft.conf.schema import WeftConfig
+from weft.inference.board.reader import BoardReader
+
+
+def train_and_read(config: WeftConfig, steps: int) -> dict:
+    """Losses, the work on the board, the rank's own marks of the same step, and whether the board goes."""
+    from weft.engine.initialize import initialize
+
+    engine, *_ = initialize(config=config)
+    engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+    reader = BoardReader(engine.bubbles.path) if engine.bubbles else None
+    losses = [float(engine.train_batch()) for _ in range(steps)]
+    work = reader.work()[-1][1] if reader else []
+    marks = [
+        (mark.slot[0].op.value, mark.start, mark.end)
+        for mark in list(engine._records)[-2].marks  # the last step's last work has no end yet
+    ]
+    foretold = reader.upcoming(60.0) if reader else []
+    engine.destroy()
+    return {
+        "losses": losses,
+        "work": work,
+        "marks": marks,
+        "foretold": foretold,
+        "gone": reader and not reader.path.exists(),
+    }

@@ -1,0 +1,169 @@
+"""Stages against Hugging Face's own run of the whole model: bit-equal loss, logits and gradients."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+
+from tests.engine.stages.tiny import ARCHITECTURES, batch, gradients, logits, run, stages_of, tiny, whole
+from weft.conf.schema import Attention, ModelConfig
+from weft.engine.stages import load_hf_config, seeding
+
+
+def check(config, count, *, dtype=torch.float32, packed=False, masked=False):
+    reference = whole(config, dtype=dtype)
+    stages = stages_of(config, count, dtype=dtype)
+    data = batch(packed=packed)
+    if masked:
+        data["attention_mask"] = torch.ones_like(data["input_ids"])
+        data["attention_mask"][0, -3:] = 0
+    num_items = torch.tensor(37)
+    want = reference(**data, num_items_in_batch=num_items, use_cache=False)
+    got = run(stages, data, num_items)
+    assert torch.equal(got, want.loss)
+    with torch.no_grad():
+        assert torch.equal(logits(stages, data), want.logits)
+    want.loss.backward()
+    got.backward()
+    expected = {name: p.grad for name, p in reference.named_parameters() if p.requires_grad}
+    found = gradients(stages)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+    return reference, stages
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_equal(arch):
+    check(tiny(arch), 4)
+
+
+def test_one_stage_is_the_whole_model():
+    _, (stage,) = check(tiny(tie_word_embeddings=True), 1)
+    assert stage.is_first and stage.is_last and not stage.tied
+
+
+def test_one_stage_runs_what_cannot_be_cut():
+    overrides = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 96,
+        "pad_token_id": 0,
+    }
+    config = ModelConfig(arch="zaya", overrides=overrides)
+    (stage,) = stages_of(config, 1)
+    data = batch()
+    assert torch.equal(run([stage], data), whole(config)(**data, use_cache=False).loss)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("arch", ["llama", "gpt2"])
+def test_tied(arch, tie):
+    _, stages = check(tiny(arch, tie_word_embeddings=tie), 3)
+    names = [{n for n, _ in s.named_global_parameters()} & s.tied for s in stages]
+    assert bool(names[0]) == tie and names[0] == names[2] and not names[1]
+    assert not [n for n, _ in stages[1].named_global_parameters() if "embed" in n or "wte" in n]
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "gpt2", "qwen3_moe"])
+def test_packed(arch):
+    check(tiny(arch), 2, packed=True)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "gpt2"])
+def test_padded(arch):
+    check(tiny(arch), 2, masked=True)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt2", "mixtral"])
+def test_bf16_with_checkpointing(arch):
+    config = tiny(arch)
+    config.gradient_checkpointing = True
+    check(config, 2, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"]])
+def test_lora(targets):
+    config = tiny("llama")
+    config.lora.enabled, config.lora.target_modules = True, targets
+    _, stages = check(config, 3)
+    assert all(p.requires_grad == ("lora_" in n) for s in stages for n, p in s.named_global_parameters())
+
+
+def test_foreign_modules_cost_nothing():
+    _, middle, last = stages_of(tiny("llama", tie_word_embeddings=False), 3)
+    reference = whole(tiny("llama", tie_word_embeddings=False))
+    layer = sum(p.numel() for p in reference.model.layers[0].parameters())
+    assert sum(p.numel() for p in middle.parameters()) == 2 * layer
+    embedding = reference.model.embed_tokens.weight.numel()
+    assert sum(p.numel() for p in last.parameters()) == layer + embedding + reference.model.norm.weight.numel()
+
+
+def test_new_weights_are_rounded_in_bf16():
+    high, low = whole(tiny()), whole(tiny(), dtype=torch.bfloat16)
+    for (name, a), b in zip(high.named_parameters(), low.parameters(), strict=True):
+        assert torch.equal(a.bfloat16(), b), name
+
+
+def test_weights_depend_on_the_seed_and_leave_the_generator_alone():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one, two = whole(tiny(), seed=1), whole(tiny(), seed=2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(one.model.layers[0].mlp.up_proj.weight, two.model.layers[0].mlp.up_proj.weight)
+    assert not torch.equal(one.model.layers[0].mlp.up_proj.weight, one.model.layers[1].mlp.up_proj.weight)
+
+
+def test_nothing_is_kept_after_a_forward():
+    """Leaving the forward early must not keep its frames, and so its tensors, alive."""
+    first, _ = stages_of(tiny(), 2)
+    inside = []
+    first.hf_model.model.layers[0].register_forward_hook(
+        lambda module, args, output: inside.append(weakref.ref(output))
+    )
+    gc.disable()
+    try:
+        with torch.no_grad():
+            first(None, batch())
+        assert inside[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_stages_can_be_copied_and_pickled():
+    first, last = pickle.loads(pickle.dumps(stages_of(tiny(), 2)))
+    data = batch()
+    assert torch.equal(run(copy.deepcopy([first, last]), data), whole(tiny())(**data, use_cache=False).loss)
+
+
+def test_hidden_spec():
+    stages = stages_of(tiny(), 2, dtype=torch.bfloat16)
+    data = batch()
+    hidden = stages[0](None, data)
+    assert stages[1].hidden_spec(data) == (hidden.shape, hidden.dtype)
+
+
+@pytest.mark.parametrize("arch", ["apertus", "openai-gpt"])
+def test_weights_that_only_the_constructor_makes(arch):
+    """Hugging Face's rules of initialisation leave some out: they are the constructor's, not what was in memory."""
+    overrides = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    overrides |= {"intermediate_size": 48, "num_key_value_heads": 2} if arch == "apertus" else {}
+    config = ModelConfig(arch=arch, overrides=overrides, attn_implementation=Attention.eager)
+    made = type(whole(config))(load_hf_config(config))
+    constant = [name for name, p in made.named_parameters() if (p == p.flatten()[0]).all()]
+    assert constant
+    for name in constant:
+        assert torch.equal(whole(config).get_parameter(name), made.get_parameter(name)), name
+    found = {name: p for stage in stages_of(config, 2) for name, p in stage.named_global_parameters()}
+    assert all(torch.equal(found[name], p) for name, p in whole(config).named_parameters())
+
+
+def test_weights_that_only_the_constructor_of_a_large_model_makes(monkeypatch):
+    monkeypatch.setattr(seeding, "MAX_CONSTRUCTED", 10)
+    overrides = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    with pytest.raises(ValueError, match=r"leaves .* of a new OpenAIGPTLMHeadModel to its constructor.*model\.path"):
+        whole(ModelConfig(arch="openai-gpt", overrides=overrides, attn_implementation=Attention.eager))

@@ -1,0 +1,137 @@
+"""Replicas as threads of one process: ZeRO's chunks over collectives that meet at a barrier."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm.collectives import Primitive
+from weft.engine.execution.sums import ReplicaSum
+from weft.engine.zero import Collectives, ShardedOptimizer
+from weft.engine.zero.collectives import Done
+
+LIMIT_S = 20
+
+
+class Meeting:
+    """Where threads bring a tensor each, and see everyone's."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._barrier = threading.Barrier(count, timeout=LIMIT_S)
+        self._brought: list[Tensor | None] = [None] * count
+
+    def exchange(self, number: int, tensor: Tensor) -> list[Tensor]:
+        self._brought[number] = tensor.clone()
+        self._barrier.wait()
+        everyones = [tensor.clone() for tensor in self._brought]
+        self._barrier.wait()
+        return everyones
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+class Late:
+    """The handle of a collective that fills its target where it is waited for, and not before."""
+
+    def __init__(self, fill: Callable[[], Tensor]) -> None:
+        self._fill = fill
+
+    def wait(self) -> Tensor:
+        return self._fill()
+
+
+class Meetings(Collectives):
+    """Collectives of one of several threads; what is not waited for is not there."""
+
+    def __init__(self, meeting: Meeting, number: int, **settings: Any) -> None:
+        super().__init__(replica=number, num_replicas=meeting.count, **settings)
+        self.meeting = meeting
+        self.started: list[tuple[str, int]] = []
+
+    def _start(self, over: Any, primitive: Primitive, source: Tensor, target: Tensor) -> Any:
+        if self.num_replicas == 1:
+            return Done(target)
+        self.started.append((primitive.name, max(source.numel(), target.numel())))
+        everyones = self.meeting.exchange(self.replica, source)
+        if primitive is Primitive.all_gather:
+            result = torch.cat(everyones)
+        else:
+            result = torch.stack(everyones).sum(0)
+            if primitive is Primitive.reduce_scatter:
+                result = result.chunk(self.num_replicas)[self.replica]
+        return Late(lambda: target.copy_(result))
+
+    def sum(self, tensor: Tensor) -> None:
+        self._start(None, Primitive.all_reduce, tensor, tensor).wait()
+
+
+class MeetingOptimizer(ShardedOptimizer):
+    """Sums the norm where its chunks meet."""
+
+    def _summed(self, square: Tensor) -> ReplicaSum:
+        collectives = self.sharding.collectives
+        if collectives.num_replicas > 1:
+            collectives.sum(square)
+        return ReplicaSum(square, None)
+
+
+def in_threads(count: int, run: Callable[[Meeting, int], Any]) -> list[Any]:
+    """What ``run`` returns in each of ``count`` threads; the first error, if there is one."""
+    meeting = Meeting(count)
+    results: list[Any] = [None] * count
+    errors: list[BaseException] = []
+
+    def call(number: int) -> None:
+        try:
+            results[number] = run(meeting, number)
+        except BaseException as error:
+            errors.append(error)
+            meeting.abort()
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+    if errors:
+        raise (real or errors)[0]
+    return results
+
+
+class SmallStage(nn.Module):
+    """An embedding, blocks of a matrix and vectors, a head; the head is the embedding where it is tied."""
+
+    index = 0
+    tied: frozenset[str] = frozenset()
+
+    def __init__(self, blocks: int = 3, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh()) for _ in range(blocks))
+        self.head = nn.Linear(6, 11, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        generator = torch.Generator().manual_seed(7)  # threads share the default one
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+        self.to(dtype)
+
+    def named_global_parameters(self) -> Any:
+        yield from self.named_parameters()
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), ids.flatten(), reduction="sum")

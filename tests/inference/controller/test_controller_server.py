@@ -1,0 +1,129 @@
+"""The controller as a server: callers that never finish, callers that leave, and addresses that need a key."""
+
+import asyncio
+import contextlib
+import json
+import socket
+
+import pytest
+import uvicorn
+
+from tests.inference.controller.fake_workers import FakeWorkers, fleet_of
+from weft.conf.schema import PrefillWorkerConfig, WeftConfig
+from weft.inference.controller.prompts import counter
+from weft.inference.controller.server import app_of, server_config
+from weft.inference.controller.service import make_app
+
+PREFILL = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(PREFILL)
+
+
+@contextlib.asynccontextmanager
+async def server(workers, **settings):
+    """The port of a controller that listens, and its fleet."""
+    fleet, config = fleet_of(workers, **{"probe_s": 60.0, "receive_timeout_s": 0.3, **settings})
+    app = make_app(fleet, config, count=len, transport=workers)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        running = uvicorn.Server(server_config(app, config))
+        task = asyncio.create_task(running.serve([listener]))
+        while not running.started:
+            await asyncio.sleep(0.01)
+        try:
+            yield listener.getsockname()[1], fleet
+        finally:
+            running.should_exit = True
+            await task
+
+
+async def ask(port, *parts):
+    """Send the parts of a request; what comes back until the connection is closed or 5 s have passed."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for part in parts:
+        writer.write(part)
+        await writer.drain()
+    answer = b""
+    with contextlib.suppress(TimeoutError, ConnectionError):
+        async with asyncio.timeout(5):
+            while part := await reader.read(65536):
+                answer += part
+                if b"\r\n\r\n" in answer:
+                    break
+    writer.close()
+    return answer
+
+
+def run(scenario):
+    return asyncio.run(asyncio.wait_for(scenario, 30))
+
+
+def test_callers_that_never_finish_are_sent_away_and_others_are_served():
+    async def scenario():
+        async with server(FakeWorkers(1)) as (port, _):
+            half_head, half_body, whole, second = await asyncio.gather(
+                ask(port, HEAD[:20]),
+                ask(port, HEAD, PREFILL[:5]),
+                ask(port, HEAD, PREFILL),
+                ask(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", HEAD[:20]),
+            )
+            assert half_head == b""
+            assert half_body.startswith(b"HTTP/1.1 408")
+            assert whole.startswith(b"HTTP/1.1 200")
+            assert second.startswith(b"HTTP/1.1 200")
+
+    run(scenario())
+
+
+def test_more_connections_than_allowed_are_told_so():
+    async def scenario():
+        async with server(FakeWorkers(1), max_connections=4, receive_timeout_s=2.0) as (port, _):
+            idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+            assert (await ask(port, HEAD, PREFILL)).startswith(b"HTTP/1.1 503")
+            for _, writer in idle:
+                writer.close()
+
+    run(scenario())
+
+
+def test_the_work_of_a_caller_that_has_left_is_given_up():
+    async def scenario():
+        workers = FakeWorkers(1)
+        workers.fault = {"w0": "slow"}
+        async with server(workers) as (port, fleet):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(HEAD + PREFILL)
+            while not fleet.workers[0].tickets:
+                await asyncio.sleep(0.01)
+            writer.close()
+            async with asyncio.timeout(0.9):
+                while fleet.workers[0].tickets:
+                    await asyncio.sleep(0.01)
+
+    run(scenario())
+
+
+def test_who_listens_to_others_needs_a_key(tmp_path):
+    config = WeftConfig()
+    controller = config.inference.controller
+    controller.workers = [PrefillWorkerConfig(url="http://127.0.0.1:1", boards=[str(tmp_path / "board")])]
+    controller.host = "0.0.0.0"
+    with pytest.raises(ValueError, match=r"others can reach it, and there is no API key; set the .* WEFT_API_KEY"):
+        app_of(config, {})
+    assert app_of(config, {"WEFT_API_KEY": "x"})
+    controller.host = "127.0.0.1"
+    assert app_of(config, {})
+    controller.tokenizer = str(tmp_path)
+    with pytest.raises(ValueError, match="there is no such file; give a tokenizer"):
+        app_of(config, {})
+
+
+def test_prompts_are_counted_by_the_tokenizer(tmp_path):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert counter(str(tmp_path))("a b c a") == 4
+    assert counter("")("12345678") == 3

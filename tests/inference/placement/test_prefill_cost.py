@@ -1,0 +1,84 @@
+"""The cost model of chunks: what it learns, and that it is cautious."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.inference.placement.prefill_cost import PrefillCost
+
+
+def machine(tokens, context, gap_s, noise, *, a=4.6e-3, b=41.8e-6, c=34.2e-9):
+    """A small Llama on one core, slower after a gap."""
+    return (a + b * tokens + c * (tokens * context + tokens * tokens / 2)) * (1.0 + 2.0 * min(gap_s, 0.1) / 0.1) * noise
+
+
+def learnt(seed, steps=400, **costs):
+    draw = random.Random(seed)
+    cost = PrefillCost(quantile=0.98)
+    for _ in range(steps):
+        n, context, gap_s = draw.randint(1, 512), draw.randint(0, 4096), draw.choice([0.0, 0.01, 0.2])
+        cost.observe(n, context, gap_s, machine(n, context, gap_s, draw.lognormvariate(0, 0.05), **costs))
+    return cost, draw
+
+
+@pytest.mark.parametrize("scale", [0.02, 1.0, 30.0])
+def test_it_is_rarely_too_low_and_seldom_far_too_high(scale):
+    costs = {"a": 4.6e-3 * scale, "b": 41.8e-6 * scale, "c": 34.2e-9 * scale}
+    cost, draw = learnt(1, **costs)
+    late, ratios = 0, []
+    for _ in range(500):
+        n, context, gap_s = draw.randint(16, 512), draw.randint(0, 4096), draw.choice([0.0, 0.01, 0.2])
+        real_s = machine(n, context, gap_s, draw.lognormvariate(0, 0.05), **costs)
+        late += real_s > cost.predict_s(n, context, gap_s)
+        ratios.append(cost.predict_s(n, context, gap_s) / real_s)
+    assert late <= 25
+    assert sorted(ratios)[250] < 1.5
+
+
+def test_a_gap_before_costs_more():
+    cost, _ = learnt(2)
+    assert cost.predict_s(128, 0, 0.2) > 2 * cost.predict_s(128, 0, 0.0)
+
+
+@given(
+    st.integers(0, 30),
+    st.floats(1e-4, 1.0),
+    st.integers(0, 4096),
+    st.sampled_from([0.0, 0.003, 0.2]),
+    st.integers(0, 2048),
+)
+@settings(deadline=None)
+def test_a_grant_is_the_longest_that_fits(seed, seconds, context, gap_s, most):
+    cost, _ = learnt(seed % 3, steps=40)
+    tokens = cost.tokens_within(seconds, context, gap_s, most)
+    assert 0 <= tokens <= most
+    if tokens:
+        assert cost.predict_s(tokens, context, gap_s) <= seconds * (1 + 1e-9)
+    if tokens < most:
+        assert cost.predict_s(tokens + 1, context, gap_s) >= seconds * (1 - 1e-9)
+
+
+def test_it_is_kept_between_runs(tmp_path):
+    cost, _ = learnt(3)
+    cost.save(tmp_path / "model.json")
+    again = PrefillCost.load(tmp_path / "model.json", quantile=0.98)
+    assert again == cost
+    assert PrefillCost.load(tmp_path / "other.json", quantile=0.9) == PrefillCost(quantile=0.9)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 99}', '{"format": 1}'])
+def test_a_file_that_is_no_cost_model_is_named(tmp_path, text):
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"broken\.json"):
+        PrefillCost.load(path, quantile=0.9)
+
+
+def test_a_prompt_in_chunks_costs_each_chunk():
+    cost, _ = learnt(4)
+    whole_s = cost.whole_s(1000, chunk=300)
+    parts_s = [cost.predict_s(n, done, 0.0) for n, done in ((300, 0), (300, 300), (300, 600), (100, 900))]
+    assert whole_s == pytest.approx(sum(parts_s))
+    assert cost.whole_s(0, chunk=300) == 0.0

@@ -1,0 +1,159 @@
+"""The replay of a trace: what is read, what is placed, how much room is used."""
+
+from itertools import islice
+
+import pytest
+
+from weft.inference.placement.bubble_pattern import BubblePattern
+from weft.inference.placement.prompt_work import PromptWork
+from weft.inference.placement.replay import Arrival, length_s, read_trace, replay, sped_up, steady_state
+from weft.tools.cli import main
+
+WORK = PromptWork(step_s=0.005, token_s=1e-4, context_s=1e-9, max_tokens=4096)
+TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:17:04.0319600,2000,8
+2023-11-16 18:17:03.9799600,1000,10
+2023-11-16 18:17:05.0319600,3000,8
+"""
+
+
+def fleet(count=20):
+    rows = [(0.1, 0.45), (0.7, 0.95)]
+    return [
+        BubblePattern(rows, 1.0, origin_s=rank / count, overhead_s=WORK.overhead_s, guard_s=0.002)
+        for rank in range(count)
+    ]
+
+
+def test_a_trace_is_read_in_order_and_told_what_is_wrong_with_it(tmp_path):
+    file = tmp_path / "trace.csv"
+    file.write_text(TRACE)
+    assert [(round(a.at_s, 3), a.tokens) for a in read_trace(file)] == [(0.0, 1000), (0.052, 2000), (1.052, 3000)]
+    for text, part in (
+        (TRACE.replace("2000", "many"), "line 2"),
+        (TRACE.replace("2000", "0"), "at least 1 token"),
+        (TRACE.replace("TIMESTAMP", "TIME"), "no columns TIMESTAMP"),
+        (TRACE.splitlines()[0], "at least 2"),
+        (TRACE.splitlines()[0] + 2 * ("\n" + TRACE.splitlines()[1]), "all 2 prompts have one TIMESTAMP"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="trace") as error:
+            read_trace(file)
+        assert part in str(error.value)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_trace(tmp_path / "none.csv")
+
+
+def test_a_trace_twice_as_fast_begins_anew_when_it_ends():
+    trace = [Arrival(0.0, 1), Arrival(2.0, 2)]
+    found = list(islice(sped_up(trace, 2.0), 5))
+    assert found == [Arrival(0.0, 1), Arrival(1.0, 2), Arrival(2.0, 1), Arrival(3.0, 2), Arrival(4.0, 1)]
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_speed_that_leads_nowhere_is_refused(factor):
+    with pytest.raises(ValueError, match="sped up"):
+        next(sped_up([Arrival(0.0, 1), Arrival(2.0, 2)], factor))
+    with pytest.raises(ValueError, match="sped up"):
+        next(sped_up([Arrival(0.0, 1), Arrival(0.0, 2)], 1.0))
+
+
+def test_an_idle_fleet_queues_nobody_and_a_full_one_uses_its_room():
+    trace = [Arrival(0.1 * number, 500 + 700 * (number % 5)) for number in range(20)]
+    patterns = fleet()
+    (quiet,) = replay(patterns, trace, WORK, window_s=2.0)
+    assert max(quiet.queued_s) < 1e-3
+    assert not quiet.refused and not quiet.steady
+    windows = replay(patterns, sped_up(trace, 40.0), WORK, window_s=6.0, deadline_s=3.0)
+    flood = steady_state(windows, deadline_s=3.0)
+    room = sum(pattern.open_s for pattern in patterns) / len(patterns)
+    assert 0.97 * room <= flood.prefill_share <= room
+    assert flood.refused and flood.steady
+    assert max(flood.ttfts_s) <= 3.0
+
+
+def test_windows_share_out_every_prompt_and_every_second_of_work():
+    trace = [Arrival(0.1 * number, 500 + 700 * (number % 5)) for number in range(40)]
+    (whole,) = replay(fleet(), trace, WORK, window_s=8.0)
+    parts = list(replay(fleet(), trace, WORK, window_s=0.5))
+    for name in ("waits_s", "queued_s", "ttfts_s"):
+        assert [value for part in parts for value in getattr(part, name)] == list(getattr(whole, name))
+    assert len(parts) == 8
+    busy_s = sum(part.prefill_share for part in parts) * 0.5
+    assert 0.9 * 8.0 * whole.prefill_share < busy_s <= 8.0 * whole.prefill_share + 1e-9  # the last bubbles are beyond
+
+
+def test_a_transient_is_not_told_as_what_comes_after_it():
+    """A fifth more than there is room for: queues fill for a while before anyone is refused (long prompts first)."""
+    trace = [Arrival(0.1 * number, 500 + 700 * (number % 5)) for number in range(20)]
+    patterns = fleet()
+    room = sum(pattern.capacity_s / pattern.period_s for pattern in patterns)
+    factor = 1.2 * room / (sum(WORK.work_s(arrival.tokens) for arrival in trace) / length_s(trace))
+    window_s = length_s(trace) / factor * round(4.0 * factor / length_s(trace))
+    first, *_ = windows = list(
+        islice(replay(patterns, sped_up(trace, factor), WORK, window_s=window_s, deadline_s=3.0), 12)
+    )
+    found = steady_state(windows, deadline_s=3.0)
+    assert first.refused_share < 0.05
+    assert found.steady and found.refused_share == pytest.approx(windows[-1].refused_share, abs=0.01)
+    assert found.refused_share > 0.05
+    assert found.prefill_share == pytest.approx(room / len(patterns), rel=0.06)
+
+
+def test_what_never_settles_is_said_to_be_unsteady():
+    trace = [Arrival(2.0**number, 1000) for number in range(12)]
+    windows = replay(fleet(2), trace, WORK, window_s=40.0)
+    assert not steady_state(windows, deadline_s=3.0, most=2).steady
+
+
+def test_where_all_are_refused_there_is_nothing_to_divide_by():
+    trace = [Arrival(0.1 * number, 4000) for number in range(20)]
+    (found,) = replay(fleet(), trace, WORK, window_s=2.0, deadline_s=0.01)
+    assert found.refused_share == 1.0 and found.mean_queued_s == found.prefill_share == 0.0
+
+
+def test_simulate_replays_a_trace_over_dp_cells(tmp_path, capsys):
+    schedule, trace = tmp_path / "s.json", tmp_path / "trace.csv"
+    trace.write_text(TRACE)
+    assert main(["schedule", "1f1b", "--ranks=2", "--microbatches=4", "--format=json", f"--out={schedule}"]) == 0
+    options = [str(schedule), f"--prefill={trace}", "--gpus=8", "--cells=2", "--loads=0.5"]
+    assert main(["simulate", *options]) == 0
+    said = capsys.readouterr().out
+    assert "8 GPUs in 2 DP-cells of 4" in said and "*" not in said
+    assert main(["simulate", *options, "--gpus=9"]) == 2
+    assert "--gpus=9: not a multiple of --cells=2 x 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["--loads=-1"], "--loads=-1: give shares of the room above 0"),
+        (["--loads", "0.5", "nan"], "--loads=nan: give shares"),
+        (["--loads=inf"], "--loads=inf: give shares"),
+        (["--loads=1e9"], "--loads=1e+09: give shares"),
+        (["--gpus=0"], "--gpus=0: give a whole number above 0"),
+        (["--cells=-2"], "--cells=-2: give a whole number above 0"),
+        (["--deadline=nan"], "--deadline=nan: give a number of seconds"),
+        (["--deadline=0"], "--deadline=0: give a number of seconds"),
+        (["--guard=-5"], "--guard=-5: give a number of milliseconds"),
+        (["--guard=1e9"], "no bubble is long enough"),
+        (["--prefill-cost=0,0,0"], "--prefill-cost: give times"),
+        (["--prefill-cost=nan,1,1"], "--prefill-cost: give times"),
+        (["--prefill-cost=-1,1,1"], "--prefill-cost: give times"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(tmp_path, capsys, options, part):
+    schedule, trace = tmp_path / "s.json", tmp_path / "trace.csv"
+    trace.write_text(TRACE)
+    assert main(["schedule", "1f1b", "--ranks=2", "--microbatches=4", "--format=json", f"--out={schedule}"]) == 0
+    assert main(["simulate", str(schedule), f"--prefill={trace}", "--gpus=8", "--cells=2", *options]) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_prompts_that_are_all_refused_leave_dashes(tmp_path, capsys):
+    schedule, trace = tmp_path / "s.json", tmp_path / "trace.csv"
+    trace.write_text(TRACE)
+    assert main(["schedule", "1f1b", "--ranks=2", "--microbatches=4", "--format=json", f"--out={schedule}"]) == 0
+    options = ["--gpus=8", "--cells=2", "--deadline=0.001", "--loads=0.5"]
+    assert main(["simulate", str(schedule), f"--prefill={trace}", *options]) == 0
+    assert "100.0%" in capsys.readouterr().out

@@ -1,0 +1,213 @@
+"""The worker's door: what it does not serve is refused with what to do, and never reaches vLLM."""
+
+import asyncio
+import json
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.inference.requests import Refusal
+from weft.inference.worker import status as worker_status
+from weft.inference.worker.status import WorkerStatus, problem_of
+from weft.inference.worker.vllm_door import KEY_VARIABLE, MOST_BYTES, MOST_DEPTH, STATUS_VARIABLE, Door, PrefillOnly
+
+PREFILL = {"prompt": "hello", "max_tokens": 1}
+REMOTE = {"kv_transfer_params": {"do_remote_decode": True}}
+ELSEWHERE = [
+    "/v1/responses",
+    "/v1/messages",
+    "/inference/v1/generate",
+    "/invocations",
+    "/v1/chat/completions/batch",
+    "/tokenize",
+    "/detokenize",
+    "/generative_scoring",
+    "/scale_elastic_ep",
+    "/v1/embeddings",
+    "/pause",
+    "/collective_rpc",
+    "/v1/load_lora_adapter",
+    "/abort_requests",
+    "/v1/completions/",
+    "//v1/completions",
+    "/V1/completions",
+    "/v1/./completions",
+    "/v1/completions\x00",
+    "",
+    "/docs",
+    "/openapi.json",
+]
+"""Paths on which vLLM 0.32.0 generates, or lets its engine be changed, and spellings of ours."""
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(STATUS_VARIABLE, raising=False)
+
+
+def judge(body):
+    PrefillOnly(None).judge(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        PREFILL,
+        {"messages": [], "max_completion_tokens": 1},
+        PREFILL | REMOTE,
+        {"prompt": "hello", "max_tokens": 9} | REMOTE,
+    ],
+)
+def test_prefills_pass(body):
+    judge(json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"prompt": "hello"}, PREFILL | {"max_tokens": 2}, PREFILL | {"n": 3}, {"prompt": "x", "kv_transfer_params": {}}],
+)
+def test_decoding_is_refused_with_what_to_do(body):
+    with pytest.raises(Refusal, match="set max_tokens=1, or kv_transfer_params") as refusal:
+        judge(json.dumps(body).encode())
+    assert refusal.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"3", b"\xff\xfe", b"[" * 10**5, b'{"a":' * 10**5, b"[" * 10**5 + b"]" * 10**5]
+)
+def test_what_is_no_request_is_refused(body):
+    with pytest.raises(Refusal):
+        judge(body)
+
+
+@given(
+    st.recursive(
+        st.none() | st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+    )
+)
+def test_any_text_in_a_flat_body_passes(value):
+    judge(json.dumps(PREFILL | {"user": json.dumps(value)}).encode())
+
+
+def call(body_parts, path="/v1/completions", method="POST", headers=(), door=PrefillOnly, kind="http"):
+    """What the app behind saw, and what was answered."""
+    seen, sent = [], []
+
+    async def app(scope, receive, send):
+        seen.append((await receive())["body"])
+
+    async def send(message):
+        sent.append(message)
+
+    parts = iter(body_parts)
+
+    async def receive():
+        part = next(parts, None)
+        if part is None:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": part, "more_body": True} if part else {"type": "http.request"}
+
+    scope = {"type": kind, "method": method, "path": path, "headers": list(headers)}
+    asyncio.run(door(app)(scope, receive, send))
+    return seen, sent
+
+
+WHOLE = json.dumps(PREFILL).encode()
+
+
+@pytest.mark.parametrize("door", [Door, PrefillOnly])
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"])
+def test_what_is_not_listed_is_not_there(door, method):
+    for path in ELSEWHERE:
+        seen, sent = call([WHOLE, b""], path=path, method=method, door=door)
+        assert not seen and sent[0]["status"] == 404, path
+        assert b"not served by a prefill worker; it answers GET /health" in sent[1]["body"]
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        if method != "POST":
+            assert not call([WHOLE, b""], path=path, method=method, door=door)[0]
+
+
+def test_what_is_listed_is():
+    for method, path in (("GET", "/health"), ("GET", "/v1/models"), ("GET", "/metrics")):
+        assert call([b"x", b""], path=path, method=method) == ([b"x"], [])
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert call([WHOLE, b""], path=path) == ([WHOLE], [])
+
+
+def test_websockets_are_closed():
+    seen, sent = call([], kind="websocket")
+    assert not seen and [message["type"] for message in sent] == ["websocket.close"]
+
+
+def test_one_that_decodes_takes_longer_answers_and_no_other_paths():
+    body = json.dumps(PREFILL | {"max_tokens": 100}).encode()
+    assert call([body, b""], door=Door) == ([body], [])
+    assert call([body, b""])[1][0]["status"] == 400
+    assert call([b"[", b""], door=Door)[1][0]["status"] == 400
+
+
+def test_who_has_no_key_learns_nothing_but_health(monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    right = (b"authorization", b"Bearer secret")
+    wrong = [(), [(b"authorization", b"Bearer wrong")], [(b"authorization", b"secret")], [right, right]]
+    for method, path in (("POST", "/v1/completions"), ("GET", "/metrics"), ("GET", "/v1/models")):
+        for headers in wrong:
+            assert call([WHOLE, b""], path=path, method=method, headers=headers)[1][0]["status"] == 401
+        assert call([WHOLE, b""], path=path, method=method, headers=[right])[0]
+    assert call([b"x", b""], path="/health", method="GET")[0]
+    for path in ELSEWHERE:
+        assert not call([WHOLE, b""], path=path, headers=[right])[0]
+
+
+def test_health_knows_of_the_engines_threads(monkeypatch, tmp_path):
+    path = tmp_path / "boards" / "worker0.status"
+    monkeypatch.setenv(STATUS_VARIABLE, str(path))
+    assert call([b"x", b""], path="/health", method="GET")[0]
+    status = WorkerStatus(path)
+    assert call([b"x", b""], path="/health", method="GET")[0]
+    status.arm(True)
+    assert call([b"x", b""], path="/health", method="GET")[0]
+    monkeypatch.setattr(worker_status, "STALE_S", -1.0)
+    seen, sent = call([b"x", b""], path="/health", method="GET")
+    assert not seen and sent[0]["status"] == 503 and b"waits for bubbles" in sent[1]["body"]
+
+
+def test_a_status_says_what_is_wrong_with_an_engine(tmp_path):
+    path, hour = tmp_path / "boards" / "worker0.status", 3600 * 10**9
+    status, now = WorkerStatus(path), time.monotonic_ns()
+    assert problem_of(path, now + hour) == ""  # nothing to do
+    status.arm(True)
+    assert problem_of(path, now) == ""
+    assert "has not looked for 3600 s" in problem_of(path, now + hour)
+    status.arm(False)
+    assert problem_of(path, now + hour) == ""
+    status.woke()
+    status.woke()
+    assert "has not come round for 3600 s" in problem_of(path, now + hour)
+    status.passed()
+    assert problem_of(path, now + hour) == ""
+    assert problem_of(tmp_path / "none", now) == ""
+    path.write_bytes(b"x" * 9)
+    assert "remove it" in problem_of(path, now)
+
+
+def test_a_body_that_comes_in_parts_is_handed_on_whole():
+    body = json.dumps(PREFILL).encode()
+    assert call([body[:5], body[5:], b""]) == ([body], [])
+
+
+def test_a_body_without_end_is_cut_off():
+    seen, sent = call([b" " * 2**20] * (MOST_BYTES // 2**20 + 2))
+    assert not seen and sent[0]["status"] == 413
+
+
+def test_a_caller_that_leaves_is_no_error():
+    seen, sent = call([b"{"])
+    assert not seen and sent[0]["status"] == 400
+
+
+def test_depth_is_measured_outside_of_strings():
+    judge(json.dumps(PREFILL | {"user": "[" * 2 * MOST_DEPTH + '\\"'}).encode())

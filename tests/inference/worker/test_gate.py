@@ -1,0 +1,178 @@
+"""The gate: nothing is granted outside of bubbles, and nothing that would not fit."""
+
+import threading
+import time
+
+import pytest
+
+from weft.inference.board.reader import BoardReader
+from weft.inference.board.writer import BoardWriter, board_path
+from weft.inference.placement.prefill_cost import PrefillCost
+from weft.inference.worker.gate import LEAST_TOKENS, PROBE_AFTER_S, Gate, Waker
+from weft.inference.worker.status import WorkerStatus, problem_of
+
+
+@pytest.fixture
+def writer(tmp_path, monkeypatch):
+    """Three steps with a bubble of a minute each have been; the next begins when a test says so."""
+    ahead_s = 0.0
+    monkeypatch.setattr("weft.inference.board.writer.monotonic_ns", lambda: time.monotonic_ns() + round(ahead_s * 1e9))
+    writer = BoardWriter(board_path(tmp_path / "boards", 0), rank=0, plan=[], max_edges=16)
+    for minutes in (-6, -4, -2):
+        ahead_s = 60.0 * minutes
+        writer.begin(8)
+        ahead_s += 60.0
+        writer.busy()
+    ahead_s = 0.0
+    yield writer
+    writer.close()
+
+
+@pytest.fixture
+def gate(writer):
+    cost = PrefillCost()
+    for tokens in range(16, 416, 4):
+        cost.observe(tokens, 0, 0.0, 0.001 + tokens * 1e-4)
+    return Gate([BoardReader(writer.path)], cost, guard_s=0.01)
+
+
+def test_nothing_is_granted_while_the_rank_computes(writer, gate):
+    assert gate.grant(1000, 0) == (0, None)
+
+
+def test_what_is_granted_fits_the_bubble_less_the_guard(writer, gate):
+    writer.begin(8)
+    tokens, found = gate.grant(10**6, 0)
+    assert found is not None and tokens > LEAST_TOKENS
+    assert gate.cost.predict_s(tokens, 0, 0.0) <= found.closes_s - found.opened_s - gate.guard_s
+
+
+def test_what_is_attended_to_counts(writer, gate):
+    for tokens in range(16, 416, 4):
+        for context in (0, 2000, 8000):
+            gate.cost.observe(tokens, context, 0.0, 0.001 + tokens * 1e-4 + 1e-7 * tokens * (context + tokens / 2))
+    writer.begin(8)
+    alone, _ = gate.grant(10**6, 0)
+    behind, found = gate.grant(10**6, 8000)
+    assert 0 < behind < alone
+    assert gate.cost.predict_s(behind, 8000, 0.0) <= found.closes_s - found.opened_s - gate.guard_s
+
+
+def test_a_short_rest_is_granted_and_a_short_piece_of_much_is_not(writer, gate):
+    writer.begin(8)
+    assert gate.grant(3, 0)[0] == 3
+    bubble = gate.boards[0].state().bubble
+    gate.guard_s = bubble.closes_s - time.monotonic() - gate.cost.predict_s(LEAST_TOKENS - 1, 0, 0.0)
+    assert gate.grant(10**6, 0)[0] == 0
+
+
+def test_a_guard_longer_than_the_bubble_grants_nothing(writer, gate):
+    gate.guard_s = 61.0
+    writer.begin(8)
+    assert gate.grant(1000, 0)[0] == 0
+
+
+def test_costs_that_are_believed_too_high_are_tried_now_and_then(writer, gate):
+    gate.cost = PrefillCost()
+    too_long = 10**9
+    writer.begin(8)
+    assert gate.cost.predict_s(LEAST_TOKENS, too_long, 0.0) > 60.0
+    gate.last_end_s = time.monotonic() + 60.0
+    assert gate.grant(1000, too_long)[0] == 0
+    gate.last_end_s = time.monotonic() - PROBE_AFTER_S
+    assert gate.grant(1000, too_long)[0] == LEAST_TOKENS
+
+
+def test_a_dead_writer_grants_nothing_and_is_named(writer, gate):
+    writer.begin(8)
+    writer.path.unlink()
+    assert gate.grant(1000, 0) == (0, None)
+    assert "gone" in gate.why_not
+
+
+def test_a_step_that_ran_into_work_was_late(writer, gate):
+    writer.begin(8)
+    start_s = time.monotonic()
+    assert gate.ended(start_s, time.monotonic(), 10, 0) == 0.0
+    writer.busy()
+    time.sleep(0.01)
+    assert gate.ended(start_s, time.monotonic(), 10, 0) >= 0.009
+
+
+def test_a_step_that_outlasts_the_work_it_ran_into_was_late(writer, gate):
+    """Training has long gone on to its next bubble when the step ends."""
+    writer.begin(8)
+    start_s = time.monotonic()
+    time.sleep(0.01)
+    writer.busy()
+    met_s = gate.boards[0].state().busy_since_s
+    writer.idle()
+    time.sleep(0.01)
+    end_s = time.monotonic()
+    assert gate.ended(start_s, end_s, 10, 0) == pytest.approx(end_s - met_s)
+    writer.begin(8)
+    later_s = time.monotonic()
+    assert gate.ended(start_s, later_s, 10, 0) == pytest.approx(later_s - met_s)
+    assert gate.ended(later_s, time.monotonic(), 10, 0) == 0.0
+
+
+def test_the_first_step_of_a_process_teaches_nothing(writer):
+    gate = Gate([BoardReader(writer.path)], PrefillCost(), guard_s=0.01)
+    now_s = time.monotonic()
+    gate.ended(now_s - 6.7, now_s, 16, 0)
+    assert gate.cost.steps == 0
+    gate.ended(now_s, now_s + 0.02, 16, 0)
+    assert gate.cost.steps == 1
+
+
+def test_a_gate_needs_a_board():
+    with pytest.raises(ValueError, match="name the board"):
+        Gate([], PrefillCost(), guard_s=0.0)
+
+
+def test_the_waker_wakes_for_a_bubble_and_only_while_armed(writer, gate):
+    woken = threading.Event()
+    waker = Waker(gate, woken.set, period_s=1000.0)
+    writer.begin(8)
+    assert not woken.wait(0.05)
+    waker.arm(True)
+    assert woken.wait(30.0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [OSError("no futex"), SystemExit(1)])
+def test_the_waker_outlives_what_it_meets(writer, gate, error, monkeypatch):
+    """Errors do not end it; what does is noticed when there is work again."""
+    monkeypatch.setattr("weft.inference.worker.gate.LOOK_AGAIN_S", 0.01)
+    woken, failed = threading.Event(), threading.Event()
+    waker = Waker(gate, woken.set, period_s=1000.0)
+    waker._told_s = time.monotonic()
+    board = gate.boards[0]
+
+    def broken():
+        failed.set()
+        raise error
+
+    board.state = broken
+    waker.arm(True)
+    assert failed.wait(30.0)
+    if isinstance(error, SystemExit):
+        waker._thread.join(30.0)
+    del board.state
+    writer.begin(8)
+    waker.arm(True)
+    assert woken.wait(30.0)
+
+
+def test_the_waker_says_that_it_looks_and_when_it_wakes(writer, gate, tmp_path):
+    status = WorkerStatus(tmp_path / "boards" / "worker0.status")
+    woken = threading.Event()
+    waker = Waker(gate, woken.set, period_s=1000.0, status=status)
+    waker.arm(True)
+    writer.begin(8)
+    assert woken.wait(30.0)
+    # Nobody has come round since it was woken.
+    hours = time.monotonic_ns() + 7200 * 10**9
+    assert "come round" in problem_of(tmp_path / "boards" / "worker0.status", hours)
+    status.passed()
+    assert "not looked" in problem_of(tmp_path / "boards" / "worker0.status", hours)

@@ -1,0 +1,143 @@
+"""How workers are started: from the recipe, without loss on the way, and refused with a reason."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from weft.conf.checks import check
+from weft.conf.schema import KvConnector, WeftConfig
+from weft.inference.worker.command import (
+    addresses,
+    command,
+    devices_of,
+    environment,
+    kv_transfer,
+    settings_of,
+    workers_of,
+)
+from weft.inference.worker.settings import WorkerSettings
+from weft.recipes.serving_checks import check_serving
+
+
+@pytest.fixture
+def config():
+    config = WeftConfig()
+    config.cluster.ranks = 4
+    config.inference.prefill.model = "tiny/llama"
+    return config
+
+
+def option(words, name):
+    return words[words.index(name) + 1]
+
+
+@pytest.mark.parametrize(("each", "ranks"), [(1, [(0,), (1,), (2,), (3,)]), (2, [(0, 1), (2, 3)]), (4, [(0, 1, 2, 3)])])
+def test_each_rank_has_one_worker_on_a_port_of_its_own(config, each, ranks):
+    config.inference.prefill.ranks_per_worker = each
+    workers = workers_of(config)
+    assert [worker.ranks for worker in workers] == ranks
+    assert len({worker.port for worker in workers}) == len(workers)
+    assert all(len(worker.boards) == each for worker in workers)
+    assert [address.url.rpartition(":")[2] for address in addresses(config)] == [str(w.port) for w in workers]
+
+
+@pytest.mark.parametrize(
+    ("each", "ranks", "word"),
+    [
+        (3, [], "ranks_per_worker=3: 4 ranks"),
+        (1, [0, 0], "each once"),
+        (1, [-1], "each once"),
+        (1, [4], "there are 4 ranks"),
+    ],
+)
+def test_ranks_that_cannot_be_shared_out_are_refused(config, each, ranks, word):
+    config.inference.prefill = replace(config.inference.prefill, ranks_per_worker=each, ranks=ranks)
+    with pytest.raises(ValueError, match=word):
+        check(config)
+
+
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_a_worker_is_told_its_settings(config, gpus):
+    config.inference.prefill.guard_s = 0.0125
+    worker = workers_of(config)[2]
+    words = command(config, worker, python="python", num_gpus=gpus, trace_file="/tmp/t.jsonl")
+    settings = WorkerSettings.of(json.loads(option(words, "--additional-config")))
+    assert settings == settings_of(config, worker, trace_file="/tmp/t.jsonl")
+    assert settings.guard_s == 0.0125
+    assert "--no-async-scheduling" in words
+    assert ("--gpu-memory-utilization" in words) == bool(gpus)
+    assert option(words, "--middleware") == "weft.inference.worker.vllm_door.PrefillOnly"
+    config.inference.prefill.allow_decode = True
+    assert option(command(config, worker, python="python", num_gpus=gpus), "--middleware").endswith(".Door")
+
+
+def test_kv_caches_leave_by_the_connector_that_is_set(config):
+    worker = workers_of(config)[0]
+    assert "--kv-transfer-config" not in command(config, worker, python="python", num_gpus=0)
+    config.inference.prefill.connector = KvConnector.nixl
+    words = command(config, worker, python="python", num_gpus=0)
+    assert json.loads(option(words, "--kv-transfer-config")) == kv_transfer(on_cpu=True)
+
+
+def test_the_key_is_never_on_the_command_line(config, tmp_path):
+    worker = workers_of(config)[0]
+    env = environment(config, worker, {"WEFT_API_KEY": "s3cret"}, package=tmp_path)
+    assert env["VLLM_API_KEY"] == "s3cret"
+    assert not any("s3cret" in word for word in command(config, worker, python="python", num_gpus=0))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "visible", "given"),
+    [
+        ([0, 1, 2, 3], ["0", "1", "2", "3"], ["0", "1", "2", "3"]),
+        ([1, 3], ["4", "5", "6", "7"], ["5", "7"]),
+        ([0, 1], ["GPU-aa", "MIG-bb"], ["GPU-aa", "MIG-bb"]),
+    ],
+)
+def test_a_worker_gets_the_gpus_that_its_ranks_train_on(config, tmp_path, ranks, visible, given):
+    config.inference.prefill.ranks = ranks
+    for worker, device in zip(workers_of(config), given, strict=True):
+        env = environment(config, worker, {"CUDA_VISIBLE_DEVICES": "9"}, package=tmp_path, devices=visible)
+        assert env["CUDA_VISIBLE_DEVICES"] == device
+    config.inference.prefill.ranks_per_worker = 2
+    (worker, *_) = workers_of(config)
+    env = environment(config, worker, {}, package=tmp_path, devices=visible)
+    assert env["CUDA_VISIBLE_DEVICES"] == ",".join(given[:2])
+
+
+def test_ranks_of_a_host_count_from_its_first(config, tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=2\nb slots=3\n")
+    config.cluster.hostfile, config.inference.prefill.ranks = str(hosts), [2, 4]
+    found = [devices_of(config, worker, ["GPU-x", "GPU-y", "GPU-z"]) for worker in workers_of(config)]
+    assert found == [["GPU-x"], ["GPU-z"]]
+    with pytest.raises(ValueError, match=r"ranks=\[4\]: this host has 2 GPUs .* for its ranks from 2 on"):
+        devices_of(config, workers_of(config)[1], ["0", "1"])
+
+
+def test_each_worker_meets_decoders_on_a_port_of_its_own(config, tmp_path):
+    config.inference.prefill.first_side_port = 7000
+    envs = [environment(config, worker, {}, package=tmp_path) for worker in workers_of(config)]
+    assert [env["VLLM_NIXL_SIDE_CHANNEL_PORT"] for env in envs] == ["7000", "7001", "7002", "7003"]
+    assert len({env["WEFT_WORKER_STATUS"] for env in envs}) == 4
+
+
+def test_serving_nothing_or_everyone_is_refused(config, monkeypatch):
+    monkeypatch.delenv("WEFT_API_KEY", raising=False)
+    check_serving(config)
+    config.inference.prefill.host = "0.0.0.0"
+    with pytest.raises(ValueError, match="there is no API key"):
+        check_serving(config)
+    config.inference.prefill = replace(config.inference.prefill, host="127.0.0.1", model="")
+    with pytest.raises(ValueError, match="nothing says what to serve"):
+        check_serving(config)
+    config.inference.prefill = replace(config.inference.prefill, model="m", python="/no/such/python")
+    with pytest.raises(ValueError, match="cannot be run"):
+        check_serving(config)
+
+
+@pytest.mark.parametrize("given", [None, {}, {"weft": 3}, {"weft": {"boards": []}}, {"weft": {"borads": []}}])
+def test_settings_that_are_missing_or_misspelt_are_named(given):
+    with pytest.raises(ValueError, match="additional_config"):
+        WorkerSettings.of(given)

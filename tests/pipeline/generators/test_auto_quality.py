@@ -1,0 +1,69 @@
+"""What `auto` is known to reach on small cases, each of which some rule or some move of the search is needed for."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.pipeline.generators.test_auto_cell import costs_of, step_s
+from weft.pipeline.generators.auto import generate_auto
+from weft.pipeline.placement import Placement
+from weft.pipeline.simulation import simulate
+from weft.tools.benchmarks.clusters import compare, random_cluster
+from weft.tools.benchmarks.optimal import random_case
+
+
+def case(seed):
+    """One of `weft bench optimal`'s random cases; every third with strand pairs that gain."""
+    found = random_case(seed)
+    return replace(found, costs=replace(found.costs, pair_scale=0.7)) if seed % 3 == 0 else found
+
+
+@pytest.mark.parametrize(
+    ("seed", "listed_s", "searched_s"),
+    [
+        (1, 152, 152),
+        (6, 183, 183),
+        (12, 291, 291),
+        (16, 230, 230),
+        (17, 182, 182),
+        (18, 209.8, 209.8),
+        (23, 181, 181),
+        (25, 165, 164),
+        (36, 99, 96.7),
+        (37, 136, 136),
+        (41, 238, 237),
+        (42, 84.4, 84.4),
+        (47, 177, 175),
+    ],
+)
+def test_under_a_cap(seed, listed_s, searched_s):
+    """By list scheduling alone, and with a few hundred moves."""
+    one = case(seed)
+    for search_s, known_s in ((0.0, listed_s), (0.01, searched_s)):
+        schedule = generate_auto(one.placement, one.num_microbatches, one.costs, one.cap_bytes, search_s)
+        assert simulate(schedule, one.costs).step_s <= known_s + 1e-6
+
+
+@pytest.mark.parametrize(("seed", "known_s"), [(1, 150), (12, 190), (18, 173.6), (31, 98), (38, 130), (42, 84.4)])
+def test_without_a_cap(seed, known_s):
+    one = case(seed)
+    schedule = generate_auto(one.placement, one.num_microbatches, one.costs)
+    assert simulate(schedule, one.costs).step_s <= known_s + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("sites", "pipelines", "transfer_s", "microbatches", "cap", "known_s"),
+    [((1, 2, 1), 3, 3.0, 6, 12, 52), ((2, 2), 2, 2.0, 4, 6, 39)],
+)
+def test_cells_whose_forwards_have_to_be_held_back(sites, pipelines, transfer_s, microbatches, cap, known_s):
+    placement = replace(Placement.site_fold(sites), pipelines=pipelines)
+    costs = costs_of(placement.single, transfer=transfer_s).for_cell(pipelines)
+    assert step_s(generate_auto(placement, microbatches, costs, cap), costs) <= known_s + 1e-6
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_never_slower_than_a_fixed_schedule_on_any_placement(seed):
+    """`weft bench clusters` does it for 200."""
+    outcome = compare(random_cluster(seed))
+    assert outcome.auto.step_s <= outcome.fixed_s * (1 + 1e-9), outcome
+    assert not outcome.slower

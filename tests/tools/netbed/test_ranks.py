@@ -1,0 +1,40 @@
+"""Ranks of torch.distributed in the nodes of a bed, and the probe of what their collectives cost."""
+
+import pytest
+
+from tests.comm.collectives.probing import probe_here, probe_pairs
+from weft.comm.collectives import LinkClass, Primitive
+from weft.tools.benchmarks.collectives import two_level_bed
+from weft.tools.netbed import NetBed, missing
+from weft.tools.netbed.ranks import run_ranks_in
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"weft netbed: {missing()}")
+
+
+def _fail():
+    raise ValueError("on purpose")
+
+
+@pytest.mark.slow
+def test_the_probe_tells_slow_links_from_fast_ones():
+    with NetBed.up(two_level_bed("probe", 2, 100, 2.0)) as bed:
+        found = run_ranks_in(bed, ["n0", "n0", "n1", "n1"], probe_here, timeout_s=60)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            run_ranks_in(bed, ["n0", "n1"], _fail, timeout_s=60)
+    assert all(nodes == (0, 0, 1, 1) for nodes, _ in found)
+    costs = found[0][1]
+    assert all(each == costs for _, each in found)  # every rank plans alike
+    for primitive in (Primitive.all_gather, Primitive.all_reduce):
+        fast, slow = (costs.table[link, primitive] for link in (LinkClass.intra, LinkClass.inter))
+        assert slow.alpha_s + 1e6 * slow.beta_s > 3 * (fast.alpha_s + 1e6 * fast.beta_s)
+
+
+@pytest.mark.slow
+def test_groups_that_share_a_link_are_probed_together(tmp_path):
+    with NetBed.up(two_level_bed("pairs", 2, 50, 0.5)) as bed:
+        found = run_ranks_in(bed, ["n0", "n1", "n0", "n1"], probe_pairs, str(tmp_path), timeout_s=60)
+        again = run_ranks_in(bed, ["n0", "n1", "n1", "n1"], probe_pairs, str(tmp_path), timeout_s=60)
+    assert found == [found[0]] * 4
+    assert again == [found[0]] * 2 + [None] * 2  # known by its layout; a pair on one node is not probed
+    gather = found[0].table[LinkClass.inter, Primitive.all_gather]
+    assert gather.beta_s > 0.7 * 2 * 8 / 50e6  # both pairs' bytes are on the link

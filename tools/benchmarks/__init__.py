@@ -1,0 +1,1 @@
+"""Benchmarks, each `main(argv) -> int`; `weft bench NAME` runs one."""

@@ -1,0 +1,132 @@
+"""`weft bench memory`: what a rank holds at each ZeRO stage, measured, predicted, and DeepSpeed's beside it."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from weft.conf.schema import ModelConfig, PipelineConfig, Precision, TrainConfig, WeftConfig, ZeroConfig
+from weft.engine.planning.memory import zero_memory
+from weft.tools.ranks import run_ranks
+
+WIDTH, LAYERS, VOCAB, LENGTH = 512, 8, 512, 16
+"""Of the model: many weights and few tokens, so that weights and what belongs to them are what counts."""
+TINY = 16
+"""Width of a model without weights to speak of: what it takes is libraries, threads and connections."""
+STEPS = 3
+TIMEOUT_S = 110
+M_MMAP_THRESHOLD = -3
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="weft bench memory", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2, help="replicas")
+    args = parser.parse_args(argv)
+    table = Table(
+        title=f"peak memory of a rank in MB, {args.ranks} replicas, fp32, Adam, 1 micro-batch", box=box.SIMPLE
+    )
+    for column in ("ZeRO", "predicted", "Weft", "of it set-up", "DeepSpeed", "rest / predicted", "Weft / DeepSpeed"):
+        table.add_column(column, justify="right")
+    for stage in range(4):
+        ours, parameters, block = max(run_ranks(args.ranks, weft_peak, stage, timeout_s=TIMEOUT_S))
+        empty, *_ = max(run_ranks(args.ranks, weft_peak, stage, TINY, timeout_s=TIMEOUT_S))
+        theirs = max(run_ranks(args.ranks, deepspeed_peak, stage, timeout_s=TIMEOUT_S))
+        zero = _config(stage).zero
+        expected = zero_memory(parameters, zero, Precision.fp32, args.ranks, largest_block=block, microbatches=1).total
+        cells = [f"{size / 1e6:.0f}" for size in (expected, ours, empty, theirs)]
+        table.add_row(str(stage), *cells, f"{(ours - empty) / expected:.2f}", f"{ours / theirs:.2f}")
+    Console(width=120).print(table)
+    return 0
+
+
+def _config(stage: int, width: int = WIDTH) -> WeftConfig:
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": LENGTH,
+    }
+    bucket = 5_000_000
+    return WeftConfig(
+        model=ModelConfig(arch="llama", overrides=shape, self_check=False),
+        pipeline=PipelineConfig(stages=1, microbatches=1),
+        zero=ZeroConfig(stage=stage, reduce_bucket_size=bucket, allgather_bucket_size=bucket),
+        train=TrainConfig(microbatch_size=1, steps=STEPS),
+    )
+
+
+def _batches() -> Iterator[dict[str, Tensor]]:
+    ids = torch.arange(LENGTH).view(1, -1)
+    while True:
+        yield {"input_ids": ids, "labels": ids}
+
+
+def weft_peak(stage: int, width: int = WIDTH) -> tuple[int, int, int]:
+    """Bytes of a rank of Weft, its parameters, and those of its largest block."""
+    from weft.engine.initialize import initialize
+
+    before = _start()
+    engine, *_ = initialize(config=_config(stage, width))
+    held = engine.module.stages[0]
+    sizes = [sum(p.numel() for p in block.parameters()) for block in held.blocks()]
+    engine.set_dataiterator(_batches())
+    peak = _peak(engine.train_batch, before)
+    return peak, sum(p.numel() for _, p in held.named_global_parameters()), max(sizes)
+
+
+def deepspeed_peak(stage: int) -> int:
+    """Bytes of a rank of DeepSpeed's own engine."""
+    import deepspeed
+
+    from weft.conf.deepspeed import deepspeed_config
+    from weft.engine.distributed import init_distributed
+    from weft.engine.stages import build_model
+
+    before = _start()
+    config = _config(stage)
+    init_distributed(TIMEOUT_S)
+    settings = deepspeed_config(config, dist.get_world_size())
+    model = build_model(config.model, dtype=torch.float32, seed=0)
+    engine, *_ = deepspeed.initialize(model=model, config=settings)
+    batches = _batches()
+
+    def step() -> None:
+        engine.backward(engine(**next(batches), use_cache=False).loss)
+        engine.step()
+
+    return _peak(step, before)
+
+
+def _start() -> int:
+    """Resident bytes now; from here on, what is freed goes back to the system."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
+    torch.set_num_threads(1)
+    return _status("VmRSS")
+
+
+def _peak(step: Callable[[], object], before: int) -> int:
+    """Most resident bytes, over ``before``, while a step runs whose optimiser has its state."""
+    step()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the set-up
+    for _ in range(STEPS - 1):
+        step()
+    dist.barrier()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024

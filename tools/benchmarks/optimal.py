@@ -1,0 +1,178 @@
+"""`weft bench optimal`: how far `auto` is from the proven optimum."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from rich.console import Console
+from rich.table import Table
+
+from weft.pipeline.costs import CostModel, LinkCost, StageCost
+from weft.pipeline.generators.auto import generate_auto
+from weft.pipeline.placement import Placement
+from weft.pipeline.simulation import simulate
+from weft.tools.verification.optimum import Optimum, solve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One pipeline to schedule; whole seconds and bytes, so that the solver is exact."""
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    costs: CostModel
+    cap_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What `auto` and the solver made of a case."""
+
+    case: Case
+    auto_s: float
+    auto_wall_s: float
+    optimum: Optimum
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the best proven bound `auto` takes."""
+        return self.auto_s / self.optimum.bound_s - 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print both tables; returns 0, or 1 if `auto` misses its goal (mean 2 %, worst 5 %)."""
+    parser = argparse.ArgumentParser(prog="weft bench optimal", description=__doc__)
+    parser.add_argument("--cases", type=int, default=40, help="random cases that the solver has to close")
+    parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="for the solver, per case")
+    parser.add_argument("--search", type=float, default=2.0, metavar="SECONDS", help="for auto, per case")
+    parser.add_argument("--large", type=float, default=60.0, metavar="SECONDS", help="solver, per large case; 0: none")
+    args = parser.parse_args(argv)
+    console = Console(width=110)
+    closed = list(closed_cases(args.cases, args.limit, args.search))
+    console.print(_table("random cases, solved to the optimum", closed))
+    gaps = [result.gap for result in closed]
+    mean, worst = sum(gaps) / len(gaps), max(gaps)
+    console.print(f"auto over optimum: mean {mean:.2%} (goal 2 %), worst {worst:.2%} (goal 5 %)")
+    if args.large:
+        results = (measure(case, args.large, args.search) for case in large_cases())
+        console.print(_table("larger cases, against the proven lower bound", results))
+    return 0 if mean <= 0.02 and worst <= 0.05 else 1
+
+
+def closed_cases(count: int, limit_s: float, search_s: float) -> Iterator[Result]:
+    """The first ``count`` random cases that the solver closes."""
+    seed = found = 0
+    while found < count:
+        result = measure(random_case(seed), limit_s, search_s)
+        if result.optimum.proven:
+            found += 1
+            yield result
+        seed += 1
+
+
+def measure(case: Case, limit_s: float, search_s: float) -> Result:
+    """Schedule a case with `auto`, then let the solver look for better."""
+    started_s = time.perf_counter()
+    schedule = generate_auto(case.placement, case.num_microbatches, case.costs, case.cap_bytes, search_s)
+    wall_s = time.perf_counter() - started_s
+    timeline = simulate(schedule, case.costs)
+    optimum = solve(case.placement, case.num_microbatches, case.costs, case.cap_bytes, limit_s=limit_s, known=schedule)
+    makespan_s = max(lane[-1].end_s for lane in timeline.compute)
+    assert makespan_s >= optimum.bound_s - 1e-6, f"{case.name}: auto takes {makespan_s}, less than {optimum}"
+    return Result(case=case, auto_s=makespan_s, auto_wall_s=wall_s, optimum=optimum)
+
+
+def random_case(seed: int) -> Case:
+    """2 to 6 ranks in 1 to 3 sites, 1 to 12 micro-batches, uneven stages and links, any cap that holds one."""
+    random = Random(seed)
+    num_ranks = random.randint(2, 6)
+    sites = _sites(random, num_ranks)
+    layout, placement = random.choice(
+        [
+            ("straight", Placement.straight(num_ranks, sites)),
+            ("interleaved", Placement.interleaved(num_ranks, 2, sites)),
+            ("fold", Placement.fold(num_ranks, sites=sites)),
+            ("site fold", Placement.site_fold(sites)),
+        ]
+    )
+    num_microbatches = random.randint(1, min(12, max(1, 60 // placement.num_stages)))
+    stages = tuple(_stage(random) for _ in range(placement.num_stages))
+    local = LinkCost(latency_s=random.randint(0, 1), bandwidth_bps=random.choice([8.0, float("inf")]))
+    wan = LinkCost(latency_s=random.randint(0, 8), bandwidth_bps=8 / random.randint(1, 8))
+    costs = CostModel(stages=stages, local=local, wan=wan)
+    held = max(sum(stages[stage].activation_bytes for stage in of_rank) for of_rank in placement.rank_stages)
+    cap_bytes = float(int(held * random.uniform(1.0, 1.2 * min(num_ranks, num_microbatches) + 0.3)))
+    return Case(
+        name=f"{seed}: {layout} {'+'.join(map(str, sites))}",
+        placement=placement,
+        num_microbatches=num_microbatches,
+        costs=costs,
+        cap_bytes=cap_bytes,
+    )
+
+
+def _sites(random: Random, num_ranks: int) -> tuple[int, ...]:
+    """The ranks cut into 1 to 3 sites."""
+    cuts = sorted(random.sample(range(1, num_ranks), random.randint(0, min(2, num_ranks - 1))))
+    return tuple(end - start for start, end in zip([0, *cuts], [*cuts, num_ranks], strict=True))
+
+
+def _stage(random: Random) -> StageCost:
+    forward_s, saved = random.randint(2, 6), random.randint(2, 5)
+    return StageCost(
+        forward_s=forward_s,
+        input_s=forward_s + random.randint(-1, 2),
+        weight_s=max(1, forward_s + random.randint(-2, 1)),
+        activation_bytes=saved,
+        weight_saved_bytes=random.choice([0, saved // 2]),
+        output_bytes=1,
+    )
+
+
+def large_cases() -> Iterator[Case]:
+    """Pipelines beyond the solver's reach: its bound is what is left to judge by."""
+    for num_ranks, num_microbatches in ((4, 16), (8, 16), (8, 32)):
+        wan = LinkCost(latency_s=2, bandwidth_bps=8 / 6)
+        halves = (num_ranks // 2, num_ranks // 2)
+        for layout, placement, work_s in (
+            ("straight", Placement.straight(num_ranks, halves), 2),
+            ("fold", Placement.fold(num_ranks, sites=halves), 1),
+            ("site fold", Placement.site_fold(halves), 1),
+        ):
+            stage = StageCost(
+                forward_s=work_s, input_s=work_s, weight_s=work_s, activation_bytes=work_s, output_bytes=1
+            )
+            yield Case(
+                name=f"{layout} {halves[0]}+{halves[1]}, even",
+                placement=placement,
+                num_microbatches=num_microbatches,
+                costs=CostModel(stages=(stage,) * placement.num_stages, wan=wan),
+                cap_bytes=3.0 * num_ranks,
+            )
+
+
+def _table(title: str, results: Iterable[Result]) -> Table:
+    table = Table(title=title)
+    for column in ("case", "ranks", "micro-batches", "cap", "auto", "bound", "known", "gap", "auto s", "solver s"):
+        table.add_column(column, justify="left" if column == "case" else "right", no_wrap=True)
+    for result in results:
+        case, optimum = result.case, result.optimum
+        cells = (
+            case.name,
+            f"{case.placement.num_ranks}",
+            f"{case.num_microbatches}",
+            f"{case.cap_bytes:g}",
+            f"{result.auto_s:g}",
+            f"{optimum.bound_s:g}",
+            f"{min(optimum.best_s, result.auto_s):g}",
+            f"{result.gap:.1%}",
+            f"{result.auto_wall_s:.1f}",
+            f"{optimum.wall_s:.1f}",
+        )
+        table.add_row(*cells)
+    return table

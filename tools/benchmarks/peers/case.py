@@ -1,0 +1,72 @@
+"""The case: one piece of emulated work that every engine is given, and what a run of it measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+
+from weft.engine.emulation.stage import EmulatedWork
+from weft.pipeline.costs import CostModel, LinkCost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Emulated layers on a few ranks of this machine."""
+
+    num_ranks: int = 4
+    """Pipeline ranks."""
+    num_layers: int = 8
+    """Layers of the whole model."""
+    num_microbatches: int = 8
+    """Micro-batches of one step."""
+    work: EmulatedWork = field(default_factory=EmulatedWork)
+    """What a layer costs."""
+    link: LinkCost = field(default_factory=LinkCost)
+    """Between two ranks, as measured: for the simulation, and for engines that plan."""
+    num_replicas: int = 1
+    """Pipelines side by side, each of `num_ranks`."""
+    sites: tuple[int, ...] = ()
+    """Pipeline ranks per site; empty is one site."""
+    wan: LinkCost = field(default_factory=LinkCost)
+    """Between two ranks of different sites, over as many connections as fill it."""
+    in_a_row: bool = False
+    """Measure steps that follow each other without a barrier, which would cross the WAN."""
+    num_warmup: int = 3
+    """Steps before the first that is measured."""
+    num_steps: int = 5
+    """Steps that are measured in one run."""
+
+    @property
+    def name(self) -> str:
+        """Its size in a table."""
+        mib = self.work.hidden_bytes / 2**20
+        return f"{self.num_layers} layers, {self.num_microbatches} micro-batches, {mib:g} MiB"
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What one rank reports.
+
+    Attributes:
+        step_s: seconds of each measured step, from barrier to barrier or in a row.
+        cells: the rank's computations in the order of its schedule, as ``2F7`` or a pair.
+    """
+
+    step_s: tuple[float, ...]
+    cells: tuple[str, ...]
+    ended_s: float = 0.0
+    """When the last step ended, on the clock of `time.perf_counter`."""
+    pipeline_s: float = 0.0
+    """Seconds of the last step from its first action to its last on any rank; 0 if not measured."""
+    profile: CostModel | None = None
+    """Costs fitted to the warm-up's steps, all but the first; None if not measured."""
+
+
+def middle_and_spread(step_s: Sequence[float]) -> tuple[float, float]:
+    """Median, and the range of the middle half over the median."""
+    middle = median(step_s)
+    if len(step_s) < 2:
+        return middle, 0.0
+    low, _, high = quantiles(step_s, n=4, method="inclusive")
+    return middle, (high - low) / middle

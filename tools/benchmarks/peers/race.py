@@ -1,0 +1,134 @@
+"""The race: engines taking turns on the same case, and the table that comes of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from weft.tools.benchmarks.peers.case import Case, middle_and_spread
+from weft.tools.benchmarks.peers.link import measure_link
+from weft.tools.benchmarks.peers.table import PEERS, Run, measure
+
+
+@dataclass(frozen=True)
+class Result:
+    """An engine on a case, all rounds together.
+
+    Attributes:
+        peer: key of `PEERS`.
+        case: what it ran.
+        step_s: every measured step.
+        median_s: their median.
+        spread: the range of their middle half, over the median.
+        ideal_s: the engine's own schedule simulated with free communication.
+        simulated_s: the same with the link as measured before the race.
+        profiled_s: the same with what each computation took in the engine's own warm-up; None if it tells no such.
+        live_layers: per rank, most layer activations alive at once in that schedule.
+    """
+
+    peer: str
+    case: Case
+    step_s: tuple[float, ...]
+    median_s: float
+    spread: float
+    ideal_s: float
+    simulated_s: float
+    profiled_s: float | None
+    live_layers: tuple[int, ...]
+
+    @property
+    def over_simulated(self) -> float:
+        """Measured step over the simulated one."""
+        return self.median_s / self.simulated_s
+
+    @property
+    def over_profiled(self) -> float | None:
+        """Measured step over the profiled one."""
+        return None if self.profiled_s is None else self.median_s / self.profiled_s
+
+
+def race(peers: Sequence[str], cases: Sequence[Case], *, rounds: int) -> Iterator[Result]:
+    """Run every engine on every case, a case at a time.
+
+    The engines take turns, ``rounds`` times, so that a change of the machine's load meets all
+    of them alike.
+
+    Raises:
+        RuntimeError: an engine failed or took too long.
+    """
+    for case in cases:
+        links = {shared: measure_link(case.work.hidden_bytes, shared=shared) for shared in (False, True)}
+        runs: dict[str, list[Run]] = {peer: [] for peer in peers}
+        for turn in range(rounds):
+            for peer in peers:
+                print(f"{case.name}: round {turn + 1} of {rounds}, {PEERS[peer].title}", file=sys.stderr)
+                runs[peer].append(measure(peer, replace(case, link=links[PEERS[peer].shares_memory])))
+        yield from (_result(peer, case, runs[peer]) for peer in peers)
+
+
+def _result(peer: str, case: Case, runs: Sequence[Run]) -> Result:
+    step_s = tuple(seconds for run in runs for seconds in run.step_s)
+    median_s, spread = middle_and_spread(step_s)
+    first = runs[0]
+    predicted = first.ideal_s, first.simulated_s, first.profiled_s
+    return Result(peer, case, step_s, median_s, spread, *predicted, first.live_layers)
+
+
+def print_table(results: Sequence[Result], title: str, note: Callable[[Result], str] = lambda _: "") -> None:
+    """A table per case, a row per engine; ``note`` fills the last column."""
+    console = Console(width=WIDTH, highlight=False)
+    console.print(f"[bold]{title}")
+    for case in dict.fromkeys(result.case for result in results):
+        table = Table(title=f"\n{case.name}", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
+        for number, head in enumerate(_HEADS):
+            table.add_column(head, justify="right" if number else "left", no_wrap=True)
+        for result in (r for r in results if r.case == case):
+            table.add_row(*_cells(result), note(result))
+        console.print(table)
+    console.print(f"\n{_LEGEND}")
+
+
+_HEADS = ("engine", "ideal ms", "simulated", "profiled", "measured", "spread", "/ sim.", "/ prof.", "live layers", "")
+_LEGEND = (
+    "ideal: the engine's own schedule simulated with free communication. simulated: with the link as measured here.\n"
+    "profiled: with the times that computations took in the run's warm-up, too, where the engine tells them.\n"
+    "measured: median step, barrier to barrier. spread: middle half of the steps over the median.\n"
+    "live layers: most layer activations alive at once, rank by rank. Compare engines that hold as much: ZBV, the\n"
+    "best peer, holds two chunks for each rank, and so does Weft auto with ZBV's memory; Weft auto by itself takes\n"
+    "what it needs, up to four times what 1F1B holds."
+)
+WIDTH = 130
+"""Characters of a line: the same in a terminal and in a log."""
+
+
+def _cells(result: Result) -> tuple[str, ...]:
+    return (
+        PEERS[result.peer].title,
+        f"{1e3 * result.ideal_s:.0f}",
+        f"{1e3 * result.simulated_s:.0f}",
+        "" if result.profiled_s is None else f"{1e3 * result.profiled_s:.0f}",
+        f"{1e3 * result.median_s:.0f}",
+        f"{100 * result.spread:.1f} %",
+        f"{result.over_simulated:.3f}",
+        "" if result.over_profiled is None else f"{result.over_profiled:.3f}",
+        " ".join(map(str, result.live_layers)),
+    )
+
+
+def save_results(results: Sequence[Result], path: str) -> None:
+    """Write every figure as JSON.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    try:
+        Path(path).write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    except OSError as error:
+        raise ValueError(f"--json {path}: {error.strerror}; give a path that can be written") from error

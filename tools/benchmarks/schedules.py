@@ -1,0 +1,60 @@
+"""`weft bench schedules`: every engine and schedule on the same emulated layers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from weft.engine.emulation.stage import EmulatedWork
+from weft.tools.benchmarks.peers.case import Case
+from weft.tools.benchmarks.peers.race import Result, print_table, race, save_results
+from weft.tools.benchmarks.peers.table import PEERS
+
+SIZES = ((8, 8), (8, 16), (16, 8), (16, 16))
+"""Layers and micro-batches."""
+HIDDEN_MIB = (1, 8)
+NUMBERS = range(1, len(SIZES) * len(HIDDEN_MIB) + 1)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Layers of 10 ms forward, input gradient and weight gradient on 4 ranks; returns 0."""
+    parser = argparse.ArgumentParser(prog="weft bench schedules", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the smallest case, one round of three steps")
+    parser.add_argument("--json", metavar="FILE", help="also write every figure here")
+    parser.add_argument(
+        "--cases", nargs="+", metavar="N", type=int, default=list(NUMBERS), help=f"of 1 to {NUMBERS[-1]}"
+    )
+    parser.add_argument(
+        "--engines", nargs="+", metavar="NAME", default=list(PEERS), help=f"which to run, of {', '.join(PEERS)}"
+    )
+    args = parser.parse_args(argv)
+    unknown = [name for name in args.engines if name not in PEERS]
+    if unknown:
+        raise ValueError(f"--engines {' '.join(unknown)}: not known; choose from {', '.join(PEERS)}")
+    cases = _cases(args.quick)
+    if not set(args.cases) <= set(NUMBERS):
+        raise ValueError(f"--cases {' '.join(map(str, args.cases))}: choose from 1 to {NUMBERS[-1]}")
+    cases = [case for number, case in enumerate(cases, start=1) if number in args.cases]
+    results = list(race(args.engines, cases, rounds=1 if args.quick else 2))
+    print_table(
+        results, "a training step: 10 ms forward, input and weight gradient per layer, 4 ranks", _to_best(results)
+    )
+    if args.json:
+        save_results(results, args.json)
+    return 0
+
+
+def _cases(quick: bool) -> list[Case]:
+    base = Case(num_steps=3 if quick else 5)
+    cases = [
+        replace(base, num_layers=layers, num_microbatches=count, work=EmulatedWork(hidden_bytes=mib * 2**20))
+        for layers, count in SIZES
+        for mib in HIDDEN_MIB
+    ]
+    return cases[:1] if quick else cases
+
+
+def _to_best(results: Sequence[Result]) -> Callable[[Result], str]:
+    best = {case: min(r.median_s for r in results if r.case == case) for case in {r.case for r in results}}
+    return lambda result: f"{result.median_s / best[result.case]:.2f}x best"

@@ -1,0 +1,95 @@
+"""What bubbles were, how much of them was used, and what it cost training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import nan
+from statistics import median
+
+from weft.inference.board.common_bubbles import Spans, intersection
+
+LATE_MS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+"""Borders of the histogram of lateness."""
+
+
+def length_s(spans: Spans) -> float:
+    """Seconds of all spans."""
+    return sum(end_s - start_s for start_s, end_s in spans)
+
+
+def idle_between(work: Spans) -> list[tuple[float, float]]:
+    """The bubbles between pieces of work."""
+    return [(end_s, start_s) for (_, end_s), (start_s, _) in pairwise(work) if start_s > end_s]
+
+
+def steps_within(steps: Spans, windows: Spans) -> list[float]:
+    """Durations of the steps that lie whole in one window."""
+    return [end - start for start, end in steps if any(low <= start and end <= high for low, high in windows)]
+
+
+@dataclass(frozen=True)
+class RankUse:
+    """How a rank's time was used in some windows, as shares of it."""
+
+    trained: float
+    prefilled: float
+    bubbles_used: float
+    """Share of the bubbles' time in which a prefill ran."""
+    outside: float
+    """Prefill time outside of bubbles, as a share of all prefill time."""
+
+
+def use_of(work: Spans, prefills: Spans, windows: Spans) -> RankUse:
+    """Reckon one rank."""
+    whole_s = length_s(windows)
+    busy, idle = intersection(work, windows), intersection(idle_between(work), windows)
+    ran = intersection(prefills, windows)
+    inside_s, idle_s, ran_s = length_s(intersection(ran, idle)), length_s(idle), length_s(ran)
+    return RankUse(
+        trained=length_s(busy) / whole_s,
+        prefilled=inside_s / whole_s,
+        bubbles_used=inside_s / idle_s if idle_s else 0.0,
+        outside=(ran_s - inside_s) / ran_s if ran_s else 0.0,
+    )
+
+
+def histogram(late_s: Sequence[float]) -> list[tuple[str, int]]:
+    """How many steps ended how late, by class."""
+    classes = [(f"<= {LATE_MS[0]:g} ms", sum(late <= 0.0 for late in late_s))]
+    for low, high in [*pairwise(LATE_MS), (LATE_MS[-1], float("inf"))]:
+        classes.append((f"{low:g}-{high:g} ms", sum(low < 1e3 * late <= high for late in late_s)))
+    return classes
+
+
+def slowdown(on_s: Sequence[float], off_s: Sequence[float]) -> float:
+    """The median step with prefill over the one without, less one."""
+    return median(on_s) / median(off_s) - 1.0
+
+
+@dataclass(frozen=True)
+class FaultFigures:
+    """The median step around a fault, in seconds; NaN where no step lies whole."""
+
+    before_s: float
+    hit_s: float
+    after_s: float
+    num_steps: int
+    """While it lasted."""
+
+    @property
+    def change(self) -> float:
+        """Of the step, against the mean of before and after."""
+        return 2 * self.hit_s / (self.before_s + self.after_s) - 1.0
+
+
+def fault_figures(steps: Spans, windows: Mapping[str, Spans], faults: Sequence[str]) -> list[FaultFigures]:
+    """Each fault between two windows named ``calm``; the last may have none after it."""
+    calm = [_median(steps_within(steps, [span])) for span in windows["calm"]] + [nan]
+    hits = [steps_within(steps, windows[name]) for name in faults]
+    return [FaultFigures(calm[n], _median(hit), calm[n + 1], len(hit)) for n, hit in enumerate(hits)]
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else nan

@@ -1,0 +1,72 @@
+"""What the ranks did and when: their work, collected from boards that remember a few steps, and named windows."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import psutil
+
+from weft.inference.board.reader import BoardReader
+from weft.inference.worker.command import Worker
+
+PAUSE_S = 0.3
+
+
+class Watch:
+    """Collects the work of each served rank, until it `end`s."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        """Watch the first rank of each worker."""
+        self.boards = {worker.index: BoardReader(worker.boards[0]) for worker in workers}
+        self._steps: dict[int, dict[int, list[tuple[float, float]]]] = {index: {} for index in self.boards}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def work(self, worker: Worker) -> list[tuple[float, float]]:
+        """Everything that the rank computed, in order."""
+        return [span for _, spans in sorted(self._steps[worker.index].items()) for span in spans]
+
+    def marks(self, worker: Worker) -> int:
+        """Marks on the board in the last step that was seen."""
+        steps = self._steps[worker.index]
+        return 2 * len(steps[max(steps)])
+
+    def end(self) -> None:
+        """Stop collecting."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(PAUSE_S):
+            for index, board in self.boards.items():
+                board.state()
+                self._steps[index].update(board.work())
+
+
+class Windows:
+    """Named spans of time, and how busy the machine's cores were in them."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self.spans: dict[str, list[tuple[float, float]]] = {}
+        self._cores_s: dict[str, list[tuple[float, float]]] = {}
+
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[None]:
+        """The time that the block takes."""
+        begin_s, before = time.monotonic(), psutil.cpu_times()
+        yield
+        self.spans.setdefault(name, []).append((begin_s, time.monotonic()))
+        after = psutil.cpu_times()
+        whole_s = sum(after) - sum(before)
+        idle_s = after.idle + after.iowait - before.idle - before.iowait
+        self._cores_s.setdefault(name, []).append((whole_s - idle_s, whole_s))
+
+    def cores_busy(self, name: str) -> float:
+        """Share of all cores' time that anything ran."""
+        busy_s, whole_s = map(sum, zip(*self._cores_s[name], strict=True))
+        return busy_s / whole_s

@@ -1,0 +1,294 @@
+"""Every causal architecture of transformers, tried in stages: exact, refused, or why it could not be tried."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import resource
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from weft.conf.schema import Attention, ModelConfig, SplitKind
+from weft.engine.stages import check_packing, export_stages, load_hf_config, load_stages, self_check, split_layers
+from weft.engine.stages.checking import LENGTH, architecture, check_stages, require_causal, small_copy, tried_batch
+from weft.engine.stages.comparison import run_stages
+from weft.engine.stages.refusals import refuse_unfaithful
+from weft.tools.verification.small_configs import small_config
+
+LIMIT_S = 180.0
+"""Seconds that one architecture may take."""
+LIMIT_BYTES = 8 << 30
+"""Memory that one architecture may take."""
+
+
+class Verdict(Enum):
+    """What became of an architecture."""
+
+    exact = "exact"
+    refused = "refused"
+    untried = "untried"
+    wrong = "WRONG"
+
+
+OTHER_LOSS = "with `loss=weft.next_token_loss`; its own loss is a mean of each micro-batch, and refused"
+MEANING: Mapping[Verdict, str] = {
+    Verdict.exact: "logits, loss and gradients of its stages equal those of the whole model",
+    Verdict.refused: "cannot be trained in stages; the self-check says why before anything starts",
+    Verdict.untried: "transformers itself cannot build or run a small text-only model of it",
+    Verdict.wrong: "accepted by the self-check, and yet other than the whole model: a defect",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One architecture's line of the table.
+
+    Attributes:
+        model_type: of the config.
+        model_class: of the causal language model.
+        verdict: see `Verdict`.
+        reason: why it is not exact, or under which condition it is.
+        packing: "apart", "leaks", or empty where it was not tried.
+        folder: "loads and exports", what fails, or empty where it was not tried.
+        transformers: the version that it was tried with.
+        seconds: it took.
+    """
+
+    model_type: str
+    model_class: str
+    verdict: Verdict
+    reason: str = ""
+    packing: str = ""
+    folder: str = ""
+    transformers: str = transformers.__version__
+    seconds: float = 0.0
+
+
+def causal_types() -> list[str]:
+    """Every ``model_type`` that transformers has a causal language model for."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def examine(model_type: str) -> Finding:
+    """Try one architecture in this process."""
+    name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    try:
+        config = small_config(model_type)
+    except Exception as error:  # any: configs validate with errors of several libraries
+        return Finding(model_type, name, Verdict.untried, _reason(error))
+    try:
+        cls, config = architecture(config)
+        refuse_unfaithful(config)
+    except ValueError as error:
+        return Finding(model_type, name, Verdict.refused, _reason(error))
+    try:
+        small = small_copy(cls, config, min_layers=2)
+    except Exception as error:  # any: see above
+        return Finding(model_type, name, Verdict.untried, _reason(error))
+    own_loss = True
+    try:
+        try:
+            self_check(config)
+        except ValueError as error:
+            if "num_items_in_batch" not in str(error):
+                raise
+            own_loss = False
+            self_check(config, own_loss=False)
+    except ValueError as error:
+        runs = "Hugging Face's own run" not in _reason(error) or "differs" in _reason(error)
+        return Finding(model_type, name, Verdict.refused if runs else Verdict.untried, _reason(error))
+    try:
+        require_causal(small)
+        for batches, num_stages in _wider(small):
+            check_stages(small, num_stages, batches, own_loss=own_loss)
+            small.zero_grad()
+    except ValueError as error:
+        return Finding(model_type, name, Verdict.wrong, _reason(error))
+    reason = "" if own_loss else OTHER_LOSS
+    return Finding(model_type, name, Verdict.exact, reason, packing=_packing(config), folder=_folder(small))
+
+
+def _wider(small: PreTrainedModel) -> Iterator[tuple[list[dict[str, Tensor]], int]]:
+    """More than the self-check tries: several micro-batches, padding and packed documents, in two stages."""
+    plain = tried_batch(small)
+    padded = plain | {"attention_mask": torch.ones_like(plain["input_ids"]), "labels": plain["labels"].clone()}
+    padded["attention_mask"][0, -3:] = 0
+    padded["labels"][0, -3:] = -100
+    documents = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)])
+    packed = plain | {"position_ids": documents.repeat(2, 1)}
+    rows = [{name: tensor[row : row + 1] for name, tensor in plain.items()} for row in range(2)]
+    for batches in (rows, [padded], [packed]):
+        yield batches, 2
+
+
+def _packing(config: PreTrainedConfig) -> str:
+    try:
+        check_packing(config)
+    except ValueError as error:
+        return "leaks" if "see each other" in str(error) else _reason(error)
+    return "apart"
+
+
+def _folder(small: PreTrainedModel) -> str:
+    """Save the model, load its stages, export them, load that as a whole: the same logits each time."""
+    batch = tried_batch(small.eval())
+    try:
+        with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+            small.save_pretrained(f"{folder}/saved")
+            config = ModelConfig(path=f"{folder}/saved", attn_implementation=Attention.eager)
+            hf_config = load_hf_config(config)
+            split = split_layers(hf_config, 2, SplitKind.even)
+            stages = load_stages(config, split, range(2), dtype=torch.float32, seed=1)
+            staged = [stage.eval() for stage in stages]
+            export_stages(stages, Path(folder, "exported"))
+            again = type(small).from_pretrained(f"{folder}/exported", attn_implementation="eager").eval()
+            first = type(small).from_pretrained(f"{folder}/saved", attn_implementation="eager").eval()
+            takes = staged[-1].accepted(batch)
+            want = first(**takes, use_cache=False).logits
+            if not torch.equal(staged[-1].logits(run_stages(staged[:-1], batch), batch), want):
+                return "stages loaded from a folder differ"
+            if not torch.equal(again(**takes, use_cache=False).logits, want):
+                return "what stages export differs"
+    except Exception as error:  # any: it is Hugging Face's code
+        return _reason(error)
+    return "loads and exports"
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split()).removeprefix("model: ")
+    text = text.partition("; choose another architecture")[0].partition("; check model.overrides")[0]
+    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
+
+
+# -- all of them -----------------------------------------------------------------------------------
+
+
+def survey(types: Sequence[str], *, jobs: int, stop_after_s: float, note: Callable[[Finding], None]) -> None:
+    """Examine each in a process of its own, with limits of time and memory.
+
+    Args:
+        jobs: at a time.
+        stop_after_s: start none after this time; 0 goes on to the end.
+        note: called with each finding.
+    """
+    torch.set_num_threads(1)
+    fork = multiprocessing.get_context("fork")  # what was imported is there
+    waiting, began = list(types), time.monotonic()
+    running: dict[Connection, tuple[str, BaseProcess, float]] = {}
+    try:
+        while waiting or running:
+            late = stop_after_s and time.monotonic() - began > stop_after_s
+            while waiting and len(running) < jobs and not late:
+                model_type = waiting.pop(0)
+                ours, theirs = fork.Pipe(duplex=False)
+                process: BaseProcess = fork.Process(target=_examine_apart, args=(model_type, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                running[ours] = model_type, process, time.monotonic()
+            if not running:
+                return
+            ready = wait(list(running), timeout=0.5)
+            for pipe, (model_type, process, start) in list(running.items()):
+                seconds = time.monotonic() - start
+                if pipe in ready or seconds > LIMIT_S:
+                    del running[pipe]
+                    note(_collect(model_type, pipe if pipe in ready else None, process, seconds))
+    finally:
+        for _, process, _ in running.values():
+            process.kill()
+
+
+def _examine_apart(model_type: str, pipe: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
+    pipe.send(examine(model_type))
+
+
+def _collect(model_type: str, pipe: Connection | None, process: BaseProcess, seconds: float) -> Finding:
+    try:
+        finding = pipe.recv() if pipe is not None else None
+        reason = f"not done after {LIMIT_S:g} s"
+    except EOFError:
+        finding, reason = None, "its process ended without a word"
+    if finding is None:
+        process.kill()
+        finding = Finding(model_type, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]), Verdict.untried, reason)
+    process.join()
+    return Finding(**{**vars(finding), "seconds": round(seconds, 1)})
+
+
+def write_finding(finding: Finding, file: Path) -> None:
+    """Add a finding to a file of JSON lines."""
+    with file.open("a") as stream:
+        stream.write(json.dumps(asdict(finding) | {"verdict": finding.verdict.value}) + "\n")
+
+
+def read_findings(file: Path) -> dict[str, Finding]:
+    """The last finding of each architecture with this version of transformers.
+
+    Raises:
+        ValueError: a line is none.
+    """
+    found = {}
+    for number, line in enumerate(file.read_text().splitlines() if file.exists() else (), start=1):
+        try:
+            fields = json.loads(line)
+            finding = Finding(**fields | {"verdict": Verdict(fields["verdict"])})
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file}: line {number} is no finding ({error}); remove it, or the file") from error
+        if finding.transformers == transformers.__version__:
+            found[finding.model_type] = finding
+    return found
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """Counts, in one line."""
+    counts = Counter(finding.verdict for finding in findings)
+    tried = len(findings) - counts[Verdict.untried]
+    share = f"{100 * counts[Verdict.exact] / tried:.0f} %" if tried else "none"
+    listed = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict)
+    return f"{len(findings)} causal architectures: {listed}; {share} of those that could be tried are exact"
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """The page `docs/architectures.md`."""
+    lines = [
+        "# Architectures",
+        "",
+        f"Every type that transformers {transformers.__version__} has a causal language model for, tried by "
+        "`weft parity --all --table docs/architectures.md`, which also writes this page.",
+        "",
+        summary(findings) + ".",
+        "",
+        *(f"- **{verdict.value}**: {meaning}." for verdict, meaning in MEANING.items()),
+        "",
+        "Each is a small copy with random weights and every kind of layer of its default configuration (or of one from "
+        "`tools/verification/small_configs.py`, where the default cannot be shrunk), in fp32 on a CPU, each layer on "
+        "a stage of its own and in two stages; plain, padded and packed batches, tolerance 1e-5 of the largest value. "
+        "*Packing* says whether Hugging Face's own forward keeps packed documents apart; where it does not, "
+        "`data.packing=true` is refused. *Folder* says whether stages load from a saved folder and export one that "
+        "transformers loads, with equal logits.",
+        "",
+        "| model_type | class | stages | packing | folder |",
+        "|---|---|---|---|---|",
+    ]
+    for finding in sorted(findings, key=lambda f: f.model_type):
+        verdict = finding.verdict.value + (f": {finding.reason}" if finding.reason else "")
+        cells = (finding.model_type, finding.model_class, verdict, finding.packing, finding.folder)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,244 @@
+"""`weft parity`: how far stages are from Hugging Face's own run, for every architecture and variant."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from weft.conf.schema import ModelConfig, SplitKind
+from weft.engine.stages import Batch, build_model, load_hf_config, load_stages, split_layers
+from weft.engine.stages.comparison import Difference, Outcome, difference, staged_outcome, whole_outcome
+from weft.tools.verification.tiny_models import TINY, VOCABULARY, tiny_model
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison."""
+
+    arch: str
+    variant: str
+    num_stages: int
+    model: ModelConfig
+    dtype: torch.dtype
+    batch: Batch
+    num_items: Tensor
+    """Tokens that the loss is divided by; more than in the batch, as in a step of several."""
+
+    @property
+    def microbatches(self) -> list[Batch]:
+        """The batch, one sequence at a time."""
+        count = len(self.batch["input_ids"])
+        return [{name: tensor[m : m + 1] for name, tensor in self.batch.items()} for m in range(count)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Differences between a backend and Hugging Face's own run; see `Difference`."""
+
+    arch: str
+    variant: str
+    stages: int
+    backend: str
+    logits: float
+    loss: float
+    gradients: float
+
+    @property
+    def worst(self) -> float:
+        """As `Difference.worst`."""
+        return Difference(self.logits, self.loss, self.gradients, "").worst
+
+
+Backend = Callable[[Sequence[Case]], Iterator[Outcome]]
+"""Runs cases in order."""
+SEED = 1
+
+
+def hugging_face(case: Case) -> Outcome:
+    """The whole model, run by transformers (and peft)."""
+    model = build_model(case.model, dtype=case.dtype, seed=SEED)
+    _wake_adapters(model)
+    return whole_outcome(model, case.microbatches, case.num_items)
+
+
+def in_process(cases: Sequence[Case]) -> Iterator[Outcome]:
+    """Every stage in this process, one after the other."""
+    return map(_in_process, cases)
+
+
+def _in_process(case: Case) -> Outcome:
+    split = split_layers(load_hf_config(case.model), case.num_stages, SplitKind.even)
+    stages = load_stages(case.model, split, range(case.num_stages), dtype=case.dtype, seed=SEED)
+    for stage in stages:
+        _wake_adapters(stage)
+    return staged_outcome(stages, case.microbatches, case.num_items)
+
+
+def engine(kind: str, cases: Sequence[Case]) -> Iterator[Outcome]:
+    """Every stage in a process of its own, under a schedule."""
+    from weft.tools.verification.parity_engine import through_engine
+
+    return through_engine(cases, kind, _wake_adapters, SEED)
+
+
+BACKENDS: dict[str, Backend] = {
+    "in-process": in_process,
+    "gpipe": partial(engine, "gpipe"),
+    "1f1b": partial(engine, "1f1b"),
+}
+
+
+def _wake_adapters(model: torch.nn.Module) -> None:
+    """New adapters add nothing yet; give their second matrix weights, the same in every split."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.linspace(-0.1, 0.1, parameter.numel()).view_as(parameter))
+
+
+def _plain(arch: str) -> ModelConfig:
+    return tiny_model(arch, tie_word_embeddings=False)
+
+
+def _tied(arch: str) -> ModelConfig:
+    return tiny_model(arch, tie_word_embeddings=True)
+
+
+def _adapted(arch: str) -> ModelConfig:
+    config = _plain(arch)
+    config.lora.enabled = True
+    config.lora.target_modules = TARGETS.get(arch, ["q_proj", "v_proj"])
+    return config
+
+
+TARGETS = {"gpt2": ["c_attn"], "phi3": ["qkv_proj", "down_proj"]}
+VARIANTS: dict[str, tuple[Callable[[str], ModelConfig], torch.dtype, bool]] = {
+    "untied": (_plain, torch.float32, False),
+    "tied": (_tied, torch.float32, False),
+    "lora": (_adapted, torch.float32, False),
+    "packed": (_plain, torch.float32, True),
+    "bf16": (_plain, torch.bfloat16, False),
+}
+"""The model, its number format, and whether documents are packed."""
+
+
+def cases(archs: Sequence[str], variants: Sequence[str], stage_counts: Sequence[int]) -> Iterator[Case]:
+    """Every combination."""
+    for arch in archs:
+        for variant in variants:
+            make, dtype, packed = VARIANTS[variant]
+            for count in stage_counts:
+                yield Case(arch, variant, count, make(arch), dtype, _batch(packed), torch.tensor(40))
+
+
+def _batch(packed: bool) -> Batch:
+    """Two sequences of 12 tokens; packed ones hold documents of 5 and 7."""
+    ids = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[:, :3] = -100
+    positions = torch.cat([torch.arange(5), torch.arange(7)]) if packed else torch.arange(12)
+    return {"input_ids": ids, "labels": labels, "position_ids": positions.repeat(2, 1)}
+
+
+def compare(case: Case, backend: str, got: Outcome) -> Row:
+    """Hold what a backend made of a case against Hugging Face's own run."""
+    want = hugging_face(case)
+    assert got.gradients.keys() == want.gradients.keys(), got.gradients.keys() ^ want.gradients.keys()
+    off = difference(got, want)
+    return Row(case.arch, case.variant, case.num_stages, backend, off.logits, off.loss, off.gradients)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``[ARCH ...] [--variants ...] [--stages ...]``, or ``--all``; 1 if a difference is above the tolerance.
+
+    Raises:
+        ValueError: an unknown architecture or variant.
+    """
+    args = _parser().parse_args(argv)
+    if args.all:
+        return _all(args)
+    _require_known("variant", args.variants, VARIANTS)
+    _require_known("architecture", args.archs, TINY)
+    rows = []
+    if args.format == "text":
+        print(
+            f"{'architecture':<14}{'variant':<9}{'stages':>6}  {'run by':<11}{'logits':>9}{'loss':>10}{'gradients':>11}"
+        )
+    chosen = list(cases(args.archs or list(TINY), args.variants, args.stages))
+    for backend in args.backends:
+        for case, outcome in zip(chosen, BACKENDS[backend](chosen), strict=True):
+            rows.append(compare(case, backend, outcome))
+            if args.format == "text":
+                print(_line(rows[-1]), flush=True)
+    worst = max(row.worst for row in rows)
+    if args.format == "json":
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        print(f"{len(rows)} cases, largest difference {worst:.2g}, tolerance {args.tolerance:.2g}")
+    return int(worst > args.tolerance)
+
+
+def _all(args: argparse.Namespace) -> int:
+    """Try every causal architecture, going on where an earlier call has stopped; 1 if one is silently wrong."""
+    from weft.tools.verification import architectures
+
+    types = architectures.causal_types()
+    _require_known("causal architecture", args.archs, types)
+    file = Path(args.findings).expanduser()
+    found = architectures.read_findings(file)
+
+    def note(finding: architectures.Finding) -> None:
+        found[finding.model_type] = finding
+        architectures.write_finding(finding, file)
+        print(f"{finding.model_type:<26}{finding.verdict.value:<9}{finding.reason}", flush=True)
+
+    todo = args.archs or [name for name in types if name not in found]
+    architectures.survey(todo, jobs=args.jobs, stop_after_s=args.seconds, note=note)
+    findings = [found[name] for name in types if name in found]
+    print(architectures.summary(findings))
+    if args.table:
+        if missing := [name for name in types if name not in found]:
+            raise ValueError(f"--table: {len(missing)} architectures are still to be tried; call again without --table")
+        Path(args.table).expanduser().write_text(architectures.table(findings))
+    return int(any(finding.verdict is architectures.Verdict.wrong for finding in findings))
+
+
+def _require_known(kind: str, given: Sequence[str], known: Iterable[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{name}: no such {kind}; one of {', '.join(known)}")
+
+
+def _line(row: Row) -> str:
+    numbers = f"{row.logits:>9.2g}{row.loss:>10.2g}{row.gradients:>11.2g}"
+    return f"{row.arch:<14}{row.variant:<9}{row.stages:>6}  {row.backend:<11}{numbers}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="weft parity",
+        description="Largest differences of logits, loss and gradients between stages and Hugging Face's own run.",
+    )
+    parser.add_argument("archs", nargs="*", metavar="ARCH", help=f"of {', '.join(TINY)}; all if none")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), metavar="NAME", help=", ".join(VARIANTS))
+    parser.add_argument("--stages", nargs="+", type=int, default=[2, 4], metavar="N")
+    parser.add_argument(
+        "--backends", nargs="+", choices=list(BACKENDS), default=list(BACKENDS), help="what runs the stages; all"
+    )
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="difference that is still accepted")
+    parser.add_argument(
+        "--all", action="store_true", help="try ARCH of transformers' causal types; those left, if none"
+    )
+    parser.add_argument("--findings", default="architectures.jsonl", metavar="FILE", help="of --all: read and added to")
+    parser.add_argument("--table", default="", metavar="FILE", help="of --all: a page to write, once all are tried")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="of --all: processes at a time")
+    parser.add_argument("--seconds", type=float, default=0.0, metavar="S", help="of --all: start none after these")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    return parser

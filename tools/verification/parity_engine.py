@@ -1,0 +1,102 @@
+"""Parity through the engine's executor: stages on ranks of their own, joined by channels, under a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.torch_channel import TorchChannel, connect
+from weft.conf.schema import SplitKind
+from weft.engine.distributed import init_distributed
+from weft.engine.execution.compute import Compute
+from weft.engine.execution.executor import Executor
+from weft.engine.execution.step_state import StepState
+from weft.engine.execution.sums import LabelCount
+from weft.engine.observability.clock import HostClock
+from weft.engine.planning.schedules import plan_evaluation
+from weft.engine.stages import Stage, load_hf_config, load_stages, split_layers
+from weft.engine.stages.comparison import Outcome
+from weft.pipeline.generators import generate
+from weft.pipeline.lowering import add_transfers
+from weft.pipeline.placement import Placement
+from weft.tools.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from weft.tools.verification.parity import Case
+
+TIMEOUT_S = 1800.0
+
+
+def through_engine(cases: Sequence[Case], kind: str, prepare: Callable[[Stage], None], seed: int) -> Iterator[Outcome]:
+    """Run every case on ranks of one job, one micro-batch a sequence.
+
+    Args:
+        kind: of the schedule.
+        prepare: called on every new stage; importable.
+        seed: of new weights.
+    """
+    num_ranks = max(case.num_stages for case in cases)
+    names = [(case.arch, case.variant, case.num_stages) for case in cases]  # tensors would need a file each
+    by_rank = run_ranks(num_ranks, _run_cases, names, kind, prepare, seed, timeout_s=TIMEOUT_S)
+    for parts in zip(*by_rank, strict=True):
+        gradients: dict[str, torch.Tensor] = {}
+        for _, _, of_rank in parts:
+            for name, array in of_rank.items():  # what two ranks hold (tied weights) is summed
+                gradients[name] = torch.from_numpy(array) + gradients.get(name, 0.0)
+        logits, loss = next((logits, loss) for logits, loss, _ in parts if loss is not None)
+        yield Outcome(torch.from_numpy(logits), torch.tensor(loss), gradients)
+
+
+def _run_cases(
+    names: list[tuple[str, str, int]], kind: str, prepare: Callable[[Stage], None], seed: int
+) -> list[tuple]:
+    from weft.tools.verification.parity import cases as make
+
+    cases = [next(make([arch], [variant], [num_stages])) for arch, variant, num_stages in names]
+    init_distributed(TIMEOUT_S)
+    channels: dict[int, dict[tuple[int, int], TorchChannel]] = {}
+    for count in sorted({case.num_stages for case in cases}):
+        hops = {hop for a, b in pairwise(range(count)) for hop in ((a, b), (b, a))}
+        channels[count] = connect(hops, device=torch.device("cpu"), timeout_s=TIMEOUT_S)
+    return [_run_case(case, kind, prepare, seed, channels[case.num_stages]) for case in cases]
+
+
+def _run_case(
+    case: Case,
+    kind: str,
+    prepare: Callable[[Stage], None],
+    seed: int,
+    channels: dict[tuple[int, int], TorchChannel],
+) -> tuple:
+    rank, rows = dist.get_rank(), case.microbatches
+    if rank >= case.num_stages:
+        return None, None, {}
+    placement = Placement.straight(case.num_stages)
+    split = split_layers(load_hf_config(case.model), case.num_stages, SplitKind.even)
+    (stage,) = load_stages(case.model, split, [rank], dtype=case.dtype, seed=seed)
+    prepare(stage)
+    executor = Executor(
+        rank=rank,
+        stages={rank: stage},
+        compute=Compute(stages={rank: stage}, placement=placement, seed_gradient=torch.ones_like),
+        send_to={b: channel for (a, b), channel in channels.items() if a == rank},
+        receive_from={a: channel for (a, b), channel in channels.items() if b == rank},
+        receive_ahead=len(rows),
+        clock=HostClock(),
+        stage_wide={},
+        debug=True,
+    )
+    state = StepState(batches=rows, num_items=LabelCount(torch.as_tensor(case.num_items), None), training=True)
+    executor.run(add_transfers(generate(kind, placement, len(rows))), state)
+    # As arrays: a tensor sent to another process must outlive its sender.
+    gradients = {name: p.grad.float().numpy() for name, p in stage.named_global_parameters() if p.grad is not None}
+    evaluated = StepState(batches=rows, num_items=None, training=False, keep_logits=True)
+    executor.run(plan_evaluation(placement, len(rows)), evaluated)
+    if not stage.is_last:
+        return None, None, gradients
+    logits = torch.cat([evaluated.logits[m] for m in range(len(rows))]).float().numpy()
+    return logits, sum(state.losses[m].item() for m in range(len(rows))), gradients
