@@ -9,27 +9,9 @@ from pathlib import Path
 
 from weft.conf.batch import fit_batch, per_replica
 from weft.conf.ranges import SHARE, out_of_range
-from weft.conf.schema import Attention, DataKind, PipelineConfig, PlacementKind, Precision, WeftConfig
+from weft.conf.schedule_kinds import FOLDS, PlacementKind, ScheduleKind, ScheduleRules
+from weft.conf.schema import Attention, DataKind, PipelineConfig, Precision, WeftConfig
 from weft.conf.sites import site_problems
-
-EVERY_PLACEMENT = tuple(kind for kind in PlacementKind if kind is not PlacementKind.any)
-STRAIGHT = (PlacementKind.straight,)
-INTERLEAVED = (PlacementKind.interleaved, PlacementKind.straight)  # straight, with chunks_per_rank
-FOLD = (PlacementKind.fold,)
-FOLDS = (PlacementKind.fold, PlacementKind.site_fold)
-
-# The placements that each schedule is defined for; the first is what it takes by itself.
-PLACEMENTS = {
-    "gpipe": EVERY_PLACEMENT,
-    "1f1b": STRAIGHT,
-    "interleaved": INTERLEAVED,
-    "w": FOLDS,
-    "dualpipev": FOLD,
-    "zbv": FOLD,
-    "auto": EVERY_PLACEMENT,
-    "file": EVERY_PLACEMENT,
-}
-
 
 HUB_ID = re.compile(r"([\w-][\w.-]{0,95}/)?[\w-][\w.-]{0,95}", re.ASCII)
 
@@ -99,14 +81,14 @@ def num_replicas(config: WeftConfig, world_size: int) -> int:
 
 def settled_placement(pipeline: PipelineConfig) -> PlacementKind | None:
     """The placement that is named, or that the schedule needs; None where `auto` is to compare them."""
-    kind = pipeline.schedule.value
-    if kind == "interleaved":
+    rules: ScheduleRules = pipeline.schedule.value
+    if rules.goes_in_rounds:
         return PlacementKind.interleaved
     if pipeline.placement is not PlacementKind.any:
         return pipeline.placement
-    if kind == "auto":
+    if pipeline.schedule is ScheduleKind["auto"]:
         return None if pipeline.stages > 1 else PlacementKind.straight
-    return PLACEMENTS[kind][0]
+    return rules.placements[0]
 
 
 def virtual_stages(config: WeftConfig) -> int:
@@ -151,22 +133,24 @@ def _data(config: WeftConfig) -> Iterator[str]:
 
 def _schedule(config: WeftConfig) -> Iterator[str]:
     pipeline = config.pipeline
-    kind, placement = pipeline.schedule.value, pipeline.placement
-    if placement not in (*PLACEMENTS[kind], PlacementKind.any):
-        names = " or ".join(allowed.name for allowed in PLACEMENTS[kind])
+    kind, placement = pipeline.schedule.name, pipeline.placement
+    rules: ScheduleRules = pipeline.schedule.value
+    if placement not in (*rules.placements, PlacementKind.any):
+        names = " or ".join(allowed.name for allowed in rules.placements)
         yield (
             f"pipeline.placement={placement.name}: the {kind} schedule is defined for {names}; "
-            f"set pipeline.placement={PLACEMENTS[kind][0].name}, or pipeline.schedule=auto"
+            f"set pipeline.placement={rules.placements[0].name}, or pipeline.schedule=auto"
         )
     if settled_placement(pipeline) in FOLDS and pipeline.stages < 2:
         yield (
             f"pipeline.placement={placement.name}: a fold needs at least 2 ranks, pipeline.stages={pipeline.stages}; "
             "raise it, or set pipeline.placement=straight"
         )
-    if kind == "dualpipev" and 0 < pipeline.microbatches < 2 * pipeline.stages:
+    if 0 < pipeline.microbatches < rules.microbatches_per_rank * pipeline.stages:
         yield (
-            f"pipeline.microbatches={pipeline.microbatches}: the dualpipev schedule needs at least "
-            f"2 x {pipeline.stages} stages = {2 * pipeline.stages}; raise it, or choose pipeline.schedule=w"
+            f"pipeline.microbatches={pipeline.microbatches}: the {kind} schedule needs at least "
+            f"{rules.microbatches_per_rank} x {pipeline.stages} stages = "
+            f"{rules.microbatches_per_rank * pipeline.stages}; raise it, or choose pipeline.schedule=auto"
         )
     if settled_placement(pipeline) in (PlacementKind.interleaved, PlacementKind.site_interleaved):
         yield from _interleaved(config)
@@ -204,7 +188,7 @@ def _comparable(config: WeftConfig) -> Iterator[str]:
 
 
 def _layers(config: WeftConfig) -> Iterator[str]:
-    if config.pipeline.schedule.value == "file":
+    if config.pipeline.schedule is ScheduleKind["file"]:
         return  # its own placement says how many virtual stages there are
     chunks, by_hand = virtual_stages(config), config.pipeline.layers
     count = config.model.overrides.get("num_hidden_layers")

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from weft.conf.schedule_kinds import PlacementKind as PlacementKind
+from weft.conf.schedule_kinds import ScheduleKind as ScheduleKind
+
 
 class Precision(Enum):
     """Number format of weights and activations."""
@@ -25,34 +28,6 @@ class Attention(Enum):
     eager = "eager"
     sdpa = "sdpa"
     flash_attention_2 = "flash_attention_2"
-
-
-# Functional form: OmegaConf matches enums by member name, and `1f1b` is no identifier.
-ScheduleKind = Enum(
-    "ScheduleKind",
-    {
-        "gpipe": "gpipe",
-        "1f1b": "1f1b",
-        "interleaved": "interleaved",
-        "w": "w",
-        "dualpipev": "dualpipev",
-        "zbv": "zbv",
-        "auto": "auto",
-        "file": "file",
-    },
-)
-ScheduleKind.__doc__ = "Generator of the schedule."
-
-
-class PlacementKind(Enum):
-    """Which rank holds which virtual stages."""
-
-    any = "any"
-    straight = "straight"
-    interleaved = "interleaved"
-    fold = "fold"
-    site_fold = "site_fold"
-    site_interleaved = "site_interleaved"
 
 
 class SplitKind(Enum):

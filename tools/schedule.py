@@ -155,8 +155,8 @@ def place(kind: str, num_ranks: int, layout: str | None, sites: tuple[int, ...],
     if chunks is not None:
         count(chunks, "--chunks", most=MOST_LEGS)
     if layout in (None, "any"):
-        layout = generators()[kind].default_placement
-    if layout == "straight" and (kind == "interleaved" or (chunks or 1) > 1):
+        layout = generators()[kind].placements[0].name
+    if layout == "straight" and (generators()[kind].goes_in_rounds or (chunks or 1) > 1):
         layout = "interleaved"
     if layout == "straight":
         return Placement.straight(num_ranks, sites)

@@ -38,7 +38,7 @@ def open_placements(config: PipelineConfig, sites: tuple[int, ...] = ()) -> dict
     Raises:
         ValueError: the schedule's file cannot be read, or is that of a cell.
     """
-    if config.schedule.value == "file":
+    if config.schedule.name == "file":
         placement = load_schedule(Path(config.schedule_file)).placement
         if placement.pipelines > 1:
             raise ValueError(
@@ -128,7 +128,7 @@ def plan_schedule(
     cap = float(config.memory_cap_bytes) or None
     alone = costs or CostModel.unit(placement.num_stages)
     costs = alone.for_cell(pipelines)
-    kind = config.schedule.value
+    kind = config.schedule.name
     as_one = kind == "auto" and pipelines > 1
     if kind == "file":
         schedule = replace(load_schedule(Path(config.schedule_file)), placement=placement)
@@ -153,7 +153,7 @@ def plan_schedule(
 
 def _obey(schedule: Schedule, config: PipelineConfig, costs: CostModel, overlap: OverlapPlan) -> Schedule:
     """The fixed schedule with as many micro-batches launched together, and the gradients first, that the plan says."""
-    kind, least = config.schedule.value, schedule.placement.num_ranks
+    kind, least = config.schedule.name, schedule.placement.num_ranks
 
     def launching(count: int) -> Schedule:
         return generate(kind, schedule.placement, schedule.num_microbatches, launch_together=count)

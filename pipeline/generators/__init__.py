@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 from math import inf
-from typing import NamedTuple
 
+from weft.conf.schedule_kinds import ScheduleKind, ScheduleRules
 from weft.pipeline.costs import CostModel
 from weft.pipeline.limits import check_size
 from weft.pipeline.placement import Placement
@@ -13,31 +13,9 @@ from weft.pipeline.schedule import Schedule
 from weft.pipeline.validation import check_memory
 
 
-class Generator(NamedTuple):
-    """Where a kind of schedule is made, and the layout that it is made for."""
-
-    module: str
-    function: str
-    default_placement: str
-    """Name of the placement that the kind needs, or is best on: straight, interleaved or fold."""
-    looks_at_costs: bool = False
-    """Whether it takes costs, a memory cap and time to search."""
-    goes_in_rounds: bool = False
-    """Whether it takes the number of micro-batches to launch together."""
-
-
-def generators() -> dict[str, Generator]:
-    """Every kind of schedule by name; modules are imported on use."""
-    here = "weft.pipeline.generators"
-    return {
-        "gpipe": Generator(f"{here}.gpipe", "generate_gpipe", "straight"),
-        "1f1b": Generator(f"{here}.one_f_one_b", "generate_1f1b", "straight"),
-        "interleaved": Generator(f"{here}.interleaved", "generate_interleaved", "interleaved", goes_in_rounds=True),
-        "w": Generator(f"{here}.w", "generate_w", "fold"),
-        "dualpipev": Generator(f"{here}.dualpipev", "generate_dualpipev", "fold"),
-        "zbv": Generator(f"{here}.zbv", "generate_zbv", "fold"),
-        "auto": Generator(f"{here}.auto", "generate_auto", "fold", looks_at_costs=True),
-    }
+def generators() -> dict[str, ScheduleRules]:
+    """The rules of every kind that is generated, by name."""
+    return {kind.name: kind.value for kind in ScheduleKind if kind.value.generator}
 
 
 def generate(
@@ -80,7 +58,14 @@ def generate(
             f"costs.stages: costs of {len(costs.stages)} virtual stages, the placement has {placement.num_stages}"
         )
     spec = table[kind]
-    make = getattr(import_module(spec.module), spec.function)
+    least = spec.microbatches_per_rank * placement.num_ranks
+    if num_microbatches < least:
+        raise ValueError(
+            f"pipeline.microbatches={num_microbatches}: the {kind} schedule needs at least "
+            f"{spec.microbatches_per_rank} x {placement.num_ranks} ranks = {least}; raise it or choose schedule=auto"
+        )
+    module, _, function = spec.generator.rpartition(".")
+    make = getattr(import_module(f"{__name__}.{module}"), function)
     if launch_together and not spec.goes_in_rounds:
         raise ValueError(
             f"pipeline.launch_together={launch_together}: schedule={kind} has no rounds; choose 0 or "

@@ -12,20 +12,14 @@ from weft.pipeline.schedule import Schedule
 
 
 def generate_dualpipev(placement: Placement, num_microbatches: int) -> Schedule:
-    """DualPipeV in its eight steps; holds 2P + 1 chunk activations per rank.
+    """DualPipeV in its eight steps, for at least 2P micro-batches; holds 2P + 1 chunk activations per rank.
 
     The order is that of DeepSeek's DualPipe repository and torch's ``ScheduleDualPipeV``.
 
     Raises:
-        ValueError: the placement is not a fold with legs ``du``, or there are fewer than 2P
-            micro-batches.
+        ValueError: the placement is not a fold with legs ``du``.
     """
     require_fold("dualpipev", placement)
-    if num_microbatches < placement.num_stages:
-        raise ValueError(
-            f"pipeline.microbatches={num_microbatches}: the dualpipev schedule needs at least "
-            f"2 x {placement.num_ranks} ranks = {placement.num_stages}; raise it or choose schedule=w, zbv or auto"
-        )
     rows = tuple(
         number(_slots(rank, placement.num_ranks, num_microbatches), num_microbatches)
         for rank in range(placement.num_ranks)

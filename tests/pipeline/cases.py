@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from weft.conf.schedule_kinds import EVERY_PLACEMENT, PlacementKind
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
-from weft.pipeline.generators import generate
+from weft.pipeline.generators import generate, generators
 from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
 
@@ -15,21 +16,28 @@ INTERLEAVED = st.builds(
     lambda sites, chunks: Placement.interleaved(sum(sites), chunks, sites), SITES, st.integers(2, 4)
 )
 FOLD = SITES.map(lambda sites: Placement.fold(sum(sites), sites=sites))
-SITE_FOLD = st.builds(Placement.site_fold, SITES, st.integers(1, 4))
-ANY = st.one_of(STRAIGHT, INTERLEAVED, FOLD, SITE_FOLD)
 
-PLACEMENTS = {
-    "gpipe": ANY,
-    "1f1b": STRAIGHT,
-    "interleaved": INTERLEAVED,
-    "w": st.one_of(FOLD, SITES.map(Placement.site_fold)),
-    "dualpipev": FOLD,
-    "zbv": FOLD,
-    "auto": ANY,
+LAYOUTS = {
+    PlacementKind.straight: STRAIGHT,
+    PlacementKind.interleaved: INTERLEAVED,
+    PlacementKind.fold: FOLD,
+    PlacementKind.site_fold: SITES.map(Placement.site_fold),
+    PlacementKind.site_interleaved: st.builds(
+        lambda sites, chunks: Placement(sites, "d" * chunks, sites), SITES, st.integers(2, 4)
+    ),
 }
+ANY = st.one_of(*LAYOUTS.values(), st.builds(Placement.site_fold, SITES, st.integers(1, 4)))
 
 
-FIXED = tuple(kind for kind in PLACEMENTS if kind != "auto")
+def placements_of(rules):
+    """A placement that a kind of schedule is defined for."""
+    if set(rules.placements) == set(EVERY_PLACEMENT):
+        return ANY
+    layouts = [kind for kind in rules.placements if not (rules.goes_in_rounds and kind is PlacementKind.straight)]
+    return st.one_of(*map(LAYOUTS.get, layouts))
+
+
+FIXED = tuple(kind for kind, rules in generators().items() if not rules.looks_at_costs)
 """Kinds that do not search, which takes its time."""
 
 
@@ -37,8 +45,9 @@ FIXED = tuple(kind for kind in PLACEMENTS if kind != "auto")
 def schedules(draw, kinds=FIXED):
     """A compute-only schedule of some kind, on a placement and of a size that go with it."""
     kind = draw(st.sampled_from(kinds))
-    placement = draw(PLACEMENTS[kind])
-    least = placement.num_stages if kind == "dualpipev" else 1
+    rules = generators()[kind]
+    placement = draw(placements_of(rules))
+    least = max(1, rules.microbatches_per_rank * placement.num_ranks)
     return generate(kind, placement, draw(st.integers(least, least + 12)), search_seconds=0.0)
 
 

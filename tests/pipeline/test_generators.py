@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pipeline.cases import PLACEMENTS, schedules
+from tests.pipeline.cases import schedules
+from weft.conf.schedule_kinds import PlacementKind
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate, generators
 from weft.pipeline.lowering import lower
@@ -28,8 +29,28 @@ def test_searched_schedules_are_too(schedule):
     validate(lower(schedule))
 
 
-def test_the_cases_cover_every_generator():
-    assert set(PLACEMENTS) == set(generators())
+LARGE = {
+    PlacementKind.straight: Placement.straight(4, (2, 2)),
+    PlacementKind.interleaved: Placement.interleaved(4, 2, (2, 2)),
+    PlacementKind.fold: Placement.fold(4, sites=(2, 2)),
+    PlacementKind.site_fold: Placement.site_fold((2, 2)),
+    PlacementKind.site_interleaved: Placement((2, 2), "dd", (2, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", generators())
+def test_a_kind_takes_what_its_rules_say_and_nothing_else(kind):
+    rules = generators()[kind]
+    for name, placement in LARGE.items():
+        least = max(1, rules.microbatches_per_rank * placement.num_ranks)
+        if name in rules.placements and not (rules.goes_in_rounds and name is PlacementKind.straight):
+            assert generate(kind, placement, least, search_seconds=0.0).name == kind
+        else:
+            with pytest.raises(ValueError, match=f"pipeline.schedule={kind}: it (needs|pairs)"):
+                generate(kind, placement, least)
+        if least > 1:
+            with pytest.raises(ValueError, match=f"the {kind} schedule needs at least .* = {least}; raise it"):
+                generate(kind, placement, least - 1)
 
 
 @given(st.integers(1, 8), st.integers(2, 4), st.integers(1, 60))

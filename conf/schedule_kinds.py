@@ -1,0 +1,67 @@
+"""The kinds of schedules, each with the rules that configuration, generators and tests ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class PlacementKind(Enum):
+    """Which rank holds which virtual stages."""
+
+    any = "any"
+    straight = "straight"
+    interleaved = "interleaved"
+    fold = "fold"
+    site_fold = "site_fold"
+    site_interleaved = "site_interleaved"
+
+
+FOLDS = (PlacementKind.fold, PlacementKind.site_fold)
+"""Placements with two virtual stages per rank, there and back."""
+
+EVERY_PLACEMENT = tuple(kind for kind in PlacementKind if kind is not PlacementKind.any)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleRules:
+    """What a kind of schedule is made by, and what it goes with."""
+
+    generator: str
+    """`module.function` under `weft.pipeline.generators`, imported on use; empty where a file holds the rows."""
+    placements: tuple[PlacementKind, ...]
+    """Placements that it is defined for; the first is what it takes by itself."""
+    microbatches_per_rank: int = 0
+    """Least micro-batches of a step, for each pipeline rank."""
+    looks_at_costs: bool = False
+    """Whether it takes costs, a memory cap and time to search."""
+    goes_in_rounds: bool = False
+    """Whether it visits several chunks per rank in rounds: it takes the number of micro-batches to
+    launch together, and a straight placement means an interleaved one."""
+
+
+# Functional form: members are matched by name, and `1f1b` is no identifier.
+ScheduleKind = Enum(
+    "ScheduleKind",
+    {
+        "gpipe": ScheduleRules(generator="gpipe.generate_gpipe", placements=EVERY_PLACEMENT),
+        "1f1b": ScheduleRules(generator="one_f_one_b.generate_1f1b", placements=(PlacementKind.straight,)),
+        "interleaved": ScheduleRules(
+            generator="interleaved.generate_interleaved",
+            placements=(PlacementKind.interleaved, PlacementKind.straight),
+            goes_in_rounds=True,
+        ),
+        "w": ScheduleRules(generator="w.generate_w", placements=FOLDS),
+        "dualpipev": ScheduleRules(
+            generator="dualpipev.generate_dualpipev", placements=(PlacementKind.fold,), microbatches_per_rank=2
+        ),
+        "zbv": ScheduleRules(generator="zbv.generate_zbv", placements=(PlacementKind.fold,)),
+        "auto": ScheduleRules(
+            generator="auto.generate_auto",
+            placements=(PlacementKind.fold, *(kind for kind in EVERY_PLACEMENT if kind is not PlacementKind.fold)),
+            looks_at_costs=True,
+        ),
+        "file": ScheduleRules(generator="", placements=EVERY_PLACEMENT),
+    },
+)
+ScheduleKind.__doc__ = "Generator of the schedule."
