@@ -7,13 +7,10 @@ for each other for ever, so whoever opens a group makes its first contact here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-
-from weft.comm.collectives.collective import Primitive
-from weft.comm.collectives.primitives import PRIMITIVES
 
 Hop = tuple[int, int]
 """Sender and receiver, as global ranks."""
@@ -22,20 +19,6 @@ Hop = tuple[int, int]
 def on_host(group: dist.ProcessGroup | None = None) -> bool:
     """Whether the group's tensors are in host memory: gloo, which connects when a group is made."""
     return dist.get_backend(group) == "gloo"
-
-
-def meet_all(groups: Iterable[tuple[dist.ProcessGroup, Collection[Primitive]]], device: torch.device) -> None:
-    """Run primitives once over their groups; all members come to them in the same order.
-
-    Args:
-        groups: each with what it will be used for. An exchange of all with all connects every pair,
-            at the cost of memory, so name `Primitive.reduces` for small groups only.
-    """
-    for group, primitives in groups:
-        size = dist.get_world_size(group)
-        if size > 1 and not on_host(group):
-            for primitive in primitives:
-                PRIMITIVES[primitive](torch.zeros(size, 1, device=device), group)
 
 
 def meet_pairs(hops: Sequence[tuple[Hop, dist.ProcessGroup]], device: torch.device) -> None:

@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 
+from weft.conf.checks import check, per_replica
 from weft.conf.schema import WeftConfig
-
-
-def per_replica(config: WeftConfig) -> tuple[int, list[str]]:
-    """Sequences of a step and replica by what is given of the two numbers that make them, and their names."""
-    given = {
-        "train.microbatch_size": config.train.microbatch_size,
-        "pipeline.microbatches": config.pipeline.microbatches,
-    }
-    numbers = {name: number for name, number in given.items() if number}
-    return prod(numbers.values()), [f"{name}={number}" for name, number in numbers.items()]
 
 
 def fit_batch(config: WeftConfig, world_size: int) -> WeftConfig:
@@ -27,8 +17,6 @@ def fit_batch(config: WeftConfig, world_size: int) -> WeftConfig:
         ValueError: the processes are no multiple of the stages, the batch does not come out
             even, or the schedule does not go with the micro-batches that follow.
     """
-    from weft.conf.checks import check, num_replicas
-
     train, count = config.train, config.pipeline.microbatches
     if train.microbatch_size and count:
         return config
@@ -51,3 +39,40 @@ def fit_batch(config: WeftConfig, world_size: int) -> WeftConfig:
         )
     check(fitted)
     return fitted
+
+
+def check_world(config: WeftConfig, world_size: int) -> None:
+    """Refuse a number of processes that the pipeline cannot be laid over.
+
+    Raises:
+        ValueError: `world_size` is no multiple of the stages, or the batch does not come out.
+    """
+    replicas = num_replicas(config, world_size)
+    config = fit_batch(config, world_size)
+    if config.comm.cell > replicas:
+        raise ValueError(
+            f"comm.cell={config.comm.cell}: {world_size} processes make {replicas} replicas of the pipeline; "
+            "lower it, or start more processes"
+        )
+    product = config.train.microbatch_size * config.pipeline.microbatches * replicas
+    if config.train.batch_size not in (0, product):
+        raise ValueError(
+            f"train.batch_size={config.train.batch_size}: train.microbatch_size={config.train.microbatch_size} x "
+            f"pipeline.microbatches={config.pipeline.microbatches} x {replicas} replicas make {product}; "
+            "change one of them, or set train.batch_size=0 or pipeline.microbatches=0 to let it follow"
+        )
+
+
+def num_replicas(config: WeftConfig, world_size: int) -> int:
+    """Pipelines that ``world_size`` processes make.
+
+    Raises:
+        ValueError: they are no multiple of the stages.
+    """
+    stages = config.pipeline.stages
+    if world_size < 1 or world_size % stages:
+        raise ValueError(
+            f"pipeline.stages={stages}: {world_size} processes are no multiple of it; "
+            f"change it, or start {-(-max(world_size, 1) // stages) * stages} processes (cluster.ranks or the hostfile)"
+        )
+    return world_size // stages

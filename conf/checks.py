@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 
-from weft.conf.batch import fit_batch, per_replica
 from weft.conf.ranges import SHARE, out_of_range
 from weft.conf.schedule_kinds import FOLDS, PlacementKind, ScheduleKind, ScheduleRules
 from weft.conf.schema import Attention, DataKind, PipelineConfig, Precision, WeftConfig
@@ -42,41 +42,14 @@ def missing(config: WeftConfig) -> Iterator[str]:
         yield f"model.tokenizer='': data.kind={kind} needs a tokenizer; set model.tokenizer or model.path"
 
 
-def check_world(config: WeftConfig, world_size: int) -> None:
-    """Refuse a number of processes that the pipeline cannot be laid over.
-
-    Raises:
-        ValueError: `world_size` is no multiple of the stages, or the batch does not come out.
-    """
-    replicas = num_replicas(config, world_size)
-    config = fit_batch(config, world_size)
-    if config.comm.cell > replicas:
-        raise ValueError(
-            f"comm.cell={config.comm.cell}: {world_size} processes make {replicas} replicas of the pipeline; "
-            "lower it, or start more processes"
-        )
-    product = config.train.microbatch_size * config.pipeline.microbatches * replicas
-    if config.train.batch_size not in (0, product):
-        raise ValueError(
-            f"train.batch_size={config.train.batch_size}: train.microbatch_size={config.train.microbatch_size} x "
-            f"pipeline.microbatches={config.pipeline.microbatches} x {replicas} replicas make {product}; "
-            "change one of them, or set train.batch_size=0 or pipeline.microbatches=0 to let it follow"
-        )
-
-
-def num_replicas(config: WeftConfig, world_size: int) -> int:
-    """Pipelines that ``world_size`` processes make.
-
-    Raises:
-        ValueError: they are no multiple of the stages.
-    """
-    stages = config.pipeline.stages
-    if world_size < 1 or world_size % stages:
-        raise ValueError(
-            f"pipeline.stages={stages}: {world_size} processes are no multiple of it; "
-            f"change it, or start {-(-max(world_size, 1) // stages) * stages} processes (cluster.ranks or the hostfile)"
-        )
-    return world_size // stages
+def per_replica(config: WeftConfig) -> tuple[int, list[str]]:
+    """Sequences of a step and replica by what is given of the two numbers that make them, and their names."""
+    given = {
+        "train.microbatch_size": config.train.microbatch_size,
+        "pipeline.microbatches": config.pipeline.microbatches,
+    }
+    numbers = {name: number for name, number in given.items() if number}
+    return prod(numbers.values()), [f"{name}={number}" for name, number in numbers.items()]
 
 
 def settled_placement(pipeline: PipelineConfig) -> PlacementKind | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.conf.batch import fit_batch
+from weft.conf.batch import check_world, fit_batch
 from weft.conf.schema import OptimizerConfig, OptimizerKind, Precision, WeftConfig
 
 
@@ -15,10 +15,8 @@ def deepspeed_config(config: WeftConfig, world_size: int) -> dict[str, Any]:
     no `scheduler` and no monitor is emitted, and DeepSpeed prints nothing between steps.
 
     Raises:
-        ValueError: `world_size` does not fit the pipeline (see `weft.conf.checks`).
+        ValueError: `world_size` does not fit the pipeline (see `check_world`).
     """
-    from weft.conf.checks import check_world
-
     check_world(config, world_size)
     config = fit_batch(config, world_size)
     replicas = world_size // config.pipeline.stages

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from weft.comm.collectives import Primitive
-from weft.comm.first_contact import meet_all
+from weft.comm.collectives.first_contact import meet_all
 from weft.comm.wan.network import WanNetwork
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import BackgroundWriter, Wanted, load_newest, load_tagged, save_engine
@@ -30,13 +30,14 @@ from weft.engine.execution.neighbours import Neighbours
 from weft.engine.execution.step_state import StepState
 from weft.engine.execution.sums import LabelCount, ReplicaSum
 from weft.engine.module import WeftModule
-from weft.engine.observability.bubbles import open_board
+from weft.engine.observability.bubbles import BubbleObserver, open_board
 from weft.engine.observability.clock import clock_for
-from weft.engine.observability.measurement import StepRecord, gather_timeline
+from weft.engine.observability.measurement import SlotTrace, StepRecord, gather_timeline
+from weft.engine.observability.slots import SlotObserver
 from weft.engine.planning.crossings import Seat
 from weft.engine.planning.overlap import OverlapPlan
 from weft.engine.planning.schedules import RankPlan, plan_cells, plan_evaluation
-from weft.engine.stages.labels import count_label_tokens, label_tokens
+from weft.engine.stages.batch import count_label_tokens, label_tokens
 from weft.engine.stages.objective import Minimised, Objective, tell_items, told_items
 from weft.engine.zero import Collectives, Lamb, ShardedOptimizer, Sharding
 from weft.pipeline.action import Action, Op
@@ -138,6 +139,8 @@ class WeftEngine(PipelineEngine):
             global_rank=self.global_rank,
             device=self.device,
         )
+        self.slot_observers: list[SlotObserver] = [] if self.bubbles is None else [BubbleObserver(self.bubbles)]
+        """Told of every slot of a training step."""
 
     # -- set-up --------------------------------------------------------------------------------
 
@@ -203,7 +206,6 @@ class WeftEngine(PipelineEngine):
             send_to=self._neighbours.send_to,
             receive_from=self._neighbours.receive_from,
             receive_ahead=self.weft.pipeline.receive_ahead,
-            clock=self._clock,
             stage_wide={
                 Op.UNSHARD: lambda action: sharding.unshard(action.stage),
                 Op.RESHARD: lambda action: sharding.reshard(action.stage),
@@ -272,10 +274,10 @@ class WeftEngine(PipelineEngine):
             self.wan.turns.update(self.plan_for(schedule.num_microbatches).turns)
         self._state = state
         self.sharding.begin_step(list(schedule.actions(self.pipe_rank)))
-        start = self._clock.mark()
-        marks = self.executor.run(schedule, state, self.bubbles)
+        trace = SlotTrace(self._clock)
+        self.executor.run(schedule, state, [*self.slot_observers, trace])
         self._check_labels(state.num_items)
-        self._records.append(StepRecord(start, marks, state.peak_bytes, state.peak_chunks))
+        self._records.append(StepRecord(trace.start, trace.marks, state.peak_bytes, state.peak_chunks))
         if len(self._records) == 1 and not gc.get_freeze_count():
             # What lives after a step lives on: collections during later steps need not look
             # at it, which took a quarter of a second now and then (MegaScale section 6.3).

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig
 
-from weft.conf.batch import fit_batch
-from weft.conf.checks import check, check_world
+from weft.conf.batch import check_world, fit_batch
+from weft.conf.checks import check
 from weft.conf.deepspeed import deepspeed_config
 from weft.conf.schema import Partition, WeftConfig
 from weft.conf.sites import ranks_per_site

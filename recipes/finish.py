@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.utils import logging
 
 from weft.conf.schema import WeftConfig
+from weft.engine.checkpoint import export
 from weft.engine.engine import WeftEngine
-from weft.engine.stages import export
 from weft.pipeline.cell import predict
 from weft.pipeline.fitting import fit_costs
 from weft.pipeline.perfetto import write_perfetto

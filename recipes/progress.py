@@ -39,7 +39,7 @@ class Progress:
         self._speaks = engine.global_rank == 0
         self._tokens = config.train.microbatch_size * config.data.sequence_length * config.pipeline.microbatches
         self._tokens *= engine.num_replicas
-        self._flops = self._tokens * model_flops_per_token(engine, config.data.sequence_length)
+        self._flops = self._tokens * model_flops_per_token(engine.module, config.data.sequence_length, engine.device)
         self._peak = peak_flops(engine.device) * engine.world_size
         self._last = perf_counter()
         self._start = start

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from weft.conf import load
-from weft.conf.batch import fit_batch
-from weft.conf.checks import num_replicas, virtual_stages
+from weft.conf.batch import fit_batch, num_replicas
+from weft.conf.checks import virtual_stages
 from weft.conf.private import take_secrets, write_private
 from weft.conf.run_lock import RunLock
 from weft.conf.schema import WeftConfig

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.comm.native import cache_folder
-from weft.comm.probe import LinkProfile, ProfileCache, probe_both
 from weft.comm.wan import WanEndpoint, WanKey
 from weft.comm.wan.library import load
+from weft.comm.wan.probe import LinkProfile, ProfileCache, probe_both
 from weft.tools.netbed import NetBed, Topology
 from weft.tools.netbed import load as load_topology
 from weft.tools.netbed.probing import probe_nodes

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, LinkClass
-from weft.conf.batch import fit_batch
-from weft.conf.checks import check, check_world
+from weft.conf.batch import check_world, fit_batch
+from weft.conf.checks import check
 from weft.conf.compose import compose
 from weft.conf.hosts import world_size
 from weft.tools.dry_run import outlook, overlap_lines

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 
-from weft.conf.checks import check_world
+from weft.conf.batch import check_world
 from weft.conf.hosts import is_loopback, read_hostfile, world_size
 from weft.conf.schema import Attention, Precision, WeftConfig
 from weft.conf.sites import ranks_per_site

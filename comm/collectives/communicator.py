@@ -13,11 +13,11 @@ from torch import Tensor
 
 from weft.comm.channel import ChannelError
 from weft.comm.collectives.collective import GATHERING, REDUCING, Collective, Primitive
+from weft.comm.collectives.first_contact import meet_all
 from weft.comm.collectives.group import Group, Mesh
 from weft.comm.collectives.lanes import Lane, Pending, at_once, lane_for
 from weft.comm.collectives.primitives import PRIMITIVES
 from weft.comm.collectives.rewrite import Rewrite, Step
-from weft.comm.first_contact import meet_all
 
 PLAIN = (Primitive.all_reduce, Primitive.reduce_scatter, Primitive.all_gather)
 """What axes are connected for; the others are connected by their first use, to which all come."""

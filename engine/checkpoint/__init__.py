@@ -10,6 +10,7 @@ from weft.engine.checkpoint.engine_checkpoint import (
     save_engine,
 )
 from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.exporting import export
 from weft.engine.checkpoint.folder import check_space, newest, tagged
 from weft.engine.checkpoint.pieces import Piece
 from weft.engine.checkpoint.ranks import Ranks
@@ -25,6 +26,7 @@ __all__ = [
     "Wanted",
     "check_folder",
     "check_space",
+    "export",
     "load_engine",
     "load_newest",
     "load_tagged",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,11 +38,9 @@ from weft.engine.checkpoint.ranks import Ranks
 from weft.engine.checkpoint.reader import Checkpoint, open_checkpoint
 from weft.engine.checkpoint.shard_file import ShardEntry, damaged
 from weft.engine.checkpoint.stores import Store, find_stores, store_of
+from weft.engine.checkpoint.trained import Trained
 from weft.engine.checkpoint.writer import save
 from weft.engine.zero import Fragment
-
-if TYPE_CHECKING:
-    from weft.engine.engine import WeftEngine
 
 BUFFER = "buffer"
 """Kind of tensors that no optimiser steps: ``buffer/NAME``."""
@@ -71,7 +69,7 @@ class Wanted:
 
 
 def save_engine(
-    engine: WeftEngine,
+    engine: Trained,
     folder: Path,
     *,
     client_state: Mapping[str, Any],
@@ -117,7 +115,7 @@ def save_engine(
     return target
 
 
-def load_engine(engine: WeftEngine, path: Path, wanted: Wanted = Wanted()) -> dict[str, Any]:
+def load_engine(engine: Trained, path: Path, wanted: Wanted = Wanted()) -> dict[str, Any]:
     """Restore an engine from one checkpoint, whatever layout wrote it; a collective call.
 
     Weights, optimiser state, learning rates, loss scale and counters are restored exactly.
@@ -143,7 +141,7 @@ def load_engine(engine: WeftEngine, path: Path, wanted: Wanted = Wanted()) -> di
     return ranks.together(path, lambda: decode(checkpoint.meta["client_state"], checkpoint))
 
 
-def load_tagged(engine: WeftEngine, folder: Path, tag: str, wanted: Wanted = Wanted()) -> tuple[Path, dict[str, Any]]:
+def load_tagged(engine: Trained, folder: Path, tag: str, wanted: Wanted = Wanted()) -> tuple[Path, dict[str, Any]]:
     """Restore from the checkpoint in ``folder`` that was saved under ``tag``; a collective call.
 
     Raises:
@@ -153,7 +151,7 @@ def load_tagged(engine: WeftEngine, folder: Path, tag: str, wanted: Wanted = Wan
     return path, load_engine(engine, path, wanted)
 
 
-def load_newest(engine: WeftEngine, folder: Path, wanted: Wanted = Wanted()) -> tuple[Path, dict[str, Any]] | None:
+def load_newest(engine: Trained, folder: Path, wanted: Wanted = Wanted()) -> tuple[Path, dict[str, Any]] | None:
     """Restore from the checkpoint in ``folder`` that was written last and is whole; a collective call.
 
     One whose tensors turn out damaged is named in a warning, and the one before it is taken.
@@ -186,7 +184,7 @@ def load_newest(engine: WeftEngine, folder: Path, wanted: Wanted = Wanted()) -> 
     return None
 
 
-def check_folder(engine: WeftEngine, folder: Path, *, keep: int) -> None:
+def check_folder(engine: Trained, folder: Path, *, keep: int) -> None:
     """Find out before training whether checkpoints can be written; a collective call.
 
     Raises:
@@ -221,7 +219,7 @@ def check_folder(engine: WeftEngine, folder: Path, *, keep: int) -> None:
 # -- what is saved beside the optimiser -----------------------------------------------------------
 
 
-def _fragments(engine: WeftEngine) -> list[Fragment]:
+def _fragments(engine: Trained) -> list[Fragment]:
     engine.sharding.settle()
     return list(engine.sharding.fragments())
 
@@ -230,7 +228,7 @@ def _ranks(group: dist.ProcessGroup | None = None) -> Ranks:
     return Ranks(dist.get_rank(), partial(gather, group=group, kinds=(ShardEntry,)))
 
 
-def _layout(engine: WeftEngine) -> dict[str, Any]:
+def _layout(engine: Trained) -> dict[str, Any]:
     return {
         "rank_stages": [list(held) for held in engine.module.placement.rank_stages],
         "replicas": engine.num_replicas,
@@ -238,7 +236,7 @@ def _layout(engine: WeftEngine) -> dict[str, Any]:
     }
 
 
-def _meta(engine: WeftEngine, held: list[Fragment], client_state: Mapping[str, Any]) -> dict[str, Any]:
+def _meta(engine: Trained, held: list[Fragment], client_state: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that is no tensor; a collective call."""
     scalars = _ranks().gather(optimizer_state.group_scalars(held, engine.basic_optimizer))
     return {
@@ -252,7 +250,7 @@ def _meta(engine: WeftEngine, held: list[Fragment], client_state: Mapping[str, A
     }
 
 
-def _pieces(engine: WeftEngine, held: list[Fragment], stores: tuple[Store, ...]) -> list[Piece]:
+def _pieces(engine: Trained, held: list[Fragment], stores: tuple[Store, ...]) -> list[Piece]:
     """What this rank writes; a collective call.
 
     What several pipeline ranks hold (tied weights), the first of them writes, if all its
@@ -279,7 +277,7 @@ def _pieces(engine: WeftEngine, held: list[Fragment], stores: tuple[Store, ...])
     return pieces + [Piece.whole(name, state) for name, state in _random_states(engine).items()]
 
 
-def _buffers(engine: WeftEngine) -> dict[str, torch.Tensor]:
+def _buffers(engine: Trained) -> dict[str, torch.Tensor]:
     """What Hugging Face's models save beside their parameters, by its name in the whole model."""
     found: dict[str, torch.Tensor] = {}
     for stage in engine.module.stages.values():
@@ -290,7 +288,7 @@ def _buffers(engine: WeftEngine) -> dict[str, torch.Tensor]:
     return found
 
 
-def _random_states(engine: WeftEngine) -> dict[str, torch.Tensor]:
+def _random_states(engine: Trained) -> dict[str, torch.Tensor]:
     states = {f"rng/cpu/{engine.global_rank}": torch.get_rng_state()}
     if engine.device.type != "cpu":
         states[f"rng/{engine.device.type}/{engine.global_rank}"] = get_accelerator().get_rng_state()
@@ -330,7 +328,7 @@ def _check_names(checkpoint: Checkpoint, held: list[Fragment], ranks: Ranks) -> 
         )
 
 
-def _restore_local(engine: WeftEngine, held: list[Fragment], checkpoint: Checkpoint, wanted: Wanted) -> None:
+def _restore_local(engine: Trained, held: list[Fragment], checkpoint: Checkpoint, wanted: Wanted) -> None:
     """Everything but the collective last step."""
     meta = checkpoint.meta
     optimizer_state.restore(held, engine.basic_optimizer, checkpoint, with_state=wanted.optimizer)
@@ -344,7 +342,7 @@ def _restore_local(engine: WeftEngine, held: list[Fragment], checkpoint: Checkpo
         _restore_progress(engine, checkpoint)
 
 
-def _restore_progress(engine: WeftEngine, checkpoint: Checkpoint) -> None:
+def _restore_progress(engine: Trained, checkpoint: Checkpoint) -> None:
     meta = checkpoint.meta
     optimizer_state.restore_loss_scale(engine.optimizer, meta["loss_scale"])
     for name, value in meta["counters"].items():
@@ -363,7 +361,7 @@ def _without_groups(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key not in _PER_GROUP}
 
 
-def _restore_scheduler(engine: WeftEngine, saved: Mapping[str, Any]) -> None:
+def _restore_scheduler(engine: Trained, saved: Mapping[str, Any]) -> None:
     scheduler = engine.lr_scheduler
     own = {key: value for key, value in scheduler.state_dict().items() if key in _PER_GROUP}
     if "_last_lr" in own:

@@ -4,7 +4,7 @@ from weft.engine.data.batch import Batch
 from weft.engine.data.check import check_source
 from weft.engine.data.loader import MicrobatchLoader, build_loader
 from weft.engine.data.tokenizer import load_tokenizer
-from weft.engine.stages.labels import count_label_tokens
+from weft.engine.stages.batch import count_label_tokens
 from weft.engine.stages.refusals import refuse_packing
 
 __all__ = [

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from weft.comm.channel import Receiver, Sender, TensorSpec
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.receives import ReceiveQueue
 from weft.engine.execution.step_state import StepState, key
-from weft.engine.observability.bubbles import BubbleMarks
-from weft.engine.observability.clock import Clock
+from weft.engine.observability.slots import SlotObserver
 from weft.engine.stages import Stage
-from weft.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Op, Slot, receive_of
+from weft.pipeline.action import RECEIVES, SENDS, Action, Op, Slot, receive_of
 from weft.pipeline.dependencies import establishes
 from weft.pipeline.schedule import Schedule
-
-WORK = COMPUTE | {Op.REDUCE_GRAD, Op.STEP}
-"""What a rank computes; the rest of its row is waiting, in which others may use the device."""
 
 
 def _run_stage_wide(run: Callable[[Action], None], _: StepState, action: Action, __: Schedule) -> None:
     run(action)
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A slot that has been executed, between two marks of the clock."""
-
-    slot: Slot
-    start: object
-    end: object
 
 
 class Executor:
@@ -51,7 +37,6 @@ class Executor:
         send_to: Mapping[int, Sender],
         receive_from: Mapping[int, Receiver],
         receive_ahead: int,
-        clock: Clock,
         stage_wide: Mapping[Op, Callable[[Action], None]],
         debug: bool,
     ) -> None:
@@ -70,7 +55,6 @@ class Executor:
         self._send_to = send_to
         self._receive_from = receive_from
         self._receive_ahead = receive_ahead
-        self._clock = clock
         self._debug = debug
         self._table: dict[Op, Callable[[StepState, Action, Schedule], None]] = {
             Op.F: lambda state, action, _: compute.forward(state, action),
@@ -84,35 +68,30 @@ class Executor:
         }
         self._table.update({op: partial(_run_stage_wide, run) for op, run in stage_wide.items()})
 
-    def run(self, schedule: Schedule, state: StepState, bubbles: BubbleMarks | None = None) -> list[Mark]:
+    def run(self, schedule: Schedule, state: StepState, observers: Sequence[SlotObserver] = ()) -> None:
         """Execute this rank's row, exactly in its order.
 
         Args:
             schedule: lowered and valid.
             state: the step's batches; holds losses and peaks afterwards.
-            bubbles: told when the rank computes and when not.
+            observers: told of the step and of every slot.
 
         Raises:
             ChannelError: a neighbour did not deliver in time.
         """
-        if bubbles is not None:
-            bubbles.begin(schedule.num_microbatches)
+        for observer in observers:
+            observer.step_begins(schedule.num_microbatches)
         state.split = {key(action) for action in schedule.actions(self._rank) if action.op is Op.W}
         self._post_receives(schedule, state)
         done: set[Action] = set()
-        marks = []
         for slot in schedule.rows[self._rank]:
-            marked = bubbles if slot[0].op in WORK else None
-            if marked is not None:
-                marked.busy()
-            start = self._clock.mark()
+            for observer in observers:
+                observer.slot_begins(slot)
             self._run_slot(schedule, state, slot, done)
-            marks.append(Mark(slot, start, self._clock.mark()))
-            if marked is not None and slot[0].op is not Op.STEP:  # after it comes the host's work for the next step
-                marked.idle()
+            for observer in reversed(observers):
+                observer.slot_ends(slot)
         for handle in state.sends:
             handle.wait()
-        return marks
 
     def _run_slot(self, schedule: Schedule, state: StepState, slot: Slot, done: set[Action]) -> None:
         """One action, or the two halves of a strand pair.

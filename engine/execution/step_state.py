@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -12,9 +12,9 @@ from weft.comm.channel import Transfer
 from weft.engine.backward import SavedForward
 from weft.engine.execution.receives import ReceiveQueue
 from weft.engine.execution.sums import LabelCount
+from weft.engine.stages.batch import Batch
 from weft.pipeline.action import Action
 
-Batch = Mapping[str, Tensor]
 Key = tuple[int, int]
 """(virtual stage, micro-batch)."""
 

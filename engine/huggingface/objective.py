@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import Trainer
 
+from weft.engine.stages.batch import Batch
 from weft.engine.stages.objective import Forward, Objective, one_item
-from weft.engine.stages.stage import Batch, hf_model
-
-if TYPE_CHECKING:
-    from weft.engine.huggingface.trainer import WeftTrainer
+from weft.engine.stages.stage import hf_model
 
 SAME = ("input_ids", "attention_mask", "position_ids")
 """What a pipeline has already run the layers on when the loss is computed."""
 
 
-def trainer_objective(trainer: WeftTrainer) -> Objective | None:
+def trainer_objective(trainer: Trainer) -> Objective | None:
     """What the Trainer minimises; None where that is the model's own loss.
 
     ``compute_loss`` is called as on a single process: what it returns for ``num_items_in_batch``
@@ -77,7 +75,7 @@ class LastStage(nn.Module):
 
 
 @contextmanager
-def _on_one_process(trainer: WeftTrainer) -> Iterator[None]:
+def _on_one_process(trainer: Trainer) -> Iterator[None]:
     """The loss is computed on the last stage's ranks alone: nothing in it may wait for others, or scale for them."""
     accelerator, args = trainer.accelerator, trainer.args
     alone = ("gather", "gather_for_metrics", "reduce")

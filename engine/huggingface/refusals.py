@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import Trainer
-
-if TYPE_CHECKING:
-    from weft.engine.huggingface.trainer import WeftTrainer
 
 NO_LOGITS = "logits exist on the last stage only; save_model(), then use transformers.Trainer on the saved folder"
 LEAVE_OUT = "leave it out"
 
-_REFUSED: tuple[tuple[str, Callable[[WeftTrainer], Any], str], ...] = (
+_REFUSED: tuple[tuple[str, Callable[[Trainer], Any], str], ...] = (
     (
         "training_step",
         lambda t: not type(t).training_step.__module__.startswith("weft."),
@@ -56,7 +53,7 @@ _REFUSED: tuple[tuple[str, Callable[[WeftTrainer], Any], str], ...] = (
 """(name, whether the trainer asks for it, what to do instead)."""
 
 
-def _own_parameters(trainer: WeftTrainer) -> bool:
+def _own_parameters(trainer: Trainer) -> bool:
     """Whether the optimiser wants the whole model rather than parameter groups."""
     kind, arguments = trainer.optimizer_cls_and_kwargs or Trainer.get_optimizer_cls_and_kwargs(
         trainer.args, trainer.model
@@ -64,7 +61,7 @@ def _own_parameters(trainer: WeftTrainer) -> bool:
     return not isinstance(kind, type) or bool({"params", "model", "optimizer_dict"} & set(arguments))
 
 
-def refuse(trainer: WeftTrainer) -> None:
+def refuse(trainer: Trainer) -> None:
     """Check that the trainer asks for nothing that would be lost.
 
     Raises:

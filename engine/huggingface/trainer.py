@@ -25,13 +25,13 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import newest
+from weft.engine.checkpoint.exporting import export
 from weft.engine.deepspeed.keys import split_deepspeed_config
 from weft.engine.distributed import from_rank_zero, init_distributed
 from weft.engine.engine import WeftEngine
 from weft.engine.huggingface.objective import trainer_objective
 from weft.engine.huggingface.refusals import NO_LOGITS, refuse
 from weft.engine.initialize import initialize
-from weft.engine.stages.exporting import export
 
 ENGINE_STATE = "weft"
 """Folder of the engine's state in each of the Trainer's checkpoints."""

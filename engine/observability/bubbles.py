@@ -15,12 +15,15 @@ from weft.conf.boards import boards_folder
 from weft.conf.schema import WeftConfig
 from weft.engine.observability.clock import DeviceTimes
 from weft.inference.board.writer import BoardWriter, board_path
+from weft.pipeline.action import COMPUTE, Op, Slot
 from weft.pipeline.cell import predict
 from weft.pipeline.costs import CostModel
 from weft.pipeline.schedule import Schedule
 
 SPARE_EDGES = 64
 """Marks that a step may have beyond two for each slot of the longest row."""
+WORK = COMPUTE | {Op.REDUCE_GRAD, Op.STEP}
+"""What a rank computes; the rest of its row is waiting, in which others may use the device."""
 CLOSE_S = 10.0
 """Longest wait for a device's last marks."""
 
@@ -43,6 +46,28 @@ class BubbleMarks(Protocol):
     def close(self) -> None:
         """The engine ends."""
         ...
+
+
+class BubbleObserver:
+    """An observer of slots that tells bubbles: a rank is busy in its work, and idle between."""
+
+    def __init__(self, marks: BubbleMarks) -> None:
+        """Tell ``marks``."""
+        self._marks = marks
+
+    def step_begins(self, num_microbatches: int) -> None:
+        """A step of a kind begins."""
+        self._marks.begin(num_microbatches)
+
+    def slot_begins(self, slot: Slot) -> None:
+        """Busy, if it is work."""
+        if slot[0].op in WORK:
+            self._marks.busy()
+
+    def slot_ends(self, slot: Slot) -> None:
+        """Idle, if it was work; but after the optimiser's step comes the host's work for the next step."""
+        if slot[0].op in WORK and slot[0].op is not Op.STEP:
+            self._marks.idle()
 
 
 class Times(Protocol):

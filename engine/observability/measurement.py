@@ -8,11 +8,40 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from weft.comm.exchange import gather
-from weft.engine.execution.executor import Mark
 from weft.engine.observability.clock import Clock
-from weft.pipeline.action import COMPUTE, SENDS, Op, parse_slot, slot_text
+from weft.pipeline.action import COMPUTE, SENDS, Op, Slot, parse_slot, slot_text
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import Span, Timeline
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A slot that has been executed, between two marks of the clock."""
+
+    slot: Slot
+    start: object
+    end: object
+
+
+class SlotTrace:
+    """An observer that marks every slot of a step; see `weft.engine.observability.slots.SlotObserver`."""
+
+    def __init__(self, clock: Clock) -> None:
+        """Mark on ``clock``, from now on."""
+        self._clock = clock
+        self.start = clock.mark()
+        self.marks: list[Mark] = []
+
+    def step_begins(self, num_microbatches: int) -> None:
+        """Nothing: the trace has begun when it was made."""
+
+    def slot_begins(self, slot: Slot) -> None:
+        """Mark the beginning."""
+        self._begun = self._clock.mark()
+
+    def slot_ends(self, slot: Slot) -> None:
+        """Mark the end."""
+        self.marks.append(Mark(slot, self._begun, self._clock.mark()))
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from weft.comm.probe import LinkProfile
 from weft.comm.wan import Cell
 from weft.comm.wan.network import Hop, WanNetwork
+from weft.comm.wan.probe import LinkProfile
 from weft.conf.schema import ClusterConfig, CommConfig
 from weft.pipeline.costs import CostModel, LinkCost
 from weft.pipeline.placement import Placement

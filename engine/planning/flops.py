@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from weft.engine.engine import WeftEngine
+from weft.engine.module import WeftModule
 
 EFFICIENCY = 0.4
 """Share of its peak that a device is taken to reach before anything is measured."""
@@ -25,17 +23,17 @@ _PEAKS = {
 }
 
 
-def model_flops_per_token(engine: WeftEngine, sequence_length: int) -> float:
+def model_flops_per_token(module: WeftModule, sequence_length: int, device: torch.device) -> float:
     """FLOP per trained token: 6 per weight, plus attention's 12 x layers x width x context / 2.
 
-    A collective call. Recomputation does not count, so utilisation with it is *model* FLOPs
-    utilisation (MFU), as MegaScale reports it (section 6.1).
+    A collective call over the pipeline. Recomputation does not count, so utilisation with it is
+    *model* FLOPs utilisation (MFU), as MegaScale reports it (section 6.1).
     """
     counts = torch.tensor(
-        sum(p.numel() for name, p in engine.module.named_global_parameters() if "embed" not in name), dtype=torch.int64
-    ).to(engine.device)
-    dist.all_reduce(counts, group=engine.grid.get_model_parallel_group())
-    config = next(iter(engine.module.stages.values())).model.config.get_text_config()
+        sum(p.numel() for name, p in module.named_global_parameters() if "embed" not in name), dtype=torch.int64
+    ).to(device)
+    dist.all_reduce(counts, group=module._grid.get_model_parallel_group())
+    config = next(iter(module.stages.values())).model.config.get_text_config()
     attention = 6.0 * config.num_hidden_layers * config.hidden_size * sequence_length
     return 6.0 * int(counts) + attention
 

@@ -1,13 +1,14 @@
 """Hugging Face models as virtual pipeline stages."""
 
+from weft.engine.stages.batch import Batch
 from weft.engine.stages.checking import check_packing, self_check
-from weft.engine.stages.exporting import export, export_stages
+from weft.engine.stages.exporting import export_stages
 from weft.engine.stages.from_model import stages_from_model
 from weft.engine.stages.loading import build_model, load_hf_config, load_stages
 from weft.engine.stages.outline import Outline, outline_of
 from weft.engine.stages.refusals import refuse_packing, refuse_partitioning
 from weft.engine.stages.split import StageSplit, split_layers
-from weft.engine.stages.stage import Batch, Stage, tied_names
+from weft.engine.stages.stage import Stage, tied_names
 
 __all__ = [
     "Batch",
@@ -16,7 +17,6 @@ __all__ = [
     "StageSplit",
     "build_model",
     "check_packing",
-    "export",
     "export_stages",
     "load_hf_config",
     "load_stages",

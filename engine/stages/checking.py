@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from weft.conf.schema import ModelConfig, SplitKind
+from weft.engine.stages.batch import Batch, count_label_tokens
 from weft.engine.stages.comparison import (
     Outcome,
     all_parameters,
@@ -21,7 +22,6 @@ from weft.engine.stages.comparison import (
     whole_outcome,
 )
 from weft.engine.stages.from_model import stages_from_model
-from weft.engine.stages.labels import count_label_tokens
 from weft.engine.stages.loading import load_hf_config, new_stages
 from weft.engine.stages.objective import Minimised, Objective, next_token_loss
 from weft.engine.stages.refusals import refuse_partitioning, refuse_unfaithful
@@ -29,7 +29,7 @@ from weft.engine.stages.seeding import seeded
 from weft.engine.stages.shrink import shrunken_model
 from weft.engine.stages.skeleton import causal_config, model_class, num_layers
 from weft.engine.stages.split import StageSplit, split_layers
-from weft.engine.stages.stage import Batch, Stage, accepted_arguments, hf_model
+from weft.engine.stages.stage import Stage, accepted_arguments, hf_model
 
 TOLERANCE = 1e-5
 """Largest difference, as a share of the largest value; it is 0 for every architecture that works."""

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.engine.stages.stage import Batch, Stage, accepted_arguments, global_names, hf_model
+from weft.engine.stages.batch import Batch
+from weft.engine.stages.stage import Stage, accepted_arguments, global_names, hf_model
 
 OutputsLoss = Callable[[Any, Batch, Tensor], Tensor]
 

@@ -8,39 +8,17 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
-from weft.comm.exchange import gather
 from weft.engine.stages import adapter
 from weft.engine.stages.shards import Shard, write_shards
 from weft.engine.stages.stage import Stage
 
-if TYPE_CHECKING:
-    from weft.engine.engine import WeftEngine
-
 Gather = Callable[[Any], list[Any]]
 """Every writer's value, in the order of their ranks, on every writer."""
-
-
-def export(engine: WeftEngine, folder: Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Write the engine's model as a Hugging Face folder; a collective call.
-
-    Raises:
-        ValueError: as `export_stages`.
-        NonFiniteError: the model holds numbers that are not finite; nothing was written.
-    """
-    engine.check_finite()
-    stages = list(engine.module.stages.values()) if engine.replica == 0 else []
-    with engine.sharding.whole_weights():
-        export_stages(stages, folder, rank=dist.get_rank(), gather=_gather_all, tokenizer=tokenizer)
-
-
-def _gather_all(value: Any) -> list[Any]:
-    return gather(value, kinds=(Shard,))
 
 
 def export_stages(

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.engine.stages.labels import count_label_tokens
-from weft.engine.stages.stage import Batch
+from weft.engine.stages.batch import Batch, count_label_tokens
 
 _ITEMS = "_weft_items"
 Forward = Callable[..., Any]

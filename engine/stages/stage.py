@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from weft.engine.stages.batch import Batch
+from weft.engine.stages.objective import Minimised
 from weft.engine.stages.placeholders import Leave, Port
 from weft.engine.stages.router import RouterLoss, wants_router_loss
 from weft.engine.stages.skeleton import decoder_layers
-
-if TYPE_CHECKING:
-    from weft.engine.stages.objective import Minimised
-
-Batch = Mapping[str, Tensor]
-"""``input_ids``, ``labels`` (-100 = ignored, not shifted) and ``position_ids``, each int64 [B, S];
-optionally ``attention_mask`` [B, S]."""
 
 
 class Stage(nn.Module):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.comm.test_wan import KEY, noise
 from weft.comm.channel import TensorSpec
-from weft.comm.probe import TOLERANCE, LinkProfile, ProfileCache, fewest, probe, probe_both, search
 from weft.comm.wan import WanEndpoint
+from weft.comm.wan.probe import TOLERANCE, LinkProfile, ProfileCache, fewest, probe, probe_both, search
 
 
 @given(window=st.floats(1.0, 100.0), link=st.floats(1.0, 3000.0), most=st.integers(1, 64))

@@ -3,7 +3,7 @@
 import pytest
 
 from weft.conf import load
-from weft.conf.checks import check_world
+from weft.conf.batch import check_world
 from weft.conf.schema import WeftConfig
 
 CHAT = ["data.kind=chat", "data.path=x", "model.path=y"]

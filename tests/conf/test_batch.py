@@ -3,8 +3,7 @@
 import pytest
 
 from weft.conf import load
-from weft.conf.batch import fit_batch
-from weft.conf.checks import check_world
+from weft.conf.batch import check_world, fit_batch
 
 GIVEN = [
     # settings, processes; sequences of a micro-batch, micro-batches

@@ -3,7 +3,7 @@
 import pytest
 
 from weft.conf import load
-from weft.conf.checks import check_world
+from weft.conf.batch import check_world
 from weft.conf.sites import ranks_per_site
 
 EAST, WEST = "{name: east, hosts: [e0, e1]}", "{name: west, hosts: [w0]}"

@@ -15,8 +15,8 @@ from tests.engine.tiny import batches, tiny_config
 def work_without_pickles(folder: str) -> None:
     """Plan, train, measure, save, resume and export, in several layouts; any pickle between ranks is an error."""
     forbid_pickles()
+    from weft.engine.checkpoint import export
     from weft.engine.initialize import initialize
-    from weft.engine.stages import export
 
     layouts = {
         "tied, ZeRO-1": tiny_config(stages=2, zero=1, tied=True),

@@ -14,8 +14,8 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from weft.comm.probe import LinkProfile
 from weft.comm.wan.library import load
+from weft.comm.wan.probe import LinkProfile
 from weft.engine.emulation.stage import EmulatedWork
 from weft.pipeline.cell import add_relays, side_by_side
 from weft.pipeline.costs import CostModel, LinkCost

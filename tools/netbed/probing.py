@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from weft.comm.probe import LinkProfile, probe_both
 from weft.comm.wan import WanEndpoint, WanKey
+from weft.comm.wan.probe import LinkProfile, probe_both
 from weft.tools.netbed.bed import NetBed
 from weft.tools.netbed.job import Job
 
@@ -20,7 +20,7 @@ def probe_nodes(
 
     Args:
         settings: of both endpoints, as `WanEndpoint` takes them.
-        effort: as `weft.comm.probe.probe_both` takes it; ``most`` has to be there.
+        effort: as `weft.comm.wan.probe.probe_both` takes it; ``most`` has to be there.
 
     Raises:
         ChannelError: the link failed.

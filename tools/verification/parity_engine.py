@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,6 @@ from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
 from weft.engine.execution.step_state import StepState
 from weft.engine.execution.sums import LabelCount
-from weft.engine.observability.clock import HostClock
 from weft.engine.planning.schedules import plan_evaluation
 from weft.engine.stages import Stage, load_hf_config, load_stages, split_layers
 from weft.engine.stages.comparison import Outcome
@@ -24,9 +22,8 @@ from weft.pipeline.generators import generate
 from weft.pipeline.lowering import add_transfers
 from weft.pipeline.placement import Placement
 from weft.tools.ranks import run_ranks
-
-if TYPE_CHECKING:
-    from weft.tools.verification.parity import Case
+from weft.tools.verification.parity_cases import Case
+from weft.tools.verification.parity_cases import cases as make_cases
 
 TIMEOUT_S = 1800.0
 
@@ -54,9 +51,7 @@ def through_engine(cases: Sequence[Case], kind: str, prepare: Callable[[Stage], 
 def _run_cases(
     names: list[tuple[str, str, int]], kind: str, prepare: Callable[[Stage], None], seed: int
 ) -> list[tuple]:
-    from weft.tools.verification.parity import cases as make
-
-    cases = [next(make([arch], [variant], [num_stages])) for arch, variant, num_stages in names]
+    cases = [next(make_cases([arch], [variant], [num_stages])) for arch, variant, num_stages in names]
     init_distributed(TIMEOUT_S)
     channels: dict[int, dict[tuple[int, int], TorchChannel]] = {}
     for count in sorted({case.num_stages for case in cases}):
@@ -86,7 +81,6 @@ def _run_case(
         send_to={b: channel for (a, b), channel in channels.items() if a == rank},
         receive_from={a: channel for (a, b), channel in channels.items() if b == rank},
         receive_ahead=len(rows),
-        clock=HostClock(),
         stage_wide={},
         debug=True,
     )

@@ -5,7 +5,7 @@ import torch
 from transformers import masking_utils
 
 from weft.engine.execution.batches import prepare_batch
-from weft.engine.stages.labels import count_label_tokens, label_tokens
+from weft.engine.stages.batch import count_label_tokens, label_tokens
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

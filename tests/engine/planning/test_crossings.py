@@ -5,7 +5,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.comm.probe import LinkProfile
+from weft.comm.wan.probe import LinkProfile
 from weft.conf.schema import ClusterConfig, LinkConfig, SiteConfig
 from weft.engine.planning.crossings import Seat, cells, hops, with_probed_links
 from weft.pipeline.costs import CostModel

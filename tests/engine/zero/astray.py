@@ -14,8 +14,8 @@ from weft.conf.schema import WeftConfig
 
 def go_astray(configs: list[WeftConfig], folder: str) -> list[dict[str, Any]]:
     """For each configuration: two good steps, saved and exported; then a rate that no weight survives."""
+    from weft.engine.checkpoint import export
     from weft.engine.initialize import initialize
-    from weft.engine.stages import export
 
     found = []
     for number, config in enumerate(configs):

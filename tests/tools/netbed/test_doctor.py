@@ -2,7 +2,7 @@
 
 import pytest
 
-from weft.comm.probe import LinkProfile, ProfileCache
+from weft.comm.wan.probe import LinkProfile, ProfileCache
 from weft.tools.doctor import bed_cache, hints, main
 from weft.tools.netbed import load
 

@@ -12,8 +12,8 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
-from weft.comm.probe import LinkProfile
 from weft.comm.wan.key import VARIABLE
+from weft.comm.wan.probe import LinkProfile
 from weft.conf.schema import CommConfig
 from weft.tools.benchmarks.peers.case import Case, RankRun
 from weft.tools.benchmarks.peers.rendezvous import PROGRAMS, Program

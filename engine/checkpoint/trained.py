@@ -1,0 +1,46 @@
+"""What checkpoints and exports take of whoever trains; `weft.engine.engine.WeftEngine` has it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from weft.engine.module import WeftModule
+from weft.engine.zero import ShardedOptimizer, Sharding
+
+
+class Trained(Protocol):
+    """A rank's part of a model that is being trained.
+
+    Attributes:
+        global_rank: of this process in the world.
+        pipe_rank: position in the pipeline.
+        replica: of the pipeline; `num_replicas` hold the same stages.
+        global_steps: optimiser steps done.
+        module: this rank's stages.
+        sharding: their weights, in chunks.
+        optimizer: what steps the chunks; ``basic_optimizer`` holds the state.
+        lr_scheduler: with ``state_dict`` and ``load_state_dict``, or None.
+    """
+
+    device: torch.device
+    global_rank: int
+    pipe_rank: int
+    replica: int
+    num_replicas: int
+    global_steps: int
+    module: WeftModule
+    sharding: Sharding
+    optimizer: ShardedOptimizer
+    basic_optimizer: Optimizer
+    lr_scheduler: Any
+
+    def check_finite(self) -> None:
+        """Make sure that nothing trained so far is NaN or infinite; a collective call.
+
+        Raises:
+            NonFiniteError: on every rank: something is.
+        """
+        ...
