@@ -1,4 +1,4 @@
-"""What every test needs: one thread per process, no network, and no process left behind."""
+"""What every test needs: one thread per process, no network, no survivors, and examples that repeat themselves."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WEFT_KEY", "a key for tests, long enough")
 if not NUM_GPUS:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The same examples every time, however long one takes; `--hypothesis-profile default` looks for new ones."""
+    if not config.pluginmanager.hasplugin("hypothesispytest"):
+        return  # a Python that has a GPU or vLLM, whose tests do without
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("weft", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("weft")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

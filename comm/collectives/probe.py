@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 from time import perf_counter
 
@@ -22,7 +23,7 @@ from weft.comm.shared_channel import host_identity
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)
 """Bytes of the workloads that are tried."""
 LONG_S = 0.3
-"""A primitive that took this long is not tried on more bytes."""
+"""A primitive that more bytes made this much slower is not tried on still more."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,13 @@ def measure(
     for mesh, axis in communicator.axes():
         group, size = communicator.process_group(mesh, axis), mesh.shape[axis]
         for primitive in (Primitive.all_reduce, *sorted(REDUCING | GATHERING, key=lambda p: p.value)):
+            shortest_s = inf
             for num_bytes in sizes if size > 1 else ():
                 seconds = _slowest_s(primitive, num_bytes, group, whole, device, repeats)
                 samples.append(Sample(mesh.links[axis], primitive, size, num_bytes, seconds))
-                if seconds > LONG_S:
-                    break
+                shortest_s = min(shortest_s, seconds)
+                if seconds > shortest_s + LONG_S:
+                    break  # never after the first: a line needs two
     return samples
 
 

@@ -52,6 +52,10 @@ class Job:
         """Whether `hear` or `result` would return at once."""
         return self._pipe.poll()
 
+    def fileno(self) -> int:
+        """For `multiprocessing.connection.wait`: a job is ready when it has news."""
+        return self._pipe.fileno()
+
     def result(self, timeout_s: float = 60.0) -> Any:
         """What the function returns."""
         return self._next("returned", timeout_s)

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import count
+from multiprocessing.connection import wait
 from time import monotonic
 from typing import Any
 
@@ -54,9 +55,24 @@ def run_ranks_in(
                 VARIABLE: key,
             }
             jobs.append(stack.enter_context(Job(bed, node, _rank, environment, function, args)))
-        while meanwhile is not None and not any(job.has_news() for job in jobs) and monotonic() < deadline:
+        while meanwhile is not None and not _ready(jobs, 0.0) and monotonic() < deadline:
             meanwhile()
-        return [job.result(max(0.0, deadline - monotonic())) for job in jobs]
+        return _results(jobs, deadline)
+
+
+def _results(jobs: Sequence[Job], deadline: float) -> list[Any]:
+    """What the jobs return; of several that fail the first to do so, for the others fail of that."""
+    results: dict[Job, Any] = {}
+    while missing := [job for job in jobs if job not in results]:
+        ready = _ready(missing, max(0.0, deadline - monotonic())) or missing[:1]
+        results |= {job: job.result(0.0) for job in ready}
+    return [results[job] for job in jobs]
+
+
+def _ready(jobs: Sequence[Job], timeout_s: float) -> list[Job]:
+    """Those that have news, as soon as one has."""
+    files = wait([job.fileno() for job in jobs], timeout_s)
+    return [job for job in jobs if job.fileno() in files]
 
 
 def _rank(say: Callable, hear: Callable, environment: dict[str, str], function: Callable, args: tuple) -> Any:

@@ -10,6 +10,9 @@ from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.probe import fitted, known_costs, measure, nodes_of_world
 from weft.engine.distributed import init_distributed
 
+BYTES = 1 << 15
+"""Of the larger workload that `probe_here` tries."""
+
 
 def probe_here() -> tuple[tuple[int, ...], CollectiveCosts]:
     """The node of each rank, and the costs that were found."""
@@ -17,7 +20,7 @@ def probe_here() -> tuple[tuple[int, ...], CollectiveCosts]:
     nodes = nodes_of_world()
     group = Group(tuple(range(dist.get_world_size())), nodes)
     communicator = Communicator.open([group], device=device, timeout_s=60.0)
-    return nodes, fitted(measure(communicator, device=device, sizes=(1 << 12, 1 << 18), repeats=1))
+    return nodes, fitted(measure(communicator, device=device, sizes=(1 << 11, BYTES)))
 
 
 def probe_pairs(cache_dir: str) -> CollectiveCosts | None:

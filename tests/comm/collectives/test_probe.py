@@ -1,0 +1,47 @@
+"""What the probe of collectives makes of what it measures."""
+
+import pytest
+import torch
+
+from weft.comm.collectives import Group, LinkClass, Primitive, probe
+from weft.comm.collectives.costs import AlphaBeta, moved_share, rounds
+
+
+class Wires:
+    """A communicator whose only axis is between two nodes."""
+
+    group = Group((0, 1), (0, 1))
+
+    def axes(self):
+        return [(mesh, axis) for mesh in self.group.meshes() for axis in range(len(mesh.shape))]
+
+    def process_group(self, mesh, axis):
+        return None
+
+
+def _measured(monkeypatch, line):
+    """Samples over wires that take what ``line`` says."""
+
+    def seconds(primitive, num_bytes, *_):
+        return rounds(primitive, 2) * line.alpha_s + moved_share(primitive, 2) * num_bytes * line.beta_s
+
+    monkeypatch.setattr(probe, "_slowest_s", seconds)
+    return probe.measure(Wires(), device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("line", [AlphaBeta(0.4, 1e-7), AlphaBeta(1e-3, 1e-3), AlphaBeta(1e-5, 1e-9)])
+def test_every_line_is_found_however_long_a_message_takes(monkeypatch, line):
+    costs = probe.fitted(_measured(monkeypatch, line))
+    for primitive in (Primitive.all_reduce, Primitive.all_gather, Primitive.reduce_scatter):
+        found = costs.table[LinkClass.inter, primitive]
+        assert (found.alpha_s, found.beta_s) == pytest.approx((line.alpha_s, line.beta_s))
+
+
+def test_more_bytes_are_tried_until_they_take_long(monkeypatch):
+    def sizes(line):
+        samples = _measured(monkeypatch, line)
+        return tuple(sample.num_bytes for sample in samples if sample.primitive is Primitive.all_gather)
+
+    assert sizes(AlphaBeta(1.0, 1e-9)) == probe.SIZES
+    assert sizes(AlphaBeta(1e-3, 1e-6)) == probe.SIZES[:3]
+    assert sizes(AlphaBeta(1e-3, 1e-3)) == probe.SIZES[:2]
