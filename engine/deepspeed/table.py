@@ -204,3 +204,16 @@ def fate(name: str) -> str:
             if above in table:
                 return word
     return ""
+
+
+def key_table() -> list[str]:
+    """Every key and what becomes of it, as lines of a Markdown table; `docs/zero.md` holds them."""
+    rows = [
+        *((key, "taken over", f"`{field}`") for key, field in SAME.items()),
+        *((key, "read by DeepSpeed", "as there") for key in sorted(STANDS)),
+        *((key, "refused", refusal.remedy) for key, refusal in REFUSED.items()),
+        *((key, "without effect", reason) for key, reason in NO_EFFECT.items()),
+    ]
+    return ["| key | what becomes of it | where, or why, or what to do instead |", "|---|---|---|"] + [
+        f"| `{key}` | {treatment} | {text} |" for key, treatment, text in rows
+    ]
