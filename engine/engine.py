@@ -22,13 +22,15 @@ from weft.comm.collectives.first_contact import meet_all
 from weft.comm.wan.network import WanNetwork
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import BackgroundWriter, Wanted, load_newest, load_tagged, save_engine
-from weft.engine.distributed import close_groups, from_rank_zero, together
+from weft.engine.distributed import close_groups, from_rank_zero
 from weft.engine.execution.batches import prepare_batch
 from weft.engine.execution.compute import Compute
+from weft.engine.execution.drawing import draw
 from weft.engine.execution.executor import Executor
+from weft.engine.execution.loss import StepLoss
 from weft.engine.execution.neighbours import Neighbours
 from weft.engine.execution.step_state import StepState
-from weft.engine.execution.sums import LabelCount, ReplicaSum
+from weft.engine.execution.sums import ReplicaSum
 from weft.engine.module import WeftModule
 from weft.engine.observability.bubbles import BubbleObserver, open_board
 from weft.engine.observability.clock import clock_for
@@ -37,8 +39,7 @@ from weft.engine.observability.slots import SlotObserver
 from weft.engine.planning.crossings import Seat
 from weft.engine.planning.overlap import OverlapPlan
 from weft.engine.planning.schedules import RankPlan, plan_cells, plan_evaluation
-from weft.engine.stages.batch import count_label_tokens, label_tokens
-from weft.engine.stages.objective import Minimised, Objective, tell_items, told_items
+from weft.engine.stages.objective import Minimised, Objective
 from weft.engine.zero import Collectives, Lamb, ShardedOptimizer, Sharding
 from weft.pipeline.action import Action, Op
 from weft.pipeline.costs import CostModel
@@ -47,10 +48,6 @@ from weft.pipeline.timeline import Timeline
 
 RECORDS_KEPT = 8
 """Steps whose measurements are kept."""
-
-
-class DataEnded(ValueError, StopIteration):
-    """The data of a step ended before the step had all of it: bad input, and what DeepSpeed lets through."""
 
 
 class WeftEngine(PipelineEngine):
@@ -105,8 +102,7 @@ class WeftEngine(PipelineEngine):
         self.costs = costs
         self.overlap = overlap
         self.wan = wan
-        self.minimised = None if objective is None else Minimised(objective)
-        self._loss_looked_at = False
+        minimised = None if objective is None else Minimised(objective)
         self._collectives = collectives
         super().__init__(**deepspeed)
         meet_all(self._step_groups(), self.device)
@@ -121,11 +117,18 @@ class WeftEngine(PipelineEngine):
         self._writer: BackgroundWriter | None = None
         self._state: StepState | None = None
         self._loss_sum: ReplicaSum | None = None
-        self._counted: LabelCount | None = None
         last = self.schedule.placement.num_stages - 1
         self.holds_loss = last in self.module.stages
         if self.holds_loss:
-            self.module.stages[last].objective = self.minimised
+            self.module.stages[last].objective = minimised
+        self.step_loss = StepLoss(
+            minimised,
+            held=self.holds_loss,
+            source=self.grid.stage_to_global(self.schedule.placement.stage_ranks[-1]),
+            replicas=self.grid.get_data_parallel_group() if self.num_replicas > 1 else None,
+            pipeline=self.grid.get_pipe_parallel_group() if self.is_pipe_parallel else None,
+            device=self.device,
+        )
         self._neighbours = Neighbours.join(
             self.schedule.placement, self.num_replicas, wan=wan, device=self.device, timeout_s=weft.comm.timeout_s
         )
@@ -269,14 +272,14 @@ class WeftEngine(PipelineEngine):
 
     def _exec_schedule(self, schedule: Schedule) -> None:
         batches = self._read(schedule.num_microbatches)
-        state = StepState(batches=batches, training=True, **self._count_items(batches))
+        state = StepState(batches=batches, training=True, **self.step_loss.count(batches))
         if self.wan is not None:
             self.wan.turns.update(self.plan_for(schedule.num_microbatches).turns)
         self._state = state
         self.sharding.begin_step(list(schedule.actions(self.pipe_rank)))
         trace = SlotTrace(self._clock)
         self.executor.run(schedule, state, [*self.slot_observers, trace])
-        self._check_labels(state.num_items)
+        self.step_loss.check(state.num_items)
         self._records.append(StepRecord(trace.start, trace.marks, state.peak_bytes, state.peak_chunks))
         if len(self._records) == 1 and not gc.get_freeze_count():
             # What lives after a step lives on: collections during later steps need not look
@@ -285,76 +288,22 @@ class WeftEngine(PipelineEngine):
             gc.collect()
             gc.freeze()
             self._froze = True
-        if self.minimised is not None and not self._loss_looked_at:
-            self._loss_looked_at = True
-            together(self.minimised.require_sums)
+        self.step_loss.check_objective()
         self._state = None
         self.fwd_outputs = list(state.losses.values())
 
     def _read(self, count: int) -> Sequence[dict[str, Tensor]]:
-        return self._draw(self.data_iterator, count, "train_batch")
-
-    def _draw(self, batches: Iterator | None, count: int, caller: str) -> Sequence[dict[str, Tensor]]:
-        """The next micro-batches, on every rank.
-
-        Raises:
-            DataEnded: there are fewer.
-            ValueError: what was passed is no iterator: of a list or a loader every call would read the beginning.
-        """
-        if batches is None or not hasattr(batches, "__next__"):
-            given = "nothing" if batches is None else f"a {type(batches).__name__}"
-            raise ValueError(
-                f"{caller}: it reads from an iterator, and got {given}; pass the same iter(...) every time"
-            )
-        drawn: list[dict[str, Tensor]] = []
-        for _ in range(count):
-            try:
-                batch = next(batches)
-            except StopIteration:
-                raise DataEnded(
-                    f"{caller}: the data ended after {len(drawn)} of the {count} micro-batches of step "
-                    f"{self.global_steps + 1}; give an iterator that goes on (deepspeed.utils.RepeatingLoader), or "
-                    "stop before that"
-                ) from None
-            drawn.append(self._prepare(self.batch_fn(batch) if self.batch_fn else batch))
-        return drawn
+        return draw(self.data_iterator, count, self._prepare, what=f"train_batch, step {self.global_steps + 1}")
 
     def _prepare(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        batch = self.batch_fn(batch) if self.batch_fn else batch
         prepared = prepare_batch(batch, self.device)
-        if self.minimised is not None and self.holds_loss:
-            tell_items(prepared, self.minimised.items(batch))
+        self.step_loss.tell(prepared, batch)
         return prepared
-
-    def _count_items(self, batches: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
-        """Start to count what the loss is averaged over, on ranks that compute it; fields of `StepState`."""
-        if not self.holds_loss:
-            return {"num_items": None}
-        if self.minimised is None:
-            counted, empty = torch.stack([label_tokens(batch) for batch in batches]).sum(), frozenset[int]()
-        else:
-            items = [told_items(batch) for batch in batches]
-            counted = torch.tensor(sum(items)).to(self.device, non_blocking=True)
-            empty = frozenset(m for m, count in enumerate(items) if not count)
-        return {"num_items": LabelCount(counted, self._replicas()), "empty": empty}
-
-    def _check_labels(self, count: LabelCount | None) -> None:
-        """Refuse a step without labels; on a GPU in the step after it, whose host need not wait for it."""
-        earlier, self._counted = self._counted, count
-        if earlier is not None:
-            earlier.check()
 
     def count_items(self, batch: Mapping[str, Tensor]) -> int:
         """What of a micro-batch the loss is averaged over: tokens with labels, or what the objective says."""
-        return count_label_tokens(batch) if self.minimised is None else self.minimised.items(batch)
-
-    def _replicas(self) -> dist.ProcessGroup | None:
-        return self.grid.get_data_parallel_group() if self.num_replicas > 1 else None
-
-    def _sum_losses(self, state: StepState) -> ReplicaSum | None:
-        """Start to sum the loss over micro-batches and replicas, on ranks that compute it."""
-        if not state.losses:
-            return None
-        return ReplicaSum(torch.stack([loss.float() for loss in state.losses.values()]).sum(), self._replicas())
+        return self.step_loss.items(batch)
 
     def _seed_gradient(self, loss: Tensor) -> Tensor:
         """Where a backward starts; gradients are sums over micro-batches and replicas, as losses are."""
@@ -363,7 +312,7 @@ class WeftEngine(PipelineEngine):
     def _step_optimizer(self, action: Action) -> None:
         """``STEP``: clip, step, advance the learning rate."""
         assert self._state is not None, "a step is being executed"
-        self._loss_sum = self._sum_losses(self._state)
+        self._loss_sum = self.step_loss.sum(self._state)
         self._exec_optimizer_step()
 
     def get_global_grad_norm(self) -> float | None:
@@ -392,18 +341,8 @@ class WeftEngine(PipelineEngine):
             self.bubbles.busy()
 
     def _aggregate_total_loss(self) -> Tensor:
-        return self._share_loss(self._loss_sum)
-
-    def _share_loss(self, loss: ReplicaSum | None) -> Tensor:
-        """The loss of the whole step on every rank, from the ranks that hold the last stage."""
-        shared = torch.zeros((), device=self.device) if loss is None else loss.wait()
-        if self.is_pipe_parallel:
-            dist.broadcast(shared, src=self._loss_stage_global_rank(), group=self.grid.get_pipe_parallel_group())
-        self.dp_group_loss = shared.clone()
-        return shared
-
-    def _loss_stage_global_rank(self) -> int:
-        return self.grid.stage_to_global(self.schedule.placement.stage_ranks[-1])
+        self.dp_group_loss = self.step_loss.share(self._loss_sum)
+        return self.dp_group_loss.clone()
 
     def eval_batch(
         self,
@@ -429,16 +368,16 @@ class WeftEngine(PipelineEngine):
         schedule = plan_evaluation(
             self.schedule.placement, num_micro_batches or self.micro_batches, zero_stage=self.weft.zero.stage
         )
-        batches = self._draw(data_iter, schedule.num_microbatches, "eval_batch")
+        batches = draw(data_iter, schedule.num_microbatches, self._prepare, what="eval_batch")
         state = StepState(
             batches=batches,
             training=False,
             keep_logits=return_logits,
-            **(self._count_items(batches) if compute_loss else {"num_items": None}),
+            **(self.step_loss.count(batches) if compute_loss else {"num_items": None}),
         )
         self.executor.run(schedule, state)
-        self._check_labels(state.num_items)
-        loss = self._share_loss(self._sum_losses(state)) if compute_loss else None
+        self.step_loss.check(state.num_items)
+        loss = self.step_loss.share(self.step_loss.sum(state)) if compute_loss else None
         self.module.train()
         if loss is not None and self.global_rank == 0 and self.monitor.enabled:
             self.monitor.write_events([("Train/Samples/eval_loss", loss.item(), self.global_samples)])

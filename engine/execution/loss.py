@@ -1,0 +1,102 @@
+"""The loss of a step: what it is averaged over, and its sum over micro-batches, replicas and the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.engine.distributed import together
+from weft.engine.execution.step_state import StepState
+from weft.engine.execution.sums import LabelCount, ReplicaSum
+from weft.engine.stages.batch import count_label_tokens, label_tokens
+from weft.engine.stages.objective import Minimised, tell_items, told_items
+
+
+class StepLoss:
+    """Counts and sums for a rank. Ranks of the last stage hold losses; the others are told.
+
+    Token losses are divided by the number of items of the whole step, so micro-batches and
+    replicas are summed, never averaged.
+    """
+
+    def __init__(
+        self,
+        minimised: Minimised | None,
+        *,
+        held: bool,
+        source: int,
+        replicas: dist.ProcessGroup | None,
+        pipeline: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        """Tie the rank to those that it shares losses with.
+
+        Args:
+            minimised: the objective, where it is not the model's own loss.
+            held: whether this rank holds the last stage.
+            source: global rank that does, in this rank's pipeline.
+            replicas: ranks that hold the same stages; None is this rank alone.
+            pipeline: ranks that hold a model together; None is this rank alone.
+        """
+        self._minimised, self._looked_at = minimised, False
+        self._held, self._source = held, source
+        self._replicas, self._pipeline, self._device = replicas, pipeline, device
+        self._counted: LabelCount | None = None
+
+    def tell(self, prepared: dict[str, Tensor], batch: Mapping[str, Tensor]) -> None:
+        """Note on a prepared micro-batch how many items an objective counts in it, as it was in host memory."""
+        if self._minimised is not None and self._held:
+            tell_items(prepared, self._minimised.items(batch))
+
+    def items(self, batch: Mapping[str, Tensor]) -> int:
+        """What of a micro-batch the loss is averaged over: tokens with labels, or what the objective says."""
+        return count_label_tokens(batch) if self._minimised is None else self._minimised.items(batch)
+
+    def count(self, batches: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+        """Start to count what the loss is averaged over, on ranks that compute it; fields of `StepState`."""
+        if not self._held:
+            return {"num_items": None}
+        if self._minimised is None:
+            counted, empty = torch.stack([label_tokens(batch) for batch in batches]).sum(), frozenset[int]()
+        else:
+            items = [told_items(batch) for batch in batches]
+            counted = torch.tensor(sum(items)).to(self._device, non_blocking=True)
+            empty = frozenset(m for m, count in enumerate(items) if not count)
+        return {"num_items": LabelCount(counted, self._replicas), "empty": empty}
+
+    def check(self, count: LabelCount | None) -> None:
+        """Refuse a step without labels; on a GPU in the step after it, whose host need not wait for it.
+
+        Raises:
+            ValueError: there was no label.
+        """
+        earlier, self._counted = self._counted, count
+        if earlier is not None:
+            earlier.check()
+
+    def check_objective(self) -> None:
+        """After the first step: refuse an objective that is not divided by the items; a collective call, once.
+
+        Raises:
+            ValueError: on every rank: it is not.
+        """
+        if self._minimised is not None and not self._looked_at:
+            self._looked_at = True
+            together(self._minimised.require_sums)
+
+    def sum(self, state: StepState) -> ReplicaSum | None:
+        """Start to sum the loss over micro-batches and replicas, on ranks that compute it."""
+        if not state.losses:
+            return None
+        return ReplicaSum(torch.stack([loss.float() for loss in state.losses.values()]).sum(), self._replicas)
+
+    def share(self, loss: ReplicaSum | None) -> Tensor:
+        """The loss of the whole step on every rank of the pipeline, from the one that holds the last stage."""
+        shared = torch.zeros((), device=self._device) if loss is None else loss.wait()
+        if self._pipeline is not None:
+            dist.broadcast(shared, src=self._source, group=self._pipeline)
+        return shared
