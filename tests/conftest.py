@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -20,12 +21,10 @@ if not NUM_GPUS:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """The same examples every time, however long one takes; `--hypothesis-profile default` looks for new ones."""
-    if not config.pluginmanager.hasplugin("hypothesispytest"):
-        return  # a Python that has a GPU or vLLM, whose tests do without
+if find_spec("hypothesis"):  # a Python that has a GPU or vLLM, whose tests do without, may lack it
     from hypothesis import HealthCheck, settings
 
+    # The same examples every time, however long one takes; `--hypothesis-profile default` looks for new ones.
     settings.register_profile("weft", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("weft")
 
