@@ -78,7 +78,10 @@ public:
     bool sending() const { return out_left_ > 0; }
     size_t sent_whole() const { return unacknowledged.size() - (sending() ? 1 : 0); }
 
-    bool stuck() const { return !unacknowledged.empty() && stream.backoffs() >= 2; }
+    // Whether a chunk that left before `sent_ns` does not arrive, though the kernel has tried again and again.
+    bool stuck(int64_t sent_ns) const {
+        return !unacknowledged.empty() && unacknowledged.front().sent_ns < sent_ns && stream.backoffs() >= 2;
+    }
 
     bool idle() const { return out_left_ == 0 && control_.empty() && !ack_due && !stream.holds_back(); }
 

@@ -2,6 +2,7 @@
 //
 // Other threads hand it work through `post`, and wait for requests through `wait`.
 #pragma once
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
@@ -113,9 +114,6 @@ private:
     enum Source : uint64_t { LISTENER, WAKE, FIRST };  // of an event; from FIRST on: a connection
     static constexpr size_t MAX_STRANGERS = 64;  // connections whose peer is not known yet
     static constexpr size_t READ_BUDGET = 1 << 20;
-    // So little in one turn means a turn per packet: let some gather. A WAN does not notice.
-    static constexpr size_t TRICKLE_BYTES = 32 << 10;
-    static constexpr int TRICKLE_US = 1000;
     static constexpr int64_t TICK_NS = SECOND / 20;
 
     SslCtx *tls_ = nullptr;
@@ -160,14 +158,36 @@ private:
                 tick(now);
                 last_tick = now;
             }
-            uint64_t moved = 0;
-            for (auto &[_, connection] : connections_) moved += std::exchange(connection->moved, 0);
             busy |= deliver();
+            Rest pause = gathering();
             bury();
-            if (!busy && moved && moved < TRICKLE_BYTES) usleep(TRICKLE_US);
+            if (!busy) sleep(pause.ns);
         }
         for (auto &[_, link] : links_) link->fail("closed here", CLOSED);
         while (deliver()) {}
+    }
+
+    // How long what moves may gather before the next turn: a turn for each packet would cost more than
+    // the packet. As long as every link bears over which something moved, and not where that was much.
+    Rest gathering() {
+        Rest all{~0ull, TICK_NS};
+        uint64_t moved = 0;
+        for (auto &[_, connection] : connections_) {
+            uint64_t here = std::exchange(connection->moved, 0);
+            if (!here) continue;
+            moved += here;
+            Rest one = connection->link ? connection->link->rest() : Rest{};
+            all = {std::min(all.bytes, one.bytes), std::min(all.ns, one.ns)};
+        }
+        return moved && moved < all.bytes ? all : Rest{0, 0};
+    }
+
+    // Unless somebody posts work.
+    void sleep(int64_t ns) const {
+        if (!ns) return;
+        pollfd posted{wake_, POLLIN, 0};
+        timespec limit{0, ns};
+        ppoll(&posted, 1, &limit, nullptr);
     }
 
     void on_event(const epoll_event &event) {
@@ -177,7 +197,7 @@ private:
         if (found == connections_.end()) return;
         Stream &stream = found->second->stream;
         if (event.events & (EPOLLHUP | EPOLLERR | EPOLLRDHUP)) stream.ended = true;
-        if (event.events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) stream.readable = true;
+        if (event.events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) stream.has_come();
         if (event.events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) stream.writable = true;
     }
 

@@ -30,6 +30,12 @@ struct Options {
     std::string key, tls_key, congestion;
 };
 
+// So few bytes in one turn of the loop mean a turn per packet: what moves may gather for so long.
+struct Rest {
+    uint64_t bytes = 32 << 10;
+    int64_t ns = 1000000;
+};
+
 struct Counters {  // read by other threads
     std::atomic<uint64_t> sent_bytes{0}, received_bytes{0}, resent_chunks{0}, duplicate_chunks{0}, broken{0}, ready{0};
     std::atomic<int64_t> rtt_ns{0};  // the least yet
@@ -183,6 +189,13 @@ public:
     // When `pump` can do more than now, if nothing else happens; 0 where that is not known.
     int64_t due_ns() const { return pace_.due_ns(now_); }
 
+    // Where several connections share a long way, their windows need not be open at every moment.
+    Rest rest() const {
+        Rest least;
+        if (counters.ready < SHARED || !pace_.far()) return least;
+        return {std::max<uint64_t>(least.bytes, 2 * options_.chunk_bytes), 2 * least.ns};
+    }
+
     // ---- frames
 
     void on_header(Connection &connection, int64_t now) {
@@ -235,7 +248,7 @@ public:
             if (!connection) continue;
             if (now - connection->heard_ns > options_.stall_ns) {
                 lose(*connection, "silent for " + seconds(options_.stall_ns));
-            } else if (now - heard_ns_ < SECOND / 5 && connection->stuck()) {
+            } else if (now - heard_ns_ < SECOND / 5 && connection->stuck(now - SECOND / 5)) {
                 // The line is up, and the kernel would wait longer and longer before it tries again.
                 lose(*connection, "stuck while others move");
             } else if (now - connection->pinged_ns > options_.interval_ns) {
@@ -288,6 +301,8 @@ public:
     }
 
 private:
+    static constexpr uint64_t SHARED = 4;  // connections
+
     const Options &options_;
     std::vector<Completed> &completed_;
     std::map<uint16_t, Lane> lanes_;

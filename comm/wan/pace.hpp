@@ -51,7 +51,7 @@ public:
         if (rate_ == 0) return;
         double gain = grows() ? 2.0 : 1.25;
         double pause_ns = std::min(bytes * 1e9 / (gain * rate_), LONGEST_PAUSE_NS);
-        due_ns_ = std::max(due_ns_, now - SLACK_NS) + static_cast<int64_t>(pause_ns);
+        due_ns_ = std::max(due_ns_, now - (far_ ? 2 : 1) * SLACK_NS) + static_cast<int64_t>(pause_ns);
     }
 
     // What the peer will not acknowledge, for its connection broke.
@@ -74,6 +74,7 @@ public:
     // To be called often. A peer nearer than NEAR_NS is in the same site, and not paced; no longer,
     // where the first round trip known was that of a busy machine.
     void watch(int64_t now, int64_t rtt_ns) {
+        far_ = rtt_ns > FAR_NS;
         if (rtt_ns < NEAR_NS) return void(rate_ = 0);
         if (rate_ == 0 || in_flight_ <= bytes_of(DRAINED * trip_ns())) drained_ns_ = now;
         drains_ = now - drained_ns_ > trip_span_ns();
@@ -85,8 +86,11 @@ public:
         chunks_ = 0;
     }
 
+    // Whether the way is so long that nobody notices 2 ms.
+    bool far() const { return far_; }
+
 private:
-    static constexpr int64_t NEAR_NS = 2000000, WINDOW_NS = 10000000, SLACK_NS = 2000000;
+    static constexpr int64_t NEAR_NS = 2000000, FAR_NS = 15000000, WINDOW_NS = 10000000, SLACK_NS = 2000000;
     static constexpr uint64_t CHUNKS = 8;
     static constexpr size_t PATIENCE = 8, MEMORY = 16;  // windows
     static constexpr double SPARE = 4;                  // chunks beside what the line holds
@@ -98,6 +102,7 @@ private:
     static constexpr double FULL = 1.15, DRAINED = 0.9;  // times what the line holds
     static constexpr double LONGEST_PAUSE_NS = 1e9;     // whatever the peer says
 
+    bool far_ = false;
     double rate_ = 0, grown_ = 0;  // bytes per second; when it last grew
     int64_t due_ns_ = 0;
     double first_ns_ = 0, last_ns_ = 0;   // arrivals of this window, on the peer's clock

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.channel import TensorSpec
+from weft.comm.wan.reused_memory import ReusedMemory
 
 
 class Staging(Protocol):
@@ -35,6 +36,10 @@ class Staging(Protocol):
 class HostStaging:
     """Tensors that are in host memory already."""
 
+    def __init__(self) -> None:
+        """Begin without memory."""
+        self._memory = ReusedMemory()
+
     def outward(self, tensor: Tensor, submit: Callable[[Tensor], list[int]]) -> Future[list[int]]:
         """Submit at once; a tensor that is not contiguous is copied."""
         done: Future[list[int]] = Future()
@@ -42,15 +47,16 @@ class HostStaging:
         return done
 
     def room(self, spec: TensorSpec) -> Tensor:
-        """The tensor itself."""
-        return torch.empty(spec.shape, dtype=spec.dtype)
+        """The tensor itself, in memory of one that is gone where there is any."""
+        return self._memory.tensor(spec)
 
     def inward(self, host: Tensor) -> Tensor:
         """The tensor itself."""
         return host
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Nothing runs; memory that is not in use is let go of."""
+        self._memory.close()
 
 
 STOCK = 8

@@ -58,10 +58,12 @@ class Stream {
 public:
     const int fd;
     // Edge-triggered readiness: set by the loop, cleared when a call has found nothing more to do.
+    // Under TLS more may be readable than the kernel has.
     bool readable = false, writable = false;
     bool ended = false;  // the other side sends no more, so what comes last is the end
 
     explicit Stream(int fd) : fd(fd) {}
+    void has_come() { readable = arrived_ = true; }
     ~Stream() {
         if (tls_) openssl().SSL_free(tls_);
         Descriptors::all().close(fd);
@@ -95,10 +97,11 @@ public:
     void start_tls(SslCtx *context, void *owner, bool connects) {
         tls_ = openssl().SSL_new(context);
         if (!tls_) throw Broken("TLS cannot start");
-        openssl().SSL_set_bio(tls_, openssl().BIO_new_socket(fd, 0), openssl().gathering(&encrypted_));
+        Bio *both = openssl().over(this);
+        openssl().SSL_set_bio(tls_, both, both);
         openssl().SSL_set_ex_data(tls_, 0, owner);
         connects ? openssl().SSL_set_connect_state(tls_) : openssl().SSL_set_accept_state(tls_);
-        readable = true;  // there is a first step to take
+        has_come();  // there is a first step to take
     }
 
     bool has_tls() const { return tls_; }
@@ -110,6 +113,17 @@ public:
         if (done != 1) tls_waits(done, "TLS handshake failed");
         send_encrypted();
         return done == 1;
+    }
+
+    // What TLS asks for: bytes to be sent, which wait for `send_encrypted`, and bytes that came. As a
+    // BIO says it: 0 at the end, -1 where there are none now.
+    void encrypted(const char *data, int length) { encrypted_.append(data, length); }
+    int receive(char *data, int room) {
+        if (!arrived_) return -1;
+        ssize_t done = recv(fd, data, room, MSG_DONTWAIT);
+        if (done < room && !(done > 0 && ended) && errno_of(done) != EINTR) arrived_ = false;
+        failed_ = errno_of(done);
+        return done >= 0 || failed_ == EAGAIN || failed_ == EINTR ? static_cast<int>(done) : 0;
     }
 
     // Whether the kernel lacks some of what `write` has taken.
@@ -185,7 +199,11 @@ private:
             length += count;
         }
     } encrypted_;
-    size_t sent_ = 0;  // of it
+    size_t sent_ = 0;      // of it
+    bool arrived_ = false;  // whether the kernel may have what TLS has not
+    int failed_ = 0;        // why TLS was given nothing; 0 at the end
+
+    static int errno_of(ssize_t done) { return done < 0 ? errno : 0; }
 
     size_t sent(ssize_t done) {
         if (done >= 0) return done;
@@ -195,12 +213,12 @@ private:
     }
 
     size_t tls_waits(int done, const char *otherwise) {
-        int code = errno, error = openssl().SSL_get_error(tls_, done);
+        int error = openssl().SSL_get_error(tls_, done);
         openssl().ERR_clear_error();  // for whoever asks next
         switch (error) {
-            case OpenSsl::WANT_READ: readable = false; return 0;
+            case OpenSsl::WANT_READ: readable = arrived_; return 0;
             case OpenSsl::ZERO_RETURN: throw Broken("closed by the other side");
-            case 5: throw Broken(code ? error_text(code) : "closed by the other side");  // SSL_ERROR_SYSCALL
+            case 5: throw Broken(failed_ ? error_text(failed_) : "closed by the other side");  // SSL_ERROR_SYSCALL
             default: throw Broken(otherwise);
         }
     }

@@ -10,6 +10,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from weft.tools.netbed import Job, Link, NetBed, Node, Topology
 
 _FORK = multiprocessing.get_context("fork")
 _MESSAGE_BYTES = 1 << 20
+_AHEAD = 64  # receives that are posted and wait; their memory is taken again, as from one step to the next
 _SETTLE_S = 1.5  # slow start and the first losses are left out, for both
 _PORT = 5201
 _KEY = WanKey(b"the key of a bed that nobody else can reach")
@@ -153,7 +155,7 @@ def _iperf3(bed: NetBed, connections: int, seconds: float, spinning: bool) -> Ra
 
 
 def _weft(bed: NetBed, connections: int, spinning: bool, args: argparse.Namespace) -> Rate:
-    """The same over a WAN channel: as many messages as the line could carry, all posted ahead."""
+    """The same over a WAN channel: as many messages as the line could carry, received into memory in use."""
     messages = int(args.rate * 1e6 / 8 * (_SETTLE_S + args.seconds + 1.0) / _MESSAGE_BYTES) + 16
     plan = (messages, _SETTLE_S, args.seconds, spinning)
     settings = {"connections": connections, "tls": args.tls, "congestion": args.congestion}
@@ -166,16 +168,21 @@ def _weft(bed: NetBed, connections: int, spinning: bool, args: argparse.Namespac
     return Rate(goodput_mbps=num_bytes * 8 / elapsed_s / 1e6, cpu_s_per_gb=cpu_s_per_gb)
 
 
-def _receive(
-    say: Callable, hear: Callable, bind: str, settings: dict, messages: int, *plan: Any
-) -> tuple[int, float, float]:
+def _receive(say: Callable, hear: Callable, bind: str, settings: dict, _: int, *plan: Any) -> tuple[int, float, float]:
     with WanEndpoint(rank=1, bind=bind, key=_KEY, **settings) as endpoint:
         endpoint.link(0)
         channel = endpoint.channel(0)
-        handles = [channel.recv("x", TensorSpec((_MESSAGE_BYTES,), torch.uint8)) for _ in range(messages)]
+        spec = TensorSpec((_MESSAGE_BYTES,), torch.uint8)
+        handles = deque(channel.recv("x", spec) for _ in range(_AHEAD))
         say(endpoint.address)
+
+        def post() -> None:
+            while handles[0].ended():
+                handles.popleft().wait()
+                handles.append(channel.recv("x", spec))
+
         handles[0].wait()
-        return _watch(endpoint, 0, *plan)
+        return _watch(endpoint, 0, post, *plan)
 
 
 def _send(
@@ -187,21 +194,28 @@ def _send(
         tensor = torch.randint(0, 256, (_MESSAGE_BYTES,), dtype=torch.uint8)
         handles = [channel.send("x", tensor) for _ in range(messages)]
         handles[0].wait()
-        return _watch(endpoint, 1, *plan)
+        return _watch(endpoint, 1, lambda: None, *plan)
 
 
 def _watch(
-    endpoint: WanEndpoint, peer: int, settle_s: float, seconds: float, spinning: bool
+    endpoint: WanEndpoint, peer: int, post: Callable[[], None], settle_s: float, seconds: float, spinning: bool
 ) -> tuple[int, float, float]:
     """Bytes that arrive between two moments, the time between them, and the transport's CPU time."""
-    pause = _spin if spinning else sleep
-    pause(settle_s)
+    _pass(settle_s, spinning, post)
     bytes_before, start, cpu_before = endpoint.counters(peer).received_bytes, monotonic(), _transport_cpu_s()
-    pause(seconds)
+    _pass(seconds, spinning, post)
     arrived, elapsed_s = endpoint.counters(peer).received_bytes - bytes_before, monotonic() - start
     cpu_s = _transport_cpu_s() - cpu_before
     endpoint.close(linger_s=0.0)  # what was posted beyond the measured time is of no interest
     return arrived, elapsed_s, cpu_s
+
+
+def _pass(seconds: float, spinning: bool, post: Callable[[], None]) -> None:
+    """Let time pass, and post what is to be posted every 10 ms."""
+    limit = monotonic() + seconds
+    while monotonic() < limit:
+        _spin(0.01) if spinning else sleep(0.01)
+        post()
 
 
 def _transport_cpu_s() -> float:
