@@ -11,6 +11,8 @@ from weft.inference.placement.bubble_pattern import BubblePattern
 
 _EQUAL_S = 1e-6
 """Ends that are closer than this are equally good."""
+_FEW = 4
+"""Entries of a heap; where there are more, one that is free is likely to be the next."""
 
 
 class Slot(NamedTuple):
@@ -145,7 +147,12 @@ class PrefillPlacement:
 
     def take(self, slot: Slot) -> None:
         """The work of ``slot`` is its worker's."""
-        self._assign(slot.worker, self._of_worker[slot.worker][0], slot.end_s)
+        group = self._of_worker[slot.worker][0]
+        self._assign(slot.worker, group, slot.end_s)
+        if len(group.heap) <= _FEW:
+            head = self._head(group)
+            assert head is not None  # that worker
+            group.table.bounds.at(group.row, group.pattern.position(head[0]))
 
     def _add(self, pattern: BubblePattern) -> _Group:
         table = next((table for table in self._tables if not table.bounds.full), None)
