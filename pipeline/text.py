@@ -67,8 +67,6 @@ def answer_text(schedule: Schedule, costs: CostModel, step_s: float, memory_cap_
     """
     placement = schedule.placement
     problem = Problem(placement, schedule.num_microbatches, costs)
-    bound_s = lower_bound_s(problem)
-    above = f"{100 * (step_s / bound_s - 1):.1f} % above" if step_s > bound_s * (1 + 1e-9) else "which is"
     peak = peak_bytes(schedule, costs)
     usual = max(problem.microbatch_bytes()) * min(placement.single.num_ranks, schedule.num_microbatches)
     times = f"{peak / usual:.2f} times" if usual else "beside"
@@ -76,10 +74,17 @@ def answer_text(schedule: Schedule, costs: CostModel, step_s: float, memory_cap_
     if not memory_cap_bytes and schedule.name == "auto":
         cap += ": auto takes up to 4 times as much as 1F1B where that saves time"
     return (
-        f"step {step_s:.6g} s, {above} the lower bound of {bound_s:.6g} s for this placement in any memory\n"
+        f"{bound_text(schedule, costs, step_s)}\n"
         f"activations at the fullest rank: {bytes_text(peak)}, {times} the {bytes_text(usual)} that 1F1B would hold "
         f"({cap})"
     )
+
+
+def bound_text(schedule: Schedule, costs: CostModel, step_s: float) -> str:
+    """How far a step is from what no schedule can beat; the arguments are those of `answer_text`."""
+    bound_s = lower_bound_s(Problem(schedule.placement, schedule.num_microbatches, costs))
+    above = f"{100 * (step_s / bound_s - 1):.1f} % above" if step_s > bound_s * (1 + 1e-9) else "which is"
+    return f"step {step_s:.6g} s, {above} the lower bound of {bound_s:.6g} s for this placement in any memory"
 
 
 def bytes_text(num_bytes: float) -> str:

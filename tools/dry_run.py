@@ -26,7 +26,7 @@ from weft.engine.stages.sizes import PartSize
 from weft.pipeline.cell import predict
 from weft.pipeline.costs import CostModel
 from weft.pipeline.placement import Placement
-from weft.pipeline.text import bytes_text
+from weft.pipeline.text import bound_text, bytes_text
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ def report(config: WeftConfig) -> str:
         "",
         f"predicted step {timeline.step_s:.4g} s, bubbles {timeline.bubble_share:.1%}, "
         + (f"by {config.pipeline.costs_file}" if config.pipeline.costs_file else _speed(seen)),
+        *([bound_text(schedule, costs.for_cell(pipelines), timeline.step_s)] if schedule.name == "auto" else []),
     ]
     return "\n".join(lines)
 

@@ -137,6 +137,18 @@ def test_a_dry_run_goes_by_given_costs(tmp_path):
     file.write_text("stages: {forward_ms: 100, input_ms: 100, weight_ms: 100}")
     said = report(load(["recipe=quickstart", f"pipeline.costs_file={file}", "pipeline.microbatches=4"]))
     assert f"predicted step 2.1 s, bubbles 42.9%, by {file}" in said  # (4 + 3) micro-batches x 300 ms
+    assert "lower bound" not in said
+
+
+def test_a_dry_run_tells_how_far_auto_is_from_the_lower_bound(tmp_path):
+    from weft.tools.dry_run import report
+
+    file = tmp_path / "costs.yaml"
+    file.write_text("stages: {forward_ms: 100, input_ms: 100, weight_ms: 100}")
+    settings = ["pipeline.schedule=auto", "pipeline.placement=straight", "pipeline.microbatches=4"]
+    said = report(load(["recipe=quickstart", f"pipeline.costs_file={file}", *settings, "pipeline.search_seconds=0.1"]))
+    # The last rank begins after three forwards, and has twelve actions.
+    assert "lower bound of 1.5 s for this placement in any memory" in said
 
 
 def test_more_ranks_than_gpus(config, monkeypatch):
