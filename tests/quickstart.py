@@ -8,12 +8,20 @@ TINY_QUICKSTART = [
     "train.export=false",
     "train.sample=",
     "train.timeline=false",
+    "train.max_seconds=0",
     "model.self_check=false",
     "model.overrides.hidden_size=32",
     "model.overrides.intermediate_size=64",
     "model.overrides.num_hidden_layers=4",
     "data.sequence_length=32",
 ]
+
+
+def train(settings: list[str], folder: Path) -> None:
+    """Train on this rank, as the process does that the launcher starts."""
+    from weft.recipes.train import main
+
+    assert main([*settings, f"train.output_dir={folder}"]) == 0
 
 
 def losses_of(folder: Path) -> dict[int, float]:

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.quickstart import TINY_QUICKSTART, losses_of
+from tests.quickstart import TINY_QUICKSTART, losses_of, train
+from weft.tools.ranks import run_ranks
 
 STEPS = 14
 SETTINGS = [*TINY_QUICKSTART, f"train.steps={STEPS}", "checkpoint.every=2"]
@@ -47,9 +48,7 @@ def _kill(launcher: subprocess.Popen, rank: int) -> None:
 
 
 def test_killed_runs_resume_exactly(tmp_path):
-    whole = _launch(tmp_path / "whole")
-    _, errors = whole.communicate(timeout=300)
-    assert whole.returncode == 0, errors[-3000:]
+    run_ranks(4, train, SETTINGS, tmp_path / "whole", timeout_s=300)
     expected = losses_of(tmp_path / "whole")
     assert sorted(expected) == list(range(1, STEPS + 1))
 
@@ -67,7 +66,5 @@ def test_killed_runs_resume_exactly(tmp_path):
     _wait_for(launcher, lambda: checkpoints.exists() and set(checkpoints.iterdir()) - known)
     _kill(launcher, rng.randrange(4))
 
-    launcher = _launch(folder)
-    _, errors = launcher.communicate(timeout=300)
-    assert launcher.returncode == 0, errors[-3000:]
+    run_ranks(4, train, SETTINGS, folder, timeout_s=300)
     assert losses_of(folder) == expected, f"killed at step {at}"

@@ -5,28 +5,26 @@ import sys
 
 import pytest
 
-from tests.quickstart import TINY_QUICKSTART, losses_of
+from tests.quickstart import TINY_QUICKSTART, losses_of, train
 from weft.tools import cli
 from weft.tools.netbed import missing
+from weft.tools.ranks import run_ranks
 
 SETTINGS = [*TINY_QUICKSTART, "train.steps=4", "checkpoint.final=false", "comm.connections=3"]
-
-
-def losses(command, folder):
-    call = [sys.executable, "-m", "weft.tools.cli", *command, *SETTINGS, f"train.output_dir={folder}"]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return losses_of(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.skipif(bool(missing()), reason=f"weft netbed: {missing()}")
 def test_losses_over_three_sites_equal_those_of_one(tmp_path):
-    one = losses(["launch"], tmp_path / "one")
+    run_ranks(4, train, SETTINGS, tmp_path / "one", timeout_s=240)
+    one = losses_of(tmp_path / "one")
     assert len(one) == 4
-    three = losses(["netbed", "launch", "cluster=three_sites"], tmp_path / "three")
-    assert three == pytest.approx(one, rel=1e-6)
+    command = [sys.executable, "-m", "weft.tools.cli", "netbed", "launch", "cluster=three_sites", *SETTINGS]
+    command.append(f"train.output_dir={tmp_path / 'three'}")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses_of(tmp_path / "three") == pytest.approx(one, rel=1e-6)
 
 
 @pytest.mark.parametrize(
