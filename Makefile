@@ -53,11 +53,17 @@ gpu-report: $(SOURCES)/weft/__init__.py
 	PYTHONPATH=$(SOURCES):.cache/carried:. $(PYTHON) -m weft.tools.gpu_report $(ARGS)
 
 # vLLM pins what it needs, so it lives in an environment of its own, CPU build and plug-ins' tests.
-# One of them starts `weft` from $(VENV), and needs vLLM's proxy; without the network it says so.
-test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready $(SOURCES)/weft/__init__.py
-	[ -e $(TOY_PROXY) ] || curl -sSfL --create-dirs -o $(TOY_PROXY) $(TOY_PROXY_URL) || true
+# One of them starts `weft` from $(VENV) and vLLM's proxy.
+test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready $(SOURCES)/weft/__init__.py $(TOY_PROXY)
 	PYTHONPATH=$(SOURCES) WEFT_BIN=$(BIN) TOY_PROXY=$(TOY_PROXY) \
-		$(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/vllm $(ARGS)
+		$(VLLM_VENV)/bin/python -m pytest -q -rs -m vllm tests/vllm $(ARGS)
+
+$(TOY_PROXY):
+	@mkdir -p $(@D)
+	@curl -sSfL -o $@.part $(TOY_PROXY_URL) && mv $@.part $@ || { rm -f $@.part; printf '%s\n' \
+		"vLLM's prefill/decode proxy, which tests/vllm/test_recipe.py starts, cannot be downloaded from" \
+		"  $(TOY_PROXY_URL)" \
+		"Save it as $@, or name a copy: make test-vllm TOY_PROXY=PATH. (It is in vLLM's source archive, too.)" >&2; exit 1; }
 
 $(VLLM_VENV)/.ready: requirements-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)

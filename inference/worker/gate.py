@@ -17,9 +17,8 @@ logger = logging.getLogger(__name__)
 
 LEAST_TOKENS = 16
 """Smaller grants are made only for what is left of a prompt: a step's fixed cost outweighs them."""
-PROBE_AFTER_S, PROBE_AGAIN_S = 0.5, 30.0
-"""How long nothing may have been granted before a few tokens are tried all the same: while the
-cost model has hardly learnt, and after. Costs that are believed too high would never be corrected."""
+TRIAL_S, LONGEST_TRIAL_S = 0.5, 30.0
+"""Shortest and longest pause of `Trials`."""
 FRESH = 0.8
 """Share of a bubble that must be left for such a trial."""
 LOOK_AGAIN_S = 0.25
@@ -45,6 +44,7 @@ class Gate:
         self.cost = cost
         self.guard_s = guard_s
         self.last_end_s = time.monotonic()
+        self._trials = Trials()
         self._warm = False
         self.why_not = ""
         """Why a board's writer is not alive, as the last `grant` found it; empty if all are."""
@@ -56,6 +56,7 @@ class Gate:
             wanted: tokens that could be computed now.
             context: tokens that the first of them attend to.
         """
+        self._trials.under_way = False
         states = [board.state() for board in self.boards]
         self.why_not = next((state.why_not for state in states if not state.alive), "")
         found = opening(states)
@@ -67,10 +68,13 @@ class Gate:
         )
         if tokens >= min(wanted, LEAST_TOKENS):
             return tokens, found
-        return (min(wanted, LEAST_TOKENS) if self._may_probe(found, now_s) else 0), found
+        if not self._may_try(found, now_s):
+            return 0, found
+        self._trials.under_way = True
+        return min(wanted, LEAST_TOKENS), found
 
-    def _may_probe(self, found: Opening, now_s: float) -> bool:
-        pause_s = PROBE_AFTER_S if self.cost.steps < TRUSTED else PROBE_AGAIN_S
+    def _may_try(self, found: Opening, now_s: float) -> bool:
+        pause_s = TRIAL_S if self.cost.steps < TRUSTED else self._trials.pause_s
         left_s = found.closes_s - now_s
         return (
             now_s - self.last_end_s >= pause_s
@@ -90,7 +94,33 @@ class Gate:
         self._warm = True
         self.last_end_s = end_s
         met_s = [board.busy_from(start_s, end_s) for board in self.boards]
-        return max((end_s - since_s for since_s in met_s if since_s is not None), default=0.0)
+        late_s = max((end_s - since_s for since_s in met_s if since_s is not None), default=0.0)
+        self._trials.ended(late_s)
+        return late_s
+
+
+class Trials:
+    """How long nothing may have been granted before a few tokens are tried all the same.
+
+    Costs that are believed too high would never be corrected otherwise: a few steps that the host held up
+    are enough for the cost model to find every bubble too short. A trial that ends in its bubble
+    cost training nothing and halves the pause; one that was late doubles it.
+
+    Attributes:
+        pause_s: in seconds.
+        under_way: whether what was granted last is a trial.
+    """
+
+    def __init__(self) -> None:
+        """As if the last had ended well."""
+        self.pause_s = TRIAL_S
+        self.under_way = False
+
+    def ended(self, late_s: float) -> None:
+        """A step has ended, ``late_s`` after training began to compute; 0.0 if before."""
+        if self.under_way:
+            self.pause_s = min(2 * self.pause_s, LONGEST_TRIAL_S) if late_s else max(self.pause_s / 2, TRIAL_S)
+        self.under_way = False
 
 
 class Waker:

@@ -110,7 +110,7 @@ def test_a_stock_instance_decodes_what_was_prefilled_in_bubbles(model, tmp_path)
     package = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]).absolute()
     trace = tmp_path / "trace.jsonl"
     words = command(config, worker, python=sys.executable, num_gpus=0, trace_file=str(trace))
-    env = environment(config, worker, outer, package=package, num_gpus=0)
+    env = environment(config, worker, outer, package=package)
     stock = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "float32"]
     stock += ["--port", str(PORTS["decode"]), "--max-model-len", "2048", "--kv-cache-memory-bytes", str(2**28)]
     stock += ["--enforce-eager", "--no-enable-prefix-caching", "--distributed-executor-backend"]

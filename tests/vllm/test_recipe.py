@@ -22,7 +22,7 @@ MISSING = [str(path) for path in (WEFT, PROXY) if not path.exists()]
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(1500),
     pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}: make test-vllm, with the network"),
 ]
 
@@ -48,7 +48,8 @@ def lines_of_the_document(model: Path, folder: Path) -> str:
         "recipe=serving": "recipe=serving inference.controller.port=8300 inference.prefill.first_port=8301 "
         "inference.prefill.first_side_port=5600 "
         # It is answers that are tested, also on a host that is busy with other things.
-        f"inference.prefill.yield_cores=false inference.boards={folder}/boards "
+        f"inference.prefill.yield_cores=false inference.controller.deadline_s={ANSWERING_S} "
+        f"inference.boards={folder}/boards "
         f"inference.prefill.cost_dir={folder} train.output_dir={folder}/runs",
     }
     for old, new in own.items():
@@ -79,22 +80,30 @@ def prompts() -> list[str]:
     ]
 
 
-async def complete(port: str, model: Path, texts: list[str]) -> tuple[list[str], int]:
-    """What the openai client gets for all of them at once, without a second attempt; and the tokens of the prompts."""
+async def complete(port: str, model: Path, texts: list[str]) -> tuple[list[tuple[int, ...]], int]:
+    """The tokens that the openai client gets for all of them at once, without a second attempt; and the number of
+    tokens of the prompts."""
     from openai import AsyncOpenAI
 
     url = f"http://127.0.0.1:{PORTS[port]}/v1"
     async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=ANSWERING_S) as client:
         found = await asyncio.gather(
             *(
-                client.completions.create(model=str(model), prompt=text, max_tokens=OUTPUT, temperature=0.0)
+                client.completions.create(
+                    model=str(model),
+                    prompt=text,
+                    max_tokens=OUTPUT,
+                    temperature=0.0,
+                    # Half of the vocabulary stands for no text.
+                    extra_body={"return_token_ids": True},
+                )
                 for text in texts
             ),
             return_exceptions=True,
         )
     errors = [answer for answer in found if isinstance(answer, BaseException)]
     assert not errors, f"{len(errors)} of {len(texts)} failed, the first with {errors[0]!r}"
-    return [answer.choices[0].text for answer in found], sum(answer.usage.prompt_tokens for answer in found)
+    return [tuple(answer.choices[0].token_ids) for answer in found], sum(answer.usage.prompt_tokens for answer in found)
 
 
 def tokens_from(source: str) -> float:

@@ -8,7 +8,7 @@ import pytest
 from weft.inference.board.reader import BoardReader
 from weft.inference.board.writer import BoardWriter, board_path
 from weft.inference.placement.prefill_cost import PrefillCost
-from weft.inference.worker.gate import LEAST_TOKENS, PROBE_AFTER_S, Gate, Waker
+from weft.inference.worker.gate import LEAST_TOKENS, LONGEST_TRIAL_S, TRIAL_S, Gate, Trials, Waker
 from weft.inference.worker.status import WorkerStatus, problem_of
 
 
@@ -79,8 +79,41 @@ def test_costs_that_are_believed_too_high_are_tried_now_and_then(writer, gate):
     assert gate.cost.predict_s(LEAST_TOKENS, too_long, 0.0) > 60.0
     gate.last_end_s = time.monotonic() + 60.0
     assert gate.grant(1000, too_long)[0] == 0
-    gate.last_end_s = time.monotonic() - PROBE_AFTER_S
+    gate.last_end_s = time.monotonic() - TRIAL_S
     assert gate.grant(1000, too_long)[0] == LEAST_TOKENS
+
+
+def test_trials_that_end_in_time_follow_each_other_and_late_ones_pause(writer, gate, monkeypatch):
+    """A worker that learnt its costs while the host was busy goes on, and less often where training waits for it."""
+    shortest_s = 1e4  # longer than a slow machine takes between two lines
+    monkeypatch.setattr("weft.inference.worker.gate.TRIAL_S", shortest_s)
+    monkeypatch.setattr("weft.inference.worker.gate.LONGEST_TRIAL_S", 100 * shortest_s)
+    gate._trials = Trials()
+
+    def tried_after(pause_s):
+        gate.last_end_s = time.monotonic() - pause_s
+        return gate.grant(1000, too_long)[0] == LEAST_TOKENS
+
+    too_long = 10**9
+    writer.begin(8)
+    now_s = time.monotonic()
+    in_time, late = (now_s, now_s), (now_s - 270.0, now_s - 269.0)  # the last step's work began five minutes ago
+    assert gate.boards[0].busy_from(*late) and not gate.boards[0].busy_from(*in_time)
+    pauses = [(1, late), (2, late), (4, late), (8, in_time), (4, in_time), (2, in_time), (1, in_time), (1, in_time)]
+    for factor, step in pauses:
+        assert not tried_after(0.5 * factor * shortest_s)
+        assert tried_after(factor * shortest_s)
+        gate.ended(*step, 0, 0)
+
+
+def test_only_trials_change_their_pause_and_it_has_an_end():
+    trials = Trials()
+    trials.ended(1.0)
+    assert trials.pause_s == TRIAL_S
+    for _ in range(10):
+        trials.under_way = True
+        trials.ended(1.0)
+    assert trials.pause_s == LONGEST_TRIAL_S and not trials.under_way
 
 
 def test_a_dead_writer_grants_nothing_and_is_named(writer, gate):
