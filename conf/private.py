@@ -7,6 +7,8 @@ import stat
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from weft.conf.files import replacing
+
 SECRETS = "WEFT_SECRETS"
 """Names a file of variables that ranks take into their environment, and no process list shows."""
 _WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
@@ -47,11 +49,9 @@ def private_folder(path: Path) -> Path:
 def write_private(path: Path, text: str) -> None:
     """Write a file that its owner alone can read, whole or not at all; a new folder of its own as well."""
     make_run_folder(path.parent)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.unlink(missing_ok=True)
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as out:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with replacing(path) as draft, open(os.open(draft, flags, 0o600), "w") as out:
         out.write(text)
-    draft.replace(path)
 
 
 def make_run_folder(path: Path) -> None:

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from weft.comm import rendezvous
+from weft.comm.agreement import attempt
 from weft.comm.channel import ChannelError
-from weft.comm.exchange import broadcast, gather
+from weft.comm.exchange import broadcast
 from weft.conf.schema import CommConfig
 
 T = TypeVar("T")
@@ -134,17 +135,10 @@ def together(action: Callable[[], T]) -> T:
     Raises:
         SharedError: the first failing rank's message.
     """
-    error: Exception | None = None
-    result = None
-    try:
-        result = action()
-    except (ValueError, OSError) as failure:
-        error = failure
-    errors = gather(None if error is None else str(error))
-    first = next((text for text in errors if text is not None), None)
-    if first is not None:
-        raise SharedError(first) from error
-    return result  # type: ignore[return-value]
+    outcome = attempt(action, catch=(ValueError, OSError))
+    if outcome.failure is not None:
+        raise SharedError(outcome.failure.text) from outcome.failure.cause
+    return outcome.results[0]
 
 
 def from_rank_zero(action: Callable[[], T], *kinds: type) -> T:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.conf.files import write_whole
 from weft.pipeline.action import COMPUTE, Action, Op, Slot
-from weft.pipeline.serialization import save_text
 from weft.pipeline.timeline import Span, Timeline
 
 _FED = {Op.SEND_F: (Op.F, 1), Op.SEND_B: (Op.B, -1)}
@@ -21,7 +21,7 @@ def write_perfetto(timelines: Sequence[Timeline], path: Path) -> None:
     A rank is a process; its lanes are threads; arrows lead from transfers to what they feed.
     """
     events = [event for number in range(len(timelines)) for event in _events(timelines, number)]
-    save_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}), path)
+    write_whole(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
 
 
 def _events(timelines: Sequence[Timeline], number: int) -> Iterator[dict[str, Any]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.conf.files import replacing
 from weft.pipeline.action import COMPUTE, RECEIVES, RELAYS, SENDS, Action, Op
 from weft.pipeline.text import bytes_text
 from weft.pipeline.timeline import Timeline
@@ -115,13 +115,8 @@ def plot_timelines(timelines: Sequence[Timeline], path: Path, *, width_inches: f
         _draw_rows(axes, timeline, until_s, last=number + 1 == len(timelines))
         _draw_memory(figure.add_subplot(grid[number, 1]), timeline, most_bytes)
     _draw_legend(figure, timelines, height_inches)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        figure.savefig(part, format=path.suffix.lstrip(".") or "png")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with replacing(path) as draft:
+        figure.savefig(draft, format=path.suffix.lstrip(".") or "png")
 
 
 def _width_inches(timelines: Sequence[Timeline]) -> float:

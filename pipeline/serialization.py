@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from collections.abc import Iterable, Iterator
 from math import isfinite
 from pathlib import Path
@@ -31,17 +30,6 @@ def load_schedule(path: Path) -> Schedule:
         return schedule_from_csv(text, name=path.stem) if path.suffix == ".csv" else schedule_from_json(text)
     except ValueError as error:
         raise ValueError(f"schedule file {path}: {error}") from error
-
-
-def save_text(text: str, path: Path) -> None:
-    """Write a file whole or not at all, its folders included."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8", newline="")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def schedule_to_json(schedule: Schedule) -> str:

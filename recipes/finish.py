@@ -9,6 +9,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from weft.conf.files import write_whole
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import export
 from weft.engine.engine import WeftEngine
@@ -17,7 +18,6 @@ from weft.pipeline.fitting import fit_costs
 from weft.pipeline.perfetto import write_perfetto
 from weft.pipeline.plot import plot_timelines
 from weft.pipeline.profile import costs_to_yaml
-from weft.pipeline.serialization import save_text
 
 
 def finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -59,7 +59,7 @@ def draw_timeline(engine: WeftEngine, folder: Path) -> None:
     if engine.global_rank != 0:
         return
     costs = fit_costs(timelines, engine.costs)
-    save_text(costs_to_yaml(costs), folder / "costs.yaml")
+    write_whole(folder / "costs.yaml", costs_to_yaml(costs))
     predicted = predict(engine.plan_for(engine.micro_batches).cell, costs, 0)
     measured = sorted(timelines, key=lambda timeline: timeline.step_s)[len(timelines) // 2]
     plot_timelines([measured, predicted], folder / "timeline.png")

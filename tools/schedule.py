@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from weft.conf.files import write_whole
 from weft.pipeline.cell import add_relays, side_by_side
 from weft.pipeline.choice import Choice, choose, placements
 from weft.pipeline.costs import CostModel
@@ -21,7 +22,7 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.plot import plot_timelines
 from weft.pipeline.profile import load_costs, load_pieces
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.serialization import save_text, schedule_to_csv, schedule_to_json
+from weft.pipeline.serialization import schedule_to_csv, schedule_to_json
 from weft.pipeline.simulation import simulate
 from weft.pipeline.text import answer_text, bytes_text, grid_text, timeline_text
 from weft.pipeline.timeline import Timeline
@@ -221,7 +222,7 @@ def emit(text: str, out: Path | None) -> None:
         sys.stdout.write(text)
     else:
         with _writing(out):
-            save_text(text, out)
+            write_whole(out, text)
 
 
 def draw(timeline: Timeline, form: str, out: Path | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from weft.comm.collectives.collective import Primitive
 from weft.comm.collectives.costs import AlphaBeta, CollectiveCosts
 from weft.comm.collectives.group import Group, LinkClass
+from weft.conf.files import JsonCache
 
 
 def topology_key(group: Group, device: str) -> str:
@@ -40,25 +40,14 @@ class CostCache:
     def read(self, key: str) -> CollectiveCosts | None:
         """The costs of a topology; None if it was not probed or the file is no longer readable."""
         try:
-            rows = json.loads(self.path.read_text())[key]
+            rows = JsonCache(self.path).read()[key]
             return CollectiveCosts({(LinkClass(r["link"]), Primitive(r["primitive"])): _line(r) for r in rows})
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             return None
 
     def write(self, key: str, costs: CollectiveCosts) -> None:
         """Put the costs of a topology beside those of others; whole or not at all."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        together = {**self._all(), key: list(_rows(costs))}
-        draft = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        draft.write_text(json.dumps(together, indent=1))
-        draft.replace(self.path)
-
-    def _all(self) -> dict:
-        try:
-            found = json.loads(self.path.read_text())
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        JsonCache(self.path).add({key: list(_rows(costs))})
 
 
 def _rows(costs: CollectiveCosts) -> Iterator[dict]:

@@ -14,6 +14,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from weft.comm.agreement import attempt
 from weft.comm.channel import ChannelError
 from weft.comm.exchange import gather
 from weft.comm.wan.cell import Cell, join
@@ -155,13 +156,7 @@ def _address(interface: str) -> str:
 
 def _agreed(action: Callable[[], T]) -> T:
     """What ``action`` returns; where it fails on any rank, every rank raises the first such rank's error."""
-    results: list[T] = []
-    error: ValueError | ChannelError | None = None
-    try:
-        results.append(action())
-    except (ValueError, ChannelError) as failure:
-        error = failure
-    said = None if error is None else (isinstance(error, ChannelError), str(error))
-    for of_channel, text in filter(None, gather(said)):
-        raise (ChannelError if of_channel else ValueError)(text) from error
-    return results[0]
+    outcome = attempt(action, catch=(ValueError, ChannelError))
+    if (failure := outcome.failure) is not None:
+        raise (ChannelError if failure.kind == ChannelError.__name__ else ValueError)(failure.text) from failure.cause
+    return outcome.results[0]

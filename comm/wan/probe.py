@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +14,7 @@ import torch
 
 from weft.comm.channel import Handle, TensorSpec
 from weft.comm.wan.endpoint import SINK_LANE, WanEndpoint
+from weft.conf.files import JsonCache
 
 TOLERANCE = 0.05
 """More connections are not worth it for less than this share of the rate."""
@@ -227,7 +227,7 @@ def _profile(raw: Mapping) -> LinkProfile:
 
 @dataclass(frozen=True)
 class ProfileCache:
-    """Profiles of one topology's links, in a JSON file that several processes may write.
+    """Profiles of one topology's links, in a file that several processes may write.
 
     Attributes:
         path: the file.
@@ -238,14 +238,10 @@ class ProfileCache:
     def read(self) -> dict[str, LinkProfile]:
         """All profiles by link name; empty where nothing was probed, or the file is no longer readable."""
         try:
-            return {name: _profile(raw) for name, raw in json.loads(self.path.read_text()).items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {name: _profile(raw) for name, raw in JsonCache(self.path).read().items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
             return {}
 
     def add(self, profiles: Mapping[str, LinkProfile]) -> None:
-        """Put ``profiles`` beside those that are there; whole or not at all."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        together = {**self.read(), **profiles}
-        draft = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        draft.write_text(json.dumps({name: asdict(profile) for name, profile in together.items()}, indent=1))
-        draft.replace(self.path)
+        """Put ``profiles`` beside those that are there."""
+        JsonCache(self.path).add({name: asdict(profile) for name, profile in profiles.items()})

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from weft.comm.agreement import Gather, attempt
 from weft.engine.checkpoint.errors import CheckpointError, explain
 
 T = TypeVar("T")
@@ -22,7 +23,7 @@ class Ranks:
     """
 
     rank: int = 0
-    gather: Callable[[Any], list[Any]] = lambda value: [value]
+    gather: Gather = lambda value: [value]
 
     def together(self, folder: Path, action: Callable[[], T]) -> T:
         """Run ``action`` on every rank; a collective call.
@@ -30,26 +31,15 @@ class Ranks:
         Raises:
             CheckpointError: on every rank, the first failing rank's error.
         """
-        result, error = self._attempt(action)
-        self._agree(self.gather(None if error is None else str(explain(folder, error))), error)
-        return result
+        return self._attempt(folder, action, share=False)[0]
 
     def collect(self, folder: Path, action: Callable[[], T]) -> list[T]:
         """What ``action`` returns on each rank, in order of rank; errors as in `together`."""
-        result, error = self._attempt(action)
-        outcomes = self.gather((result, None if error is None else str(explain(folder, error))))
-        self._agree([text for _, text in outcomes], error)
-        return [value for value, _ in outcomes]
+        return self._attempt(folder, action, share=True)
 
-    @staticmethod
-    def _attempt(action: Callable[[], T]) -> tuple[Any, Exception | None]:
-        try:
-            return action(), None
-        except Exception as error:  # even of a defect, so that the other ranks do not wait for this one
-            return None, error
-
-    @staticmethod
-    def _agree(texts: list[str | None], cause: Exception | None) -> None:
-        for text in texts:
-            if text is not None:
-                raise CheckpointError(text) from cause
+    def _attempt(self, folder: Path, action: Callable[[], T], *, share: bool) -> list[T]:
+        # Whatever fails, a defect included, so that the other ranks do not wait for this one.
+        outcome = attempt(action, self.gather, describe=lambda error: str(explain(folder, error)), share=share)
+        if outcome.failure is not None:
+            raise CheckpointError(outcome.failure.text) from outcome.failure.cause
+        return outcome.results

@@ -13,12 +13,10 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
+from weft.comm.agreement import Gather, attempt
 from weft.engine.stages import adapter
 from weft.engine.stages.shards import Shard, write_shards
 from weft.engine.stages.stage import Stage
-
-Gather = Callable[[Any], list[Any]]
-"""Every writer's value, in the order of their ranks, on every writer."""
 
 
 def export_stages(
@@ -72,20 +70,14 @@ class _Together:
     partial: Path
 
     def do(self, step: Callable[[], Any]) -> list[Any]:
-        result, error = None, None
-        try:
-            result = step()
-        except Exception as failure:  # any: the other writers must not be left waiting
-            error = failure
-        outcomes = self.gather((result, None if error is None else f"{type(error).__name__}: {error}"))
-        for writer, (_, text) in enumerate(outcomes):
-            if text is not None:
-                shutil.rmtree(self.partial, ignore_errors=True)
-                raise ValueError(
-                    f"export: rank {writer} could not write {self.folder} ({text}); nothing is left there but what "
-                    "was there before; free space, or choose another train.output_dir"
-                ) from error
-        return [value for value, _ in outcomes]
+        outcome = attempt(step, self.gather, share=True)
+        if (failure := outcome.failure) is not None:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            raise ValueError(
+                f"export: rank {failure.rank} could not write {self.folder} ({failure.kind}: {failure.text}); nothing "
+                "is left there but what was there before; free space, or choose another train.output_dir"
+            ) from failure.cause
+        return outcome.results
 
 
 def _start(partial: Path) -> None:

@@ -9,7 +9,6 @@ and clocks have gone cold), so a high quantile of the fit's errors is kept per c
 from __future__ import annotations
 
 import json
-import os
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from math import ceil, sqrt
 from pathlib import Path
 from typing import Any
 
+from weft.conf.files import write_whole
 from weft.inference.placement.nonnegative_fit import PRIOR, Coefficients, Sums, features
 
 GAPS_S = (0.001, 0.005, 0.02, 0.1, 0.5)
@@ -142,10 +142,7 @@ class PrefillCost:
 
     def save(self, path: Path) -> None:
         """Write to a file, whole or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_text(json.dumps(self.to_dict()))
-        draft.replace(path)
+        write_whole(path, json.dumps(self.to_dict()))
 
     @classmethod
     def load(cls, path: Path, *, quantile: float) -> PrefillCost:

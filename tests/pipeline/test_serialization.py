@@ -15,7 +15,6 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.schedule_error import ScheduleError
 from weft.pipeline.serialization import (
     load_schedule,
-    save_text,
     schedule_from_csv,
     schedule_from_json,
     schedule_to_csv,
@@ -144,12 +143,6 @@ def test_what_a_file_lacks_is_found_without_counting_to_the_end(tmp_path):
     (tmp_path / "s.json").write_text(json.dumps(data))
     with pytest.raises(ScheduleError, match="0F1 is missing"):
         validate(load_schedule(tmp_path / "s.json"))
-
-
-def test_files_are_written_whole_with_their_folders(tmp_path):
-    save_text("a\n", tmp_path / "new" / "file.txt")
-    save_text("b\n", tmp_path / "new" / "file.txt")
-    assert [(path.name, path.read_text()) for path in (tmp_path / "new").iterdir()] == [("file.txt", "b\n")]
 
 
 @given(st.text(max_size=12))

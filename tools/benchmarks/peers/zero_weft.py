@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from weft.conf.files import write_whole
 from weft.conf.schema import (
     DataConfig,
     OptimizerConfig,
@@ -21,7 +22,7 @@ from weft.engine.emulation.stage import EmulatedLayer
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import split_backwards
 from weft.pipeline.placement import Placement
-from weft.pipeline.serialization import save_text, schedule_to_json
+from weft.pipeline.serialization import schedule_to_json
 from weft.tools.benchmarks.peers.case import Case
 from weft.tools.benchmarks.peers.weft_engine import emulated_engine
 from weft.tools.benchmarks.peers.zero_case import Technique, ZeroCase, ZeroRun, time_computes
@@ -79,5 +80,5 @@ def _config(case: ZeroCase, technique: Technique, folder: Path) -> WeftConfig:
         config.pipeline.schedule_file = str(folder / "schedule.json")
         schedule = generate("1f1b", Placement.straight(technique.num_stages), microbatches)
         halved = split_backwards(schedule, range(technique.num_stages))
-        save_text(schedule_to_json(halved), Path(config.pipeline.schedule_file))
+        write_whole(Path(config.pipeline.schedule_file), schedule_to_json(halved))
     return config

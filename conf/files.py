@@ -1,0 +1,56 @@
+"""Files that readers find whole or not at all, whatever becomes of their writer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside ``path`` to write to; when the block ends it takes the place of ``path``.
+
+    Folders above are made. After an error nothing is left of the draft, and ``path`` is as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    try:
+        yield draft
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a UTF-8 file, line ends as they are."""
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8", newline="")
+
+
+@dataclass(frozen=True)
+class JsonCache:
+    """Entries by name in a JSON file that several processes may write; the last writer of an entry wins.
+
+    Attributes:
+        path: the file.
+    """
+
+    path: Path
+
+    def read(self) -> dict[str, Any]:
+        """All entries; none where there is no file, or one that is no longer readable."""
+        try:
+            found = json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def add(self, entries: Mapping[str, Any]) -> None:
+        """Put ``entries`` beside those that are there."""
+        write_whole(self.path, json.dumps({**self.read(), **entries}, indent=1))

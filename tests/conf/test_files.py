@@ -1,0 +1,35 @@
+"""Files are whole, or as they were."""
+
+import json
+
+import pytest
+
+from weft.conf.files import JsonCache, replacing, write_whole
+
+
+def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path):
+    path = tmp_path / "new" / "file.txt"
+    write_whole(path, "a\n")
+    write_whole(path, "b\r\n")
+    assert path.read_bytes() == b"b\r\n"
+    assert [each.name for each in path.parent.iterdir()] == ["file.txt"]
+
+
+def test_an_error_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "file.txt"
+    write_whole(path, "a")
+    with pytest.raises(RuntimeError), replacing(path) as draft:
+        draft.write_text("half")
+        raise RuntimeError
+    assert path.read_text() == "a"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "null"])
+def test_a_cache_that_cannot_be_read_begins_anew(tmp_path, text):
+    cache = JsonCache(tmp_path / "cache.json")
+    cache.path.write_text(text)
+    assert cache.read() == {}
+    cache.add({"a": 1})
+    cache.add({"b": [2]})
+    assert json.loads(cache.path.read_text()) == cache.read() == {"a": 1, "b": [2]}
