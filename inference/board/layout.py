@@ -19,15 +19,23 @@ MAGIC = int.from_bytes(b"weftbord", "little")
 VERSION = 1
 WORD_BYTES = 8
 
-# Words of the header.
-H_MAGIC, H_VERSION, H_ROWS, H_EDGES, H_RANK, H_PID, H_STARTED, H_HEARTBEAT, H_STEP, H_BELL, H_PLANNED = range(11)
 HEADER = 16
 """Words before the predicted step."""
-
-# Words of a row, before its edges.
-R_GENERATION, R_STEP, R_KIND, R_COUNT = range(4)
 ROW_HEADER = 4
-"""``R_GENERATION`` is odd while the row is being cleared for another step."""
+"""Words of a row before its edges."""
+
+
+class Header:
+    """Indices of the header's words."""
+
+    MAGIC, VERSION, ROWS, EDGES, RANK, PID, STARTED, HEARTBEAT, STEP, BELL, PLANNED = range(11)
+
+
+class RowHeader:
+    """Indices of a row's words; a row is a seqlock, whose generation is odd while it is cleared for another step."""
+
+    GENERATION, STEP, KIND, COUNT = range(4)
+
 
 ROWS = 8
 """Steps that are remembered, the running one included."""
@@ -66,10 +74,12 @@ def map_board(path: Path) -> tuple[mmap.mmap, tuple[int, int]]:
     finally:
         os.close(file)
     words = memoryview(memory).cast("Q")
-    if words[H_MAGIC] != MAGIC or words[H_VERSION] != VERSION:
+    if words[Header.MAGIC] != MAGIC or words[Header.VERSION] != VERSION:
         raise ValueError(f"{path}: not a bubble board of version {VERSION}; trainer and worker need the same Weft")
-    if not words[H_ROWS] or len(words) != num_words(words[H_ROWS], words[H_EDGES]):
-        raise ValueError(f"{path}: {len(words)} words, its header says {num_words(words[H_ROWS], words[H_EDGES])}")
+    if not words[Header.ROWS] or len(words) != num_words(words[Header.ROWS], words[Header.EDGES]):
+        raise ValueError(
+            f"{path}: {len(words)} words, its header says {num_words(words[Header.ROWS], words[Header.EDGES])}"
+        )
     return memory, (found.st_dev, found.st_ino)
 
 

@@ -11,26 +11,7 @@ from pathlib import Path
 
 from weft.inference.board.forecast import Forecast, forecast, planned
 from weft.inference.board.futex import Futex
-from weft.inference.board.layout import (
-    H_BELL,
-    H_EDGES,
-    H_HEARTBEAT,
-    H_PID,
-    H_PLANNED,
-    H_RANK,
-    H_ROWS,
-    H_STARTED,
-    H_STEP,
-    HEADER,
-    R_COUNT,
-    R_GENERATION,
-    R_KIND,
-    R_STEP,
-    ROW_HEADER,
-    WORD_BYTES,
-    map_board,
-    row_at,
-)
+from weft.inference.board.layout import HEADER, ROW_HEADER, WORD_BYTES, Header, RowHeader, map_board, row_at
 from weft.inference.board.process_identity import start_ticks
 
 SILENCE_S = 0.5
@@ -67,42 +48,42 @@ class BoardView:
         self.path = path
         memory, self.file = map_board(path)
         self._words = memoryview(memory).cast("Q")
-        self.bell = Futex(memoryview(memory), H_BELL * WORD_BYTES)
-        self._num_rows, self._num_edges = self._words[H_ROWS], self._words[H_EDGES]
+        self.bell = Futex(memoryview(memory), Header.BELL * WORD_BYTES)
+        self._num_rows, self._num_edges = self._words[Header.ROWS], self._words[Header.EDGES]
         self._forecast: tuple[int, Forecast] | None = None
 
     @property
     def writer(self) -> int:
         """The process id of its writer; 0 once training has ended."""
-        return self._words[H_PID]
+        return self._words[Header.PID]
 
     @property
     def rank(self) -> int:
         """The global rank whose board it is."""
-        return self._words[H_RANK]
+        return self._words[Header.RANK]
 
     def why_dead(self, now_s: float) -> str:
         """Why its writer is not alive; empty if it is."""
         words = self._words
-        if not words[H_PID]:
+        if not words[Header.PID]:
             return f"{self.path}: training has ended"
-        row = row_at(words[H_STEP], self._num_rows, self._num_edges) + ROW_HEADER
-        count = min(words[row - ROW_HEADER + R_COUNT], self._num_edges)
+        row = row_at(words[Header.STEP], self._num_rows, self._num_edges) + ROW_HEADER
+        count = min(words[row - ROW_HEADER + RowHeader.COUNT], self._num_edges)
         marked = words[row + max(count, 1) - 1]
-        silent_s = now_s - max(words[H_HEARTBEAT], marked) / 1e9
+        silent_s = now_s - max(words[Header.HEARTBEAT], marked) / 1e9
         if silent_s <= SILENCE_S:
             return ""
-        if start_ticks(words[H_PID]) != words[H_STARTED]:
-            return f"{self.path}: the trainer (process {words[H_PID]}) is dead"
-        return f"{self.path}: the trainer (process {words[H_PID]}) has been silent for {silent_s:.1f} s"
+        if start_ticks(words[Header.PID]) != words[Header.STARTED]:
+            return f"{self.path}: the trainer (process {words[Header.PID]}) is dead"
+        return f"{self.path}: the trainer (process {words[Header.PID]}) has been silent for {silent_s:.1f} s"
 
     def running(self) -> Row | None:
         """The step under way; None before the first."""
-        return self._row(self._words[H_STEP])
+        return self._row(self._words[Header.STEP])
 
     def rows(self) -> list[Row]:
         """The remembered steps, in order, the running one last."""
-        newest = self._words[H_STEP]
+        newest = self._words[Header.STEP]
         steps = range(max(1, newest - self._num_rows + 1), newest + 1)
         return [row for row in map(self._row, steps) if row is not None]
 
@@ -117,10 +98,14 @@ class BoardView:
         """A step's row, read whole; None before the first, or if another step has taken its place."""
         words, first = self._words, row_at(step, self._num_rows, self._num_edges)
         for _ in range(ATTEMPTS if step else 0):
-            generation = words[first + R_GENERATION]
-            count, kind, found = words[first + R_COUNT], words[first + R_KIND], words[first + R_STEP]
+            generation = words[first + RowHeader.GENERATION]
+            count, kind, found = (
+                words[first + RowHeader.COUNT],
+                words[first + RowHeader.KIND],
+                words[first + RowHeader.STEP],
+            )
             edges = words[first + ROW_HEADER : first + ROW_HEADER + min(count, self._num_edges)].tolist()
-            if generation & 1 or words[first + R_GENERATION] != generation:
+            if generation & 1 or words[first + RowHeader.GENERATION] != generation:
                 continue
             if found != step:
                 return None
@@ -135,7 +120,7 @@ class BoardView:
         ended = [row for row in rows if row.step < running.step and row.kind == running.kind]
         alike = [row for row in ended if len(row.edges) == len(ended[-1].edges)]
         if not alike:
-            count = min(self._words[H_PLANNED], self._num_edges)
+            count = min(self._words[Header.PLANNED], self._num_edges)
             return planned([edge / 1e9 for edge in self._words[HEADER : HEADER + count].tolist()])
         steps = [[(edge - row.edges[0]) / 1e9 for edge in row.edges] for row in alike]
         return forecast(steps, [row.edges[0] / 1e9 for row in rows])

@@ -13,27 +13,14 @@ from time import monotonic_ns
 
 from weft.inference.board.futex import Futex
 from weft.inference.board.layout import (
-    H_BELL,
-    H_EDGES,
-    H_HEARTBEAT,
-    H_MAGIC,
-    H_PID,
-    H_PLANNED,
-    H_RANK,
-    H_ROWS,
-    H_STARTED,
-    H_STEP,
-    H_VERSION,
     HEADER,
     MAGIC,
-    R_COUNT,
-    R_GENERATION,
-    R_KIND,
-    R_STEP,
     ROW_HEADER,
     ROWS,
     VERSION,
     WORD_BYTES,
+    Header,
+    RowHeader,
     board_path,
     make_board,
     num_words,
@@ -73,15 +60,15 @@ class BoardWriter:
         max_edges = max(max_edges, 2 * len(plan) + 1)
         self._memory = make_board(path, num_words(ROWS, max_edges))
         self._words = words = memoryview(self._memory).cast("Q")
-        words[H_ROWS], words[H_EDGES], words[H_RANK] = ROWS, max_edges, rank
-        words[H_PID], words[H_STARTED] = own_identity()
-        words[H_HEARTBEAT] = monotonic_ns()
+        words[Header.ROWS], words[Header.EDGES], words[Header.RANK] = ROWS, max_edges, rank
+        words[Header.PID], words[Header.STARTED] = own_identity()
+        words[Header.HEARTBEAT] = monotonic_ns()
         edges = [0, *(round(time_s * 1e9) for work in plan for time_s in work)]
-        words[H_PLANNED] = len(edges) - 1 if plan else 0  # the last work has no end of its own
-        for index, edge in enumerate(edges[: words[H_PLANNED]]):
+        words[Header.PLANNED] = len(edges) - 1 if plan else 0  # the last work has no end of its own
+        for index, edge in enumerate(edges[: words[Header.PLANNED]]):
             words[HEADER + index] = edge
-        words[H_VERSION], words[H_MAGIC] = VERSION, MAGIC
-        self._bell = Futex(memoryview(self._memory), H_BELL * WORD_BYTES)
+        words[Header.VERSION], words[Header.MAGIC] = VERSION, MAGIC
+        self._bell = Futex(memoryview(self._memory), Header.BELL * WORD_BYTES)
         self._max_edges = max_edges
         self._step = 0
         self._row = row_at(0, ROWS, max_edges)
@@ -105,12 +92,12 @@ class BoardWriter:
         self._gaps_before = [later - earlier for earlier, later in zip(times[::2], times[1::2], strict=False)]
         self._step += 1
         self._row = row = row_at(self._step, ROWS, self._max_edges)
-        words[row + R_GENERATION] += 1
+        words[row + RowHeader.GENERATION] += 1
         words[row + ROW_HEADER : row + ROW_HEADER + self._max_edges] = self._zeros
         words[row + ROW_HEADER] = now
-        words[row + R_STEP], words[row + R_KIND], words[row + R_COUNT] = self._step, kind, 1
-        words[row + R_GENERATION] += 1
-        words[H_STEP] = self._step
+        words[row + RowHeader.STEP], words[row + RowHeader.KIND], words[row + RowHeader.COUNT] = self._step, kind, 1
+        words[row + RowHeader.GENERATION] += 1
+        words[Header.STEP] = self._step
         self._count = 1
         self._wake()
 
@@ -129,7 +116,7 @@ class BoardWriter:
         count = self._count
         if count < self._max_edges:
             self._words[self._row + ROW_HEADER + count] = monotonic_ns() if at_ns is None else at_ns
-            self._count = self._words[self._row + R_COUNT] = count + 1
+            self._count = self._words[self._row + RowHeader.COUNT] = count + 1
 
     def _wake(self) -> None:
         gap = self._count // 2
@@ -138,11 +125,11 @@ class BoardWriter:
 
     def _beat(self) -> None:
         while not self._closing.wait(HEARTBEAT_S):
-            self._words[H_HEARTBEAT] = monotonic_ns()
+            self._words[Header.HEARTBEAT] = monotonic_ns()
 
     def close(self) -> None:
         """Take the board away: readers find no writer at once."""
         self._closing.set()
-        self._words[H_PID] = 0
+        self._words[Header.PID] = 0
         self._bell.ring()
         self.path.unlink(missing_ok=True)

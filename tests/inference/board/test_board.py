@@ -13,17 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.inference.board.forecast import forecast, planned
-from weft.inference.board.layout import (
-    H_EDGES,
-    H_ROWS,
-    H_VERSION,
-    R_GENERATION,
-    ROWS,
-    WORD_BYTES,
-    map_board,
-    num_words,
-    row_at,
-)
+from weft.inference.board.layout import ROWS, WORD_BYTES, Header, RowHeader, map_board, num_words, row_at
 from weft.inference.board.reader import BoardReader
 from weft.inference.board.view import BoardView
 from weft.inference.board.writer import BoardWriter, board_path
@@ -71,7 +61,7 @@ def test_a_folder_that_others_could_write_is_refused(tmp_path):
 
 def test_another_version_is_not_read(writer, path):
     memory, _ = map_board(path)
-    memoryview(memory).cast("Q")[H_VERSION] = 99
+    memoryview(memory).cast("Q")[Header.VERSION] = 99
     assert "the same Weft" in BoardReader(path).state().why_not
 
 
@@ -260,7 +250,7 @@ def test_a_row_that_is_being_rewritten_is_not_read(writer, path):
     words = memoryview(memory).cast("Q")
     reader = BoardReader(path)
     rows, edges = words[2], words[3]
-    words[row_at(1, rows, edges) + R_GENERATION] += 1
+    words[row_at(1, rows, edges) + RowHeader.GENERATION] += 1
     assert reader.state().step == 0 and reader.state().bubble is None
 
 
@@ -324,11 +314,13 @@ def test_readers_never_see_a_torn_step(writer, path):
 def test_the_file_holds_what_its_header_says(writer, path):
     memory, _ = map_board(path)
     words = memoryview(memory).cast("Q")
-    assert words[H_ROWS] == ROWS and words[H_EDGES] == 16
-    assert os.stat(path).st_size == num_words(words[H_ROWS], words[H_EDGES]) * WORD_BYTES
+    assert words[Header.ROWS] == ROWS and words[Header.EDGES] == 16
+    assert os.stat(path).st_size == num_words(words[Header.ROWS], words[Header.EDGES]) * WORD_BYTES
 
 
-@pytest.mark.parametrize(("word", "value"), [(H_ROWS, 0), (H_ROWS, ROWS + 1), (H_EDGES, 2**63), (H_EDGES, 0)])
+@pytest.mark.parametrize(
+    ("word", "value"), [(Header.ROWS, 0), (Header.ROWS, ROWS + 1), (Header.EDGES, 2**63), (Header.EDGES, 0)]
+)
 def test_a_header_that_does_not_fit_the_file_is_named(writer, path, word, value):
     memory, _ = map_board(path)
     memoryview(memory).cast("Q")[word] = value
