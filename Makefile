@@ -31,8 +31,9 @@ test: test-fast test-slow
 test-fast: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "not slow and not gpu" $(ARGS)
 
+# A worker that has no tests left takes some of another's: they last from one second to minutes.
 test-slow: $(VENV)/.ready
-	$(BIN)/python -m pytest -q -m "slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "slow and not gpu" $(ARGS)
 
 # Strangers, insiders, damaged input, and the WAN transport under sanitizers; part of `make test` as well.
 test-security: $(VENV)/.ready
