@@ -112,7 +112,8 @@ class PlacementBounds:
         reach_s += self._first_cell
         cell[:] = reach_s
         self._delay_s.take(cell, out=delay_s, mode="clip")
-        np.add(position_s, delay_s, out=reach_s)
+        reach_s[:] = delay_s
+        reach_s += position_s
         return reach_s, cycle * self._period_s
 
     def _allot(self, size: int) -> None:
