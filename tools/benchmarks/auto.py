@@ -15,6 +15,7 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.serialization import schedule_from_csv, schedule_to_csv
 from weft.pipeline.simulation import simulate
+from weft.tools.benchmarks.results import parse, write_json
 
 PLACEMENTS: dict[str, Callable[[int], Placement]] = {
     "1f1b": Placement.straight,
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=16, help="up to how many")
     parser.add_argument("--microbatches", type=int, default=64, help="up to how many")
     parser.add_argument("--every", type=int, default=1, help="take only every n-th number of micro-batches")
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     counts = range(1, args.microbatches + 1, args.every)
     duels = [duel for ranks in range(2, args.ranks + 1) for count in counts for duel in fight(ranks, count)]
     table = Table(title=f"auto beside fixed schedules in the same memory, 2 to {args.ranks} ranks")
@@ -57,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
     longer = [duel for duel in duels if duel.auto > duel.fixed]
     for duel in longer:
         console.print(f"longer: {duel}")
+    write_json(args, "auto", duels, met=not longer)
     return 1 if longer else 0
 
 

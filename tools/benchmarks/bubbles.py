@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import secrets
 import shutil
@@ -22,6 +21,7 @@ from statistics import median
 from weft.conf.boards import boards_folder
 from weft.inference.placement.prefill_cost import PrefillCost
 from weft.inference.worker.command import cost_file, workers_of
+from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.benchmarks.serving.faults import FAULTS, LAST, Target
 from weft.tools.benchmarks.serving.picture import draw
 from weft.tools.benchmarks.serving.reckoning import steps_within
@@ -56,8 +56,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--schedule", default="1f1b", help="of the training step")
     parser.add_argument("--faults", nargs="*", metavar="NAME", help="then break things; without names in every way")
     parser.add_argument("--picture", metavar="FILE", help="draw two ranks over two steps here")
-    parser.add_argument("--json", metavar="FILE", help="also write every figure here")
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     if unknown := set(args.faults or ()) - set(FAULTS):
         raise ValueError(f"--faults {', '.join(unknown)}: not known; choose from {', '.join(FAULTS)}")
     trace = read_trace(args.trace, args.requests, most_tokens=LONGEST_PROMPT, over_s=args.rounds * args.window)
@@ -208,8 +207,7 @@ class _Bench:
         figures = report_serving(found)
         if self.said:
             figures |= report_faults(found)
-        if self.args.json:
-            Path(self.args.json).write_text(json.dumps(figures, indent=1))
+        write_json(self.args, "bubbles", figures)
         if self.args.picture and cells:
             shown = {worker.ranks[0]: worker for worker in self.workers}
             draw(

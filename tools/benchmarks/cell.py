@@ -17,6 +17,7 @@ from rich.table import Table
 from weft.comm.channel import Channel, Handle, TensorSpec
 from weft.comm.wan import Cell, WanEndpoint, WanKey, join
 from weft.comm.wan.library import load
+from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.netbed import Job, Link, NetBed, Node, Topology
 
 _KEY = WanKey(b"the key of a bed that nobody else can reach")
@@ -25,7 +26,7 @@ _BYTE = TensorSpec((1,), torch.uint8)
 
 def main(argv: Sequence[str]) -> int:
     """Run ``weft bench cell ...``; returns the exit code."""
-    args = _parser().parse_args(argv)
+    args = parse(_parser(), argv)
     load()  # compiled here, not while a run is timed
     print(f"{args.messages} tensors of {args.mb:g} MB, {args.rate:g} Mbit/s uplinks, {args.latency:g} ms one way")
     table = Table("pipelines in the cell", "one uplink s", "all uplinks s", "speed-up", "of the ideal")
@@ -40,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
         order.add_row(str(pipelines), *map(", ".join, columns))
     Console().print(table)
     Console().print(order)
+    write_json(args, "cell", {"uplinks": table, "arrivals": order})
     return 0
 
 

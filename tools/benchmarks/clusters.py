@@ -21,6 +21,7 @@ from weft.pipeline.memory import peak_bytes
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 from weft.pipeline.validation import validate
+from weft.tools.benchmarks.results import parse, write_json
 
 _ROUNDING = 1 + 1e-9
 
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--clusters", type=int, default=200, help="how many, numbered from --first")
     parser.add_argument("--first", type=int, default=0, help="seed of the first")
     parser.add_argument("--search", type=float, default=0.0, metavar="SECONDS", help="for auto, per cluster")
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     count(args.clusters, "--clusters")
     count(args.first, "--first", least=0)
     number(args.search, "--search")
@@ -80,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
     held = [(seed, name) for seed, o in zip(seeds, outcomes, strict=True) for name in o.slower]
     for seed, name in held:
         console.print(f"slower on its placement: cluster {seed}: {name}")
+    write_json(args, "clusters", outcomes, met=not (slower or held))
     return 1 if slower or held else 0
 
 

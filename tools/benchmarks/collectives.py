@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -23,6 +21,7 @@ from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.probe import fitted, measure, nodes_of_world
 from weft.conf.schema import DataConfig
 from weft.engine.distributed import init_distributed
+from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.netbed import Link, NetBed, Node, Topology
 from weft.tools.netbed.ranks import run_ranks_in
 
@@ -48,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
     Under a launcher the ranks are the job's; otherwise nodes are made in a netbed.
     """
-    args = _parser().parse_args(argv)
+    args = parse(_parser(), argv)
     if "RANK" in os.environ:
         found = _probe_and_race(args)
         if dist.get_rank():
@@ -60,9 +59,8 @@ def main(argv: Sequence[str]) -> int:
     key, costs, rows = found
     CostCache.in_folder(args.cache).write(key, costs)
     _print(key, costs, rows)
-    if args.json:
-        figures = [{"rewrite": str(row.choice.rewrite), **asdict(row.choice), **asdict(row)} for row in rows]
-        args.json.write_text(json.dumps(figures, indent=1, default=str))
+    figures = [{"rewrite": str(row.choice.rewrite), **asdict(row.choice), **asdict(row)} for row in rows]
+    write_json(args, "collectives", figures)
     return 0
 
 
@@ -75,7 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1 << 16, 1 << 20, 1 << 22], help="bytes to race")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each; medians count")
     parser.add_argument("--cache", default=DataConfig().cache_dir, help="folder that keeps the costs")
-    parser.add_argument("--json", type=Path, help="write the race to this file")
     return parser
 
 

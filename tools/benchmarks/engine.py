@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from weft.engine.emulation.stage import EmulatedWork
 from weft.tools.benchmarks.peers.case import Case
-from weft.tools.benchmarks.peers.race import print_table, race, save_results
+from weft.tools.benchmarks.peers.race import print_table, race
+from weft.tools.benchmarks.results import parse, write_json
 
 GOAL = 1.10
 """What a step of Weft's engine may take, over the simulation of the same schedule."""
@@ -24,14 +25,12 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="weft bench engine", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one round of three steps")
-    parser.add_argument("--json", metavar="FILE", help="also write every figure here")
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     case = Case(work=WORK, num_steps=3 if args.quick else 8)
     results = list(race(ENGINES, [case], rounds=1 if args.quick else 3))
     print_table(results, "a training step: 10 ms forward, 20 ms backward per layer, 4 ranks")
-    if args.json:
-        save_results(results, args.json)
     ratio = results[0].over_simulated
+    write_json(args, "engine", results, met=ratio <= GOAL)
     verdict = "met" if ratio <= GOAL else "MISSED"
     print(f"Weft's 1F1B took {ratio:.3f} of its simulation: the goal of {GOAL:.2f} is {verdict}")
     return 0 if ratio <= GOAL else 1

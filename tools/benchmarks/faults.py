@@ -25,6 +25,7 @@ from rich.table import Table
 
 from weft.comm.wan.key import VARIABLE
 from weft.comm.wan.library import load
+from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.netbed import Job, NetBed
 from weft.tools.netbed.strangers import record_handshakes, strangers
 
@@ -125,7 +126,8 @@ def main(argv: Sequence[str]) -> int:
     """Run ``weft bench faults [key=value ...]``; returns 1 where the losses differ."""
     parser = argparse.ArgumentParser(prog="weft bench faults", description=__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as of `weft launch`")
-    overrides = parser.parse_args(argv).overrides
+    args = parse(parser, argv)
+    overrides = args.overrides
     load()  # compiled here, not by eight ranks at once
     with tempfile.TemporaryDirectory() as folder:
         with _running(Path(folder, "disturbed"), overrides) as run:
@@ -138,6 +140,7 @@ def main(argv: Sequence[str]) -> int:
     Console(width=120, highlight=False).print(table)
     print(ending)
     print(f"{len(losses)} losses: {'the same' if same else 'NOT the same'} as of a run that nothing was done to")
+    write_json(args, "faults", table, met=same)
     return 0 if same else 1
 
 

@@ -18,6 +18,7 @@ from weft.pipeline.generators.auto_problem import Problem
 from weft.pipeline.generators.auto_rules import backward_first
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
+from weft.tools.benchmarks.results import parse, write_json
 
 SIZES = ((4, 8), (8, 16), (8, 64), (16, 32), (16, 128), (32, 64), (32, 256), (64, 128), (64, 512))
 """Ranks and micro-batches; a fold, so two chunks per rank."""
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="weft bench generation", description=__doc__)
     parser.add_argument("--search", type=float, default=0.0, metavar="SECONDS", help="for auto, per schedule")
     parser.add_argument("--quick", action="store_true", help="the smaller half")
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     table = Table(title="auto on two folded sites, F = I = W = 1, WAN transfer 0.2 + latency 1")
     for column in ("ranks", "micro-batches", "actions", "one pass s", "us/action", "us/action/log2", "auto s", "gap"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -37,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console(width=110)
     console.print(table)
     console.print("log2: of the ranks, whose events share a heap. gap: step over a bound that ignores memory.")
+    write_json(args, "generation", table)
     return 0
 
 

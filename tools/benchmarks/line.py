@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import sleep
 
+from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.netbed import Link, NetBed, Node, Topology
 
 
@@ -21,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=4.0, help="measured time")
     parser.add_argument("--mtu", type=int, default=9000, help="bytes of the largest packet")
     parser.add_argument("--connections", type=int, default=4, help="iperf3's connections")
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     if shutil.which("iperf3") is None:
         raise ValueError("bench line: iperf3 is not installed (package iperf3)")
     with NetBed.up(_topology(args.mtu)) as bed:
@@ -36,8 +37,17 @@ def main(argv: Sequence[str]) -> int:
         server.wait()
     received = json.loads(done.stdout)["end"]["sum_received"]
     carried_bits = sum(node.sent_bytes for node in status.nodes) * 8
-    print(f"{received['bits_per_second'] / 1e9:.2f} Gbit/s end to end at mtu {args.mtu}, on {os.cpu_count()} cores")
-    print(f"{carried_bits / cpu_s / 1e9:.2f} Gbit/s per core of the line; a packet was late by {status.lag_ms:.1f} ms")
+    figures = {
+        "end_to_end_bps": received["bits_per_second"],
+        "line_bps_per_core": carried_bits / cpu_s,
+        "late_ms": status.lag_ms,
+    }
+    print(f"{figures['end_to_end_bps'] / 1e9:.2f} Gbit/s end to end at mtu {args.mtu}, on {os.cpu_count()} cores")
+    print(
+        f"{figures['line_bps_per_core'] / 1e9:.2f} Gbit/s per core of the line; "
+        f"a packet was late by {status.lag_ms:.1f} ms"
+    )
+    write_json(args, "line", figures)
     return 0
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from weft.conf.schema import ModelConfig, PipelineConfig, Precision, TrainConfig, WeftConfig, ZeroConfig
 from weft.engine.planning.memory import zero_memory
+from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.ranks import run_ranks
 
 WIDTH, LAYERS, VOCAB, LENGTH = 512, 8, 512, 16
@@ -31,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the table; returns the exit code."""
     parser = argparse.ArgumentParser(prog="weft bench memory", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="replicas")
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     table = Table(
         title=f"peak memory of a rank in MB, {args.ranks} replicas, fp32, Adam, 1 micro-batch", box=box.SIMPLE
     )
@@ -46,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
         cells = [f"{size / 1e6:.0f}" for size in (expected, ours, empty, theirs)]
         table.add_row(str(stage), *cells, f"{(ours - empty) / expected:.2f}", f"{ours / theirs:.2f}")
     Console(width=120).print(table)
+    write_json(args, "memory", table)
     return 0
 
 

@@ -15,6 +15,7 @@ from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators.auto import generate_auto
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
+from weft.tools.benchmarks.results import parse, write_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="weft bench placements", description=__doc__)
     parser.add_argument("--out", type=Path, metavar="FILE.png", help="draw steps over WAN transfer times")
     parser.add_argument("--search", type=float, default=2.0, metavar="SECONDS", help="for auto, per schedule")
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     console = Console(width=100)
     title = f"steps in forwards: sites {SITES}, WAN transfer {WAN:g} + latency {LATENCY:g}, cap {CAP:g} activations"
     table = Table(title=title)
@@ -94,6 +95,7 @@ def main(argv: Sequence[str]) -> int:
     if args.out:
         _draw(args.out, args.search)
         console.print(f"drawn: {args.out}")
+    write_json(args, "placements", table)
     return 0
 
 

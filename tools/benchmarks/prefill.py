@@ -21,6 +21,7 @@ from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
+from weft.tools.benchmarks.results import parse, write_json
 
 RANKS = (12, 1_000, 10_000)
 LOADS = (0.3, 0.9)
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the time per prompt over fleet, load and patterns; returns 0."""
     parser = argparse.ArgumentParser(prog="weft bench prefill", description=__doc__)
     parser.add_argument("--requests", type=int, default=5_000, help="prompts placed in each row")
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     table = Table(title="microseconds to find and take a bubble and a worker")
     for column in ("ranks", "patterns", "load", "p50", "p99", "most", "placed late"):
         table.add_column(column, justify="right")
@@ -51,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
             f"{waited:.1%}",
         )
     Console(width=100).print(table)
+    write_json(args, "prefill", table)
     return 0
 
 

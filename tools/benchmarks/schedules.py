@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from weft.engine.emulation.stage import EmulatedWork
 from weft.tools.benchmarks.peers.case import Case
-from weft.tools.benchmarks.peers.race import Result, print_table, race, save_results
+from weft.tools.benchmarks.peers.race import Result, print_table, race
 from weft.tools.benchmarks.peers.table import PEERS
+from weft.tools.benchmarks.results import parse, write_json
 
 SIZES = ((8, 8), (8, 16), (16, 8), (16, 16))
 """Layers and micro-batches."""
@@ -21,14 +22,13 @@ def main(argv: Sequence[str]) -> int:
     """Layers of 10 ms forward, input gradient and weight gradient on 4 ranks; returns 0."""
     parser = argparse.ArgumentParser(prog="weft bench schedules", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the smallest case, one round of three steps")
-    parser.add_argument("--json", metavar="FILE", help="also write every figure here")
     parser.add_argument(
         "--cases", nargs="+", metavar="N", type=int, default=list(NUMBERS), help=f"of 1 to {NUMBERS[-1]}"
     )
     parser.add_argument(
         "--engines", nargs="+", metavar="NAME", default=list(PEERS), help=f"which to run, of {', '.join(PEERS)}"
     )
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     unknown = [name for name in args.engines if name not in PEERS]
     if unknown:
         raise ValueError(f"--engines {' '.join(unknown)}: not known; choose from {', '.join(PEERS)}")
@@ -40,8 +40,7 @@ def main(argv: Sequence[str]) -> int:
     print_table(
         results, "a training step: 10 ms forward, input and weight gradient per layer, 4 ranks", _to_best(results)
     )
-    if args.json:
-        save_results(results, args.json)
+    write_json(args, "schedules", results)
     return 0
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -30,6 +29,7 @@ from weft.tools.benchmarks.peers.case import Case
 from weft.tools.benchmarks.peers.link import measure_link
 from weft.tools.benchmarks.peers.sites import MANY, WAN_PEERS, WanPeer, profile, run_on, topology
 from weft.tools.benchmarks.peers.uplinks import Step, draw
+from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.netbed import NetBed
 from weft.tools.netbed.ranks import run_ranks_in
 
@@ -64,7 +64,7 @@ class Result:
 
 def main(argv: Sequence[str]) -> int:
     """Run ``weft bench sites ...``; returns the exit code."""
-    args = _parser().parse_args(argv)
+    args = parse(_parser(), argv)
     unknown = [name for name in args.engines if name not in WAN_PEERS]
     if unknown:
         raise ValueError(f"--engines {' '.join(unknown)}: not known; choose from {', '.join(WAN_PEERS)}")
@@ -103,8 +103,7 @@ def main(argv: Sequence[str]) -> int:
                     result, step = _run(bed, name, one, link, latency_ms, args)
                     results.append(result)
                     steps.append(step)
-                    if args.json:  # at once: a run of many engines may be cut short
-                        Path(args.json).write_text(json.dumps([asdict(result) for result in results], indent=1))
+                    write_json(args, "sites", results)  # at once: a run of many engines may be cut short
                 _print(results[-len(args.engines) :], f"{latency_ms:g} ms, {microbatches} micro-batches")
     if args.picture:
         draw(steps, Path(args.picture), rate_mbps=args.rate)
@@ -123,7 +122,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", type=float, default=50.0, help="receive buffer of a connection in kB")
     parser.add_argument("--forward", type=float, default=60.0, help="a stage's forward in ms")
     parser.add_argument("--transfer", type=float, default=3.0, help="a transfer over one uplink, in forwards")
-    parser.add_argument("--json", metavar="FILE", help="also write every figure here")
     parser.add_argument("--picture", metavar="FILE", help="draw what the uplinks carry in the last step of each engine")
     return parser
 

@@ -24,6 +24,7 @@ from rich.table import Table
 from weft.comm.channel import TensorSpec
 from weft.comm.wan import WanEndpoint, WanKey
 from weft.comm.wan.library import load
+from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.netbed import Job, Link, NetBed, Node, Topology
 
 _FORK = multiprocessing.get_context("fork")
@@ -65,7 +66,7 @@ class Row:
 
 def main(argv: Sequence[str]) -> int:
     """Run ``weft bench wan ...``; returns the exit code."""
-    args = _parser().parse_args(argv)
+    args = parse(_parser(), argv)
     if shutil.which("iperf3") is None:
         raise ValueError("bench wan: iperf3 is not installed (package iperf3)")
     load()  # compiled here, not while a run is timed
@@ -77,8 +78,7 @@ def main(argv: Sequence[str]) -> int:
                     rows.append(_case(bed, latency_ms, connections, spinning, args))
     print(f"{args.rate:g} Mbit/s uplink, receive buffer {args.window:g} kB, {args.congestion}")
     Console().print(_table(rows))
-    if args.json:
-        args.json.write_text(json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows], indent=1))
+    write_json(args, "wan", [asdict(row) | {"ratio": row.ratio} for row in rows])
     return 0
 
 
@@ -93,7 +93,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each program, by turns; medians count")
     parser.add_argument("--spin", action="store_true", help="also with both main threads spinning in pure Python")
     parser.add_argument("--tls", action="store_true", help="Weft encrypts (iperf3 does not)")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser
 
 

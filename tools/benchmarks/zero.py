@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,6 +19,7 @@ from weft.tools.benchmarks.peers.case import middle_and_spread
 from weft.tools.benchmarks.peers.zero_case import ZeroCase, ZeroRun
 from weft.tools.benchmarks.peers.zero_picture import Wire, draw_step_ends
 from weft.tools.benchmarks.peers.zero_table import ABLATION, ENGINES, OVER, RACE, run_peer
+from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.netbed import NetBed
 
 NODES = ("n0", "n0", "n1", "n1")
@@ -59,7 +59,7 @@ class Row:
 
 def main(argv: Sequence[str]) -> int:
     """Run ``weft bench zero``; returns 0 if the goals are met, 1 if not."""
-    args = _parser().parse_args(argv)
+    args = parse(_parser(), argv)
     names = list(ABLATION) if args.ablation else args.engines
     unknown = [name for name in names if name not in ENGINES]
     if unknown:
@@ -81,9 +81,9 @@ def main(argv: Sequence[str]) -> int:
     _print(rows, plain_s, case, args)
     if args.picture:
         draw_step_ends({ENGINES[n].title: (runs[n][0], wires[n]) for n in names}, args.picture)
-    if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    return 0 if args.ablation else _verdict(rows)
+    missed = 0 if args.ablation else _verdict(rows)
+    write_json(args, "zero", rows, met=None if args.ablation else not missed)
+    return missed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,7 +98,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--microbatches", type=int, help="of a step and rank; default: 1, 4 in the ablation")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each case")
     parser.add_argument("--picture", type=Path, help="draw the end of a step at the first alpha to this PNG")
-    parser.add_argument("--json", type=Path, help="write every figure to this file")
     return parser
 
 

@@ -118,7 +118,9 @@ def test_engines_take_turns(no_processes):
 def test_bench_engine(no_processes, capsys, tmp_path):
     assert bench_engine.main(["--quick", "--json", str(tmp_path / "out.json")]) == 0
     assert "goal of 1.10 is met" in capsys.readouterr().out
-    found = json.loads((tmp_path / "out.json").read_text())
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["bench"] == "engine" and written["met"] and written["arguments"] == {"quick": True}
+    found = written["figures"]
     assert [r["peer"] for r in found] == ["weft-1f1b", "weft-auto", "deepspeed-1f1b", "torch-1f1b"]
     assert found[2]["ideal_s"] == 2.0
     assert found[0]["case"]["work"]["hidden_bytes"] == 8 * 2**20

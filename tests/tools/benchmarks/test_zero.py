@@ -93,7 +93,7 @@ def test_figures_are_written_and_goals_judged(tmp_path, monkeypatch, capsys):
     path = tmp_path / "zero.json"
     engines = ["--engines", "deepspeed-1", "torch-ddp"]
     assert bench_zero.main([*engines, "--alphas", "0.5", "--json", str(path)]) == 0
-    rows = json.loads(path.read_text())
+    rows = json.loads(path.read_text())["figures"]
     assert [row["plain_s"] for row in rows] == [0.8, 0.7]
     assert "400 ms of compute" in capsys.readouterr().out
     assert bench_zero.main(["--engines", "deepspeed-1", "weft-1", "--alphas", "0.5", "0.8"]) == 1

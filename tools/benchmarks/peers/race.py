@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from rich import box
 from rich.console import Console
@@ -120,15 +118,3 @@ def _cells(result: Result) -> tuple[str, ...]:
         "" if result.over_profiled is None else f"{result.over_profiled:.3f}",
         " ".join(map(str, result.live_layers)),
     )
-
-
-def save_results(results: Sequence[Result], path: str) -> None:
-    """Write every figure as JSON.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
-    try:
-        Path(path).write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
-    except OSError as error:
-        raise ValueError(f"--json {path}: {error.strerror}; give a path that can be written") from error

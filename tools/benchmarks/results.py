@@ -1,0 +1,79 @@
+"""What a benchmark found, as JSON: its figures, whether its goals were met, and what they were measured on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, is_dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from weft.conf.files import write_whole
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a benchmark, which has ``--json FILE`` besides its own.
+
+    Raises:
+        ValueError: the file could not be written when minutes have been measured.
+    """
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure here")
+    args = parser.parse_args(argv)
+    if args.json is not None and (args.json.is_dir() or not os.access(args.json.absolute().parent, os.W_OK)):
+        raise ValueError(f"--json {args.json}: cannot be written; name a file in a folder that is there")
+    return args
+
+
+def write_json(args: argparse.Namespace, bench: str, figures: Any, *, met: bool | None = None) -> None:
+    """Write ``args.json``, if it was given.
+
+    Args:
+        bench: name of the benchmark.
+        figures: a list of dataclasses or dictionaries, or a `rich.table.Table`.
+        met: whether the benchmark's goals were met; None if it has none.
+    """
+    if args.json is None:
+        return
+    given = {name: value for name, value in vars(args).items() if name != "json"}
+    found = {"bench": bench, "arguments": given, "met": met, **_measured_on(), "figures": _plain(figures)}
+    write_whole(args.json, json.dumps(found, indent=1, default=str) + "\n")
+
+
+def _plain(figures: Any) -> Any:
+    if isinstance(figures, Table):
+        heads = [str(column.header) for column in figures.columns]
+        cells = zip(*(map(str, column.cells) for column in figures.columns), strict=True)
+        return [dict(zip(heads, row, strict=True)) for row in cells]
+    if is_dataclass(figures) and not isinstance(figures, type):
+        return asdict(figures)
+    if isinstance(figures, dict):
+        return {str(name): _plain(value) for name, value in figures.items()}
+    return [_plain(figure) for figure in figures] if isinstance(figures, list | tuple) else figures
+
+
+def _measured_on() -> dict[str, Any]:
+    return {
+        "commit": _commit(),
+        "cores": len(os.sched_getaffinity(0)),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of this checkout, with a plus if files differ from it; None outside of one."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
