@@ -48,12 +48,15 @@ KNOWN = frozenset().union(*FOREIGN.values())
 MADE = {
     "costs.yaml",
     "metrics.jsonl",
+    "timeline.png",
+    "timeline.json",
     "manifest.json",
     "NAME.yaml",
     "NAME.py",
     "FILE.yaml",
     "FILE.png",
     "SCHEDULE.json",
+    "toy_proxy_server.py",
 }
 
 
@@ -72,6 +75,11 @@ def sources():
         ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): ast.parse(file.read_text())
         for file in [*found, ROOT / "__init__.py"]
     }
+
+
+def tests():
+    """Sources of the tests, of which docs name functions only."""
+    return (file.read_text() for file in (ROOT / "tests").rglob("*.py"))
 
 
 @cache
@@ -110,6 +118,7 @@ def defined():
 def used():
     """Every identifier of the code, and every word of its texts but docstrings."""
     found = set(defined()).union(*map(used_in, sources().values()))
+    found |= {name for text in tests() for name in re.findall(r"^(?:def|class) (\w+)", text, re.MULTILINE)}
     return found | words_of(native() + (ROOT / "Makefile").read_text() + (ROOT / "setup.cfg").read_text())
 
 
@@ -228,6 +237,21 @@ def test_links_of_the_docs(file):
             titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
             known = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
             assert anchor in known, f"{file.name} links to {link}, which has no such heading"
+
+
+def test_files_in_drawings():
+    """Paths of sources in code blocks; a diff shows files that need not be there."""
+    known = {
+        str(file.relative_to(ROOT)) for folder in (*PRODUCT, "tests") for file in (ROOT / folder).rglob("*.[phc]*")
+    }
+    for file in DOCS:
+        for block in FENCE.findall(file.read_text()):
+            if block.startswith("```diff"):
+                continue
+            for path in re.findall(r"(?<![\w./-])[\w/]+\.(?:py|hpp|cpp)\b", block):
+                assert path in MADE or any(f"/{name}".endswith(f"/{path}") for name in known), (
+                    f"{file.name} draws {path}, which is not there"
+                )
 
 
 def test_what_does_not_exist_is_found():
