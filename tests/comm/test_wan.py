@@ -1,6 +1,7 @@
 """The WAN channel over loopback: what is delivered, in which order, and what breaks it."""
 
 import gc
+import re
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -221,13 +222,14 @@ def test_a_peer_that_never_comes_is_an_error_with_its_last_trouble(stack):
     pair = Pair(stack, proxied=True, deadline_s=0.4, timeout_s=0.4)
     pair.proxy.kill(9)
     pair.proxy.refusing = True
-    lonely = WanEndpoint(rank=2, bind="127.0.0.1", key=KEY, deadline_s=0.4, timeout_s=0.4, tls=False)
-    stack.callback(lonely.close, linger_s=0.0)
-    lonely.link(1, address=pair.proxy.address)
-    with pytest.raises(
-        ChannelError, match=r"rank 2 - rank 1 .*no contact within 0.4 s; last trouble: .*(closed|reset)"
-    ):
-        lonely.channel(1).send("a", noise(8)).wait()
+    for limit_s in (0.4, 4.0, 40.0):  # a busy machine may not come to its first attempt
+        with WanEndpoint(rank=2, bind="127.0.0.1", key=KEY, deadline_s=limit_s, timeout_s=limit_s, tls=False) as lonely:
+            lonely.link(1, address=pair.proxy.address)
+            with pytest.raises(ChannelError, match=rf"rank 2 - rank 1 .*no contact within {limit_s:g} s") as error:
+                lonely.channel(1).send("a", noise(8)).wait()
+        if "last trouble" in str(error.value):
+            break
+    assert re.search("; last trouble: .*(closed|reset)", str(error.value))
 
 
 def test_a_message_that_nobody_sends_runs_into_the_time_limit(stack):
