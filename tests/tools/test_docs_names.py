@@ -77,7 +77,7 @@ def sources():
     }
 
 
-def tests():
+def sources_of_tests():
     """Sources of the tests, of which docs name functions only."""
     return (file.read_text() for file in (ROOT / "tests").rglob("*.py"))
 
@@ -118,7 +118,7 @@ def defined():
 def used():
     """Every identifier of the code, and every word of its texts but docstrings."""
     found = set(defined()).union(*map(used_in, sources().values()))
-    found |= {name for text in tests() for name in re.findall(r"^(?:def|class) (\w+)", text, re.MULTILINE)}
+    found |= {name for text in sources_of_tests() for name in re.findall(r"^(?:def|class) (\w+)", text, re.MULTILINE)}
     return found | words_of(native() + (ROOT / "Makefile").read_text() + (ROOT / "setup.cfg").read_text())
 
 
@@ -195,7 +195,7 @@ def command(words):
     """Words of a `weft` command that it does not know."""
     unknown = [word for word in words[:1] if word not in COMMANDS and not word.startswith("-")]
     if words[0] == "bench" and len(words) > 1:
-        unknown += [word for word in words[1:2] if word not in BENCHES]
+        unknown += [word for word in words[1:2] if word not in BENCHES and not word.isupper()]
     options = [re.split(r"[=\]]", word.lstrip("["))[0] for word in words]
     return unknown + [word for word in options if word.startswith("--") and word[2:] not in used()]
 
