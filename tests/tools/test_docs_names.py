@@ -22,8 +22,8 @@ FILE = re.compile(r"(?:[\w.-]+/)*[\w-]+\.(?:py|md|yaml|hpp|cpp|c|cfg|toml|txt|js
 
 # Names of others, and names that stand for what the reader puts there.
 FOREIGN = {
-    "deepspeed": {"initialize", "init_distributed", "Muon"},
-    "torch": {"add", "all_gather_object", "TCPStore", "Store", "DTensor", "DeviceMesh"},
+    "deepspeed": {"GatheredParameters"},
+    "torch": {"add", "all_gather_object", "DTensor", "DeviceMesh", "fully_shard"},
     "transformers and accelerate": {"gather", "generate", "Trainer", "TrainingArguments", "from_pretrained"},
     "transformers' settings": {
         "label_smoothing_factor",
