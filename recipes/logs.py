@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
-from weft.conf.private import make_run_folder
+from weft.conf.private import make_run_folder, write_private
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import to_tree
 
@@ -44,7 +44,7 @@ def open_logs(config: WeftConfig, folder: Path, start: int) -> list[Log]:
     if config.logging.tensorboard:
         logs.append(TensorBoard(folder, start))
     if config.logging.wandb:
-        logs.append(WeightsAndBiases(config, folder))
+        logs.append(WeightsAndBiases(config, folder, resumed=start > 0))
     return logs
 
 
@@ -92,16 +92,21 @@ class WeightsAndBiases:
     here, and the axis of the others, so that a resumed run may repeat some.
     """
 
-    def __init__(self, config: WeftConfig, folder: Path) -> None:
-        """Start a run, or go on with the one that WANDB_RUN_ID names.
+    def __init__(self, config: WeftConfig, folder: Path, *, resumed: bool) -> None:
+        """Start a run, or go on with the one that WANDB_RUN_ID names or, if ``resumed``, that the folder remembers.
 
         Raises:
             ValueError: it cannot be started.
         """
         import wandb
 
+        remembered = folder / "wandb_run_id"
+        known = remembered.read_text().strip() if resumed and remembered.exists() else None
+        known = os.environ.get("WANDB_RUN_ID") or known
         try:
             self._run: Any = wandb.init(
+                id=known,
+                resume="allow" if known else None,
                 project=config.logging.wandb_project,
                 name=config.train.name,
                 dir=None if "WANDB_DIR" in os.environ else str(folder),
@@ -112,6 +117,7 @@ class WeightsAndBiases:
                 f"logging.wandb=true: {' '.join(str(error).split())}; run `wandb login`, set WANDB_MODE=offline, or "
                 "set logging.wandb=false"
             ) from error
+        write_private(remembered, f"{self._run.id}\n")
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
 

@@ -71,6 +71,8 @@ def test_every_log_holds_every_metric_at_its_step(tmp_path):
     expected = {f"train/{name}": {step: line[name] for step, line in train.items()} for name in METRICS}
     expected["eval/loss"] = {step: line["loss"] for step, line in evaluations.items()}
     assert of_wandb(folder) == expected
+    attempts = [path.name.rpartition("-")[2] for path in folder.glob("wandb/offline-run-*")]
+    assert len(attempts) == 2 and set(attempts) == {(folder / "wandb_run_id").read_text().strip()}
     board = of_tensorboard(folder)
     assert board.keys() == expected.keys()
     for name, values in expected.items():
