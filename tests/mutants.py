@@ -165,6 +165,10 @@ class Mutator(ast.NodeVisitor):
             if part is not None:
                 self.visit(part)
 
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for part in node.body:  # not its decorators: that nobody writes to a dataclass is no behaviour
+            self.visit(part)
+
     def visit_Assert(self, node: ast.Assert) -> None:
         """Left as it is: it states what cannot happen."""
 
