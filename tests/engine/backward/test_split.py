@@ -111,6 +111,7 @@ def test_nothing_is_kept_for_a_frozen_weight():
     split.input_backward(saved, torch.ones_like(output))
     assert saved.kept_bytes == 2 * 3 * 4 * 4  # activation and gradient of the second layer
     split.weight_backward(saved)
+    assert saved.tape.kept_bytes == saved.live_bytes == 0
     assert module[0].weight.grad is None
     assert module[1].bias.grad.tolist() == [3.0] * 4
 
@@ -139,6 +140,17 @@ def test_a_stage_without_matrices_has_an_empty_w():
     assert module.weight.grad is not None
     assert saved.kept_bytes == 0
     split.weight_backward(saved)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.5}, {"sparse": True}])
+def test_a_lookup_waits_unless_it_changes_its_weight_or_has_a_sparse_gradient(options):
+    table, ids = nn.Embedding(8, 4, **options), torch.tensor([1, 2, 1])
+    split = SplitBackward(table)
+    output, saved = split.forward(lambda: table(ids), None)
+    split.input_backward(saved, torch.ones_like(output))
+    assert (table.weight.grad is None) == (not options)
+    split.weight_backward(saved)
+    assert table.weight.grad.to_dense().sum(dim=1).tolist() == [0, 8, 4, 0, 0, 0, 0, 0]
 
 
 def test_what_cannot_wait_is_said_once(caplog):
