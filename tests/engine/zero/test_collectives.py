@@ -1,0 +1,87 @@
+"""What a chunk's sums and gathers ask of their communicators, and in which number format they travel."""
+
+import pytest
+import torch
+
+from weft.comm.collectives import Group, Primitive
+from weft.engine.zero.collectives import Collectives
+
+
+class Twins:
+    """A communicator of two replicas that hold the same; what it is asked for happens when it is waited for."""
+
+    def __init__(self):
+        self.group = Group.regular(1, 2)
+        self.started, self.waited, self.closed = [], 0, False
+
+    def start(self, rewrite, source, target):
+        wish = rewrite.collective
+        assert wish.num_bytes == max(source.numel(), target.numel()) * source.itemsize
+        self.started.append((wish.primitive, source.dtype))
+        return Transfer(self, wish.primitive, source, target)
+
+    def close(self):
+        self.closed = True
+
+
+class Transfer:
+    def __init__(self, twins, primitive, source, target):
+        self.twins, self.primitive, self.source, self.target = twins, primitive, source, target
+
+    def wait(self):
+        self.twins.waited += 1
+        if self.primitive is Primitive.all_gather:
+            return self.target.copy_(torch.cat([self.source, self.source]))
+        return self.target.copy_(2 * self.source[: len(self.target)])
+
+
+def pair(**options):
+    gradients, weights = Twins(), Twins()
+    return gradients, weights, Collectives(num_replicas=2, gradients=gradients, weights=weights, **options)
+
+
+def test_gradients_and_weights_go_their_own_ways():
+    gradients, weights, collectives = pair()
+    whole, shard = torch.arange(4.0), torch.zeros(2)
+    assert collectives.reduce(whole, shard).wait().tolist() == [0.0, 2.0]
+    assert collectives.gather(shard, whole).wait().tolist() == [0.0, 2.0, 0.0, 2.0]
+    assert collectives.reduce(whole, whole).wait().tolist() == [0.0, 4.0, 0.0, 4.0]
+    collectives.sum(whole)
+    assert whole.tolist() == [0.0, 8.0, 0.0, 8.0]
+    assert [primitive for primitive, _ in gradients.started] == [
+        *(Primitive.reduce_scatter, Primitive.all_reduce, Primitive.all_reduce),
+    ]
+    assert [primitive for primitive, _ in weights.started] == [Primitive.all_gather]
+    assert collectives.group == gradients.group
+    collectives.close()
+    assert gradients.closed
+    assert weights.closed
+
+
+@pytest.mark.parametrize("length", [2, 4])
+def test_gradients_travel_in_their_format_and_arrive_in_the_targets(length):
+    gradients, _, collectives = pair(gradient_format=torch.bfloat16)
+    whole, target = torch.arange(4.0), torch.zeros(length)
+    handle = collectives.reduce(whole, target)
+    assert [dtype for _, dtype in gradients.started] == [torch.bfloat16]
+    assert handle.wait() is target
+    assert target.tolist() == [0.0, 2.0, 4.0, 6.0][:length]
+    collectives.reduce(whole.bfloat16(), torch.zeros(length, dtype=torch.bfloat16)).wait()
+    assert [dtype for _, dtype in gradients.started] == 2 * [torch.bfloat16]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_does_not_overlap_is_waited_for_at_once(overlap):
+    gradients, weights, collectives = pair(overlap=overlap)
+    collectives.reduce(torch.ones(4), torch.zeros(2))
+    collectives.gather(torch.ones(2), torch.zeros(4))
+    assert gradients.waited == weights.waited == (not overlap)
+
+
+def test_a_single_replica_asks_nobody():
+    collectives = Collectives()
+    whole = torch.arange(3.0)
+    collectives.sum(whole)
+    assert collectives.reduce(whole, whole).wait() is whole
+    assert whole.tolist() == [0.0, 1.0, 2.0]
+    collectives.close()
