@@ -170,3 +170,10 @@ def test_no_cost_is_negative(samples):
     line = fit([(1, size, seconds) for size, seconds in samples])
     assert line.alpha_s >= 0
     assert line.beta_s >= 0
+
+
+def test_chunks_lie_end_to_end():
+    chunked = plain(wish(Primitive.all_reduce)).chunked((0.2, 0.3, 0.5))
+    assert chunked.bounds(10) == [(0, 2), (2, 5), (5, 10)]
+    assert chunked.bounds(1) == [(0, 1)]  # those of nothing are left out
+    assert plain(wish(Primitive.all_reduce)).bounds(7) == [(0, 7)]

@@ -105,6 +105,18 @@ def in_threads(count: int, run: Callable[[Meeting, int], Any]) -> list[Any]:
     return results
 
 
+class Block(nn.Sequential):
+    """A matrix and vectors; some blocks give their output in a tuple or a mapping, as models' own do."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh())
+        self.number = number
+
+    def forward(self, hidden: Tensor) -> Any:
+        hidden = super().forward(hidden)
+        return (hidden, (hidden,), {"hidden": hidden})[self.number % 3]
+
+
 class SmallStage(nn.Module):
     """An embedding, blocks of a matrix and vectors, a head; the head is the embedding where it is tied."""
 
@@ -114,7 +126,7 @@ class SmallStage(nn.Module):
     def __init__(self, blocks: int = 3, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 6)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh()) for _ in range(blocks))
+        self.layers = nn.ModuleList(map(Block, range(blocks)))
         self.head = nn.Linear(6, 11, bias=False)
         if tied:
             self.head.weight = self.embed.weight
@@ -133,5 +145,6 @@ class SmallStage(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.embed(ids)
         for layer in self.layers:
-            hidden = hidden + layer(hidden)
+            output = layer(hidden)
+            hidden = hidden + {1: lambda o: o[0], 2: lambda o: o["hidden"]}.get(layer.number % 3, lambda o: o)(output)
         return nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), ids.flatten(), reduction="sum")

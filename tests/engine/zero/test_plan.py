@@ -5,8 +5,10 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass
+from tests.engine.zero.replicas import SmallStage
+from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass, Primitive
 from weft.conf.schema import PipelineConfig, ScheduleKind, WeftConfig, ZeroConfig
 from weft.engine.emulation.stage import EmulatedStage, EmulatedWork
 from weft.engine.planning.memory import activation_memory, zero_memory
@@ -78,6 +80,32 @@ def test_a_step_issues_what_is_planned(nodes, zero_stage, num_stages, bytes_per_
     reductions = [line[: len(stage.cuts) + 1] for line, stage in zip(issued, plan.stages, strict=True)]
     gathers = [line[len(stage.cuts) + 1 :] for line, stage in zip(issued, plan.stages, strict=True)]
     assert collectives.started == [c for part in (*reversed(reductions), *gathers) for c in part]
+
+
+class HeadlessStage(SmallStage):
+    """Its head is there and not used, so that the head's chunk waits for a gradient that does not come."""
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        return (hidden + self.layers[0](hidden)).sum()
+
+
+def test_what_has_no_gradient_is_reduced_after_every_backward_but_the_last():
+    collectives, stage = Recorded(), HeadlessStage(blocks=1)
+    sharding = Sharding([stage], ZeroConfig(stage=2, reduce_every=1), collectives)
+    row = [Action(op, 0, m) for m in range(3) for op in (Op.F, Op.B)]
+    sharding.begin_step(row)
+    counts = []
+    for forward, backward in zip(row[::2], row[1::2], strict=True):
+        with sharding.around(forward):
+            output = stage(torch.tensor([[1, 2, 3]]))
+        with sharding.around(backward):
+            output.backward()
+        counts.append(sum(primitive is Primitive.reduce_scatter for primitive, _ in collectives.started))
+    sharding.reduce(0)
+    sums = sum(primitive is Primitive.reduce_scatter for primitive, _ in collectives.started)
+    chunks = len(sharding.trained)
+    assert [*counts, sums] == [chunks, 2 * chunks, 3 * chunks - 1, 3 * chunks]
 
 
 def test_slow_links_are_cut_for_and_fast_ones_are_not():
