@@ -254,6 +254,18 @@ def test_files_in_drawings():
                 )
 
 
+def test_the_map_has_every_room():
+    text = (ROOT / "docs/architecture.md").read_text()
+    text = text[: text.index("## Three paths")]
+    for folder in PRODUCT:
+        assert f"`{folder}/`" in text
+        for room in (ROOT / folder).iterdir():
+            if (room / "__init__.py").exists():
+                assert f"`{room.name}/`" in text or f"`{folder}/{room.name}/`" in text, (
+                    f"the map lacks {folder}/{room.name}"
+                )
+
+
 def test_what_does_not_exist_is_found():
     for text in (
         "comm/nothing.py",
