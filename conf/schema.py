@@ -150,7 +150,7 @@ class DataConfig:
     packing: bool = True
     """Fill sequences with several documents; position ids restart at each."""
     cache_dir: str = "~/.cache/weft"
-    """Folder for tokenised data and the embedded corpus's tokenizer."""
+    """Folder for tokenised data, the embedded corpus's tokenizer, and what was measured of devices and collectives."""
 
 
 @dataclass(kw_only=True)

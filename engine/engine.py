@@ -36,13 +36,11 @@ from weft.engine.observability.bubbles import BubbleObserver, open_board
 from weft.engine.observability.clock import clock_for
 from weft.engine.observability.measurement import SlotTrace, StepRecord, gather_timeline
 from weft.engine.observability.slots import SlotObserver
-from weft.engine.planning.crossings import Seat
-from weft.engine.planning.overlap import OverlapPlan
-from weft.engine.planning.schedules import RankPlan, plan_cells, plan_evaluation
+from weft.engine.planning.run_plan import RunPlan
+from weft.engine.planning.schedules import RankPlan, plan_evaluation
 from weft.engine.stages.objective import Minimised, Objective
 from weft.engine.zero import Collectives, Lamb, ShardedOptimizer, Sharding
 from weft.pipeline.action import Action, Op
-from weft.pipeline.costs import CostModel
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import Timeline
 
@@ -76,10 +74,8 @@ class WeftEngine(PipelineEngine):
         self,
         *,
         weft: WeftConfig,
-        schedule: Schedule,
-        costs: CostModel,
+        plan: RunPlan,
         collectives: Collectives,
-        overlap: OverlapPlan | None = None,
         wan: WanNetwork | None = None,
         objective: Objective | None = None,
         **deepspeed: Any,
@@ -88,30 +84,24 @@ class WeftEngine(PipelineEngine):
 
         Args:
             weft: the run's configuration.
-            schedule: of this rank's DP-cell, lowered and validated, for ``pipeline.microbatches``
-                micro-batches.
-            costs: what the schedule was planned with.
+            plan: of the run, the same on all ranks.
             collectives: over this rank's replicas.
-            overlap: how stages are cut into chunks, and what schedules do for it; None keeps to the
-                bucket sizes alone.
             wan: the links between sites, where stages lie at several.
             objective: what is minimised, where it is not the model's own loss.
             deepspeed: what DeepSpeed's engine takes; ``model`` is a `WeftModule`.
         """
         self.weft = weft
-        self.costs = costs
-        self.overlap = overlap
+        self.plan = plan
         self.wan = wan
         minimised = None if objective is None else Minimised(objective)
         self._collectives = collectives
         super().__init__(**deepspeed)
         meet_all(self._step_groups(), self.device)
-        self.pipe_rank = self.stage_id
-        self.replica = self.grid.get_data_parallel_rank()
-        self.num_replicas = self.grid.get_data_parallel_world_size()
-        self.seats = Seat.all(schedule.placement, self.num_replicas, weft.comm.cell)
+        position = plan.layout.position(self.global_rank)
+        self.pipe_rank, self.replica = position.stage, position.replica
+        self.num_replicas = plan.layout.replicas
         self._plans: dict[int, RankPlan] = {}
-        self.schedule = self._plan(schedule).schedule
+        self.schedule = self._plan(plan.cell(self.replica)).schedule
         self._clock = clock_for(self.device)
         self._records: deque[StepRecord] = deque(maxlen=RECORDS_KEPT)
         self._writer: BackgroundWriter | None = None
@@ -130,18 +120,10 @@ class WeftEngine(PipelineEngine):
             device=self.device,
         )
         self._neighbours = Neighbours.join(
-            self.schedule.placement, self.num_replicas, wan=wan, device=self.device, timeout_s=weft.comm.timeout_s
+            plan.placement, plan.layout, wan=wan, device=self.device, timeout_s=weft.comm.timeout_s
         )
         self.executor = self._make_executor()
-        self.bubbles = open_board(
-            weft,
-            schedule,
-            costs,
-            local_rank=self.seats[self.replica].local_rank,
-            rank=self.pipe_rank,
-            global_rank=self.global_rank,
-            device=self.device,
-        )
+        self.bubbles = open_board(weft, plan, self.global_rank, self.device)
         self.slot_observers: list[SlotObserver] = [] if self.bubbles is None else [BubbleObserver(self.bubbles)]
         """Told of every slot of a training step."""
 
@@ -171,7 +153,7 @@ class WeftEngine(PipelineEngine):
             self.weft.zero,
             self._collectives,
             self.module.tied,
-            self.overlap.cuts if self.overlap is not None else {},
+            self.plan.overlap.cuts if self.plan.overlap is not None else {},
         )
         grid, fp16 = self.module._grid, self.fp16_enabled()
         dtype = torch.float16 if fp16 else torch.float32
@@ -249,24 +231,12 @@ class WeftEngine(PipelineEngine):
     def plan_for(self, num_microbatches: int) -> RankPlan:
         """The same with what the other pipelines of this rank's DP-cell do."""
         if num_microbatches not in self._plans:
-            sizes = [seat.pipelines for seat in self.seats]
-            cells = from_rank_zero(
-                lambda: plan_cells(
-                    self.weft.pipeline,
-                    self.schedule.placement,
-                    sizes,
-                    costs=self.costs,
-                    num_microbatches=num_microbatches,
-                    zero_stage=self.weft.zero.stage,
-                    overlap=self.overlap,
-                ),
-                Schedule,
-            )
-            self._plan(cells[sizes[self.replica]])
+            cells = from_rank_zero(lambda: self.plan.cells_for(self.weft, num_microbatches), Schedule)
+            self._plan(cells[self.plan.members[self.replica].pipelines])
         return self._plans[num_microbatches]
 
     def _plan(self, cell: Schedule) -> RankPlan:
-        plan = RankPlan.of(cell, self.seats[self.replica].local_rank, self.pipe_rank)
+        plan = RankPlan.of(cell, self.plan.members[self.replica].local_rank, self.pipe_rank)
         self._plans[cell.num_microbatches] = plan
         return plan
 

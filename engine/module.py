@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import nn
 
 from weft.comm.exchange import gather
+from weft.engine.planning.layout import RankLayout
 from weft.engine.stages import Stage, tied_names
 from weft.pipeline.placement import Placement
 
@@ -19,28 +20,27 @@ from weft.pipeline.placement import Placement
 class WeftModule(PipelineModule):
     """Virtual stages of one rank, over DeepSpeed's pipe x data grid.
 
-    Replicas of a stage have neighbouring global ranks, so that their reductions stay inside
-    a node or a site (Atlas section 4.2).
+    Its axes are those of `RankLayout`, in the same order.
     """
 
-    def __init__(self, stages: Sequence[Stage], placement: Placement) -> None:
+    def __init__(self, stages: Sequence[Stage], placement: Placement, layout: RankLayout) -> None:
         """Take the stages that this rank holds.
 
         Args:
             stages: this rank's virtual stages, ascending.
-            placement: of the whole pipeline; the world size is a multiple of its ranks.
+            placement: of the whole pipeline.
+            layout: of the world's ranks.
         """
-        num_ranks = placement.num_ranks
-        topology = PipeDataParallelTopology(num_pp=num_ranks, num_dp=dist.get_world_size() // num_ranks)
-        mine = topology.get_coord(dist.get_rank()).pipe
+        topology = PipeDataParallelTopology(num_pp=layout.stages, num_dp=layout.replicas)
+        mine = layout.position(dist.get_rank()).stage
         held = nn.ModuleList(stages)
         # To DeepSpeed the pipeline has one layer per rank; it builds only this rank's.
-        layers = [held if rank == mine else nn.Identity() for rank in range(num_ranks)]
+        layers = [held if rank == mine else nn.Identity() for rank in range(layout.stages)]
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its seeds and layers
             super().__init__(layers=layers, topology=topology, partition_method="uniform", dynamic_shape=True)
         self.placement = placement
         self.stages: Mapping[int, Stage] = {stage.index: stage for stage in stages}
-        self.tied = self._join_tied()
+        self.tied = self._join_tied(layout)
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter of this rank once, by its name in the whole Hugging Face model."""
@@ -51,7 +51,7 @@ class WeftModule(PipelineModule):
                     seen.add(parameter)
                     yield name, parameter
 
-    def _join_tied(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+    def _join_tied(self, layout: RankLayout) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
         """Groups over which the gradients of parameters held by several ranks are summed.
 
         A collective call. The first rank that holds such a parameter counts it in norms.
@@ -68,9 +68,8 @@ class WeftModule(PipelineModule):
             holders = [rank for rank, held in enumerate(names) if held.get(name)]
             if len(holders) < 2:
                 continue
-            for replica in range(self._grid.get_data_parallel_world_size()):
-                ranks = [self._topo.get_rank(pipe=rank, data=replica) for rank in holders]
-                group = dist.new_group(ranks)
+            for ranks in zip(*map(layout.replicas_of, holders), strict=True):
+                group = dist.new_group(list(ranks))
                 if self.global_rank in ranks:
                     mine[name].ds_pipe_replicated = self.global_rank != ranks[0]
                     joined.append((mine[name], group))

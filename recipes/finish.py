@@ -13,7 +13,6 @@ from weft.conf.files import write_whole
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import export
 from weft.engine.engine import WeftEngine
-from weft.pipeline.cell import predict
 from weft.pipeline.fitting import fit_costs
 from weft.pipeline.perfetto import write_perfetto
 from weft.pipeline.plot import plot_timelines
@@ -58,9 +57,9 @@ def draw_timeline(engine: WeftEngine, folder: Path) -> None:
     timelines = engine.measured_timelines()
     if engine.global_rank != 0:
         return
-    costs = fit_costs(timelines, engine.costs)
+    costs = fit_costs(timelines, engine.plan.costs)
     write_whole(folder / "costs.yaml", costs_to_yaml(costs))
-    predicted = predict(engine.plan_for(engine.micro_batches).cell, costs, 0)
+    predicted = engine.plan.predicted(costs=costs)
     measured = sorted(timelines, key=lambda timeline: timeline.step_s)[len(timelines) // 2]
     plot_timelines([measured, predicted], folder / "timeline.png")
     write_perfetto([measured, predicted], folder / "timeline.json")

@@ -13,7 +13,8 @@ from weft.conf.schema import WeftConfig
 from weft.engine.data import MicrobatchLoader
 from weft.engine.distributed import together
 from weft.engine.engine import WeftEngine
-from weft.engine.planning.flops import model_flops_per_token, peak_flops
+from weft.engine.observability.flops import model_flops_per_token
+from weft.engine.planning.devices import peak_flops
 from weft.recipes.logs import Log, open_logs
 
 

@@ -33,6 +33,8 @@ from weft.engine.distributed import (
 )
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import initialize
+from weft.engine.planning.layout import RankLayout
+from weft.engine.planning.plan_file import plan_to_json
 from weft.engine.stages import load_hf_config, refuse_packing, self_check
 from weft.engine.zero import NonFiniteError
 from weft.recipes.evaluations import Evaluations
@@ -85,6 +87,7 @@ def train(config: WeftConfig) -> WeftEngine:
     config = _counted(config, loader)
     torch.manual_seed(config.train.seed)
     engine, *_ = initialize(config=replace(config, model=replace(config.model, self_check=False)))
+    together(lambda: _write_plan(engine, folder / "plan.json") if engine.global_rank == 0 else None)
     check_folder(engine, folder / "checkpoints", keep=config.checkpoint.keep + config.checkpoint.load_best_model_at_end)
     engine.set_dataloader(loader)
     run = Run(config, engine, loader, evaluation, folder, Evaluations())
@@ -113,6 +116,12 @@ def _take(config: WeftConfig, folder: Path) -> RunLock:
     return lock
 
 
+def _write_plan(engine: WeftEngine, path: Path) -> None:
+    """The plan that the run goes by, beside its configuration."""
+    write_private(path, plan_to_json(engine.plan))
+    say(f"plan: {path} ({engine.plan.summary()})")
+
+
 def _check_model(config: WeftConfig) -> None:
     """The self-check, with what only a recipe knows: whether sequences are packed."""
     hf_config = load_hf_config(config.model)
@@ -135,15 +144,15 @@ def _fit_vocabulary(config: WeftConfig, words: int) -> None:
 
 
 def _loaders(config: WeftConfig, tokenizer: object) -> tuple[MicrobatchLoader, MicrobatchLoader | None]:
-    replicas = num_replicas(config, dist.get_world_size())
+    layout = RankLayout.of(config, dist.get_world_size())
 
     def build(evaluation: bool) -> MicrobatchLoader:
         return build_loader(
             config.data,
             tokenizer,
             microbatch_size=config.train.microbatch_size,
-            replica=dist.get_rank() % replicas,
-            num_replicas=replicas,
+            replica=layout.position(dist.get_rank()).replica,
+            num_replicas=layout.replicas,
             seed=config.train.seed,
             evaluation=evaluation,
         )

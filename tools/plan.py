@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Sequence
 
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, LinkClass
-from weft.conf.batch import check_world, fit_batch
+from weft.conf.batch import check_world, fit_batch, num_replicas
 from weft.conf.checks import check
 from weft.conf.compose import compose
 from weft.conf.hosts import world_size
-from weft.tools.dry_run import outlook, overlap_lines
+from weft.tools.dry_run import expected_plan, overlap_lines
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,8 +24,7 @@ def main(argv: Sequence[str]) -> int:
     check(config)
     check_world(config, world_size(config.cluster))
     config = fit_batch(config, world_size(config.cluster))
-    seen = outlook(config)
-    if seen.replicas < 2:
+    if num_replicas(config, world_size(config.cluster)) < 2:
         raise ValueError(
             f"cluster.ranks={config.cluster.ranks}: with pipeline.stages={config.pipeline.stages} there is one replica "
             "and nothing to reduce; start more ranks"
@@ -34,8 +33,8 @@ def main(argv: Sequence[str]) -> int:
     costs = (
         CollectiveCosts.of_links({link: line for link, line in given.items() if line}) if any(given.values()) else None
     )
-    _, lines = overlap_lines(config, seen, costs, args.nodes)
-    print("\n".join(lines[1:]))
+    plan = expected_plan(config, num_nodes=args.nodes, collectives=costs)
+    print("\n".join(overlap_lines(config, plan)))
     return 0
 
 

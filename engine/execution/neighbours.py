@@ -12,9 +12,21 @@ import torch.distributed as dist
 from weft.comm.channel import Receiver, Sender
 from weft.comm.shared_channel import share
 from weft.comm.torch_channel import connect
-from weft.comm.wan.network import Hop, WanNetwork
-from weft.engine.planning.crossings import hops
+from weft.comm.wan.network import WanNetwork
+from weft.conf.schema import CommConfig
+from weft.engine.planning.dp_cells import cells
+from weft.engine.planning.hops import Hop, hops
+from weft.engine.planning.layout import RankLayout
 from weft.pipeline.placement import Placement
+
+
+def open_wan(placement: Placement, layout: RankLayout, comm: CommConfig, device: torch.device) -> WanNetwork | None:
+    """The job's links between sites; None where no stage follows another at a different site.
+
+    A collective call.
+    """
+    crossing = cells(placement, layout, comm.cell)
+    return WanNetwork.join(crossing, comm=comm, device=device) if crossing else None
 
 
 @dataclass(frozen=True)
@@ -32,14 +44,14 @@ class Neighbours:
 
     @classmethod
     def join(
-        cls, placement: Placement, num_replicas: int, *, wan: WanNetwork | None, device: torch.device, timeout_s: float
+        cls, placement: Placement, layout: RankLayout, *, wan: WanNetwork | None, device: torch.device, timeout_s: float
     ) -> Neighbours:
         """Open the channels; a collective call over the whole world.
 
         Args:
             wan: holds those to other sites, where there are any; it closes them.
         """
-        inside, between = hops(placement, num_replicas)
+        inside, between = hops(placement, layout)
         assert not between or wan is not None, "stages at several sites need `open_wan`"
         shared, apart = share(inside, timeout_s=timeout_s)
         channels: dict[Hop, Any] = shared | connect(apart, device=device, timeout_s=timeout_s)
@@ -48,8 +60,8 @@ class Neighbours:
             channels |= wan.channels
         me = dist.get_rank()
         return cls(
-            {receiver // num_replicas: end for (sender, receiver), end in channels.items() if sender == me},
-            {sender // num_replicas: end for (sender, receiver), end in channels.items() if receiver == me},
+            {layout.position(there).stage: end for (here, there), end in channels.items() if here == me},
+            {layout.position(here).stage: end for (here, there), end in channels.items() if there == me},
             own,
         )
 

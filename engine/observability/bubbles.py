@@ -14,11 +14,9 @@ from weft.comm.noted_channel import give_way_often
 from weft.conf.boards import boards_folder
 from weft.conf.schema import WeftConfig
 from weft.engine.observability.clock import DeviceTimes
+from weft.engine.planning.run_plan import RunPlan
 from weft.inference.board.writer import BoardWriter, board_path
 from weft.pipeline.action import COMPUTE, Op, Slot
-from weft.pipeline.cell import predict
-from weft.pipeline.costs import CostModel
-from weft.pipeline.schedule import Schedule
 
 SPARE_EDGES = 64
 """Marks that a step may have beyond two for each slot of the longest row."""
@@ -129,34 +127,19 @@ class DeviceMarks:
             raise
 
 
-def open_board(
-    config: WeftConfig,
-    cell: Schedule,
-    costs: CostModel,
-    *,
-    local_rank: int,
-    rank: int,
-    global_rank: int,
-    device: torch.device,
-) -> BubbleMarks | None:
-    """This rank's board, with the schedule's own prediction on it; None if bubbles are not published.
-
-    Args:
-        cell: the schedule of the rank's DP-cell.
-        costs: of one pipeline.
-        local_rank: LocalDPRank.
-        rank: pipeline rank.
+def open_board(config: WeftConfig, plan: RunPlan, rank: int, device: torch.device) -> BubbleMarks | None:
+    """The board of a global rank, with the plan's prediction on it; None if bubbles are not published.
 
     Raises:
         ValueError: the folder of boards is not this user's alone.
     """
     if not config.inference.enabled:
         return None
-    work = [(span.start_s, span.end_s) for span in predict(cell, costs, local_rank).compute[rank]]
+    at = plan.layout.position(rank)
     board = BoardWriter(
-        board_path(boards_folder(config, os.getuid()), global_rank),
-        rank=global_rank,
-        plan=work,
-        max_edges=2 * max(map(len, cell.rows)) + SPARE_EDGES,
+        board_path(boards_folder(config, os.getuid()), rank),
+        rank=rank,
+        plan=[(span.start_s, span.end_s) for span in plan.predicted(at.replica).compute[at.stage]],
+        max_edges=2 * max(map(len, plan.cell(at.replica).rows)) + SPARE_EDGES,
     )
     return DeviceMarks(board, DeviceTimes(device)) if device.type == "cuda" else board

@@ -36,6 +36,24 @@ class ZeroMemory:
         return self.weights + self.gradients + self.optimizer + self.buffers
 
 
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on a pipeline rank, at their peaks.
+
+    Attributes:
+        zero: of weights, gradients and optimiser, sharded as they are.
+        activations: saved ones, of all micro-batches that are alive.
+    """
+
+    zero: ZeroMemory
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.zero.total + self.activations
+
+
 def zero_memory(
     parameters: int, zero: ZeroConfig, precision: Precision, replicas: int, *, largest_block: int, microbatches: int
 ) -> ZeroMemory:
@@ -71,34 +89,41 @@ def zero_memory(
     )
 
 
-def activation_memory(
-    config: WeftConfig,
-    costs: CostModel,
-    placement: Placement,
-    parameters: Sequence[int],
-    *,
-    replicas: int,
-    largest_block: int,
-    available: float,
-) -> float:
-    """Bytes that are left for saved activations on the fullest rank: the M of Centauri's equation 2.
-
-    That is ``pipeline.memory_cap_bytes``, if it is set; or what `zero_memory` leaves of the
-    device, and at least one micro-batch in as many stages as a rank holds.
+def rank_states(
+    config: WeftConfig, placement: Placement, parameters: Sequence[int], *, replicas: int, largest_block: int
+) -> list[ZeroMemory]:
+    """What the states of each pipeline rank take; see `zero_memory`.
 
     Args:
         parameters: trained weights of each virtual stage.
+    """
+    return [
+        zero_memory(
+            sum(parameters[stage] for stage in held),
+            config.zero,
+            config.train.precision,
+            replicas,
+            largest_block=largest_block,
+            microbatches=config.pipeline.microbatches,
+        )
+        for held in placement.rank_stages
+    ]
+
+
+def activation_memory(
+    config: WeftConfig, costs: CostModel, placement: Placement, states: Sequence[ZeroMemory], available: float
+) -> float:
+    """Bytes that are left for saved activations on the fullest rank: the M of Centauri's equation 2.
+
+    That is ``pipeline.memory_cap_bytes``, if it is set; or what the states leave of the device,
+    and at least one micro-batch in as many stages as a rank holds.
+
+    Args:
+        states: of each pipeline rank.
         available: memory of a rank's device, see `device_bytes`.
     """
     if config.pipeline.memory_cap_bytes:
         return float(config.pipeline.memory_cap_bytes)
-    taken = zero_memory(
-        max(sum(parameters[stage] for stage in held) for held in placement.rank_stages),
-        config.zero,
-        config.train.precision,
-        replicas,
-        largest_block=largest_block,
-        microbatches=config.pipeline.microbatches,
-    )
+    taken = max(state.total for state in states)
     most = max(cost.activation_bytes for cost in costs.stages)
-    return max(USABLE * available - taken.total, most * max(map(len, placement.rank_stages)))
+    return max(USABLE * available - taken, most * max(map(len, placement.rank_stages)))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import inf
 
 from weft.comm.collectives import Choice, Collective, CollectiveCosts, Group, LinkClass, Primitive, choose
-from weft.conf.schema import WeftConfig
-from weft.engine.planning.memory import WEIGHT_BYTES, activation_memory
 from weft.pipeline.costs import CostModel, StageCost
 from weft.pipeline.placement import Placement
 from weft.pipeline.tiers import (
@@ -48,44 +46,6 @@ class ZeroWork:
     gradient_bytes: int = 4
     weight_bytes: int = 4
     memory_bytes: float = inf
-
-    @classmethod
-    def of(
-        cls,
-        config: WeftConfig,
-        group: Group,
-        costs: CollectiveCosts,
-        elements: Sequence[int],
-        *,
-        stages: CostModel,
-        placement: Placement,
-        largest_block: int,
-        available: float,
-    ) -> ZeroWork:
-        """What ``config`` shards, over a group of replicas whose collectives cost so much.
-
-        Args:
-            stages: costs of the virtual stages.
-            largest_block, available: as of `activation_memory`.
-        """
-        memory_bytes = activation_memory(
-            config,
-            stages,
-            placement,
-            elements,
-            replicas=group.size,
-            largest_block=largest_block,
-            available=available,
-        )
-        return cls(
-            zero_stage=config.zero.stage,
-            group=group,
-            costs=costs,
-            elements=tuple(elements),
-            gradient_bytes=WEIGHT_BYTES[config.zero.communication_data_type],
-            weight_bytes=WEIGHT_BYTES[config.train.precision],
-            memory_bytes=memory_bytes,
-        )
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def open_placements(config: PipelineConfig, sites: tuple[int, ...] = ()) -> dict
         sites: pipeline ranks per site; empty is one site.
 
     Raises:
-        ValueError: the schedule's file cannot be read, or is that of a cell.
+        ValueError: the schedule's file cannot be read, or is that of a cell or of other ranks.
     """
     if config.schedule.name == "file":
         placement = load_schedule(Path(config.schedule_file)).placement
@@ -44,6 +44,11 @@ def open_placements(config: PipelineConfig, sites: tuple[int, ...] = ()) -> dict
             raise ValueError(
                 f"pipeline.schedule_file={config.schedule_file}: it is of a cell of {placement.pipelines} pipelines; "
                 "write that of one, and set comm.cell"
+            )
+        if placement.num_ranks != config.stages:
+            raise ValueError(
+                f"pipeline.schedule_file={config.schedule_file}: it is of {placement.num_ranks} pipeline ranks, and "
+                f"pipeline.stages={config.stages}; make them alike"
             )
         return {"file": replace(placement, sites=sites or (placement.num_ranks,))}
     kind, stages = settled_placement(config), config.stages

@@ -33,6 +33,15 @@ class ModelSizes:
     after: PartSize
     tied: int
     """Weights that the embedding and the head share; counted in both."""
+    hidden_size: int
+    """Elements of a token's hidden state."""
+    vocab_size: int
+    """Logits of a token."""
+
+    @property
+    def largest_layer(self) -> int:
+        """Weights of the largest decoder layer."""
+        return max(layer.parameters for layer in self.layers)
 
 
 def model_sizes(config: PreTrainedConfig) -> ModelSizes:
@@ -43,6 +52,7 @@ def model_sizes(config: PreTrainedConfig) -> ModelSizes:
     assert isinstance(layers, nn.ModuleList)
     head = model.get_output_embeddings()
     head_weights = sum(p.numel() for p in head.parameters()) if head is not None else 0
+    text = config.get_text_config()
     outside = sum(p.numel() for name, p in model.named_parameters() if not name.startswith(f"{path}."))
     tied = sum(p.numel() for p in head.parameters()) if head is not None and model.all_tied_weights_keys else 0
     return ModelSizes(
@@ -50,6 +60,8 @@ def model_sizes(config: PreTrainedConfig) -> ModelSizes:
         layers=tuple(_layer_size(layer, model) for layer in layers),
         after=PartSize(head_weights, head_weights),
         tied=tied,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
     )
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate, pairwise
+from functools import cache, cached_property
+from itertools import accumulate
 
 from transformers import PreTrainedConfig
 
 from weft.conf.schema import SplitKind
-from weft.engine.stages.sizes import model_sizes
+from weft.engine.stages.sizes import ModelSizes, model_sizes
 from weft.engine.stages.skeleton import num_layers as count_layers
 from weft.pipeline.costs import even_counts
 
@@ -22,27 +22,27 @@ class StageSplit:
     The embedding goes with the first stage, the final norm and the head with the last.
     """
 
-    layers: tuple[range, ...]
+    counts: tuple[int, ...]
+    """Layers of each stage."""
 
     def __post_init__(self) -> None:
-        assert self.layers and self.layers[0].start == 0
-        assert all(a.stop == b.start for a, b in pairwise(self.layers))
-        assert all(len(layers) > 0 for layers in self.layers)
+        assert self.counts and min(self.counts) > 0
 
-    @classmethod
-    def of_counts(cls, counts: Sequence[int]) -> StageSplit:
-        """The split with ``counts[i]`` layers on stage i."""
-        return cls(tuple(range(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True)))
+    @cached_property
+    def layers(self) -> tuple[range, ...]:
+        """The layers of each stage."""
+        ends = accumulate(self.counts)
+        return tuple(range(stop - count, stop) for count, stop in zip(self.counts, ends, strict=True))
 
     @property
     def num_stages(self) -> int:
         """Virtual stages."""
-        return len(self.layers)
+        return len(self.counts)
 
     @property
     def num_layers(self) -> int:
         """Decoder layers of the whole model."""
-        return self.layers[-1].stop
+        return sum(self.counts)
 
 
 def split_layers(
@@ -60,7 +60,17 @@ def split_layers(
     Raises:
         ValueError: more stages than layers, or ``given`` does not fit.
     """
-    num_layers = count_layers(hf_config)
+    return _split(count_layers(hf_config), lambda: model_sizes(hf_config), num_stages, kind, given)
+
+
+def split_model(model: ModelSizes, num_stages: int, kind: SplitKind, given: Sequence[int] = ()) -> StageSplit:
+    """`split_layers` of a model whose weights have been counted."""
+    return _split(len(model.layers), lambda: model, num_stages, kind, given)
+
+
+def _split(
+    num_layers: int, sizes: Callable[[], ModelSizes], num_stages: int, kind: SplitKind, given: Sequence[int]
+) -> StageSplit:
     if given:
         return _by_hand(given, num_stages, num_layers)
     if num_stages > num_layers:
@@ -68,7 +78,8 @@ def split_layers(
             f"pipeline.stages: {num_stages} virtual stages, but the model has {num_layers} layers and every stage "
             "needs one; use fewer stages, or placement=straight (one stage per rank)"
         )
-    return _SPLITTERS[kind](hf_config, num_stages)
+    counts = even_counts(num_layers, num_stages) if kind is SplitKind.even else _by_cost(sizes(), num_stages)
+    return StageSplit(tuple(counts))
 
 
 def _by_hand(given: Sequence[int], num_stages: int, num_layers: int) -> StageSplit:
@@ -84,16 +95,11 @@ def _by_hand(given: Sequence[int], num_stages: int, num_layers: int) -> StageSpl
             f"pipeline.layers=[{shown}]: sums to {sum(given)}, but the model has {num_layers} layers; "
             "change the counts so that they add up"
         )
-    return StageSplit.of_counts(given)
+    return StageSplit(tuple(given))
 
 
-def _even(hf_config: PreTrainedConfig, num_stages: int) -> StageSplit:
-    return StageSplit.of_counts(even_counts(count_layers(hf_config), num_stages))
-
-
-def _by_cost(hf_config: PreTrainedConfig, num_stages: int) -> StageSplit:
+def _by_cost(sizes: ModelSizes, num_stages: int) -> Sequence[int]:
     """The smallest possible cost of the dearest stage; among those, the smallest sum of squares."""
-    sizes = model_sizes(hf_config)
     costs = [layer.active for layer in sizes.layers]
     costs[0] += sizes.before.active
     costs[-1] += sizes.after.active
@@ -113,7 +119,4 @@ def _by_cost(hf_config: PreTrainedConfig, num_stages: int) -> StageSplit:
             options.append((max(cost, dearest), cost * cost + squares, (stop - start, *counts)))
         return min(options)
 
-    return StageSplit.of_counts(best(0, 0)[2])
-
-
-_SPLITTERS = {SplitKind.even: _even, SplitKind.cost: _by_cost}
+    return best(0, 0)[2]

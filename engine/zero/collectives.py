@@ -11,11 +11,12 @@ from torch import Tensor
 
 from weft.comm.channel import Handle
 from weft.comm.collectives import Collective, CollectiveCosts, Group, Primitive, Rewrite, plain
-from weft.comm.collectives.cache import CostCache
+from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.planner import Planner
 from weft.comm.collectives.probe import known_costs, nodes_of_world
 from weft.conf.schema import Partition, WeftConfig
+from weft.engine.planning.layout import RankLayout
 from weft.engine.precision import DTYPES
 
 Choose = Callable[[Collective], Rewrite]
@@ -57,6 +58,7 @@ class Collectives:
         weights: Communicator | None = None,
         choose: Choose = plain,
         costs: CollectiveCosts | None = None,
+        source: str = "",
         gradient_format: torch.dtype = torch.float32,
         overlap: bool = True,
     ) -> None:
@@ -64,6 +66,7 @@ class Collectives:
 
         Args:
             costs: over this rank's replicas, if they were measured.
+            source: where they are known from.
             gradient_format: in which gradients travel.
             overlap: whether they run beside compute; otherwise each is waited for at once.
         """
@@ -72,46 +75,47 @@ class Collectives:
         self._gradients = gradients
         self._weights = weights
         self.costs = costs
+        self.source = source
         self._choose = choose
         self._gradient_format = gradient_format
         self._overlap = overlap
 
     @classmethod
-    def open(cls, config: WeftConfig, num_ranks: int, device: torch.device) -> Collectives:
-        """Those of this rank's replicas, of a pipeline of ``num_ranks``; a collective call over the world.
+    def open(cls, config: WeftConfig, layout: RankLayout, device: torch.device) -> Collectives:
+        """Those of this rank's replicas; a collective call over the world.
 
         Costs are found in ``data.cache_dir``, or measured and left there.
         """
-        count = dist.get_world_size() // num_ranks
-        if count == 1:
+        if layout.replicas == 1:
             return cls()
         nodes, zero = nodes_of_world(), config.zero
         groups = [
             Group(ranks, tuple(nodes[rank] for rank in ranks))
-            for ranks in (tuple(range(first, first + count)) for first in range(0, dist.get_world_size(), count))
+            for ranks in (layout.replicas_of(stage) for stage in range(layout.stages))
         ]
         connect = partial(Communicator.open, groups, device=device, timeout_s=config.comm.timeout_s)
         gradients, weights = connect(name="gradients"), connect(name="weights")
         assert gradients is not None, "every rank is among some replicas"
         cache = CostCache.in_folder(config.data.cache_dir)
+        cached = cache.read(topology_key(gradients.group, device.type)) is not None
         on = zero.partition is not Partition.none
         costs = known_costs(gradients, device=device, cache=cache) if on else None
         return cls(
-            replica=dist.get_rank() % count,
-            num_replicas=count,
+            replica=layout.position(dist.get_rank()).replica,
+            num_replicas=layout.replicas,
             gradients=gradients,
             weights=weights,
             choose=Planner(costs, zero.partition),
             costs=costs,
+            source=f"cache {cache.path}" if cached else "measured by the probe of collectives",
             gradient_format=DTYPES[zero.communication_data_type],
             overlap=zero.overlap_comm,
         )
 
     @property
     def group(self) -> Group:
-        """This rank's replicas; of several only."""
-        assert self._gradients is not None, "a single replica needs no group"
-        return self._gradients.group
+        """This rank's replicas."""
+        return Group((dist.get_rank(),), (0,)) if self._gradients is None else self._gradients.group
 
     def reduce(self, whole: Tensor, target: Tensor) -> Handle:
         """Start to sum ``whole`` over replicas into ``target``: this rank's shard of it, or ``whole`` itself.

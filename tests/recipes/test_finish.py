@@ -20,9 +20,7 @@ def test_the_costs_of_a_run_can_be_planned_with(tmp_path, monkeypatch):
     engine = SimpleNamespace(
         measured_timelines=lambda: [measured] * 3,
         global_rank=0,
-        micro_batches=4,
-        plan_for=lambda _: SimpleNamespace(cell=schedule),
-        costs=unit,
+        plan=SimpleNamespace(costs=unit, predicted=lambda costs: simulate(schedule, costs)),
     )
     said = []
     monkeypatch.setattr(finish, "say", said.append)

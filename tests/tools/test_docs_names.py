@@ -46,6 +46,7 @@ FOREIGN = {
 KNOWN = frozenset().union(*FOREIGN.values())
 # Files that a run, a test or the reader makes, and those of others.
 MADE = {
+    "plan.json",
     "costs.yaml",
     "metrics.jsonl",
     "timeline.png",

@@ -136,7 +136,8 @@ def test_a_dry_run_goes_by_given_costs(tmp_path):
     file = tmp_path / "costs.yaml"
     file.write_text("stages: {forward_ms: 100, input_ms: 100, weight_ms: 100}")
     said = report(load(["recipe=quickstart", f"pipeline.costs_file={file}", "pipeline.microbatches=4"]))
-    assert f"predicted step 2.1 s, bubbles 42.9%, by {file}" in said  # (4 + 3) micro-batches x 300 ms
+    # (4 + 3) micro-batches x 300 ms
+    assert f"predicted step 2.1 s, bubbles 42.9%, costs given by pipeline.costs_file={file}" in said
     assert "lower bound" not in said
 
 

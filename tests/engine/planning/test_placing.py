@@ -1,10 +1,12 @@
 """Which placement a run takes: what is named, what the schedule needs, or what `auto` finds the shortest."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from transformers import LlamaConfig
 
+from tests.engine.planning.given import MODEL, facts_of
 from weft.conf.checks import check
 from weft.conf.schema import (
     ClusterConfig,
@@ -15,10 +17,10 @@ from weft.conf.schema import (
     SiteConfig,
     WeftConfig,
 )
-from weft.engine.planning.estimates import settle_placement
+from weft.engine.planning.run_plan import settle_placement
+from weft.pipeline.generators import generate
 from weft.pipeline.placement import Placement
-
-MODEL = LlamaConfig(vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=12, num_attention_heads=4)
+from weft.pipeline.serialization import schedule_to_json
 
 
 def config(schedule="auto", *, sites=(), mbps=0.0, **pipeline):
@@ -35,7 +37,8 @@ def config(schedule="auto", *, sites=(), mbps=0.0, **pipeline):
 
 
 def settled(made, model=MODEL, flops=1e12):
-    return settle_placement(made, model, replicas=1, flops_per_s=flops)
+    facts = facts_of(made, model)
+    return settle_placement(made, facts if made.pipeline.costs_file else replace(facts, flops_per_s=flops))
 
 
 @pytest.mark.parametrize(
@@ -101,3 +104,10 @@ def test_links_that_are_to_be_compared_have_to_be_known():
         check(config(sites=(2, 2)))
     check(config(sites=(2, 2), placement=PlacementKind.straight))
     check(config("1f1b", sites=(2, 2)))
+
+
+def test_a_schedule_of_other_ranks_is_refused(tmp_path):
+    path = tmp_path / "schedule.json"
+    path.write_text(schedule_to_json(generate("1f1b", Placement.straight(2), 4)))
+    with pytest.raises(ValueError, match=r"it is of 2 pipeline ranks, and pipeline\.stages=4"):
+        settled(config("file", schedule_file=str(path)))

@@ -53,7 +53,7 @@ def test_cost_is_the_best_of_all_splits(num_stages, vocabulary):
             for rest in all_counts(stages - 1, layers - first):
                 yield (first, *rest)
 
-    best = min(dearest(StageSplit.of_counts(counts)) for counts in all_counts(num_stages, 7))
+    best = min(dearest(StageSplit(tuple(counts))) for counts in all_counts(num_stages, 7))
     assert dearest(split_layers(hf_config, num_stages, SplitKind.cost)) == best
 
 

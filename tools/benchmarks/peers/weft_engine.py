@@ -7,25 +7,23 @@ from itertools import repeat
 from statistics import median
 from time import perf_counter
 
-import deepspeed
 import torch
 import torch.distributed as dist
 
 from weft.conf.deepspeed import deepspeed_config
-from weft.conf.schema import CommConfig, Partition, PipelineConfig, PlacementKind, ScheduleKind, WeftConfig
+from weft.conf.schema import CommConfig, PipelineConfig, PlacementKind, ScheduleKind, WeftConfig
 from weft.engine.distributed import device_bytes, from_rank_zero, init_distributed
 from weft.engine.emulation.stage import EmulatedStage
 from weft.engine.engine import WeftEngine
+from weft.engine.initialize import PreparedRun
 from weft.engine.module import WeftModule
-from weft.engine.planning.crossings import Seat, open_wan
-from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap
-from weft.engine.planning.schedules import plan_cells, plan_placement
-from weft.engine.zero import Collectives
+from weft.engine.planning.facts import Facts, Links
+from weft.engine.planning.layout import RankLayout
+from weft.engine.planning.run_plan import settle_placement
+from weft.engine.stages.sizes import ModelSizes, PartSize
 from weft.pipeline.action import COMPUTE, slot_text
-from weft.pipeline.costs import CostModel
 from weft.pipeline.fitting import fit_costs
 from weft.pipeline.placement import Placement
-from weft.pipeline.schedule import Schedule
 from weft.tools.benchmarks.peers.case import Case, RankRun
 from weft.tools.benchmarks.peers.stepping import time_steps
 
@@ -54,7 +52,7 @@ def run(
     ids = torch.zeros(1, 2, dtype=torch.long)
     engine.set_dataiterator(repeat({"input_ids": ids, "labels": ids}))
     time_steps(replace(case, num_warmup=0, num_steps=case.num_warmup), engine.train_batch)
-    profile = fit_costs(engine.measured_timelines()[1:], engine.costs)
+    profile = fit_costs(engine.measured_timelines()[1:], engine.plan.costs)
     step_s, ended_s = time_steps(replace(case, num_warmup=0), engine.train_batch), perf_counter()
     row = engine.schedule.rows[engine.pipe_rank]
     cells = tuple(slot_text(slot) for slot in row if slot[0].op in COMPUTE)
@@ -70,61 +68,51 @@ def emulated_engine(case: Case, config: WeftConfig) -> WeftEngine:
     """Weft's engine on the emulated layers of ``case``, laid out and scheduled as ``config`` says."""
     device = init_distributed(config.comm.timeout_s)
 
-    def costs_of(placement: Placement) -> CostModel:
-        return case.work.costs(case.num_layers, placement.num_stages, local=case.link, wan=case.wan)
-
-    layout = plan_placement(config.pipeline, case.sites, costs_of=costs_of)
-    costs = costs_of(layout)
-    pipe_rank, replica = divmod(dist.get_rank(), case.num_replicas)
+    facts = _facts(case, config, device)
+    placement = from_rank_zero(lambda: settle_placement(config, facts), Placement)
+    opened = PreparedRun.open(config, facts, placement, device)
+    held = placement.rank_stages[facts.layout.position(dist.get_rank()).stage]
     stages = [
-        EmulatedStage(case.work, index=index, num_layers=case.num_layers, num_stages=layout.num_stages)
-        for index in layout.rank_stages[pipe_rank]
+        EmulatedStage(case.work, index=index, num_layers=case.num_layers, num_stages=placement.num_stages)
+        for index in held
     ]
-    wan = open_wan(layout, config.comm, device)
-    sizes = [seat.pipelines for seat in Seat.all(layout, case.num_replicas, config.comm.cell)]
-    module = WeftModule(stages, layout)
-    settings = deepspeed_config(config, dist.get_world_size())
-    collectives = Collectives.open(config, layout.num_ranks, device)
-    overlap = from_rank_zero(lambda: _plan_overlap(case, config, layout, costs, collectives), OverlapPlan)
-    schedules = from_rank_zero(
-        lambda: plan_cells(config.pipeline, layout, sizes, costs=costs, zero_stage=config.zero.stage, overlap=overlap),
-        Schedule,
-    )
-    return WeftEngine(
-        weft=config,
-        schedule=schedules[sizes[replica]],
-        costs=costs,
-        collectives=collectives,
-        overlap=overlap,
-        wan=wan,
+    module = WeftModule(stages, placement, facts.layout)
+    return opened.engine(
+        config,
+        deepspeed_config(config, dist.get_world_size()),
+        module,
         args=None,
-        model=module,
         optimizer=None,
         model_parameters=list(module.parameters()),
         training_data=None,
         lr_scheduler=None,
-        mpu=module.mpu(),
         collate_fn=None,
-        config=settings,
-        config_class=deepspeed.DeepSpeedConfig(settings, module.mpu()),
     )
 
 
-def _plan_overlap(
-    case: Case, config: WeftConfig, layout: Placement, costs: CostModel, collectives: Collectives
-) -> OverlapPlan | None:
-    """As `weft.initialize` plans, with costs that are known."""
-    if collectives.costs is None or config.zero.partition is not Partition.workload:
-        return None
-    each = case.num_layers // layout.num_stages * case.work.weight_elements
-    work = ZeroWork.of(
-        config,
-        collectives.group,
-        collectives.costs,
-        (each,) * layout.num_stages,
-        stages=costs,
-        placement=layout,
-        largest_block=case.work.weight_elements,
-        available=device_bytes(torch.device("cpu"), dist.get_world_size()),
+def _facts(case: Case, config: WeftConfig, device: torch.device) -> Facts:
+    """What is known of emulated layers: all but what their collectives cost."""
+    layer = PartSize(case.work.weight_elements, case.work.weight_elements)
+    sites = range(len(case.sites))
+    costs = {
+        count: case.work.costs(case.num_layers, count).stages
+        for count in range(case.num_ranks, case.num_layers + 1, case.num_ranks)
+        if not case.num_layers % count
+    }
+    return Facts(
+        layout=RankLayout(case.sites or (case.num_ranks,), case.num_replicas),
+        model=ModelSizes(
+            before=PartSize(0, 0),
+            layers=(layer,) * case.num_layers,
+            after=PartSize(0, 0),
+            tied=0,
+            hidden_size=case.work.hidden_bytes // 4,
+            vocab_size=1,
+        ),
+        flops_per_s=None,
+        device_bytes=device_bytes(device, dist.get_world_size()),
+        stage_costs=costs,
+        links=Links(case.link, case.wan, tuple(((a, b), case.wan) for a in sites for b in sites if a != b)),
+        replica_nodes=(0,) * case.num_replicas,
+        sources=dict.fromkeys(("layout", "model", "stage_costs", "links"), "given by the emulated case"),
     )
-    return plan_overlap(work, costs, layout, case.num_microbatches)

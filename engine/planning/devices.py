@@ -1,0 +1,76 @@
+"""What a rank's device can do: floating-point operations per second."""
+
+from __future__ import annotations
+
+import logging
+import os
+from time import perf_counter
+
+import torch
+
+from weft.conf.files import JsonCache
+
+log = logging.getLogger(__name__)
+
+EFFICIENCY = 0.4
+"""Share of its peak that a device is taken to reach before anything is measured."""
+# Dense bf16 peak in FLOP/s, from the vendors' data sheets.
+_PEAKS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 150e12,
+    "L40S": 362e12,
+    "B200": 2250e12,
+}
+
+
+def usable_flops(device: torch.device, threads: int, cache: JsonCache) -> tuple[float, str]:
+    """FLOP/s that a rank is taken to reach, and where that is known from.
+
+    What is measured is kept, so that the dry run and every start of a run plan with one figure.
+
+    Args:
+        threads: of a rank, where the device is the host's processor.
+    """
+    if (peak := _data_sheet(device)) is not None:
+        return EFFICIENCY * peak, f"estimated: {EFFICIENCY:.0%} of the data sheet"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, threads={threads}"
+    name = f"{name}, {os.uname().nodename}"
+    known = cache.read().get(name)
+    if isinstance(known, float) and known > 0:
+        return EFFICIENCY * known, f"estimated: {EFFICIENCY:.0%} of what was measured, cache {cache.path}"
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        peak = _measured_flops(device)
+    finally:
+        torch.set_num_threads(before)
+    try:
+        cache.add({name: peak})
+    except OSError as error:
+        log.warning("%s: %s; what this device does is measured anew at every start", cache.path, error.strerror)
+    return EFFICIENCY * peak, f"estimated: {EFFICIENCY:.0%} of what this machine's {device.type} was measured to do"
+
+
+def peak_flops(device: torch.device) -> float:
+    """FLOP/s of one device: its data sheet's on known GPUs, a short measurement elsewhere."""
+    peak = _data_sheet(device)
+    return _measured_flops(device) if peak is None else peak
+
+
+def _data_sheet(device: torch.device) -> float | None:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for part, peak in _PEAKS.items() if part in name), None)
+
+
+def _measured_flops(device: torch.device) -> float:
+    size, repeats = 512, 20
+    a = torch.ones(size, size, device=device)
+    best = 0.0
+    for _ in range(repeats):
+        start = perf_counter()
+        float((a @ a)[0, 0])
+        best = max(best, 2 * size**3 / (perf_counter() - start))
+    return best

@@ -1,0 +1,168 @@
+"""How facts are gathered: before a run from the configuration, caches and this machine; in a run by its ranks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+from weft.comm.collectives import CollectiveCosts
+from weft.comm.collectives.cache import CostCache, topology_key
+from weft.comm.exchange import gather
+from weft.conf.files import JsonCache
+from weft.conf.hosts import most_ranks_of_a_host, read_hostfile, world_size
+from weft.conf.schema import ClusterConfig, Partition, WeftConfig
+from weft.engine.distributed import device_bytes, from_rank_zero, ranks_on_this_host
+from weft.engine.planning.devices import usable_flops
+from weft.engine.planning.facts import Facts, Links
+from weft.engine.planning.layout import RankLayout
+from weft.engine.planning.schedules import open_placements, read_costs
+from weft.engine.stages.sizes import model_sizes
+from weft.pipeline.costs import CostModel, LinkCost, StageCost
+
+
+def facts_before_start(
+    config: WeftConfig,
+    hf_config: PreTrainedConfig,
+    *,
+    num_nodes: int = 1,
+    collectives: CollectiveCosts | None = None,
+) -> Facts:
+    """What can be known before a rank is started, on devices such as this machine's.
+
+    Args:
+        num_nodes: nodes that the replicas of a stage are spread over, where no hostfile says so.
+        collectives: costs of collectives over them, where the caller knows them; None takes what
+            earlier runs and `weft bench collectives` have left.
+
+    Raises:
+        ValueError: ``pipeline.costs_file`` cannot be read, or replicas cannot be spread over so many nodes.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    available = device_bytes(device, most_ranks_of_a_host(config.cluster))
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))  # as `weft launch` sets it for every rank
+    machine = _Machine(world_size(config.cluster), device, available, threads)
+    facts = _known_facts(config, hf_config, machine)
+    nodes = _replica_nodes(config, facts.layout.replicas, num_nodes)
+    facts = facts.with_nodes(nodes, "given by cluster.hostfile" if config.cluster.hostfile else f"{num_nodes} assumed")
+    if collectives is not None:
+        return with_collectives(config, facts, device, collectives, "given")
+    cache = CostCache.in_folder(config.data.cache_dir)
+    wanted = len(nodes) > 1 and config.zero.partition is not Partition.none
+    known = cache.read(topology_key(facts.replicas, device.type)) if wanted else None
+    return with_collectives(config, facts, device, known, f"cache {cache.path}")
+
+
+def facts_of_ranks(config: WeftConfig, hf_config: PreTrainedConfig, device: torch.device) -> Facts:
+    """What the ranks of a job know together before any link is opened; a collective call.
+
+    `Facts.with_links` and `with_collectives` add what is probed over links.
+
+    Raises:
+        SharedError: ``pipeline.costs_file`` cannot be read.
+    """
+    available = min(gather(device_bytes(device, ranks_on_this_host())))
+    machine = _Machine(dist.get_world_size(), device, available, torch.get_num_threads())
+    return from_rank_zero(lambda: _known_facts(config, hf_config, machine), Facts)
+
+
+def with_collectives(
+    config: WeftConfig, facts: Facts, device: torch.device, costs: CollectiveCosts | None, source: str
+) -> Facts:
+    """The facts with what collectives over the replicas of a stage cost, or why that is not known."""
+    if facts.layout.replicas == 1:
+        source = "one replica: there is nothing to reduce"
+    elif config.zero.partition is Partition.none:
+        source = "zero.partition=none: collectives are carried out as they are"
+    elif costs is None:
+        source = "not measured; `weft bench collectives` does it"
+    source = f"{topology_key(facts.replicas, device.type)}: {source}"
+    return replace(facts, collectives=costs, sources=facts.sources | {"collectives": source})
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """What ranks run on.
+
+    Attributes:
+        threads: of a rank, where its device is the processor.
+    """
+
+    num_ranks: int
+    device: torch.device
+    device_bytes: float
+    threads: int
+
+
+def _known_facts(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Machine) -> Facts:
+    """What one process can know; see `Facts`."""
+    layout = RankLayout.of(config, machine.num_ranks)
+    sources = {
+        "layout": "given by cluster and pipeline.stages",
+        "model": f"counted from the configuration of {config.model.path or f'a new {hf_config.model_type}'}",
+        "device_bytes": f"memory of this machine's {machine.device.type}",
+        "links": "given by cluster.links",
+    }
+    links, flops = _given_links(config.cluster), None
+    stage_costs: dict[int, tuple[StageCost, ...]] = {}
+    if config.pipeline.costs_file:
+        stage_costs, local = _given_costs(config, layout)
+        links = replace(links, local=local)
+        sources["stage_costs"] = f"given by pipeline.costs_file={config.pipeline.costs_file}"
+    else:
+        cache = JsonCache(Path(config.data.cache_dir).expanduser() / "devices.json")
+        flops, sources["flops_per_s"] = usable_flops(machine.device, machine.threads, cache)
+    return Facts(
+        layout=layout,
+        model=model_sizes(hf_config),
+        flops_per_s=flops,
+        device_bytes=machine.device_bytes,
+        stage_costs=stage_costs,
+        links=links,
+        replica_nodes=(0,) * layout.replicas,
+        sources=sources,
+    )
+
+
+def _given_costs(config: WeftConfig, layout: RankLayout) -> tuple[dict[int, tuple[StageCost, ...]], LinkCost]:
+    """Those of ``pipeline.costs_file``, for each placement that may be chosen, and of a link inside a site."""
+    found: dict[int, CostModel] = {}
+    errors: list[ValueError] = []
+    for placement in open_placements(config.pipeline, layout.sites).values():
+        try:
+            found[placement.num_stages] = read_costs(config.pipeline, placement.num_stages)
+        except ValueError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return {count: costs.stages for count, costs in found.items()}, next(iter(found.values())).local
+
+
+def _given_links(cluster: ClusterConfig) -> Links:
+    """Each link of the configuration both ways, and the slowest for pairs of sites that none is given for."""
+    number = {site.name: index for index, site in enumerate(cluster.sites)}
+    links = []
+    for link in cluster.links:
+        cost = LinkCost(
+            latency_s=link.latency_ms / 1e3,
+            bandwidth_bps=link.bandwidth_mbps * 1e6 if link.bandwidth_mbps else float("inf"),
+            pair_bps=link.pair_mbps * 1e6 if link.pair_mbps else float("inf"),
+        )
+        here, there = (number[name] for name in link.sites)
+        links += [((here, there), cost), ((there, here), cost)]
+    slowest = max((cost for _, cost in links), key=lambda cost: cost.transit_s(1.0), default=LinkCost())
+    return Links(wan=slowest, pairs=tuple(links))
+
+
+def _replica_nodes(config: WeftConfig, count: int, num_nodes: int) -> tuple[int, ...]:
+    """The node of each replica of the first pipeline rank: neighbouring ranks, on the hosts that hold them."""
+    if config.cluster.hostfile:
+        slots = read_hostfile(config.cluster.hostfile).values()
+        return tuple(node for node, held in enumerate(slots) for _ in range(held))[:count]
+    if num_nodes < 1 or count % num_nodes:
+        raise ValueError(f"--nodes={num_nodes}: {count} replicas cannot be spread evenly over them; give a divisor")
+    return tuple(replica * num_nodes // count for replica in range(count))

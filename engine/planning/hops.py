@@ -1,0 +1,27 @@
+"""The hops of a job: which ranks hand tensors to each other, inside a site and over the WAN. No torch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from weft.engine.planning.layout import RankLayout
+from weft.pipeline.placement import Placement
+
+Hop = tuple[int, int]
+"""Global ranks of a sender and its receiver."""
+
+
+def hops(placement: Placement, layout: RankLayout) -> tuple[set[Hop], set[Hop]]:
+    """The hops inside a site, and those between two."""
+    inside: set[Hop] = set()
+    between: set[Hop] = set()
+    for a, b in neighbours(placement):
+        crosses = placement.rank_sites[a] != placement.rank_sites[b]
+        for here, there in zip(layout.replicas_of(a), layout.replicas_of(b), strict=True):
+            (between if crosses else inside).update([(here, there), (there, here)])
+    return inside, between
+
+
+def neighbours(placement: Placement) -> list[tuple[int, int]]:
+    """Pairs of pipeline ranks with neighbouring virtual stages, the lower rank first."""
+    return sorted({(min(a, b), max(a, b)) for a, b in pairwise(placement.stage_ranks) if a != b})

@@ -1,0 +1,79 @@
+"""The plan of a run as a file: JSON for people and programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from math import isfinite
+from typing import Any
+
+from weft.engine.planning.run_plan import RunPlan
+from weft.pipeline.action import slot_text
+from weft.pipeline.schedule import Schedule
+
+_VERSION = 1
+_WIDTH = 120
+
+
+def plan_to_json(plan: RunPlan) -> str:
+    """The plan with its facts, one line per row of a schedule; numbers without a limit are null."""
+    facts = {
+        field.name: {"value": _tree(getattr(plan.facts, field.name)), "source": plan.facts.sources.get(field.name)}
+        for field in fields(plan.facts)
+        if field.name != "sources"
+    }
+    overlap = None
+    if plan.overlap is not None:
+        overlap = {"together": plan.overlap.together, "cuts": _tree(plan.overlap.cuts), "why": [*plan.overlap.lines()]}
+    tree = {
+        "format": "weft.plan",
+        "version": _VERSION,
+        "predicted": {"step_s": plan.step_s, "bubble_share": plan.bubble_share},
+        "placement": _tree(plan.placement) | {"rank_stages": plan.placement.rank_stages},
+        "layers": plan.split.counts,
+        "memory": [_tree(memory.zero) | {"activations": memory.activations} for memory in plan.memory],
+        "overlap": overlap,
+        "schedules": {str(pipelines): _schedule(cell) for pipelines, cell in plan.cells.items()},
+        "members": _tree(plan.members),
+        "costs": _tree(plan.costs),
+        "facts": facts,
+    }
+    return _text(tree, "") + "\n"
+
+
+def _schedule(schedule: Schedule) -> dict[str, Any]:
+    rows = [" ".join(map(slot_text, row)) for row in schedule.rows]
+    return {"name": schedule.name, "num_microbatches": schedule.num_microbatches, "rows": rows}
+
+
+def _text(value: Any, indent: str) -> str:
+    """JSON in which a table or list is broken into lines where it does not fit one."""
+    line = json.dumps(value, allow_nan=False)
+    if len(indent) + len(line) <= _WIDTH or not isinstance(value, dict | list | tuple):
+        return line
+    inner = f"{indent} "
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(key)}: {_text(entry, inner)}" for key, entry in value.items()]
+        return "{\n" + ",\n".join(inner + part for part in parts) + f"\n{indent}}}"
+    return "[\n" + ",\n".join(inner + _text(entry, inner) for entry in value) + f"\n{indent}]"
+
+
+def _tree(value: Any) -> Any:
+    """Dataclasses as their fields, enums as their names; of keys that are no text, the text."""
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if is_dataclass(value):
+        return {field.name: _tree(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {_key(key): _tree(entry) for key, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return [_tree(entry) for entry in value]
+    return value
+
+
+def _key(key: Any) -> str:
+    return " ".join(map(_key, key)) if isinstance(key, tuple) else str(_tree(key))

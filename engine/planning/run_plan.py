@@ -1,0 +1,189 @@
+"""The plan of a run: one value that the run, the dry run, `weft plan` and predictions read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.conf.schema import Partition, WeftConfig
+from weft.engine.planning.dp_cells import CellMember
+from weft.engine.planning.estimates import planning_costs, stage_sizes
+from weft.engine.planning.facts import Facts
+from weft.engine.planning.layout import RankLayout
+from weft.engine.planning.memory import WEIGHT_BYTES, RankMemory, ZeroMemory, activation_memory, rank_states
+from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap, with_collectives
+from weft.engine.planning.schedules import plan_cells, plan_placement
+from weft.engine.stages.split import StageSplit, split_model
+from weft.pipeline.action import Slot
+from weft.pipeline.cell import pipeline_of, predict
+from weft.pipeline.costs import CostModel
+from weft.pipeline.placement import Placement
+from weft.pipeline.schedule import Schedule
+from weft.pipeline.text import bytes_text
+from weft.pipeline.timeline import Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What a run will do, and what that is taken to cost.
+
+    Attributes:
+        facts: what it was planned from.
+        placement: which pipeline rank holds which virtual stages.
+        split: layers of each virtual stage.
+        costs: of one pipeline, with ZeRO's collectives left out.
+        overlap: how ZeRO's collectives are partitioned and overlapped; None where they are not.
+        members: each replica's place in its DP-cell.
+        cells: the lowered schedules of DP-cells, by their number of pipelines.
+        memory: of each pipeline rank of the first replica.
+        step_s: predicted seconds of a step.
+        bubble_share: predicted share of a step in which ranks do not compute.
+    """
+
+    facts: Facts
+    placement: Placement
+    split: StageSplit
+    costs: CostModel
+    overlap: OverlapPlan | None
+    members: tuple[CellMember, ...]
+    cells: dict[int, Schedule]
+    memory: tuple[RankMemory, ...]
+    step_s: float
+    bubble_share: float
+
+    @property
+    def layout(self) -> RankLayout:
+        """The ranks."""
+        return self.facts.layout
+
+    @property
+    def step_costs(self) -> CostModel:
+        """`costs` with ZeRO's collectives in them, for predictions."""
+        return _step_costs(self.costs, self.overlap)
+
+    def cell(self, replica: int = 0) -> Schedule:
+        """The schedule of a replica's DP-cell."""
+        return self.cells[self.members[replica].pipelines]
+
+    def row(self, rank: int) -> tuple[Slot, ...]:
+        """What a global rank does in a step, in its order."""
+        at = self.layout.position(rank)
+        return pipeline_of(self.cell(at.replica), self.members[at.replica].local_rank).rows[at.stage]
+
+    def cells_for(self, config: WeftConfig, num_microbatches: int) -> dict[int, Schedule]:
+        """`cells` for steps of so many micro-batches, which may differ from the configuration's."""
+        return plan_cells(
+            config.pipeline,
+            self.placement,
+            self.cells,
+            costs=self.costs,
+            num_microbatches=num_microbatches,
+            zero_stage=config.zero.stage,
+            overlap=self.overlap,
+        )
+
+    def predicted(self, replica: int = 0, costs: CostModel | None = None) -> Timeline:
+        """The timeline of a replica's step among the others of its DP-cell.
+
+        Args:
+            costs: of one pipeline; None takes `step_costs`.
+        """
+        return predict(
+            self.cell(replica), costs or _step_costs(self.costs, self.overlap), self.members[replica].local_rank
+        )
+
+    def summary(self) -> str:
+        """One line on the prediction."""
+        most = bytes_text(max(memory.total for memory in self.memory))
+        return f"predicted step {self.step_s:.4g} s, bubbles {self.bubble_share:.1%}, {most} on the fullest rank"
+
+
+def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = None) -> RunPlan:
+    """Plan a run from what is known; the same answer for the same facts, but where a search is cut off by time.
+
+    Args:
+        placement: as `settle_placement` found it before links were opened for it; None asks it.
+
+    Raises:
+        ValueError: no schedule can be had: a setting does not go with the model or the memory.
+    """
+    placement = placement or settle_placement(config, facts)
+    split = split_stages(config, facts, placement)
+    costs = planning_costs(config, facts, split)
+    parameters = tuple(size.parameters for size in stage_sizes(facts.model, split))
+    states = rank_states(
+        config,
+        placement,
+        parameters,
+        replicas=facts.layout.replicas,
+        largest_block=facts.model.largest_layer,
+    )
+    overlap = _plan_overlap(config, facts, placement, costs, parameters, states)
+    members = tuple(CellMember.all(facts.layout, config.comm.cell))
+    sizes = [member.pipelines for member in members]
+    cells = plan_cells(config.pipeline, placement, sizes, costs=costs, zero_stage=config.zero.stage, overlap=overlap)
+    timeline = predict(cells[sizes[0]], _step_costs(costs, overlap), 0)
+    return RunPlan(
+        facts=facts,
+        placement=placement,
+        split=split,
+        costs=costs,
+        overlap=overlap,
+        members=members,
+        cells=cells,
+        memory=tuple(map(RankMemory, states, timeline.peak_bytes)),
+        step_s=timeline.step_s,
+        bubble_share=timeline.bubble_share,
+    )
+
+
+def settle_placement(config: WeftConfig, facts: Facts) -> Placement:
+    """The placement of the configuration, or of the shortest step by `planning_costs`.
+
+    Raises:
+        ValueError: the model cannot be cut for any of them.
+    """
+
+    def costs_of(placement: Placement) -> CostModel:
+        return planning_costs(config, facts, split_stages(config, facts, placement))
+
+    layout = facts.layout
+    pipelines = CellMember.all(layout, config.comm.cell)[0].pipelines
+    placement = plan_placement(config.pipeline, layout.sites, costs_of=costs_of, pipelines=pipelines)
+    costs_of(placement)  # one that was not compared may not fit the model either
+    return placement
+
+
+def split_stages(config: WeftConfig, facts: Facts, placement: Placement) -> StageSplit:
+    """The layers of each virtual stage of a placement.
+
+    Raises:
+        ValueError: the model cannot be cut for it.
+    """
+    return split_model(facts.model, placement.num_stages, config.pipeline.split, config.pipeline.layers)
+
+
+def _step_costs(costs: CostModel, overlap: OverlapPlan | None) -> CostModel:
+    return costs if overlap is None else with_collectives(costs, overlap)
+
+
+def _plan_overlap(
+    config: WeftConfig,
+    facts: Facts,
+    placement: Placement,
+    costs: CostModel,
+    parameters: tuple[int, ...],
+    states: list[ZeroMemory],
+) -> OverlapPlan | None:
+    """The three tiers' answers; None without costs of collectives, or where workloads are not to be partitioned."""
+    if facts.collectives is None or config.zero.partition is not Partition.workload:
+        return None
+    work = ZeroWork(
+        zero_stage=config.zero.stage,
+        group=facts.replicas,
+        costs=facts.collectives,
+        elements=parameters,
+        gradient_bytes=WEIGHT_BYTES[config.zero.communication_data_type],
+        weight_bytes=WEIGHT_BYTES[config.train.precision],
+        memory_bytes=activation_memory(config, costs, placement, states, facts.device_bytes),
+    )
+    return plan_overlap(work, costs, placement, config.pipeline.microbatches)
