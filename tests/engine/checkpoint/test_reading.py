@@ -47,6 +47,15 @@ def _same_values(original: bytes, flipped: bytes) -> bool:
         return False
 
 
+def test_a_header_that_says_something_else_and_can_be_read_is_found(two):
+    path = two / "step-00000002" / "rank-001.safetensors"
+    content = path.read_bytes()
+    assert b'"F32"' in content
+    path.write_bytes(content.replace(b'"F32"', b'"I32"', 1))
+    with pytest.raises(CheckpointError, match="its header does not match its checksum"):
+        open_checkpoint(path.parent).verify()
+
+
 @pytest.mark.parametrize("damage", ["cut", "longer", "missing", "empty", "no manifest", "foreign manifest"])
 def test_newest_skips_damaged(two, damage, caplog):
     path = two / "step-00000002"

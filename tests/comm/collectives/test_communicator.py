@@ -1,0 +1,138 @@
+"""Every rewrite carried out by threads in the place of ranks: each comes to what the plain collective is."""
+
+import threading
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests.engine.zero.replicas import Meeting, in_threads
+from weft.comm.collectives import Collective, Group, Mesh, Primitive, communicator, plain
+from weft.comm.collectives.communicator import Communicator
+from weft.comm.collectives.space import space
+
+CPU = torch.device("cpu")
+WHOLE = (Primitive.all_reduce, Primitive.reduce_scatter, Primitive.all_gather)
+
+
+@dataclass
+class Line:
+    """A thread's place among those of an axis."""
+
+    meeting: Meeting
+    number: int
+
+    def exchange(self, tensor):
+        return torch.stack(self.meeting.exchange(self.number, tensor))
+
+
+REDUCED = {
+    Primitive.reduce_scatter: lambda tensor, line: line.exchange(tensor).sum(0)[line.number],
+    Primitive.all_gather: lambda tensor, line: line.exchange(tensor),
+    Primitive.all_reduce: lambda tensor, line: tensor.copy_(line.exchange(tensor).sum(0)),
+}
+BY_LINES = REDUCED | {
+    Primitive.reduces: REDUCED[Primitive.reduce_scatter],
+    Primitive.broadcasts: REDUCED[Primitive.all_gather],
+}
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """``ranks(count, run)`` is what ``run(rank)`` returns in each of ``count`` threads."""
+    here, meetings, lock = threading.local(), {}, threading.Lock()
+
+    def new_group(members, *, group_desc, **_):
+        with lock:
+            meeting = meetings.setdefault((tuple(members), group_desc), Meeting(len(members)))
+        return Line(meeting, members.index(here.rank)) if here.rank in members else None
+
+    def run_all(count, run):
+        def one(_, rank):
+            here.rank = rank
+            return run(rank)
+
+        return in_threads(count, one)
+
+    monkeypatch.setattr(communicator.dist, "new_group", new_group)
+    monkeypatch.setattr(communicator.dist, "get_rank", lambda: here.rank)
+    monkeypatch.setattr(communicator, "meet_all", lambda groups, device: list(groups))
+    monkeypatch.setattr(communicator, "PRIMITIVES", BY_LINES)
+    return run_all
+
+
+def tensors(primitive, elements, rank, size):
+    """What a rank gives, and where its result is to be."""
+    whole = torch.arange(elements) * (rank + 1)
+    if primitive is Primitive.all_reduce:
+        return whole, whole
+    shard = whole[: elements // size].clone()
+    return (whole, shard) if primitive is Primitive.reduce_scatter else (shard, whole)
+
+
+def expected(primitive, elements, position, ranks):
+    given = [tensors(primitive, elements, rank, len(ranks))[0].clone() for rank in ranks]
+    if primitive is Primitive.all_gather:
+        return torch.cat(given)
+    return sum(given) if primitive is Primitive.all_reduce else sum(given).chunk(len(ranks))[position]
+
+
+@pytest.mark.parametrize("primitive", WHOLE)
+@pytest.mark.parametrize("named", [False, True])
+def test_every_rewrite_is_the_plain_collective(ranks, primitive, named):
+    group = Group.regular(2, 2)
+    elements = 13 if primitive is Primitive.all_reduce else 20
+    wish = Collective.flat(primitive, group, num_elements=elements, itemsize=8)
+    shapes = [(4,), (2, 2)]
+    rewrites = list(
+        space(wish, meshes=[Mesh(group, shape) for shape in shapes], granularities=[(1.0,), (0.2, 0.3, 0.5)])
+    )
+    assert len(rewrites) > 3
+
+    def run(rank):
+        meshes = {group: [Mesh(group, shape) for shape in shapes]} if named else None
+        opened = Communicator.open([group], device=CPU, timeout_s=1.0, meshes=meshes)
+        handles = [opened.start(rewrite, *tensors(primitive, elements, rank, 4)) for rewrite in rewrites]
+        results = [handle.wait() for handle in handles]
+        assert all(handle.done() for handle in handles)
+        opened.close()
+        with pytest.raises(RuntimeError, match="shutdown"):
+            opened.start(plain(wish), *tensors(primitive, elements, rank, 4))
+        return results
+
+    for rank, results in enumerate(ranks(4, run)):
+        for rewrite, result in zip(rewrites, results, strict=True):
+            assert torch.equal(result, expected(primitive, elements, rank, group.ranks)), rewrite
+
+
+def test_a_rank_has_the_communicator_of_its_own_group_or_none(ranks):
+    groups = [Group((0, 1), (0, 1)), Group((2, 4), (0, 1))]
+
+    def run(rank):
+        opened = Communicator.open(groups, device=CPU, timeout_s=1.0)
+        if opened is None:
+            return None
+        wish = Collective.flat(Primitive.all_reduce, opened.group, num_elements=3, itemsize=8)
+        tensor = torch.full((3,), rank)
+        return opened.group.ranks, opened.start(plain(wish), tensor, tensor).wait().tolist()
+
+    assert ranks(5, run) == [((0, 1), [1] * 3)] * 2 + [((2, 4), [6] * 3), None, ((2, 4), [6] * 3)]
+
+
+def test_what_does_not_fit_is_refused(ranks):
+    group = Group((0, 1), (0, 1))
+
+    def run(rank):
+        opened = Communicator.open([group], device=CPU, timeout_s=1.0)
+        for primitive, source, target, part in [
+            (Primitive.all_reduce, torch.ones(4), torch.ones(4), "in place"),
+            (Primitive.reduce_scatter, torch.ones(4), torch.ones(4), "a shard 1/2"),
+            (Primitive.reduce_scatter, torch.ones(6), torch.ones(3), "do not fit"),
+            (Primitive.all_gather, torch.ones(2), torch.ones(4, dtype=torch.int32), "do not fit"),
+            (Primitive.all_gather, torch.ones(2, 2)[:, 0], torch.ones(4), "contiguous"),
+        ]:
+            wish = Collective.flat(primitive, group, num_elements=4, itemsize=4)
+            with pytest.raises(ValueError, match=part):
+                opened.start(plain(wish), source, target)
+
+    ranks(2, run)
