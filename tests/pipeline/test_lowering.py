@@ -8,7 +8,7 @@ from tests.pipeline.cases import schedules
 from weft.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Op, slot_text
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate
-from weft.pipeline.lowering import add_grad_reduction, add_optimizer_step, add_transfers, lower, open_pairs
+from weft.pipeline.lowering import add_grad_reduction, add_optimizer_step, add_transfers, add_unshard, lower, open_pairs
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 from weft.pipeline.validation import validate
@@ -26,6 +26,20 @@ def test_1f1b_of_two_ranks():
     assert texts(lower(generate("1f1b", Placement.straight(2), 2))) == [
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD 0STEP",
         "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD 1STEP",
+    ]
+
+
+def test_weights_are_gathered_after_the_step_or_ahead_of_what_their_users_receive():
+    plain = lower(generate("1f1b", Placement.straight(2), 2))
+    assert add_unshard(plain, zero_stage=0) is plain
+    once = add_unshard(plain, zero_stage=1)
+    assert texts(once) == [f"{rank}UNSHARD {row}" for rank, row in enumerate(texts(plain))]
+    assert add_unshard(once, zero_stage=3) is once
+    assert texts(add_unshard(plain, zero_stage=3)) == [
+        "0UNSHARD 0F0 0RESHARD 0SEND_F0 0UNSHARD 0F1 0RESHARD 0SEND_F1 "
+        "0UNSHARD 0RECV_B0 0B0 0RESHARD 0UNSHARD 0RECV_B1 0B1 0RESHARD 0REDUCE_GRAD 0STEP",
+        "1UNSHARD 1RECV_F0 1F0 1RESHARD 1UNSHARD 1B0 1RESHARD 1SEND_B0 "
+        "1UNSHARD 1RECV_F1 1F1 1RESHARD 1UNSHARD 1B1 1RESHARD 1SEND_B1 1REDUCE_GRAD 1STEP",
     ]
 
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.inference.placement.prefill_cost import PrefillCost
+from weft.inference.placement.prompt_work import PromptWork
 
 
 def machine(tokens, context, gap_s, noise, *, a=4.6e-3, b=41.8e-6, c=34.2e-9):
@@ -35,6 +36,14 @@ def test_it_is_rarely_too_low_and_seldom_far_too_high(scale):
         ratios.append(cost.predict_s(n, context, gap_s) / real_s)
     assert late <= 25
     assert sorted(ratios)[250] < 1.5
+
+
+def test_a_prompts_chunks_take_what_was_learnt():
+    cost, _ = learnt(4)
+    work = PromptWork.of(cost, gap_s=0.01, chunk_tokens=512, max_tokens=4096)
+    for tokens, context in [(1, 0), (512, 0), (200, 3000)]:
+        assert work.chunk_s(tokens, context) == pytest.approx(cost.predict_s(tokens, context, 0.01), rel=1e-6)
+    assert (work.chunk_tokens, work.max_tokens) == (512, 4096)
 
 
 def test_a_gap_before_costs_more():
