@@ -203,8 +203,8 @@ class EmulatedStage(nn.Module):
         """The layers, in order."""
         return list(self.layers)
 
-    def hidden_spec(self, batch: Mapping[str, Tensor]) -> tuple[torch.Size, torch.dtype]:
-        """Shape and dtype of the hidden state."""
+    def hidden_spec(self, batch: Mapping[str, Tensor], *, leaving: bool = False) -> tuple[torch.Size, torch.dtype]:
+        """Shape and dtype of the hidden state, the same everywhere."""
         return torch.Size((1, self.work.hidden_bytes // 4)), torch.float32
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from weft.engine.execution.packed import is_packed, tell_packed
+from weft.engine.stages.packed import is_packed, tell_packed
 
 
 def prepare_batch(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -121,9 +121,8 @@ class Executor:
             state.receives[peer] = ReceiveQueue(channel, messages, ahead=self._receive_ahead)
 
     def _spec(self, state: StepState, action: Action) -> TensorSpec:
-        # A hidden state keeps its shape through the model, so the gradient of a stage's
-        # output looks like the stage's input.
-        shape, dtype = self._stages[action.stage].hidden_spec(state.batches[key(action)[1]])
+        batch = state.batches[key(action)[1]]
+        shape, dtype = self._stages[action.stage].hidden_spec(batch, leaving=action.op is not Op.RECV_F)
         return TensorSpec(tuple(shape), dtype)
 
     def _send(self, state: StepState, action: Action, schedule: Schedule) -> None:

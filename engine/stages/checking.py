@@ -24,10 +24,10 @@ from weft.engine.stages.comparison import (
 from weft.engine.stages.from_model import stages_from_model
 from weft.engine.stages.loading import load_hf_config, new_stages
 from weft.engine.stages.objective import Minimised, Objective, next_token_loss
-from weft.engine.stages.refusals import refuse_partitioning, refuse_unfaithful
+from weft.engine.stages.refusals import refuse_partitioning
 from weft.engine.stages.seeding import seeded
 from weft.engine.stages.shrink import shrunken_model
-from weft.engine.stages.skeleton import causal_config, model_class, num_layers
+from weft.engine.stages.skeleton import causal_config, cuttable_layers, model_class, num_layers, skeleton
 from weft.engine.stages.split import StageSplit, split_layers
 from weft.engine.stages.stage import Stage, accepted_arguments, hf_model
 
@@ -61,7 +61,7 @@ def self_check(
     """
     cls, config = architecture(model)
     refuse_partitioning(model if isinstance(model, nn.Module) else None)
-    refuse_unfaithful(config)
+    cuttable_layers(skeleton(cls, config))
     small = small_copy(cls, config, min_layers=max(2, num_stages))
     require_causal(small)
     count = num_stages or num_layers(small.config)

@@ -9,7 +9,7 @@ from torch import nn
 
 from weft.engine.stages.lora import PREFIX
 from weft.engine.stages.outline import outline_of
-from weft.engine.stages.placeholders import Port
+from weft.engine.stages.port import Port
 from weft.engine.stages.prune import open_port, prune
 from weft.engine.stages.split import StageSplit
 from weft.engine.stages.stage import Stage, hf_model

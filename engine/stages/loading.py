@@ -16,7 +16,7 @@ from weft.conf.schema import Attention, ModelConfig
 from weft.engine.stages.folder import require_whole_folder
 from weft.engine.stages.lora import PREFIX, add_adapters
 from weft.engine.stages.outline import Outline, outline_of
-from weft.engine.stages.placeholders import Port
+from weft.engine.stages.port import Port
 from weft.engine.stages.prune import open_port, prune
 from weft.engine.stages.seeding import load, new_model
 from weft.engine.stages.skeleton import causal_config, model_class
@@ -107,7 +107,8 @@ def _one_line(error: Exception) -> str:
 
 def _require_field(name: str, hf_config: PreTrainedConfig) -> None:
     """Refuse misspelt overrides; configs take any, and some fields are known to the model's code only."""
-    if not hasattr(hf_config, name) and name not in inspect.getsource(sys.modules[model_class(hf_config).__module__]):
+    known = {*dir(hf_config), *hf_config.attribute_map}
+    if name not in known and name not in inspect.getsource(sys.modules[model_class(hf_config).__module__]):
         near = difflib.get_close_matches(name, hf_config.to_dict(), n=1)
         hint = f"; did you mean {near[0]}?" if near else "; see its documentation"
         raise ValueError(f"model.overrides.{name}: {type(hf_config).__name__} has no such field{hint}")

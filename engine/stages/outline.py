@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from weft.engine.stages.refusals import refuse_unfaithful
+from weft.engine.stages.handover import boundaries
+from weft.engine.stages.provenance import BEFORE, Entry, Provenance, memory
 from weft.engine.stages.shrink import shrunken_model
-from weft.engine.stages.skeleton import decoder_layers, num_layers
+from weft.engine.stages.skeleton import cuttable_layers, num_layers, skeleton
+
+_LAYER = "a layer"
 
 
 @dataclass(frozen=True)
@@ -29,100 +32,129 @@ class Outline:
     """Modules with parameters that run after the last layer: the final norm and the head."""
     answer_length: int | None
     """Length of the tuple that a layer returns; None if it returns the hidden state alone."""
+    own_before: tuple[str, ...] = ()
+    """Parameters of the modules that contain the layers, used before these."""
+    own_after: tuple[str, ...] = ()
+    """Parameters of the modules that contain the layers, used after these."""
+    more: tuple[str, ...] = ()
+    """Arguments of layers that cross cuts besides a hidden state [B, S, H]."""
+    plain: bool = True
+    """Whether nothing but a hidden state [B, S, H] crosses cuts."""
 
 
 def outline_of(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Outline:
     """Find out by running a small copy of the model once and watching it.
 
     Raises:
-        ValueError: the model cannot be cut: its layers share modules, or exchange more than
-            one hidden state [B, S, H], or it is one that is known to go wrong.
+        ValueError: the model cannot be cut: modules run both outside of its layers and among
+            them, or layers run more than once.
     """
-    refuse_unfaithful(config)
+    path = cuttable_layers(skeleton(cls, config))
     model = shrunken_model(cls, config, min_layers=2)
-    path = decoder_layers(model)
     layers = model.get_submodule(path)
     assert isinstance(layers, nn.ModuleList)
-    watch = _Watch(model, path, layers)
+    watch, provenance = _Watch(model, path, layers), Provenance(model, layers)
     ids = torch.ones(2, 6, dtype=torch.long)
-    with torch.no_grad():
+    with provenance.watching():
         model(input_ids=ids, use_cache=False)
-    watch.close()
+    places = watch.places()
+    crossing = boundaries(provenance.taken, len(layers))[1:]
+    own = _own_weights(model, path, provenance)
     width = model.config.get_text_config().hidden_size
-    _require_one_hidden_state(model, watch.answers, (2, 6, width))
     answer = watch.answers[0]
     return Outline(
         layers=path,
         num_layers=num_layers(config),
-        before=tuple(unit for unit, places in watch.places.items() if places <= {"before"}),
-        after=tuple(unit for unit, places in watch.places.items() if places == {"after"}),
+        before=tuple(unit for unit, found in places.items() if found <= {"before"}),
+        after=tuple(unit for unit, found in places.items() if found == {"after"}),
         answer_length=None if isinstance(answer, Tensor) else len(answer),
+        own_before=tuple(name for name, is_after in own.items() if not is_after),
+        own_after=tuple(name for name, is_after in own.items() if is_after),
+        more=tuple(dict.fromkeys(_shown(part.slots[0].entry) for parts in crossing for part in parts[1:])),
+        plain=all([part.shape for part in parts] in ([], [(*ids.shape, width)]) for parts in crossing),
     )
 
 
 class _Watch:
-    """Hooks that note when each module outside the layers runs."""
+    """Hooks that note in which order layers and the modules outside of them run."""
 
     def __init__(self, model: PreTrainedModel, path: str, layers: nn.ModuleList) -> None:
-        self.places: dict[str, set[str]] = {}
         self.answers: list[Any] = []
-        self._place = "before"
-        self._hooks = [layers[0].register_forward_pre_hook(self._enter)]
+        self._num_layers = len(layers)
+        self._events: list[str] = []
+        self._units = dict(outside_units(model, path))
+        self._hooks = [unit.register_forward_pre_hook(self._note(name)) for name, unit in self._units.items()]
+        self._hooks += [layer.register_forward_pre_hook(self._note(_LAYER)) for layer in layers]
         self._hooks += [layer.register_forward_hook(self._note_answer) for layer in layers]
-        self._hooks.append(layers[-1].register_forward_hook(self._leave))
-        for name, unit in outside_units(model, path):
-            self.places[name] = set()
-            self._hooks.append(unit.register_forward_pre_hook(self._note(name)))
 
-    def close(self) -> None:
+    def places(self) -> dict[str, set[str]]:
+        """Where each module outside of the layers has run: before them, after them, or not at all.
+
+        Raises:
+            ValueError: one ran on both sides of a layer, or layers ran more than once.
+        """
         for hook in self._hooks:
             hook.remove()
-        for name, places in self.places.items():
-            if "among" in places or len(places) > 1:
+        if len(self.answers) > self._num_layers:
+            raise ValueError(
+                f"model: its {self._num_layers} layers run {len(self.answers)} times, so they are no pipeline; "
+                "choose another architecture, or run it whole with pipeline.stages=1"
+            )
+        if odd := next((answer for answer in self.answers if hasattr(answer, "_fields")), None):
+            raise ValueError(
+                f"model: its layers answer with {type(odd).__name__} ({', '.join(odd._fields)}), of which several "
+                "streams go on; choose another architecture, or run it whole with pipeline.stages=1"
+            )
+        runs = [number for number, event in enumerate(self._events) if event == _LAYER]
+        places: dict[str, set[str]] = {name: set() for name in self._units}
+        for number, event in enumerate(self._events):
+            if event != _LAYER:
+                places[event].add("before" if number < runs[0] else "after" if number > runs[-1] else "among")
+        for name, found in places.items():
+            if "among" in found or len(found) > 1:
                 raise ValueError(
-                    f"model: {name} runs {' and '.join(sorted(places))} the decoder layers, so stages would have to "
+                    f"model: {name} runs {' and '.join(sorted(found))} the decoder layers, so stages would have to "
                     "share it; choose another architecture, or run it whole with pipeline.stages=1"
                 )
-
-    def _enter(self, *_: Any) -> None:
-        self._place = "among"
-
-    def _leave(self, *_: Any) -> None:
-        self._place = "after"
+        return places
 
     def _note_answer(self, module: nn.Module, args: Any, answer: Any) -> None:
         self.answers.append(answer)
 
-    def _note(self, name: str) -> Any:
-        return lambda *_: self.places[name].add(self._place)
+    def _note(self, event: str) -> Any:
+        return lambda *_: self._events.append(event)
 
 
 def outside_units(model: nn.Module, layers: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The largest modules with parameters that do not contain the list of layers.
-
-    Raises:
-        ValueError: a module that contains the layers has parameters of its own.
-    """
-    own = [name for name, _ in model.named_parameters(recurse=False)]
-    if own:
-        raise ValueError(
-            f"model: {type(model).__name__} keeps the weights {', '.join(own)} beside its layers, and no stage can be "
-            "told to hold them; choose another architecture, or run it whole with pipeline.stages=1"
-        )
+    """The largest modules with parameters and a forward of their own that do not contain the list of layers."""
     for name, child in model.named_children():
         path = f"{prefix}{name}"
-        if layers.startswith(f"{path}."):
+        if layers.startswith(f"{path}.") or (path != layers and isinstance(child, nn.ModuleList | nn.ModuleDict)):
             yield from outside_units(child, layers, f"{path}.")
         elif path != layers and any(True for _ in child.parameters()):
             yield path, child
 
 
-def _require_one_hidden_state(model: PreTrainedModel, answers: list[Any], shape: tuple[int, ...]) -> None:
-    for answer in answers:
-        hidden = answer if isinstance(answer, Tensor) else answer[0]
-        if hidden.shape != shape:
-            raise ValueError(
-                f"model: the layers of {type(model).__name__} hand on {tuple(hidden.shape)} for hidden states "
-                f"{shape}; stages can only hand on one; choose another architecture, or run it "
-                "whole with pipeline.stages=1"
-            )
+def _own_weights(model: nn.Module, layers: str, provenance: Provenance) -> dict[str, bool]:
+    """Parameters of the modules that contain the list of layers themselves, and whether they are used after these.
+
+    Raises:
+        ValueError: some are used among the layers, or on both sides of them.
+    """
+    path, found = "", {}
+    for step in layers.split("."):
+        module = model.get_submodule(path) if path else model
+        for name, parameter in module.named_parameters(recurse=False):
+            uses = provenance.uses.get(memory(parameter), {BEFORE})
+            if len(uses) > 1 or not uses <= {BEFORE, provenance.after}:
+                raise ValueError(
+                    f"model: {type(module).__name__} uses its weight {name} among its layers, so stages would have to "
+                    "share it; choose another architecture, or run it whole with pipeline.stages=1"
+                )
+            found[f"{path}.{name}".removeprefix(".")] = uses == {provenance.after}
+        path = f"{path}.{step}".removeprefix(".")
+    return found
+
+
+def _shown(entry: Entry) -> str:
+    return ".".join(map(str, entry))

@@ -2,45 +2,66 @@
 
 from __future__ import annotations
 
+import copy
 from enum import Enum
+from functools import partial
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-
-class Port:
-    """Where a stage's model takes in the hidden state that another stage has made."""
-
-    def __init__(self) -> None:
-        self.hidden: Tensor | None = None
-        """[B, S, H], while a forward is under way."""
-
-
-class Leave(Exception):
-    """Ends a forward after the stage's last layer."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
+from weft.engine.stages.port import Port
 
 
 class Placeholder(nn.Module):
-    """Has the plain attributes of the module that it stands for, such as a layer's attention type."""
+    """Has the attributes of the module that it stands for, such as a layer's attention type; weights without memory.
+
+    Some models walk over all of their layers to initialise or to rescale them; what they do to weights on the meta
+    device has no effect.
+    """
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
+        self.training = original.training
+        likeness = original._likeness[0] if isinstance(original, Placeholder) else without_memory(original)
+        self._likeness: tuple[nn.Module] = (likeness,)  # a tuple, so that it is no part of the stage
         for name, value in vars(original).items():
             if not name.startswith("_") and (value is None or isinstance(value, bool | int | float | str | Enum)):
                 setattr(self, name, value)
 
+    def __getattr__(self, name: str) -> Any:
+        """What the module that it stands for has by this name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_likeness":
+                raise
+            return getattr(self._likeness[0], name)
 
-class _Layer(Placeholder):
-    """A decoder layer of another stage; answers in the form that the real one would."""
+
+def without_memory(module: nn.Module) -> nn.Module:
+    """A copy of a module on the meta device; the module itself if it is there already."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if all(tensor.is_meta for tensor in tensors):
+        return module
+    memo: dict[int, Any] = {}
+    for tensor in tensors:
+        bare = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+    return copy.deepcopy(module, memo)
+
+
+class SkippedLayer(Placeholder):
+    """A decoder layer of another stage: hands on what it gets, at no cost, in the form that the real one would."""
 
     def __init__(self, original: nn.Module, answer_length: int | None) -> None:
         super().__init__(original)
         self._answer_length = answer_length
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
+        """The first tensor among the arguments: the hidden state."""
+        return self._answer(first_tensor(args, kwargs))
 
     def _answer(self, hidden: Tensor) -> Tensor | tuple[Tensor | None, ...]:
         if self._answer_length is None:
@@ -48,15 +69,7 @@ class _Layer(Placeholder):
         return (hidden, *[None] * (self._answer_length - 1))
 
 
-class SkippedLayer(_Layer):
-    """Hands on what it gets, at no cost."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
-        """The first tensor among the arguments: the hidden state."""
-        return self._answer(first_tensor(args, kwargs))
-
-
-class EntryLayer(_Layer):
+class EntryLayer(SkippedLayer):
     """The layer before a stage's own: answers with the hidden state in the port."""
 
     def __init__(self, original: nn.Module, answer_length: int | None, port: Port) -> None:
@@ -64,17 +77,23 @@ class EntryLayer(_Layer):
         self._port = port
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
-        """The hidden state [B, S, H] from the stage before."""
+        """The hidden state from the stage before."""
         assert self._port.hidden is not None
         return self._answer(self._port.hidden)
 
 
-class ExitLayer(Placeholder):
-    """The layer after a stage's own: ends the forward with the hidden state that it gets."""
+class ExitLayer(SkippedLayer):
+    """A layer after a stage's own: takes out what crosses the cut, and ends the forward when it has all of it."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise `Leave`."""
-        raise Leave(first_tensor(args, kwargs))
+    def __init__(self, original: nn.Module, answer_length: int | None, port: Port, index: int) -> None:
+        super().__init__(original, answer_length)
+        self._port, self._index = port, index
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
+        """The hidden state, for the next of them; raises `Leave` in the last that is needed."""
+        hidden = first_tensor(args, kwargs)
+        self._port.take_out(self._index, hidden, args, kwargs)
+        return self._answer(hidden)
 
 
 class Upstream(Placeholder):
@@ -86,33 +105,57 @@ class Upstream(Placeholder):
 
     def __init__(self, original: nn.Module, port: Port) -> None:
         super().__init__(original)
-        self._width = getattr(original, "embedding_dim", getattr(original, "out_features", None))
         self._port = port
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Zeros: [..., width] for token or position ids, [..., width] for [..., any] features."""
-        if not any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
-            raise ValueError("a module before the layers makes something of no tensor, which every stage would need")
-        given, hidden = first_tensor(args, kwargs), self._port.hidden
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Zeros in the form of the real answer."""
+        return self._answer(self._likeness[0], *args, **kwargs)
+
+    def _answer(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """What ``function`` would return is found out on the meta device."""
+        hidden = self._port.hidden
         assert hidden is not None
-        if given.is_floating_point() and given.dim() > 2:
-            shape = (*given.shape[:-1], self._width or given.shape[-1])
-        else:
-            shape = (*given.shape, self._width or hidden.shape[-1])
-        return torch.zeros(shape, dtype=hidden.dtype, device=hidden.device)
+        with torch.no_grad(), torch.device("meta"):
+            bare = _mapped((args, kwargs), lambda tensor: torch.empty_like(tensor, device="meta"))
+            answer = function(*bare[0], **bare[1])
+        return _mapped(answer, lambda tensor: self._zero(tensor, hidden).expand(tensor.shape).clone())
 
     def __getattr__(self, name: str) -> Any:
-        """For code that asks an embedding's weight for its type or device."""
-        if name == "weight" and "weight" not in self._parameters and self._port.hidden is not None:
-            return self._port.hidden
-        return super().__getattr__(name)
+        """For code that looks into an embedding's weight, zeros that take up no memory; for methods, as `forward`."""
+        found = super().__getattr__(name)
+        if isinstance(found, MethodType):
+            return partial(self._answer, found)
+        if isinstance(found, Tensor) and found.is_meta and (hidden := self._port.hidden) is not None:
+            return self._zero(found, hidden).expand(found.shape)
+        return found
+
+    def _zero(self, like: Tensor, hidden: Tensor) -> Tensor:
+        dtype = self._port.dtype if like.is_floating_point() else like.dtype
+        return torch.zeros((), dtype=dtype, device=hidden.device)
+
+
+def _mapped(tree: Any, function: Any) -> Any:
+    """A nested value with each of its tensors replaced."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
+        return type(tree)(_mapped(value, function) for value in tree)
+    if isinstance(tree, dict):
+        return {name: _mapped(value, function) for name, value in tree.items()}
+    return tree
 
 
 class Downstream(Placeholder):
-    """The final norm or the head, in a stage that ends before it."""
+    """The final norm or the head, in a stage that ends before it; reached where no layer after the stage's runs."""
+
+    def __init__(self, original: nn.Module, port: Port | None = None) -> None:
+        super().__init__(original)
+        self._port = port
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Never reached."""
+        """End the forward with what would come in here."""
+        assert self._port is not None
+        self._port.take_out(self._port.num_layers, first_tensor(args, kwargs), args, kwargs)
         raise AssertionError("a stage ran past its own layers")
 
 
@@ -120,11 +163,11 @@ def hollow(module: nn.Module, keep: set[str], shell: Placeholder) -> Placeholder
     """Give ``shell`` the parameters of ``module`` that ``keep`` names, and nothing else."""
     for name, parameter in module.named_parameters(recurse=False):
         if name in keep:
-            shell.register_parameter(name, parameter)
+            shell._parameters[name] = parameter
     for name, child in module.named_children():
         inner = {path.removeprefix(f"{name}.") for path in keep if path.startswith(f"{name}.")}
         if inner:
-            shell.add_module(name, hollow(child, inner, Placeholder(child)))
+            shell._modules[name] = hollow(child, inner, Placeholder(child))
     return shell
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from weft.engine.stages.handover import Handover
 from weft.engine.stages.outline import Outline
 from weft.engine.stages.placeholders import (
     Downstream,
     EntryLayer,
     ExitLayer,
     Placeholder,
-    Port,
     SkippedLayer,
     Upstream,
     hollow,
 )
+from weft.engine.stages.port import Feed, Port
 
 
 def prune(model: PreTrainedModel, outline: Outline, window: range) -> frozenset[str]:
@@ -43,13 +45,16 @@ def prune(model: PreTrainedModel, outline: Outline, window: range) -> frozenset[
             replace_module(model, unit, Placeholder(model.get_submodule(unit)))
     for unit in () if is_last else outline.after:
         replace_module(model, unit, Downstream(model.get_submodule(unit)))
+    for name in (*(outline.own_before if window.start > 0 else ()), *(() if is_last else outline.own_after)):
+        _drop_weight(model, name)
     _forget_foreign_ties(model)
     return tied
 
 
 def open_port(model: PreTrainedModel, outline: Outline, window: range, tied: frozenset[str]) -> Port:
     """Place a stage's entry and exit in its pruned model, once its weights are there."""
-    port = Port()
+    handover = None if outline.plain else Handover(type(model), model.config, outline.layers)
+    port = Port(window, outline.num_layers, handover)
     layers = model.get_submodule(outline.layers)
     assert isinstance(layers, nn.ModuleList)
     if window.start > 0:
@@ -58,9 +63,29 @@ def open_port(model: PreTrainedModel, outline: Outline, window: range, tied: fro
             original = model.get_submodule(unit)
             keep = {name.removeprefix(f"{unit}.") for name in tied if _in(name, (unit,))}
             replace_module(model, unit, hollow(original, keep, Upstream(original, port)))
-    if window.stop < outline.num_layers:
-        layers[window.stop] = ExitLayer(layers[window.stop])
+        for index in window:
+            if handover is not None:
+                _require_gradients_of_all(layers[index])
+            layers[index].register_forward_pre_hook(Feed(port, index), with_kwargs=True)
+    for unit in outline.after if window.stop < outline.num_layers else ():
+        replace_module(model, unit, Downstream(model.get_submodule(unit), port))
+    for index in range(window.stop, outline.num_layers):
+        layers[index] = ExitLayer(layers[index], outline.answer_length, port, index)
     return port
+
+
+def _require_gradients_of_all(layer: nn.Module) -> None:
+    """Reentrant checkpointing knows of no tensors but a layer's own positional arguments.
+
+    Raises:
+        ValueError: it is on.
+    """
+    run = getattr(layer, "_gradient_checkpointing_func", None)
+    if getattr(layer, "gradient_checkpointing", False) and getattr(run, "keywords", {}).get("use_reentrant"):
+        raise ValueError(
+            "model: its layers hand on more than a hidden state, which reentrant gradient checkpointing would cut off "
+            'from their gradients; enable it with gradient_checkpointing_kwargs={"use_reentrant": False}'
+        )
 
 
 def _tied_sources(model: PreTrainedModel, outline: Outline) -> frozenset[str]:
@@ -80,6 +105,15 @@ def _forget_foreign_ties(model: PreTrainedModel) -> None:
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     ties = model.all_tied_weights_keys
     model.all_tied_weights_keys = {t: s for t, s in ties.items() if t in names and s in names}
+
+
+def _drop_weight(model: nn.Module, path: str) -> None:
+    """Put something of the same shape, which is no weight, in the place of a weight."""
+    parent, _, name = path.rpartition(".")
+    module = model.get_submodule(parent)
+    weight = getattr(module, name)
+    delattr(module, name)
+    module.register_buffer(name, torch.zeros_like(weight, requires_grad=False), persistent=False)
 
 
 def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from torch import nn
-from transformers import PreTrainedConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from weft.conf.schema import Attention
-
-CROSS_LAYER_STATE = frozenset(
-    {"deepseek_v4", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "glm_moe_dsa", "hy_v4"}
-)
-"""Types whose layers hand each other more than the hidden state, such as shared keys and values."""
 
 LEAKS_ACROSS_DOCUMENTS = frozenset(
     {
@@ -88,17 +82,3 @@ def refuse_partitioning(model: nn.Module | None = None) -> None:
         f"model: weft.initialize {where}: it would cut up the weights before stages can hold them; leave that out: "
         "every rank loads its own stages only, and weft.zero.stage=3 shards them"
     )
-
-
-def refuse_unfaithful(config: PreTrainedConfig) -> None:
-    """Refuse what is known to go wrong in stages.
-
-    Raises:
-        ValueError: the architecture shares state between layers.
-    """
-    for model_type in (config.model_type, config.get_text_config().model_type):
-        if model_type in CROSS_LAYER_STATE:
-            raise ValueError(
-                f"model: the layers of model_type={model_type} hand each other more than the hidden state, so they "
-                "cannot be cut into stages; choose another architecture, or run it whole with pipeline.stages=1"
-            )

@@ -44,6 +44,11 @@ class RouterLoss:
         for router, index in _routers(model):
             router.register_forward_hook(_Note(self, index))
 
+    @property
+    def num_sums(self) -> int:
+        """Numbers that travel."""
+        return 2 * self._num_experts + 1
+
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Note what routers say; a layer that is run again in its backward is not noted."""
@@ -68,7 +73,7 @@ class RouterLoss:
         """
         noted, self._noted = self._noted, []
         experts = self._num_experts
-        total = torch.zeros(2 * experts + 1, device=like.device) if before is None else before
+        total = torch.zeros(self.num_sums, device=like.device) if before is None else before
         weight = None if mask is None else mask.reshape(-1).float()
         for logits in noted:
             likely = nn.functional.softmax(logits, dim=-1)
@@ -89,19 +94,6 @@ class RouterLoss:
         """Its part in the step's loss: by the micro-batch's share of the step's label tokens."""
         share = self._share * loss
         return share if num_items is None else share * (labels[:, 1:] != -100).sum() / num_items
-
-    def joined(self, hidden: Tensor, sums: Tensor) -> Tensor:
-        """A hidden state with the sums behind it, for the next stage."""
-        return Pack.apply(hidden, sums, self.rows(hidden.shape, hidden.dtype))
-
-    def parted(self, received: Tensor | None, length: int) -> tuple[Tensor | None, Tensor | None]:
-        """What the stage before has joined; nothing on the first."""
-        return (None, None) if received is None else Unpack.apply(received, length, 2 * self._num_experts + 1)
-
-    def rows(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Positions that the sums take behind a hidden state [B, S, H]."""
-        values = (2 * self._num_experts + 1) * (4 // dtype.itemsize)
-        return -(-values // (shape[0] * shape[2]))
 
 
 class _Note:
@@ -127,46 +119,3 @@ def _routers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
             ):
                 found[module] = spec.index
     return list(found.items())
-
-
-class Pack(torch.autograd.Function):
-    """A hidden state [B, S, H] with fp32 values behind it, bit for bit, as [B, S + rows, H]."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, values: Tensor, rows: int) -> Tensor:
-        """Join."""
-        ctx.shape = hidden.shape[1], len(values)
-        return _join(hidden, values, rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Part the gradients."""
-        hidden, values = _part(gradient, *ctx.shape)
-        return hidden, values, None
-
-
-class Unpack(torch.autograd.Function):
-    """The other way round."""
-
-    @staticmethod
-    def forward(ctx: Any, packed: Tensor, length: int, count: int) -> tuple[Tensor, Tensor]:
-        """Part."""
-        ctx.rows = packed.shape[1] - length
-        return _part(packed, length, count)
-
-    @staticmethod
-    def backward(ctx: Any, hidden: Tensor, values: Tensor) -> tuple[Tensor, None, None]:
-        """Join the gradients."""
-        return _join(hidden, values, ctx.rows), None, None
-
-
-def _join(hidden: Tensor, values: Tensor, rows: int) -> Tensor:
-    bits = values.contiguous().view(hidden.dtype)
-    behind = torch.zeros(hidden.shape[0] * rows * hidden.shape[2], dtype=hidden.dtype, device=hidden.device)
-    behind[: len(bits)] = bits
-    return torch.cat([hidden, behind.view(hidden.shape[0], rows, hidden.shape[2])], dim=1)
-
-
-def _part(packed: Tensor, length: int, count: int) -> tuple[Tensor, Tensor]:
-    bits = packed[:, length:].reshape(-1)[: count * (4 // packed.dtype.itemsize)]
-    return packed[:, :length].contiguous(), bits.view(torch.float32).clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from typing import Any
@@ -17,8 +18,12 @@ from weft.engine.stages.skeleton import LAYER_COUNTS, decoder_layers, num_layers
 VOCABULARY = 96
 WIDTHS = re.compile("intermediate_size|n_inner|ffn_dim|ffn_hidden_size|d_ff")
 """Fields with the width of a feed-forward block; many configs have several."""
+HEADS = re.compile("head_dim$|_per_layer_input$")
+"""Fields with the size of a head, or of what each layer is given."""
 PROPORTIONAL = ("mamba_n_heads", "mamba_d_ssm", "n_mamba_heads")
 """Fields that grow with the hidden size."""
+LAST_LAYERS = ("num_kv_shared_layers",)
+"""Fields that count layers from the last one backwards."""
 MAX_PARAMETERS = 100_000_000
 """A small copy with more takes too long."""
 
@@ -42,7 +47,8 @@ def shrunken_model(cls: type[PreTrainedModel], config: PreTrainedConfig, *, min_
             _require_small(skeleton(cls, small))
             model = new_model(cls, small, dtype=torch.float32, seed=0).eval()
             with torch.no_grad():
-                model(input_ids=torch.ones(1, 4, dtype=torch.long), use_cache=False)
+                trial = copy.deepcopy(model)  # running leaves traces in some, such as weights that are rescaled
+                trial(input_ids=torch.ones(1, 4, dtype=torch.long), use_cache=False)
         except Exception as failure:  # any: it is Hugging Face's or the model's own code
             error = error or failure
         else:
@@ -94,8 +100,13 @@ def _first_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
         if isinstance(value, list | tuple) and len(value) == whole:
             setattr(text, name, type(value)(value[:count]))
     for name in LAYER_COUNTS:
-        if getattr(text, name, None) == whole:
-            setattr(text, name, count)
+        value = getattr(text, name, None)
+        if type(value) is int and value and value % whole == 0:
+            with contextlib.suppress(NotImplementedError):  # follows from others in some
+                setattr(text, name, value // whole * count)
+    for name in LAST_LAYERS:
+        if value := getattr(text, name, None):
+            setattr(text, name, max(0, value - (whole - count)))
     for name, value in list(vars(text).items()):
         if isinstance(value, float) and re.search("drop|jitter", name):
             setattr(text, name, 0.0)
@@ -149,10 +160,23 @@ def _dull_senses(config: PreTrainedConfig) -> None:
             _set_integers(part, re.compile("num_hidden_layers|^depth$"), 1)
 
 
+def _short_heads(config: PreTrainedConfig) -> None:
+    """Small heads, where their size does not follow from the others; layers may have their own."""
+    text = config.get_text_config()
+    _set_integers(text, HEADS, 32)
+    layers = getattr(text, "per_layer_config", None) or {}
+    for own in layers.values() if isinstance(layers, dict) else ():
+        own.update({name: min(value, 64) for name, value in own.items() if HEADS.search(name) and type(value) is int})
+
+
 def _set_integers(config: PreTrainedConfig, names: re.Pattern[str], most: int) -> None:
     for name, value in list(vars(config).items()):
-        if names.search(name) and type(value) is int:
+        if not names.search(name):
+            continue
+        if type(value) is int:
             setattr(config, name, min(value, most))
+        elif isinstance(value, list) and all(type(entry) is int for entry in value):
+            setattr(config, name, [min(entry, most) for entry in value])
 
 
 LADDER = (
@@ -160,5 +184,6 @@ LADDER = (
     (_dull_senses, _few_experts, _thin, _few_words),
     (_dull_senses, _few_words),
     (),
+    (_dull_senses, _narrow, _short_heads, _few_experts, _thin, _few_words),
 )
-"""Ways to shrink, the boldest first."""
+"""Ways to shrink, the boldest first; at last one that not all stand, for those that are still too large."""

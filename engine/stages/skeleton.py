@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 
@@ -22,6 +25,8 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     found = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if found is not None:
         return found[0] if isinstance(found, tuple | list) else found
+    if (text_only := _class_of_text_part(config)) is not None:
+        return text_only
     reference = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
     if reference is None:
         raise ValueError(
@@ -29,6 +34,17 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
             "choose a text-generation model"
         )
     return get_class_from_dynamic_module(reference, config.name_or_path)
+
+
+def _class_of_text_part(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The class that takes this config, where transformers lists it by the config of which this is the text part."""
+    family = type(config).__module__.rpartition(".")[0]
+    for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if family == f"transformers.models.{model_type_to_module_name(model_type)}" and isinstance(name, str):
+            found = getattr(importlib.import_module(family), name)
+            if found.config_class is type(config):
+                return found
+    return None
 
 
 def causal_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -53,8 +69,9 @@ def skeleton(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrained
         ) from error
 
 
-LAYER_COUNTS = ("decoder_layers", "num_decoder_layers", "num_hidden_layers")
-"""Names that Hugging Face configs have for the number of decoder layers; the first that one has counts them."""
+LAYER_COUNTS = ("decoder_layers", "num_decoder_layers", "num_layers", "num_hidden_layers")
+"""Names that Hugging Face configs have for the number of decoder layers; the first that one has counts them. A config
+with both of the last two counts attention blocks by the last, of which a layer may have several."""
 
 
 def num_layers(config: PreTrainedConfig) -> int:
@@ -94,6 +111,33 @@ def decoder_layers(model: PreTrainedModel) -> str:
             "choose another architecture, or run it whole with pipeline.stages=1"
         )
     return (named or outermost)[0]
+
+
+def cuttable_layers(model: PreTrainedModel) -> str:
+    """As `decoder_layers`, of a model that is to be cut.
+
+    Raises:
+        ValueError: also, several lists have a part of each layer, or layers share weights.
+    """
+    path = decoder_layers(model)
+    parent = path.rpartition(".")[0]
+    count = num_layers(model.config)
+    beside = [
+        name
+        for name, module in model.get_submodule(parent).named_children()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
+    name, remedy = type(model).__name__, "choose another architecture, or run it whole with pipeline.stages=1"
+    if count > 1 and len(beside) > 1:
+        raise ValueError(
+            f"model: {name} has the parts of its layers in several lists, {', '.join(beside)}, so there is no layer to "
+            f"cut behind; {remedy}"
+        )
+    for target, source in model.all_tied_weights_keys.items():
+        inner = [key[len(path) + 1 :].partition(".")[0] for key in (target, source) if key.startswith(f"{path}.")]
+        if len(set(inner)) > 1:
+            raise ValueError(f"model: layers {' and '.join(inner)} of {name} share the weight {source}; {remedy}")
+    return path
 
 
 @contextlib.contextmanager

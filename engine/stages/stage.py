@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from weft.engine.stages.batch import Batch
+from weft.engine.stages.handover import Boundary
+from weft.engine.stages.joining import pack, packed_size, unpack
 from weft.engine.stages.objective import Minimised
-from weft.engine.stages.placeholders import Leave, Port
+from weft.engine.stages.port import Leave, Port, require_as_foretold
 from weft.engine.stages.router import RouterLoss, wants_router_loss
 from weft.engine.stages.skeleton import decoder_layers
 
@@ -70,15 +72,15 @@ class Stage(nn.Module):
         """Run the stage's layers.
 
         Args:
-            hidden: [B, S, H] from the stage before; None on the first.
+            hidden: from the stage before, as `hidden_spec` says; None on the first.
             batch: the micro-batch, the same on every stage.
             num_items: labels that count, over everything that the loss is averaged over; None
                 averages over this micro-batch.
             counts: whether any item of the micro-batch does; without, an objective's loss is 0.
 
         Returns:
-            The hidden state [B, S, H] for the next stage; on the last one the loss: the sum of
-            the tokens' losses divided by ``num_items``.
+            What the next stage takes; on the last one the loss: the sum of the tokens' losses
+            divided by ``num_items``.
         """
         if not self.is_last:
             return self._hidden(hidden, batch)
@@ -99,13 +101,39 @@ class Stage(nn.Module):
         assert self.is_last
         return self._output(hidden, batch).logits
 
-    def hidden_spec(self, batch: Batch) -> tuple[torch.Size, torch.dtype]:
-        """Shape and dtype of the hidden state that this stage receives for a micro-batch."""
-        width = self.hf_model.config.get_text_config().hidden_size
-        shape, dtype = torch.Size((*batch["input_ids"].shape, width)), self.hf_model.dtype
+    def hidden_spec(self, batch: Batch, *, leaving: bool = False) -> tuple[torch.Size, torch.dtype]:
+        """Shape and dtype of what this stage receives for a micro-batch.
+
+        It is the hidden state, [B, S, H] in most models; where other tensors cross the cut as
+        well, one tensor [elements] with all of them in it.
+
+        Args:
+            leaving: of what it hands on instead, whose gradient it receives.
+        """
+        parts = self._parts(batch, leaving)
+        dtype = parts[0][1]
+        return (parts[0][0] if len(parts) == 1 else torch.Size([packed_size(parts, dtype)])), dtype
+
+    def _parts(self, batch: Batch, leaving: bool) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shapes and types of the tensors that cross the cut before the stage, or the one behind it."""
+        boundary = self._crossing(batch, leaving)
+        if boundary is None:
+            width = self.hf_model.config.get_text_config().hidden_size
+            parts = [(torch.Size((*batch["input_ids"].shape, width)), self._dtype())]
+        else:
+            parts = [(torch.Size(part.shape), part.dtype) for part in boundary]
         if self.router is not None:
-            shape = torch.Size((shape[0], shape[1] + self.router.rows(shape, dtype), width))
-        return shape, dtype
+            parts.append((torch.Size([self.router.num_sums]), torch.float32))
+        return parts
+
+    def _crossing(self, batch: Batch, leaving: bool) -> Boundary | None:
+        cut = self._port.window.stop if leaving else self._port.window.start
+        return self._port.crossing(cut, batch["input_ids"].shape, self._dtype())
+
+    def _dtype(self) -> torch.dtype:
+        """That the model computes in: the smallest of its weights', of which some are kept in fp32."""
+        kinds = {parameter.dtype for parameter in self.hf_model.parameters() if parameter.is_floating_point()}
+        return min(kinds, key=lambda dtype: dtype.itemsize)
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters with their names in the whole model, each once."""
@@ -120,18 +148,33 @@ class Stage(nn.Module):
         return [block for block in (*layers, head) if block is not None and any(True for _ in block.parameters())]
 
     def _hidden(self, hidden: Tensor | None, batch: Batch) -> Tensor:
+        tensors, sums = self._received(hidden, batch)
         if self.router is None:
-            return self._left(hidden, batch)
-        hidden, sums = self.router.parted(hidden, batch["input_ids"].shape[1])
-        with self.router.listening():
-            left = self._left(hidden, batch, output_router_logits=False)
-        return self.router.joined(left, self.router.sums(sums, batch.get("attention_mask"), left))
+            left = self._left(tensors, batch)
+        else:
+            with self.router.listening():
+                left = self._left(tensors, batch, output_router_logits=False)
+        boundary = self._crossing(batch, leaving=True)
+        if boundary is not None:
+            require_as_foretold(left, boundary, type(self.hf_model).__name__)
+        if self.router is not None:
+            left.append(self.router.sums(sums, batch.get("attention_mask"), left[0]))
+        return left[0] if len(left) == 1 else pack(left, left[0].dtype)
 
-    def _left(self, hidden: Tensor | None, batch: Batch, **more: Any) -> Tensor:
+    def _received(self, hidden: Tensor | None, batch: Batch) -> tuple[list[Tensor], Tensor | None]:
+        """The tensors that the stage before has handed on, and its sums over routers."""
+        assert (hidden is None) == self.is_first
+        if hidden is None:
+            return [], None
+        parts = self._parts(batch, leaving=False)
+        tensors = [hidden] if len(parts) == 1 else list(unpack(hidden, parts))
+        return tensors, None if self.router is None else tensors.pop()
+
+    def _left(self, tensors: list[Tensor], batch: Batch, **more: Any) -> list[Tensor]:
         try:
-            self._run(hidden, batch, **more)
+            self._run(tensors, batch, **more)
         except Leave as leave:
-            return leave.hidden
+            return leave.tensors
         raise AssertionError("the forward ran past the stage's last layer")
 
     def accepted(self, batch: Batch, **more: Any) -> dict[str, Any]:
@@ -143,24 +186,23 @@ class Stage(nn.Module):
 
     def _output(self, hidden: Tensor | None, batch: Batch, **more: Any) -> Any:
         """The last stage's outputs, the router's loss in theirs."""
+        tensors, sums = self._received(hidden, batch)
         if self.router is None:
-            return self._run(hidden, batch, **more)
-        hidden, sums = self.router.parted(hidden, batch["input_ids"].shape[1])
+            return self._run(tensors, batch, **more)
         with self.router.listening():
-            output = self._run(hidden, batch, **more, output_router_logits=False)
+            output = self._run(tensors, batch, **more, output_router_logits=False)
         output.aux_loss = self.router.loss(self.router.sums(sums, batch.get("attention_mask"), output.logits))
         if output.loss is not None:
             items = more.get("num_items_in_batch")
             output.loss = output.loss + self.router.weighted(output.aux_loss, batch["labels"], items)
         return output
 
-    def _run(self, hidden: Tensor | None, batch: Batch, **more: Any) -> Any:
-        assert (hidden is None) == self.is_first
-        self._port.hidden = hidden
+    def _run(self, tensors: list[Tensor], batch: Batch, **more: Any) -> Any:
+        self._port.open(tensors, batch["input_ids"].shape, self._dtype())
         try:
             return self.hf_model(**self.accepted(batch, **more), use_cache=False)
         finally:
-            self._port.hidden = None
+            self._port.close()
 
 
 def hf_model(model: nn.Module) -> PreTrainedModel:

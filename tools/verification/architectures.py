@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -25,7 +25,7 @@ from weft.conf.schema import Attention, ModelConfig, SplitKind
 from weft.engine.stages import check_packing, export_stages, load_hf_config, load_stages, self_check, split_layers
 from weft.engine.stages.checking import LENGTH, architecture, check_stages, require_causal, small_copy, tried_batch
 from weft.engine.stages.comparison import run_stages
-from weft.engine.stages.refusals import refuse_unfaithful
+from weft.engine.stages.skeleton import cuttable_layers, skeleton
 from weft.tools.verification.small_configs import small_config
 
 LIMIT_S = 180.0
@@ -44,6 +44,7 @@ class Verdict(Enum):
 
 
 OTHER_LOSS = "with `loss=weft.next_token_loss`; its own loss is a mean of each micro-batch, and refused"
+NO_LOSS = "with `loss=weft.next_token_loss`; its own loss does not run on text alone"
 MEANING: Mapping[Verdict, str] = {
     Verdict.exact: "logits, loss and gradients of its stages equal those of the whole model",
     Verdict.refused: "cannot be trained in stages; the self-check says why before anything starts",
@@ -91,34 +92,44 @@ def examine(model_type: str) -> Finding:
         return Finding(model_type, name, Verdict.untried, _reason(error))
     try:
         cls, config = architecture(config)
-        refuse_unfaithful(config)
+    except ValueError as error:
+        return Finding(model_type, name, Verdict.refused, _reason(error))
+    try:
+        whole = skeleton(cls, config)
+    except ValueError as error:
+        return Finding(model_type, name, Verdict.untried, _reason(error))
+    try:
+        cuttable_layers(whole)
     except ValueError as error:
         return Finding(model_type, name, Verdict.refused, _reason(error))
     try:
         small = small_copy(cls, config, min_layers=2)
     except Exception as error:  # any: see above
         return Finding(model_type, name, Verdict.untried, _reason(error))
-    own_loss = True
+    reason = ""
     try:
         try:
             self_check(config)
         except ValueError as error:
-            if "num_items_in_batch" not in str(error):
+            reason = OTHER_LOSS if "num_items_in_batch" in str(error) else NO_LOSS
+            if not (reason == OTHER_LOSS or _fails_as_a_whole(error)):
                 raise
-            own_loss = False
             self_check(config, own_loss=False)
     except ValueError as error:
-        runs = "Hugging Face's own run" not in _reason(error) or "differs" in _reason(error)
-        return Finding(model_type, name, Verdict.refused if runs else Verdict.untried, _reason(error))
+        verdict = Verdict.untried if _fails_as_a_whole(error) else Verdict.refused
+        return Finding(model_type, name, verdict, _reason(error))
     try:
         require_causal(small)
         for batches, num_stages in _wider(small):
-            check_stages(small, num_stages, batches, own_loss=own_loss)
+            check_stages(small, num_stages, batches, own_loss=not reason)
             small.zero_grad()
     except ValueError as error:
         return Finding(model_type, name, Verdict.wrong, _reason(error))
-    reason = "" if own_loss else OTHER_LOSS
     return Finding(model_type, name, Verdict.exact, reason, packing=_packing(config), folder=_folder(small))
+
+
+def _fails_as_a_whole(error: ValueError) -> bool:
+    return "Hugging Face's own run" in str(error) and "differs" not in str(error)
 
 
 def _wider(small: PreTrainedModel) -> Iterator[tuple[list[dict[str, Tensor]], int]]:
@@ -152,10 +163,12 @@ def _folder(small: PreTrainedModel) -> str:
             hf_config = load_hf_config(config)
             split = split_layers(hf_config, 2, SplitKind.even)
             stages = load_stages(config, split, range(2), dtype=torch.float32, seed=1)
-            staged = [stage.eval() for stage in stages]
+            staged = [realigned(stage).eval() for stage in stages]
             export_stages(stages, Path(folder, "exported"))
-            again = type(small).from_pretrained(f"{folder}/exported", attn_implementation="eager").eval()
-            first = type(small).from_pretrained(f"{folder}/saved", attn_implementation="eager").eval()
+            again, first = (
+                realigned(type(small).from_pretrained(f"{folder}/{name}", attn_implementation="eager")).eval()
+                for name in ("exported", "saved")
+            )
             takes = staged[-1].accepted(batch)
             want = first(**takes, use_cache=False).logits
             if not torch.equal(staged[-1].logits(run_stages(staged[:-1], batch), batch), want):
@@ -165,6 +178,13 @@ def _folder(small: PreTrainedModel) -> str:
     except Exception as error:  # any: it is Hugging Face's code
         return _reason(error)
     return "loads and exports"
+
+
+def realigned(model: nn.Module) -> nn.Module:
+    """The same weights in memory of their own: where a file begins decides how products of them are rounded."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
 
 
 def _reason(error: Exception) -> str:

@@ -40,13 +40,24 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "mistral": COMMON | {"sliding_window": 4},
     "gemma2": COMMON | {"head_dim": 8, "sliding_window": 4},
     "gemma3_text": COMMON | {"head_dim": 8, "sliding_window": 4, "num_hidden_layers": 7},
+    "gemma4_text": COMMON
+    | {
+        "head_dim": 8,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "sliding_window": 4,
+        "per_layer_config": {},
+    },
     "phi3": COMMON,
     "gpt2": GPT2,
     "mixtral": COMMON | {"num_local_experts": 4},
     "qwen3_moe": COMMON | MIXTURE | {"head_dim": 8},
 }
 """Fields of the Hugging Face config, by model_type. Windows are shorter than sequences, and
-Gemma3 has one layer of full attention among those with a window."""
+Gemma3 has one layer of full attention among those with a window. Layers of Gemma4 share keys and values."""
 
 
 def tiny_model(arch: str = "llama", **overrides: Any) -> ModelConfig:

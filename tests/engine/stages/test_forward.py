@@ -47,14 +47,9 @@ def test_one_stage_is_the_whole_model():
 
 
 def test_one_stage_runs_what_cannot_be_cut():
-    overrides = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 96,
-        "pad_token_id": 0,
-    }
-    config = ModelConfig(arch="zaya", overrides=overrides)
+    overrides = {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 96, "causal": True, "dropout": 0.0}
+    overrides |= {"attention_dropout": 0.0, "pad_index": 0}
+    config = ModelConfig(arch="xlm", overrides=overrides, attn_implementation=Attention.eager)
     (stage,) = stages_of(config, 1)
     data = batch()
     assert torch.equal(run([stage], data), whole(config)(**data, use_cache=False).loss)

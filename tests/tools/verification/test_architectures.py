@@ -29,8 +29,8 @@ def test_exact(model_type, packing):
 
 
 def test_refused_and_untried():
-    assert examine("gemma3n").verdict is Verdict.refused
-    assert examine("blt").verdict is Verdict.untried
+    assert examine("xlm").verdict is Verdict.refused
+    assert examine("gemma4_assistant").verdict is Verdict.untried
 
 
 def test_findings_are_kept(tmp_path):

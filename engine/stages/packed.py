@@ -32,13 +32,13 @@ def _install() -> None:
 
     Its causal mask asks in every forward whether a row is packed, and waits for the device to say
     so (`masking_utils.find_packed_sequence_indices` of 5.17 to 5.19). A tensor of which nothing
-    was told is looked at as before.
+    was told is looked at as before; one on the meta device, which holds nothing, is of one sequence.
     """
     look: Callable[[Tensor], Tensor | None] = masking_utils.find_packed_sequence_indices
 
     def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
         packed = getattr(position_ids, _KNOWN, None)
-        if packed is None:
+        if packed is None and not position_ids.is_meta:
             return look(position_ids)
         return sequence_indices(position_ids) if packed else None
 

@@ -1,0 +1,172 @@
+"""The port of a stage: what goes into its model from the stage before, and out of it to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.engine.stages.handover import Boundary, Handover, Slot
+from weft.engine.stages.provenance import MAPPINGS, Entry, entries, leaves
+
+_FED = "_weft_fed"
+
+
+class Leave(Exception):
+    """Ends a forward after the stage's last layer."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.tensors = tensors
+        """What crosses the cut, the hidden state first."""
+
+
+class Port:
+    """One stage's, for one micro-batch at a time.
+
+    Where nothing but a hidden state [B, S, H] crosses the cuts, ``handover`` is None.
+    """
+
+    def __init__(self, window: range = range(0), num_layers: int = 0, handover: Handover | None = None) -> None:
+        """Nothing is in it yet.
+
+        Args:
+            window: the stage's decoder layers.
+            num_layers: of the whole model.
+            handover: says what crosses cuts.
+        """
+        self.window, self.num_layers, self.handover = window, num_layers, handover
+        self.hidden: Tensor | None = None
+        """What the stage's first layer takes, while a forward is under way."""
+        self.dtype = torch.float32
+        """That the model computes in."""
+        self._entered = False
+        self._given: dict[Slot, Tensor] = {}
+        self._leaving: Boundary = ()
+        self._out: dict[int, Tensor] = {}
+
+    def crossing(self, cut: int, shape: Sequence[int], dtype: torch.dtype) -> Boundary | None:
+        """What crosses the cut before a layer for token ids [B, S]; None is one hidden state [B, S, H].
+
+        Raises:
+            ValueError: see `Handover.boundary`.
+        """
+        return None if self.handover is None else self.handover.boundary(cut, shape, dtype)
+
+    def open(self, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Let in what the stage before has handed on: the hidden state first, nothing on the first stage."""
+        self.dtype = dtype
+        self.hidden, self._entered = tensors[0] if tensors else None, False
+        self._given, self._out, self._leaving = {}, {}, ()
+        if self.handover is None:
+            return
+        if tensors:
+            boundary = self.handover.boundary(self.window.start, shape, dtype)
+            self._given = {slot: t for part, t in zip(boundary, tensors, strict=True) for slot in part.slots}
+        if self.window.stop < self.num_layers:
+            self._leaving = self.handover.boundary(self.window.stop, shape, dtype)
+
+    def close(self) -> None:
+        """Hold nothing any longer."""
+        self.hidden, self._given, self._out, self._leaving = None, {}, {}, ()
+
+    def put_in(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
+        """A layer's arguments, with those that earlier stages have made; for the first that runs the hidden state, too.
+
+        A layer that is run again in its backward gets the same tensors again.
+        """
+        entry, hidden = next((e, tree) for e, tree in entries(args, kwargs) if isinstance(tree, Tensor))
+        fed: dict[int, dict[tuple[Entry, tuple[int, ...]], Tensor]] = getattr(hidden, _FED, {})
+        if layer not in fed and self.hidden is not None:
+            given = {(slot.entry, slot.place): tensor for slot, tensor in self._given.items() if slot.layer == layer}
+            if not self._entered:
+                given[entry, ()] = self.hidden
+                self._entered = True
+            fed = fed | {layer: {where: tensor for where, tensor in given.items() if tensor is not hidden}}
+            setattr(hidden, _FED, fed)
+        given = fed.get(layer, {})
+        for entry in dict.fromkeys(entry for entry, _ in given):
+            args, kwargs = _replaced(args, kwargs, entry, {p: t for (e, p), t in given.items() if e == entry})
+        return args, kwargs
+
+    def take_out(self, layer: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what a layer after the stage's own takes.
+
+        Raises:
+            Leave: that is all that crosses the cut.
+        """
+        parts = self._leaving[1:]
+        if 0 not in self._out:  # some layers never run
+            self._out[0] = hidden if self._entered or self.hidden is None else self.hidden
+        found = {(entry, place): tensor for entry, tree in entries(args, kwargs) for place, tensor in leaves(tree)}
+        for number, part in enumerate(parts, start=1):
+            if part.slots[0] in self._given:
+                self._out[number] = self._given[part.slots[0]]
+            elif part.slots[0].layer == layer:
+                self._out[number] = found[part.slots[0].entry, part.slots[0].place]
+        if len(self._out) == 1 + len(parts):
+            raise Leave([self._out[number] for number in range(1 + len(parts))])
+
+
+class Feed:
+    """A hook on a stage's own layer that puts in what earlier stages have made; a class, because stages are copied."""
+
+    def __init__(self, port: Port, layer: int) -> None:
+        self._port, self._layer = port, layer
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments, as the layer is to take them."""
+        return self._port.put_in(self._layer, args, kwargs)
+
+
+def require_as_foretold(tensors: Sequence[Tensor], boundary: Boundary, name: str) -> None:
+    """What leaves a stage must have the shapes and types that the next one waits for.
+
+    Raises:
+        ValueError: it does not.
+    """
+    found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    wanted = [(part.shape, part.dtype) for part in boundary]
+    if found != wanted:
+        raise ValueError(
+            f"model: the layers of {name} hand on {_shown(found)}, not {_shown(wanted)} as was foretold; "
+            "choose another architecture, or run it whole with pipeline.stages=1"
+        )
+
+
+def _shown(parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')} {shape}" for shape, dtype in parts)
+
+
+def _replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry, given: Mapping[tuple[int, ...], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments with the tensors of one entry replaced; mappings are written into."""
+    name, keys = entry[0], entry[1:]
+    old = args[name] if isinstance(name, int) else kwargs.get(name)
+    if keys:
+        table: Any = old
+        for key in keys[:-1]:
+            table = table[key]
+        assert isinstance(table, MAPPINGS)
+        table[keys[-1]] = _tree(table.get(keys[-1]), given)
+        return args, kwargs
+    new = _tree(old, given)
+    if isinstance(name, int):
+        return (*args[:name], new, *args[name + 1 :]), kwargs
+    return args, kwargs | {name: new}
+
+
+def _tree(old: Any, given: Mapping[tuple[int, ...], Tensor]) -> Any:
+    """A nested tuple with tensors at some places replaced; those that were not there are added."""
+    if () in given:
+        return given[()]
+    size = max(1 + max(place[0] for place in given), len(old) if isinstance(old, tuple | list) else 0)
+    return tuple(
+        _tree(was, inner) if inner else was
+        for index in range(size)
+        for was in [old[index] if isinstance(old, tuple | list) and index < len(old) else None]
+        for inner in [{place[1:]: tensor for place, tensor in given.items() if place[0] == index}]
+    )

@@ -1,0 +1,143 @@
+"""Where the tensors that decoder layers take were made: by which layer, or before all of them.
+
+A cut model needs to hand on whatever a layer takes that an earlier stage has made. The hidden state always is; keys and
+values that later layers share, a router's state, or embeddings for every layer are in some models. What a layer takes
+and no weight has gone into, such as masks and rotary tables, each stage makes for itself.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BEFORE = -1
+"""Made before the first layer."""
+MAPPINGS = (dict, UserDict)
+"""Kinds of arguments that layers write into, as they do into a table of shared keys and values."""
+VALUELESS = ("zeros", "ones", "full", "empty", "rand", "randn")
+"""Operations that take a tensor's shape, and none of its values, such as ``zeros_like`` and ``new_full``."""
+
+Entry = tuple[str | int, ...]
+"""Which argument of a layer: its position or name, and keys where the argument is a mapping."""
+Tree = Any
+"""An argument: nested tuples and lists, with tensors or anything else at their ends."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A tensor that a layer took, and where it was made."""
+
+    layer: int
+    entry: Entry
+    place: tuple[int, ...]
+    """In the entry, where that is a tuple or a list."""
+    maker: int
+    """The layer that made it, or `BEFORE`."""
+    tensor: Tensor
+
+
+class Provenance(TorchDispatchMode):
+    """Follows what weights go into, as a model runs; by memory, so views and writes in place are followed too."""
+
+    def __init__(self, model: nn.Module, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.taken: list[Taken] = []
+        """What layers took, in order."""
+        self.uses: dict[int, set[int]] = {}
+        """By the memory of a weight, when it was used: how many layers had begun or ended; `BEFORE` for none."""
+        self._layers = layers
+        self._now = BEFORE
+        self._time = BEFORE
+        self._inside = False
+        self._makers: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # so that no address is used twice
+        self._weights = {memory(parameter) for parameter in model.parameters()}
+
+    @contextmanager
+    def watching(self) -> Iterator[Provenance]:
+        """Follow what runs in this context."""
+        with ExitStack() as stack, torch.no_grad(), self:
+            for index, layer in enumerate(self._layers):
+                hook = layer.register_forward_pre_hook(self._enter(index), with_kwargs=True, prepend=True)
+                stack.callback(hook.remove)
+                stack.callback(layer.register_forward_hook(self._leave).remove)
+            yield self
+
+    def _enter(self, index: int) -> Any:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._now, self._time, self._inside = index, self._time + 1, True
+            for entry, tree in entries(args, kwargs):
+                for place, tensor in leaves(tree):
+                    maker = self._makers.get(memory(tensor))
+                    if maker is not None:
+                        self.taken.append(Taken(index, entry, place, maker, tensor))
+
+        return enter
+
+    @property
+    def after(self) -> int:
+        """What `uses` has for after the last layer that has run."""
+        return self._time
+
+    def _leave(self, *_: Any) -> None:
+        self._time, self._inside = self._time + 1, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and note who made its results."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        if name.removeprefix("new_").removesuffix("_like").split(".")[0] in VALUELESS:
+            return result
+        given = [tensor for _, tensor in leaves((*args, *kwargs.values()))]
+        makers = [self._makers[memory(tensor)] for tensor in given if memory(tensor) in self._makers]
+        for tensor in given:
+            if memory(tensor) in self._weights:
+                self.uses.setdefault(memory(tensor), set()).add(self._time)
+                makers.append(self._now)
+        if makers:
+            shared = {memory(tensor) for tensor in given}
+            for _, tensor in leaves(result):
+                if memory(tensor) not in self._weights:
+                    new = self._inside and memory(tensor) not in shared  # neither a view nor written in place
+                    self._makers[memory(tensor)] = max(*makers, self._now) if new else max(makers)
+                    self._alive.append(tensor)
+        return result
+
+
+def memory(tensor: Tensor) -> int:
+    """What views of the same memory have in common, on any device."""
+    return tensor.untyped_storage()._cdata
+
+
+def entries(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Entry, Tree]]:
+    """The arguments of a call, those that are mappings key by key."""
+
+    def opened(entry: Entry, tree: Tree) -> Iterator[tuple[Entry, Tree]]:
+        if isinstance(tree, MAPPINGS):
+            for key, value in tree.items():
+                yield from opened((*entry, key), value)
+        else:
+            yield entry, tree
+
+    for number, value in enumerate(args):
+        yield from opened((number,), value)
+    for name, value in kwargs.items():
+        yield from opened((name,), value)
+
+
+def leaves(tree: Tree) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """The tensors of nested tuples and lists, and where they are."""
+    if isinstance(tree, Tensor):
+        yield (), tree
+    elif isinstance(tree, tuple | list):
+        for index, part in enumerate(tree):
+            for place, tensor in leaves(part):
+                yield (index, *place), tensor
