@@ -1,4 +1,4 @@
-"""The action: one thing that one virtual stage does for one micro-batch."""
+"""Actions: one operation of one virtual stage on one micro-batch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from enum import Enum
 from typing import NamedTuple
 
-from weft.pipeline.limits import shown
+from weft.pipeline.limits import short_repr
 
 
 class Op(Enum):
-    """The field's own letters, as in torch.distributed.pipelining.
+    """The kinds of action, named as in torch.distributed.pipelining.
 
     A full backward ``B`` is an input-gradient backward ``I`` followed by a weight-gradient
     backward ``W`` of the same stage and micro-batch.
@@ -38,12 +38,12 @@ class Op(Enum):
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
 BACKWARD = frozenset({Op.B, Op.I, Op.W})
 WEIGHT_USERS = frozenset({Op.F, Op.B, Op.I})
-"""Computations that need the weights of their stage."""
+"""Computations that read the weights of their stage."""
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 RELAYS = frozenset({Op.RELAY_F, Op.RELAY_B})
 STAGE_WIDE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD, Op.STEP})
-"""Operations on a whole virtual stage: they carry no micro-batch."""
+"""Operations on a whole virtual stage, without a micro-batch."""
 
 _TEXT = re.compile(r"([0-9]{1,9})(" + "|".join(sorted((o.value for o in Op), key=len, reverse=True)) + r")([0-9]{0,9})")
 
@@ -52,10 +52,10 @@ class Action(NamedTuple):
     """``op`` of virtual stage ``stage`` for ``microbatch``; text form ``2F7``.
 
     A ``SEND_F`` names the stage that produced the activation, a ``RECV_F`` the stage that
-    will consume it; likewise for gradients with ``SEND_B`` and ``RECV_B``. A ``RELAY_F`` or ``RELAY_B`` names the
-    stage that sends, and stands on ranks whose uplinks carry a part of it (a DP-cell). Stage-wide
-    operations have ``microbatch`` None. ``STEP`` stands once per rank and names the rank's
-    lowest stage: it steps the optimiser over all stages of that rank.
+    consumes it; ``SEND_B`` and ``RECV_B`` do the same for gradients. A ``RELAY_F`` or ``RELAY_B``
+    names the sending stage, and appears on the ranks of a DP-cell whose uplinks carry a part of
+    the transfer. Stage-wide operations have ``microbatch`` None. ``STEP`` appears once per rank
+    and names the rank's lowest stage: it steps the optimiser over all stages of that rank.
     """
 
     op: Op
@@ -67,14 +67,14 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read the text form, strictly.
+        """Parse the text form.
 
         Raises:
             ValueError: ``text`` is not exactly one action.
         """
         match = _TEXT.fullmatch(text)
         if match is None:
-            raise ValueError(f"action {shown(text)}: expected STAGE OP MICROBATCH such as '2F7' or '3REDUCE_GRAD'")
+            raise ValueError(f"action {short_repr(text)}: expected STAGE OP MICROBATCH such as '2F7' or '3REDUCE_GRAD'")
         op = Op(match[2])
         if (op in STAGE_WIDE) != (match[3] == ""):
             need = "no micro-batch" if op in STAGE_WIDE else "a micro-batch"
@@ -86,7 +86,7 @@ _RECEIVE_OF = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1)}
 
 
 def receive_of(send: Action) -> Action:
-    """The receive that ``send`` feeds, at the neighbouring stage."""
+    """The receive on the neighbouring stage that matches ``send``."""
     op, step = _RECEIVE_OF[send.op]
     return Action(op, send.stage + step, send.microbatch)
 
@@ -94,7 +94,7 @@ def receive_of(send: Action) -> Action:
 Slot = tuple[Action, ...]
 """One action, or a strand pair: a forward and a backward of different micro-batches.
 
-A pair is atomic: it starts when the inputs of both halves are there.
+A pair is atomic: it starts when the inputs of both halves have arrived.
 """
 
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
@@ -106,7 +106,7 @@ def slot_text(slot: Slot) -> str:
 
 
 def parse_slot(text: str) -> Slot:
-    """Read ``slot_text``'s form.
+    """Parse what ``slot_text`` writes.
 
     Raises:
         ValueError: ``text`` is neither an action nor a forward paired with a backward.
@@ -116,5 +116,5 @@ def parse_slot(text: str) -> Slot:
         return (Action.parse(text),)
     pair = (Action.parse(match[1]), Action.parse(match[2]))
     if pair[0].op is not Op.F or pair[1].op not in BACKWARD:
-        raise ValueError(f"slot {shown(text)}: a pair is a forward and a backward, as in '(2F7;1B3)OVERLAP_F_B'")
+        raise ValueError(f"slot {short_repr(text)}: a pair is a forward and a backward, as in '(2F7;1B3)OVERLAP_F_B'")
     return pair

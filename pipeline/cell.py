@@ -1,4 +1,4 @@
-"""The DP-cell: pipelines side by side that share their WAN uplinks in time (Atlas section 4.4)."""
+"""The DP-cell: replicas of a pipeline that take turns on their pooled WAN uplinks (Atlas section 4.4)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from weft.pipeline.costs import CostModel
 from weft.pipeline.order import Visit, execution_order
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.simulation import Run, simulate
+from weft.pipeline.simulation import SimulatedStep, simulate
 from weft.pipeline.timeline import Timeline
 
 _RELAY_OF = {Op.SEND_F: Op.RELAY_F, Op.SEND_B: Op.RELAY_B}
 
 
 def side_by_side(schedule: Schedule, pipelines: int) -> Schedule:
-    """A cell whose ``pipelines`` all do what ``schedule`` says, each for micro-batches of its own."""
+    """A cell of ``pipelines`` pipelines that all run ``schedule``, each on its own micro-batches."""
     stages = schedule.placement.num_stages
     rows = [
         [tuple(action._replace(stage=action.stage + number * stages) for action in slot) for slot in row]
@@ -31,7 +31,7 @@ def side_by_side(schedule: Schedule, pipelines: int) -> Schedule:
 
 
 def pipeline_of(cell: Schedule, local_rank: int) -> Schedule:
-    """What one pipeline of a cell does, by its LocalDPRank; relays are the transport's and left out."""
+    """The schedule of one pipeline of a cell, by its LocalDPRank, without relays (the transport's part)."""
     single = cell.placement.single
     first_row, first_stage = local_rank * single.num_ranks, local_rank * single.num_stages
     rows = [
@@ -46,11 +46,11 @@ def pipeline_of(cell: Schedule, local_rank: int) -> Schedule:
 
 
 def predict(cell: Schedule, costs: CostModel, local_rank: int) -> Timeline:
-    """The timeline of one pipeline of a cell, by its LocalDPRank, as `simulate` has it among the others.
+    """Simulate a whole cell, and return the timeline of one pipeline by its LocalDPRank.
 
     Args:
         cell: lowered, with relays.
-        costs: of one pipeline.
+        costs: the costs of one pipeline.
     """
     placement = cell.placement
     if placement.pipelines == 1:
@@ -79,20 +79,20 @@ def predict(cell: Schedule, costs: CostModel, local_rank: int) -> Timeline:
 
 
 def uplink_order(cell: Schedule, rank: int) -> list[Action]:
-    """The transfers that the uplink of ``rank`` carries, its own and its peers', in the cell's order."""
+    """The transfers that the uplink of ``rank`` carries, its own and its peers', in row order."""
     return [action for action in cell.actions(rank) if action.op in RELAYS or _crosses(cell.placement, action)]
 
 
 def add_relays(cell: Schedule, costs: CostModel) -> Schedule:
-    """The lowering pass of a DP-cell: each rank's row shows the peers' transfers that its uplink carries.
+    """Add ``RELAY`` actions: the peers' transfers that each rank's uplink carries (a lowering pass).
 
-    A ``RELAY`` stands in the row of every peer of the sender at the time at which the transfer
-    is posted, so that all rows of a place in the pipeline have one order of transfers: that of
-    the posts, and of micro-batches and LocalDPRanks where posts coincide. Relays block nothing.
+    Peers are the ranks at the same position of the other pipelines. A relay is placed in the row
+    of every peer of the sender where the transfer is posted, so that all of them carry transfers
+    in one order: by posting time, then by micro-batch and LocalDPRank. Relays block nothing.
 
     Args:
-        cell: lowered, transfers included.
-        costs: of the cell, see `CostModel.for_cell`; they decide the order.
+        cell: lowered, with transfers.
+        costs: the costs of the cell (see `CostModel.for_cell`), which decide the order.
     """
     placement = cell.placement
     if placement.pipelines == 1 or cell.ops & RELAYS:
@@ -107,7 +107,7 @@ def add_relays(cell: Schedule, costs: CostModel) -> Schedule:
 
 
 class _Post(NamedTuple):
-    """A transfer between sites; compares by its turn on the uplinks."""
+    """A transfer between sites; sorts in the order in which the uplinks carry it."""
 
     posted_s: float
     microbatch: int
@@ -118,21 +118,21 @@ class _Post(NamedTuple):
 
 
 def _timed(cell: Schedule, costs: CostModel) -> tuple[list[list[float]], list[_Post]]:
-    """When each slot of each row could start, and the transfers between sites by turn."""
-    run = Run(cell, costs)
+    """When each slot of each row could start, and the transfers between sites in order."""
+    run = SimulatedStep(cell, costs)
     starts_s: list[list[float]] = [[] for _ in cell.rows]
     posts: list[_Post] = []
 
-    def turn(visit: Visit) -> _Post:
+    def post_of(visit: Visit) -> _Post:
         (action,) = visit.slot
         assert action.microbatch is not None
         posted_s = run.could_start_s(visit)
         return _Post(posted_s, action.microbatch, action.stage, action.op.value, visit.rank, action)
 
-    for visit in execution_order(cell, turn=turn):
+    for visit in execution_order(cell, send_key=post_of):
         starts_s[visit.rank].append(run.could_start_s(visit))
         if _crosses(cell.placement, visit.slot[0]):
-            posts.append(turn(visit))
+            posts.append(post_of(visit))
         run.step(visit)
     return starts_s, posts
 
@@ -140,13 +140,13 @@ def _timed(cell: Schedule, costs: CostModel) -> tuple[list[list[float]], list[_P
 def _merged(
     row: Sequence[Slot], starts_s: Sequence[float], others: Sequence[_Post], placement: Placement
 ) -> Iterator[Slot]:
-    """A row with relays of ``others``: each before what starts later, and transfers in their turns."""
+    """A row with the relays of ``others``, each before the slots that start later; transfers stay in order."""
     waiting = deque(sorted(others))
     for slot, start_s in zip(row, starts_s, strict=True):
-        # A transfer has a turn; whatever else starts at the same time goes first.
+        # Transfers go in posting order; any other slot that starts at the same time goes first.
         _, stage, microbatch = slot[0]
-        turn: tuple[Any, ...] = (start_s, microbatch, stage) if _crosses(placement, slot[0]) else (start_s,)
-        while waiting and waiting[0][: len(turn)] < turn:
+        key: tuple[Any, ...] = (start_s, microbatch, stage) if _crosses(placement, slot[0]) else (start_s,)
+        while waiting and waiting[0][: len(key)] < key:
             yield _relay(waiting.popleft())
         yield slot
     yield from map(_relay, waiting)
@@ -157,7 +157,7 @@ def _relay(post: _Post) -> Slot:
 
 
 def _crosses(placement: Placement, action: Action) -> bool:
-    """Whether it is a transfer from one site to another."""
+    """Whether ``action`` sends from one site to another."""
     if action.op not in SENDS:
         return False
     return placement.crosses_wan(action.stage if action.op is Op.SEND_F else action.stage - 1)

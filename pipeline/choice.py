@@ -1,4 +1,4 @@
-"""The choice of a placement: compared by what a step costs on each, never decided by rule."""
+"""The choice of a placement: schedule a step on each candidate and take the shortest."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from weft.pipeline.schedule import Schedule
 from weft.pipeline.simulation import simulate
 
 _WORTH_A_SEARCH = 1.1
-"""Placements whose first answer is within so much of the best are searched too."""
+"""The search also improves placements whose first step is at most this many times the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """`auto`'s answer for one placement.
+    """`auto`'s schedule for one placement.
 
     Attributes:
-        name: of the placement, for people.
-        costs: of its virtual stages; of the cell, if it is one.
-        step_s: simulated.
-        bound_s: which no schedule of this placement beats, whatever memory it takes.
-        peak_bytes: saved activations of the fullest rank.
+        name: label of the placement.
+        costs: costs of its virtual stages; for a DP-cell, of the whole cell.
+        step_s: simulated step time.
+        bound_s: lower bound on the step time of any schedule of this placement in any memory.
+        peak_bytes: activation memory of the fullest rank.
     """
 
     name: str
@@ -42,11 +42,11 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What was compared.
+    """The placements that were compared.
 
     Attributes:
         options: shortest step first.
-        left_out: by name of a placement, why it was not planned.
+        left_out: placements without a schedule: the reason by name.
     """
 
     options: tuple[Option, ...]
@@ -54,16 +54,16 @@ class Choice:
 
     @property
     def best(self) -> Option:
-        """The one to run."""
+        """The option with the shortest step."""
         return self.options[0]
 
 
 def placements(num_ranks: int, sites: tuple[int, ...] = (), chunks: int = 2) -> dict[str, Placement]:
-    """The placements to choose from, by name; those that come out alike stand once.
+    """The distinct placements to choose from, by name.
 
-    Inside each of several sites a fold enters and leaves by one rank, so that in a middle site
-    both directions share its uplink; an interleaved site enters by its first rank and leaves
-    by its last.
+    With several sites, a fold enters and leaves each site by the same rank, so in a middle site
+    both directions share that rank's uplink; an interleaved site is entered by its first rank
+    and left by its last.
     """
     sites = sites or (num_ranks,)
     every = {"straight": Placement.straight(num_ranks, sites)}
@@ -76,7 +76,7 @@ def placements(num_ranks: int, sites: tuple[int, ...] = (), chunks: int = 2) -> 
     found: dict[str, Placement] = {}
     for name, placement in every.items():
         known = (other.stage_ranks for other in found.values())
-        # A rank that hands on to itself is one stage cut in two, which straight has already.
+        # Two successive stages on one rank are one stage cut in two, which straight already covers.
         if num_ranks > 1 and placement.stage_ranks not in known:
             found[name] = placement
     return found or {"straight": every["straight"]}
@@ -91,19 +91,19 @@ def choose(
     memory_cap_bytes: float | None = None,
     search_seconds: float = 0.0,
 ) -> Choice:
-    """Schedule with `auto` on every placement, and put the shortest step first.
+    """Schedule every placement with `auto`, and order them by step time.
 
-    A placement whose lower bound is longer than what another one takes is left out; the search
-    goes to those that come near the best without.
+    A placement is left out if its lower bound exceeds another placement's step. The search then
+    improves those whose step is close to the best.
 
     Args:
-        costs_of: costs of one pipeline on a placement; a ValueError leaves the placement out.
-        pipelines: of a DP-cell, which is planned as a whole.
-        memory_cap_bytes: as in `generate_auto`, the same for all.
-        search_seconds: for all together.
+        costs_of: the costs of one pipeline on a placement; a ValueError leaves the placement out.
+        pipelines: pipelines of the DP-cell, which is scheduled as a whole.
+        memory_cap_bytes: as in `generate_auto`, for every placement.
+        search_seconds: nominal search time over all placements.
 
     Raises:
-        ValueError: there is no schedule on any of them; the message is that of the first.
+        ValueError: no placement has a schedule; the message is the first placement's.
     """
     left_out: dict[str, str] = {}
     found: dict[str, Option] = {}

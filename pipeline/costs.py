@@ -1,4 +1,4 @@
-"""The cost model: seconds and bytes of each virtual stage and each link."""
+"""The cost model: seconds and bytes of every virtual stage and link."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.pipeline.action import Op
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
-    """One virtual stage, for one micro-batch."""
+    """Costs of one virtual stage for one micro-batch."""
 
     forward_s: float
     """Seconds of a forward."""
@@ -20,11 +20,11 @@ class StageCost:
     weight_s: float
     """Seconds of a weight-gradient backward; a full backward takes input_s + weight_s."""
     activation_bytes: float
-    """Bytes saved by a forward until its input-gradient backward (or full backward) ends."""
+    """Activation memory: bytes that a forward saves until its input-gradient (or full) backward ends."""
     weight_saved_bytes: float = 0.0
     """Bytes kept from the input-gradient backward until the weight-gradient backward ends."""
     output_bytes: float = 0.0
-    """Bytes of the activation sent to the next stage, and of the gradient that comes back."""
+    """Bytes of the activation sent to the next stage, and of the gradient sent back."""
     reduce_s: float = 0.0
     """Seconds of this stage's gradient reduction over its replicas."""
     unshard_s: float = 0.0
@@ -32,11 +32,11 @@ class StageCost:
     step_s: float = 0.0
     """Seconds of this stage's optimiser step."""
     send_s: float = 0.0
-    """Seconds of the rank's own time that starting to send an output or an input gradient takes."""
+    """Seconds for which starting a send occupies the rank."""
 
     @classmethod
     def whole(cls, parts: Sequence[StageCost]) -> StageCost:
-        """A stage of these parts, one after the other: the last one's output is sent on."""
+        """The cost of running ``parts`` one after the other; the last part's output is sent on."""
         if len(parts) == 1:
             return parts[0]
         names = [field.name for field in fields(cls)]
@@ -50,7 +50,7 @@ class StageCost:
         return {"output_bytes": self.output_bytes, "send_s": self.send_s}
 
     def seconds(self, op: Op) -> float:
-        """Seconds for which ``op`` holds its rank; what a transfer takes besides is the link's business."""
+        """Seconds for which ``op`` occupies its rank; `LinkCost` holds the time on the link."""
         match op:
             case Op.F:
                 return self.forward_s
@@ -73,45 +73,45 @@ class StageCost:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCost:
-    """The way from one rank to another.
+    """The link from one rank to another.
 
-    A transfer occupies the sender's uplink for ``bytes * 8 / bandwidth_bps`` seconds. Where a
-    pair of nodes gets less than that (Atlas section 4.1), it occupies the way between the two
-    for ``bytes * 8 / pair_bps``, while the uplink serves other pairs. It arrives ``latency_s``
-    after it has left.
+    A transfer occupies the sender's uplink for ``bytes * 8 / bandwidth_bps`` seconds. If a pair
+    of nodes gets less than the uplink's bandwidth (Atlas section 4.1), the transfer occupies the
+    link of that pair for ``bytes * 8 / pair_bps`` while the uplink serves other pairs. It arrives
+    ``latency_s`` after its last byte has left.
     """
 
     latency_s: float = 0.0
     """One-way delay in seconds."""
     bandwidth_bps: float = float("inf")
-    """Bits per second of all streams together: what a node's uplink carries."""
+    """Bandwidth of a node's uplink in bits per second, over all streams."""
     pair_bps: float = float("inf")
-    """Most bits per second between one pair of nodes, whatever else their uplinks could carry."""
+    """Bandwidth between one pair of nodes in bits per second, where it is less than the uplink's."""
     streams: int = 1
-    """TCP connections; a fact for people and for the channel, already in ``bandwidth_bps``."""
+    """TCP connections; for information only, since ``bandwidth_bps`` already counts all of them."""
     sharing: int = 1
     """Pipelines of the DP-cell whose uplinks carry one transfer together (Atlas 4.4)."""
 
     def occupancy_s(self, num_bytes: float) -> float:
-        """Seconds for which ``num_bytes`` occupy the uplink."""
+        """Seconds for which sending ``num_bytes`` occupies the uplink."""
         return num_bytes * 8 / (self.bandwidth_bps * self.sharing)
 
     def transit_s(self, num_bytes: float) -> float:
-        """Seconds until the last of ``num_bytes`` has left: as slow as the uplink or the pair."""
+        """Seconds until the last of ``num_bytes`` has left, at the lower of the two bandwidths."""
         return num_bytes * 8 / (min(self.bandwidth_bps, self.pair_bps) * self.sharing)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Costs of every virtual stage, and of the links inside a site and between sites.
+    """Costs of every virtual stage, of links inside a site and of links between sites.
 
     Attributes:
         stages: one entry per virtual stage.
         local: a link between two ranks of one site.
         wan: a link between two sites, unless ``wan_links`` names that pair.
-        wan_links: particular links by (from site, to site).
-        pair_scale: duration of a strand pair over the sum of its halves (1 = no gain from
-            interleaving).
+        wan_links: links of particular site pairs, by (from site, to site).
+        pair_scale: duration of a strand pair over the sum of its halves; 1 means that
+            interleaving gains nothing.
     """
 
     stages: tuple[StageCost, ...]
@@ -122,23 +122,23 @@ class CostModel:
 
     @classmethod
     def unit(cls, num_stages: int, *, local: LinkCost | None = None, wan: LinkCost | None = None) -> CostModel:
-        """F = I = W = 1 second and 1 byte of activations for every stage; links free."""
+        """Every stage takes F = I = W = 1 second and 1 byte of activations; links are free."""
         one = StageCost(forward_s=1.0, input_s=1.0, weight_s=1.0, activation_bytes=1.0, output_bytes=1.0)
         return cls(stages=(one,) * num_stages, local=local or LinkCost(), wan=wan or LinkCost())
 
     def for_cell(self, pipelines: int) -> CostModel:
-        """Costs of ``pipelines`` side by side, whose WAN uplinks carry each transfer together."""
+        """Costs of a DP-cell of ``pipelines`` pipelines, which pool their WAN uplinks."""
         shared = tuple((pair, replace(link, sharing=pipelines)) for pair, link in self.wan_links)
         return replace(self, stages=self.stages * pipelines, wan=replace(self.wan, sharing=pipelines), wan_links=shared)
 
     def cut(self, num_stages: int) -> CostModel:
-        """Costs of so many virtual stages, where ``stages`` are the model's layers or coarser pieces.
+        """The costs regrouped into ``num_stages`` virtual stages; ``stages`` are layers or larger pieces here.
 
-        Whole pieces are shared out evenly, as layers are: what is left over goes to the middle.
-        Fewer pieces than stages are cut into equal parts.
+        Whole pieces are shared out as evenly as layers are, with the remainder in the middle.
+        If there are fewer pieces than stages, each piece is divided into equal parts.
 
         Raises:
-            ValueError: they cannot be.
+            ValueError: the pieces do not divide into ``num_stages``.
         """
         pieces = len(self.stages)
         if pieces < num_stages and num_stages % pieces:
@@ -154,14 +154,14 @@ class CostModel:
         return replace(self, stages=stages)
 
     def link(self, from_site: int, to_site: int) -> LinkCost:
-        """The link from a rank of one site to a rank of another, or of the same."""
+        """The link between two sites, or inside a site if both are the same."""
         if from_site == to_site:
             return self.local
         return dict(self.wan_links).get((from_site, to_site), self.wan)
 
 
 def even_counts(total: int, parts: int) -> list[int]:
-    """``total`` shared out evenly; what is left over goes to the middle, away from embedding and head."""
+    """``total`` split into even parts; the remainder goes to the middle, away from embedding and head."""
     each, extra = divmod(total, parts)
     start = (parts - extra) // 2
     return [each + (start <= part < start + extra) for part in range(parts)]

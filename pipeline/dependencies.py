@@ -1,4 +1,4 @@
-"""The dependency rule, written once: what must have ended before an action may start."""
+"""The dependency rule: what must have finished before an action may start."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from weft.pipeline.placement import Placement
 
 
 def dependencies(action: Action, placement: Placement, num_microbatches: int, ops: Set[Op]) -> tuple[Action, ...]:
-    """The facts that ``action`` needs, each named by the action that establishes it.
+    """The facts that ``action`` depends on, each named by the action that establishes it.
 
-    A gradient with respect to a stage's input is named ``I`` and one with respect to its
-    weights ``W``, whether the schedule splits its backward or not: see `establishes`.
+    The gradient with respect to a stage's input is named ``I`` and the gradient with respect to
+    its weights ``W``, whether or not the schedule splits its backwards: see `establishes`.
 
     Args:
-        ops: the kinds of action that the schedule holds. A transfer or a weight all-gather
-            that no action stands for is taken as free: the need passes to whatever
-            provides its input.
+        ops: the kinds of action that the schedule contains. Transfers and weight all-gathers
+            that it does not contain are skipped: the dependency goes to what produces their
+            input.
     """
     op, stage, microbatch = action
     ranks = placement.stage_ranks
@@ -61,7 +61,7 @@ def dependencies(action: Action, placement: Placement, num_microbatches: int, op
 
 
 def establishes(action: Action) -> tuple[Action, ...]:
-    """The facts that hold once ``action`` has ended: a full backward is ``I`` and ``W``."""
+    """The facts that hold once ``action`` has finished: a full backward establishes ``I`` and ``W``."""
     if action.op is Op.B:
         return Action(Op.I, action.stage, action.microbatch), Action(Op.W, action.stage, action.microbatch)
     return (action,)

@@ -1,4 +1,4 @@
-"""Costs fitted to measured timelines, so that the simulator predicts the machine at hand."""
+"""Fit the cost model to measured timelines, so that the simulator predicts this machine."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from weft.pipeline.timeline import Timeline
 
 
 def fit_costs(timelines: Sequence[Timeline], costs: CostModel) -> CostModel:
-    """``costs`` with each stage's seconds replaced by the median that was measured.
+    """Replace each stage's seconds in ``costs`` by the measured median.
 
-    A stage whose backward was never split is taken to spend half of it on each gradient.
-    Strand pairs are left out, for their halves are not timed apart.
+    If a stage never split its backward, half of the backward counts for each gradient. Strand
+    pairs are ignored, because their halves are not timed separately.
 
     Args:
         timelines: measured steps of one schedule.
-        costs: links, bytes, and seconds of whatever was not measured.
+        costs: provides links and bytes, and the seconds of what was not measured.
     """
     seconds: dict[tuple[Op, int], list[float]] = defaultdict(list)
     for timeline in timelines:
         for span in timeline.spans:
             if len(span.slot) == 1 and (span.slot[0].op not in SENDS or span.lane == "send"):
                 action = span.slot[0]
-                op = Op.SEND_F if action.op in SENDS else action.op  # both ways cost alike
+                op = Op.SEND_F if action.op in SENDS else action.op  # both directions cost the same
                 seconds[op, action.stage].append(span.end_s - span.start_s)
-    middle = {key: median(values) for key, values in seconds.items()}
-    return replace(costs, stages=tuple(_fit_stage(s, cost, middle) for s, cost in enumerate(costs.stages)))
+    medians = {key: median(values) for key, values in seconds.items()}
+    return replace(costs, stages=tuple(_fit_stage(s, cost, medians) for s, cost in enumerate(costs.stages)))
 
 
-def _fit_stage(stage: int, cost: StageCost, middle: dict[tuple[Op, int], float]) -> StageCost:
-    def seen(op: Op, fallback: float) -> float:
-        return middle.get((op, stage), fallback)
+def _fit_stage(stage: int, cost: StageCost, medians: dict[tuple[Op, int], float]) -> StageCost:
+    def measured(op: Op, fallback: float) -> float:
+        return medians.get((op, stage), fallback)
 
-    whole = seen(Op.B, cost.input_s + cost.weight_s)
+    whole = measured(Op.B, cost.input_s + cost.weight_s)
     return replace(
         cost,
-        forward_s=seen(Op.F, cost.forward_s),
-        input_s=seen(Op.I, whole / 2),
-        weight_s=seen(Op.W, whole / 2),
-        reduce_s=seen(Op.REDUCE_GRAD, cost.reduce_s),
-        unshard_s=seen(Op.UNSHARD, cost.unshard_s),
-        step_s=seen(Op.STEP, cost.step_s),
-        send_s=seen(Op.SEND_F, cost.send_s),
+        forward_s=measured(Op.F, cost.forward_s),
+        input_s=measured(Op.I, whole / 2),
+        weight_s=measured(Op.W, whole / 2),
+        reduce_s=measured(Op.REDUCE_GRAD, cost.reduce_s),
+        unshard_s=measured(Op.UNSHARD, cost.unshard_s),
+        step_s=measured(Op.STEP, cost.step_s),
+        send_s=measured(Op.SEND_F, cost.send_s),
     )

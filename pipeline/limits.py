@@ -1,4 +1,4 @@
-"""Limits on what a file or a command may ask for, so that a few bytes cannot take all memory or time."""
+"""Limits on the size of inputs, so that a small file cannot exhaust memory or time."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 MOST_FILE_BYTES = 256 * 2**20
 MOST_NESTING = 32
-"""Brackets in brackets of a YAML file: PyYAML takes time by their square."""
+"""Nesting depth of brackets in a YAML file: PyYAML's time grows with its square."""
 MOST_ACTIONS = 20_000_000
-"""Computations of a step: 10,000 ranks with 2,000 of them each."""
+"""Actions per step: 10,000 ranks with 2,000 actions each."""
 MOST_RANKS = 100_000
 MOST_LEGS = 1_000
 MOST_NUMBER = 1e18
-"""Bytes, or milliseconds, of anything: an exabyte, or 30 million years."""
+"""Largest number of bytes or milliseconds: an exabyte, or 30 million years."""
 
 
-def shown(value: Any) -> str:
-    """``repr`` of what a user gave, cut to a readable length."""
+def short_repr(value: Any) -> str:
+    """``repr`` of a value that a user gave, shortened to a readable length."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = 60
     short.maxlist = short.maxdict = short.maxtuple = 4
@@ -29,10 +29,10 @@ def shown(value: Any) -> str:
 
 
 def read_text(path: Path, *, most_bytes: int = MOST_FILE_BYTES) -> str:
-    """A text file of bearable size.
+    """Read a text file of at most ``most_bytes``.
 
     Raises:
-        ValueError: it cannot be read, or is larger.
+        ValueError: the file cannot be read, or is larger.
     """
     try:
         with path.open("rb") as file:
@@ -46,10 +46,10 @@ def read_text(path: Path, *, most_bytes: int = MOST_FILE_BYTES) -> str:
 
 
 def check_nesting(text: str) -> None:
-    """Refuse brackets that stand deeper in each other than anything that means something.
+    """Check that brackets are nested no deeper than ``MOST_NESTING``.
 
     Raises:
-        ValueError: they do.
+        ValueError: they are nested deeper.
     """
     depth = 0
     for bracket in re.findall(r"[\[\]{}]", text):
@@ -59,10 +59,10 @@ def check_nesting(text: str) -> None:
 
 
 def check_size(num_stages: int, num_microbatches: int) -> None:
-    """Refuse a step that no machine could plan.
+    """Check that a step has no more than ``MOST_ACTIONS`` actions.
 
     Raises:
-        ValueError: it has too many actions; says how many.
+        ValueError: it has more; the message says how many.
     """
     actions = 3 * num_stages * num_microbatches
     if actions > MOST_ACTIONS:
@@ -73,12 +73,16 @@ def check_size(num_stages: int, num_microbatches: int) -> None:
 
 
 def number(value: Any, name: str, *, above: float | None = None, free: bool = False) -> float:
-    """A finite number of at least 0, or above ``above``; infinite only where that means "no limit" (``free``).
+    """Convert ``value`` to a finite number of at least 0, or above ``above``.
+
+    Args:
+        name: the field, for the message.
+        free: also accept infinity, which means "no limit".
 
     Raises:
-        ValueError: it is something else; names it.
+        ValueError: ``value`` is not such a number.
     """
-    # YAML 1.1 reads 1e6 as text; Python reads it as what is meant.
+    # YAML 1.1 reads 1e6 as text, so convert text too.
     try:
         found = float("nan") if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -86,16 +90,16 @@ def number(value: Any, name: str, *, above: float | None = None, free: bool = Fa
     in_range = found >= 0 if above is None else found > above
     if not in_range or not ((isfinite(found) and found <= MOST_NUMBER) or free):
         least = "at least 0" if above is None else f"above {above:g}"
-        raise ValueError(f"{name}={shown(value)}: expected a number {least}, and finite (at most {MOST_NUMBER:g})")
+        raise ValueError(f"{name}={short_repr(value)}: expected a number {least}, and finite (at most {MOST_NUMBER:g})")
     return found
 
 
 def count(value: Any, name: str, *, least: int = 1, most: int = 10**9) -> int:
-    """A whole number, and no truth value.
+    """Check that ``value`` is an integer from ``least`` to ``most``, and not a bool.
 
     Raises:
-        ValueError: it is something else; names it.
+        ValueError: it is not.
     """
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{name}={shown(value)}: expected a whole number of at least {least} and at most {most}")
+        raise ValueError(f"{name}={short_repr(value)}: expected a whole number of at least {least} and at most {most}")
     return value

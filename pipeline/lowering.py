@@ -1,4 +1,4 @@
-"""Lowering: passes that each add one kind of action to a compute-only schedule."""
+"""Lowering passes: each adds one kind of action to a compute-only schedule."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ from weft.pipeline.schedule import Schedule
 
 
 def lower(schedule: Schedule, *, zero_stage: int = 0) -> Schedule:
-    """The schedule with gradient reduction, optimiser steps, transfers, and what ZeRO needs of weights.
+    """Add gradient reductions, optimiser steps, transfers, and ZeRO's weight all-gathers.
 
-    Compute keeps its order. A pass whose actions are already there changes nothing, so
-    lowering twice is lowering once.
+    Compute keeps its order. Lowering is idempotent: a pass skips actions that are already there.
     """
-    # Transfers after reductions: a gradient leaves before the reduction of its stage starts.
-    # Weights last: they are gathered while their input travels.
+    # Transfers after reductions: an input gradient is sent before its stage's reduction starts.
+    # Weight all-gathers last: they overlap with receiving the input.
     return add_unshard(add_transfers(add_optimizer_step(add_grad_reduction(schedule))), zero_stage=zero_stage)
 
 
 def add_transfers(schedule: Schedule) -> Schedule:
-    """Add a send right after each producer and a receive right before each consumer.
+    """Add a send right after each producer and a receive right before each consumer on another rank.
 
-    Only where the two stages lie on different ranks. A send is a post that blocks nothing; a
-    receive is the wait for the arrival. The sends of a strand pair follow the pair, the
-    receives of both halves precede it.
+    A send posts the transfer and does not block; a receive waits for its arrival. The sends of a
+    strand pair follow the pair, and the receives of both halves precede it.
     """
     if schedule.ops & (SENDS | RECEIVES):
         return schedule
@@ -56,7 +54,7 @@ def _transfer(op: Op, *, incoming: bool) -> Op:
 
 
 def crossings(placement: Placement) -> frozenset[tuple[Op, int]]:
-    """Every (transfer, stage) that a schedule over ``placement`` needs for each micro-batch."""
+    """Every (transfer operation, stage) that each micro-batch needs on ``placement``."""
     ranks = placement.stage_ranks
     found: set[tuple[Op, int]] = set()
     for stage in range(placement.num_stages - 1):
@@ -82,12 +80,12 @@ def add_grad_reduction(schedule: Schedule) -> Schedule:
 
 
 def add_unshard(schedule: Schedule, *, zero_stage: int) -> Schedule:
-    """Add what gathers weights that are sharded over replicas, and gives them back.
+    """Add ``UNSHARD`` and ``RESHARD``: the all-gather of weights that ZeRO shards, and their release.
 
-    At ZeRO stages 1 and 2 weights are gathered once, after they were stepped: ``UNSHARD``
-    stands at the head of the row for each virtual stage, in the order of need. At stage 3 it
-    stands before whatever uses the weights, ahead of the receives that this waits for, and
-    ``RESHARD`` after it. Weight gradients need no weights.
+    At ZeRO stages 1 and 2 the updated weights are gathered once per step: each row starts with an
+    ``UNSHARD`` for every virtual stage, in order of use. At stage 3 an ``UNSHARD`` precedes each
+    slot that uses the weights, and the receives of that slot, and a ``RESHARD`` follows it.
+    Weight gradients need no weights.
     """
     if zero_stage == 0 or Op.UNSHARD in schedule.ops:
         return schedule
@@ -99,7 +97,7 @@ def add_unshard(schedule: Schedule, *, zero_stage: int) -> Schedule:
     rows: list[list[Slot]] = []
     for row in schedule.rows:
         lowered: list[Slot] = []
-        received = 0  # receives of the slot to come
+        received = 0  # receives of the next slot
         for slot in row:
             used = sorted({a.stage for a in slot if a.op in WEIGHT_USERS})
             at = len(lowered) - received
@@ -120,7 +118,7 @@ def add_optimizer_step(schedule: Schedule) -> Schedule:
 
 
 def split_backwards(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """The schedule with each ``B`` of these virtual stages as ``I`` and ``W``; strand pairs stay as they are."""
+    """Split each ``B`` of these virtual stages into ``I`` and ``W``, except in strand pairs."""
 
     def parts(slot: Slot) -> list[Slot]:
         (op, stage, _), *other = slot
@@ -132,15 +130,14 @@ def split_backwards(schedule: Schedule, stages: Collection[int]) -> Schedule:
 
 
 def open_pairs(schedule: Schedule) -> Schedule:
-    """The schedule with each strand pair as two slots, its backward first.
+    """Open each strand pair into two slots, backward first.
 
-    An engine without interleaved kernels gains by it: neither half's result is held back until
-    the other has ended too, and the backward frees its activations before the forward saves
-    its own.
+    This is faster for an engine that does not interleave kernels: neither half's result waits for
+    the other half, and the backward frees its activations before the forward saves its own.
     """
     return schedule.with_rows([[(action,) for slot in row for action in reversed(slot)] for row in schedule.rows])
 
 
 def as_run(schedule: Schedule, pair_scale: float) -> Schedule:
-    """The schedule as an engine runs it, whose strand pairs gain by ``pair_scale``: at 1, opened."""
+    """The schedule as the engine runs it: pairs stay only if ``pair_scale`` is below 1."""
     return schedule if pair_scale < 1.0 else open_pairs(schedule)

@@ -1,4 +1,4 @@
-"""Saved activations: bytes and live chunks that a rank holds along its row."""
+"""Activation memory: saved bytes and live chunk activations along a rank's row."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weft.pipeline.schedule import Schedule
 
 
 class Held(NamedTuple):
-    """What a rank holds while one slot runs, at most."""
+    """The most that a rank holds while one slot runs."""
 
     num_bytes: float
     num_chunks: int
-    """Chunk activations: forwards whose input gradient is not done yet."""
+    """Live chunk activations: forwards whose input gradient has not been computed yet."""
 
 
 def peak_bytes(schedule: Schedule, costs: CostModel) -> float:
@@ -24,12 +24,12 @@ def peak_bytes(schedule: Schedule, costs: CostModel) -> float:
 
 
 def held_along(row: Iterable[Slot], costs: CostModel) -> Iterator[Held]:
-    """What a rank holds at most during each slot of its row.
+    """The most that a rank holds during each slot of its row.
 
-    A strand pair saves as both halves start and frees as both have ended.
+    A strand pair saves when both halves start and frees when both have finished.
     """
     saved = {(op, stage): saved_bytes(cost, op) for stage, cost in enumerate(costs.stages) for op in COMPUTE}
-    freed = {(op, stage): freed_bytes_of(cost, op) for stage, cost in enumerate(costs.stages) for op in COMPUTE}
+    freed = {(op, stage): freed_bytes(cost, op) for stage, cost in enumerate(costs.stages) for op in COMPUTE}
     num_bytes, num_chunks = 0.0, 0
     for slot in row:
         if slot[0].op not in COMPUTE:
@@ -45,14 +45,14 @@ def held_along(row: Iterable[Slot], costs: CostModel) -> Iterator[Held]:
 
 
 def saved_bytes(cost: StageCost, op: Op) -> float:
-    """Bytes that ``op`` saves as it starts: activations, or what the weight gradient still needs."""
+    """Bytes that ``op`` saves when it starts: activations, or the inputs of the weight gradient."""
     if op is Op.F:
         return cost.activation_bytes
     return cost.weight_saved_bytes if op is Op.I else 0.0
 
 
-def freed_bytes_of(cost: StageCost, op: Op) -> float:
-    """Bytes that ``op`` frees as it ends: what a forward, or an input gradient, has saved."""
+def freed_bytes(cost: StageCost, op: Op) -> float:
+    """Bytes that ``op`` frees when it ends: what the forward or the input gradient saved."""
     if op is Op.I or op is Op.B:
         return cost.activation_bytes
     return cost.weight_saved_bytes if op is Op.W else 0.0

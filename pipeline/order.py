@@ -1,4 +1,4 @@
-"""The execution order: the slots of all ranks such that none comes before what it needs."""
+"""The execution order: a topological order of the slots of all ranks."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from weft.pipeline.schedule_error import ScheduleError
 
 
 class Visit(NamedTuple):
-    """One slot whose needs have been met by the visits before it."""
+    """A slot whose dependencies the previous visits have met."""
 
     rank: int
-    place: int
+    position: int
     slot: Slot
     needs: tuple[Action, ...]
-    """The facts that its actions need, as `Schedule.dependencies` names them."""
+    """The facts that its actions depend on, as `Schedule.dependencies` names them."""
 
 
-def execution_order(schedule: Schedule, *, turn: Callable[[Visit], Any] | None = None) -> Iterator[Visit]:
-    """Visit every slot once: rows in order, ranks as their needs are met (Kahn's algorithm).
+def execution_order(schedule: Schedule, *, send_key: Callable[[Visit], Any] | None = None) -> Iterator[Visit]:
+    """Visit every slot once, each row in order (Kahn's algorithm).
 
     Args:
-        turn: sends are visited in the order of this key, which never falls along a row or
+        send_key: visit sends in the order of this key. It must not decrease along a row, nor
             from a send to what depends on it.
 
     Raises:
-        ScheduleError: the rest of the slots wait for each other, or for what no slot does.
+        ScheduleError: the remaining slots wait for each other, or for an action that no slot has.
     """
-    held: list[tuple[Any, Visit]] = []
+    pending_sends: list[tuple[Any, Visit]] = []
     sent = None
     done: set[Action] = set()
     fronts = [0] * schedule.num_ranks
     waiting: dict[Action, list[int]] = {}
     ready = deque(range(schedule.num_ranks))
-    while ready or held:
+    while ready or pending_sends:
         if ready:
             rank = ready.popleft()
         else:
-            _, sent = heappop(held)
+            _, sent = heappop(pending_sends)
             rank = sent.rank
         row = schedule.rows[rank]
         for index in range(fronts[rank], len(row)):
@@ -54,8 +54,8 @@ def execution_order(schedule: Schedule, *, turn: Callable[[Visit], Any] | None =
                 waiting.setdefault(missing, []).append(rank)
                 break
             visit = Visit(rank, index, slot, needs)
-            if turn is not None and slot[0].op in SENDS and visit != sent:
-                heappush(held, (turn(visit), visit))
+            if send_key is not None and slot[0].op in SENDS and visit != sent:
+                heappush(pending_sends, (send_key(visit), visit))
                 break
             fronts[rank] = index + 1
             yield visit
@@ -69,7 +69,7 @@ def execution_order(schedule: Schedule, *, turn: Callable[[Visit], Any] | None =
 
 
 def time_slots(schedule: Schedule) -> list[list[Slot | None]]:
-    """Each rank's row laid on a common clock of equal ticks, one slot per tick, None while idle.
+    """The rows on a common clock of equal ticks: one slot per tick, None while idle.
 
     Raises:
         ScheduleError: the schedule deadlocks.
@@ -92,7 +92,7 @@ def _needs(schedule: Schedule, slot: Slot) -> tuple[Action, ...]:
 
 
 def _deadlock(schedule: Schedule, fronts: list[int], waiting: dict[Action, list[int]]) -> ScheduleError:
-    """Follow from one stuck rank to the rank that it waits for, until the circle closes."""
+    """Follow each stuck rank to the rank that it waits for, until the cycle closes."""
     where = {
         fact: (rank, index)
         for rank, row in enumerate(schedule.rows)
@@ -114,9 +114,9 @@ def _deadlock(schedule: Schedule, fronts: list[int], waiting: dict[Action, list[
             reason = f"{cell(rank)} on rank {rank} waits for {missing[rank]}, which no rank does"
             return ScheduleError(reason, schedule, rank, fronts[rank], stuck)
         rank = where[missing[rank]][0]
-    circle = path[path.index(rank) :]
+    cycle = path[path.index(rank) :]
     waits = []
-    for member in circle:
+    for member in cycle:
         fact = missing[member]
         holder, index = where[fact]
         behind = f", which stands after {cell(holder)}" if index > fronts[holder] else ", which cannot start"

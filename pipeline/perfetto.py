@@ -1,4 +1,4 @@
-"""The trace: timelines as a JSON file for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+"""Export timelines as a JSON trace for Perfetto (ui.perfetto.dev) or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from weft.conf.files import write_whole
 from weft.pipeline.action import COMPUTE, Action, Op, Slot
 from weft.pipeline.timeline import Span, Timeline
 
-_FED = {Op.SEND_F: (Op.F, 1), Op.SEND_B: (Op.B, -1)}
-"""What a send feeds: the operation, and how many stages further."""
+_CONSUMER_OF = {Op.SEND_F: (Op.F, 1), Op.SEND_B: (Op.B, -1)}
+"""The operation that consumes a send, and its stage relative to the sender's."""
 
 
 def write_perfetto(timelines: Sequence[Timeline], path: Path) -> None:
-    """Write ``timelines`` side by side: rank by rank, each rank once per timeline.
+    """Write ``timelines`` to one trace: rank by rank, each rank once per timeline.
 
-    A rank is a process; its lanes are threads; arrows lead from transfers to what they feed.
+    A rank is a process and its lanes are threads; arrows lead from transfers to their consumers.
     """
     events = [event for number in range(len(timelines)) for event in _events(timelines, number)]
     write_whole(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
@@ -48,8 +48,8 @@ def _events(timelines: Sequence[Timeline], number: int) -> Iterator[dict[str, An
             "args": {"action": [str(action) for action in span.slot]},
             **here,
         }
-        travels = span.slot[0].op in _FED and span.lane != "send"
-        fed = consumers.get(_fed(span.slot[0])) if travels else None
+        travels = span.slot[0].op in _CONSUMER_OF and span.lane != "send"
+        fed = consumers.get(_consumer_of(span.slot[0])) if travels else None
         if fed is not None:
             arrow = {"name": "transfer", "cat": "transfer", "id": f"{number}.{place}"}
             yield {"ph": "s", "ts": span.start_s * 1e6, **arrow, **here}
@@ -61,12 +61,12 @@ def _label(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
 
 
 def _name(slot: Slot) -> str:
-    """Perfetto colours by name without its digits: every forward gets one colour."""
+    """A span's name; Perfetto ignores its digits when it picks colours, so every forward has the same."""
     return " + ".join(f"{a.op.value}{'' if a.microbatch is None else a.microbatch} s{a.stage}" for a in slot)
 
 
 def _threads(timeline: Timeline) -> list[tuple[int, int, str]]:
-    """(rank, thread, label) of each span; spans of one lane that overlap get threads of their own."""
+    """(rank, thread, label) of each span; overlapping spans of one lane go to separate threads."""
     free_s: dict[int, dict[tuple[str, int], float]] = {rank: {} for rank in range(timeline.num_ranks)}
     lines: list[tuple[str, int]] = []
     for span in timeline.spans:
@@ -85,13 +85,13 @@ def _threads(timeline: Timeline) -> list[tuple[int, int, str]]:
     ]
 
 
-def _fed(send: Action) -> Action:
-    op, step = _FED[send.op]
+def _consumer_of(send: Action) -> Action:
+    op, step = _CONSUMER_OF[send.op]
     return Action(op, send.stage + step, send.microbatch)
 
 
 def _consumers(timeline: Timeline) -> dict[Action, Span]:
-    """Compute spans by action; an input-gradient backward goes by the name of a full one."""
+    """Compute spans by action, with an input-gradient backward ``I`` listed as ``B``."""
     return {
         action._replace(op=Op.B if action.op is Op.I else action.op): span
         for span in timeline.spans

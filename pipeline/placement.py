@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from weft.pipeline.limits import MOST_LEGS, MOST_RANKS, shown
+from weft.pipeline.limits import MOST_LEGS, MOST_RANKS, short_repr
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Virtual stages laid over ranks in legs, site by site.
+    """An assignment of virtual stages to ranks.
 
-    One description covers every layout: the ranks of each group (a site, or all ranks) are
-    walked once per leg, downwards (``d``) or upwards (``u``), and each visit is one virtual
-    stage. A micro-batch leaves a group only when all of its legs are done.
+    One description covers every layout: the stages visit the ranks of a group (a site, or all
+    ranks) once per leg, downwards (``d``) or upwards (``u``), and each visit is one virtual stage.
+    A micro-batch leaves a group only after all of its legs.
 
     ==============  =================  ======
     layout          groups             legs
@@ -27,11 +27,11 @@ class Placement:
     ==============  =================  ======
 
     Attributes:
-        groups: ranks per group; rank numbers run through the groups in order.
-        legs: one letter per visit of a group.
-        sites: ranks per site, in rank order; says which hops cross a WAN.
-        pipelines: such pipelines side by side, as in a DP-cell (Atlas section 4.4): each has
-            ranks and virtual stages of its own, numbered after those of the one before.
+        groups: ranks per group; ranks are numbered group by group.
+        legs: one letter per pass through a group.
+        sites: ranks per site, in rank order; decides which hops cross the WAN.
+        pipelines: number of replicas of this layout, as in a DP-cell (Atlas section 4.4). Each has
+            its own ranks and virtual stages, numbered after those of the previous one.
     """
 
     groups: tuple[int, ...]
@@ -42,15 +42,15 @@ class Placement:
     def __post_init__(self) -> None:
         for name, sizes in (("groups", self.groups), ("sites", self.sites)):
             if not sizes or min(sizes) < 1:
-                raise ValueError(f"placement.{name}={shown(sizes)}: every entry must be at least 1 rank")
+                raise ValueError(f"placement.{name}={short_repr(sizes)}: every entry must be at least 1 rank")
         if not self.legs or set(self.legs) - {"d", "u"}:
             raise ValueError(
-                f"placement.legs={shown(self.legs)}: use one letter per leg, d (down) or u (up), as in 'du'"
+                f"placement.legs={short_repr(self.legs)}: use one letter per leg, d (down) or u (up), as in 'du'"
             )
         if sum(self.sites) != sum(self.groups):
             raise ValueError(
-                f"placement.sites={shown(self.sites)}: they hold {sum(self.sites)} ranks, the pipeline has "
-                f"{sum(self.groups)}; make them alike"
+                f"placement.sites={short_repr(self.sites)}: they hold {sum(self.sites)} ranks, the pipeline has "
+                f"{sum(self.groups)}; make them equal"
             )
         if self.pipelines < 1:
             raise ValueError(f"placement.pipelines={self.pipelines}: a cell has at least 1 pipeline")
@@ -76,15 +76,15 @@ class Placement:
 
     @classmethod
     def site_fold(cls, sites: tuple[int, ...], legs: int = 2) -> Placement:
-        """A fold inside each site: each WAN boundary is crossed once per pass."""
+        """A fold inside each site, so that each pass crosses each WAN boundary once."""
         return cls(sites, ("du" * legs)[:legs], sites)
 
     @classmethod
     def infer(cls, stage_ranks: tuple[int, ...]) -> Placement:
-        """The placement with these ``stage_ranks``; several groups are taken as sites.
+        """The placement with these ``stage_ranks``; each of several groups becomes a site.
 
         Raises:
-            ValueError: no walk in legs visits the ranks in this order.
+            ValueError: no placement visits the ranks in this order.
         """
         num_ranks = max(stage_ranks) + 1
         num_legs, rest = divmod(len(stage_ranks), num_ranks)
@@ -94,23 +94,23 @@ class Placement:
                 if placement.stage_ranks == stage_ranks:
                     return placement
         raise ValueError(
-            f"stages on ranks {stage_ranks}: not a placement of ours; each group of ranks has to be walked once per "
+            f"stages on ranks {stage_ranks}: not a supported placement; stages must visit each group of ranks once per "
             f"leg, down or up, as in 0,1,2,3 (straight), 0,1,0,1 (interleaved) or 0,1,1,0 (fold)"
         )
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all pipelines."""
+        """Number of ranks over all pipelines."""
         return self.pipelines * sum(self.groups)
 
     @property
     def num_stages(self) -> int:
-        """Virtual stages of all ranks."""
+        """Number of virtual stages over all pipelines."""
         return self.num_ranks * len(self.legs)
 
     @property
     def single(self) -> Placement:
-        """One of the pipelines."""
+        """The placement of one pipeline."""
         return replace(self, pipelines=1)
 
     def is_first(self, stage: int) -> bool:
@@ -135,7 +135,7 @@ class Placement:
 
     @cached_property
     def rank_stages(self) -> tuple[tuple[int, ...], ...]:
-        """The virtual stages of each rank, ascending."""
+        """The virtual stages of each rank, in ascending order."""
         held: list[list[int]] = [[] for _ in range(self.num_ranks)]
         for stage, rank in enumerate(self.stage_ranks):
             held[rank].append(stage)
@@ -158,7 +158,7 @@ class Placement:
 
 
 def _finest_groups(stage_ranks: tuple[int, ...], num_legs: int) -> tuple[int, ...]:
-    """Sizes of the smallest runs of ranks that finish all their legs before the next run starts."""
+    """Sizes of the smallest groups of ranks that finish all their legs before the next group starts."""
     sizes: list[int] = []
     first = position = 0
     size = 1
@@ -172,7 +172,7 @@ def _finest_groups(stage_ranks: tuple[int, ...], num_legs: int) -> tuple[int, ..
 
 
 def _legs(stage_ranks: tuple[int, ...], groups: tuple[int, ...], num_legs: int) -> str:
-    """The direction of each leg, seen on the largest group; alternating if no group has two ranks."""
+    """The direction of each leg in the largest group; alternating if no group has two ranks."""
     largest = max(range(len(groups)), key=groups.__getitem__)
     size, start = groups[largest], sum(groups[:largest]) * num_legs
     if size == 1:

@@ -1,4 +1,4 @@
-"""The picture: timelines stacked over one time axis, memory at the side."""
+"""Plot timelines above each other on one time axis, with activation memory at the side."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ _THIN = {
 _DPI = 150
 _USUAL_INCHES, _MOST_INCHES = 16.0, 64.0
 _SLOT_PIXELS = 19
-"""Width of a slot that has room for an upright number."""
+"""Width of a slot that fits a vertical number."""
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (0.0, "µs"))
 
 
 @dataclass(frozen=True)
 class _Box:
-    """One rectangle: an action between two times, top and bottom within all rows."""
+    """A rectangle: one action; ``top`` and ``bottom`` count in ranks from the top of the plot."""
 
     action: Action
     start_s: float
@@ -72,18 +72,18 @@ class _Box:
 
 
 def plot_timelines(timelines: Sequence[Timeline], path: Path, *, width_inches: float = 0.0) -> None:
-    """Draw ``timelines`` above each other on one time scale, and save a PNG (or what the suffix says).
+    """Draw ``timelines`` above each other on one time scale, and save a PNG (or the suffix's format).
 
-    A rank is a row: its compute with micro-batch numbers where they fit (upright in narrow
-    cells), a strand pair split into forward (top) and backward (bottom), thin lines for
-    transfers that it sends and for collectives over replicas, hatching for bubbles. A rank's
-    later chunks are darker. Bars at the side show the peak of saved activations.
+    Each rank is a row: compute with micro-batch numbers where they fit (vertical in narrow cells),
+    a strand pair split into forward (top) and backward (bottom), thin lanes for the transfers that
+    it sends and for collectives over replicas, and hatching for bubbles. A rank's later chunks are
+    darker. Bars at the side show peak activation memory.
 
     Args:
-        width_inches: 0 takes as much as short slots need to have a number, or at least to be told apart.
+        width_inches: width of the figure; 0 makes short slots wide enough for a number, within limits.
 
     Raises:
-        ValueError: there is nothing to draw.
+        ValueError: ``timelines`` is empty, or one has no spans.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -147,7 +147,7 @@ def _draw_rows(axes: Axes, timeline: Timeline, until_s: float, *, last: bool) ->
     by_look: dict[tuple[str, float], list[list[tuple[float, float]]]] = defaultdict(list)
     for box in _boxes(timeline):
         start, end = box.start_s / scale, box.end_s / scale
-        # A hair of paper between neighbours, where there is room for it.
+        # A thin white line between neighbours, if there is room.
         line = 0.5 if box.action.op in COMPUTE and end - start > 4 * pixel else 0.0
         colour = _mix(*_COLOURS[box.action.op], chunks.get(box.action.stage, 0.0))
         by_look[colour, line].append(_corners(start, end, box.top, box.bottom))
@@ -192,7 +192,7 @@ def _boxes(timeline: Timeline) -> Iterator[_Box]:
 
 
 def _write_number(axes: Axes, box: _Box, start: float, end: float, pixel: float) -> bool:
-    """The micro-batch in the middle of the box, upright where that is what fits; whether one of both did."""
+    """Write the micro-batch into the box, vertically if only that fits; returns False if neither fits."""
     if box.action.op not in COMPUTE:
         return True
     text = str(box.action.microbatch)
@@ -221,7 +221,7 @@ def _write_number(axes: Axes, box: _Box, start: float, end: float, pixel: float)
 
 
 def _draw_memory(axes: Axes, timeline: Timeline, most_bytes: float) -> None:
-    """A bar per rank: the peak of saved activations."""
+    """One bar per rank: its peak activation memory."""
     middle = sum(_COMPUTE) / 2
     ranks = [rank + middle for rank in range(timeline.num_ranks)]
     axes.barh(ranks, timeline.peak_bytes, height=_COMPUTE[1] - _COMPUTE[0], color="#d9c7e8", linewidth=0)
@@ -256,7 +256,7 @@ def _draw_legend(figure: Figure, timelines: Sequence[Timeline], height_inches: f
 
 
 def _chunk_shades(timeline: Timeline) -> dict[int, float]:
-    """Per virtual stage, how dark it is drawn: 0 for a rank's first chunk, 1 for its last."""
+    """The shade of each virtual stage: 0 for a rank's first chunk, 1 (dark) for its last."""
     held: dict[int, set[int]] = defaultdict(set)
     for span in timeline.spans:
         if span.slot[0].op not in SENDS | RELAYS:

@@ -1,4 +1,4 @@
-"""The profile: a cost model in a YAML file, in milliseconds, bytes and megabits per second."""
+"""Read and write cost models as YAML, in milliseconds, bytes and megabits per second."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import yaml
 
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
-from weft.pipeline.limits import MOST_RANKS, check_nesting, count, number, read_text, shown
+from weft.pipeline.limits import MOST_RANKS, check_nesting, count, number, read_text, short_repr
 
 MOST_BYTES = 2**21
-"""Of a file: costs of a thousand stages take a twentieth of it."""
+"""Largest file; the costs of a thousand stages take a twentieth of it."""
 _STAGE_FIELDS = {
     # field of StageCost: (name in the file, units of the file per unit of the field)
     "forward_s": ("forward_ms", 1e3),
@@ -34,36 +34,36 @@ _LINK_FIELDS = ("latency_ms", "bandwidth_mbps", "pair_mbps", "streams", "sharing
 def load_costs(path: Path, num_stages: int) -> CostModel:
     """Read a cost model.
 
-    The form, with everything but the first three optional (default 0, and free links)::
+    The format; only the first three fields are required (the others default to 0, links to free)::
 
-        stages:                       # each a number for all virtual stages, or a list
+        stages:                       # each field is one number for all virtual stages, or a list
           forward_ms: 10
           input_ms: [10, 10, 10, 14]
           weight_ms: 10
           activation_bytes: 33.5e6
           weight_saved_bytes: 8.4e6   # kept from the input gradient to the weight gradient
-          output_bytes: 8.4e6         # sent to the next stage; its gradient is as large
+          output_bytes: 8.4e6         # sent to the next stage; its gradient has the same size
           reduce_ms: 40               # gradient reduction over replicas
           unshard_ms: 20
           step_ms: 5                  # optimiser
-          send_ms: 0.2                # of the rank's own time, to start sending an output or gradient
+          send_ms: 0.2                # for which starting a send occupies the rank
         links:
           local: {latency_ms: 0.01, bandwidth_mbps: 100000}
           wan: {latency_ms: 20, bandwidth_mbps: 500, streams: 16, sharing: 2}
-          # bandwidth_mbps is what a node's uplink carries; pair_mbps, if less, what a pair of nodes gets
-          pairs:                      # particular sites, in both directions
+          # bandwidth_mbps: of a node's uplink; pair_mbps: between a pair of nodes, if it is less
+          pairs:                      # particular pairs of sites, both directions
             - {sites: [0, 1], latency_ms: 40, bandwidth_mbps: 300}
         pair_scale: 0.9               # strand pair over the sum of its halves
 
-    Costs that fit any cut of the model are given per layer, with ``layers`` in place of
-    ``stages``: the same fields, each a number or a list with an entry per layer, and ``count``,
-    the number of layers, where no list says it.
+    To give costs for any number of stages, use ``layers`` instead of ``stages``: the same fields,
+    each a number or a list with one entry per layer, and ``count``, the number of layers, if no
+    field is a list.
 
     Args:
-        num_stages: virtual stages that the model must be for.
+        num_stages: number of virtual stages that the costs must be for.
 
     Raises:
-        ValueError: the file cannot be read, or a field is unknown, missing or wrong; names it.
+        ValueError: the file cannot be read, or a field is unknown, missing or wrong; the message names it.
     """
 
     def read(data: dict[str, Any]) -> CostModel:
@@ -75,11 +75,10 @@ def load_costs(path: Path, num_stages: int) -> CostModel:
 
 
 def load_pieces(path: Path) -> CostModel:
-    """Read costs that fit any cut, for `CostModel.cut`: those of layers, or of the stages of one run.
+    """Read costs per layer, or per stage of a previous run, for `CostModel.cut` to regroup.
 
     Raises:
-        ValueError: as in `load_costs`, or the file has one number for all virtual stages,
-            whatever they hold.
+        ValueError: as in `load_costs`, or the file gives only one number for all virtual stages.
     """
 
     def read(data: dict[str, Any]) -> CostModel:
@@ -88,7 +87,7 @@ def load_pieces(path: Path) -> CostModel:
         table = _table(data.get("stages", {}), "stages", _STAGE_NAMES)
         if not any(isinstance(value, list) for value in table.values()):
             raise ValueError(
-                "stages: one number for every virtual stage, whatever it holds, so that placements cannot be compared; "
+                "stages: one number for every virtual stage, whatever its layers, so placements cannot be compared; "
                 "give costs per layer (`layers:` with a `count:`), or choose a placement"
             )
         return _model(data, _stages(data, _length(table, "stages")))
@@ -110,7 +109,7 @@ def _read(path: Path, read: Callable[[dict[str, Any]], CostModel]) -> CostModel:
 
 
 def costs_to_yaml(costs: CostModel) -> str:
-    """`load_costs`'s form of ``costs``."""
+    """YAML text of ``costs`` that `load_costs` reads."""
     stages = {
         name: [getattr(stage, field) * scale for stage in costs.stages]
         for field, (name, scale) in _STAGE_FIELDS.items()
@@ -153,7 +152,7 @@ def _layers(data: dict[str, Any]) -> tuple[StageCost, ...]:
 
 
 def _length(table: dict[str, Any], name: str) -> int:
-    """How many layers, or stages, the lists of a table are for."""
+    """Number of layers or stages that the lists of a table have."""
     lengths = [len(value) for value in table.values() if isinstance(value, list)]
     if not lengths or not lengths[0]:
         raise ValueError(f"{name}.count: missing; say how many layers the model has")
@@ -185,14 +184,14 @@ def _column(value: Any, name: str, length: int, what: str) -> list[float]:
 
 def _pairs(data: Any) -> tuple[tuple[tuple[int, int], LinkCost], ...]:
     if not isinstance(data, list):
-        raise ValueError(f"links.pairs={shown(data)}: expected a list")
+        raise ValueError(f"links.pairs={short_repr(data)}: expected a list")
     found = []
     for place, entry in enumerate(data):
         name = f"links.pairs[{place}]"
         table = _table(entry, name, ("sites", "one_way", *_LINK_FIELDS))
         sites = table.pop("sites", None)
         if not (isinstance(sites, list) and len(sites) == 2 and all(type(site) is int for site in sites)):
-            raise ValueError(f"{name}.sites={shown(sites)}: expected the numbers of two sites, as in [0, 1]")
+            raise ValueError(f"{name}.sites={short_repr(sites)}: expected the numbers of two sites, as in [0, 1]")
         one_way = table.pop("one_way", False)
         link = _link(table, name)
         found.append(((sites[0], sites[1]), link))
@@ -218,8 +217,8 @@ def _link(data: Any, name: str, *, local: bool = False) -> LinkCost:
 
 def _table(data: Any, name: str, known: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise ValueError(f"{name}: expected a table of {', '.join(known)}; got {shown(data)}")
+        raise ValueError(f"{name}: expected a table of {', '.join(known)}; got {short_repr(data)}")
     unknown = [key for key in data if key not in known]
     if unknown:
-        raise ValueError(f"{name}: field {shown(unknown[0])} is not known; one of {', '.join(known)}")
+        raise ValueError(f"{name}: field {short_repr(unknown[0])} is not known; one of {', '.join(known)}")
     return dict(data)

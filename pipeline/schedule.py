@@ -1,4 +1,4 @@
-"""The schedule: for each rank a row of slots, without times and without tensors."""
+"""The schedule: a row of slots for each rank, without times or tensors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Schedule:
     """What every rank does in one training step, in order.
 
     Attributes:
-        name: the generator that made it, for people to read.
+        name: a label for people, usually the generator's name.
         placement: which rank holds which virtual stage.
-        num_microbatches: micro-batches of one step and one replica.
+        num_microbatches: micro-batches per step and replica.
         rows: one row per rank; a slot is one action or a strand pair.
     """
 
@@ -29,21 +29,21 @@ class Schedule:
 
     @cached_property
     def ops(self) -> frozenset[Op]:
-        """The kinds of action that occur."""
+        """The kinds of action that the schedule contains."""
         return frozenset(action.op for row in self.rows for slot in row for action in slot)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of one pipeline."""
+        """Number of rows: all ranks of the placement."""
         return len(self.rows)
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """The actions of a rank in order, pairs opened."""
+        """The actions of a rank in order; a pair yields its forward, then its backward."""
         for slot in self.rows[rank]:
             yield from slot
 
     def dependencies(self, action: Action) -> tuple[Action, ...]:
-        """What ``action`` needs in this schedule: see `weft.pipeline.dependencies`."""
+        """What ``action`` depends on in this schedule: see `weft.pipeline.dependencies`."""
         return dependencies(action, self.placement, self.num_microbatches, self.ops)
 
     def with_rows(self, rows: list[list[Slot]]) -> Schedule:

@@ -1,4 +1,4 @@
-"""The schedule error: what is wrong, and the rows around the cell where it is."""
+"""The schedule error: a message with the failing cell marked in its rows."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from weft.pipeline.action import slot_text
 from weft.pipeline.schedule import Schedule
 
 _REACH = 4
-"""Cells and ranks shown on either side of the failing cell."""
+"""Cells and ranks to show on each side of the failing cell."""
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be run as asked; the message prints the failing cell in its rows.
+    """A schedule that cannot run; the message shows the failing cell and the rows around it.
 
     Attributes:
         reason: the message without the rows.
-        rank: the failing cell's rank.
-        index: the failing cell's place in that rank's row.
+        rank: the rank of the failing cell.
+        index: the position of the failing cell in that rank's row.
     """
 
     def __init__(
@@ -26,8 +26,8 @@ class ScheduleError(ValueError):
         """Describe a failure.
 
         Args:
-            index: where in the row; its length stands for the end of the row.
-            fronts: where each other rank stands at that moment; ``index`` for those left out.
+            index: position in the row; the row's length means the end of the row.
+            fronts: position that each other rank has reached; ``index`` for ranks left out.
         """
         self.reason = reason
         self.rank = rank
@@ -37,7 +37,7 @@ class ScheduleError(ValueError):
 
 
 def excerpt(schedule: Schedule, rank: int, index: int, fronts: Mapping[int, int]) -> str:
-    """The rows around a cell, with the cell marked ``<-- ERROR HERE`` and other fronts by ``*``."""
+    """The rows around a cell: ``<-- ERROR HERE`` marks the cell, ``*`` the fronts of other ranks."""
     near = range(max(0, rank - _REACH), min(schedule.num_ranks, rank + _REACH + 1))
     lines = []
     for other in sorted({*near, *fronts}):

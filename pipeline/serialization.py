@@ -1,4 +1,4 @@
-"""Schedules and timelines in files: JSON of our own, CSV as torch.distributed.pipelining has it."""
+"""Read and write schedules and timelines: Weft's JSON, and the CSV of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.pipeline.action import COMPUTE, Action, Slot, parse_slot, slot_text
-from weft.pipeline.limits import check_size, count, read_text, shown
+from weft.pipeline.limits import check_size, count, read_text, short_repr
 from weft.pipeline.order import time_slots
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
@@ -23,7 +23,7 @@ def load_schedule(path: Path) -> Schedule:
     """Read a schedule: torch's compute-only CSV if the name ends in ``.csv``, JSON otherwise.
 
     Raises:
-        ValueError: there is no such file, or it does not hold a schedule; names the place.
+        ValueError: the file does not exist or holds no valid schedule; the message says where.
     """
     try:
         text = read_text(path)
@@ -33,7 +33,7 @@ def load_schedule(path: Path) -> Schedule:
 
 
 def schedule_to_json(schedule: Schedule) -> str:
-    """JSON with one line per rank; slots in their text form."""
+    """JSON with one line per rank, and slots in their text form."""
     rows = ",\n".join(f"    {json.dumps([slot_text(slot) for slot in row])}" for row in schedule.rows)
     head = {
         "format": "weft.schedule",
@@ -47,10 +47,10 @@ def schedule_to_json(schedule: Schedule) -> str:
 
 
 def schedule_from_json(text: str) -> Schedule:
-    """Read `schedule_to_json`'s form.
+    """Parse the output of `schedule_to_json`.
 
     Raises:
-        ValueError: it is something else; names the field.
+        ValueError: a field is missing or wrong; the message names it.
     """
     data = _read(text, "weft.schedule")
     rows = _field(data, "rows", list)
@@ -69,7 +69,7 @@ def schedule_from_json(text: str) -> Schedule:
 
 
 def timeline_to_json(timeline: Timeline) -> str:
-    """JSON with one line per span: rank, lane, slot, start and end in seconds."""
+    """JSON with one line per span: rank, lane, slot, and start and end in seconds."""
     spans = ",\n".join(
         "    " + json.dumps([s.rank, s.lane, slot_text(s.slot), s.start_s, s.end_s]) for s in timeline.spans
     )
@@ -86,10 +86,10 @@ def timeline_to_json(timeline: Timeline) -> str:
 
 
 def timeline_from_json(text: str) -> Timeline:
-    """Read `timeline_to_json`'s form.
+    """Parse the output of `timeline_to_json`.
 
     Raises:
-        ValueError: it is something else; names the field.
+        ValueError: a field is missing or wrong; the message names it.
     """
     data = _read(text, "weft.timeline")
     return Timeline(
@@ -102,10 +102,10 @@ def timeline_from_json(text: str) -> Timeline:
 
 
 def schedule_to_csv(schedule: Schedule) -> str:
-    """Torch's compute-only CSV: a row per rank, a cell per time slot, empty where idle.
+    """Torch's compute-only CSV: one row per rank and one cell per time slot, empty while idle.
 
     ``_PipelineScheduleRuntime._load_csv(path, format="compute_only")`` reads it. Transfers,
-    reductions and steps are left out: torch adds its own.
+    reductions and steps are left out, because torch adds its own.
     """
     compute = schedule.with_rows([[slot for slot in row if slot[0].op in COMPUTE] for row in schedule.rows])
     rows = time_slots(compute)
@@ -113,13 +113,13 @@ def schedule_to_csv(schedule: Schedule) -> str:
 
 
 def schedule_from_csv(text: str, *, name: str) -> Schedule:
-    """Read torch's compute-only CSV (``_dump_csv(path, format="compute_only")``).
+    """Parse torch's compute-only CSV (``_dump_csv(path, format="compute_only")``).
 
-    The placement is what the cells show; the file knows no sites, so that a fold inside each
-    of several groups is taken as one site per group.
+    The placement is inferred from the cells. The format has no sites, so each group of ranks
+    becomes a site.
 
     Raises:
-        ValueError: a cell is not a compute action, or the placement is not made of legs.
+        ValueError: a cell is not a compute action, or no `Placement` matches the cells.
     """
     rows: list[list[Slot]] = []
     for rank, cells in enumerate(_csv_rows(text)):
@@ -154,12 +154,12 @@ def _csv_rows(text: str) -> Iterator[list[str]]:
 
 
 def _parse_row(cells: Iterable[tuple[int, object]], rank: int) -> list[Slot]:
-    """The slots of a row. What stands twice is found before anything is made of it."""
+    """Parse the slots of a row; refuse duplicates before anything else is built from them."""
     row: list[Slot] = []
     seen: set[Action] = set()
     for index, cell in cells:
         if not isinstance(cell, str):
-            raise ValueError(f"rank {rank}, cell {index}: {shown(cell)} is not text")
+            raise ValueError(f"rank {rank}, cell {index}: {short_repr(cell)} is not text")
         try:
             slot = parse_slot(cell)
         except ValueError as error:
@@ -178,7 +178,7 @@ def _parse_span(entry: object, number: int) -> Span:
             start_s
         ) and isfinite(end_s):
             return Span(rank, lane, parse_slot(slot), start_s, end_s)
-    raise ValueError(f"spans[{number}]={shown(entry)}: expected [rank, lane, slot, start, end]")
+    raise ValueError(f"spans[{number}]={short_repr(entry)}: expected [rank, lane, slot, start, end]")
 
 
 def _placement_to_dict(placement: Placement) -> dict[str, Any]:
@@ -200,19 +200,21 @@ def _read(text: str, form: str) -> dict[str, Any]:
     if not isinstance(data, dict) or data.get("format") != form:
         raise ValueError(f"format: expected {form!r}; write it with weft schedule --format json")
     if data.get("version") != _VERSION:
-        raise ValueError(f"version={shown(data.get('version'))}: this Weft reads version {_VERSION}; write it anew")
+        raise ValueError(
+            f"version={short_repr(data.get('version'))}: this Weft reads version {_VERSION}; write it anew"
+        )
     return data
 
 
 def _field(data: dict[str, Any], name: str, kind: type) -> Any:
     value = data.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f"{name}={shown(value)}: expected {kind.__name__}")
+        raise ValueError(f"{name}={short_repr(value)}: expected {kind.__name__}")
     return value
 
 
 def _whole_numbers(data: dict[str, Any], name: str) -> tuple[int, ...]:
     values = _field(data, name, list)
     if not all(type(value) is int for value in values):
-        raise ValueError(f"{name}={shown(values)}: expected whole numbers")
+        raise ValueError(f"{name}={short_repr(values)}: expected whole numbers")
     return tuple(values)

@@ -15,24 +15,25 @@ from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import Span, Timeline
 
 _SIDE = frozenset({Op.REDUCE_GRAD, Op.UNSHARD})
-"""Collectives over replicas: started in row order, done beside the compute."""
+"""Collectives over replicas: started in row order, overlapped with compute."""
 
 
 def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
-    """Run ``schedule`` on paper; the same input gives the same timeline.
+    """Predict the timeline of ``schedule``; deterministic.
 
-    Each rank computes its slots in row order, one at a time; a strand pair starts when the
-    needs of both halves are met and takes ``pair_scale`` times their sum. A transfer leaves
-    when its producer has ended and its link is free, first come first served, and arrives
-    ``latency_s`` after its last byte has left; starting it holds the rank for ``send_s``,
-    during which it may leave. Links are full duplex: within a site a rank
-    sends activations and gradients side by side; a rank's transfers to other sites share
-    its one uplink (Atlas section 3), or the part of it that one pair of nodes gets (section 4.1),
-    and in a DP-cell all pipelines' uplinks carry each transfer together, one after the other in
-    the order of their rows (section 4.4). Collectives over replicas queue on a lane of their own.
+    - **Compute**: each rank runs its slots in row order, one at a time. A strand pair starts when
+      the dependencies of both halves are met and takes ``pair_scale`` times their sum.
+    - **Transfers**: a transfer leaves when its producer has finished and its link is free, first
+      come first served, and arrives ``latency_s`` after its last byte has left. Starting it
+      occupies the rank for ``send_s``; the transfer may leave meanwhile.
+    - **Links** are full duplex. Within a site a rank sends activations and gradients concurrently.
+      A rank's transfers to other sites share its one uplink (Atlas section 3), or the part of it
+      that a pair of nodes gets (section 4.1). In a DP-cell the uplinks of all pipelines carry
+      each transfer together, one transfer after the other in row order (section 4.4).
+    - **Collectives** over replicas queue on a lane of their own.
 
     Args:
-        schedule: valid; lowered, or compute-only, where transfers are implied.
+        schedule: a valid schedule; lowered, or compute-only with implied transfers.
 
     Raises:
         ValueError: ``costs`` is for another number of virtual stages.
@@ -45,7 +46,7 @@ def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
         )
     if _has_transfers(costs):
         schedule = add_transfers(schedule)
-    run = Run(schedule, costs)
+    run = SimulatedStep(schedule, costs)
     for visit in execution_order(schedule):
         run.step(visit)
     held = [tuple(held_along(row, costs)) for row in schedule.rows]
@@ -59,29 +60,29 @@ def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
 
 
 def _has_transfers(costs: CostModel) -> bool:
-    """Whether a transfer takes any time; if none does, they need not be looked at."""
+    """Whether any transfer takes time; otherwise transfers need no simulation."""
     links = (costs.local, costs.wan, *(link for _, link in costs.wan_links))
     return any(link.latency_s or link.transit_s(1.0) for link in links) or any(s.send_s for s in costs.stages)
 
 
-class Run:
-    """One simulated step: clocks of ranks and links, and when each fact came true."""
+class SimulatedStep:
+    """The state of a simulated step: clocks of ranks and links, and the time of each fact."""
 
     def __init__(self, schedule: Schedule, costs: CostModel) -> None:
         self._schedule = schedule
         self._costs = costs
-        self._true_s: dict[Action, float] = {}
+        self._fact_s: dict[Action, float] = {}
         self._rank_free_s = [0.0] * schedule.num_ranks
         self._lane_free_s: dict[tuple[int, str], float] = {}
         self._rank_spans: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
 
     def spans(self) -> list[Span]:
-        """Every span, rank by rank, each lane in order."""
+        """All spans, rank by rank, with each lane in order."""
         return [span for spans in self._rank_spans for span in spans]
 
     def could_start_s(self, visit: Visit) -> float:
-        """When the rank of a slot has come to it and its needs are met."""
-        return max(self._rank_free_s[visit.rank], *(self._true_s[need] for need in visit.needs), 0.0)
+        """When the slot's rank is free and its dependencies are met."""
+        return max(self._rank_free_s[visit.rank], *(self._fact_s[need] for need in visit.needs), 0.0)
 
     def step(self, visit: Visit) -> None:
         """Execute the next slot of `execution_order`."""
@@ -99,7 +100,7 @@ class Run:
             end_s = self._compute(rank, slot, posted_s)
         for action in slot:
             for fact in establishes(action):
-                self._true_s[fact] = end_s
+                self._fact_s[fact] = end_s
 
     def _compute(self, rank: int, slot: Slot, start_s: float) -> float:
         end_s = self._rank_free_s[rank] = start_s + self._seconds(slot)
@@ -120,14 +121,14 @@ class Run:
         return self._schedule.placement.stage_ranks[action.stage]
 
     def _send(self, rank: int, slot: Slot, posted_s: float) -> float:
-        """When the transfer arrives."""
+        """Post a transfer; returns its arrival time."""
         op, stage, _ = slot[0]
         placement = self._schedule.placement
         self._rank_free_s[rank] = self._occupy(rank, "send", slot, posted_s, self._seconds(slot))
         other = stage + 1 if op is Op.SEND_F else stage - 1
         peer = placement.stage_ranks[other]
         link = self._link(rank, peer)
-        # What travels is the output of the hop's upper stage, or the gradient of that output.
+        # The transfer is the output of the hop's lower-numbered stage, or the gradient of that output.
         num_bytes = self._costs.stages[min(stage, other)].output_bytes
         occupied_s, transit_s = link.occupancy_s(num_bytes), link.transit_s(num_bytes)
         letter = "F" if op is Op.SEND_F else "B"
@@ -142,12 +143,12 @@ class Run:
         return self._occupy(rank, f"{letter}>{peer}", slot, posted_s, transit_s, link.latency_s, queues)
 
     def _relay(self, rank: int, slot: Slot, sent: Action) -> float:
-        """When the transfer that this rank's uplink carries a part of arrives."""
+        """Record the transfer that this rank's uplink carries a part of; returns its arrival time."""
         spans = self._rank_spans[self._rank_of(sent)]
         whole = next((span for span in reversed(spans) if span.slot == (sent,)), None)
         if whole is not None:
             self._rank_spans[rank].append(replace(whole, rank=rank, slot=slot))
-        return self._true_s[sent]
+        return self._fact_s[sent]
 
     def _link(self, rank: int, peer: int) -> LinkCost:
         sites = self._schedule.placement.rank_sites
@@ -163,7 +164,12 @@ class Run:
         latency_s: float = 0.0,
         queues: Mapping[tuple[int, str], float] | None = None,
     ) -> float:
-        """Take a turn on queues (the rank's lane, if none), and hold each for so long; when the work is through."""
+        """Wait until all queues are free and occupy each for its seconds; returns the end time.
+
+        Args:
+            seconds: duration of the work.
+            queues: seconds by queue; None takes the rank's lane for ``seconds``.
+        """
         if seconds == 0.0 and latency_s == 0.0:
             return posted_s
         start_s = posted_s

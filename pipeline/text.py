@@ -1,4 +1,4 @@
-"""Schedules and timelines as text for a terminal."""
+"""Schedules and timelines as plain text for a terminal."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from weft.pipeline.timeline import Timeline
 
 
 def grid_text(schedule: Schedule, *, width: int | None = None) -> str:
-    """A line per rank and a column per time slot; every slot takes one column here.
+    """One line per rank and one column per time slot; every slot takes one column.
 
     Args:
-        width: characters per line; columns beyond it are cut off, and counted. None is no limit.
+        width: characters per line; columns beyond it are counted instead of shown. None means no limit.
 
     Raises:
         ScheduleError: the schedule deadlocks.
@@ -44,7 +44,7 @@ def _cell(slot: Slot | None) -> str:
 
 
 def timeline_text(timeline: Timeline) -> str:
-    """Step time, bubble share, and a line per rank."""
+    """Step time and bubble share, then one line per rank."""
     lines = [
         f"{timeline.name}: step {timeline.step_s:.6g} s, bubbles {100 * timeline.bubble_share:.1f} %",
         f"{'rank':<6}{'busy s':>12}{'bubbles':>10}{'peak activations':>20}{'live chunks':>13}",
@@ -59,11 +59,11 @@ def timeline_text(timeline: Timeline) -> str:
 
 
 def answer_text(schedule: Schedule, costs: CostModel, step_s: float, memory_cap_bytes: float | None) -> str:
-    """How far a step is from what no schedule can beat, and what it holds beside 1F1B and its cap.
+    """Compare a step with its lower bound, and its activation memory with 1F1B's and with the cap.
 
     Args:
-        schedule: compute-only, as it is run; of a cell, with the costs of the cell.
-        step_s: simulated.
+        schedule: the compute-only schedule as it runs; for a DP-cell, the cell's, with the cell's costs.
+        step_s: simulated step time.
     """
     placement = schedule.placement
     problem = Problem(placement, schedule.num_microbatches, costs)

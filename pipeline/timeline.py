@@ -1,4 +1,4 @@
-"""The timeline: when each slot of each rank started and ended, predicted or measured."""
+"""The timeline: predicted or measured start and end of every slot."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Span:
 
     rank: int
     lane: str
-    """``compute`` for the rank's own work; ``send`` for its own time to start a transfer;
-    ``reduce`` for collectives over its replicas; ``F>3`` or ``B>1`` for a transfer to that rank,
-    from its first byte to its arrival (predicted only)."""
+    """``compute`` for computation; ``send`` for the rank's time to start a transfer; ``reduce`` for
+    collectives over replicas; ``F>3`` or ``B>1`` for a transfer to that rank, from its first byte
+    to its arrival (predicted only)."""
     slot: Slot
     start_s: float
     end_s: float
@@ -27,11 +27,11 @@ class Timeline:
     """All spans of one step, ordered by start within each rank and lane.
 
     Attributes:
-        name: where it comes from, such as ``1f1b predicted``.
-        num_ranks: ranks of one pipeline.
-        spans: every slot that took time, transfers included.
-        peak_bytes: per rank, the highest sum of saved activation bytes.
-        live_microbatches: per rank, the most chunk activations alive at once.
+        name: its origin, such as ``1f1b predicted``.
+        num_ranks: number of ranks.
+        spans: every slot that took time, including transfers.
+        peak_bytes: per rank, the peak activation memory.
+        live_microbatches: per rank, the most chunk activations held at once.
     """
 
     name: str
@@ -56,20 +56,20 @@ class Timeline:
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
-        """Seconds that each rank computes."""
+        """Seconds for which each rank computes."""
         return tuple(sum(span.end_s - span.start_s for span in lane) for lane in self.compute)
 
     @property
     def bubble_share(self) -> float:
-        """Share of all ranks' time in which they do not compute; 0 for an empty step."""
+        """Fraction of all ranks' time without compute; 0 for an empty step."""
         whole_s = self.step_s * self.num_ranks
         return 1.0 - sum(self.busy_s) / whole_s if whole_s else 0.0
 
     def bubbles(self, rank: int, *, at_least_s: float = 0.0) -> tuple[tuple[float, float], ...]:
-        """When ``rank`` does not compute: (start, end) in seconds, in order.
+        """The bubbles of ``rank``: (start, end) in seconds, in order.
 
         Args:
-            at_least_s: leave out bubbles that are not longer than this.
+            at_least_s: ignore bubbles that are not longer than this.
         """
         found = []
         idle_from = 0.0

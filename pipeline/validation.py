@@ -1,4 +1,4 @@
-"""The validator: whether a schedule is whole, free of deadlock and within its memory."""
+"""The validator: checks that a schedule is complete, free of deadlocks and within its memory cap."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from weft.pipeline.schedule_error import ScheduleError
 def validate(schedule: Schedule, *, costs: CostModel | None = None, memory_cap_bytes: float | None = None) -> None:
     """Check that ``schedule`` can run to its end.
 
-    It is whole (each virtual stage has one F and either B or I and W per micro-batch, and the
-    other kinds of action either stand everywhere or nowhere), on the right ranks, its pairs
-    are pairs, no rank waits for ever, and no rank saves more than the cap.
+    Every virtual stage needs one F, and either B or I and W, per micro-batch; other kinds of
+    action must be present everywhere or nowhere. Actions must be on the rank of their stage, pairs
+    must be valid, no rank may deadlock, and no rank may exceed the memory cap.
 
     Args:
-        costs: bytes of each virtual stage; needed with ``memory_cap_bytes``.
-        memory_cap_bytes: most bytes of saved activations on any rank; None is no cap.
+        costs: bytes of each virtual stage; required with ``memory_cap_bytes``.
+        memory_cap_bytes: limit on the activation memory of any rank; None means no cap.
 
     Raises:
-        ScheduleError: it is not; the message marks the failing cell and says what it waits for.
-        ValueError: a cap without costs.
+        ScheduleError: a check fails; the message marks the failing cell and says what it waits for.
+        ValueError: ``memory_cap_bytes`` is given without ``costs``.
     """
     _check_cells(schedule)
     _check_whole(schedule)
@@ -41,10 +41,10 @@ def validate(schedule: Schedule, *, costs: CostModel | None = None, memory_cap_b
 
 
 def check_memory(schedule: Schedule, costs: CostModel, memory_cap_bytes: float) -> None:
-    """Check that no rank saves more than ``memory_cap_bytes`` of activations at any time.
+    """Check that no rank's activation memory ever exceeds ``memory_cap_bytes``.
 
     Raises:
-        ScheduleError: one does; the first cell that exceeds the cap is marked.
+        ScheduleError: one does; the message marks the first cell that exceeds the cap.
     """
     for rank, row in enumerate(schedule.rows):
         for index, held in enumerate(held_along(row, costs)):
@@ -57,7 +57,7 @@ def check_memory(schedule: Schedule, costs: CostModel, memory_cap_bytes: float) 
 
 
 def _check_cells(schedule: Schedule) -> None:
-    """Check what each cell says by itself, and that nothing stands twice."""
+    """Check each cell by itself, and that no action occurs twice."""
     if schedule.num_ranks != schedule.placement.num_ranks:
         raise ValueError(
             f"schedule {schedule.name!r}: {schedule.num_ranks} rows, its placement has {schedule.placement.num_ranks} "
@@ -109,7 +109,7 @@ def _is_pair(slot: tuple[Action, ...]) -> bool:
 
 
 def _check_whole(schedule: Schedule) -> None:
-    """Check that nothing is missing, and that no backward is done both whole and split."""
+    """Check that no action is missing, and that no backward is both full and split."""
     actions = {a: (rank, i) for rank, row in enumerate(schedule.rows) for i, slot in enumerate(row) for a in slot}
     ranks = schedule.placement.stage_ranks
     for half, place in actions.items():
@@ -125,7 +125,7 @@ def _check_whole(schedule: Schedule) -> None:
 
 
 def _check_sharded(schedule: Schedule) -> None:
-    """Check that a stage whose weights have been given back is gathered again before it computes."""
+    """Check that a stage gathers its weights again after each ``RESHARD`` before it uses them."""
     for rank, row in enumerate(schedule.rows):
         away: set[int] = set()
         for index, slot in enumerate(row):
@@ -140,7 +140,7 @@ def _check_sharded(schedule: Schedule) -> None:
 
 
 def _expected(schedule: Schedule) -> Iterator[Action]:
-    """Every action that must be there; backwards as their two halves."""
+    """Every action that must be present, with each backward as ``I`` and ``W``."""
     placement = schedule.placement
     every_stage = range(placement.num_stages)
     moves = crossings(placement) if schedule.ops & (SENDS | RECEIVES) else frozenset()

@@ -1,4 +1,4 @@
-"""Generators: from a kind, a placement and a number of micro-batches to a schedule."""
+"""Schedule generators: make a schedule from a kind, a placement and a number of micro-batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.pipeline.validation import check_memory
 
 
 def generators() -> dict[str, ScheduleRules]:
-    """The rules of every kind that is generated, by name."""
+    """The rules of every kind that has a generator, by name."""
     return {kind.name: kind.value for kind in ScheduleKind if kind.value.generator}
 
 
@@ -28,18 +28,18 @@ def generate(
     search_seconds: float = 2.0,
     launch_together: int = 0,
 ) -> Schedule:
-    """A compute-only schedule of ``kind``.
+    """Generate a compute-only schedule of ``kind``.
 
     Args:
-        costs: seconds and bytes of each virtual stage; unit costs otherwise.
-        memory_cap_bytes: most bytes of saved activations on any rank. ``auto`` keeps to it;
-            the fixed kinds are refused if they exceed it.
-        search_seconds: time that ``auto`` may spend on improving its first answer.
-        launch_together: micro-batches of a chunk that ``interleaved`` launches in a row; 0 is
-            one for each rank. The other kinds have no rounds.
+        costs: seconds and bytes of each virtual stage; None takes unit costs.
+        memory_cap_bytes: limit on the activation memory of any rank. ``auto`` stays below it; a
+            fixed kind that exceeds it is refused.
+        search_seconds: nominal time for ``auto`` to improve its first schedule.
+        launch_together: micro-batches of a chunk that ``interleaved`` launches in a row; 0 means
+            one per rank. Other kinds do not work in rounds.
 
     Raises:
-        ValueError: the kind is not known, does not go with the placement, the number of
+        ValueError: the kind is unknown, or does not support the placement, the number of
             micro-batches or the cap.
     """
     table = generators()

@@ -1,4 +1,4 @@
-"""`auto`: a schedule made for the placement, the costs, the links and the memory at hand."""
+"""`auto`: generate a schedule for a given placement, costs, links and memory cap."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate, generators
 from weft.pipeline.generators.auto_bound import lone_microbatch, lower_bound_s, pace_s
 from weft.pipeline.generators.auto_greedy import ListScheduler, Rule
+from weft.pipeline.generators.auto_merge import merge_neighbours
 from weft.pipeline.generators.auto_problem import Problem, Rows
 from weft.pipeline.generators.auto_rules import backward_first, pair_kinds, rules
 from weft.pipeline.generators.auto_search import Search
-from weft.pipeline.generators.auto_strands import couple
 from weft.pipeline.generators.auto_timing import time_rows
 from weft.pipeline.lowering import as_run, lower
 from weft.pipeline.placement import Placement
@@ -22,13 +22,13 @@ from weft.pipeline.schedule import Schedule
 from weft.pipeline.simulation import simulate
 
 _ROUNDED_UP = 1 + 1e-9
-"""Room for the rounding of sums of bytes."""
+"""Tolerance for rounding errors in sums of bytes."""
 _TICK_BITS, _CLOCK_BITS, _LEAST_EXPONENT = 20, 50, -1000
-"""A tick is so many powers of two below the pace, or below a step with nothing in parallel."""
+"""A tick is 2**-20 of the pace, or 2**-50 of a step without any parallelism if that is longer."""
 _FIRST_ACTIONS = 1_000_000
-"""Actions that the list scheduler places, rule by rule, before the search (at least one rule)."""
+"""Most actions that the list scheduler places over all rules; it tries at least one rule."""
 _ACTIONS_PER_SECOND = 4_000_000
-"""Actions that the search times in a nominal second."""
+"""Actions that the search evaluates per nominal second."""
 
 
 def generate_auto(
@@ -38,25 +38,23 @@ def generate_auto(
     memory_cap_bytes: float | None = None,
     search_seconds: float = 0.0,
 ) -> Schedule:
-    """List scheduling by many rules, the best improved by a search (Atlas section 4.4 and further).
+    """Try list scheduling with many rules, and improve the best by a search (extends Atlas section 4.4).
 
-    The fixed schedules that go with the placement compete too, so the answer is at no cap
-    worse than those that keep to it. The pipelines of a DP-cell are scheduled together.
+    The fixed schedules for this placement are candidates too, so under any cap the result is at
+    least as good as those that fit. The pipelines of a DP-cell are scheduled together.
 
     Args:
-        costs: seconds, bytes and links that the schedule is made for; of the cell, see
-            `CostModel.for_cell`.
-        memory_cap_bytes: saved activations per rank that are never exceeded. None or 0 leaves
-            it to `auto`: an activation counts until its weight gradient is done, and the cap
-            is what 1F1B holds (P micro-batches of the fullest rank's chunks), or the smallest
-            of a few steps above it, up to four times as much, with which the list scheduler
-            comes within 1 % of its best.
-        search_seconds: nominal time for the search: a fixed amount of work, so that every
-            rank finds the same schedule, whatever its load.
+        costs: seconds, bytes and links; for a DP-cell, of the cell (see `CostModel.for_cell`).
+        memory_cap_bytes: hard limit on the activation memory of any rank. With None or 0, `auto`
+            chooses it: an activation counts until its weight gradient is done, and the cap is
+            what 1F1B holds (P micro-batches of the fullest rank's chunks), or the smallest of a
+            few larger values, up to four times as much, with which the list scheduler comes
+            within 1 % of its best.
+        search_seconds: nominal time of the search. It is a fixed amount of work, so that every
+            rank finds the same schedule whatever its load.
 
     Raises:
-        ValueError: no schedule exists under the cap, or the costs are for another number of
-            stages.
+        ValueError: no schedule fits under the cap, or the costs are for another number of stages.
     """
     problem = _problem(placement, num_microbatches, costs, until_weight=not memory_cap_bytes)
     cap_bytes = memory_cap_bytes or _default_cap_bytes(problem)
@@ -64,15 +62,17 @@ def generate_auto(
     cap_bytes *= _ROUNDED_UP
     fixed = list(_fixed(problem, cap_bytes))
     starts = [*fixed, *_list_schedules(problem, cap_bytes)]
-    if placement.pipelines > 1:  # half of the time for a pipeline that shares nothing, done on every one of them
+    if placement.pipelines > 1:  # half of the time for a single pipeline, repeated side by side
         search_seconds /= 2
         alone = replace(costs.for_cell(1), stages=costs.stages[: placement.single.num_stages])
         one = generate_auto(placement.single, num_microbatches, alone, memory_cap_bytes, search_seconds)
-        starts.append(_timed(problem, side_by_side(one, placement.pipelines)))
+        starts.append(_time_schedule(problem, side_by_side(one, placement.pipelines)))
     rows = min(starts, key=lambda start: start[0])[1]
     evaluations = int(search_seconds * _ACTIONS_PER_SECOND / sum(map(len, rows)))
-    found = couple(problem, Search(problem, rows, cap_bytes).run(evaluations, lower_bound_s(problem)), cap_bytes)
-    answers = [found, *(rows for _, rows in fixed)] if _ends_differ(costs) else [found]
+    merged = merge_neighbours(
+        problem, Search(problem, rows, cap_bytes).run(evaluations, lower_bound_s(problem)), cap_bytes
+    )
+    answers = [merged, *(rows for _, rows in fixed)] if _ends_differ(costs) else [merged]
     schedules = [
         Schedule("auto", placement, num_microbatches, tuple(tuple(map(problem.slot, row)) for row in rows))
         for rows in answers
@@ -81,12 +81,12 @@ def generate_auto(
 
 
 def _ends_differ(costs: CostModel) -> bool:
-    """Whether a step ends later than its last action, so that the shortest rows need not be the shortest step."""
+    """Whether reductions, all-gathers or optimiser steps take time, so that the shortest rows may not be best."""
     return any(stage.reduce_s or stage.unshard_s or stage.step_s for stage in costs.stages)
 
 
 def _problem(placement: Placement, num_microbatches: int, costs: CostModel, *, until_weight: bool) -> Problem:
-    """The problem in ticks: a millionth of the pace, or coarser where a step is very long beside it."""
+    """The problem with times in ticks: a millionth of the pace, or coarser if a step is very long."""
     if len(costs.stages) != placement.num_stages:
         raise ValueError(
             f"costs.stages: costs of {len(costs.stages)} virtual stages, the placement has {placement.num_stages}"
@@ -98,7 +98,7 @@ def _problem(placement: Placement, num_microbatches: int, costs: CostModel, *, u
 
 
 def _list_schedules(problem: Problem, cap_bytes: float) -> Iterator[tuple[float, Rows]]:
-    """Makespans and rows by every rule, as long as there is time."""
+    """Makespans and rows of the rules, in order, up to ``_FIRST_ACTIONS`` actions."""
     for tried, rule in enumerate(rules(problem)):
         if tried and (tried + 1) * problem.num_nodes > _FIRST_ACTIONS:
             return
@@ -106,7 +106,7 @@ def _list_schedules(problem: Problem, cap_bytes: float) -> Iterator[tuple[float,
 
 
 def _fixed(problem: Problem, cap_bytes: float) -> Iterator[tuple[float, Rows]]:
-    """The fixed kinds of schedule that go with the placement and the cap, on every pipeline."""
+    """Makespans and rows of the fixed schedules that fit the placement and the cap."""
     placement = problem.placement
     for kind, spec in generators().items():
         if spec.looks_at_costs:
@@ -114,14 +114,14 @@ def _fixed(problem: Problem, cap_bytes: float) -> Iterator[tuple[float, Rows]]:
         try:
             schedule = generate(kind, placement.single, problem.num_microbatches)
         except ValueError:
-            continue  # made for another placement, or for more micro-batches
+            continue  # it needs another placement, or more micro-batches
         schedule = side_by_side(as_run(schedule, problem.costs.pair_scale), placement.pipelines)
-        timing_s, rows = _timed(problem, schedule)
+        timing_s, rows = _time_schedule(problem, schedule)
         if all(problem.peak_bytes(row) <= cap_bytes for row in rows):
             yield timing_s, rows
 
 
-def _timed(problem: Problem, schedule: Schedule) -> tuple[float, Rows]:
+def _time_schedule(problem: Problem, schedule: Schedule) -> tuple[float, Rows]:
     rows = problem.rows(schedule.rows)
     timing = time_rows(problem, rows)
     assert timing is not None, schedule.name
@@ -129,14 +129,14 @@ def _timed(problem: Problem, schedule: Schedule) -> tuple[float, Rows]:
 
 
 def _step_s(schedule: Schedule, costs: CostModel) -> float:
-    """The whole step as the simulator has it, reductions and optimiser included."""
+    """The simulated step, including reductions and the optimiser."""
     return simulate(add_relays(lower(schedule), costs), costs).step_s
 
 
 def _list_schedule(problem: Problem, rule: Rule, cap_bytes: float) -> tuple[float, Rows]:
     scheduler = ListScheduler(problem, rule, cap_bytes)
     makespan_s = scheduler.run()
-    if problem.shared:  # it gives shared uplinks away as actions start, and not as they end
+    if problem.shared:  # the list scheduler assigns shared uplinks when actions start, not when they end
         timing = time_rows(problem, scheduler.rows)
         assert timing is not None
         makespan_s = timing.makespan_s
@@ -144,11 +144,11 @@ def _list_schedule(problem: Problem, rule: Rule, cap_bytes: float) -> tuple[floa
 
 
 def _default_cap_bytes(problem: Problem) -> float:
-    """What 1F1B would hold, or the smallest step above it that is nearly as fast as the fastest."""
+    """What 1F1B holds, or the smallest larger cap that is within 1 % of the fastest."""
     held = max(problem.microbatch_bytes())
     if not held:
         return 1.0
-    base, chunk = held * problem.placement.single.num_ranks, max(problem.at_start)
+    base, chunk = held * problem.placement.single.num_ranks, max(problem.start_bytes)
     caps = [base, base + chunk, *(base * more for more in (1.25, 1.5, 2.0, 3.0, 4.0))]
     first = [backward_first(problem, pair=pair) for pair in pair_kinds(problem)]
     times_s = [min(_list_schedule(problem, rule, cap * _ROUNDED_UP)[0] for rule in first) for cap in caps]

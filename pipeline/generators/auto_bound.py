@@ -1,4 +1,4 @@
-"""A makespan that no schedule can beat, cheaply: the busiest rank or link, and one micro-batch's path."""
+"""A cheap lower bound on the makespan: the busiest rank or link, and the path of one micro-batch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from weft.pipeline.generators.auto_problem import KINDS, NONE, Problem
 
 
 def lower_bound_s(problem: Problem) -> float:
-    """The largest of: a lone micro-batch; each rank's and each link's work behind its head, before its tail.
+    """The maximum of the path of one micro-batch, and of each rank's and each link's head + work + tail.
 
-    The memory cap is not looked at, and any work may gain as much as a strand pair does.
+    The head is the time before a rank or link can start, the tail the time that must follow its
+    work. The bound ignores the memory cap, and scales all work as if it ran in strand pairs.
     """
     forward_s, backward_s, end_s = lone_microbatch(problem)
     stages = range(problem.placement.num_stages)
@@ -29,8 +30,8 @@ def lower_bound_s(problem: Problem) -> float:
         for op, starts_s in ((Op.F, forward_s), (Op.I, backward_s)):
             node = _first(problem, op, stage)
             made_s = starts_s[stage] + problem.seconds[node]
-            for line, held_s in _lines(problem, node):
-                links.setdefault(line, []).append((made_s, held_s, end_s - made_s - held_s))
+            for link, held_s in _links_held(problem, node):
+                links.setdefault(link, []).append((made_s, held_s, end_s - made_s - held_s))
     for transfers in links.values():
         heads_s, busy_s, tails_s = zip(*transfers, strict=True)
         bounds.append(min(heads_s) + sum(busy_s) * problem.num_microbatches + min(tails_s) + weight_s)
@@ -38,7 +39,7 @@ def lower_bound_s(problem: Problem) -> float:
 
 
 def lone_microbatch(problem: Problem) -> tuple[list[float], list[float], float]:
-    """When one micro-batch, alone, starts each stage's forward and input gradient, and ends the last."""
+    """When a micro-batch that runs alone starts each stage's forward and input gradient, and when it ends."""
     now_s, starts_s = 0.0, {}
     stages = range(problem.placement.single.num_stages)
     for op, order in ((Op.F, stages), (Op.I, reversed(stages))):
@@ -46,28 +47,28 @@ def lone_microbatch(problem: Problem) -> tuple[list[float], list[float], float]:
             node = _first(problem, op, stage)
             starts_s[op, stage] = now_s
             now_s += problem.seconds[node] + problem.transit_s[node] + problem.latency_s[node]
-    pipelines = problem.placement.pipelines  # all alike
+    pipelines = problem.placement.pipelines  # they are identical
     return [starts_s[Op.F, s] for s in stages] * pipelines, [starts_s[Op.I, s] for s in stages] * pipelines, now_s
 
 
 def pace_s(problem: Problem) -> float:
-    """Seconds per micro-batch of the busiest rank or link: nothing can be steadily faster."""
+    """Seconds per micro-batch of the busiest rank or link: the best steady-state rate."""
     busy_s = [0.0] * (problem.num_ranks + problem.num_links)
     for stage, rank in enumerate(problem.placement.stage_ranks):
         for op in (Op.F, Op.I, Op.W):
             node = _first(problem, op, stage)
             busy_s[rank] += problem.seconds[node]
-            for line, held_s in _lines(problem, node):
-                busy_s[problem.num_ranks + line] += held_s
+            for link, held_s in _links_held(problem, node):
+                busy_s[problem.num_ranks + link] += held_s
     return max(busy_s)
 
 
-def _lines(problem: Problem, node: int) -> Iterator[tuple[int, float]]:
-    """What a node's transfer holds, and for how long."""
+def _links_held(problem: Problem, node: int) -> Iterator[tuple[int, float]]:
+    """The links that a node's transfer occupies, with the seconds on each."""
     if problem.link[node] != NONE:
         yield problem.link[node], problem.occupancy_s[node]
-    if problem.way[node] != NONE:
-        yield problem.way[node], problem.transit_s[node]
+    if problem.pair_link[node] != NONE:
+        yield problem.pair_link[node], problem.transit_s[node]
 
 
 def _first(problem: Problem, op: Op, stage: int) -> int:

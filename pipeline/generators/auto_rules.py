@@ -1,4 +1,4 @@
-"""What the list scheduler is told to want: the rules that `auto` tries, the most useful first."""
+"""The priority rules that `auto` gives to the list scheduler, most useful first."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from weft.pipeline.generators.auto_bound import lone_microbatch, pace_s
 from weft.pipeline.generators.auto_greedy import Rule
 from weft.pipeline.generators.auto_problem import Problem
 
-# Critical-path rules as (pace, owed, patience, queue): out of 500, those that helped the ones
-# above them most over 60 random pipelines of 2 to 12 ranks and 1 to 32 micro-batches.
+# Critical-path rules as (pace, weight_delay, patience, backlog). Chosen greedily from 500: each
+# improves most on those above it, over 60 random pipelines of 2-12 ranks and 1-32 micro-batches.
 _CRITICAL_PATHS = (
     (1.0, inf, 0.3, 0.5),
     (1.5, inf, 0.5, inf),
@@ -33,63 +33,69 @@ _CRITICAL_PATHS = (
 
 
 def rules(problem: Problem) -> Iterator[Rule]:
-    """The rules in the order in which they are worth trying."""
+    """The rules, in the order in which to try them."""
     kinds = pair_kinds(problem)
     yield from (backward_first(problem, pair=pair) for pair in kinds)
-    yield from (atlas(problem, put_off=put_off, pair=pair) for put_off in (False, True) for pair in kinds)
-    for pace, owed, patience, queue in _CRITICAL_PATHS:
+    yield from (
+        atlas(problem, defer_weights=defer_weights, pair=pair) for defer_weights in (False, True) for pair in kinds
+    )
+    for pace, weight_delay, patience, backlog in _CRITICAL_PATHS:
         for pair in kinds:
-            yield critical_path(problem, pace=pace, owed=owed, patience=patience, queue=queue, pair=pair)
+            yield critical_path(
+                problem, pace=pace, weight_delay=weight_delay, patience=patience, backlog=backlog, pair=pair
+            )
     yield backward_first(problem, patience=0.99)
 
 
 def pair_kinds(problem: Problem) -> tuple[Op | None, ...]:
-    """Which backwards to pair with forwards: none (None) where a pair gains nothing."""
+    """The kinds of backward to pair with forwards; only None if pairs gain nothing."""
     return (None,) if problem.costs.pair_scale >= 1 else (Op.B, Op.I, None)
 
 
 def backward_first(problem: Problem, *, patience: float = 0.0, pair: Op | None = None) -> Rule:
-    """Input gradients before forwards (Atlas section 4.4, rule 4: they unlock others) before weight gradients.
+    """Input gradients first (Atlas section 4.4, rule 4), then forwards, then weight gradients.
 
-    Of several forwards the deepest stage's goes first, of several gradients the oldest.
+    Among forwards the deepest stage goes first, among gradients the oldest micro-batch.
     """
     stages = problem.placement.num_stages
-    far = pace_s(problem) * problem.num_microbatches * (stages + 1)
-    wish_s = tuple((-far * stage, -far * (stages + 1), far) for stage in range(stages))
-    return Rule(wish_s=wish_s, pace_s=pace_s(problem), patience=patience, pair=pair)
+    spread = pace_s(problem) * problem.num_microbatches * (stages + 1)
+    priority_s = tuple((-spread * stage, -spread * (stages + 1), spread) for stage in range(stages))
+    return Rule(priority_s=priority_s, pace_s=pace_s(problem), patience=patience, pair=pair)
 
 
-def atlas(problem: Problem, *, put_off: bool, pair: Op | None = None) -> Rule:
-    """Atlas's heuristic with the four rules of section 4.4 acting together.
+def atlas(problem: Problem, *, defer_weights: bool, pair: Op | None = None) -> Rule:
+    """Atlas's heuristic: the four rules of section 4.4 together.
 
-    The pipelines of a DP-cell share their uplinks (1), nothing exceeds the memory cap (2), an
-    action starts only when its transfer can follow at once (3), and backwards come first (4).
+    The pipelines of a DP-cell share their uplinks (1), no rank exceeds the memory cap (2), an
+    action starts only if its transfer can start right after it (3), and backwards go first (4).
 
     Args:
-        put_off: leave weight gradients to idle time; Atlas does not split its backwards.
+        defer_weights: leave weight gradients for idle time; Atlas itself does not split backwards.
     """
     stages = problem.placement.num_stages
-    far = pace_s(problem) * problem.num_microbatches * (stages + 1)
-    weight_s = far if put_off else -far * (stages + 2)
-    wish_s = tuple((-far * stage, -far * (stages + 1), weight_s) for stage in range(stages))
-    return Rule(wish_s=wish_s, pace_s=pace_s(problem), patience=0.0, queue=0.0, queue_gradients=True, pair=pair)
+    spread = pace_s(problem) * problem.num_microbatches * (stages + 1)
+    weight_s = spread if defer_weights else -spread * (stages + 2)
+    priority_s = tuple((-spread * stage, -spread * (stages + 1), weight_s) for stage in range(stages))
+    return Rule(
+        priority_s=priority_s, pace_s=pace_s(problem), patience=0.0, backlog=0.0, backlog_of_gradients=True, pair=pair
+    )
 
 
 def critical_path(
-    problem: Problem, *, pace: float, owed: float, patience: float, queue: float = inf, pair: Op | None = None
+    problem: Problem, *, pace: float, weight_delay: float, patience: float, backlog: float = inf, pair: Op | None = None
 ) -> Rule:
-    """Earliest wish first: an action is wanted when a micro-batch that met no other would reach it.
+    """Earliest first: an action's priority is the time at which a micro-batch without contention reaches it.
 
     Args:
-        pace: seconds from one micro-batch to the next, over those of the busiest rank or link.
-        owed: how long a weight gradient may be put off, in the same unit.
-        patience, queue, pair: see `Rule`.
+        pace: time between successive micro-batches, in units of `pace_s` (the busiest rank or link).
+        weight_delay: how long a weight gradient may be deferred, in the same unit.
+        patience, backlog, pair: see `Rule`.
     """
     step_s = pace_s(problem)
     forward_s, backward_s, end_s = lone_microbatch(problem)
     never_s = end_s + 4 * step_s * problem.num_microbatches
-    wish_s = tuple(
-        (ahead_s, back_s, min(back_s + cost.input_s + owed * step_s, never_s))
+    priority_s = tuple(
+        (ahead_s, back_s, min(back_s + cost.input_s + weight_delay * step_s, never_s))
         for ahead_s, back_s, cost in zip(forward_s, backward_s, problem.costs.stages, strict=True)
     )
-    return Rule(wish_s=wish_s, pace_s=pace * step_s, patience=patience, queue=queue, pair=pair)
+    return Rule(priority_s=priority_s, pace_s=pace * step_s, patience=patience, backlog=backlog, pair=pair)

@@ -1,4 +1,4 @@
-"""The search: simulated annealing over the rows, with moves along the critical path."""
+"""The search: simulated annealing over rows, with moves along the critical path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.pipeline.generators.auto_timing import Timing, time_rows
 
 
 class Block(NamedTuple):
-    """Slots of a rank's row without a gap on the critical path, or that kept a link on it busy."""
+    """Successive slots of a row that lie on the critical path, or that occupied a link on it."""
 
     rank: int
     first: int
@@ -21,17 +21,17 @@ class Block(NamedTuple):
 
 
 Change = dict[int, list[int]]
-"""New rows by rank; empty if a move came to nothing."""
+"""New rows by rank; empty if a move changes nothing."""
 
 
 class Search:
-    """Annealing from one set of rows to better ones; never above the cap, never worse at the end.
+    """Improve rows by simulated annealing; never exceeds the cap, never returns anything worse.
 
-    The makespan is the length of the critical path, so a move starts from one of its blocks:
-    a slot goes elsewhere in or near the block, a micro-batch goes earlier or later on several
-    ranks, a weight gradient joins or leaves its input gradient, a strand pair forms or opens.
-    Moves that lengthen the step are kept with a probability that falls as a round goes on;
-    each round starts from the best so far.
+    The makespan is the length of the critical path, so every move changes one of its blocks: it
+    shifts a slot within or near the block, shifts a micro-batch earlier or later on several ranks,
+    merges an input gradient with its weight gradient or splits them, or forms or opens a strand
+    pair. A move that lengthens the step is accepted with a probability that falls as a round goes
+    on. Each round starts from the best rows so far.
     """
 
     def __init__(self, problem: Problem, rows: Rows, cap_bytes: float, *, seed: int = 0) -> None:
@@ -39,43 +39,47 @@ class Search:
         self._random = Random(seed)
         self._best = [row[:] for row in rows]
         self._best_s = self._timed(rows).makespan_s
-        self._moves: list[Callable[[Rows, Block], Change]] = [*[self._shift] * 8, self._merge, self._wave]
+        self._moves: list[Callable[[Rows, Block], Change]] = [
+            *[self._shift_slot] * 8,
+            self._toggle_full_backward,
+            self._shift_microbatch,
+        ]
         if problem.costs.pair_scale < 1:
-            self._moves += [self._strand] * 3
+            self._moves += [self._toggle_pair] * 3
 
     def run(self, evaluations: int, lower_bound_s: float) -> Rows:
-        """The best rows found.
+        """Run the search and return the best rows.
 
         Args:
-            evaluations: moves to try, over all rounds.
-            lower_bound_s: a makespan that cannot be beaten: the search ends when it is reached.
+            evaluations: moves to try over all rounds.
+            lower_bound_s: stop when the makespan reaches this.
         """
         moves_per_slot = evaluations / max(1, sum(map(len, self._best)))
         rounds = max(1, min(8, int(moves_per_slot / 50)))
-        # Hot enough to leave a basin, if there is time to settle in another.
-        heat = 0.05 * min(1.0, moves_per_slot / 100)
+        # Hot enough to escape a local optimum, if there are enough moves to settle in another.
+        temperature = 0.05 * min(1.0, moves_per_slot / 100)
         for _ in range(rounds):
-            self._anneal(evaluations // rounds, lower_bound_s, heat)
+            self._anneal(evaluations // rounds, lower_bound_s, temperature)
         return self._best
 
-    def _anneal(self, evaluations: int, enough_s: float, heat: float) -> None:
-        """One round, cooling from ``heat`` (a share of the makespan) to a fiftieth of it."""
+    def _anneal(self, evaluations: int, enough_s: float, temperature: float) -> None:
+        """One round, cooling from ``temperature`` (a share of the makespan) to a fiftieth of it."""
         rows, now_s = [row[:] for row in self._best], self._best_s
-        heat_s, cool = heat * now_s, 0.02 ** (1 / max(1, evaluations))
-        blocks = self._critical(rows, self._timed(rows))
+        temperature_s, cooling = temperature * now_s, 0.02 ** (1 / max(1, evaluations))
+        blocks = self._critical_blocks(rows, self._timed(rows))
         for _ in range(evaluations):
             if self._best_s <= enough_s:
                 return
-            heat_s *= cool
+            temperature_s *= cooling
             change = self._random.choice(self._moves)(rows, self._random.choice(blocks))
             if not change or any(self.problem.peak_bytes(row) > self.cap_bytes for row in change.values()):
                 continue
             moved = [change.get(rank, row) for rank, row in enumerate(rows)]
             timing = time_rows(self.problem, moved)
-            if timing is None or not self._keeps(timing.makespan_s - now_s, heat_s):
+            if timing is None or not self._accepts(timing.makespan_s - now_s, temperature_s):
                 continue
             rows, now_s = moved, timing.makespan_s
-            blocks = self._critical(rows, timing)
+            blocks = self._critical_blocks(rows, timing)
             if now_s < self._best_s:
                 self._best_s, self._best = now_s, rows
 
@@ -84,11 +88,11 @@ class Search:
         assert timing is not None
         return timing
 
-    def _keeps(self, longer_s: float, heat_s: float) -> bool:
-        return longer_s <= 0 or self._random.random() < exp(-longer_s / heat_s)
+    def _accepts(self, longer_s: float, temperature_s: float) -> bool:
+        return longer_s <= 0 or self._random.random() < exp(-longer_s / temperature_s)
 
-    def _shift(self, rows: Rows, block: Block) -> Change:
-        """A slot goes to another place in or near its block, now and then anywhere in its row."""
+    def _shift_slot(self, rows: Rows, block: Block) -> Change:
+        """Move a slot within or near its block, occasionally anywhere in its row."""
         row = rows[block.rank]
         index = self._random.randint(block.first, block.last)
         if self._random.random() < 0.1:
@@ -99,8 +103,8 @@ class Search:
         moved = self._moved(row, index, target)
         return {block.rank: moved} if moved else {}
 
-    def _wave(self, rows: Rows, block: Block) -> Change:
-        """A micro-batch goes some places earlier or later, on a run of stages up or down the model."""
+    def _shift_microbatch(self, rows: Rows, block: Block) -> Change:
+        """Move a micro-batch a few positions earlier or later on several successive stages."""
         problem, ranks = self.problem, self.problem.placement.stage_ranks
         node = rows[block.rank][self._random.randint(block.first, block.last)]
         if node >= problem.num_nodes or problem.op(node) is Op.W:
@@ -121,7 +125,7 @@ class Search:
         return change
 
     def _moved(self, row: list[int], index: int, target: int) -> list[int] | None:
-        """The row with a slot as near to ``target`` as what it needs and feeds lets it go."""
+        """The row with a slot moved as close to ``target`` as its dependencies allow; None if it cannot move."""
         place, slot, may_swap = index, row[index], self.problem.may_swap
         while place < target and may_swap(slot, row[place + 1]):
             place += 1
@@ -133,8 +137,8 @@ class Search:
         moved.insert(place, moved.pop(index))
         return moved
 
-    def _merge(self, rows: Rows, block: Block) -> Change:
-        """A full backward opens, or an input gradient joins the weight gradient behind it."""
+    def _toggle_full_backward(self, rows: Rows, block: Block) -> Change:
+        """Split a full backward, or merge an input gradient with the weight gradient after it."""
         row, problem = rows[block.rank], self.problem
         index = self._random.randint(block.first, block.last)
         node = row[index]
@@ -142,20 +146,20 @@ class Search:
             return {}
         if problem.op(node) is Op.B:
             return {block.rank: [*row[:index], *problem.facts(node), *row[index + 1 :]]}
-        whole = problem.whole(*row[index : index + 2])
+        whole = problem.full_backward(*row[index : index + 2])
         return {} if whole == NONE else {block.rank: [*row[:index], whole, *row[index + 2 :]]}
 
-    def _strand(self, rows: Rows, block: Block) -> Change:
-        """A strand pair opens, or a slot forms one with the next."""
+    def _toggle_pair(self, rows: Rows, block: Block) -> Change:
+        """Open a strand pair, or pair a slot with the next one."""
         row, problem = rows[block.rank], self.problem
         index = self._random.randint(block.first, block.last)
         halves = problem.halves.get(row[index])
         if halves is not None:
             return {block.rank: [*row[:index], *self._random.sample(halves, 2), *row[index + 1 :]]}
-        pair = problem.strands(*row[index : index + 2])
+        pair = problem.strand_pair(*row[index : index + 2])
         return {} if pair == NONE else {block.rank: [*row[:index], pair, *row[index + 2 :]]}
 
-    def _critical(self, rows: Rows, timing: Timing) -> list[Block]:
+    def _critical_blocks(self, rows: Rows, timing: Timing) -> list[Block]:
         """The blocks of one critical path, last first."""
         rank = max(range(len(rows)), key=timing.rank_end_s.__getitem__)
         first = last = len(rows[rank]) - 1
@@ -168,12 +172,12 @@ class Search:
             fact = timing.cause[row[first]]
             if fact == NONE:
                 return blocks
-            rank, behind = self._made(rows, timing, fact)
-            first = last = behind
-            while timing.ahead[fact] != NONE:
-                fact = timing.ahead[fact]
-                sender, place = self._made(rows, timing, fact)
-                if sender != rank:  # another pipeline of the cell kept the uplink busy
+            rank, place_of_fact = self._position(rows, timing, fact)
+            first = last = place_of_fact
+            while timing.blocked_by[fact] != NONE:
+                fact = timing.blocked_by[fact]
+                sender, place = self._position(rows, timing, fact)
+                if sender != rank:  # another pipeline of the cell occupied the uplink
                     blocks.append(Block(rank, first, last))
                     rank, last = sender, place
                 first = place
@@ -181,7 +185,7 @@ class Search:
                 blocks.append(Block(rank, first, last))
                 last = first
 
-    def _made(self, rows: Rows, timing: Timing, fact: int) -> tuple[int, int]:
-        """The rank and the place of the slot that establishes a fact."""
+    def _position(self, rows: Rows, timing: Timing, fact: int) -> tuple[int, int]:
+        """The rank and position of the slot that establishes a fact."""
         rank = self.problem.rank(fact)
-        return rank, rows[rank].index(timing.maker[fact])
+        return rank, rows[rank].index(timing.producer[fact])

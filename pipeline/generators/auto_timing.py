@@ -1,4 +1,4 @@
-"""The timing of rows: the simulator's rules on node numbers, fast enough to search with."""
+"""Time rows by the simulator's rules, on node numbers: fast enough for the search."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ NEVER = inf
 
 @dataclass(frozen=True)
 class Timing:
-    """When rows run, and why then.
+    """When each slot runs, and what it waited for.
 
     Attributes:
-        makespan_s: when the last rank is done.
-        rank_end_s: by rank.
-        end_s: by slot.
-        cause: by slot, the fact for whose arrival its rank stood idle, or NONE.
-        arrival_s: by fact, when it is there for whoever waits for it.
-        maker: by fact, the slot that establishes it.
-        ahead: by fact, the one whose transfer kept its link busy when it was made, or NONE.
+        makespan_s: when the last rank ends.
+        rank_end_s: by rank, when its row ends.
+        end_s: by slot, when it ends.
+        cause: by slot, the fact whose arrival its idle rank waited for, or NONE.
+        arrival_s: by fact, when it arrives at its consumer.
+        producer: by fact, the slot that establishes it.
+        blocked_by: by fact, the fact whose transfer still occupied the link, or NONE.
     """
 
     makespan_s: float
@@ -30,40 +30,51 @@ class Timing:
     end_s: list[float]
     cause: list[int]
     arrival_s: list[float]
-    maker: list[int]
-    ahead: list[int]
+    producer: list[int]
+    blocked_by: list[int]
 
 
 def time_rows(problem: Problem, rows: Rows) -> Timing | None:
-    """Run rows of single nodes and pairs; None if they deadlock.
+    """Time rows of single nodes and pairs; returns None if they deadlock.
 
-    Each rank works in row order. A link that one rank owns sends in the order in which it
-    produces, so the times follow from the rows alone, without a clock: linear in the number of
-    nodes. Over the uplinks of a DP-cell several ranks send, in the order of their posts as in
-    `add_relays`: a post is carried when no rank can go on without it, and so none comes before.
-    Needs from the same rank are the row's own business and are not looked at.
+    Each rank works in row order. A link with one sender carries facts in the order in which they
+    are produced, so times follow from the rows without an event queue, in time linear in the
+    number of nodes. Several ranks send over the pooled uplinks of a DP-cell, in the order of their
+    posts as in `add_relays`: a post is sent once no rank can go on without it, so that no earlier
+    post can follow. Dependencies within a rank are not checked: row order must satisfy them.
     """
-    seconds, waits, fact, link, halves = problem.seconds, problem.waits, problem.fact, problem.link, problem.halves
-    occupancy_s, transit_s, latency_s, way = problem.occupancy_s, problem.transit_s, problem.latency_s, problem.way
+    seconds, remote_need, fact, link, halves = (
+        problem.seconds,
+        problem.remote_need,
+        problem.fact,
+        problem.link,
+        problem.halves,
+    )
+    occupancy_s, transit_s, latency_s, pair_link = (
+        problem.occupancy_s,
+        problem.transit_s,
+        problem.latency_s,
+        problem.pair_link,
+    )
     receiver, send_s, shared, num_nodes = problem.receiver, problem.send_s, problem.shared, problem.num_nodes
     end_s, cause = [0.0] * len(seconds), [NONE] * len(seconds)
-    arrival_s, maker, ahead = [NEVER] * num_nodes, [NONE] * num_nodes, [NONE] * num_nodes
-    link_free_s, link_last = [0.0] * problem.num_links, [NONE] * problem.num_links
+    arrival_s, producer, blocked_by = [NEVER] * num_nodes, [NONE] * num_nodes, [NONE] * num_nodes
+    link_free_s, last_fact = [0.0] * problem.num_links, [NONE] * problem.num_links
     position, clock_s = [0] * len(rows), [0.0] * len(rows)
-    missing = [NONE] * len(rows)  # the fact that each rank is stuck on
+    missing = [NONE] * len(rows)  # the fact that each rank waits for
     ready = list(range(len(rows)))
-    posts: list[tuple[float, int, int, int]] = []  # by turn: when, which micro-batch, which node
+    posts: list[tuple[float, int, int, int]] = []  # heap of (time, *post_key, node)
 
-    def carry(node: int, posted_s: float) -> None:
-        """Send what a node makes, and wake up who is stuck on it."""
-        made, lane, own, sent_s = fact[node], link[node], way[node], posted_s
-        if lane >= 0:
-            for line in (lane,) if own < 0 else (lane, own):
-                if link_free_s[line] > sent_s:
-                    sent_s, ahead[made] = link_free_s[line], link_last[line]
-            link_free_s[lane], link_last[lane] = sent_s + occupancy_s[node], made
-            if own >= 0:
-                link_free_s[own], link_last[own] = sent_s + transit_s[node], made
+    def send(node: int, posted_s: float) -> None:
+        """Send a node's fact, and wake the rank that waits for it."""
+        made, uplink, pair, sent_s = fact[node], link[node], pair_link[node], posted_s
+        if uplink >= 0:
+            for resource in (uplink,) if pair < 0 else (uplink, pair):
+                if link_free_s[resource] > sent_s:
+                    sent_s, blocked_by[made] = link_free_s[resource], last_fact[resource]
+            link_free_s[uplink], last_fact[uplink] = sent_s + occupancy_s[node], made
+            if pair >= 0:
+                link_free_s[pair], last_fact[pair] = sent_s + transit_s[node], made
         arrival_s[made] = sent_s + transit_s[node] + latency_s[node]
         if missing[receiver[node]] == made:
             ready.append(receiver[node])
@@ -71,7 +82,7 @@ def time_rows(problem: Problem, rows: Rows) -> Timing | None:
     while ready or posts:
         if not ready:
             posted_s, _, _, node = heappop(posts)
-            carry(node, posted_s)
+            send(node, posted_s)
             continue
         rank = ready.pop()
         row, now_s = rows[rank], clock_s[rank]
@@ -80,7 +91,7 @@ def time_rows(problem: Problem, rows: Rows) -> Timing | None:
             parts = (slot,) if slot < num_nodes else halves[slot]
             start_s = now_s
             for part in parts:
-                need = waits[part]
+                need = remote_need[part]
                 if need >= 0 and arrival_s[need] > start_s:
                     start_s, cause[slot] = arrival_s[need], need
                     if start_s == NEVER:
@@ -92,15 +103,15 @@ def time_rows(problem: Problem, rows: Rows) -> Timing | None:
             end_s[slot] = now_s = start_s + seconds[slot]
             for part in parts:
                 if receiver[part] >= 0:
-                    maker[fact[part]] = slot
+                    producer[fact[part]] = slot
                     if link[part] in shared:
-                        heappush(posts, (now_s, *problem.turn(part), part))
+                        heappush(posts, (now_s, *problem.post_key(part), part))
                     else:
-                        carry(part, now_s)
+                        send(part, now_s)
                     now_s += send_s[part]
         else:
             position[rank] = len(row)
         clock_s[rank] = now_s
     if any(position[rank] < len(row) for rank, row in enumerate(rows)):
         return None
-    return Timing(max(clock_s), clock_s, end_s, cause, arrival_s, maker, ahead)
+    return Timing(max(clock_s), clock_s, end_s, cause, arrival_s, producer, blocked_by)

@@ -5,46 +5,46 @@ from __future__ import annotations
 from collections import deque
 
 from weft.pipeline.action import Op
-from weft.pipeline.generators.fifo import Token, number
+from weft.pipeline.generators.fifo import Token, assign_microbatches
 from weft.pipeline.generators.folded import require_fold
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
 
 
 def generate_dualpipev(placement: Placement, num_microbatches: int) -> Schedule:
-    """DualPipeV in its eight steps, for at least 2P micro-batches; holds 2P + 1 chunk activations per rank.
+    """DualPipeV in its eight steps, for at least 2P micro-batches; each rank holds 2P + 1 chunk activations.
 
-    The order is that of DeepSeek's DualPipe repository and torch's ``ScheduleDualPipeV``.
+    The same order as DeepSeek's DualPipe repository and torch's ``ScheduleDualPipeV``.
 
     Raises:
         ValueError: the placement is not a fold with legs ``du``.
     """
     require_fold("dualpipev", placement)
     rows = tuple(
-        number(_slots(rank, placement.num_ranks, num_microbatches), num_microbatches)
+        assign_microbatches(_slots(rank, placement.num_ranks, num_microbatches), num_microbatches)
         for rank in range(placement.num_ranks)
     )
     return Schedule("dualpipev", placement, num_microbatches, rows)
 
 
 def _slots(rank: int, num_ranks: int, num_microbatches: int) -> list[tuple[Token, ...]]:
-    """One rank's row; the step numbers are DualPipeV's own."""
+    """One rank's row; the step numbers are DualPipeV's."""
     down, up = rank, 2 * num_ranks - 1 - rank  # the rank's two stages
     below = num_ranks - 1 - rank  # ranks between this one and the bottom of the fold
     row: list[tuple[Token, ...]] = []
-    owed: deque[Token] = deque()  # weight gradients put off, oldest first
+    deferred: deque[Token] = deque()  # weight gradients put off, oldest first
 
     def one(op: Op, stage: int) -> None:
         row.append(((op, stage),))
         if op is Op.I:
-            owed.append((Op.W, stage))
+            deferred.append((Op.W, stage))
 
     def pair(forward: int, backward: int) -> None:
         row.append(((Op.F, forward), (Op.B, backward)))
 
-    def pay() -> None:
-        if owed:
-            row.append((owed.popleft(),))
+    def run_deferred() -> None:
+        if deferred:
+            row.append((deferred.popleft(),))
 
     # 1. F0
     for _ in range(2 * below):
@@ -56,10 +56,10 @@ def _slots(rank: int, num_ranks: int, num_microbatches: int) -> list[tuple[Token
     # 3. I1 W1 F1
     for _ in range(below):
         one(Op.I, up)
-        pay()
+        run_deferred()
         one(Op.F, up)
-    # 4. (F0 B1) (F1 B0), the steady state; the bottom rank's first pair is opened, because its
-    #    forward is waited for.
+    # 4. (F0 B1) (F1 B0), the steady state; the bottom rank runs its first pair one half after the
+    #    other, because the next stage waits for the forward.
     for turn in range(num_microbatches - 2 * num_ranks + rank + 1):
         if turn == 0 and below == 0:
             one(Op.F, down)
@@ -71,16 +71,16 @@ def _slots(rank: int, num_ranks: int, num_microbatches: int) -> list[tuple[Token
     for _ in range(below):
         one(Op.B, up)
         pair(up, down)
-    # 6. B1 B0, the second half with the weight gradients put off
+    # 6. B1 B0, the second half with deferred weight gradients
     backwards = [up, down] * (rank + 1)
     split_from = 2 * ((rank + 1) // 2) + (rank + 1) % 2
     for position, stage in enumerate(backwards):
         one(Op.B if position < split_from else Op.I, stage)
     # 7. W0 B0
     for _ in range(below):
-        pay()
+        run_deferred()
         one(Op.I, down)
     # 8. W0
-    while owed:
-        pay()
+    while deferred:
+        run_deferred()
     return row

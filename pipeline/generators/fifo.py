@@ -1,4 +1,4 @@
-"""Numbering: a stage takes its micro-batches in order, so a row needs to name stages only."""
+"""Micro-batch numbering: a stage takes micro-batches in order, so generators only name stages."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from collections.abc import Iterable
 from weft.pipeline.action import Action, Op, Slot
 
 Token = tuple[Op, int]
-"""An operation and the virtual stage it works on; the micro-batch is the next in line."""
+"""An operation and its virtual stage; the micro-batch is the next in order."""
 
 
-def number(slots: Iterable[tuple[Token, ...]], num_microbatches: int) -> tuple[Slot, ...]:
+def assign_microbatches(slots: Iterable[tuple[Token, ...]], num_microbatches: int) -> tuple[Slot, ...]:
     """Give each token of a row the next micro-batch of its stage and operation.
 
-    A full backward advances the input-gradient and the weight-gradient line together. Tokens
-    beyond the last micro-batch are dropped, so that a recipe written for a full pipeline also
-    serves fewer micro-batches. Micro-batches are alike: nothing is gained by taking those of
-    one stage and operation out of order.
+    A full backward advances both the input-gradient and the weight-gradient count. Tokens beyond
+    the last micro-batch are dropped, so that a row written for a full pipeline also works for
+    fewer micro-batches. Micro-batches are interchangeable, so another order would gain nothing.
     """
     taken: Counter[Token] = Counter()
     row = []

@@ -1,4 +1,4 @@
-"""The demand of the folded schedules: two chunks per rank, there and back."""
+"""The requirement of folded schedules: two chunks per rank, down and back up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def require_fold(schedule: str, placement: Placement) -> None:
     """Check that ``placement`` is one fold over all ranks.
 
     Raises:
-        ValueError: it is not; names what would do.
+        ValueError: it is not; the message says what to choose.
     """
     if placement.legs != "du" or len(placement.groups) != 1:
         raise ValueError(

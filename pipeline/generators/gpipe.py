@@ -8,9 +8,9 @@ from weft.pipeline.schedule import Schedule
 
 
 def generate_gpipe(placement: Placement, num_microbatches: int) -> Schedule:
-    """GPipe for any placement; a rank holds all micro-batches of all its stages.
+    """GPipe for any placement; a rank holds the activations of all micro-batches and all its stages.
 
-    With several stages per rank this is the breadth-first order, one stage after the other.
+    With several stages per rank the order is breadth-first: one stage after the other.
     """
 
     def row(stages: tuple[int, ...]) -> tuple[Slot, ...]:

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several stages per rank, visited in rounds, for a shorter fill."""
+"""Interleaved 1F1B: several stages per rank, visited in rounds, for a shorter warm-up."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from weft.pipeline.schedule import Schedule
 def generate_interleaved(placement: Placement, num_microbatches: int, launch_together: int = 0) -> Schedule:
     """Megatron's interleaved 1F1B, for any number of micro-batches.
 
-    Micro-batches go in rounds of at least P: each rank takes a round through all of its
-    chunks before the next. Where the rounds come out equal this is the order of torch's
-    ``ScheduleInterleaved1F1B``; otherwise the first rounds hold one micro-batch more. Longer
-    rounds hold more activations, and give a chunk's collectives more compute to hide under,
-    up to the breadth-first order of one round (Centauri section 3.2.3, figure 7).
+    Micro-batches are grouped in rounds of at least P: each rank runs a round through all of its
+    chunks before it starts the next. With rounds of equal size this is the order of torch's
+    ``ScheduleInterleaved1F1B``; otherwise the first rounds have one micro-batch more. Longer
+    rounds hold more activations and give a chunk's collectives more compute to overlap with;
+    a single round is the breadth-first order (Centauri section 3.2.3, figure 7).
 
     Args:
-        launch_together: least micro-batches of a round; 0 is P.
+        launch_together: least micro-batches of a round; 0 means P.
 
     Raises:
         ValueError: the placement is not interleaved over all ranks, or rounds would be shorter than P.
@@ -47,7 +47,7 @@ def _row(rank: int, num_ranks: int, chunks: int, rounds: list[range]) -> tuple[S
     backwards: list[Slot] = [
         (Action(Op.B, chunk * num_ranks + rank, m),) for chunk, m in _visits(rounds, range(chunks)[::-1])
     ]
-    # 1. Warm-up: the first round up to the last chunk, and two more for each rank below.
+    # 1. Warm-up: the first round up to the last chunk, and two forwards for each rank below.
     warmup = min((chunks - 1) * len(rounds[0]) + 2 * (num_ranks - 1 - rank), len(forwards))
     row = forwards[:warmup]
     # 2. Steady: one forward, one backward.
@@ -58,7 +58,7 @@ def _row(rank: int, num_ranks: int, chunks: int, rounds: list[range]) -> tuple[S
 
 
 def _rounds(least: int, num_microbatches: int) -> list[range]:
-    """The micro-batches shared out over as many rounds of at least ``least`` as there can be."""
+    """Divide the micro-batches into as many rounds of at least ``least`` as possible."""
     count = max(1, num_microbatches // least)
     size, longer = divmod(num_microbatches, count)
     bounds = [number * size + min(number, longer) for number in range(count + 1)]
@@ -66,7 +66,7 @@ def _rounds(least: int, num_microbatches: int) -> list[range]:
 
 
 def _visits(rounds: list[range], chunks: range) -> Iterator[tuple[int, int]]:
-    """(chunk, micro-batch) in the order of visits."""
+    """(chunk, micro-batch) in execution order."""
     for members in rounds:
         for chunk in chunks:
             for microbatch in members:

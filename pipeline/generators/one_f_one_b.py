@@ -1,11 +1,11 @@
-"""1F1B: one forward, one backward, so that a rank holds no more than the ranks below it need."""
+"""1F1B: alternate one forward and one backward, to bound activation memory by the pipeline's depth."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from weft.pipeline.action import Op
-from weft.pipeline.generators.fifo import Token, number
+from weft.pipeline.generators.fifo import Token, assign_microbatches
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
 
@@ -22,7 +22,10 @@ def generate_1f1b(placement: Placement, num_microbatches: int) -> Schedule:
             f"{placement.legs!r}; choose placement=straight, or schedule=interleaved, w, zbv or auto"
         )
     ranks = range(placement.num_ranks)
-    rows = (number(((token,) for token in _tokens(r, placement, num_microbatches)), num_microbatches) for r in ranks)
+    rows = (
+        assign_microbatches(((token,) for token in _tokens(r, placement, num_microbatches)), num_microbatches)
+        for r in ranks
+    )
     return Schedule("1f1b", placement, num_microbatches, tuple(rows))
 
 

@@ -1,4 +1,4 @@
-"""DHelix's W: the forward of one strand paired with the backward of the other on every rank."""
+"""DHelix's W schedule: pairs the forward of one strand with the backward of the other on every rank."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from weft.pipeline.schedule import Schedule
 def generate_w(placement: Placement, num_microbatches: int) -> Schedule:
     """The W-shaped schedule of DHelix section 4.1, figure 8, for any number of micro-batches.
 
-    A micro-batch enters every second tick and advances one virtual stage per tick, forward
-    through all S stages and at once backward through them again. Two chunks per rank thus
-    never meet in one tick, and the forward of micro-batch m + S/2 meets the backward of
-    micro-batch m on every rank of the fold: groups of S/2 = P micro-batches follow each
-    other as strand alpha, strand beta, strand alpha. The first group's forwards (warm-up)
-    and the last group's backwards (cool-down) stay single; every slot between is a pair.
+    A micro-batch enters every second tick and advances one virtual stage per tick: forward
+    through all S stages, then immediately backward through them. The two chunks of a rank are
+    therefore never active in the same tick, and the forward of micro-batch m + S/2 meets the
+    backward of micro-batch m on every rank of the fold: groups of S/2 = P micro-batches alternate
+    as strand alpha and strand beta. The first group's forwards (warm-up) and the last group's
+    backwards (cool-down) run alone; every slot between is a pair.
 
-    On a fold every rank holds 2P chunk activations between slots: as many bytes as 1F1B's P
-    activations of a straight stage. Inside a pair its forward may save up to one chunk more
-    before its backward frees as much; an engine that alternates them layer by layer saves one
-    layer more. On a site fold the first site's chunks all come early in the model and are held
-    longer: its p ranks hold 4P - 2p chunks each, which is 1.5 times as much for two equal sites.
+    On a fold every rank holds 2P chunk activations between slots, the same bytes as 1F1B's P
+    activations of a straight stage. Within a pair the forward may save up to one chunk more before
+    the backward frees one; an engine that alternates them layer by layer saves one layer more. On
+    a site fold the first site's chunks all come early in the model and are held longer: its p
+    ranks hold 4P - 2p chunks each, 1.5 times as many for two equal sites.
 
     Raises:
-        ValueError: the placement has other legs than ``du``.
+        ValueError: the placement's legs are not ``du``.
     """
     if placement.legs != "du":
         raise ValueError(
@@ -46,6 +46,6 @@ def generate_w(placement: Placement, num_microbatches: int) -> Schedule:
 
 
 def _slot(actions: list[Action]) -> Slot:
-    """One action, or the strand pair with its forward first."""
+    """A slot of one action, or of a strand pair with its forward first."""
     assert len(actions) == 1 or sorted(a.op.value for a in actions) == ["B", "F"], actions
     return tuple(sorted(actions, key=lambda action: action.op is not Op.F))

@@ -1,6 +1,6 @@
-"""Centauri's three tiers of overlap: operation, layer, model (its section 3.2), as pure functions of costs.
+"""Centauri's three tiers of overlap (section 3.2): operation, layer and model, as pure functions of costs.
 
-Names are the paper's, in lower case. Costs are in seconds, or any other one unit.
+Names are the paper's in lower case. Costs are in seconds, or in any other common unit.
 """
 
 from weft.pipeline.tiers.layer import LayerCosts, LayerPlan, layer_tier

@@ -1,4 +1,4 @@
-"""The layer tier: which gradient of a layer goes first in its backward (Centauri equation 1)."""
+"""The layer tier: which gradient a layer's backward computes first (Centauri equation 1)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class LayerCosts:
         w_ag: all-gather of its weights (ZeRO-3).
         g_act: input gradients.
         g_w: weight gradients.
-        act_ag, act_rs: collectives of tensor parallelism on activations.
+        act_ag, act_rs: tensor-parallel collectives on activations.
         g_w_rs: reduce-scatter of its weight gradients.
-        others: compute that follows and needs neither.
+        others: compute that follows and does not depend on either.
     """
 
     g_act: float
@@ -38,7 +38,7 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The order within a backward layer, with T1 (input gradients first) and T2 (weight gradients first)."""
+    """The order of a layer's backward, with T1 (input gradients first) and T2 (weight gradients first)."""
 
     first: First
     t1: float
@@ -47,12 +47,12 @@ class LayerPlan:
 
     @property
     def gains_by_input_first(self) -> bool:
-        """Whether input gradients first is not only as good."""
+        """Whether computing input gradients first is strictly faster."""
         return self.t1 < self.t2 and not isclose(self.t1, self.t2)
 
 
 def layer_tier(c: LayerCosts) -> LayerPlan:
-    """Equation 1: the order that ends first; input gradients, for which the stage before waits, if they tie."""
+    """Equation 1: the faster order; on a tie input gradients first, since the previous stage waits for them."""
     t1 = c.w_ag + max(c.g_act, c.act_ag) + max(c.g_w, c.act_rs) + max(c.g_w_rs, c.others)
     t2 = c.act_ag + max(c.g_w, c.w_ag) + max(c.g_act, c.g_w_rs) + c.act_rs + c.others
     if t1 <= t2:

@@ -1,4 +1,4 @@
-"""The model tier: how many micro-batches of a chunk are launched together (Centauri equation 2)."""
+"""The model tier: how many micro-batches of a chunk to launch together (Centauri equation 2)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class ModelCosts:
     Attributes:
         c_ag, c_rs: all-gather of its weights, reduce-scatter of its gradients.
         c_fw, c_bw: forward and backward of one micro-batch.
-        m: bytes that a forward keeps.
-        memory: bytes that are left for them (M).
-        mb: micro-batches of a step.
+        m: activation bytes that a forward saves.
+        memory: bytes available for activations (M).
+        mb: micro-batches per step.
     """
 
     c_ag: float
@@ -30,7 +30,7 @@ class ModelCosts:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Micro-batches launched together in forward (L1) and backward (L2), and what stays uncovered (T)."""
+    """Micro-batches launched together in forward (L1) and backward (L2), and the exposed communication (T)."""
 
     l1: int
     l2: int
@@ -39,10 +39,10 @@ class ModelPlan:
 
 
 def model_tier(c: ModelCosts) -> ModelPlan:
-    """Equation 2: least uncovered communication; of equals the fewest micro-batches, for memory's sake.
+    """Equation 2: minimise exposed communication; on a tie take the fewest micro-batches, to save memory.
 
     Raises:
-        ValueError: the memory does not hold a single forward, or there is no micro-batch.
+        ValueError: the memory does not fit a single forward, or there is no micro-batch.
     """
     if c.mb < 1 or c.m > c.memory:
         raise ValueError(f"{c.mb} micro-batches of {c.m:g} B each in {c.memory:g} B: not even one fits; free memory")
@@ -56,7 +56,7 @@ def model_tier(c: ModelCosts) -> ModelPlan:
 
 
 def _candidates(c: ModelCosts) -> Iterator[tuple[float, int, int]]:
-    """(T, L1, L2) for each L1 that could pay; more than what covers a collective never does."""
+    """(T, L1, L2) for each useful L1: up to the number that covers the all-gather."""
     cap = _cap(c)
     for l1 in range(min(_wanted(c.c_ag, c.c_fw, c.mb), cap) + 1):
         l2 = min(_wanted(c.c_rs, c.c_bw, c.mb), cap, c.mb - l1)

@@ -1,4 +1,4 @@
-"""The operation tier: into which chunks a collective is cut (Centauri algorithm 1)."""
+"""The operation tier: how a collective is partitioned into chunks (Centauri algorithm 1)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from math import ceil
 
 MAX_CHUNKS = 8
-"""More chunks would cost more in launches than they hide."""
+"""Most chunks per collective; more would cost more in launches than they hide."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperationCosts:
-    """Inputs of algorithm 1; its ``cost_intra`` is used by none of its lines, and left out.
+    """Inputs of algorithm 1, without ``cost_intra``, which the algorithm never uses.
 
     Attributes:
         comm_cost: the whole collective.
         in_cost: compute that does not depend on it.
-        comp_cost: compute that does.
-        cost_inter: its share between nodes.
-        inter_size, intra_size: nodes, and ranks of a node; 1 where the group is not partitioned.
+        comp_cost: compute that depends on it.
+        cost_inter: its inter-node part.
+        inter_size, intra_size: nodes, and ranks per node; 1 if the group is not partitioned.
     """
 
     comm_cost: float
@@ -35,17 +35,17 @@ class OperationCosts:
 
     @property
     def is_group_partitioned(self) -> bool:
-        """Whether the collective runs between nodes and inside nodes separately."""
+        """Whether the collective is split into inter-node and intra-node parts."""
         return self.inter_size > 1 and self.intra_size > 1
 
 
 @dataclass(frozen=True)
 class OperationPlan:
-    """How a collective is cut.
+    """The partition of a collective.
 
     Attributes:
-        granularity: shares of the workload, in the order of launch; they sum to 1.
-        reason: in words.
+        granularity: shares of the workload in launch order; they sum to 1.
+        reason: why, in words.
     """
 
     granularity: tuple[float, ...]
@@ -53,7 +53,7 @@ class OperationPlan:
 
 
 def operation_tier(costs: OperationCosts, *, max_chunks: int = MAX_CHUNKS) -> OperationPlan:
-    """Algorithm 1, by its line numbers."""
+    """Algorithm 1; the comments give its line numbers."""
     inter, intra, world = costs.inter_size, costs.intra_size, costs.world_size
     num_chunks = max_chunks  # 1
     if costs.in_cost >= costs.comm_cost:  # 2, 23

@@ -57,7 +57,9 @@ def test_a_placement_is_inferred_from_its_ranks(placement):
 
 @pytest.mark.parametrize("stage_ranks", [(1, 2, 0), (0, 1, 1), (0, 1, 2, 0, 2, 1), (1, 0, 0), (0, 1, 1, 0, 2, 3, 2, 3)])
 def test_other_layouts_are_refused(stage_ranks):
-    with pytest.raises(ValueError, match=r"not a placement of ours; each group of ranks has to be walked once per leg"):
+    with pytest.raises(
+        ValueError, match=r"not a supported placement; stages must visit each group of ranks once per leg"
+    ):
         Placement.infer(stage_ranks)
 
 

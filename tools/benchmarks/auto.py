@@ -1,4 +1,4 @@
-"""`weft bench auto`: `auto` beside the fixed schedules in the same memory, at every size."""
+"""`weft bench auto`: compare `auto` with the fixed schedules in the same memory, at every size."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ PLACEMENTS: dict[str, Callable[[int], Placement]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Duel:
-    """A fixed kind of schedule and `auto` on one pipeline; steps in units of F = I = W = 1."""
+class Comparison:
+    """A fixed schedule and `auto` on one pipeline; steps in units of F = I = W = 1."""
 
     kind: str
     num_ranks: int
     num_microbatches: int
     chunks: int
-    """Live chunks of the fixed schedule, and `auto`'s cap."""
+    """Live chunk activations of the fixed schedule, which are the cap for `auto`."""
     fixed: float
     auto: float
 
@@ -47,34 +47,36 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--every", type=int, default=1, help="take only every n-th number of micro-batches")
     args = parse(parser, argv)
     counts = range(1, args.microbatches + 1, args.every)
-    duels = [duel for ranks in range(2, args.ranks + 1) for count in counts for duel in fight(ranks, count)]
+    comparisons = [
+        comparison for ranks in range(2, args.ranks + 1) for count in counts for comparison in compare(ranks, count)
+    ]
     table = Table(title=f"auto beside fixed schedules in the same memory, 2 to {args.ranks} ranks")
     for column in ("schedule", "sizes", "auto shorter", "equal", "longer", "mean", "best", "worst"):
         table.add_column(column, justify="left" if column == "schedule" else "right", no_wrap=True)
     for kind in PLACEMENTS:
-        table.add_row(kind, *_summary([duel for duel in duels if duel.kind == kind]))
+        table.add_row(kind, *_summary([comparison for comparison in comparisons if comparison.kind == kind]))
     console = Console(width=110)
     console.print(table)
-    longer = [duel for duel in duels if duel.auto > duel.fixed]
-    for duel in longer:
-        console.print(f"longer: {duel}")
-    write_json(args, "auto", duels, met=not longer)
+    longer = [comparison for comparison in comparisons if comparison.auto > comparison.fixed]
+    for comparison in longer:
+        console.print(f"longer: {comparison}")
+    write_json(args, "auto", comparisons, met=not longer)
     return 1 if longer else 0
 
 
-def fight(num_ranks: int, num_microbatches: int) -> Iterator[Duel]:
-    """Every fixed kind that takes this number of micro-batches, against `auto` in the memory it takes."""
+def compare(num_ranks: int, num_microbatches: int) -> Iterator[Comparison]:
+    """Compare every fixed kind that supports this number of micro-batches with `auto` under the same cap."""
     for kind, place in PLACEMENTS.items():
         placement = place(num_ranks)
         try:
             fixed = generate(kind, placement, num_microbatches)
         except ValueError:
             continue  # the kind needs more micro-batches
-        fixed_step, chunks = judge(fixed)
+        fixed_step, chunks = exported_step(fixed)
         ours = generate("auto", placement, num_microbatches, memory_cap_bytes=chunks, search_seconds=0.0)
-        auto_step, auto_chunks = judge(ours)
+        auto_step, auto_chunks = exported_step(ours)
         assert auto_chunks <= chunks, (kind, placement, num_microbatches)
-        yield Duel(
+        yield Comparison(
             kind=kind,
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,
@@ -84,18 +86,18 @@ def fight(num_ranks: int, num_microbatches: int) -> Iterator[Duel]:
         )
 
 
-def judge(schedule: Schedule) -> tuple[float, int]:
-    """Step and peak live chunks of the exported CSV with unit costs, pairs one half after the other."""
+def exported_step(schedule: Schedule) -> tuple[float, int]:
+    """Simulated step and peak live chunks of the schedule's CSV with unit costs; pairs run as two slots."""
     opened = schedule.with_rows([[(action,) for slot in row for action in slot] for row in schedule.rows])
     read = schedule_from_csv(schedule_to_csv(opened), name=schedule.name)
     timeline = simulate(read, CostModel.unit(schedule.placement.num_stages))
     return timeline.step_s, max(timeline.live_microbatches)
 
 
-def _summary(duels: Sequence[Duel]) -> tuple[str, ...]:
-    ratios = [duel.auto / duel.fixed for duel in duels]
+def _summary(comparisons: Sequence[Comparison]) -> tuple[str, ...]:
+    ratios = [comparison.auto / comparison.fixed for comparison in comparisons]
     return (
-        f"{len(duels)}",
+        f"{len(comparisons)}",
         f"{sum(ratio < 1 for ratio in ratios)}",
         f"{sum(ratio == 1 for ratio in ratios)}",
         f"{sum(ratio > 1 for ratio in ratios)}",

@@ -14,7 +14,7 @@ from weft.pipeline.generators.auto_timing import time_rows
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 from weft.pipeline.validation import validate
-from weft.tools.benchmarks.auto import fight, judge
+from weft.tools.benchmarks.auto import compare, exported_step
 
 
 @settings(max_examples=100, deadline=None)
@@ -61,14 +61,14 @@ SIZES = [(2, 1), (2, 64), (3, 4), (3, 7), (4, 2), (4, 8), (5, 12), (6, 13), (8, 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), SIZES)
 def test_no_worse_than_a_fixed_schedule_in_the_same_memory(num_ranks, num_microbatches):
-    for duel in fight(num_ranks, num_microbatches):
-        assert duel.auto <= duel.fixed, duel
+    for comparison in compare(num_ranks, num_microbatches):
+        assert comparison.auto <= comparison.fixed, comparison
 
 
 def test_the_yardstick():
     """Four folded ranks, eight micro-batches, a unit each: ZB-V takes 51 units with 8 live chunks."""
     schedule = generate_auto(Placement.fold(4), 8, CostModel.unit(8))
-    assert judge(schedule) == (51, 8)
+    assert exported_step(schedule) == (51, 8)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 7])

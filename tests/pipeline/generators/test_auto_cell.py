@@ -91,7 +91,7 @@ def test_atlas_heuristic_beats_pipelines_that_do_not_share_and_auto_is_no_slower
     one = costs_of(single, transfer=float(pipelines))
     costs = one.for_cell(pipelines)
     problem = Problem(placement, microbatches, costs)
-    scheduler = ListScheduler(problem, atlas(problem, put_off=False), cap_bytes=4.0)
+    scheduler = ListScheduler(problem, atlas(problem, defer_weights=False), cap_bytes=4.0)
     scheduler.run()
     rows = tuple(tuple(map(problem.slot, row)) for row in scheduler.rows)
     by_atlas = step_s(Schedule("atlas", placement, microbatches, rows), costs)
@@ -117,7 +117,7 @@ def test_by_atlas_rules_3_and_4_no_transfer_waits_and_backwards_come_first():
 
     placement = replace(Placement.straight(4, (1, 2, 1)), pipelines=3)
     problem = Problem(placement, 6, costs_of(placement.single).for_cell(3))
-    scheduler = Watched(problem, atlas(problem, put_off=True), cap_bytes=8.0)
+    scheduler = Watched(problem, atlas(problem, defer_weights=True), cap_bytes=8.0)
     scheduler.run()
     assert (scheduler.waited, scheduler.passed_over) == (0.0, 0)
     without = Watched(problem, backward_first(problem), cap_bytes=8.0)
