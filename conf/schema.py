@@ -1,7 +1,7 @@
-"""Every field of a run: its type, default and meaning. Nothing else writes a default.
+"""The configuration schema: type, default and meaning of every field. Defaults are written only here.
 
 The classes are not frozen because OmegaConf cannot compose frozen nodes; nothing mutates
-them after `weft.conf.load` has turned them into objects.
+them after `weft.conf.load` has converted them to objects.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Attention(Enum):
 
 
 class SplitKind(Enum):
-    """How layers are shared out over virtual stages."""
+    """How layers are divided among virtual stages."""
 
     even = "even"
     cost = "cost"
 
 
 class DataKind(Enum):
-    """What the training data is."""
+    """Kind of training data."""
 
     corpus = "corpus"
     text = "text"
@@ -46,7 +46,7 @@ class DataKind(Enum):
 
 
 class Partition(Enum):
-    """Axes by which collectives are rewritten, each with those before it (Centauri section 3.1)."""
+    """Dimensions along which collectives may be partitioned; each includes the previous ones (Centauri section 3.1)."""
 
     none = "none"
     primitive = "primitive"
@@ -55,7 +55,7 @@ class Partition(Enum):
 
 
 class LrSchedule(Enum):
-    """Shape of the learning rate after warm-up."""
+    """Learning-rate schedule after warm-up."""
 
     constant = "constant"
     cosine = "cosine"
@@ -63,14 +63,14 @@ class LrSchedule(Enum):
 
 
 class KvConnector(Enum):
-    """How KV caches leave a prefill worker."""
+    """How prefill workers send KV caches to decode instances."""
 
     none = "none"
     nixl = "nixl"
 
 
 class OptimizerKind(Enum):
-    """The optimiser's algorithm."""
+    """Optimiser algorithm."""
 
     adamw = "adamw"
     lamb = "lamb"
@@ -82,7 +82,7 @@ class LoraConfig:
     """Low-rank adapters through peft."""
 
     enabled: bool = False
-    """Train adapters only."""
+    """Train only the adapters."""
     rank: int = 8
     """Rank of the update matrices."""
     alpha: float = 16.0
@@ -90,7 +90,7 @@ class LoraConfig:
     dropout: float = 0.0
     """Dropout on the adapter's input."""
     target_modules: list[str] = field(default_factory=list)
-    """Module names that get an adapter; empty lets peft choose for the architecture."""
+    """Names of the modules that get an adapter; empty lets peft choose for the architecture."""
 
 
 @dataclass(kw_only=True)
@@ -98,21 +98,21 @@ class ModelConfig:
     """The Hugging Face model."""
 
     path: str = ""
-    """Local folder or hub name. Empty: build a new model from `arch` and `overrides`."""
+    """Local folder or hub name; empty builds a new model from `arch` and `overrides`."""
     arch: str = "llama"
     """`model_type` of a new model, as in a Hugging Face config.json."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Fields of the Hugging Face config to set, for new and for loaded models."""
+    """Hugging Face config fields to override, for new and loaded models."""
     tokenizer: str = ""
-    """Tokenizer folder or hub name; empty takes `path`, or trains one for the embedded corpus."""
+    """Tokenizer folder or hub name; empty uses `path`, or trains a tokenizer on the embedded corpus."""
     attn_implementation: Attention = Attention.sdpa
     """Attention kernel: eager, sdpa, or flash_attention_2 (needs flash-attn and a GPU)."""
     gradient_checkpointing: bool = False
-    """Recompute each layer in the backward to save activation memory."""
+    """Recompute each layer in the backward pass to save activation memory."""
     self_check: bool = True
-    """Compare a shrunken copy of the model with Hugging Face's own forward before training."""
+    """Before training, compare a shrunken copy of the staged model with Hugging Face's own forward."""
     trust_remote_code: bool = False
-    """Run modelling code that the model's folder or hub page brings along."""
+    """Run the modelling code that comes with the model's folder or hub repository."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters."""
 
@@ -130,72 +130,70 @@ class DataConfig:
     split: str = "train"
     """Split of a hub dataset."""
     eval_split: str = ""
-    """Split used for evaluation; empty holds back `eval_fraction` of the training data."""
+    """Split used for evaluation; empty holds out `eval_fraction` of the training data."""
     eval_fraction: float = 0.0
-    """Share of documents held back for evaluation when `eval_split` is empty."""
+    """Fraction of documents held out for evaluation when `eval_split` is empty."""
     text_field: str = "text"
     """Field with the text of a document."""
     messages_field: str = "messages"
     """Field with the list of {role, content} messages of a conversation."""
     chat_template: str = ""
-    """Jinja chat template, or a file with one, for a tokenizer that has none."""
+    """Jinja chat template, or a file with one; empty uses the tokenizer's."""
     streaming: bool = False
-    """Read while training instead of loading first; order is shuffled within a buffer."""
+    """Read the data during training instead of loading it first; shuffle within a buffer."""
     shuffle: bool = True
-    """Shuffle documents, anew in each epoch."""
+    """Shuffle documents, differently in each epoch."""
     shuffle_buffer: int = 10_000
     """Documents in the shuffle buffer of a streamed source."""
     sequence_length: int = 256
     """Tokens per sequence."""
     packing: bool = True
-    """Fill sequences with several documents; position ids restart at each."""
+    """Pack several documents into each sequence; position ids restart at each document."""
     cache_dir: str = "~/.cache/weft"
-    """Folder for tokenised data, the embedded corpus's tokenizer, and what was measured of devices and collectives."""
+    """Folder for tokenised data, the embedded corpus's tokenizer, and measurements of devices and collectives."""
 
 
 @dataclass(kw_only=True)
 class PipelineConfig:
-    """How the model is laid over ranks, and in which order they work."""
+    """How the model is placed on ranks, and the schedule that they run."""
 
     stages: int = 1
-    """Pipeline ranks; replicas = world size / stages."""
+    """Number of pipeline ranks; the number of replicas is world size / stages."""
     schedule: ScheduleKind = ScheduleKind["1f1b"]
-    """Generator of the schedule; `file` reads `schedule_file`."""
+    """Schedule generator; `file` reads `schedule_file`."""
     schedule_file: str = ""
-    """Schedule in Weft's JSON or torch's compute-only CSV, for schedule=file."""
+    """Schedule file for schedule=file: Weft's JSON or torch's compute-only CSV."""
     costs_file: str = ""
-    """Costs of the virtual stages to plan and predict with, in the form of `weft simulate --costs`;
-    a run with `train.timeline` leaves its own as `costs.yaml`. Empty estimates them. Links stay
-    those of `cluster`."""
+    """Cost model of the virtual stages, in the format of `weft simulate --costs`; empty estimates costs.
+    A run with `train.timeline` writes its measured costs as `costs.yaml`. Links come from `cluster`."""
     placement: PlacementKind = PlacementKind.any
-    """straight: one chunk per rank; interleaved: several, round after round; fold: two, there and
-    back; site_fold, site_interleaved: those in each site. any: what the schedule needs; `auto`
-    takes the one whose step is the shortest by estimated or given costs."""
+    """straight: one chunk per rank; interleaved: several, round-robin; fold: two, down and back up;
+    site_fold, site_interleaved: the same within each site. any: what the schedule needs, or for
+    schedule=auto the placement with the shortest predicted step."""
     chunks_per_rank: int = 2
-    """Virtual stages per rank where chunks are interleaved."""
+    """Virtual stages per rank in an interleaved placement."""
     launch_together: int = 0
-    """Micro-batches of a chunk that the interleaved schedule launches in a row: more hide more of
-    ZeRO's collectives and hold more activations. 0 is what `weft plan` says, as far as
-    `memory_cap_bytes` or the device's memory allows, where collectives have been measured, or
-    else one for each rank."""
+    """Micro-batches of a chunk that the interleaved schedule launches in a row: more overlap more of
+    ZeRO's collectives but hold more activations. 0 takes the number that `weft plan` prints, as far
+    as memory allows, if collectives have been measured, and otherwise one per rank."""
     microbatches: int = 4
-    """Micro-batches per step and replica; 0 follows from `train.batch_size`, as it does where that is
-    given on the command line and this is not."""
+    """Micro-batches per step and replica; 0 derives it from `train.batch_size`, which is also done if
+    only that is given on the command line."""
     split: SplitKind = SplitKind.even
-    """Layers per stage: even counts, or balanced by cost with embedding and head weighed in."""
+    """How to divide layers among stages: even counts, or cost, which also weighs embedding and head."""
     layers: list[int] = field(default_factory=list)
-    """Layers of each virtual stage, given by hand; empty lets `split` decide."""
+    """Number of layers of each virtual stage; empty lets `split` decide."""
     memory_cap_bytes: int = 0
-    """Peak of saved activations per rank that a schedule may reach; 0 is no cap."""
+    """Limit on the activation memory that a schedule may hold on any rank; 0 means no cap."""
     search_seconds: float = 2.0
-    """Time that schedule=auto may spend on improving its first answer."""
+    """Nominal time for schedule=auto to improve its first schedule."""
     pair_scale: float = 1.0
-    """Duration of a strand pair over the sum of its halves; at 1 nothing is gained by running
-    them as one, and schedules with pairs run the halves one after the other."""
+    """Duration of a strand pair over the sum of its halves; at 1 pairs gain nothing, and their halves
+    run one after the other."""
     receive_ahead: int = 4
-    """Receives posted ahead of need, per neighbour and direction."""
+    """Number of receives to post in advance, per neighbour and direction."""
     debug: bool = False
-    """Assert before each action that its dependencies have ended."""
+    """Check before each action that its dependencies have finished."""
 
 
 @dataclass(kw_only=True)
@@ -203,14 +201,14 @@ class LinkConfig:
     """A link between two sites."""
 
     sites: list[str] = field(default_factory=list)
-    """The two sites it joins."""
+    """The two sites that the link joins."""
     latency_ms: float = 0.0
-    """One-way delay."""
+    """One-way delay in milliseconds."""
     bandwidth_mbps: float = 0.0
-    """Megabits per second of a node's uplink; 0 asks for a probe when the run starts."""
+    """Bandwidth of a node's uplink in megabits per second; 0 probes it when the run starts."""
     pair_mbps: float = 0.0
-    """Most megabits per second that one pair of nodes gets, where a provider limits pairs to less
-    than their uplinks; 0 is no such limit."""
+    """Bandwidth between one pair of nodes in megabits per second, if the provider limits it below the
+    uplinks'; 0 means no such limit."""
 
 
 @dataclass(kw_only=True)
@@ -218,12 +216,12 @@ class SiteConfig:
     """A data centre."""
 
     name: str = ""
-    """Its name in messages and pictures."""
+    """Name of the site in messages and plots."""
     hosts: list[str] = field(default_factory=list)
-    """Hosts in it, as in the hostfile and in its order."""
+    """Hosts of the site, named and ordered as in the hostfile."""
     ranks: int = 0
-    """Pipeline ranks in it, where there is no hostfile (one machine, emulation); otherwise the
-    hosts' slots say."""
+    """Pipeline ranks of the site if there is no hostfile (one machine, emulation); otherwise the
+    hosts' slots decide."""
 
 
 @dataclass(kw_only=True)
@@ -231,17 +229,17 @@ class ClusterConfig:
     """Machines and the links between them."""
 
     sites: list[SiteConfig] = field(default_factory=list)
-    """Sites in pipeline order; empty is one site."""
+    """Sites in pipeline order; empty means a single site."""
     links: list[LinkConfig] = field(default_factory=list)
     """Links between sites."""
     hostfile: str = ""
-    """DeepSpeed hostfile (`host slots=N` lines); empty is this machine."""
+    """DeepSpeed hostfile (`host slots=N` lines); empty means this machine only."""
     ranks: int = 1
-    """Processes that `weft launch` starts on this machine when there is no hostfile."""
+    """Processes that `weft launch` starts on this machine if there is no hostfile."""
     master_addr: str = "127.0.0.1"
-    """Address on which the ranks meet."""
+    """Rendezvous address of the ranks."""
     master_port: int = 29500
-    """Port on which the ranks meet; 0 takes a free one (one machine only)."""
+    """Rendezvous port of the ranks; 0 picks a free one (one machine only)."""
 
 
 @dataclass(kw_only=True)
@@ -249,23 +247,23 @@ class CommConfig:
     """Transfers between ranks."""
 
     timeout_s: float = 600.0
-    """Seconds after which a transfer that does not end stops the run with one error."""
+    """Seconds after which an unfinished transfer stops the run with an error."""
     deadline_s: float = 30.0
-    """Seconds of silence after which a link between sites has failed."""
+    """Seconds of silence after which a link between sites counts as failed."""
     connections: int = 0
     """TCP connections per pair of ranks of different sites; 0 probes each link when the run starts
     and takes the fewest that fill it."""
     tls: bool = True
-    """Encrypt between sites with TLS 1.3, keyed by WEFT_KEY; off is for links that are private, for
-    hidden states and their gradients are then readable on the way."""
+    """Encrypt traffic between sites with TLS 1.3, keyed by WEFT_KEY. Turn it off only for private
+    links: hidden states and gradients are then sent in the clear."""
     interface: str = ""
-    """Network interface that listens for ranks of other sites; empty takes the one that reaches
+    """Network interface on which to listen for ranks of other sites; empty takes the one that reaches
     `cluster.master_addr`."""
     chunk_kb: int = 128
-    """Kibibytes that a connection between sites takes at a time. A tensor should be many times
-    `connections` as large: lower it where tensors are small and connections are many."""
+    """Kibibytes that a connection between sites sends at a time. A tensor should fill all `connections`
+    many times over: lower it if tensors are small and connections are many."""
     cell: int = 1
-    """Replicas whose uplinks carry each other's transfers between sites (a DP-cell); 1 shares none."""
+    """Replicas per DP-cell, which pool their uplinks for transfers between sites; 1 disables pooling."""
 
 
 @dataclass(kw_only=True)
@@ -273,24 +271,25 @@ class ZeroConfig:
     """Sharding of optimiser state, gradients and weights over replicas."""
 
     stage: int = 0
-    """0: none; 1: optimiser state; 2: gradients, too; 3: weights, too."""
+    """What to shard: 0: nothing; 1: optimiser state; 2: also gradients; 3: also weights."""
     overlap_comm: bool = True
-    """Reduce gradients and gather weights beside compute; off waits for each at once."""
+    """Overlap gradient reductions and weight all-gathers with compute; off waits for each of them."""
     reduce_bucket_size: int = 50_000_000
-    """Most elements per gradient reduction."""
+    """Largest number of elements per gradient reduction."""
     allgather_bucket_size: int = 50_000_000
-    """Most elements per weight all-gather."""
+    """Largest number of elements per weight all-gather."""
     param_persistence_threshold: int = 0
-    """Stage 3 leaves parameters of fewer elements whole, in the order of need..."""
+    """Stage 3 keeps parameters with fewer elements than this unsharded, in order of use, up to
+    `model_persistence_threshold` elements."""
     model_persistence_threshold: int = 9_223_372_036_854_775_807
-    """... up to so many elements of a rank: what memory is left for, to gather less."""
+    """Largest number of elements per rank that `param_persistence_threshold` may keep unsharded."""
     communication_data_type: Precision = Precision.fp32
-    """Number format in which gradients travel; they are added up in fp32 before and after."""
+    """Number format in which gradients are sent; they are accumulated in fp32 before and after."""
     reduce_every: int = 0
-    """Micro-batches of a stage whose gradients are added up whole before stages 2 and 3 reduce
-    them; 0 is all of a step, which moves least, 1 keeps least."""
+    """Micro-batches of a stage to accumulate before stages 2 and 3 reduce-scatter the gradients. 0
+    accumulates the whole step and communicates least; 1 takes the least memory."""
     partition: Partition = Partition.workload
-    """Axes by which reductions and gatherings are rewritten where that is faster: none,
+    """Dimensions along which to partition reductions and all-gathers if that is faster: none,
     primitive, group (and primitive), workload (all three). Costs are measured once and kept in
     data.cache_dir."""
 
@@ -300,87 +299,87 @@ class OptimizerConfig:
     """The optimiser and its learning rate."""
 
     kind: OptimizerKind = OptimizerKind.adamw
-    """adamw, sgd, or lamb, which scales steps by the norm of each parameter, for large batches."""
+    """Algorithm: adamw, sgd, or lamb, which scales updates by each parameter's norm for large batches."""
     lr: float = 3e-4
     """Peak learning rate."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """Decay of the first and second moment; sgd takes the first as its momentum."""
+    """Decay rates of the first and second moment; sgd uses the first as its momentum."""
     eps: float = 1e-8
-    """Added to the second moment's root."""
+    """Term added to the square root of the second moment."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     clip: float = 1.0
-    """Global gradient norm above which gradients are scaled down; 0 turns it off."""
+    """Global gradient norm above which gradients are clipped; 0 disables clipping."""
     schedule: LrSchedule = LrSchedule.cosine
-    """Shape of the learning rate after warm-up."""
+    """Learning-rate schedule after warm-up."""
     warmup_steps: int = 0
     """Steps of linear warm-up."""
     min_lr_ratio: float = 0.1
-    """Last learning rate over the peak, for cosine and linear."""
+    """Final learning rate as a fraction of the peak, for cosine and linear."""
 
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    """The run."""
+    """The training run."""
 
     name: str = "run"
     """Name of the run; its folder is `output_dir/name`."""
     output_dir: str = "runs"
-    """Folder that holds run folders."""
+    """Parent folder of run folders."""
     steps: int = 100
-    """Optimiser steps."""
+    """Number of optimiser steps."""
     epochs: float = 0.0
-    """Passes over the data, instead of `steps`; the last step is filled up from the pass after it.
-    0 counts steps, as streamed data asks for."""
+    """Passes over the data, instead of `steps`; the last step is filled up from the next pass. 0 uses
+    `steps`, which streamed data requires."""
     max_seconds: float = 0.0
-    """Stop after this many seconds of training; 0 is no limit."""
+    """Stop after this many seconds of training; 0 means no limit."""
     microbatch_size: int = 1
-    """Sequences per micro-batch; 0 follows from `batch_size`."""
+    """Sequences per micro-batch; 0 derives it from `batch_size`."""
     batch_size: int = 0
-    """Sequences per step over all replicas; 0 is microbatch_size x microbatches x replicas."""
+    """Sequences per step over all replicas; 0 means microbatch_size x microbatches x replicas."""
     precision: Precision = Precision.fp32
     """Number format of weights and activations; bf16 and fp16 keep fp32 master weights."""
     seed: int = 1234
-    """Seed of new weights, shuffling and dropout."""
+    """Random seed of new weights, shuffling and dropout."""
     eval_every: int = 0
-    """Steps between evaluations; 0 is never."""
+    """Steps between evaluations; 0 disables them."""
     eval_batches: int = 8
     """Batches per evaluation."""
     early_stopping_patience: int = 0
-    """Evaluations in a row without a lower loss after which the run ends; 0 is never."""
+    """Stop after this many evaluations in a row without a lower loss; 0 disables early stopping."""
     early_stopping_threshold: float = 0.0
-    """What an evaluation's loss has to be lower by to count as lower there."""
+    """Least improvement of the evaluation loss that resets the patience."""
     export: bool = True
-    """Write a Hugging Face folder at the end."""
+    """Export a Hugging Face folder at the end."""
     hub_model_id: str = ""
-    """Repository of the Hugging Face hub, NAME or ORGANISATION/NAME, that the export is pushed to;
-    empty pushes nothing."""
+    """Hugging Face hub repository to push the export to, as NAME or ORGANISATION/NAME; empty pushes
+    nothing."""
     hub_private_repo: bool = False
-    """Make that repository private where it does not exist yet."""
+    """Create that repository as private if it does not exist yet."""
     sample: str = ""
-    """Prompt for a text sampled from the export by plain transformers; empty is none."""
+    """Prompt to sample a text from the export with plain transformers; empty samples nothing."""
     sample_tokens: int = 64
-    """Tokens to sample."""
+    """Number of tokens to sample."""
     timeline: bool = False
-    """Draw a measured step beside the predicted one at the end, and write down what was measured as costs."""
+    """At the end, plot a measured step beside the predicted one, and write the measured costs."""
 
 
 @dataclass(kw_only=True)
 class LoggingConfig:
-    """What a recipe tells, and where; a script of your own has DeepSpeed's monitors."""
+    """Metrics logging of recipes; your own scripts use DeepSpeed's monitors."""
 
     every: int = 1
-    """Steps between records."""
+    """Steps between log records."""
     progress: bool = True
-    """Progress bar on rank 0."""
+    """Show a progress bar on rank 0."""
     jsonl: bool = True
     """Write metrics.jsonl in the run folder."""
     tensorboard: bool = False
     """Write TensorBoard events in the run folder."""
     wandb: bool = False
-    """Send to Weights & Biases; WANDB_MODE=offline keeps it local."""
+    """Log to Weights & Biases; WANDB_MODE=offline keeps it local."""
     wandb_project: str = "weft"
-    """Project name at Weights & Biases."""
+    """Weights & Biases project."""
 
 
 @dataclass(kw_only=True)
@@ -388,31 +387,32 @@ class CheckpointConfig:
     """Saving and resuming."""
 
     every: int = 0
-    """Steps between checkpoints; 0 saves at the end only."""
+    """Steps between checkpoints; 0 saves only at the end."""
     keep: int = 2
-    """Newest whole checkpoints to keep; 0 keeps all."""
+    """Number of newest complete checkpoints to keep; 0 keeps all."""
     load_best_model_at_end: bool = False
-    """Keep the checkpoint of the lowest evaluation loss beside them, as `checkpoints/best`, and export
-    that one at the end."""
+    """Also keep the checkpoint with the lowest evaluation loss, as `checkpoints/best`, and export that
+    one at the end."""
     resume: str = "auto"
-    """auto: the newest whole checkpoint of the run folder, if any; never; or a folder."""
+    """Where to resume from: auto (the newest complete checkpoint of the run folder, if any), never, or
+    a checkpoint folder."""
     final: bool = True
-    """Save at the end."""
+    """Save a checkpoint at the end."""
     background: bool = False
-    """Copy to host memory and write while training goes on, instead of training waiting. A
-    script of your own then calls `engine.finish_checkpoints()` before it ends."""
+    """Copy to host memory and write in the background while training continues. Your own script then
+    has to call `engine.finish_checkpoints()` before it ends."""
 
 
 @dataclass(kw_only=True)
 class PrefillWorkerConfig:
-    """A running prefill worker, as the controller sees it."""
+    """A running prefill worker, as the controller reaches it."""
 
     url: str = ""
-    """Where its HTTP server listens, as in http://127.0.0.1:8001."""
+    """URL of the worker's HTTP server, such as http://127.0.0.1:8001."""
     boards: list[str] = field(default_factory=list)
-    """Bubble boards of the ranks whose devices it uses; it computes only where all of them idle."""
+    """Bubble boards of the ranks whose devices the worker uses; it computes only while all of them idle."""
     cost: str = ""
-    """File in which it keeps its cost model; empty predicts with a cautious prior."""
+    """File with the worker's cost model; empty predicts with a cautious prior."""
 
 
 @dataclass(kw_only=True)
@@ -420,42 +420,42 @@ class ControllerConfig:
     """The HTTP service in front of the prefill workers."""
 
     host: str = "127.0.0.1"
-    """Address it listens on; any but this machine's own needs an API key."""
+    """Address to listen on; any address that other machines can reach needs an API key."""
     port: int = 8300
-    """Port it listens on."""
+    """Port to listen on."""
     api_key_env: str = "WEFT_API_KEY"
-    """Environment variable with the key that callers send as `Authorization: Bearer KEY`; also
-    sent to the workers."""
+    """Environment variable with the API key that callers send as `Authorization: Bearer KEY`; it is
+    also sent to the workers."""
     workers: list[PrefillWorkerConfig] = field(default_factory=list)
-    """Workers that already run; empty takes those that `weft serve` starts."""
+    """Running workers to use; empty uses those that `weft serve` starts."""
     tokenizer: str = ""
-    """tokenizer.json (or a folder with one) of the served model, to count prompts; empty
-    estimates from their length."""
+    """tokenizer.json of the served model, or its folder, to count prompt tokens; empty estimates the
+    count from the text's length."""
     deadline_s: float = 10.0
-    """Seconds to the first token above which a request is refused, where it names no own
-    (header X-Weft-Deadline-S)."""
+    """Refuse a request whose first token is predicted to take longer, in seconds; the request header
+    X-Weft-Deadline-S overrides it."""
     max_prompt_tokens: int = 131_072
-    """Longest prompt taken."""
+    """Longest prompt that is accepted."""
     max_body_bytes: int = 4_194_304
-    """Largest request body taken."""
+    """Largest request body that is accepted."""
     max_json_depth: int = 32
-    """Deepest nesting of a request body taken."""
+    """Deepest JSON nesting of a request body that is accepted."""
     max_queue: int = 64
-    """Requests placed on one worker and not answered, above which it gets no more."""
+    """Largest number of unanswered requests on one worker."""
     max_connections: int = 1024
-    """Connections of callers held at once."""
+    """Largest number of open client connections."""
     receive_timeout_s: float = 10.0
-    """Seconds in which a caller has to send its request."""
+    """Seconds that a client has to send its request."""
     answer_slack_s: float = 5.0
-    """Seconds past the expected end after which a worker is asked how it is, again and again; it
-    keeps its prompts for as long as it answers."""
+    """Seconds past the expected end of a prompt after which the controller starts to check the worker's
+    health; the worker keeps its prompts as long as it answers."""
     silence_s: float = 30.0
-    """Seconds in which a worker answers nothing at all, after which it counts as hung. One that is
-    dead refuses connections, which is noticed at once."""
+    """Seconds without any answer after which a worker counts as hung. A dead worker refuses
+    connections, which is noticed at once."""
     answer_timeout_s: float = 600.0
-    """Seconds after which a prompt is given up although its worker lives."""
+    """Seconds after which a prompt is abandoned even if its worker is alive."""
     probe_s: float = 0.5
-    """Seconds between looks at each worker's health and bubbles."""
+    """Seconds between probes of each worker's health and bubbles."""
 
 
 @dataclass(kw_only=True)
@@ -463,44 +463,43 @@ class PrefillConfig:
     """The prefill workers: stock vLLM servers beside the training ranks of a host."""
 
     model: str = ""
-    """Model that is served: Hugging Face folder or hub name, as vLLM takes it."""
+    """Model to serve: Hugging Face folder or hub name, as vLLM takes it."""
     python: str = ""
-    """Python that has vLLM; empty is the one that runs `weft serve`."""
+    """Python interpreter that has vLLM; empty uses the one that runs `weft serve`."""
     ranks: list[int] = field(default_factory=list)
-    """Training ranks of this host whose bubbles are served in; empty is all of `cluster.ranks`."""
+    """Training ranks of this host whose bubbles serve prefill; empty means all of `cluster.ranks`."""
     ranks_per_worker: int = 1
-    """Ranks whose devices one worker spans (as its tensor-parallel group): it runs in the
-    bubbles that they share."""
+    """Ranks whose devices one worker spans as its tensor-parallel group; it runs while all of them
+    are in a bubble."""
     host: str = "127.0.0.1"
-    """Address that the workers listen on; any but this machine's own needs an API key."""
+    """Address for the workers to listen on; any address that other machines can reach needs an API key."""
     first_port: int = 8301
     """Port of the first worker; the others follow."""
     first_side_port: int = 5600
-    """Port on which the first worker's NIXL connector meets decode instances; the others follow."""
+    """Side-channel port of the first worker's NIXL connector, for decode instances; the others follow."""
     memory_share: float = 0.1
-    """Share of a GPU's memory that a worker takes at its start, for good: weights, KV cache and
-    about a gigabyte. An 8 B model in bf16 takes 16 GB in weights: 0.25 of a GPU of 80 GB. What
-    training leaves free must exceed it; `weft serve` checks both before it starts any."""
+    """Fraction of a GPU's memory that a worker reserves at its start for weights, KV cache and about a
+    gigabyte more; an 8 B model in bf16 has 16 GB of weights, so 0.25 of an 80 GB GPU. Training must
+    leave that much free; `weft serve` checks both before it starts a worker."""
     kv_cache_bytes: int = 268_435_456
-    """KV cache of a worker on a CPU; a GPU's follows from `memory_share`."""
+    """KV cache of a worker on a CPU; on a GPU it follows from `memory_share`."""
     max_tokens: int = 4096
-    """Longest prompt, and longest chunk."""
+    """Longest prompt, and longest prefill chunk, in tokens."""
     guard_s: float = 0.003
-    """Seconds of each bubble that are kept free before training is expected back."""
+    """Seconds to keep free at the end of each bubble, before training is expected back."""
     quantile: float = 0.98
-    """Share of prefill steps that are to end when predicted; the others eat into the guard."""
+    """Fraction of prefill steps that should end within their prediction; the others run into the guard."""
     connector: KvConnector = KvConnector.none
-    """How KV caches leave: none, or nixl (vLLM's NIXL connector, with a quiet progress thread)."""
+    """How to send KV caches: none, or nixl (vLLM's NIXL connector, with a quiet progress thread)."""
     yield_cores: bool = True
-    """On a CPU, run only on cores that nothing else on the host wants (SCHED_IDLE). False has a
-    worker take its share of them inside bubbles: where other jobs keep the host busy, it would
-    never run."""
+    """On a CPU, run only on otherwise idle cores (SCHED_IDLE). False lets a worker compete for cores
+    inside bubbles; otherwise it would never run on a host that other jobs keep busy."""
     allow_decode: bool = False
-    """Also decode here, instead of answering requests for more than one token with an error."""
+    """Also decode on the workers, instead of refusing requests for more than one token."""
     cost_dir: str = "~/.cache/weft/prefill"
-    """Folder in which the cost model of each model and machine is kept between runs."""
+    """Folder that keeps the cost model of each model and machine between runs."""
     arguments: list[str] = field(default_factory=list)
-    """Further arguments of the vLLM server."""
+    """Additional arguments for the vLLM server."""
 
 
 @dataclass(kw_only=True)
@@ -508,19 +507,19 @@ class InferenceConfig:
     """Prefill serving in bubbles."""
 
     enabled: bool = False
-    """Publish each rank's bubbles on a board, for co-located prefill workers. Off removes every
-    trace of it from the training step."""
+    """Publish each rank's bubbles on a board for co-located prefill workers; off costs the training
+    step nothing."""
     boards: str = ""
-    """Folder of the boards, of this user alone; empty is weft-UID/`train.name` in /dev/shm."""
+    """Folder of the boards, private to this user; empty means weft-UID/`train.name` in /dev/shm."""
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
-    """The workers."""
+    """Prefill workers."""
     controller: ControllerConfig = field(default_factory=ControllerConfig)
-    """The service in front of the workers."""
+    """HTTP service in front of the workers."""
 
 
 @dataclass(kw_only=True)
 class WeftConfig:
-    """A whole run."""
+    """The configuration of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -534,4 +533,4 @@ class WeftConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     inference: InferenceConfig = field(default_factory=InferenceConfig)
     dry_run: bool = False
-    """Print stages, memory, predicted step time and bubbles, then stop before any rank starts."""
+    """Print stages, memory, predicted step time and bubbles, and exit before any rank starts."""
