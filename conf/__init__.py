@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 
 def load(overrides: Sequence[str] = (), *, recipe_file: str | None = None) -> WeftConfig:
-    """Compose, convert and check a run's configuration.
+    """Compose, convert and check the configuration of a run.
 
     Args:
         overrides: Hydra overrides such as ``recipe=quickstart`` or ``train.steps=10``.
         recipe_file: a YAML file in place of ``recipe=NAME``; ``recipe=FILE.yaml`` means the same.
 
     Raises:
-        ValueError: an unknown key, a wrong type or a value that a check refuses; the message
-            names the field, the value and the remedy.
+        ValueError: an unknown key, a wrong type, or a value that fails a check; the message names
+            the field, the value and the remedy.
     """
-    # Composing needs Hydra, which the engine never loads: it reads the schema alone.
+    # Composing needs Hydra, which the engine never imports: it only reads the schema.
     from weft.conf.checks import check
     from weft.conf.compose import compose
 

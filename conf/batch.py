@@ -1,4 +1,4 @@
-"""The batch: what is left open of its three numbers follows from the others, as at DeepSpeed."""
+"""Batch sizes: derive the numbers that are left open from the others, as DeepSpeed does."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from weft.conf.schema import WeftConfig
 
 
 def fit_batch(config: WeftConfig, world_size: int) -> WeftConfig:
-    """The configuration with no 0 left in ``train.microbatch_size`` and ``pipeline.microbatches``.
+    """Replace a 0 in ``train.microbatch_size`` or ``pipeline.microbatches`` by the derived number.
 
-    Of a ``train.batch_size`` given alone each replica takes one micro-batch (DeepSpeed's rule).
+    If only ``train.batch_size`` is given, each replica runs it as one micro-batch (DeepSpeed's rule).
 
     Raises:
-        ValueError: the processes are no multiple of the stages, the batch does not come out
-            even, or the schedule does not go with the micro-batches that follow.
+        ValueError: the number of processes is not a multiple of the stages, the batch does not
+            divide evenly, or the schedule does not support the resulting number of micro-batches.
     """
     train, count = config.train, config.pipeline.microbatches
     if train.microbatch_size and count:
@@ -42,10 +42,10 @@ def fit_batch(config: WeftConfig, world_size: int) -> WeftConfig:
 
 
 def check_world(config: WeftConfig, world_size: int) -> None:
-    """Refuse a number of processes that the pipeline cannot be laid over.
+    """Check that the pipeline and the batch fit the number of processes.
 
     Raises:
-        ValueError: `world_size` is no multiple of the stages, or the batch does not come out.
+        ValueError: `world_size` is not a multiple of the stages, or the batch sizes do not multiply out.
     """
     replicas = num_replicas(config, world_size)
     config = fit_batch(config, world_size)
@@ -64,15 +64,15 @@ def check_world(config: WeftConfig, world_size: int) -> None:
 
 
 def num_replicas(config: WeftConfig, world_size: int) -> int:
-    """Pipelines that ``world_size`` processes make.
+    """Number of pipeline replicas among ``world_size`` processes.
 
     Raises:
-        ValueError: they are no multiple of the stages.
+        ValueError: ``world_size`` is not a multiple of the stages.
     """
     stages = config.pipeline.stages
     if world_size < 1 or world_size % stages:
         raise ValueError(
-            f"pipeline.stages={stages}: {world_size} processes are no multiple of it; "
+            f"pipeline.stages={stages}: {world_size} processes are not a multiple of it; "
             f"change it, or start {-(-max(world_size, 1) // stages) * stages} processes (cluster.ranks or the hostfile)"
         )
     return world_size // stages

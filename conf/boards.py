@@ -1,4 +1,4 @@
-"""Where the bubble boards of a run lie, for those who write and those who read them."""
+"""The folder of a run's bubble boards, for their writers and readers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from weft.conf.schema import WeftConfig
 
 
 def boards_folder(config: WeftConfig, user: int) -> Path:
-    """The folder of boards of a run on this host.
+    """The folder of a run's boards on this host.
 
     Args:
-        user: the numerical user id that trains.
+        user: numeric id of the user that trains.
     """
     if config.inference.boards:
         return Path(config.inference.boards).expanduser()

@@ -1,4 +1,4 @@
-"""Checks of a whole configuration, before anything is loaded or started."""
+"""Consistency checks of a configuration, before anything is loaded or started."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ HUB_ID = re.compile(r"([\w-][\w.-]{0,95}/)?[\w-][\w.-]{0,95}", re.ASCII)
 
 
 def check(config: WeftConfig, *, complete: bool = True) -> None:
-    """Refuse a configuration that cannot run, whatever the machine and the number of processes.
+    """Check a configuration, independently of the machine and the number of processes.
 
     Args:
-        complete: also refuse one in which something is still to be given (see `missing`).
+        complete: also refuse a configuration with fields that are still `missing`.
 
     Raises:
-        ValueError: one line per problem, each with the field, its value and a remedy.
+        ValueError: one line per problem, with the field, its value and the remedy.
     """
     problems = list(out_of_range(config)) or [line for find in CHECKS for line in find(config)]
     problems += missing(config) if complete else []
@@ -32,10 +32,10 @@ def check(config: WeftConfig, *, complete: bool = True) -> None:
 
 
 def missing(config: WeftConfig) -> Iterator[str]:
-    """One line for each field that has no default and is still to be given."""
+    """One line for each required field that is not set."""
     model, data, kind = config.model, config.data, config.data.kind.name
     if not model.path and not model.arch:
-        yield "model.arch='': nothing says which model to train; set model.path, or model.arch to a model_type"
+        yield "model.arch='': no model is given; set model.path, or model.arch to a model_type"
     if data.kind is not DataKind.corpus and not data.path:
         yield f"data.path='': data.kind={kind} needs a source; set data.path to a file, a folder or a hub name"
     if data.kind is not DataKind.corpus and not (model.tokenizer or model.path):
@@ -43,7 +43,7 @@ def missing(config: WeftConfig) -> Iterator[str]:
 
 
 def per_replica(config: WeftConfig) -> tuple[int, list[str]]:
-    """Sequences of a step and replica by what is given of the two numbers that make them, and their names."""
+    """Known factor of the sequences per step and replica, and the names of the fields that it is made of."""
     given = {
         "train.microbatch_size": config.train.microbatch_size,
         "pipeline.microbatches": config.pipeline.microbatches,
@@ -53,7 +53,7 @@ def per_replica(config: WeftConfig) -> tuple[int, list[str]]:
 
 
 def settled_placement(pipeline: PipelineConfig) -> PlacementKind | None:
-    """The placement that is named, or that the schedule needs; None where `auto` is to compare them."""
+    """The placement that is configured, or that the schedule needs; None if `auto` chooses it."""
     rules: ScheduleRules = pipeline.schedule.value
     if rules.goes_in_rounds:
         return PlacementKind.interleaved
@@ -65,13 +65,13 @@ def settled_placement(pipeline: PipelineConfig) -> PlacementKind | None:
 
 
 def virtual_stages(config: WeftConfig) -> int:
-    """Chunks that the model is cut into, over all pipeline ranks; where `auto` is to choose, at least."""
+    """Number of virtual stages over all pipeline ranks; the least number if `auto` chooses the placement."""
     pipeline = config.pipeline
     return pipeline.stages * chunks_of(settled_placement(pipeline) or PlacementKind.straight, pipeline)
 
 
 def chunks_of(placement: PlacementKind, pipeline: PipelineConfig) -> int:
-    """Virtual stages per rank of a placement that is settled."""
+    """Virtual stages per rank of a placement."""
     if placement is PlacementKind.straight:
         return 1
     return 2 if placement in FOLDS else pipeline.chunks_per_rank
@@ -99,8 +99,8 @@ def _data(config: WeftConfig) -> Iterator[str]:
         yield f"data.chat_template={data.chat_template!r}: unused by data.kind={kind}; set data.kind=chat"
     if config.train.eval_every and not (data.eval_split or data.eval_fraction):
         yield (
-            f"train.eval_every={config.train.eval_every}: there is nothing to evaluate on; "
-            "set data.eval_fraction=0.01 or data.eval_split, or train.eval_every=0"
+            f"train.eval_every={config.train.eval_every}: there is no evaluation data; "
+            "set data.eval_fraction=0.01 or data.eval_split, or set train.eval_every=0"
         )
 
 
@@ -148,7 +148,7 @@ def _interleaved(config: WeftConfig) -> Iterator[str]:
 
 
 def _comparable(config: WeftConfig) -> Iterator[str]:
-    """Placements over several sites are compared before any link is open to be probed."""
+    """Comparing placements over several sites needs bandwidths, because no link has been probed yet."""
     names = [site.name for site in config.cluster.sites]
     known = {frozenset(link.sites) for link in config.cluster.links if link.bandwidth_mbps}
     for pair in pairwise(names):
@@ -207,7 +207,7 @@ def _train(config: WeftConfig) -> Iterator[str]:
     train = config.train
     size, names = per_replica(config)
     if train.name in ("", ".", "..") or "/" in train.name:
-        yield f"train.name={train.name!r}: it names the run's folder; choose one word without /"
+        yield f"train.name={train.name!r}: not a folder name; choose one word without /"
     if not train.batch_size and len(names) < 2:
         name = "pipeline.microbatches" if train.microbatch_size else "train.microbatch_size"
         yield f"{name}=0: it follows from train.batch_size, which is 0; give one of them"
@@ -225,11 +225,11 @@ def _train(config: WeftConfig) -> Iterator[str]:
         ("checkpoint.load_best_model_at_end", config.checkpoint.load_best_model_at_end),
     ):
         if wanted and not train.eval_every:
-            yield f"{name}={str(wanted).lower()}: there are no evaluations to go by; set train.eval_every=50 or so"
+            yield f"{name}={str(wanted).lower()}: it needs evaluations; set train.eval_every=50 or so"
     if train.epochs and config.data.streaming:
         yield f"train.epochs={train.epochs:g}: streamed data has no known length; set train.steps, and train.epochs=0"
     if train.hub_model_id and not train.export:
-        yield f"train.hub_model_id={train.hub_model_id}: what is pushed is the export; set train.export=true"
+        yield f"train.hub_model_id={train.hub_model_id}: only an export can be pushed; set train.export=true"
     if train.hub_model_id and not HUB_ID.fullmatch(train.hub_model_id):
         yield f"train.hub_model_id={train.hub_model_id!r}: not a repository's name; write NAME or ORGANISATION/NAME"
     if train.sample and not train.export:
@@ -246,13 +246,13 @@ def _prefill(config: WeftConfig) -> Iterator[str]:
     prefill, count = config.inference.prefill, config.cluster.ranks
     ranks = prefill.ranks or list(range(count))
     if len(set(ranks)) < len(ranks) or min(ranks) < 0:
-        yield f"inference.prefill.ranks={ranks}: not ranks, each once; name those of this host"
+        yield f"inference.prefill.ranks={ranks}: not a list of distinct ranks; name those of this host"
     elif not config.cluster.hostfile and max(ranks) >= count:
         yield f"inference.prefill.ranks={ranks}: there are {count} ranks, from 0; correct it, or cluster.ranks"
     if prefill.model and len(ranks) % prefill.ranks_per_worker:
         yield (
-            f"inference.prefill.ranks_per_worker={prefill.ranks_per_worker}: {len(ranks)} ranks are no multiple of it; "
-            "change it, or name the ranks in inference.prefill.ranks"
+            f"inference.prefill.ranks_per_worker={prefill.ranks_per_worker}: {len(ranks)} ranks are not a multiple of "
+            "it; change it, or name the ranks in inference.prefill.ranks"
         )
 
 
@@ -265,7 +265,7 @@ def _controller(config: WeftConfig) -> Iterator[str]:
             )
         if not worker.boards:
             yield (
-                "inference.controller.workers.boards=[]: nothing tells when this worker may run; "
+                "inference.controller.workers.boards=[]: the worker has no boards that tell when it may run; "
                 "give the bubble board of each rank whose device it uses"
             )
 

@@ -1,4 +1,4 @@
-"""Composition with Hydra: overrides and a recipe become one `WeftConfig`, or one clear `ValueError`."""
+"""Composition with Hydra: turns overrides and a recipe into a `WeftConfig`, or raises one clear `ValueError`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.conf.fields import FOLDER, choices, field_types, groups, unknown
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import explain
 
-# The name under which a recipe that is a file of the user's joins the group `recipe`.
+# Name in the group `recipe` for a recipe file of the user.
 FROM_FILE = "_file"
 
 
@@ -55,7 +55,7 @@ def compose(overrides: Sequence[str] = (), *, recipe_file: str | None = None) ->
 
 
 def _left_open(settings: Sequence[Override]) -> list[str]:
-    """What follows from a batch size that is given here: a recipe's micro-batches make another one."""
+    """Overrides that let micro-batches follow from a batch size given here, instead of the recipe's number."""
     given = {setting.key_or_group: setting.value() for setting in settings}
     open_ = given.get("train.batch_size") and "pipeline.microbatches" not in given
     return ["pipeline.microbatches=0"] if open_ else []
@@ -68,7 +68,7 @@ def _register(store: ConfigStore) -> None:
 
 
 def _parse(text: str) -> Override:
-    """One override, read by Hydra's grammar; options and sweeps are refused."""
+    """Parse one override with Hydra's grammar; refuse options and sweeps."""
     if text in ("-m", "--multirun"):
         raise ValueError(f"{text}: a sweep would run once per rank; run `weft launch` once for each setting")
     if text.startswith("-"):
@@ -88,7 +88,7 @@ def _parse(text: str) -> Override:
 
 
 def _line(override: Override) -> str:
-    """The override as Hydra is to see it; refuses unknown names with the nearest known one."""
+    """The override as Hydra expects it; refuses an unknown name and suggests the nearest known one."""
     name, text, known = override.key_or_group, str(override.input_line), field_types()
     if name in groups():
         _require_choice(name, str(override.value()))
@@ -102,7 +102,7 @@ def _line(override: Override) -> str:
 
 
 def _recipe(store: ConfigStore, recipe: str, *, is_file: bool) -> str:
-    """The name by which Hydra finds a recipe, which is one of ours or a file of the user's."""
+    """The name by which Hydra finds a recipe: a built-in one, or the user's file."""
     if not is_file and not recipe.endswith((".yaml", ".yml")):
         _require_choice("recipe", recipe)
         return recipe
@@ -133,7 +133,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _explain(error: BaseException) -> str:
-    """One line for people out of Hydra's nested exception."""
+    """One readable line from Hydra's nested exception."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         return (

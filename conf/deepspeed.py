@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON that a configuration stands for."""
+"""Emit the DeepSpeed JSON of a configuration."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from weft.conf.schema import OptimizerConfig, OptimizerKind, Precision, WeftConf
 def deepspeed_config(config: WeftConfig, world_size: int) -> dict[str, Any]:
     """The DeepSpeed configuration of a run with ``world_size`` processes.
 
-    The learning rate's schedule and checkpoints are the engine's own and logs the recipe's, so
-    no `scheduler` and no monitor is emitted, and DeepSpeed prints nothing between steps.
+    It has no `scheduler` and no monitor, because the engine has its own learning-rate schedules and
+    checkpoints and the recipe its own logs. DeepSpeed prints nothing between steps.
 
     Raises:
         ValueError: `world_size` does not fit the pipeline (see `check_world`).
@@ -40,7 +40,7 @@ def deepspeed_config(config: WeftConfig, world_size: int) -> dict[str, Any]:
 
 
 def _optimizer(config: OptimizerConfig) -> dict[str, Any]:
-    """The optimizer section; torch's own Adam, since DeepSpeed's builds C++ at its first use."""
+    """The optimizer section, with torch's Adam, since DeepSpeed's compiles C++ at its first use."""
     shared = {"lr": config.lr, "weight_decay": config.weight_decay}
     moments = {"betas": list(config.betas), "eps": config.eps}
     table: dict[OptimizerKind, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""What the schema says of itself: every field's dotted name, type and docstring."""
+"""Introspection of the schema: dotted name, type and docstring of every field."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent
 
 @cache
 def field_types(kind: type = WeftConfig, prefix: str = "") -> dict[str, Any]:
-    """The type of every field under ``kind`` by its dotted name, groups included."""
+    """The type of every field under ``kind`` by its dotted name, including groups."""
     hints = get_type_hints(kind)
     found: dict[str, Any] = {}
     for field in fields(kind):
@@ -31,7 +31,7 @@ def field_types(kind: type = WeftConfig, prefix: str = "") -> dict[str, Any]:
 
 
 def groups() -> dict[str, type]:
-    """The schema class of each YAML group, by the group's name."""
+    """The schema class of each YAML group, by group name."""
     return {
         name: kind for name, kind in get_type_hints(WeftConfig).items() if isinstance(kind, type) and is_dataclass(kind)
     }
@@ -47,7 +47,7 @@ def choices(group: str) -> list[str]:
 def docstrings() -> dict[str, dict[str, str]]:
     """The docstring of every field, by class name and field name.
 
-    They stand under the fields in `schema.py`, where Python drops them: read from its source.
+    Python drops the docstrings under fields, so they are parsed from the source of `schema.py`.
     """
     tree = ast.parse(inspect.getsource(schema))
     return {node.name: _field_docs(node) for node in tree.body if isinstance(node, ast.ClassDef)}
@@ -72,7 +72,7 @@ def item_class(kind: Any) -> type | None:
 
 
 def expectation(kind: Any) -> str:
-    """What a field of this type takes, for messages."""
+    """What a field of this type expects, for messages."""
     if isinstance(kind, type) and issubclass(kind, Enum):
         return f"one of {', '.join(kind.__members__)}"
     if item := item_class(kind):
@@ -89,7 +89,7 @@ _EXAMPLES = {int: "1", float: "0.5", str: "a"}
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """Why ``name`` is refused, with the nearest of the ``known`` dotted names."""
+    """Message for an unknown field ``name``, with the nearest of the ``known`` dotted names."""
     known = list(known)
     leaf = name.rpartition(".")[2]
     same = [full for full in known if full.rpartition(".")[2] == leaf]

@@ -1,4 +1,4 @@
-"""The machines of a run: what the hostfile says, and how many ranks start on each."""
+"""The machines of a run: the hostfile, and the number of ranks per host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
     """Ranks by host, in the file's order, from lines such as ``worker-0 slots=8``.
 
     Raises:
-        ValueError: a line that is none, a host given twice, or no host at all.
+        ValueError: a line is malformed, a host is listed twice, or there is no host.
     """
     hosts: dict[str, int] = {}
     for number, line in enumerate(Path(path).expanduser().read_text().splitlines(), start=1):
@@ -25,7 +25,7 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
         if not match or int(match["slots"]) < 1:
             raise ValueError(f"cluster.hostfile={path}: line {number} is {text!r}; write it as `host slots=8`")
         if match["host"] in hosts:
-            raise ValueError(f"cluster.hostfile={path}: host {match['host']} stands there twice; give its slots once")
+            raise ValueError(f"cluster.hostfile={path}: host {match['host']} is listed twice; give its slots once")
         hosts[match["host"]] = int(match["slots"])
     if not hosts:
         raise ValueError(f"cluster.hostfile={path}: names no host; write lines such as `host slots=8`")
@@ -33,15 +33,15 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
 
 
 def world_size(cluster: ClusterConfig) -> int:
-    """Processes of the whole run."""
+    """Number of processes of the run."""
     return sum(read_hostfile(cluster.hostfile).values()) if cluster.hostfile else cluster.ranks
 
 
 def most_ranks_of_a_host(cluster: ClusterConfig) -> int:
-    """Processes on the fullest host."""
+    """Largest number of processes on one host."""
     return max(read_hostfile(cluster.hostfile).values()) if cluster.hostfile else cluster.ranks
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only processes of the same machine reach this address."""
+    """Whether only processes of the same machine can reach this address."""
     return address in ("localhost", "::1") or address.startswith("127.")

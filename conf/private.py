@@ -1,4 +1,4 @@
-"""Folders and files that no other user of the host can read, write or put something into."""
+"""Folders and files that no other user of the host can read or write."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 from weft.conf.files import replacing
 
 SECRETS = "WEFT_SECRETS"
-"""Names a file of variables that ranks take into their environment, and no process list shows."""
+"""Environment variable that names a file of secret variables, which keeps them out of process lists."""
 _WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder of this user alone, and those above it that are missing; it may exist.
+    """Create a folder that only this user can access, and its missing parents; it may exist already.
 
-    In a folder that everybody may write to, such as /dev/shm, another user may have been there first.
+    In a world-writable folder such as /dev/shm, another user may have created it first.
 
     Raises:
-        ValueError: it, or one on the way to it, is a stranger's or open to others.
+        ValueError: the folder is not private to this user, or another user could replace one of its parents.
     """
     path = path.absolute()
     for folder in (*reversed(path.parents), path):
         try:
             os.mkdir(folder, 0o700)
-        except OSError as error:  # it is there; where not, looking at it says why it cannot be
+        except OSError as error:  # it exists; otherwise the stat below raises the reason
             cannot = error
         try:
             found = os.lstat(folder)
@@ -35,7 +35,7 @@ def private_folder(path: Path) -> Path:
         mode = stat.S_IMODE(found.st_mode)
         if folder == path:
             safe = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not mode & 0o077
-        else:  # a link says what its folder does; in a sticky one nobody can rename what is another's
+        else:  # a link is as safe as its folder; in a sticky folder nobody can rename another user's entry
             shared = mode & stat.S_IWOTH and not mode & stat.S_ISVTX and not stat.S_ISLNK(found.st_mode)
             safe = found.st_uid in (os.geteuid(), 0) and not shared
         if not safe:
@@ -47,7 +47,7 @@ def private_folder(path: Path) -> Path:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that its owner alone can read, whole or not at all; a new folder of its own as well."""
+    """Atomically write a file that only its owner can read; a new folder is private too."""
     make_run_folder(path.parent)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with replacing(path) as draft, open(os.open(draft, flags, 0o600), "w") as out:
@@ -55,21 +55,21 @@ def write_private(path: Path, text: str) -> None:
 
 
 def make_run_folder(path: Path) -> None:
-    """Make a run's folder, where it is missing, for this user alone: whoever is to read in it gets it by chmod."""
+    """Create a run's folder, private to this user, if it is missing; use chmod to let others read it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def split_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Variables that anybody may see in a process list, and those that go by the file of secrets."""
+    """Split variables into those that may appear in a process list and those for the file of secrets."""
     secret = {name: value for name, value in variables.items() if any(word in name.upper() for word in _WORDS)}
     return {name: value for name, value in variables.items() if name not in secret}, secret
 
 
 def take_secrets(environment: MutableMapping[str, str]) -> None:
-    """Add the variables of the file that ``WEFT_SECRETS`` names, if any; those that are set stay.
+    """Add the variables of the file that ``WEFT_SECRETS`` names, if any, without overriding set ones.
 
     Raises:
-        ValueError: it cannot be read, or others could have read or written it.
+        ValueError: the file cannot be read, or other users can read or write it.
     """
     path = environment.get(SECRETS)
     if not path:

@@ -1,4 +1,4 @@
-"""The range that every number of the schema may take."""
+"""The allowed range of every numeric field of the schema."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGEST = 2**63 - 1
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``low`` to ``high``; an open end is not part of it, and what 64 bits cannot count never is."""
+    """Numbers from ``low`` to ``high``, without the ends that are open, and without what 64 bits cannot hold."""
 
     low: float
     high: float = inf
@@ -34,7 +34,7 @@ class Range:
         return low if self.high == inf else f"{low} and {high}"
 
     def remedy(self, number: float) -> str:
-        """What to choose instead of ``number``, which is not in it."""
+        """What to choose instead of ``number``, which is outside the range."""
         return f"at most {LARGEST:.2g}" if number > LARGEST and self.high == inf else str(self)
 
 
@@ -130,5 +130,5 @@ def out_of_range(config: WeftConfig) -> Iterator[str]:
 def _short(value: float) -> str:
     try:
         return f"{value:g}"
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer larger than any float
         return "inf" if value > 0 else "-inf"

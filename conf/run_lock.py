@@ -1,4 +1,4 @@
-"""One run to a folder: a second one there is refused, and told who is first."""
+"""The run lock: only one run may write to a folder; a second one is told which run holds it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ NAME = "lock"
 
 
 class RunLock:
-    """Holds a run's folder until this process ends, however it ends: the kernel lets go of it."""
+    """Locks a run's folder until this process ends; the kernel releases the lock however it ends."""
 
     def __init__(self, folder: Path) -> None:
-        """Take the folder, which is made where it is missing.
+        """Lock the folder, and create it if it is missing.
 
         Raises:
-            ValueError: another run has it; says which.
+            ValueError: another run holds the lock; the message says which.
             OSError: the folder cannot be written.
         """
         make_run_folder(folder)
         path = folder / NAME
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            # Of this process alone: with flock, a child that outlives it would go on holding the folder.
+            # Per process: with flock, a child that outlives this process would keep the lock.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             holder = os.read(file, 200).decode(errors="replace").strip()
             os.close(file)
             raise ValueError(
-                f"{folder}: another run writes there ({holder or 'it has not said who it is'}); wait for it, end it, "
+                f"{folder}: another run writes there ({holder or 'unknown process'}); wait for it, end it, "
                 "or choose another train.name or train.output_dir"
             ) from None
         os.ftruncate(file, 0)
@@ -40,11 +40,11 @@ class RunLock:
         self._file = file
 
     def release(self) -> None:
-        """Let another run have the folder."""
+        """Release the folder for another run."""
         os.close(self._file)
 
     @classmethod
     def check(cls, folder: Path) -> None:
-        """Find out whether the folder could be taken now; errors as of a lock."""
+        """Check whether the folder could be locked now; raises as the constructor does."""
         if (folder / NAME).exists():
             cls(folder).release()

@@ -1,4 +1,4 @@
-"""The kinds of schedules, each with the rules that configuration, generators and tests ask."""
+"""The kinds of schedules, each with the rules that configuration, generators and tests share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class PlacementKind(Enum):
-    """Which rank holds which virtual stages."""
+    """Which rank holds which virtual stages (see `PipelineConfig.placement`)."""
 
     any = "any"
     straight = "straight"
@@ -18,29 +18,29 @@ class PlacementKind(Enum):
 
 
 FOLDS = (PlacementKind.fold, PlacementKind.site_fold)
-"""Placements with two virtual stages per rank, there and back."""
+"""Placements with two virtual stages per rank, down and back up."""
 
 EVERY_PLACEMENT = tuple(kind for kind in PlacementKind if kind is not PlacementKind.any)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRules:
-    """What a kind of schedule is made by, and what it goes with."""
+    """How a kind of schedule is generated, and what it supports."""
 
     generator: str
-    """`module.function` under `weft.pipeline.generators`, imported on use; empty where a file holds the rows."""
+    """`module.function` under `weft.pipeline.generators`, imported on use; empty if a file holds the rows."""
     placements: tuple[PlacementKind, ...]
-    """Placements that it is defined for; the first is what it takes by itself."""
+    """Supported placements; the first is the default."""
     microbatches_per_rank: int = 0
-    """Least micro-batches of a step, for each pipeline rank."""
+    """Least micro-batches per step, as a multiple of the pipeline ranks."""
     looks_at_costs: bool = False
-    """Whether it takes costs, a memory cap and time to search."""
+    """Whether the generator takes costs, a memory cap and a search time."""
     goes_in_rounds: bool = False
-    """Whether it visits several chunks per rank in rounds: it takes the number of micro-batches to
-    launch together, and a straight placement means an interleaved one."""
+    """Whether ranks visit several chunks in rounds: the generator takes the number of micro-batches to
+    launch together, and a straight placement becomes an interleaved one."""
 
 
-# Functional form: members are matched by name, and `1f1b` is no identifier.
+# Functional form: members are matched by name, and `1f1b` is not an identifier.
 ScheduleKind = Enum(
     "ScheduleKind",
     {

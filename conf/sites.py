@@ -1,4 +1,4 @@
-"""Sites: how many pipeline ranks each holds, and what makes a mapping of hosts to sites wrong."""
+"""Sites: how many pipeline ranks each holds, and checks of the mapping from hosts to sites."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from weft.conf.schema import WeftConfig
 def ranks_per_site(config: WeftConfig) -> tuple[int, ...]:
     """Pipeline ranks of each site, in pipeline order; empty for one site.
 
-    A site holds neighbouring stages, and every replica of them (Atlas section 4.2).
+    A site holds consecutive stages, with all of their replicas (Atlas section 4.2).
 
     Args:
-        config: one without `site_problems`.
+        config: a configuration without `site_problems`.
     """
     sites = config.cluster.sites
     if not any(site.hosts for site in sites):
@@ -29,16 +29,16 @@ def ranks_per_site(config: WeftConfig) -> tuple[int, ...]:
 
 
 def site_problems(config: WeftConfig) -> Iterator[str]:
-    """One line for each thing that is wrong with the sites and the links between them."""
+    """One line for each problem with the sites and the links between them."""
     sites = config.cluster.sites
     names = [site.name for site in sites]
     for name, count in Counter(names).items():
         if not name or count > 1:
-            yield f"cluster.sites.name={name!r}: {count} sites are called so; give every site a name of its own"
+            yield f"cluster.sites.name={name!r}: {count} sites have this name; give every site a unique name"
     if not any(site.hosts for site in sites):
         yield from _by_ranks(config)
     elif not config.cluster.hostfile:
-        yield "cluster.sites.hosts: they are names of the hostfile, and there is none; set cluster.hostfile"
+        yield "cluster.sites.hosts: they need a hostfile, and there is none; set cluster.hostfile"
     elif Path(config.cluster.hostfile).expanduser().is_file():
         yield from _by_hosts(config)
     yield from _links(config, names)
@@ -81,16 +81,16 @@ def _by_hosts(config: WeftConfig) -> Iterator[str]:
         return
     if list(slots) != listed:
         yield (
-            f"cluster.sites.hosts={listed}: {config.cluster.hostfile} has them in the order {list(slots)}, by which "
-            "ranks are numbered; write its lines in the order of the sites"
+            f"cluster.sites.hosts={listed}: {config.cluster.hostfile} numbers ranks in the order {list(slots)}; write "
+            "its lines in the order of the sites"
         )
     replicas, rest = divmod(sum(slots.values()), stages)
     for site in sites:
         count = sum(slots[host] for host in site.hosts)
         if not rest and (not count or count % replicas):
             yield (
-                f"cluster.sites: site {site.name!r} has {count} slots, no multiple of the {replicas} replicas of a "
-                "stage, which have to share a site; change its slots, or pipeline.stages"
+                f"cluster.sites: site {site.name!r} has {count} slots, not a multiple of the {replicas} replicas of a "
+                "stage, which must share a site; change its slots, or pipeline.stages"
             )
         elif not rest and site.ranks not in (0, count // replicas):
             yield (

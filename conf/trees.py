@@ -1,4 +1,4 @@
-"""Plain trees of a configuration: to dataclasses and back, with errors that name the field."""
+"""Convert configurations to plain trees (dictionaries and lists) and back, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from weft.conf.schema import WeftConfig
 
 
 def from_tree(tree: Mapping[str, Any], *, source: str) -> WeftConfig:
-    """The configuration that departs from the defaults as ``tree`` says; not checked.
+    """The default configuration with the values of ``tree``; not checked.
 
     Args:
-        tree: fields by group, enum members by name.
-        source: where the tree comes from, for messages.
+        tree: fields by group, with enum members by name.
+        source: origin of the tree, for messages.
 
     Raises:
-        ValueError: an unknown key or a wrong type.
+        ValueError: ``tree`` has an unknown key or a value of the wrong type.
     """
     try:
         merged = OmegaConf.merge(OmegaConf.structured(WeftConfig), OmegaConf.create(dict(tree)))
@@ -36,7 +36,7 @@ def from_tree(tree: Mapping[str, Any], *, source: str) -> WeftConfig:
 
 
 def to_tree(value: Any) -> Any:
-    """A configuration, or a part of one, as dictionaries, lists and plain values."""
+    """Convert a configuration, or a part of one, to dictionaries, lists and plain values."""
     if is_dataclass(value):
         return {field.name: to_tree(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
@@ -49,12 +49,12 @@ def to_tree(value: Any) -> Any:
 
 
 def to_yaml(config: WeftConfig) -> str:
-    """A configuration as YAML, which ``recipe=FILE`` reads."""
+    """Convert a configuration to YAML that ``recipe=FILE`` reads."""
     return yaml.safe_dump(to_tree(config), sort_keys=False)
 
 
 def explain(error: OmegaConfBaseException) -> str:
-    """One line that names the field, out of OmegaConf's own message."""
+    """One line that names the field, from OmegaConf's error."""
     known = field_types()
     name = str(error.full_key or error.key or "")
     value = getattr(error, "value", None)
@@ -73,5 +73,5 @@ def explain(error: OmegaConfBaseException) -> str:
 
 
 def _list_of(kind: type) -> str:
-    """The field whose list items are of this class, or nothing."""
+    """The field whose list items are of this class, or an empty string."""
     return next((name for name, listed in field_types().items() if item_class(listed) is kind), "")

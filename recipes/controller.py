@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from weft.conf import load
 
 NICE = 10
-"""Steps by which the ranks of this host come first."""
+"""Niceness, so that the ranks of this host have priority."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``[recipe=NAME] [key=value ...]`` until SIGINT or SIGTERM.
 
-    Give it the same settings as `weft serve`: they say where workers and boards are. Both may be
-    started in any order and at any time.
+    It needs the same settings as `weft serve`, which locate workers and boards. Either command may
+    be started first.
 
     Raises:
         ValueError: bad input, or the server's packages are not installed.

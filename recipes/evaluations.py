@@ -1,4 +1,4 @@
-"""What evaluations have said so far: the best of them, and how long ago it was. Part of each checkpoint."""
+"""The best evaluation so far and how long ago it was; saved with each checkpoint."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 
 @dataclass
 class Evaluations:
-    """The losses of a run's evaluations, summed up as far as decisions rest on them."""
+    """Summary of evaluation losses, as needed for early stopping and the best checkpoint."""
 
     best_loss: float | None = None
     """Lowest loss; None before the first evaluation."""
     best_step: int = 0
-    """Step after which it was measured."""
+    """Step after which the lowest loss was measured."""
     without_gain: int = 0
-    """Evaluations since the last one that was lower by more than the threshold."""
+    """Evaluations since the last improvement by more than the threshold."""
 
     def add(self, step: int, loss: float, *, threshold: float = 0.0) -> bool:
-        """Take note of an evaluation; returns whether it is the best.
+        """Record an evaluation; returns whether it is the best so far.
 
         Args:
-            threshold: what a loss has to be lower by to start patience anew.
+            threshold: least improvement that resets ``without_gain``.
         """
         gained = self.best_loss is None or loss < self.best_loss - threshold
         best = self.best_loss is None or loss < self.best_loss
         self.without_gain = 0 if gained else self.without_gain + 1
-        if best and loss == loss:  # NaN is no loss to beat
+        if best and loss == loss:  # NaN is never the best
             self.best_loss, self.best_step = loss, step
             return True
         return False

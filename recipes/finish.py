@@ -1,4 +1,4 @@
-"""What a run leaves behind: a Hugging Face folder, a sample from it, a picture of its time."""
+"""The outputs of a finished run: an exported Hugging Face folder, a text sample, a plot of the timeline."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ from weft.pipeline.profile import costs_to_yaml
 
 
 def finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write what ``config.train`` asks for; a collective call."""
+    """Write the outputs that ``config.train`` asks for; a collective call."""
     if config.train.export:
         target = folder / "export"
         export(engine, target, tokenizer=tokenizer)
-        say(f"export: {target} (a Hugging Face folder)")
+        print_once(f"export: {target} (a Hugging Face folder)")
         if config.train.sample and engine.global_rank == 0:
-            say(f"sample: {sample(target, config.train.sample, config.train.sample_tokens, config.train.seed)!r}")
+            print_once(
+                f"sample: {sample(target, config.train.sample, config.train.sample_tokens, config.train.seed)!r}"
+            )
     if config.train.timeline:
         draw_timeline(engine, folder)
     dist.barrier()
 
 
-def say(text: str) -> None:
+def print_once(text: str) -> None:
     """Print on rank 0."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
 
 def sample(folder: Path, prompt: str, tokens: int, seed: int) -> str:
-    """A continuation of ``prompt`` by plain transformers from an exported folder."""
+    """Sample a continuation of ``prompt`` from an exported folder with plain transformers."""
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -50,9 +52,9 @@ def sample(folder: Path, prompt: str, tokens: int, seed: int) -> str:
 
 
 def draw_timeline(engine: WeftEngine, folder: Path) -> None:
-    """A step of middling length among the last ones, beside what the simulator predicts from all of them.
+    """Plot the median of the last steps beside the simulator's prediction from all of them.
 
-    What it predicts from lies beside it, for `weft simulate --costs` and ``pipeline.costs_file``.
+    Also writes the measured costs, for `weft simulate --costs` and ``pipeline.costs_file``.
     """
     timelines = engine.measured_timelines()
     if engine.global_rank != 0:
@@ -63,7 +65,7 @@ def draw_timeline(engine: WeftEngine, folder: Path) -> None:
     measured = sorted(timelines, key=lambda timeline: timeline.step_s)[len(timelines) // 2]
     plot_timelines([measured, predicted], folder / "timeline.png")
     write_perfetto([measured, predicted], folder / "timeline.json")
-    say(
+    print_once(
         f"timeline: {folder / 'timeline.png'} (measured {measured.step_s:.3f} s, "
         f"predicted {predicted.step_s:.3f} s), {folder / 'timeline.json'} for Perfetto"
     )

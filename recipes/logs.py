@@ -1,4 +1,4 @@
-"""Where a run's metrics go: one record a step and kind, on the same axis in every log."""
+"""Metrics logs: JSON lines, TensorBoard and Weights & Biases, all with the same step axis."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from weft.conf.schema import WeftConfig
 from weft.conf.trees import to_tree
 
 STEP = "train/global_step"
-"""The axis at Weights & Biases, by the name that transformers' Trainer gives it."""
+"""The step axis at Weights & Biases, named as in transformers' Trainer."""
 
 
 class Log(Protocol):
-    """One place for metrics."""
+    """A destination for metrics."""
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Record what is known after ``step`` steps; ``kind`` is train or eval."""
+        """Record metrics after ``step`` steps; ``kind`` is train or eval."""
 
     def close(self) -> None:
-        """Write what is still held."""
+        """Flush and close."""
 
 
 def open_logs(config: WeftConfig, folder: Path, start: int) -> list[Log]:
-    """The logs that ``config.logging`` asks for, on the one rank that writes.
+    """Open the logs that ``config.logging`` asks for, on the one rank that writes them.
 
     Args:
-        folder: the run's.
-        start: steps that a resumed run has behind it.
+        folder: the run's folder.
+        start: steps already done in a resumed run.
 
     Raises:
-        ValueError: Weights & Biases does not let us in.
+        ValueError: Weights & Biases cannot be used.
     """
     make_run_folder(folder)
     logs: list[Log] = []
@@ -49,7 +49,7 @@ def open_logs(config: WeftConfig, folder: Path, start: int) -> list[Log]:
 
 
 class JsonLines:
-    """One object per line, whole at every line; a number that is not finite is null, as JSON has no other."""
+    """One JSON object per line, flushed after every line; a number that is not finite becomes null."""
 
     def __init__(self, path: Path) -> None:
         """Append to ``path``."""
@@ -62,20 +62,20 @@ class JsonLines:
             file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: every line is flushed."""
 
 
 class TensorBoard:
-    """Event files in the run's folder."""
+    """TensorBoard event files in the run's folder."""
 
     def __init__(self, folder: Path, start: int) -> None:
-        """Hide what an earlier attempt wrote of the steps to come."""
+        """Open a writer that hides events after ``start`` from an earlier attempt."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         self._writer = SummaryWriter(log_dir=str(folder), purge_step=start + 1)
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Add one scalar for each metric."""
+        """Add one scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(f"{kind}/{name}", value, step)
         self._writer.flush()
@@ -86,17 +86,17 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run at Weights & Biases.
+    """A Weights & Biases run.
 
-    Its own step only ever grows, and drops what comes for a smaller one: the step is a metric
-    here, and the axis of the others, so that a resumed run may repeat some.
+    W&B's own step can only increase, and it drops records for an earlier step. The step is therefore
+    a metric of its own and the axis of the others, so that a resumed run can repeat steps.
     """
 
     def __init__(self, config: WeftConfig, folder: Path, *, resumed: bool) -> None:
-        """Start a run, or go on with the one that WANDB_RUN_ID names or, if ``resumed``, that the folder remembers.
+        """Start a run, or resume the one that WANDB_RUN_ID names or, if ``resumed``, the folder's previous one.
 
         Raises:
-            ValueError: it cannot be started.
+            ValueError: the run cannot be started.
         """
         import wandb
 
@@ -122,9 +122,9 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric=STEP)
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Log them together with the step."""
+        """Log metrics together with the step."""
         self._run.log({STEP: step, **{f"{kind}/{name}": value for name, value in metrics.items()}})
 
     def close(self) -> None:
-        """End the run."""
+        """Finish the run."""
         self._run.finish()

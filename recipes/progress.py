@@ -1,4 +1,4 @@
-"""What a run tells while it trains: a bar on rank 0, and the same metrics in every log."""
+"""Progress reporting: a bar on rank 0, and metrics in every log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.recipes.logs import Log, open_logs
 
 
 class Progress:
-    """Counts steps, and writes metrics where the configuration says."""
+    """Counts steps and writes metrics to the configured logs."""
 
     def __init__(
         self, config: WeftConfig, engine: WeftEngine, folder: Path, loader: MicrobatchLoader, start: int
@@ -27,9 +27,9 @@ class Progress:
         """Open the logs; a collective call.
 
         Args:
-            folder: the run's folder; rank 0 makes it.
-            loader: of the training data.
-            start: steps that a resumed run has behind it.
+            folder: the run's folder; rank 0 creates it.
+            loader: loader of the training data.
+            start: steps already done in a resumed run.
 
         Raises:
             ValueError: a log cannot be opened.
@@ -37,7 +37,7 @@ class Progress:
         self._config = config
         self._engine = engine
         self._loader = loader
-        self._speaks = engine.global_rank == 0
+        self._is_writer = engine.global_rank == 0
         self._tokens = config.train.microbatch_size * config.data.sequence_length * config.pipeline.microbatches
         self._tokens *= engine.num_replicas
         self._flops = self._tokens * model_flops_per_token(engine.module, config.data.sequence_length, engine.device)
@@ -45,11 +45,11 @@ class Progress:
         self._last = perf_counter()
         self._start = start
         self._rate = engine.get_lr()[0]
-        self._logs: list[Log] = together(lambda: open_logs(config, folder, start) if self._speaks else [])
+        self._logs: list[Log] = together(lambda: open_logs(config, folder, start) if self._is_writer else [])
 
     def __enter__(self) -> Progress:
         """Start the bar."""
-        shows = self._speaks and self._config.logging.progress
+        shows = self._is_writer and self._config.logging.progress
         self._bar = tqdm(
             total=self._config.train.steps, initial=self._start, disable=not shows, unit="step", dynamic_ncols=True
         )
@@ -64,10 +64,10 @@ class Progress:
             log.close()
 
     def step(self, step: int, loss: Tensor) -> None:
-        """Take note of a finished step; a collective call every ``logging.every`` steps."""
+        """Record a finished step; a collective call every ``logging.every`` steps."""
         if step % self._config.logging.every == 0:
             metrics = self._metrics(loss)
-            if self._speaks:
+            if self._is_writer:
                 self._show(metrics)
                 self._write("train", step, metrics)
         self._rate = self._engine.get_lr()[0]
@@ -80,7 +80,7 @@ class Progress:
         return {
             "loss": float(loss),
             "epoch": self._loader.epoch,
-            "lr": self._rate,  # the engine's own is the next step's by now
+            "lr": self._rate,  # the engine already has the next step's
             "grad_norm": self._engine.get_global_grad_norm() or 0.0,
             "step_seconds": seconds,
             "tokens_per_second": self._tokens / seconds,
@@ -97,14 +97,14 @@ class Progress:
         )
 
     def evaluation(self, step: int, loss: float) -> None:
-        """Take note of an evaluation."""
+        """Record an evaluation."""
         self.note(f"step {step}: evaluation loss {loss:.4f}")
-        if self._speaks:
+        if self._is_writer:
             self._write("eval", step, {"loss": loss})
 
     def note(self, text: str) -> None:
-        """Say something above the bar, on rank 0."""
-        if self._speaks:
+        """Print a line above the bar, on rank 0."""
+        if self._is_writer:
             self._bar.write(text)
 
     def _write(self, kind: str, step: int, metrics: dict[str, float]) -> None:

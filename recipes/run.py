@@ -1,4 +1,4 @@
-"""A run under way: its steps, and the evaluations, checkpoints and decisions between them."""
+"""The training loop: steps, and the evaluations, checkpoints and early stopping between them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from weft.engine.data import MicrobatchLoader
 from weft.engine.distributed import from_rank_zero, together
 from weft.engine.engine import WeftEngine
 from weft.recipes.evaluations import Evaluations
-from weft.recipes.finish import say
+from weft.recipes.finish import print_once
 from weft.recipes.progress import Progress
 
 BEST = "best"
-"""Tag of the checkpoint with the lowest evaluation loss."""
+"""Tag of the checkpoint that has the lowest evaluation loss."""
 
 
 @dataclass
-class Run:
-    """What a run's checkpoints hold, and what is decided between its steps."""
+class TrainingRun:
+    """The state that a run's checkpoints hold, and its training loop."""
 
     config: WeftConfig
     engine: WeftEngine
@@ -36,7 +36,7 @@ class Run:
     evaluations: Evaluations
 
     def train(self, start: int, progress: Progress) -> None:
-        """The steps from ``start`` on, with evaluations and checkpoints between them; a collective call."""
+        """Train from step ``start`` on, with evaluations and checkpoints in between; a collective call."""
         train, every = self.config.train, self.config.checkpoint.every
         began = perf_counter()
         for step in range(start, train.steps):
@@ -47,7 +47,7 @@ class Run:
                 self._evaluate(step + 1, self.evaluation, progress)
             if every and (step + 1) % every == 0 and step + 1 < train.steps:
                 self.save()
-            if train.max_seconds and _agreed(perf_counter() - began > train.max_seconds, self.engine.device):
+            if train.max_seconds and _from_rank_0(perf_counter() - began > train.max_seconds, self.engine.device):
                 progress.note(f"train.max_seconds={train.max_seconds:g} reached after step {step + 1}")
                 return
 
@@ -60,7 +60,7 @@ class Run:
             self.save(tag=BEST)
 
     def _has_stopped(self, progress: Progress) -> bool:
-        """Whether patience has come to its end, in this attempt or in the one that it goes on from."""
+        """Whether the patience is used up, in this attempt or in the one that it resumes."""
         patience, seen = self.config.train.early_stopping_patience, self.evaluations
         if not patience or seen.without_gain < patience:
             return False
@@ -71,12 +71,12 @@ class Run:
         return True
 
     def save(self, tag: str | None = None) -> None:
-        """Write a checkpoint that holds the loader's position and the evaluations, too; a collective call."""
+        """Write a checkpoint, including the loader's position and the evaluations; a collective call."""
         state = {"loader": self.loader.state_dict(), "evaluations": asdict(self.evaluations)}
         self.engine.save_checkpoint(str(self._checkpoints), tag=tag, client_state=state)
 
     def resume(self) -> int:
-        """Go on from a checkpoint where there is one; returns the steps that are done. A collective call."""
+        """Resume from a checkpoint if there is one; returns the number of steps done. A collective call."""
         resume, engine = self.config.checkpoint.resume, self.engine
         if resume == "never":
             return 0
@@ -84,29 +84,31 @@ class Run:
         path, state = together(lambda: engine.load_checkpoint(str(where)))
         if path is None:
             if resume != "auto":
-                raise ValueError(f"checkpoint.resume={where}: no whole checkpoint there; give its folder, or auto")
+                raise ValueError(f"checkpoint.resume={where}: no complete checkpoint there; give its folder, or auto")
             return 0
         self.loader.load_state_dict(state["loader"])
         self.evaluations = Evaluations(**state.get("evaluations", {}))
         done = f"resumed after step {engine.global_steps} from {path}"
         steps = self.config.train.steps
-        say(f"{done}; train.steps={steps} are done" if engine.global_steps >= steps else done)
+        print_once(f"{done}; train.steps={steps} are done" if engine.global_steps >= steps else done)
         if self.config.checkpoint.load_best_model_at_end and self._step_of_best() != self.evaluations.best_step:
-            say(f"{self._checkpoints / BEST} is not of this run: the best is chosen anew from here on")
+            print_once(f"{self._checkpoints / BEST} is from another run: it is ignored and will be replaced")
             self.evaluations = Evaluations()
         return engine.global_steps
 
     def load_best(self) -> None:
-        """Take back the weights of the lowest evaluation loss; a collective call."""
+        """Load the weights of the lowest evaluation loss; a collective call."""
         if self.evaluations.best_loss is None:
-            say("checkpoint.load_best_model_at_end: no evaluation yet, so the last weights are exported")
+            print_once("checkpoint.load_best_model_at_end: no evaluation yet, so the last weights are exported")
             return
         self.engine.load_checkpoint(str(self._checkpoints), tag=BEST, load_module_only=True)
         seen = self.evaluations
-        say(f"best: {self._checkpoints / BEST} (evaluation loss {seen.best_loss:.4f} after step {seen.best_step})")
+        print_once(
+            f"best: {self._checkpoints / BEST} (evaluation loss {seen.best_loss:.4f} after step {seen.best_step})"
+        )
 
     def _step_of_best(self) -> int:
-        """Step of the checkpoint that has the tag; 0 if none has. A collective call."""
+        """Step of the tagged checkpoint; 0 if there is none. A collective call."""
 
         def step() -> int:
             try:
@@ -121,15 +123,15 @@ class Run:
         return self.folder / "checkpoints"
 
 
-def _agreed(stop: bool, device: torch.device) -> bool:
-    """Rank 0's word for all: clocks differ, and all ranks have to stop at the same step."""
+def _from_rank_0(stop: bool, device: torch.device) -> bool:
+    """Rank 0's decision on every rank: clocks differ, but all ranks must stop at the same step."""
     word = torch.tensor(int(stop), device=device)
     dist.broadcast(word, src=0)
     return bool(word)
 
 
 def evaluate(engine: WeftEngine, loader: MicrobatchLoader, batches: int) -> float:
-    """Mean loss per token over held-back data: the first ``batches`` steps' worth, or all if there is less."""
+    """Mean loss per token over the first ``batches`` batches of held-out data, or over all if there are fewer."""
     microbatches = list(islice(iter(loader), batches * engine.micro_batches))
     loss = engine.eval_batch(iter(microbatches), num_micro_batches=len(microbatches))
     assert isinstance(loss, torch.Tensor)

@@ -26,65 +26,65 @@ from weft.tools.preflight import visible_gpus
 
 POLL_S = 0.5
 STARTING_S = 600.0
-"""Time that a worker has until it first answers."""
+"""Seconds that a worker has until its first answer."""
 PROBE_S = 5.0
-"""Pause between looks at a worker's health, and how long it may take to answer."""
+"""Seconds between health probes of a worker, and the timeout of a probe."""
 MISSED = 6
-"""Looks in a row without an answer after which a worker that had answered is started anew."""
+"""Failed probes in a row after which a worker that had answered is restarted."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Pause before a worker that has ended is started again; it doubles while that helps nothing."""
+"""Seconds before an ended worker is restarted; doubles as long as it keeps ending."""
 GRACE_S = 10.0
 SLACK_S = 0.05
-"""How late a worker's timed waits may end. A vLLM server on a CPU has a dozen gloo threads that look
-around every 10 ms, which is nearly all that it does while its gate is closed."""
+"""Timer slack of a worker in seconds. A vLLM server on a CPU has a dozen gloo threads that poll every
+10 ms, which is nearly all that it does while its gate is closed."""
 NICE = 5
-"""Steps by which a rank's threads come before those of a worker that does not only take what is left."""
+"""Niceness of a worker that competes with ranks for cores, so that the ranks have priority."""
 PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)  # loaded before a fork: the child should call, and nothing more
+_LIBC = ctypes.CDLL(None)  # loaded before the fork, so that the child only calls into it
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``[--trace FOLDER] [recipe=NAME] [key=value ...]`` until SIGINT or SIGTERM.
 
-    Give it the same settings as `weft launch`: they say where the boards are. It may be started
-    before, during and after training, and stopped at any time.
+    It needs the same settings as `weft launch`, which locate the boards. It may be started before,
+    during or after training, and stopped at any time.
 
     Raises:
-        ValueError: bad input, found before any process starts.
+        ValueError: bad input, before any process starts.
     """
     parser = argparse.ArgumentParser(
         prog="weft serve", usage="weft serve [--trace FOLDER] [recipe=NAME] [key=value ...]"
     )
-    parser.add_argument("--trace", metavar="FOLDER", help="note every prefill step in worker<N>.jsonl here")
+    parser.add_argument("--trace", metavar="FOLDER", help="write every prefill step to worker<N>.jsonl here")
     known, overrides = parser.parse_known_args(argv)
     config = load(overrides)
     check_serving(config)
     check_ports(config)
     if devices := visible_gpus():
         check_gpus(config, devices)
-    runs = [_Run(config, worker, known.trace) for worker in workers_of(config)]
+    processes = [_WorkerProcess(config, worker, known.trace) for worker in workers_of(config)]
     stopped: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: stopped.append(number))
     try:
         while not stopped:
-            for run in runs:
-                run.look()
+            for process in processes:
+                process.check()
             time.sleep(POLL_S)
     finally:
-        for run in runs:
-            run.tell(signal.SIGTERM)
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_S
-        for run in runs:
-            run.end(deadline)
+        for process in processes:
+            process.end(deadline)
     return 0
 
 
 def check_gpus(config: WeftConfig, devices: Sequence[str]) -> None:
-    """Print what worker and training take of each GPU, and what would cost training time.
+    """Print the GPU memory of worker and training, and warn of what would slow training down.
 
     Raises:
-        ValueError: both do not fit, or a rank has no GPU here.
+        ValueError: they do not fit together, or a rank has no GPU here.
     """
     for worker in workers_of(config):
         devices_of(config, worker, devices)
@@ -95,17 +95,17 @@ def check_gpus(config: WeftConfig, devices: Sequence[str]) -> None:
 
 
 def _training_bytes(config: WeftConfig) -> float:
-    from weft.tools.dry_run import most_bytes  # loads torch, which serving on CPUs does without
+    from weft.tools.dry_run import most_bytes  # imports torch, which serving on CPUs does not need
 
     try:
         return most_bytes(config)
     except ValueError as error:
-        print(f"warning: what training takes cannot be predicted: {error}", file=sys.stderr, flush=True)
+        print(f"warning: cannot predict the memory of training: {error}", file=sys.stderr, flush=True)
         return 0.0
 
 
-class _Run:
-    """One worker's process, now and after each restart."""
+class _WorkerProcess:
+    """A worker's process, kept running across restarts."""
 
     def __init__(self, config: WeftConfig, worker: Worker, trace: str | None) -> None:
         self._config, self._worker, self._trace = config, worker, trace
@@ -116,8 +116,8 @@ class _Run:
         self._answered = False
         self._missed = 0
 
-    def look(self) -> None:
-        """Start the worker, or see how it is."""
+    def check(self) -> None:
+        """Start the worker, or check its health."""
         now_s = time.monotonic()
         if self._process is None:
             if now_s >= self._start_at_s:
@@ -130,19 +130,19 @@ class _Run:
             self._probed_s = now_s
             self._probe(now_s)
 
-    def tell(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the worker's processes."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
     def end(self, deadline_s: float) -> None:
-        """Wait for its end until the deadline, then kill it."""
+        """Wait until the deadline for the worker to end, then kill it."""
         if self._process is None:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, deadline_s - time.monotonic()))
-        self.tell(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         self._process.wait()
 
     def _start(self, now_s: float) -> None:
@@ -189,7 +189,7 @@ class _Run:
         self._answered, self._missed, self._pause_s = True, 0, FIRST_PAUSE_S
 
     def _restart(self, why: str, now_s: float) -> None:
-        self.tell(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
         print(f"worker {self._worker.index}: {why}; again in {self._pause_s:.0f} s", file=sys.stderr, flush=True)
@@ -199,21 +199,21 @@ class _Run:
 
 
 def _become_idle_worker() -> None:
-    """Run on cores that nobody else wants (a rank that wakes takes its core back at once), wake up
-    rarely, and end with this process, however it ends."""
+    """Run only on idle cores (a rank that wakes up preempts at once), wake up rarely, and end when the
+    parent process ends."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     set_timer_slack(SLACK_S)
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _become_willing_worker() -> None:
-    """Run as soon as a bubble opens, but after a rank that has something to run or to launch."""
+    """Run as soon as a bubble opens, with lower priority than the ranks."""
     os.nice(NICE)
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _package(folder: Path) -> Path:
-    """A folder in which the package `weft` lies by its name, and nothing else; workers import from it."""
+    """A folder that contains only a link named `weft` to this package; workers import from it."""
     link = private_folder(folder / "package") / "weft"
     draft = link.with_name(f".weft.{os.getpid()}")
     draft.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What `weft serve` refuses, or warns of, before it starts a worker: settings, ports, memory of both sides, MPS."""
+"""Checks of `weft serve` before it starts a worker: settings, ports, GPU memory, MPS."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from weft.inference.worker.arguments import problems_of
 from weft.inference.worker.command import workers_of
 
 FIXED_BYTES = 1 << 30
-"""Of a GPU's memory, what a vLLM worker takes beside weights and KV cache: CUDA context, libraries, one step's
-activations."""
+"""GPU memory of a vLLM worker besides weights and KV cache: CUDA context, libraries, one step's activations."""
 CACHE_BYTES = 2
-"""Bytes of a number in the KV cache."""
+"""Bytes per number in the KV cache."""
 
 
 def check_serving(config: WeftConfig) -> None:
-    """Refuse what no worker could be started with.
+    """Check the settings that a worker needs to start.
 
     Raises:
-        ValueError: the field, its value and a remedy.
+        ValueError: a setting is wrong; the message has the field, its value and the remedy.
     """
     prefill = config.inference.prefill
     if not prefill.model:
-        raise ValueError("inference.prefill.model='': nothing says what to serve; set a model's folder or hub name")
+        raise ValueError("inference.prefill.model='': no model is given; set a model's folder or hub name")
     if not is_loopback(prefill.host) and not os.environ.get(config.inference.controller.api_key_env):
         raise ValueError(
             f"inference.prefill.host={prefill.host}: others can reach it, and there is no API key; set the environment "
@@ -42,10 +41,10 @@ def check_serving(config: WeftConfig) -> None:
 
 
 def check_ports(config: WeftConfig) -> None:
-    """Each port that a worker listens on is its own, and free.
+    """Check that the ports of all workers are distinct and free.
 
     Raises:
-        ValueError: the field, its value and a remedy.
+        ValueError: one is not; the message has the field, its value and the remedy.
     """
     prefill = config.inference.prefill
     taken = {config.inference.controller.port: "inference.controller.port"}
@@ -58,7 +57,7 @@ def check_ports(config: WeftConfig) -> None:
             if port > 65_535:
                 raise ValueError(f"{where}, above 65535; lower it")
             if port in taken:
-                raise ValueError(f"{where}, which is {taken[port]}'s too; choose another")
+                raise ValueError(f"{where}, which {taken[port]} uses too; choose another")
             taken[port] = field
             if not _is_free(prefill.host, port):
                 raise ValueError(f"{where}, where another process listens; choose another, or end that process")
@@ -75,7 +74,7 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def model_bytes(folder: Path) -> int:
-    """Bytes of a model's weights as they lie on disk; 0 if there are none in a form that is known."""
+    """Size of a model's weight files; 0 if there are none in a known format."""
     try:
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         return int(index["metadata"]["total_size"])
@@ -84,7 +83,7 @@ def model_bytes(folder: Path) -> int:
 
 
 def cache_bytes(folder: Path, tokens: int) -> int:
-    """Bytes of the KV cache of a prompt; 0 if the model's configuration does not say."""
+    """Bytes of a prompt's KV cache; 0 if the model's configuration does not tell."""
     try:
         config = json.loads((folder / "config.json").read_text())
         config = config.get("text_config", config)
@@ -97,17 +96,17 @@ def cache_bytes(folder: Path, tokens: int) -> int:
 
 
 def check_memory(config: WeftConfig, device_bytes: int, training_bytes: float) -> str:
-    """Say what worker and training take of a GPU.
+    """Check that worker and training fit on one GPU.
 
     Args:
         device_bytes: memory of a GPU.
-        training_bytes: what a rank is predicted to take; 0 if nothing predicts it.
+        training_bytes: predicted memory of a rank; 0 if unknown.
 
     Returns:
-        Both shares, in a line.
+        Both shares in one line of text.
 
     Raises:
-        ValueError: the worker's share cannot hold its model and one prompt, or leaves training too little.
+        ValueError: the worker's share does not fit its model and one prompt, or leaves training too little.
     """
     prefill = config.inference.prefill
     folder, share = Path(prefill.model).expanduser(), prefill.memory_share * device_bytes
@@ -137,7 +136,7 @@ def _gb(count: float) -> str:
 
 
 def least_gpu_bytes(devices: Sequence[str]) -> int:
-    """Memory of the smallest of these GPUs, by nvidia-smi; 0 if it cannot be asked."""
+    """Memory of the smallest of these GPUs according to nvidia-smi; 0 if that is not available."""
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", f"--id={','.join(devices)}"]
     try:
         said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
@@ -147,10 +146,10 @@ def least_gpu_bytes(devices: Sequence[str]) -> int:
 
 
 def warnings_of(environment: Mapping[str, str]) -> Iterator[str]:
-    """What does not stop workers on GPUs, and costs."""
+    """Warnings about GPU settings that work but slow training down."""
     folder = environment.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
     if not Path(folder, "control").exists():
         yield (
-            f"no MPS daemon at {folder}: worker and rank would take turns on the GPU, milliseconds at a time, which "
-            "training waits for; start one with `nvidia-cuda-mps-control -d` before both"
+            f"no MPS daemon at {folder}: worker and rank would time-slice the GPU, and training would wait for "
+            "milliseconds at a time; start one with `nvidia-cuda-mps-control -d` before both"
         )

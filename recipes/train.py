@@ -1,4 +1,4 @@
-"""Train or fine-tune: the entry point that the launcher starts on every rank."""
+"""Train or fine-tune a model: the entry point that the launcher starts on every rank."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from weft.engine.planning.plan_file import plan_to_json
 from weft.engine.stages import load_hf_config, refuse_packing, self_check
 from weft.engine.zero import NonFiniteError
 from weft.recipes.evaluations import Evaluations
-from weft.recipes.finish import finish, say
+from weft.recipes.finish import finish, print_once
 from weft.recipes.hub import push
 from weft.recipes.progress import Progress
-from weft.recipes.run import Run
+from weft.recipes.run import TrainingRun
 
 PATIENCE_S = 5.0
-"""How long a rank waits for its host's first one to say what both found."""
+"""Seconds that a rank waits for the first rank of its host to report an error that both found."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--config-file")
     parser.add_argument(
         "--local_rank", "--local-rank"
-    )  # DeepSpeed's launcher appends it; the environment says the same
+    )  # DeepSpeed's launcher appends it; the environment has the same value
     known, overrides = parser.parse_known_args(argv)
     config = load(overrides, recipe_file=known.config_file)
     if config.dry_run:
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train(config: WeftConfig) -> WeftEngine:
-    """Train on this rank as ``config`` says, to the end; a collective call.
+    """Run the training that ``config`` describes on this rank, to its end; a collective call.
 
     Raises:
         ValueError: bad input, with the same message on every rank.
@@ -75,22 +75,20 @@ def train(config: WeftConfig) -> WeftEngine:
     init_distributed(config.comm.timeout_s)
     config = fit_batch(config, dist.get_world_size())
     folder = Path(config.train.output_dir).expanduser() / config.train.name
-    lock = together(lambda: _take(config, folder) if dist.get_rank() == 0 else None)
+    lock = together(lambda: _lock_folder(config, folder) if dist.get_rank() == 0 else None)
     together(lambda: check_source(config.data) if dist.get_rank() == 0 else None)
     tokenizer = rank_zero_first(lambda: load_tokenizer(config.model, config.data))
     _fit_vocabulary(config, len(tokenizer))
-    if (
-        config.model.self_check and virtual_stages(config) > 1
-    ):  # with what only a recipe knows: whether sequences are packed
+    if config.model.self_check and virtual_stages(config) > 1:  # only a recipe knows whether sequences are packed
         together(lambda: _check_model(config) if dist.get_rank() == 0 else None)
     loader, evaluation = _loaders(config, tokenizer)
-    config = _counted(config, loader)
+    config = _with_steps(config, loader)
     torch.manual_seed(config.train.seed)
     engine, *_ = initialize(config=replace(config, model=replace(config.model, self_check=False)))
     together(lambda: _write_plan(engine, folder / "plan.json") if engine.global_rank == 0 else None)
     check_folder(engine, folder / "checkpoints", keep=config.checkpoint.keep + config.checkpoint.load_best_model_at_end)
     engine.set_dataloader(loader)
-    run = Run(config, engine, loader, evaluation, folder, Evaluations())
+    run = TrainingRun(config, engine, loader, evaluation, folder, Evaluations())
     start = run.resume()
     with Progress(config, engine, folder, loader, start) as progress:
         run.train(start, progress)
@@ -103,14 +101,14 @@ def train(config: WeftConfig) -> WeftEngine:
     finish(config, engine, tokenizer, folder)
     if config.train.hub_model_id and engine.global_rank == 0:  # the others need not wait for it
         address = push(folder / "export", config.train.hub_model_id, private=config.train.hub_private_repo)
-        say(f"pushed: {address}")
+        print_once(f"pushed: {address}")
     if lock is not None:
         lock.release()
     return engine
 
 
-def _take(config: WeftConfig, folder: Path) -> RunLock:
-    """The run's folder, for this run alone, with the configuration that the run goes by."""
+def _lock_folder(config: WeftConfig, folder: Path) -> RunLock:
+    """Lock the run's folder, and write the configuration into it."""
     lock = RunLock(folder)
     write_private(folder / "config.yaml", to_yaml(config))
     return lock
@@ -123,7 +121,7 @@ def _write_plan(engine: WeftEngine, path: Path) -> None:
 
 
 def _check_model(config: WeftConfig) -> None:
-    """The self-check, with what only a recipe knows: whether sequences are packed."""
+    """The self-check; only a recipe knows whether sequences are packed."""
     hf_config = load_hf_config(config.model)
     if config.data.packing:
         refuse_packing(
@@ -135,7 +133,7 @@ def _check_model(config: WeftConfig) -> None:
 
 
 def _fit_vocabulary(config: WeftConfig, words: int) -> None:
-    """Give a new model the tokenizer's vocabulary, and refuse one that is too small for it."""
+    """Set a new model's vocabulary size from the tokenizer; refuse a configured size that is too small."""
     if not config.model.path and config.model.overrides.setdefault("vocab_size", words) < words:
         raise ValueError(
             f"model.overrides.vocab_size={config.model.overrides['vocab_size']}: the tokenizer has {words} tokens; "
@@ -161,23 +159,23 @@ def _loaders(config: WeftConfig, tokenizer: object) -> tuple[MicrobatchLoader, M
     return training, rank_zero_first(lambda: build(True)) if config.train.eval_every else None
 
 
-def _counted(config: WeftConfig, loader: MicrobatchLoader) -> WeftConfig:
-    """The configuration with the steps that its epochs are."""
+def _with_steps(config: WeftConfig, loader: MicrobatchLoader) -> WeftConfig:
+    """The configuration with ``train.epochs`` converted to ``train.steps``."""
     if not config.train.epochs:
         return config
     sequences = together(lambda: loader.sequences(config.train.epochs))
     replicas = num_replicas(config, dist.get_world_size())
     steps = ceil(sequences / (config.train.microbatch_size * config.pipeline.microbatches * replicas))
-    say(f"{config.train.epochs:g} epochs of {loader.description}: {sequences} sequences, {steps} steps")
+    print_once(f"{config.train.epochs:g} epochs of {loader.description}: {sequences} sequences, {steps} steps")
     return replace(config, train=replace(config.train, steps=steps))
 
 
-def speaks(error: ValueError) -> bool:
-    """Whether this rank is the one that says what is wrong with the input.
+def reports_error(error: ValueError) -> bool:
+    """Whether this rank reports an input error, so that it is printed once.
 
-    What all ranks were told, rank 0 says. What each finds by itself before they meet, all find, and the
-    first of each host says; the others give it time, for a launcher ends them all once one has ended. What a
-    rank alone finds later, it says itself.
+    Rank 0 reports an error that all ranks share. Before the rendezvous every rank finds the same error,
+    and the first of each host reports it; the others wait for it to do so, because the launcher ends all
+    ranks once one has ended. A later error on a single rank is reported by that rank.
     """
     if isinstance(error, SharedError):
         return dist.get_rank() == 0
@@ -191,7 +189,7 @@ if __name__ == "__main__":
     try:
         code = main(sys.argv[1:])
     except ValueError as error:
-        if speaks(error):
+        if reports_error(error):
             print(f"weft train: {error}", file=sys.stderr)
         code = 2
     except NonFiniteError as error:
@@ -199,7 +197,7 @@ if __name__ == "__main__":
             print(f"\nweft train: {error}", file=sys.stderr)
         code = 1
     except RuntimeError as error:
-        # A rank or link that fails ends every rank; the first to notice speaks for all.
+        # A failed rank or link ends every rank; the first to notice reports it.
         first, lost = first_to_fail(), lost_peer(error)
         if first and lost is None:
             raise

@@ -1,4 +1,4 @@
-"""The data pipeline: documents to micro-batches, in an order that any number of replicas shares exactly."""
+"""The data pipeline: documents to micro-batches, in a global order that does not depend on the number of replicas."""
 
 from weft.engine.data.batch import Batch
 from weft.engine.data.check import check_source

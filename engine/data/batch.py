@@ -13,18 +13,18 @@ from weft.engine.data.documents import IGNORED, Document
 Batch = dict[str, Tensor]
 """One micro-batch of B sequences of S tokens on the CPU.
 
-``input_ids``, ``labels`` (-100 is ignored; not shifted, the model shifts) and ``position_ids``
-are int64 of shape [B, S]; ``attention_mask`` (1 is a token, 0 is padding) is there only where
-rows that hold one document each are padded.
+``input_ids``, ``labels`` (-100 is ignored; not shifted, because the model shifts them) and
+``position_ids`` are int64 of shape [B, S]. ``attention_mask`` (1 for tokens, 0 for padding) is
+present only without packing, if rows are padded.
 """
 
 
 def collate(rows: Sequence[Sequence[Document]], sequence_length: int, pad: int, *, packing: bool) -> Batch:
-    """Lay the pieces of each row end to end.
+    """Concatenate the pieces of each row into tensors.
 
-    Each piece's positions start at 0 and its first label is ignored, so that no loss and
-    (with Hugging Face's packed attention) no token crosses into another document. What is
-    left of a packed row is one more document of padding; without packing it is masked.
+    The positions of each piece start at 0 and its first label is ignored, so that no loss and (with
+    Hugging Face's packed attention) no attention crosses into another document. With packing, the
+    rest of a row is one more document of padding; without, it is masked.
     """
     shape = (len(rows), sequence_length)
     ids = np.full(shape, pad, dtype=np.int64)
@@ -41,7 +41,7 @@ def collate(rows: Sequence[Sequence[Document]], sequence_length: int, pad: int, 
             at = end
         padded_from = at if packing else 0
         positions[row, padded_from:] = np.arange(sequence_length - padded_from)
-        if at:  # a row without any document attends to its padding: a softmax over nothing is NaN
+        if at:  # a row without documents attends to its padding, because a softmax over nothing is NaN
             mask[row, at:] = 0
     batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
     if not packing and not mask.all():

@@ -1,4 +1,4 @@
-"""Chat encoding: conversations in which only the assistant's tokens are learnt."""
+"""Chat encoding: conversations with labels on the assistant's tokens only."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from weft.engine.data.tokenizer import tokenizer_sha256
 
 
 class ChatEncoder:
-    """A conversation through the chat template; labels on the assistant's turns and what closes them."""
+    """Renders conversations with the chat template; labels the assistant's turns and their closing tokens."""
 
     unit = "conversations"
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, field: str, *, template: str, limit: int) -> None:
-        """Read the messages in ``field`` of each row.
+        """Encode the messages in ``field`` of each row.
 
         Args:
-            template: Jinja text or a file with it; empty takes the tokenizer's own.
-            limit: tokens after which a conversation is cut.
+            template: Jinja text or a file with it; empty uses the tokenizer's.
+            limit: truncate conversations to this many tokens.
 
         Raises:
-            ValueError: there is no template, or the tokenizer cannot tell which characters a token covers.
+            ValueError: there is no template, or the tokenizer does not map tokens to characters.
         """
         if not tokenizer.is_fast:
             raise ValueError(
-                f"model.tokenizer={tokenizer.name_or_path}: data.kind=chat needs the characters of each token, which "
-                f"{type(tokenizer).__name__} does not tell; use a tokenizer with a tokenizer.json"
+                f"model.tokenizer={tokenizer.name_or_path}: data.kind=chat needs token offsets, which "
+                f"{type(tokenizer).__name__} does not provide; use a tokenizer with a tokenizer.json"
             )
         self.field = field
         self._tokenizer = tokenizer
@@ -44,10 +44,10 @@ class ChatEncoder:
         self.sha256 = hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def __call__(self, values: Sequence[Any], numbers: Sequence[int]) -> Columns:
-        """Encode conversations; one whose assistant speaks only past the cut gets no tokens.
+        """Encode conversations; one without assistant tokens before the limit gets no tokens.
 
         Raises:
-            ValueError: a row is no conversation, or no assistant's token is in it; it is named.
+            ValueError: a row is not a conversation, or has no assistant token; the message names the row.
         """
         rendered = [self._render(value, number) for value, number in zip(values, numbers, strict=True)]
         encoded = self._tokenizer(
@@ -59,7 +59,7 @@ class ChatEncoder:
         ):
             labels = label(ids, offsets, spans)
             if not any(token != IGNORED for token in labels[1:]):
-                raise ValueError(self._fault(number, "no token of it is the assistant's; remove it"))
+                raise ValueError(self._fault(number, "it has no assistant token; remove it"))
             kept = self._limit if any(t != IGNORED for t in labels[1 : self._limit]) else 0
             columns["input_ids"].append(ids[:kept])
             columns["labels"].append(labels[:kept])
@@ -81,11 +81,11 @@ class ChatEncoder:
 
 
 def label(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
-    """The ids of tokens that share a character with a span, -100 for the others.
+    """The labels of tokens: the id if the token overlaps a span, otherwise -100.
 
     Args:
-        offsets: characters of each token, ascending.
-        spans: disjoint, ascending.
+        offsets: character range of each token, in ascending order.
+        spans: disjoint character ranges, in ascending order.
     """
     labels = [IGNORED] * len(ids)
     upcoming = iter(spans)
@@ -101,10 +101,10 @@ def label(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span]) ->
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase, given: str) -> str:
-    """The text of ``data.chat_template`` (a file or Jinja itself), else the tokenizer's own.
+    """The chat template: ``data.chat_template`` (a file or Jinja text), or else the tokenizer's.
 
     Raises:
-        ValueError: there is none, or what is given is neither.
+        ValueError: there is no template, or the given one is neither a file nor Jinja.
     """
     if not given:
         own = tokenizer.chat_template

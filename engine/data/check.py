@@ -1,4 +1,4 @@
-"""Checking a source before any rank starts: every line of local files, the columns of tables."""
+"""Check a data source before any rank starts: every line of local files, the columns of tables."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LEAST = {"sequence_length": 2, "shuffle_buffer": 1}
 
 
 def check_source(data: DataConfig) -> None:
-    """Read local files through once and find what training would stumble over; hub names pass.
+    """Read local files once and report what training could not use; hub names are not checked.
 
     Raises:
-        ValueError: naming ``data.path``, the file and line where they help, and the remedy.
+        ValueError: the message has ``data.path``, the file and line if known, and the remedy.
     """
     for name, least in _LEAST.items():
         if getattr(data, name) < least:
@@ -44,7 +44,7 @@ def check_source(data: DataConfig) -> None:
 
 @dataclass(frozen=True)
 class _File:
-    """A data file, and what is expected of it."""
+    """A data file, and the configuration that it must match."""
 
     path: Path
     root: Path
@@ -56,7 +56,7 @@ class _File:
 
     @property
     def option(self) -> str:
-        """The configuration field that names the rows' field."""
+        """The configuration field that names the field of the rows."""
         return "messages_field" if self.is_chat else "text_field"
 
     @property
@@ -69,7 +69,7 @@ class _File:
         return ValueError(f"data.path={self.data.path}: {place}{': ' if place else ''}{what}")
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """Lines with their numbers from 1."""
+        """Lines with their numbers, from 1."""
         with self.path.open("rb") as opened:
             for number, line in enumerate(opened, start=1):
                 try:
@@ -78,7 +78,7 @@ class _File:
                     raise self.fault("not UTF-8; convert the file", f"line {number}") from None
 
     def check_row(self, row: Any, where: str) -> None:
-        """Check a row that was read from JSON."""
+        """Check a row of parsed JSON."""
         if not isinstance(row, dict):
             example = f"{{{json.dumps(self.field)}: ...}}"
             raise self.fault(f"not an object but a {type(row).__name__}; write rows such as {example}", where)
@@ -104,7 +104,7 @@ def _check_jsonl(file: _File) -> int:
         try:
             row = json.loads(line.rstrip())
         except json.JSONDecodeError as error:
-            what = f"no JSON ({error.msg} at column {error.colno}); write one object per line"
+            what = f"not JSON ({error.msg} at column {error.colno}); write one object per line"
             raise file.fault(what, f"line {number}") from None
         file.check_row(row, f"line {number}")
         rows += 1
@@ -112,14 +112,14 @@ def _check_jsonl(file: _File) -> int:
 
 
 def _check_json(file: _File) -> int:
-    """A .json file is one list of rows, or one row per line."""
+    """Check a .json file: one list of rows, or one row per line."""
     with file.path.open("rb") as opened:
         if opened.read(4096).lstrip()[:1] != b"[":
             return _check_jsonl(file)
     try:
         rows = json.loads("".join(line for _, line in file.lines()))
     except json.JSONDecodeError as error:
-        what = f"no JSON ({error.msg} at column {error.colno}); mend the list"
+        what = f"not JSON ({error.msg} at column {error.colno}); correct the list"
         raise file.fault(what, f"line {error.lineno}") from None
     for number, row in enumerate(rows, start=1):
         file.check_row(row, f"entry {number}")
@@ -130,7 +130,7 @@ def _check_text(file: _File) -> int:
     if file.is_chat:
         raise file.fault("plain text holds no conversations; give .jsonl, .json or .parquet, or set data.kind=text")
     if file.field != "text":
-        raise file.fault(f"the only field of plain text is text; leave data.text_field={file.field} away")
+        raise file.fault(f"the only field of plain text is text; leave out data.text_field={file.field}")
     return 1 if sum(not line.isspace() for _, line in file.lines()) else 0
 
 
@@ -138,7 +138,7 @@ def _check_parquet(file: _File) -> int:
     try:
         table = pq.ParquetFile(file.path)
     except (pa.ArrowException, OSError) as error:
-        raise file.fault(f"no Parquet file ({str(error).splitlines()[0]}); write it again") from error
+        raise file.fault(f"not a Parquet file ({str(error).splitlines()[0]}); write it again") from error
     schema = table.schema_arrow
     if file.field not in schema.names:
         raise file.fault(file.missing("column", schema.names))
@@ -163,4 +163,4 @@ _CHECKS: dict[str, Callable[[_File], int]] = {
     ".txt": _check_text,
     ".parquet": _check_parquet,
 }
-"""For each suffix, what checks a file and returns its number of rows."""
+"""By suffix, the function that checks a file and returns its number of rows."""

@@ -1,4 +1,4 @@
-"""The embedded corpus: the standard library's own sources and help topics, an offline text to train on."""
+"""The embedded corpus: the standard library's sources and help topics, for training offline."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 _SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data", "encodings"}
 )
-"""Tests, other people's packages, and code-page tables."""
+"""Folders to leave out: tests, third-party packages, and code-page tables."""
 _MACHINE_FILES = ("config-", "_sysconfigdata")
-"""Prefixes of files that differ from one build of the same Python to the next."""
+"""Prefixes of files that differ between builds of the same Python."""
 
 
 @dataclass(frozen=True)
 class Corpus:
     """The documents in a fixed order: modules by path, then help topics by name.
 
-    Contents vary with the Python version; ``sha256`` says which text a run has seen.
+    Contents vary with the Python version; ``sha256`` identifies the text of a run.
     """
 
     texts: tuple[str, ...]
@@ -41,7 +41,7 @@ class Corpus:
 
     @property
     def description(self) -> str:
-        """Size and hash, for people."""
+        """Size and hash, as text."""
         return f"embedded corpus ({self.num_bytes / 1e6:.1f} MB, sha256 {self.sha256[:8]})"
 
 
@@ -49,7 +49,7 @@ def load_corpus(stdlib: Path | None = None) -> Corpus:
     """Read the embedded corpus, about 700 documents and 11 MB in half a second.
 
     Args:
-        stdlib: folder with the modules; this interpreter's own by default.
+        stdlib: folder with the modules; by default this interpreter's.
 
     Raises:
         ValueError: the folder holds no sources (a stripped or zipped Python).

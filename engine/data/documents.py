@@ -1,4 +1,4 @@
-"""Tokenised documents: what is packed into sequences."""
+"""Tokenised documents, which are packed into sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from datasets import Dataset
 
 IGNORED = -100
-"""The label of a position that counts in no loss, as in torch and Hugging Face."""
+"""Label of a position that is ignored in the loss, as in torch and Hugging Face."""
 
 
 class Document(NamedTuple):
@@ -19,7 +19,7 @@ class Document(NamedTuple):
 
     Attributes:
         ids: token ids, shape [tokens].
-        labels: the same ids where a token is to be learnt, -100 elsewhere, shape [tokens].
+        labels: the ids of tokens that count in the loss, -100 elsewhere, shape [tokens].
     """
 
     ids: np.ndarray
@@ -27,7 +27,7 @@ class Document(NamedTuple):
 
 
 class Documents(Protocol):
-    """Documents with random access, and their lengths without reading them."""
+    """Documents with random access, whose lengths are known without reading them."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -39,7 +39,7 @@ class Documents(Protocol):
 
 @dataclass(frozen=True)
 class InMemory:
-    """Documents of one block of a stream."""
+    """The documents of one block of a stream."""
 
     items: Sequence[Document]
 
@@ -74,29 +74,29 @@ def column(dataset: Dataset, name: str) -> np.ndarray:
 
 
 def document_key(ids: Sequence[int]) -> int:
-    """A number below 2^32 that depends on a document's tokens alone."""
+    """A number below 2^32 that depends only on a document's tokens."""
     return zlib.crc32(np.asarray(ids, dtype="<i4").tobytes())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Which documents are for training, and which are held back for evaluation.
+    """One part of a split of documents into training and held-out evaluation data.
 
-    The choice depends on contents alone: equal documents fall on the same side, and a
-    document keeps its side when others are added (all but those at the edge).
+    The split depends only on contents: equal documents are in the same part, and a document stays in
+    its part when others are added, except for those at the boundary.
 
     Attributes:
-        fraction: share held back.
-        evaluation: this part is what is held back, instead of the rest.
+        fraction: fraction of documents held out for evaluation.
+        evaluation: whether this is the held-out part or the rest.
     """
 
     fraction: float
     evaluation: bool
 
     def of_all(self, keys: np.ndarray) -> np.ndarray:
-        """Which documents of a whole source are in this part, shape [documents], bool.
+        """Which documents of a complete source are in this part, bool of shape [documents].
 
-        At least one is held back if ``fraction`` is above 0.
+        At least one document is held out if ``fraction`` is above 0.
         """
         held = np.zeros(len(keys), dtype=bool)
         if self.fraction > 0 and len(keys):
@@ -105,5 +105,5 @@ class Part:
         return held == self.evaluation
 
     def of_stream(self, key: int) -> bool:
-        """Whether a document of a source whose size is not known is in this part."""
+        """Whether a document of a stream of unknown size is in this part."""
         return (key < self.fraction * 2**32) == self.evaluation

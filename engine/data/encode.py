@@ -1,4 +1,4 @@
-"""Encoders: rows of a data set in, columns of token ids and labels out."""
+"""Encoders: turn rows of a data set into columns of token ids and labels."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from weft.engine.data.documents import document_key
 from weft.engine.data.tokenizer import tokenizer_sha256
 
 Columns = dict[str, list[Any]]
-"""``input_ids`` and, where they differ, ``labels``; ``length``, ``key`` and ``truncated`` of each row."""
+"""``input_ids`` and, if they differ, ``labels``; ``length``, ``key`` and ``truncated`` of each row."""
 
 
 class Encoder(Protocol):
-    """What turns the field of a row into tokens; a pure function of the row."""
+    """Turns the field of a row into tokens; a pure function of the row."""
 
     field: str
-    """The field it reads."""
+    """Field of the row to read."""
     unit: str
-    """What one row is called in messages."""
+    """Name of a row in messages."""
     sha256: str
-    """Hash of all that decides the outcome, in hex; names the cache."""
+    """Hex hash of everything that affects the result; names the cache."""
 
     def __call__(self, values: Sequence[Any], numbers: Sequence[int]) -> Columns:
         """Encode the field's ``values``, rows ``numbers`` of the source (from 0)."""
 
 
 class TextEncoder:
-    """A plain document: the tokenizer's own ids, closed by its end-of-text token if it has one."""
+    """Encodes plain documents: the tokenizer's ids, plus its end-of-text token if it has one."""
 
     unit = "documents"
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, field: str, *, limit: int | None = None) -> None:
-        """Read ``field`` of each row, and cut documents after ``limit`` tokens (None: nowhere)."""
+        """Encode ``field`` of each row, truncated to ``limit`` tokens (None means no limit)."""
         self.field = field
         self.sha256 = hashlib.sha256(f"text 1 {limit} {tokenizer_sha256(tokenizer)}".encode()).hexdigest()
         self._tokenizer, self._limit = tokenizer, limit
@@ -49,7 +49,7 @@ class TextEncoder:
         for number, value in zip(numbers, values, strict=True):
             if not isinstance(value, str):
                 raise ValueError(
-                    f"data.text_field={self.field}: row {number + 1} holds {type(value).__name__}, not a text; "
+                    f"data.text_field={self.field}: row {number + 1} holds {type(value).__name__}, not text; "
                     "remove the row or choose another field"
                 )
         rows = self._tokenizer(list(values), add_special_tokens=True, truncation=False, verbose=False)["input_ids"]

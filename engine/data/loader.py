@@ -1,4 +1,4 @@
-"""The loader: one replica's micro-batches of the global order."""
+"""The loader: the micro-batches that one replica takes from the global order."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from weft.engine.data.source import StreamedSource
 from weft.engine.data.tokenizer import padding_id
 
 BATCHES_AHEAD = 4
-"""Micro-batches that wait for the trainer."""
+"""Micro-batches to prepare in advance."""
 BLOCKS_AHEAD = 1
-"""Blocks read and laid out while the one before is in use."""
+"""Blocks to read and lay out while the previous one is in use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Which sequences of the global order one replica gets, and how they become tensors."""
+    """One replica's share of the global order, and how its sequences become tensors."""
 
     order: Order
     microbatch_size: int
@@ -37,10 +37,9 @@ class Share:
     pad: int
 
     def microbatches(self, cursor: Cursor) -> Iterator[tuple[Batch, Cursor]]:
-        """This replica's micro-batches from ``cursor`` on, each with the place after it.
+        """This replica's micro-batches from ``cursor`` on, each with the cursor after it.
 
-        Of the sequences that all replicas take together, this one takes its part; rows that
-        an ending pass cannot fill hold padding only.
+        Rows that the end of a pass cannot fill hold only padding.
         """
         blocks = Prefetch(self.order.blocks(cursor), BLOCKS_AHEAD)
         upcoming = sequences(blocks, cursor)
@@ -57,16 +56,16 @@ class Share:
 
 
 class MicrobatchLoader(Iterator[Batch]):
-    """Micro-batches of one replica; every rank of its pipeline builds an equal loader.
+    """Iterates over the micro-batches of one replica; every rank of its pipeline builds an equal loader.
 
-    The k-th micro-batch after the start, or after a resume at sequence n, holds the global
-    sequences n + (k R + r) B to n + (k R + r + 1) B for replica r of R. For training it is
-    endless; for evaluation ``iter`` begins one pass over the data, filled up with rows
-    without labels so that every replica draws equally many micro-batches.
+    The k-th micro-batch after the start, or after resuming at sequence n, holds the global sequences
+    n + (k R + r) B to n + (k R + r + 1) B for replica r of R. Training data is endless. For
+    evaluation, ``iter`` starts one pass over the data, filled up with rows without labels so that
+    every replica gets the same number of micro-batches.
     """
 
     def __init__(self, share: Share) -> None:
-        """Start at the first sequence; nothing is read before the first ``next``."""
+        """Start at the first sequence; reading starts with the first ``next``."""
         self._share = share
         self._cursor = Cursor()
         self._lengths: dict[int, int] = {}
@@ -74,12 +73,12 @@ class MicrobatchLoader(Iterator[Batch]):
 
     @property
     def description(self) -> str:
-        """What is read, in one line for people."""
+        """One line of text about the data."""
         return self._share.order.source.description
 
     @property
     def epoch(self) -> float:
-        """Passes over the data that are done, and what is done of the present one, where it is one loaded block."""
+        """Number of passes over the data so far; fractional if the data is loaded and not streamed."""
         epoch = self._cursor.epoch
         if isinstance(self._share.order.source, StreamedSource):
             return float(epoch)
@@ -88,10 +87,10 @@ class MicrobatchLoader(Iterator[Batch]):
         return epoch + self._cursor.sequence / max(1, self._lengths[epoch])
 
     def sequences(self, epochs: float) -> int:
-        """Sequences of the first ``epochs`` passes over loaded data, the last of which may be a part.
+        """Number of sequences in the first ``epochs`` passes over loaded data; ``epochs`` may be fractional.
 
         Raises:
-            ValueError: there is no document.
+            ValueError: the data has no document.
         """
         whole = int(epochs)
         counts = [self._share.order.num_sequences(epoch) for epoch in range(ceil(epochs))]
@@ -108,8 +107,8 @@ class MicrobatchLoader(Iterator[Batch]):
         """The next micro-batch.
 
         Raises:
-            StopIteration: the pass is over (evaluation only).
-            ValueError: the source holds a row that cannot be encoded, or no document at all.
+            StopIteration: the pass has ended (evaluation only).
+            ValueError: the source has a row that cannot be encoded, or no document.
         """
         if self._ahead is None:
             self._ahead = Prefetch(self._share.microbatches(self._cursor), BATCHES_AHEAD)
@@ -117,24 +116,24 @@ class MicrobatchLoader(Iterator[Batch]):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The place after the last micro-batch drawn; JSON-able, equal on all replicas after equally many."""
+        """The position after the last micro-batch, as JSON values; equal on all replicas after the same number."""
         return {"order": self._share.order.identity, **asdict(self._cursor)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved place; the number of replicas and the micro-batch size may have changed.
+        """Go to a saved position; the number of replicas and the micro-batch size may have changed.
 
         Raises:
-            ValueError: the state belongs to other data, or to another seed or sequence length.
+            ValueError: the state is of other data, another seed or another sequence length.
         """
         if state["order"] != self._share.order.identity:
             raise ValueError(
-                f"data.path: {self.description}: the checkpoint stopped in other data, or under another train.seed "
-                "or data setting; restore them, or start anew with checkpoint.resume=never"
+                f"data.path: {self.description}: the checkpoint was written with other data, or another train.seed "
+                "or data setting; restore them, or start over with checkpoint.resume=never"
             )
         self._seek(Cursor(**{name: value for name, value in state.items() if name != "order"}))
 
     def close(self) -> None:
-        """Stop reading ahead; a later ``next`` starts it again at the same place."""
+        """Stop reading ahead; a later ``next`` resumes at the same position."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -154,12 +153,12 @@ def build_loader(
     seed: int,
     evaluation: bool = False,
 ) -> MicrobatchLoader:
-    """Open the data, tokenise it if the cache does not hold it yet, and start at its first sequence.
+    """Open the data, tokenise it unless it is cached, and start at its first sequence.
 
     Args:
         microbatch_size: sequences per micro-batch.
-        replica: the pipeline's number among ``num_replicas``; its ranks get equal loaders.
-        evaluation: one pass over ``data.eval_split`` or the held-back documents, in a fixed
+        replica: index of the replica; all ranks of its pipeline get equal loaders.
+        evaluation: make one pass over ``data.eval_split`` or the held-out documents in a fixed
             order, instead of endless training data.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Location: what `data.path` means, a file, a folder of files, or a name on the hub."""
+"""Resolve `data.path`: a file, a folder of files, or a hub name."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "t
 
 @dataclass(frozen=True, kw_only=True)
 class Location:
-    """Where rows are.
+    """Where the rows are stored.
 
     Attributes:
         name: ``data.path`` as given.
-        path: the file or folder; None on the hub.
-        files: data files, sorted; empty on the hub and for a folder of `Dataset.save_to_disk`.
-        saved: the folder was written by `Dataset.save_to_disk`.
+        path: the file or folder; None for a hub name.
+        files: data files, sorted; empty for a hub name and for a folder of `Dataset.save_to_disk`.
+        saved: whether the folder was written by `Dataset.save_to_disk`.
     """
 
     name: str
@@ -29,10 +29,10 @@ class Location:
 
 
 def locate(data: DataConfig) -> Location:
-    """Find ``data.path``.
+    """Resolve ``data.path``.
 
     Raises:
-        ValueError: it does not exist, has a suffix that cannot be read, or mixes kinds of files.
+        ValueError: the path does not exist, has an unsupported suffix, or mixes kinds of files.
     """
     path = Path(data.path).expanduser()
     if path.is_dir():

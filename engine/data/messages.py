@@ -1,4 +1,4 @@
-"""Messages: the form of a conversation, checked."""
+"""Check the format of a conversation's messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NEEDED = ("role", "content")
 
 
 def message_fault(messages: Any) -> str | None:
-    """What keeps ``messages`` from being a conversation to learn from, and the remedy; None if nothing."""
+    """Why ``messages`` is not a conversation to train on, and the remedy; None if it is one."""
     if not isinstance(messages, list) or not messages:
         found = "an empty list" if messages == [] else _kind(messages)
         return f"it holds {found}; give a list of messages such as {{'role': 'user', 'content': '...'}}"

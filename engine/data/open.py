@@ -1,4 +1,4 @@
-"""Opening: the source that a data configuration names, through Hugging Face `datasets`."""
+"""Open the source that a data configuration names, with Hugging Face `datasets`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from weft.engine.data.location import BUILDERS, Location, locate
 from weft.engine.data.source import LoadedSource, Source, StreamedSource, tokenised
 
 UNSHUFFLED_BLOCK = 1024
-"""Documents that are packed together where a stream is not shuffled."""
+"""Documents to pack together if a stream is not shuffled."""
 
 
 def open_source(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool) -> Source:
-    """The documents for training, or those of ``data.eval_split``, or those held back.
+    """Open the training documents, or for evaluation ``data.eval_split`` or the held-out documents.
 
-    Loaded data is tokenised here unless ``data.cache_dir`` holds the outcome.
+    Loaded data is tokenised here unless ``data.cache_dir`` already has the result.
 
     Raises:
-        ValueError: they cannot be read or encoded, or nothing is held back.
+        ValueError: the data cannot be read or encoded, or nothing is held out.
     """
     own_split = bool(data.eval_split) and data.kind is not DataKind.corpus
     if evaluation and not own_split and data.eval_fraction <= 0:
         raise ValueError(
-            f"data.eval_fraction={data.eval_fraction}: nothing is held back for evaluation; "
+            f"data.eval_fraction={data.eval_fraction}: nothing is held out for evaluation; "
             "set it (0.02 is common), or data.eval_split, or train.eval_every=0"
         )
     encoder, cache = _encoder(data, tokenizer), Path(data.cache_dir).expanduser()
@@ -53,7 +53,7 @@ def open_source(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, evaluat
     if isinstance(rows, Dataset):
         tokens = tokenised(rows, encoder, name=rows._fingerprint, cache=cache)
         return LoadedSource(tokens, encoder, name=data.path, part=part)
-    encoder = _encoder(data, deepcopy(tokenizer))  # used by a thread: a tokenizer's settings are state
+    encoder = _encoder(data, deepcopy(tokenizer))  # a thread uses it, and a tokenizer's settings are mutable
     shuffled = data.shuffle and not evaluation
     block = data.shuffle_buffer if shuffled else min(data.shuffle_buffer, UNSHUFFLED_BLOCK)
     return StreamedSource(rows, encoder, name=data.path, block_documents=block, part=part)
@@ -85,7 +85,7 @@ def _read(data: DataConfig, option: str, cache: Path) -> Dataset | IterableDatas
 
 
 def _request(data: DataConfig, location: Location) -> tuple[str, dict[str, object]]:
-    """What to ask `load_dataset` for. A .txt file is one document: lines alone would lose their context."""
+    """Arguments for `load_dataset`; a .txt file is one document, because single lines lose their context."""
     if location.path is None:
         return data.path, {"name": data.name or None}
     whole = {"sample_by": "document"} if location.files[0].suffix == ".txt" else {}

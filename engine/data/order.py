@@ -1,4 +1,4 @@
-"""The global order of sequences: it depends on the data and the seed, not on who reads it."""
+"""The global order of sequences, which depends only on the data and the seed."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from weft.engine.data.packing import Layout
 from weft.engine.data.source import Block, Source
 
 LayOut = Callable[[np.ndarray, int, "np.random.Generator | None"], Layout]
-"""Document lengths, sequence length and the randomness of a shuffle to the sequences of a block."""
+"""Maps document lengths, sequence length and a random generator for shuffling to the layout of a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cursor:
-    """A place in the global order: the next sequence. Every field is JSON-able."""
+    """A position in the global order: the next sequence. All fields are JSON values."""
 
     epoch: int = 0
-    """Passes over the data that are complete."""
+    """Completed passes over the data."""
     block: int = 0
-    """Number of the block in its epoch."""
+    """Index of the block in its epoch."""
     sequence: int = 0
-    """Number of the sequence in its block."""
+    """Index of the sequence in its block."""
     consumed: int = 0
-    """Sequences before it, of all replicas and epochs."""
+    """Sequences before this position, over all replicas and epochs."""
     start: dict[str, Any] = field(default_factory=dict)
-    """The source's state at the block's start."""
+    """State of the source at the start of the block."""
 
 
 class Placed(NamedTuple):
-    """A block of documents, its sequences, and the place of the first of them."""
+    """A block of documents, its layout, and the cursor of its first sequence."""
 
     block: Block
     layout: Layout
     cursor: Cursor
 
     def at(self, sequence: int) -> Cursor:
-        """The place of one of its sequences; the one past the end leads on to the next block."""
+        """The cursor of a sequence of the block; the index past the end gives the start of the next block."""
         return replace(self.cursor, sequence=sequence, consumed=self.cursor.consumed + sequence)
 
     def documents(self, sequence: int) -> list[Document]:
@@ -55,13 +55,13 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """All that decides the global order.
+    """Everything that determines the global order.
 
     Attributes:
-        lay_out: fills sequences with the documents of a block.
-        sequence_length: tokens of a sequence.
-        shuffle: documents and sequences are permuted within a block, anew in each epoch.
-        endless: epochs follow each other; otherwise there is one.
+        lay_out: packs the documents of a block into sequences.
+        sequence_length: tokens per sequence.
+        shuffle: permute documents and sequences within a block, differently in each epoch.
+        endless: repeat epochs without end; otherwise run a single epoch.
     """
 
     source: Source
@@ -73,15 +73,15 @@ class Order:
 
     @property
     def identity(self) -> str:
-        """Hash by which a checkpoint knows that its place is one in this order."""
+        """Hash that a checkpoint stores, to check that its cursor is of the same order."""
         parts = (self.source.identity, self.lay_out.__name__, self.sequence_length, self.shuffle, self.seed)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def blocks(self, cursor: Cursor) -> Iterator[Placed]:
-        """The blocks from the one of ``cursor`` on.
+        """The blocks from that of ``cursor`` on.
 
         Raises:
-            ValueError: an epoch has no document, or one that cannot be encoded.
+            ValueError: an epoch has no document, or a document that cannot be encoded.
         """
         epoch, number, start = cursor.epoch, cursor.block, cursor.start
         consumed = cursor.consumed - cursor.sequence
@@ -99,7 +99,7 @@ class Order:
             epoch, number, start = epoch + 1, 0, {}
 
     def num_sequences(self, epoch: int) -> int:
-        """Sequences of one epoch, of which a streamed source has to read all."""
+        """Number of sequences in one epoch; reads the whole epoch of a streamed source."""
         blocks = self.source.blocks({}, self._file_seed(epoch))
         return sum(len(self._layout(block, epoch, number)) for number, block in enumerate(blocks))
 
@@ -112,7 +112,7 @@ class Order:
 
 
 def sequences(blocks: Iterator[Placed], cursor: Cursor) -> Iterator[tuple[Placed, int]]:
-    """Each sequence from ``cursor`` on, as its block and its number there."""
+    """Each sequence from ``cursor`` on, as its block and its index in the block."""
     first = cursor.sequence
     for placed in blocks:
         for sequence in range(first, len(placed.layout)):

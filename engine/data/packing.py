@@ -1,4 +1,4 @@
-"""Packing: which pieces of which documents fill each sequence of a block."""
+"""Packing: lay out the documents of a block in sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 OPEN_SEQUENCES = 64
-"""Sequences with room that whole-document packing keeps in reach."""
+"""Most unfilled sequences that whole-document packing keeps open."""
 
 
 class Piece(NamedTuple):
@@ -30,11 +30,11 @@ class Layout(Protocol):
 
 @dataclass(frozen=True)
 class ContiguousLayout:
-    """Documents end to end, cut every ``sequence_length`` tokens; every token appears once.
+    """Documents joined end to end and cut every ``sequence_length`` tokens; every token appears once.
 
     Attributes:
-        order: documents as they are joined, shape [documents].
-        ends: tokens up to and including each of them, shape [documents].
+        order: documents in joining order, shape [documents].
+        ends: cumulative tokens up to the end of each document, shape [documents].
         sequences: sequences in training order, shape [sequences].
     """
 
@@ -62,12 +62,12 @@ class ContiguousLayout:
 
 @dataclass(frozen=True)
 class WholeLayout:
-    """Each sequence holds whole documents.
+    """Sequences of whole documents.
 
     Attributes:
         order: documents, sequence after sequence, shape [documents].
-        ends: documents up to and including each sequence, shape [sequences].
-        lengths: tokens of each document by its number, shape [documents].
+        ends: cumulative documents up to the end of each sequence, shape [sequences].
+        lengths: tokens of each document, by document index, shape [documents].
     """
 
     order: np.ndarray
@@ -83,10 +83,10 @@ class WholeLayout:
 
 
 def lay_out_contiguous(lengths: np.ndarray, sequence_length: int, shuffle: np.random.Generator | None) -> Layout:
-    """Join all documents and cut; for text, where a document may go on in another sequence.
+    """Join all documents and cut them; for text, where a document may continue in another sequence.
 
-    Documents are shuffled before they are joined, and the sequences after they are cut, so
-    that the parts of a long document do not follow each other.
+    Documents are shuffled before joining and sequences after cutting, so that the parts of a long
+    document do not follow each other.
     """
     order = _order(len(lengths), shuffle)
     ends = np.cumsum(lengths[order])
@@ -95,7 +95,7 @@ def lay_out_contiguous(lengths: np.ndarray, sequence_length: int, shuffle: np.ra
 
 
 def lay_out_single(lengths: np.ndarray, sequence_length: int, shuffle: np.random.Generator | None) -> Layout:
-    """One document per sequence: no packing."""
+    """One document per sequence, without packing."""
     assert lengths.max(initial=0) <= sequence_length, "the encoder cuts"
     order = _order(len(lengths), shuffle)
     order = order[lengths[order] > 0]
@@ -103,10 +103,10 @@ def lay_out_single(lengths: np.ndarray, sequence_length: int, shuffle: np.random
 
 
 def lay_out_whole(lengths: np.ndarray, sequence_length: int, shuffle: np.random.Generator | None) -> Layout:
-    """Several whole documents per sequence; for conversations, which lose their sense when cut.
+    """Several whole documents per sequence; for conversations, which must not be cut.
 
-    Best fit in order: each document goes to the fullest open sequence that has room. A
-    sequence closes when it is full, or when too many are open and it is the fullest.
+    Online best fit: each document goes to the fullest open sequence with enough room. A sequence is
+    closed when it is full, or when too many are open and it is the fullest.
     """
     assert lengths.max(initial=0) <= sequence_length, "the encoder cuts"
     closed: list[list[int]] = []

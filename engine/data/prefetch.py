@@ -1,4 +1,4 @@
-"""Prefetch: the items of an iterator, made ahead of need by a thread."""
+"""Prefetch: a thread that draws items from an iterator in advance."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 _POLL_S = 0.1
-"""How often a thread with a full queue looks whether its items are still wanted."""
+"""Seconds between checks of a thread with a full queue whether it should stop."""
 _PATIENCE_S = 30.0
-"""How long closing waits for the item at hand."""
+"""Seconds that `close` waits for the current item."""
 
 
 @dataclass(frozen=True)
 class _End:
-    """Stands behind the last item."""
+    """Marks the end of the queue."""
 
     error: BaseException
 
 
 class Prefetch(Iterator[T], Generic[T]):
-    """At most ``depth`` items wait; an error of the source is raised where its item would have come.
+    """Iterates over items that a thread prepares, up to ``depth`` in advance.
 
-    The thread starts with the first ``next``, and ends with `close` or when nobody refers to
-    this object any more.
+    An error of the source is raised in place of its item. The thread starts with the first ``next``,
+    and ends with `close` or when this object is garbage-collected.
     """
 
     def __init__(self, items: Iterable[T], depth: int) -> None:
-        """Draw from ``items``, which no one else may touch from here on."""
+        """Take over ``items``, which nothing else may use from now on."""
         assert depth > 0, depth
         self._queue: Queue[T | _End] = Queue(depth)
         self._stop = threading.Event()
@@ -55,12 +55,12 @@ class Prefetch(Iterator[T], Generic[T]):
         raise item.error
 
     def close(self) -> None:
-        """Stop the thread once it has made the item at hand; waiting items are lost."""
+        """Stop the thread after the current item; discard queued items."""
         self._shut()
 
 
 def _shut(queue: Queue, stop: threading.Event, thread: threading.Thread) -> None:
-    """End a thread, also at the interpreter's exit, where a thread left inside native code can crash it."""
+    """Stop a thread, also at interpreter exit, where a thread inside native code could crash the process."""
     stop.set()
     with suppress(Empty):
         while True:
@@ -75,10 +75,10 @@ def _fill(items: Iterable[T], queue: Queue, stop: threading.Event) -> None:
             if not _put(queue, item, stop):
                 break
         end: BaseException = StopIteration()
-    except BaseException as error:  # handed to the consumer, whatever it is
+    except BaseException as error:  # passed on to the consumer
         end = error
     if isinstance(items, Generator):
-        items.close()  # what it holds ends with this thread, not with some later collection
+        items.close()  # release its resources with this thread, not at a later garbage collection
     _put(queue, _End(end), stop)
 
 

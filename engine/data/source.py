@@ -1,4 +1,4 @@
-"""Sources: the tokenised documents of one epoch, in blocks that are shuffled and packed as a whole."""
+"""Sources: the tokenised documents of an epoch, in blocks that are shuffled and packed together."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from weft.engine.data.documents import Document, Documents, InMemory, OnDisk, Pa
 from weft.engine.data.encode import Encoder
 
 ENCODED_AT_ONCE = 256
-"""Rows given to the tokenizer in one call."""
+"""Rows per call of the tokenizer."""
 BLOCK_TOKENS = 2**25
-"""Tokens after which a block of a stream closes, however few its documents."""
+"""Number of tokens that closes a block of a stream, however few its documents."""
 
 
 class Block(NamedTuple):
     """Documents that are shuffled and packed together.
 
     Attributes:
-        documents: the tokens.
-        start: JSON-able state with which `Source.blocks` begins at this block again.
+        documents: the tokenised documents.
+        start: state (JSON values) with which `Source.blocks` starts at this block again.
     """
 
     documents: Documents
@@ -34,35 +34,35 @@ class Block(NamedTuple):
 
 
 class Source(Protocol):
-    """Where documents come from."""
+    """A source of documents."""
 
     @property
     def description(self) -> str:
-        """One line for people."""
+        """One line of text about the source."""
         ...
 
     @property
     def identity(self) -> str:
-        """Hash of what is read, in hex; a place in the order is valid for one identity."""
+        """Hex hash of the data; a cursor is valid only for the same identity."""
         ...
 
     def blocks(self, start: dict[str, Any], shuffle: int) -> Iterator[Block]:
         """The blocks of one epoch, from its beginning (``{}``) or from a block's ``start``.
 
         Args:
-            shuffle: seed of the order in which files are read, 0 for their own order; the
-                caller shuffles documents within a block.
+            shuffle: seed of the order of files; 0 keeps their order. The caller shuffles documents
+                within a block.
         """
 
 
 class LoadedSource:
-    """A tokenised data set on disk: an epoch is one block."""
+    """A tokenised data set on disk, whose epoch is one block."""
 
     def __init__(self, dataset: Dataset, encoder: Encoder, *, name: str, part: Part) -> None:
         """Take a part of a tokenised ``dataset``.
 
         Raises:
-            ValueError: nothing is left.
+            ValueError: the part is empty.
         """
         keys, lengths, truncated = (column(dataset, name) for name in ("key", "length", "truncated"))
         chosen = part.of_all(keys)
@@ -83,10 +83,10 @@ class LoadedSource:
 
 
 class StreamedSource:
-    """A data set read while training: a block holds the next ``block_documents`` documents.
+    """A data set that is read during training; a block holds the next ``block_documents`` documents.
 
-    The state is the data set's own at the block's start, so that a resumed run reads at
-    most one block again, and nothing of the documents needs to be saved.
+    The saved state is the data set's state at the start of the block, so that a resumed run reads at
+    most one block again and no documents need to be saved.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class StreamedSource:
 
     @property
     def description(self) -> str:
-        """What is read, with what was lost of it so far."""
+        """One line of text about the source, with the rows truncated or skipped so far."""
         losses = _losses(self._truncated, self._left_out)
         return f"{self._name}: {self._encoder.unit}, streamed in blocks of {self._block_documents}{losses}"
 
     def blocks(self, start: dict[str, Any], shuffle: int) -> Iterator[Block]:
-        """Read on from ``start``; the last block may be smaller. One reader at a time."""
+        """Read from ``start`` on; the last block may be smaller. Only one reader at a time."""
         number = start.get("row", 0)
-        dataset = self._dataset.with_format(None)  # a fresh position over the same files
+        dataset = self._dataset.with_format(None)  # a new iteration over the same files
         dataset.set_epoch(shuffle)
         if start:
             dataset.load_state_dict(start["dataset"])
@@ -139,7 +139,7 @@ class StreamedSource:
             start = {"row": number, "dataset": dataset.state_dict()}
 
     def _room(self, items: list[Document]) -> int:
-        """Rows to encode next; 0 when the block is complete."""
+        """Number of rows to encode next; 0 if the block is complete."""
         full = sum(len(item.ids) for item in items) >= BLOCK_TOKENS
         return 0 if full else min(ENCODED_AT_ONCE, self._block_documents - len(items))
 
@@ -158,16 +158,16 @@ class StreamedSource:
 
 
 def _losses(truncated: int, left_out: int) -> str:
-    """What of the rows is not learnt, for people."""
+    """Text about rows that are truncated or left out."""
     parts = ((truncated, "truncated"), (left_out, "left out (nothing to learn in them)"))
     return "".join(f", {count} {what}" for count, what in parts if count)
 
 
 def tokenised(dataset: Dataset, encoder: Encoder, *, name: str, cache: Path) -> Dataset:
-    """``dataset`` as token columns, computed once and memory-mapped from ``cache`` by every rank.
+    """Tokenise ``dataset`` once; every rank memory-maps the result from ``cache``.
 
     Args:
-        name: hash of the data set's contents; with the encoder's it names the file.
+        name: hash of the data set's contents, which together with the encoder's hash names the file.
     """
     cache.mkdir(parents=True, exist_ok=True)
     key = hashlib.sha256(f"{name} {encoder.sha256}".encode()).hexdigest()
@@ -176,7 +176,7 @@ def tokenised(dataset: Dataset, encoder: Encoder, *, name: str, cache: Path) -> 
     features = {"input_ids": tokens, "length": Value("int64"), "key": Value("int64"), "truncated": Value("bool")}
     if encoder.unit == "conversations":
         features["labels"] = tokens
-    with FileLock(f"{file}.lock"):  # one rank works, the others find its file
+    with FileLock(f"{file}.lock"):  # one rank tokenises, the others find its file
         return dataset.map(
             encoder,
             batched=True,

@@ -1,4 +1,4 @@
-"""Assistant spans: which characters of a rendered conversation the assistant wrote."""
+"""Assistant spans: the characters of a rendered conversation that the assistant wrote."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from transformers.utils.chat_template_utils import render_jinja_template
 Message = Mapping[str, str]
 """``role`` and ``content``."""
 Span = tuple[int, int]
-"""First character, and the one after the last."""
+"""Start and end (exclusive) character."""
 
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARK = "\ue000\ue001\ue002"
-"""Appended to a message to see where its content ends: private-use characters, never trimmed."""
+"""Marker to find where a message's content starts and ends: private-use characters are never trimmed."""
 
 _ONE_AT_A_TIME = Lock()
-"""transformers keeps compiled templates for all threads, and their record of spans is not made for two."""
+"""transformers shares compiled templates between threads, but their recording of spans is not thread-safe."""
 
 
 class ChatTemplate:
-    """A Jinja chat template, with the special tokens that its text may name."""
+    """A Jinja chat template, with the special tokens that it may use."""
 
     def __init__(self, template: str, tokenizer: PreTrainedTokenizerBase) -> None:
         """Render ``template`` as ``tokenizer.apply_chat_template`` would."""
@@ -35,13 +35,13 @@ class ChatTemplate:
 
     @cached_property
     def has_tags(self) -> bool:
-        """Whether it says itself what the assistant generates."""
+        """Whether the template marks the assistant's text with generation tags."""
         return _TAG.search(self.template) is not None
 
     def render(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """A conversation as text, and the spans that are the assistant's, in order.
+        """Render a conversation; returns the text and the assistant's spans in order.
 
-        Each span starts where generation would start, and includes what closes the turn.
+        Each span starts where generation would start, and includes the end of the turn.
 
         Raises:
             ValueError: the template refuses the messages, or does not show where a turn begins.
@@ -54,19 +54,19 @@ class ChatTemplate:
         return text, [self._span(text, messages, turn) for turn in turns]
 
     def _span(self, text: str, messages: Sequence[Message], turn: int) -> Span:
-        """Find one turn by comparing renderings.
+        """Find the span of one turn by comparing renderings.
 
-        Marks before and behind the content show where it lies in the text. The turn starts
-        there, or earlier, where the prompt that asks for it stops agreeing with the text:
-        templates may open reasoning in a prompt that they drop from history. What follows
-        the mark in a conversation that stops there closes the turn.
+        Markers before and after the content show its position in the text. The turn starts there, or
+        earlier, where its generation prompt stops matching the text: templates may open reasoning in a
+        prompt and drop it from history. The text after the marker, in a conversation that ends with
+        this turn, closes the turn.
         """
         own = messages[turn]["content"]
         start = _agreement(text, self._text(_with_content(messages, turn, _MARK + own)))
         end = _agreement(text, self._text(_with_content(messages, turn, own + _MARK)))
         alone = self._text(_with_content(messages[: turn + 1], turn, own + _MARK))
         known = _MARK in alone
-        if turn:  # templates may refuse to render nothing at all
+        if turn:  # templates may refuse an empty conversation
             before = self._text(messages[:turn])
             prompt = self._text(messages[:turn], add_generation_prompt=True)
             asked = _agreement(text, prompt)
@@ -87,7 +87,7 @@ class ChatTemplate:
             with _ONE_AT_A_TIME:
                 return render_jinja_template([list(messages)], chat_template=self.template, **options, **self._special)
         except TemplateError as error:
-            raise ValueError(f"the chat template refuses it: {error}") from error
+            raise ValueError(f"the chat template refuses the conversation: {error}") from error
 
 
 def _with_content(messages: Sequence[Message], turn: int, content: str) -> list[Message]:
@@ -95,5 +95,5 @@ def _with_content(messages: Sequence[Message], turn: int, content: str) -> list[
 
 
 def _agreement(one: str, other: str) -> int:
-    """Characters up to which two texts are equal."""
+    """Length of the common prefix of two texts."""
     return bisect_left(range(min(len(one), len(other))), True, key=lambda at: one[: at + 1] != other[: at + 1])

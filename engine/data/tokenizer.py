@@ -1,4 +1,4 @@
-"""The tokenizer of a run: the model's own, or a BPE trained on the embedded corpus."""
+"""The tokenizer of a run: the model's, or a BPE trained on the embedded corpus."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.conf.schema import DataConfig, ModelConfig
 from weft.engine.data.corpus import load_corpus
 
 VOCABULARY = 4096
-"""Byte-level BPE entries of the corpus tokenizer, special tokens not counted."""
+"""Vocabulary size of the corpus tokenizer (byte-level BPE), without special tokens."""
 PAD, BOS, EOS, TURN, END_TURN = "<|pad|>", "<|bos|>", "<|eos|>", "<|turn|>", "<|end_turn|>"
 
 CHAT_TEMPLATE = (
@@ -31,16 +31,16 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
-"""Turns of the corpus tokenizer, so that chat data can be tried without any download."""
+"""Chat template of the corpus tokenizer, so that chat data can be tried without a download."""
 
 
 def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``model.tokenizer``, else of ``model.path``, else one trained on the corpus.
+    """Load the tokenizer of ``model.tokenizer``, else of ``model.path``, else train one on the corpus.
 
-    Training takes seconds, happens once per machine, and is cached in ``data.cache_dir``.
+    Training takes seconds, and its result is cached in ``data.cache_dir``.
 
     Raises:
-        ValueError: the folder or hub page has no tokenizer that can be loaded.
+        ValueError: the folder or hub repository has no tokenizer that can be loaded.
     """
     field = "model.tokenizer" if model.tokenizer else "model.path"
     source = model.tokenizer or model.path
@@ -59,7 +59,7 @@ def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerB
 
 
 def corpus_tokenizer(cache: Path) -> PreTrainedTokenizerBase:
-    """The cached BPE of this Python's embedded corpus, trained by whichever process comes first."""
+    """The cached BPE of this Python's embedded corpus; the first process trains it."""
     corpus = load_corpus()
     folder = cache / f"tokenizer-{corpus.sha256[:12]}-{VOCABULARY}"
     if not folder.exists():
@@ -71,7 +71,7 @@ def corpus_tokenizer(cache: Path) -> PreTrainedTokenizerBase:
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """A byte-level BPE over ``texts`` with padding, document and turn tokens, the same on every rank."""
+    """Train a byte-level BPE on ``texts``, with padding, document and turn tokens; deterministic."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -97,23 +97,23 @@ def train_bpe(texts: Iterable[str], vocabulary: int = VOCABULARY) -> PreTrainedT
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of all that decides which ids a text gets, in hex; equal on every machine."""
+    """Hex hash of everything that affects the ids of a text; equal on every machine."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab()
-    if backend is not None:  # set by earlier calls, overridden by every later one
+    if backend is not None:  # earlier calls set it, and every later call overrides it
         rules = {key: value for key, value in rules.items() if key not in ("truncation", "padding")}
     parts = [type(tokenizer).__name__, rules, {k: str(v) for k, v in tokenizer.special_tokens_map.items()}]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that fills what no document fills; it is never attended to by one, nor counted in a loss."""
+    """The id for padding; documents never attend to it, and it never counts in the loss."""
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(token for token in known if token is not None)
 
 
 def _publish(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write a tokenizer's folder whole or not at all."""
+    """Write a tokenizer's folder atomically."""
     draft = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
     try:
         tokenizer.save_pretrained(draft)

@@ -57,7 +57,7 @@ BAD = [
     (["data.kind=text", "model.path=y"], "data.path='': data.kind=text needs a source"),
     (["data.kind=text", "data.path=x"], "model.tokenizer='': data.kind=text needs a tokenizer"),
     (["data.chat_template=x"], "set data.kind=chat"),
-    ([*CHAT, "train.eval_every=5"], "there is nothing to evaluate on"),
+    ([*CHAT, "train.eval_every=5"], "there is no evaluation data"),
     # pipeline
     (
         ["pipeline.schedule=w", "pipeline.placement=straight", "pipeline.stages=2"],
@@ -76,8 +76,8 @@ BAD = [
     (["model=tiny_llama", "pipeline.stages=9"], "9 virtual stages for model.overrides.num_hidden_layers=8"),
     # cluster
     ([TWO_SITES], "the sites hold 1 + 1 = 2 pipeline ranks"),
-    (["cluster.sites=[{ranks: 1}]"], "give every site a name"),
-    (["cluster.sites=[{name: a, ranks: 1}, {name: a, ranks: 1}]", "pipeline.stages=2"], "2 sites are called so"),
+    (["cluster.sites=[{ranks: 1}]"], "give every site a unique name"),
+    (["cluster.sites=[{name: a, ranks: 1}, {name: a, ranks: 1}]", "pipeline.stages=2"], "2 sites have this name"),
     (["cluster.sites=[{name: a, ranks: 0}]"], "holds no pipeline rank"),
     ([TWO_SITES, "pipeline.stages=2", "cluster.links=[{sites: [a]}]"], "a link joins two sites"),
     ([TWO_SITES, "pipeline.stages=2", "cluster.links=[{sites: [a, c]}]"], "cluster.sites has a, b"),
@@ -96,8 +96,8 @@ BAD = [
     (["pipeline.microbatches=0"], "it follows from train.batch_size, which is 0"),
     (["train.name=a/b"], "choose one word"),
     (["train.output_dir=/etc/passwd"], "not a folder"),
-    (["train.early_stopping_patience=2"], "no evaluations to go by; set train.eval_every"),
-    (["checkpoint.load_best_model_at_end=true"], "checkpoint.load_best_model_at_end=true: there are no evaluations"),
+    (["train.early_stopping_patience=2"], "it needs evaluations; set train.eval_every"),
+    (["checkpoint.load_best_model_at_end=true"], "checkpoint.load_best_model_at_end=true: it needs evaluations"),
     (["train.epochs=1", "data.streaming=true"], "set train.steps, and train.epochs=0"),
     (["train.hub_model_id=me/mine", "train.export=false"], "set train.export=true"),
     (["train.hub_model_id=https://hub/me/mine"], "write NAME or ORGANISATION/NAME"),
@@ -149,7 +149,7 @@ def test_all_problems_are_told_at_once():
 def test_the_world_must_fit_the_pipeline():
     config = WeftConfig()
     config.pipeline.stages = 4
-    with pytest.raises(ValueError, match="6 processes are no multiple of it; change it, or start 8"):
+    with pytest.raises(ValueError, match="6 processes are not a multiple of it; change it, or start 8"):
         check_world(config, 6)
     config.train.batch_size = 4
     check_world(config, 4)

@@ -44,7 +44,7 @@ def test_a_wrong_or_missing_mapping_is_refused(settings, sites, part):
 
 def test_replicas_of_a_stage_share_a_site(settings, tmp_path):
     (tmp_path / "hosts").write_text(LINES.replace("e1 slots=2", "e1 slots=1").replace("w0 slots=2", "w0 slots=3"))
-    with pytest.raises(ValueError, match="site 'east' has 3 slots, no multiple of the 2 replicas"):
+    with pytest.raises(ValueError, match="site 'east' has 3 slots, not a multiple of the 2 replicas"):
         load([*settings, f"cluster.sites=[{EAST}, {WEST}]"])
 
 

@@ -71,14 +71,16 @@ def test_other_arguments_pass():
 def test_ports_are_free_and_each_is_used_once(config):
     check_ports(config)
     config.inference.controller.port = 28302
-    with pytest.raises(ValueError, match=r"first_port=28301: worker 1 would listen on 28302, which is .*controller"):
+    with pytest.raises(
+        ValueError, match=r"first_port=28301: worker 1 would listen on 28302, which .*controller.* uses too"
+    ):
         check_ports(config)
     config.inference.controller.port = 28300
     config.inference.prefill.first_side_port = 28302
     check_ports(config)  # no connector, no side ports
     config.inference.prefill.connector = KvConnector.nixl
     with pytest.raises(
-        ValueError, match=r"first_port=28301: worker 1 would listen on 28302, which is .*first_side_port"
+        ValueError, match=r"first_port=28301: worker 1 would listen on 28302, which .*first_side_port uses too"
     ):
         check_ports(config)
     config.inference.prefill.first_side_port = 65535
@@ -183,5 +185,5 @@ def test_workers_on_gpus_and_those_that_do_not_yield_are_willing(config, monkeyp
     for devices, yields in (([], True), ([], False), (["0", "1"], True)):
         monkeypatch.setattr(serve, "visible_gpus", lambda devices=devices: devices)
         config.inference.prefill.yield_cores = yields
-        serve._Run(config, workers_of(config)[0], None)._start(0.0)
+        serve._WorkerProcess(config, workers_of(config)[0], None)._start(0.0)
     assert started == [serve._become_idle_worker, serve._become_willing_worker, serve._become_willing_worker]

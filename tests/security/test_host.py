@@ -88,7 +88,7 @@ def test_workers_import_nothing_that_another_user_could_have_written(tmp_path, m
     config = load([f"inference.boards={boards}", "inference.enabled=true"])
     (worker,) = serve.workers_of(config)
     with pytest.raises(ValueError, match=r"not a folder of this user alone"):
-        serve._Run(config, worker, None).look()
+        serve._WorkerProcess(config, worker, None).check()
 
 
 # -- secrets ------------------------------------------------------------------------------------------

@@ -62,10 +62,10 @@ def test_every_benchmark_is_listed_and_has_its_module():
         (["zzz"], "one of launch"),
         (["config", "train.step=1"], "weft config: train.step=1: there is no field"),
         (["config", "zero.stage=4"], "weft config: zero.stage=4"),
-        (["config", "pipeline.stages=2", "--deepspeed"], "1 processes are no multiple"),
+        (["config", "pipeline.stages=2", "--deepspeed"], "1 processes are not a multiple"),
         (["launch", "recipe=quikstart"], "weft launch: recipe=quikstart: not one of"),
         (["launch", "--multirun"], "a sweep would run once per rank"),
-        (["launch", "pipeline.stages=2"], "weft launch: pipeline.stages=2: 1 processes are no multiple"),
+        (["launch", "pipeline.stages=2"], "weft launch: pipeline.stages=2: 1 processes are not a multiple"),
         (["bench", "zzz"], "there is no such benchmark"),
     ],
 )

@@ -97,7 +97,7 @@ def test_a_port_in_use(config):
 
 
 BAD = [
-    ({"cluster.ranks": 3}, "3 processes are no multiple"),
+    ({"cluster.ranks": 3}, "3 processes are not a multiple"),
     ({"model.path": "/nowhere"}, "there is no such folder"),
     ({"model.path": "/tmp"}, "holds no config.json"),
     ({"data.path": "/nowhere.jsonl", "data.kind": "text", "model.tokenizer": "t"}, "does not exist"),
@@ -173,7 +173,7 @@ def test_what_is_fine_passes_every_check(config):
 HOSTFILES = [
     ("a\n", "line 1 is 'a'; write it as"),
     ("# only\n\n", "names no host"),
-    ("a slots=1\na slots=2\n", "host a stands there twice"),
+    ("a slots=1\na slots=2\n", "host a is listed twice"),
     ("a slots=0\n", "line 1"),
 ]
 

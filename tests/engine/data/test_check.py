@@ -20,21 +20,21 @@ def talk(messages) -> str:
 TEXT_FAULTS = {
     "empty file": ("a.jsonl", "", "it holds no row; give a file with documents"),
     "blank lines": ("a.jsonl", "\n\n", "it holds no row"),
-    "malformed line": ("a.jsonl", GOOD + "\n" + '{"text": "tw\n', r"line 3: no JSON \(.*column 10\); write one object"),
-    "cut line": ("a.jsonl", GOOD + '{"text": ', "line 2: no JSON"),
+    "malformed line": ("a.jsonl", GOOD + "\n" + '{"text": "tw\n', r"line 3: not JSON \(.*column 10\); write one"),
+    "cut line": ("a.jsonl", GOOD + '{"text": ', "line 2: not JSON"),
     "missing field": ("a.jsonl", GOOD + '{"txt": "two", "n": 1}\n', r"line 2: no field text, but txt, n; .*text_field"),
     "no object": ("a.jsonl", GOOD + "3\n", "line 2: not an object but a int; write rows such as"),
     "number": ("a.jsonl", GOOD + '{"text": 3}\n', "line 2: field text is a int, not text"),
     "null": ("a.jsonl", GOOD * 4 + '{"text": null}\n', "line 5: field text is a NoneType"),
     "latin-1": ("a.jsonl", GOOD.encode() + '{"text": "ä"}'.encode("latin-1"), "line 2: not UTF-8"),
     "json list": ("a.json", '[{"text": "a"}, {"txt": "b"}]', "entry 2: no field text, but txt"),
-    "broken json list": ("a.json", '[{"text": "a"},\n {"text" "b"}]', "line 2: no JSON .*mend the list"),
-    "json lines": ("a.json", GOOD + "nonsense", "line 2: no JSON"),
+    "broken json list": ("a.json", '[{"text": "a"},\n {"text" "b"}]', "line 2: not JSON .*correct the list"),
+    "json lines": ("a.json", GOOD + "nonsense", "line 2: not JSON"),
     "empty text": ("a.txt", " \n\n", "it holds no row"),
     "binary text": ("a.txt", b"fine\n\xff\xfe\n", "line 2: not UTF-8"),
     "suffix": ("a.csv", "text\none\n", r"files of kind \.csv are not read; convert it to one of \.jsonl, \.json"),
     "no suffix": ("a", "text\n", r"files of kind \(no suffix\) are not read"),
-    "no parquet": ("a.parquet", "PAR?", "no Parquet file"),
+    "no parquet": ("a.parquet", "PAR?", "not a Parquet file"),
 }  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def test_folders(tmp_path):
     (tmp_path / "part/a.jsonl").write_text(GOOD)
     check_source(config)
     (tmp_path / "part/b.jsonl").write_text(GOOD + "{")
-    with pytest.raises(ValueError, match=r"part/b\.jsonl, line 2: no JSON"):
+    with pytest.raises(ValueError, match=r"part/b\.jsonl, line 2: not JSON"):
         check_source(config)
     (tmp_path / "part/b.jsonl").unlink()
     (tmp_path / "c.txt").write_text("mixed")

@@ -154,7 +154,7 @@ FAULTS = {
     "split": ({"split": "test"}, r"split 'test' cannot be read \(.*check data\.path, data\.name and data\.split"),
     "field": ({"text_field": "body"}, r"data\.text_field=body: .* has no such field, but text"),
     "messages": ({"kind": DataKind.chat}, r"data\.messages_field=messages: .* has no such field, but text"),
-    "null": ({"path": "null.jsonl"}, r"data\.text_field=text: row 2 holds NoneType, not a text"),
+    "null": ({"path": "null.jsonl"}, r"data\.text_field=text: row 2 holds NoneType, not text"),
 }
 
 
@@ -176,7 +176,7 @@ def test_evaluation_needs_something_held_back(write, tokenizer, tmp_path):
     path = write("a.jsonl", [{"text": "a"}])
     config = DataConfig(kind=DataKind.text, path=path, cache_dir=str(tmp_path / "c"))
     options = {"microbatch_size": 1, "replica": 0, "num_replicas": 1, "seed": 0}
-    with pytest.raises(ValueError, match=r"data\.eval_fraction=0\.0: nothing is held back"):
+    with pytest.raises(ValueError, match=r"data\.eval_fraction=0\.0: nothing is held out"):
         build_loader(config, tokenizer, evaluation=True, **options)
     config.eval_fraction = 0.5
     with pytest.raises(ValueError, match="no documents for training among 1 rows"):

@@ -46,8 +46,8 @@ def test_each_rank_has_one_worker_on_a_port_of_its_own(config, each, ranks):
     ("each", "ranks", "word"),
     [
         (3, [], "ranks_per_worker=3: 4 ranks"),
-        (1, [0, 0], "each once"),
-        (1, [-1], "each once"),
+        (1, [0, 0], "distinct ranks"),
+        (1, [-1], "distinct ranks"),
         (1, [4], "there are 4 ranks"),
     ],
 )
@@ -130,7 +130,7 @@ def test_serving_nothing_or_everyone_is_refused(config, monkeypatch):
     with pytest.raises(ValueError, match="there is no API key"):
         check_serving(config)
     config.inference.prefill = replace(config.inference.prefill, host="127.0.0.1", model="")
-    with pytest.raises(ValueError, match="nothing says what to serve"):
+    with pytest.raises(ValueError, match="no model is given"):
         check_serving(config)
     config.inference.prefill = replace(config.inference.prefill, model="m", python="/no/such/python")
     with pytest.raises(ValueError, match="cannot be run"):

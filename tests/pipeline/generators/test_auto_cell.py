@@ -111,7 +111,7 @@ def test_by_atlas_rules_3_and_4_no_transfer_waits_and_backwards_come_first():
             if link in self.problem.shared:
                 self.waited += max(0.0, self._link_free_s[link] - now_s - self.problem.seconds[node])
             if self.problem.op(node) is Op.F:
-                ready, _ = self._offers(rank, now_s)
+                ready, _ = self._candidates(rank, now_s)
                 self.passed_over += any(self.problem.op(other) is Op.I for _, other, _ in ready)
             super()._start(rank, nodes, now_s)
 
