@@ -117,7 +117,7 @@ def _lock_folder(config: WeftConfig, folder: Path) -> RunLock:
 def _write_plan(engine: WeftEngine, path: Path) -> None:
     """The plan that the run goes by, beside its configuration."""
     write_private(path, plan_to_json(engine.plan))
-    say(f"plan: {path} ({engine.plan.summary()})")
+    print_once(f"plan: {path} ({engine.plan.summary()})")
 
 
 def _check_model(config: WeftConfig) -> None:
