@@ -23,7 +23,7 @@ def test_the_costs_of_a_run_can_be_planned_with(tmp_path, monkeypatch):
         plan=SimpleNamespace(costs=unit, predicted=lambda costs: simulate(schedule, costs)),
     )
     said = []
-    monkeypatch.setattr(finish, "say", said.append)
+    monkeypatch.setattr(finish, "print_once", said.append)
     finish.draw_timeline(engine, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"costs.yaml", "timeline.json", "timeline.png"}
     assert load_costs(tmp_path / "costs.yaml", 2) == fit_costs([measured], unit) == costs

@@ -91,7 +91,7 @@ def test_an_export_is_pushed(hub, tmp_path):
 def test_a_refusal_says_how_to_go_on(hub, tmp_path):
     hub.given = "hf_wrong"
     with pytest.raises(
-        ValueError, match=r"train\.hub_model_id=me/mine: .*401.*; the export is whole, .*hf upload me/mine"
+        ValueError, match=r"train\.hub_model_id=me/mine: .*401.*; the export is complete, .*hf upload me/mine"
     ):
         push(export(tmp_path), "me/mine", private=False)
     assert not hub.files
