@@ -148,7 +148,7 @@ def plan_schedule(
             launch_together=config.launch_together,
         )
         if overlap is not None and not generators()[kind].looks_at_costs:
-            schedule = _obey(schedule, config, alone, overlap)
+            schedule = _with_overlap(schedule, config, alone, overlap)
     if not as_one:
         schedule = side_by_side(schedule, pipelines)
     lowered = add_relays(lower(as_run(schedule, config.pair_scale), zero_stage=zero_stage), costs)
@@ -156,7 +156,7 @@ def plan_schedule(
     return lowered
 
 
-def _obey(schedule: Schedule, config: PipelineConfig, costs: CostModel, overlap: OverlapPlan) -> Schedule:
+def _with_overlap(schedule: Schedule, config: PipelineConfig, costs: CostModel, overlap: OverlapPlan) -> Schedule:
     """The fixed schedule with as many micro-batches launched together, and the gradients first, that the plan says."""
     kind, least = config.schedule.name, schedule.placement.num_ranks
 
