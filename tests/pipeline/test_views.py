@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pipeline.cases import costs_for, maybe_lowered
+from weft.pipeline.action import Action, Op
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower, open_pairs, split_backwards
@@ -16,7 +17,7 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.plot import plot_timelines
 from weft.pipeline.simulation import simulate
 from weft.pipeline.text import bytes_text, grid_text, timeline_text
-from weft.pipeline.timeline import Timeline
+from weft.pipeline.timeline import Span, Timeline
 
 
 def test_grid_of_1f1b():
@@ -152,3 +153,15 @@ def test_nothing_to_draw_is_an_error(tmp_path):
         plot_timelines([], tmp_path / "t.png")
     with pytest.raises(ValueError, match="nothing to draw"):
         plot_timelines([Timeline("empty", 1, (), (0.0,), (0,))], tmp_path / "t.png")
+
+
+def test_spans_of_a_lane_that_overlap_have_threads_that_say_so(tmp_path):
+    spans = [
+        Span(0, lane, (Action(Op.F, 0, m),), start, start + 2.0)
+        for lane in ("compute", "F>1")
+        for m, start in enumerate((0.0, 1.0, 2.0))
+    ]
+    write_perfetto([Timeline("by hand", 1, tuple(spans), (0.0,), (0,))], tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert [threads[tid] for tid in sorted(threads)] == ["compute", "compute (2)", "F>1", "F>1 (2)"]

@@ -86,3 +86,12 @@ def step_together(optimizers):
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def test_settings_that_are_not_given_are_those_of_adam_and_deepspeeds_bounds():
+    (group,) = Lamb([torch.nn.Parameter(torch.ones(2))]).param_groups
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]).defaults
+    assert {name: group[name] for name in ("lr", "betas", "eps")} == {
+        name: adam[name] for name in ("lr", "betas", "eps")
+    }
+    assert (group["weight_decay"], group["min_coeff"], group["max_coeff"]) == (0.0, 0.01, 10.0)
