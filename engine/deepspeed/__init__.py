@@ -1,1 +1,1 @@
-"""DeepSpeed's configuration, key by key: taken over, read by DeepSpeed's part of the engine, or refused."""
+"""Handling of DeepSpeed's configuration keys: taken over, read by DeepSpeed, refused, or without effect."""

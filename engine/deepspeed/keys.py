@@ -1,4 +1,4 @@
-"""A user's own DeepSpeed configuration with a `weft` section: checked, and taken apart."""
+"""Check a user's DeepSpeed configuration with a `weft` section, and split it."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from weft.conf.schema import WeftConfig
 from weft.conf.trees import from_tree
 from weft.engine.deepspeed.names import REMOVED, check_names
 from weft.engine.deepspeed.table import (
+    DEEPSPEED_DEFAULTS,
     OPTIMIZERS,
     PRECISIONS,
     REFUSED,
-    SAME,
-    SILENT,
+    TAKEN_OVER,
     WHOLE_ONLY,
     Refusal,
-    fate,
+    handling,
 )
 
 MISSING = object()
 
 
 def split_deepspeed_config(user: Mapping[str, Any] | str | Path) -> tuple[WeftConfig | None, dict[str, Any]]:
-    """Take a DeepSpeed configuration apart into Weft's and the rest.
+    """Split a DeepSpeed configuration into Weft's configuration and the sections for DeepSpeed.
 
     Args:
         user: a dictionary or JSON file, with a section ``"weft": {"enabled": true, ...}`` that
-            holds the schema's groups.
+            contains groups of the schema.
 
     Returns:
-        The configuration (checked field by field, not as a whole), and the DeepSpeed sections
-        that stand as given. Without the section, or with it switched off: None, and everything
-        but the section, as DeepSpeed would read it.
+        The Weft configuration (each field checked, but not their combination), and the DeepSpeed
+        sections to pass on unchanged. If the section is missing or disabled: None, and everything
+        except the section.
 
     Raises:
-        ValueError: an unknown key, in either part; a value left "auto"; a feature that cannot
-            be had with the pipeline; one value given twice and differently.
+        ValueError: an unknown key in either part, a value of "auto", a feature that the pipeline
+            does not support, or a value that is given twice with different values.
     """
     source = "DeepSpeed config" if isinstance(user, Mapping) else str(user)
     tree = deepcopy(dict(user)) if isinstance(user, Mapping) else _read(Path(user).expanduser())
@@ -57,10 +57,10 @@ def split_deepspeed_config(user: Mapping[str, Any] | str | Path) -> tuple[WeftCo
         tree["bf16"] = tree.pop("bfloat16")  # the name that it had
     tree = _without_removed(tree)
     _refuse(tree, source)
-    # What is left of the keys that are refused asks for nothing; of sections the names are checked all the same.
+    # The refused keys that remain have harmless values; the names in their sections are still checked.
     tree = {name: value for name, value in tree.items() if name not in REFUSED or isinstance(value, Mapping)}
     check_names(tree, source)
-    _check_fates(tree, source)
+    _check_handled(tree, source)
     tree = {name: value for name, value in tree.items() if name not in REFUSED}
     _merge(section, tree, source)
     for name in ("tensorboard", "wandb"):
@@ -104,7 +104,7 @@ def _refuse(tree: Mapping[str, Any], source: str) -> None:
 
 
 def _without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Less the sections that DeepSpeed no longer has and refuses even where they are off, as old files have them."""
+    """Drop disabled sections of older DeepSpeed versions, which the current one refuses."""
     off = Refusal("")
     return {
         name: value
@@ -113,25 +113,25 @@ def _without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_fates(tree: Mapping[str, Any], source: str) -> None:
-    """Refuse what DeepSpeed may understand and we would pass over."""
+def _check_handled(tree: Mapping[str, Any], source: str) -> None:
+    """Refuse keys that DeepSpeed accepts but Weft does not handle."""
     for name, value in _leaves(tree):
-        if not fate(name):
-            raise ValueError(f"{source}: {name}={value!r}: Weft does not know what to make of it; leave it out")
+        if not handling(name):
+            raise ValueError(f"{source}: {name}={value!r}: Weft does not support it; leave it out")
 
 
 def _check_optimizer(tree: Mapping[str, Any], config: WeftConfig, source: str) -> None:
     kind = _get(tree, "optimizer.type")
     if config.zero.stage and isinstance(kind, str) and kind.lower() in WHOLE_ONLY:
         raise ValueError(
-            f"{source}: optimizer.type={kind!r}: it needs parameters whole, and zero_optimization.stage="
-            f"{config.zero.stage} cuts them; choose stage 0, or another optimizer"
+            f"{source}: optimizer.type={kind!r}: it needs whole parameters, and zero_optimization.stage="
+            f"{config.zero.stage} shards them; choose stage 0, or another optimizer"
         )
 
 
 def _merge(section: dict[str, Any], tree: Mapping[str, Any], source: str) -> None:
-    """Write what the DeepSpeed keys say into the `weft` section."""
-    said = {mine: (theirs, _get(tree, theirs)) for theirs, mine in SAME.items()}
+    """Copy the values of DeepSpeed keys that are taken over into the `weft` section."""
+    said = {mine: (theirs, _get(tree, theirs)) for theirs, mine in TAKEN_OVER.items()}
     kind = _get(tree, "optimizer.type")
     if isinstance(kind, str) and kind.lower() in OPTIMIZERS:
         said["optimizer.kind"] = ("optimizer.type", OPTIMIZERS[kind.lower()])
@@ -151,25 +151,25 @@ def _merge(section: dict[str, Any], tree: Mapping[str, Any], source: str) -> Non
         if given is not MISSING and given != value:
             raise ValueError(f"{source}: {theirs}={value}: weft.{mine}={given} says otherwise; leave one out")
         _set(section, mine, value)
-    silent = SILENT | _open_batch(section, _get(tree, "train_micro_batch_size_per_gpu"))
+    silent = DEEPSPEED_DEFAULTS | _open_batch(section, _get(tree, "train_micro_batch_size_per_gpu"))
     for mine, value in silent.items():
         if _get(section, mine) is MISSING:
             _set(section, mine, value)
 
 
 def _open_batch(section: Mapping[str, Any], micro: Any) -> dict[str, int]:
-    """What DeepSpeed makes of a batch that is given in part: 0 follows from the rest, as far as it is given."""
+    """DeepSpeed's rule for partly given batch sizes: set the open ones to 0, to derive them from the others."""
     if _get(section, "train.batch_size") not in (MISSING, None, 0):
         return {"train.microbatch_size": 0, "pipeline.microbatches": 0}
     return {} if micro in (MISSING, None) else {"pipeline.microbatches": 1}
 
 
 def _kept(tree: dict[str, Any], config: WeftConfig) -> dict[str, Any]:
-    """The sections that DeepSpeed reads as given."""
-    kept = {name: value for name, value in tree.items() if name not in SAME}
+    """The sections that DeepSpeed reads unchanged."""
+    kept = {name: value for name, value in tree.items() if name not in TAKEN_OVER}
     optimizer = kept.get("optimizer")
     if optimizer and str(optimizer.get("type")).lower() in ("adam", "adamw"):
-        # DeepSpeed's own Adam builds C++ at its first use; whoever wants it says torch_adam=false.
+        # DeepSpeed's own Adam compiles C++ at its first use; torch_adam=false selects it.
         optimizer.setdefault("params", {}).setdefault("torch_adam", True)
     if "zero_optimization" in kept:
         kept["zero_optimization"].setdefault("reduce_bucket_size", config.zero.reduce_bucket_size)

@@ -1,4 +1,4 @@
-"""The names that DeepSpeed's configuration knows, asked of DeepSpeed itself."""
+"""The key names that DeepSpeed's configuration accepts, taken from DeepSpeed itself."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, DeepSpeedCo
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import BaseModel, ValidationError
 
-# The least that DeepSpeed's own checks of batch sizes accept, whatever the world size.
+# A minimal configuration that passes DeepSpeed's batch size checks for any world size.
 BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
 BATCH_NAMES = frozenset(BATCH) | {"train_batch_size"}
 REMOVED = frozenset(_REMOVED_TOP_LEVEL_CONFIG_KEYS)
-"""Sections that DeepSpeed had once."""
-# Handed to a constructor that refuses what it does not know.
+"""Sections of older DeepSpeed versions."""
+# Sections that are passed to a constructor, which refuses unknown names itself.
 OPEN = frozenset({"optimizer.params", "scheduler.params"})
 
 
 def check_names(tree: Mapping[str, Any], source: str) -> None:
-    """Refuse keys and values that DeepSpeed would refuse, and misspelt keys, which it lets pass.
+    """Refuse keys and values that DeepSpeed refuses, and misspelt keys, which DeepSpeed ignores.
 
     Raises:
-        ValueError: names the key, and the nearest one that is known.
+        ValueError: the message has the key, and the nearest known one.
     """
     for name in tree:
         if name not in _top_level():
@@ -46,14 +46,14 @@ def check_names(tree: Mapping[str, Any], source: str) -> None:
 
 @cache
 def _top_level() -> frozenset[str]:
-    """Every top-level key that DeepSpeed looks for, found by watching it read."""
+    """Every top-level key that DeepSpeed reads, found by recording its look-ups."""
     looked_up: dict[str, set[str]] = {}
     DeepSpeedConfig(_Watched(BATCH, looked_up))
     return frozenset(looked_up[""])
 
 
 class _Watched(dict):
-    """A dictionary that notes which keys it was asked for, by section."""
+    """A dictionary that records which keys are looked up, by section."""
 
     def __init__(self, tree: Mapping[str, Any], looked_up: dict[str, set[str]], section: str = "") -> None:
         prefix = f"{section}." if section else ""
@@ -76,8 +76,8 @@ class _Watched(dict):
         return super().__contains__(self._note(name))
 
     def __iter__(self) -> Iterator:
-        # Having it makes `model(**section)` ask for each key, so that what DeepSpeed hands to
-        # a pydantic model, which refuses unknown keys itself, counts as known here.
+        # With this method, `model(**section)` looks up each key. So the keys that DeepSpeed passes
+        # to a pydantic model, which refuses unknown ones itself, count as known.
         return super().__iter__()
 
     def keys(self) -> KeysView:  # type: ignore[override]  # dict_keys cannot be subclassed
@@ -85,7 +85,7 @@ class _Watched(dict):
 
 
 class _WatchedKeys(KeysView):
-    """The view of a `_Watched` dictionary's keys, since DeepSpeed asks `name in tree.keys()`."""
+    """Keys view of a `_Watched` dictionary, because DeepSpeed uses `name in tree.keys()`."""
 
     def __init__(self, tree: _Watched) -> None:
         super().__init__(tree)
@@ -99,10 +99,10 @@ class _WatchedKeys(KeysView):
 
 
 def _explain(error: ValidationError, tree: Mapping[str, Any]) -> str:
-    """One line for the first thing that one of DeepSpeed's pydantic models refuses."""
+    """One line for the first error of a DeepSpeed pydantic model."""
     first = error.errors()[0]
     inside = [str(part) for part in first["loc"]]
-    # pydantic knows the place inside the model only; the monitors' model begins at the top.
+    # pydantic only gives the path inside the model; the monitors' model starts at the top level.
     section = next((name for name in tree if inside[0] not in tree and _holds(tree[name], inside)), None)
     path = [section, *inside] if section else inside
     if first["type"] == "extra_forbidden":

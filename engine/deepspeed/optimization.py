@@ -1,4 +1,4 @@
-"""What DeepSpeed's optimisers are given: parameter groups and the learning rate's shape."""
+"""Parameter groups and learning-rate schedules for DeepSpeed's optimisers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.conf.schema import LrSchedule, OptimizerConfig
 
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups: matrices decay, vectors (norms and biases) do not."""
+    """Trainable parameters in two groups: matrices with weight decay, vectors (norms, biases) without."""
     trainable = [parameter for _, parameter in named if parameter.requires_grad]
     matrices = [parameter for parameter in trainable if parameter.ndim >= 2]
     vectors = [parameter for parameter in trainable if parameter.ndim < 2]
@@ -23,10 +23,10 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: fl
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> Callable[[Optimizer], LambdaLR]:
-    """A function of the optimiser that makes the learning-rate schedule.
+    """A function that creates the learning-rate schedule of an optimiser.
 
-    Linear warm-up over ``warmup_steps``, then the configured shape down to
-    ``min_lr_ratio`` of the peak at ``total_steps``.
+    Linear warm-up over ``warmup_steps``, then the configured decay to ``min_lr_ratio`` of the peak
+    at ``total_steps``.
     """
     shapes: dict[LrSchedule, Callable[[float], float]] = {
         LrSchedule.constant: lambda _: 1.0,

@@ -1,4 +1,4 @@
-"""What becomes of each key of a DeepSpeed configuration: taken over, read by DeepSpeed, refused, or without effect."""
+"""How each key of a DeepSpeed configuration is handled: taken over, read by DeepSpeed, refused, or without effect."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Where a DeepSpeed value lives in the schema. It may be given in either place, not differently in both.
-SAME = {
+# The schema's field for each DeepSpeed key. If both are given, their values must be equal.
+TAKEN_OVER = {
     "train_batch_size": "train.batch_size",
     "train_micro_batch_size_per_gpu": "train.microbatch_size",
     "gradient_accumulation_steps": "pipeline.microbatches",
@@ -24,15 +24,15 @@ SAME = {
     "optimizer.params.eps": "optimizer.eps",
     "optimizer.params.weight_decay": "optimizer.weight_decay",
 }
-# What DeepSpeed does where its configuration is silent and the schema's default is another.
-SILENT = {"optimizer.clip": 0.0, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
+# DeepSpeed's defaults that differ from the schema's; they apply if neither place gives a value.
+DEEPSPEED_DEFAULTS = {"optimizer.clip": 0.0, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lamb": "lamb", "sgd": "sgd"}
 WHOLE_ONLY = frozenset({"adafactor", "lbfgs", "muon"})
-"""Types of optimisers that need parameters whole, which ZeRO does not leave them."""
+"""Optimiser types that need whole parameters, and so do not work with ZeRO's shards."""
 PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
 
-# Read by DeepSpeed's part of the engine as given; a name stands for everything under it.
-STANDS = frozenset(
+# Keys that DeepSpeed's part of the engine reads unchanged; a section includes everything in it.
+READ_BY_DEEPSPEED = frozenset(
     {
         "bf16.check_grad_overflow",
         "bf16.enabled",
@@ -61,13 +61,13 @@ STANDS = frozenset(
 
 @dataclass(frozen=True)
 class Refusal:
-    """A key that asks for what cannot be had with Weft.
+    """Refusal of a key whose feature Weft does not support.
 
     Attributes:
         remedy: what to do instead.
-        harmless: values that ask for nothing, and pass.
-        switch: of a section, the key that turns on all of it.
-        tuning: keys of a section without that switch that ask for nothing by themselves.
+        harmless: values that do not use the feature, and are accepted.
+        switch: key that enables the feature, if the key is a section.
+        tuning: keys that do not enable the feature, if the section has no switch.
     """
 
     remedy: str
@@ -76,7 +76,7 @@ class Refusal:
     tuning: frozenset[str] = frozenset()
 
     def asks_for_nothing(self, value: Any) -> bool:
-        """Whether a value of this key may pass: a harmless one, or a section in which all is off."""
+        """Whether a value is accepted: a harmless one, or a section in which everything is off."""
         if isinstance(value, Mapping) and self.switch in value:
             return not value[self.switch]
         if isinstance(value, Mapping):
@@ -146,8 +146,8 @@ _BY_COST = "the way of each collective is chosen by cost (`zero.partition`)"
 _BY_BLOCK = "at stage 3 a block is gathered while the one before it computes, and given back after it"
 _NO_OFFLOAD = "it tunes offloading, which is not there"
 _MEAN = "the loss is divided by the tokens of the whole step, so gradients are sums and nothing is divided after them"
-# Keys that DeepSpeed knows, and why none of their values changes what is computed here.
-NO_EFFECT: Mapping[str, str] = {
+# Keys that DeepSpeed knows, and why their values make no difference here.
+WITHOUT_EFFECT: Mapping[str, str] = {
     "aio": _NO_OFFLOAD,
     "bf16.immediate_grad_update": "gradients are added to the fp32 ones as soon as they come",
     "comms_logger": "switched off, it logs nothing",
@@ -190,13 +190,19 @@ NO_EFFECT: Mapping[str, str] = {
 }
 
 
-def fate(name: str) -> str:
-    """What becomes of a key, by its own name or that of a section above it.
+def handling(name: str) -> str:
+    """How a key is handled, by its own entry or that of a section above it.
 
     Returns:
-        ``same``, ``stands``, ``refused`` (unless harmless) or ``no effect``; empty if nothing is known of it.
+        ``taken over``, ``read by DeepSpeed``, ``refused`` (unless harmless) or ``without effect``; empty if
+        the key is in no table.
     """
-    tables = {"same": SAME, "refused": REFUSED, "no effect": NO_EFFECT, "stands": STANDS}
+    tables = {
+        "taken over": TAKEN_OVER,
+        "refused": REFUSED,
+        "without effect": WITHOUT_EFFECT,
+        "read by DeepSpeed": READ_BY_DEEPSPEED,
+    }
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         above = ".".join(parts[:length])
@@ -207,12 +213,12 @@ def fate(name: str) -> str:
 
 
 def key_table() -> list[str]:
-    """Every key and what becomes of it, as lines of a Markdown table; `docs/zero.md` holds them."""
+    """Markdown table of every key and how it is handled; `docs/zero.md` contains it."""
     rows = [
-        *((key, "taken over", f"`{field}`") for key, field in SAME.items()),
-        *((key, "read by DeepSpeed", "as there") for key in sorted(STANDS)),
+        *((key, "taken over", f"`{field}`") for key, field in TAKEN_OVER.items()),
+        *((key, "read by DeepSpeed", "as there") for key in sorted(READ_BY_DEEPSPEED)),
         *((key, "refused", refusal.remedy) for key, refusal in REFUSED.items()),
-        *((key, "without effect", reason) for key, reason in NO_EFFECT.items()),
+        *((key, "without effect", reason) for key, reason in WITHOUT_EFFECT.items()),
     ]
     return ["| key | what becomes of it | where, or why, or what to do instead |", "|---|---|---|"] + [
         f"| `{key}` | {treatment} | {text} |" for key, treatment, text in rows

@@ -1,4 +1,4 @@
-"""ZeRO chunks: gradients, optimiser state and weights sharded over replicas, beside the pipeline."""
+"""ZeRO: gradients, optimiser state and weights sharded over the replicas of a pipeline."""
 
 from weft.engine.zero.chunk import Chunk, Fragment
 from weft.engine.zero.collectives import Collectives

@@ -1,4 +1,4 @@
-"""The chunk: parameters of a virtual stage in one flat buffer, cut into equal shards over the replicas."""
+"""The chunk: parameters of a virtual stage in one flat buffer, divided into equal shards over the replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.comm.channel import Handle
 from weft.engine.zero.collectives import Collectives
 
 ALIGNMENT = 8
-"""Elements that a shard is a multiple of, so that fast kernels and transports may be used on it."""
+"""Shard sizes are multiples of this many elements, so that fast kernels and transports apply."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,10 +22,10 @@ class Fragment:
 
     Attributes:
         name: the parameter's name in the whole Hugging Face model.
-        parameter: the model's own; its shape is that of the whole.
-        start: first element of the part in the flattened parameter.
-        tensor: the part in the highest precision there is; of the parameter's shape if it is
-            the whole parameter, flat otherwise.
+        parameter: the model's parameter, with its full shape.
+        start: index of the part's first element in the flattened parameter.
+        tensor: the part in its highest precision (the master weights, if there are any); in the
+            parameter's shape if it is the whole parameter, flat otherwise.
         trained: whether the optimiser steps it.
         shared: whether every replica holds this part.
     """
@@ -45,24 +45,24 @@ class Fragment:
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A parameter, and where it lies in its chunk."""
+    """A parameter and its offset in the chunk."""
 
     name: str
     parameter: nn.Parameter
     offset: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """Its view in a buffer of the whole chunk, of its own shape."""
+        """The parameter's view, in its own shape, of a flat buffer of the whole chunk."""
         return flat[self.offset : self.offset + self.parameter.numel()].view(self.parameter.shape)
 
 
 class Chunk:
-    """Weights and gradients of some parameters; all of one dtype, and all trained or all frozen.
+    """Weights and gradients of several parameters, all of one dtype, and all trained or all frozen.
 
-    What a replica keeps for good (ZeRO, Rajbhandari et al. 2020, section 5): at stage 0
-    everything; at 1 its shard of the fp32 weights and the optimiser's state; at 2 its shard of
-    the gradients, too; at 3 its shard of the weights. Weights of 16 bits have a master copy in
-    fp32; fp32 weights are their own. Gradients are added up in the master's dtype.
+    What a replica keeps permanently (ZeRO, Rajbhandari et al. 2020, section 5): at stage 0
+    everything; at stage 1 only its shard of the master weights and optimiser state; at stage 2 also
+    only its shard of the gradients; at stage 3 also only its shard of the weights. 16-bit weights
+    have fp32 master weights; fp32 weights are their own. Gradients accumulate in the master's dtype.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class Chunk:
         """Move the parameters into the chunk's buffer.
 
         Args:
-            parameters: with their names in the whole model.
+            parameters: the parameters, with their names in the whole model.
             stages: this rank's virtual stages that use them.
-            tied: ranks of this replica's pipeline that hold them, too.
+            tied: group of the ranks of this pipeline that also hold them.
         """
         first = parameters[0][1]
         self.stages = stages
@@ -87,7 +87,7 @@ class Chunk:
         self.trained = first.requires_grad
         self.counted = not getattr(first, "ds_pipe_replicated", False)
         self.missing: set[nn.Parameter] = set()
-        """Parameters whose last gradient of the step is still to come."""
+        """Parameters whose last gradient of the step has not arrived yet."""
         self._collectives = collectives
         self._keeps_gradients = zero_stage < 2
         self.members = tuple(_lay_out(parameters))
@@ -98,9 +98,9 @@ class Chunk:
         self._share = slice(collectives.replica * share, (collectives.replica + 1) * share)
         self._held = self._share if zero_stage else slice(0, self.length)
         self.sharded = zero_stage == 3 and collectives.num_replicas > 1
-        """Whether the whole weights are there on demand only."""
+        """Whether the full weights are only gathered on demand (ZeRO-3)."""
         self._buffer: Tensor | None = None
-        self._landed: set[nn.Parameter] = set()
+        self._arrived: set[nn.Parameter] = set()
         self._gradient: Tensor | None = None
         self._reduction: tuple[Handle, Tensor] | None = None
         self._gathering: Handle | None = None
@@ -134,28 +134,28 @@ class Chunk:
     # -- gradients -------------------------------------------------------------------------------
 
     def add_gradient(self, parameter: nn.Parameter, place: Tensor) -> None:
-        """Take the gradient that a backward has left; ``place`` is where `gradient_place` says."""
+        """Accumulate the gradient of a backward into ``place`` (see `gradient_place`)."""
         assert parameter.grad is not None
-        if parameter in self._landed:
+        if parameter in self._arrived:
             place.add_(parameter.grad)
         else:
             place.copy_(parameter.grad)
-            self._landed.add(parameter)
+            self._arrived.add(parameter)
         parameter.grad = None
         self.missing.discard(parameter)
 
     def gradient_place(self, member: Member) -> Tensor:
-        """Where the gradients of ``member`` are added up."""
+        """The view in which the gradients of ``member`` accumulate."""
         if self._buffer is None:
             self._buffer = torch.zeros(self.length, dtype=self._master.dtype, device=self._master.device)
         return member.of(self._buffer)
 
     def reduce(self) -> None:
-        """Start to sum over the replicas what was added up since the last time."""
+        """Start to reduce the gradients accumulated since the last call over the replicas."""
         for member in self.members:
-            if member.parameter not in self._landed:
+            if member.parameter not in self._arrived:
                 self.gradient_place(member).zero_()
-        self._landed.clear()
+        self._arrived.clear()
         whole = self._buffer
         assert whole is not None
         if self._keeps_gradients:
@@ -179,7 +179,7 @@ class Chunk:
             self._gradient.add_(target)
 
     def finish_gradient(self) -> None:
-        """Wait until the gradient is summed; tied weights are summed over their holders."""
+        """Wait for the reduction; gradients of tied weights are then summed over their holders."""
         self._settle()
         assert self._gradient is not None, "every chunk is reduced in every step"
         if self.tied is not None:
@@ -187,19 +187,19 @@ class Chunk:
 
     @property
     def counted_gradient(self) -> Tensor:
-        """The part of the summed gradient that this rank counts in norms, so that each element counts once."""
+        """The part of the reduced gradient that this rank counts in norms; each element counts on one rank."""
         assert self._gradient is not None
         share = self._share if self._gradient.numel() == self.length else slice(None)
         return self._gradient[share if self.counted else slice(0)]
 
     @property
     def gradient(self) -> Tensor:
-        """The summed gradient of what this rank steps, flat."""
+        """The reduced gradient of this rank's fragments, flat."""
         assert self._gradient is not None
         return self._gradient
 
-    def hand_out_gradients(self) -> None:
-        """Give each fragment its part of the summed gradient."""
+    def assign_gradients(self) -> None:
+        """Set each fragment's ``grad`` to its part of the reduced gradient."""
         low = self._held.start
         offsets = {member.name: member.offset for member in self.members}
         for fragment in self.fragments:
@@ -208,7 +208,7 @@ class Chunk:
             fragment.tensor.grad = part.view(fragment.tensor.shape)
 
     def drop_gradient(self) -> None:
-        """Forget the step's gradient."""
+        """Drop the gradient of the step."""
         self._gradient = None
         for fragment in self.fragments:
             fragment.tensor.grad = None
@@ -217,12 +217,12 @@ class Chunk:
 
     @property
     def held_weights(self) -> tuple[Tensor, ...]:
-        """What this rank keeps of the weights for good: its part, and the fp32 copy of a part in 16 bits."""
+        """The weights that this rank keeps permanently: its part, and the fp32 master of a 16-bit part."""
         return (self._shard,) if self._master is self._shard else (self._shard, self._master)
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Bring stepped or restored fragments into the model; `wait` must follow before they are used."""
+        """Copy stepped or restored fragments into the model; `wait` before the weights are used."""
         self.settle_weights()
         if self._master is not self._shard:
             self._shard.copy_(self._master)
@@ -232,25 +232,25 @@ class Chunk:
             self._gathering = self._collectives.gather(self._shard, self._weights)
 
     def gather(self) -> None:
-        """Start to make the weights whole, unless they are."""
+        """Start the all-gather of the weights, unless they are complete."""
         if not self._whole and self._gathering is None:
             self._weights.untyped_storage().resize_(self._weights.nbytes)
             self._gathering = self._collectives.gather(self._shard, self._weights)
 
     def wait(self) -> None:
-        """Block until the weights are whole."""
+        """Block until the weights are complete."""
         self.gather()
         self.settle_weights()
 
     def settle_weights(self) -> None:
-        """Wait for a gathering that is under way."""
+        """Wait for an all-gather in progress."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
             self._whole = True
 
     def release(self) -> None:
-        """Give the whole weights back, where they are there on demand only."""
+        """Free the full weights, if they are only gathered on demand."""
         if self.sharded:
             self.settle_weights()
             self._weights.untyped_storage().resize_(0)
@@ -258,7 +258,7 @@ class Chunk:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no gathering is under way."""
+        """Whether no all-gather is in progress."""
         return self._gathering is None
 
 

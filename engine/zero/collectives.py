@@ -1,4 +1,4 @@
-"""The collectives of the chunks: sums of gradients and gathering of weights over the replicas of a rank."""
+"""The collectives of chunks: reduce gradients and gather weights over the replicas of a rank."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Choose = Callable[[Collective], Rewrite]
 """How a collective is carried out."""
 
 
-class Done:
-    """The handle of a collective that a single replica needs not."""
+class CompletedHandle:
+    """Handle of a collective that is already complete, as on a single replica."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -34,20 +34,20 @@ class Done:
         return self._tensor
 
 
-class Converted:
-    """The handle of a sum that travels in another number format than its target has."""
+class CastHandle:
+    """Handle of a reduction whose number format differs from that of its target."""
 
     def __init__(self, handle: Handle, target: Tensor) -> None:
         self._handle = handle
         self._target = target
 
     def wait(self) -> Tensor:
-        """The target, filled."""
+        """The filled target."""
         return self._target.copy_(self._handle.wait())
 
 
 class Collectives:
-    """Gradients and weights have a communicator each, so that neither waits for the other."""
+    """Starts collectives; gradients and weights have separate communicators, so that neither waits for the other."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class Collectives:
         gradient_format: torch.dtype = torch.float32,
         overlap: bool = True,
     ) -> None:
-        """Made by `open`; without arguments, those of a single replica.
+        """Use `open`; without arguments, the collectives of a single replica.
 
         Args:
-            costs: over this rank's replicas, if they were measured.
-            source: where they are known from.
-            gradient_format: in which gradients travel.
-            overlap: whether they run beside compute; otherwise each is waited for at once.
+            costs: measured costs over this rank's replicas, if any.
+            source: origin of the costs.
+            gradient_format: number format in which gradients are sent.
+            overlap: whether to overlap with compute; otherwise each collective blocks.
         """
         self.replica = replica
         self.num_replicas = num_replicas
@@ -82,9 +82,9 @@ class Collectives:
 
     @classmethod
     def open(cls, config: WeftConfig, layout: RankLayout, device: torch.device) -> Collectives:
-        """Those of this rank's replicas; a collective call over the world.
+        """Open the collectives of this rank's replicas; a collective call over the world.
 
-        Costs are found in ``data.cache_dir``, or measured and left there.
+        Costs are read from ``data.cache_dir``, or measured and stored there.
         """
         if layout.replicas == 1:
             return cls()
@@ -114,19 +114,19 @@ class Collectives:
 
     @property
     def group(self) -> Group:
-        """This rank's replicas."""
+        """The group of this rank's replicas."""
         return Group((dist.get_rank(),), (0,)) if self._gradients is None else self._gradients.group
 
     def reduce(self, whole: Tensor, target: Tensor) -> Handle:
         """Start to sum ``whole`` over replicas into ``target``: this rank's shard of it, or ``whole`` itself.
 
-        Neither may be touched before the handle was waited for.
+        Use neither tensor before waiting for the handle.
         """
         if self._gradients is None or whole.dtype == self._gradient_format:
             return self._reduce(whole, target)
         low = whole.to(self._gradient_format)
         shard = low if target.numel() == low.numel() else low.new_empty(target.numel())
-        return Converted(self._reduce(low, shard), target)
+        return CastHandle(self._reduce(low, shard), target)
 
     def _reduce(self, whole: Tensor, target: Tensor) -> Handle:
         if target.numel() == whole.numel():
@@ -134,16 +134,16 @@ class Collectives:
         return self._start(self._gradients, Primitive.reduce_scatter, whole, target)
 
     def sum(self, tensor: Tensor) -> None:
-        """Sum a contiguous tensor over replicas in place, and wait for it."""
+        """Sum a contiguous tensor over replicas in place; blocks."""
         self._start(self._gradients, Primitive.all_reduce, tensor, tensor).wait()
 
     def gather(self, shard: Tensor, whole: Tensor) -> Handle:
-        """Start to put the shards of all replicas together in ``whole``."""
+        """Start to all-gather the shards of all replicas into ``whole``."""
         return self._start(self._weights, Primitive.all_gather, shard, whole)
 
     def _start(self, over: Communicator | None, primitive: Primitive, source: Tensor, target: Tensor) -> Handle:
         if over is None:
-            return Done(target)
+            return CompletedHandle(target)
         size = max(source.numel(), target.numel())
         wish = Collective.flat(primitive, over.group, num_elements=size, itemsize=source.itemsize)
         handle = over.start(self._choose(wish), source, target)
@@ -152,7 +152,7 @@ class Collectives:
         return handle
 
     def close(self) -> None:
-        """End the threads that carry them."""
+        """Stop the communicators' threads."""
         for communicator in (self._gradients, self._weights):
             if communicator is not None:
                 communicator.close()

@@ -1,4 +1,4 @@
-"""Cutting a rank's virtual stages into blocks and chunks."""
+"""Divide a rank's virtual stages into blocks and chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Named = tuple[str, nn.Parameter]
 
 
 class ShardedStage(Protocol):
-    """What is needed of a virtual stage."""
+    """What sharding needs of a virtual stage."""
 
     index: int
     tied: frozenset[str]
@@ -30,7 +30,7 @@ class ShardedStage(Protocol):
         ...
 
     def modules(self) -> Iterator[nn.Module]:
-        """Every module in it."""
+        """Every module of the stage."""
         ...
 
     def blocks(self) -> Sequence[nn.Module]:
@@ -39,7 +39,7 @@ class ShardedStage(Protocol):
 
 
 def outside_blocks(stage: ShardedStage) -> set[nn.Parameter]:
-    """Parameters that some module outside of the blocks owns; an embedding that is tied to the head is one."""
+    """Parameters that a module outside of the blocks owns, such as an embedding that is tied to the head."""
     inside = {module for block in stage.blocks() for module in block.modules()}
     return {p for module in stage.modules() if module not in inside for p in module.parameters(recurse=False)}
 
@@ -51,19 +51,19 @@ def cut(
     tied: Mapping[nn.Parameter, dist.ProcessGroup],
     cuts: Mapping[int, Sequence[float]],
 ) -> list[Chunk]:
-    """The chunks of a rank, stage by stage in the order in which a forward needs them.
+    """Create the chunks of a rank, stage by stage in the order in which a forward uses them.
 
-    A chunk holds at most ``zero.reduce_bucket_size`` and ``zero.allgather_bucket_size``
-    elements, or a single parameter, and ends where ``cuts`` say. At stage 3 it stays within one
-    block, which can then be given back while others run; what is to stay whole lies in chunks
-    of its own, which go as at stage 2. Weights that several virtual stages share, on one rank
-    or on several, are chunks of their own, so that all holders cut them alike. Frozen weights
-    are left where they are, but for stage 3, which shards them.
+    A chunk has at most ``zero.reduce_bucket_size`` and ``zero.allgather_bucket_size`` elements, or a
+    single parameter, and ends at ``cuts``. At stage 3 a chunk stays within one block, so that it can
+    be released while others run; persistent parameters are in separate chunks, handled as at stage 2.
+    Weights that several virtual stages share, on one or several ranks, are separate chunks, so that
+    all holders divide them in the same way. Frozen weights are left alone, except at stage 3, which
+    shards them.
 
     Args:
-        tied: for parameters that other pipeline ranks hold, too, the group of their holders.
-        cuts: by virtual stage, shares of its elements at which chunks end, ascending; a
-            parameter belongs where its middle is.
+        tied: group of holders, for parameters that other pipeline ranks also hold.
+        cuts: by virtual stage, fractions of its elements at which chunks end, ascending; a
+            parameter belongs where its middle lies.
     """
     stages = list(stages)
     users: dict[nn.Parameter, set[int]] = {}
@@ -103,7 +103,7 @@ def cut(
 
 
 def _stay_whole(stage: ShardedStage, blocks: Sequence[Sequence[Named]], below: int, room: int) -> list[Named]:
-    """Parameters of fewer than ``below`` elements, in the order of need, as long as there is room."""
+    """Parameters of fewer than ``below`` elements, in order of use, up to ``room`` elements."""
     found = []
     for name, parameter in (named for block in blocks for named in block):
         if name not in stage.tied and parameter.numel() < below and parameter.numel() <= room:
@@ -115,7 +115,7 @@ def _stay_whole(stage: ShardedStage, blocks: Sequence[Sequence[Named]], below: i
 def _groups(
     stage: ShardedStage, blocks: Sequence[Sequence[Named]], cuts: Mapping[int, Sequence[float]]
 ) -> Iterator[list[Named]]:
-    """What may lie in one chunk: of one block each, between two cuts, tied parameters by themselves."""
+    """Groups of parameters that may share a chunk: of one block, between two cuts; tied ones separately."""
     total = sum(p.numel() for block in blocks for name, p in block if name not in stage.tied)
     offset, ends = 0, cuts.get(stage.index, ())
     for block in blocks:
@@ -130,7 +130,7 @@ def _groups(
 
 
 def _runs(group: Sequence[Named], limit: int) -> Iterator[list[Named]]:
-    """The group by dtype and by what is trained, in pieces of at most ``limit`` elements."""
+    """Split a group by dtype and by trained or frozen, in runs of at most ``limit`` elements."""
     open_runs: dict[tuple[torch.dtype, bool], list[Named]] = {}
     for name, parameter in group:
         kind = parameter.dtype, parameter.requires_grad
@@ -143,7 +143,7 @@ def _runs(group: Sequence[Named], limit: int) -> Iterator[list[Named]]:
 
 
 def _by_block(stage: ShardedStage) -> Iterator[list[Named]]:
-    """What lies outside of the blocks, then block by block."""
+    """The parameters outside of the blocks, then those of each block."""
     place = {p: number for number, block in enumerate(stage.blocks()) for p in block.parameters()}
     place |= dict.fromkeys(outside_blocks(stage), -1)
     named = list(stage.named_global_parameters())

@@ -1,4 +1,4 @@
-"""Numbers that are none: found without making the host wait for the device, before anything is saved."""
+"""Detect NaN and infinity without synchronising host and device, before anything is saved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.engine.execution.sums import ReplicaSum
 
 
 class NonFiniteError(RuntimeError):
-    """Training has arrived at numbers that are not finite; raised on every rank, at the same step."""
+    """Training has produced NaN or infinity; raised on every rank, at the same step."""
 
 
 REMEDY = (
@@ -21,66 +21,66 @@ REMEDY = (
 )
 
 
-def astray(step: int, norm: float) -> NonFiniteError:
-    """The error for a gradient whose norm is not finite."""
-    return NonFiniteError(f"step {step}: the norm of the gradient is {norm}, so training has gone astray. {REMEDY}")
+def nonfinite_gradient(step: int, norm: float) -> NonFiniteError:
+    """The error for a gradient norm that is not finite."""
+    return NonFiniteError(f"step {step}: the norm of the gradient is {norm}: training has diverged. {REMEDY}")
 
 
-class _Question(NamedTuple):
+class _PendingNorm(NamedTuple):
     step: int
     square: ReplicaSum
     scale: float
 
 
 class NormWatch:
-    """Asks whether a step's norm is finite, and reads the answer when the next step ends.
+    """Checks whether the gradient norm of a step is finite, at the end of the next step.
 
-    On a GPU the norm goes to the host on a stream of its own, once it has been summed; nothing
-    else waits for it, and when it is read the device has been given another step's work.
+    On a GPU the norm is copied to the host on a separate stream once it has been summed. Nothing else
+    waits for it, and when it is read the device already has another step's work.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Take the place on the host where norms of ``device`` arrive."""
-        self._question: _Question | None = None
+        """Allocate the host buffer for norms of ``device``."""
+        self._pending: _PendingNorm | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self._stream is not None:
             self._arrived = torch.cuda.Event()
             self._on_host = torch.zeros((), dtype=torch.float64, pin_memory=True)
 
-    def ask(self, step: int, square: ReplicaSum, scale: float) -> None:
-        """Begin to watch the norm of ``step``, whose square is being summed and is that of ``scale`` times it."""
-        assert self._question is None, "the last answer has not been read"
-        self._question = _Question(step, square, scale)
+    def watch(self, step: int, square: ReplicaSum, scale: float) -> None:
+        """Watch the norm of ``step``; ``square``, still being summed, is the square of ``scale`` times the norm."""
+        assert self._pending is None, "the pending norm has not been checked"
+        self._pending = _PendingNorm(step, square, scale)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             with torch.cuda.stream(self._stream):
                 self._on_host.copy_(square.wait(), non_blocking=True)
                 self._arrived.record()
 
-    def forget(self) -> None:
-        """Ask no more: the weights are others now."""
-        self._question = None
+    def reset(self) -> None:
+        """Drop the pending norm, because the weights have been replaced."""
+        self._pending = None
 
-    def answer(self) -> None:
-        """Read the norm that was asked about, if there is one.
+    def check(self) -> None:
+        """Read the pending norm, if there is one.
 
         Raises:
-            NonFiniteError: it is not finite.
+            NonFiniteError: the norm is not finite.
         """
-        if self._question is None:
+        if self._pending is None:
             return
-        (step, square, scale), self._question = self._question, None
+        (step, square, scale), self._pending = self._pending, None
         if self._stream is None:
             found = square.wait()
         else:
             self._arrived.synchronize()
             found = self._on_host
         if not torch.isfinite(found):
-            raise astray(step, float(found) ** 0.5 / scale)
+            raise nonfinite_gradient(step, float(found) ** 0.5 / scale)
 
 
 def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Whether every element of every floating-point tensor is finite: one read of each; 1 or 0, on ``device``."""
+    """1 if all elements of all floating-point tensors are finite, else 0, on ``device``; reads each tensor once."""
     numbers = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     if not numbers:
         return torch.ones((), device=device)

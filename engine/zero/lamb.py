@@ -1,4 +1,4 @@
-"""LAMB: Adam whose step is scaled for each parameter by the norm of its weights (You et al. 2020, algorithm 2)."""
+"""LAMB: Adam with each parameter's update scaled by the norm of its weights (You et al. 2020, algorithm 2)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from weft.engine.zero.norm import squared_norm
 class Lamb(Optimizer):
     """LAMB on whole parameters, or on their fragments after `join`.
 
-    The trust ratio of a parameter is the norm of its weights over that of its step, kept
-    between ``min_coeff`` and ``max_coeff`` as in DeepSpeed's; 1 if either norm is 0. MegaScale
-    (section 3.1) uses it for batches four times as large.
+    The trust ratio of a parameter is the norm of its weights over that of its update, clamped to
+    ``min_coeff`` and ``max_coeff`` as in DeepSpeed; 1 if either norm is 0. MegaScale (section 3.1)
+    uses LAMB for batches four times as large.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Lamb(Optimizer):
         min_coeff: float = 0.01,
         max_coeff: float = 10.0,
     ) -> None:
-        """Take parameters or groups of them; the settings are those of groups that name none."""
+        """Create from parameters or parameter groups; the settings are the groups' defaults."""
         settings = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {"lr": lr, **settings, "min_coeff": min_coeff, "max_coeff": max_coeff})
         self._places: Mapping[Tensor, int] | None = None
@@ -41,19 +41,19 @@ class Lamb(Optimizer):
         """Step fragments from now on.
 
         Args:
-            places: number of the parameter that each fragment is part of.
-            count: parameters altogether, the same on all ranks that share them out.
+            places: index of the parameter that each fragment is part of.
+            count: total number of parameters, equal on all ranks that share them.
             add_up: sums a tensor over those ranks in place; a collective call.
-            device: where the sums are made.
+            device: device of the sums.
         """
         self._places, self._count, self._sum, self._device = places, count, add_up, device
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Step every parameter that has a gradient; a collective call if fragments are shared out."""
+        """Update every parameter that has a gradient; a collective call after `join`."""
         taken = [(group, *self._directions(group)) for group in self.param_groups]
         if not any(group["lr"] for group, *_ in taken):
-            return  # nothing would move
+            return  # nothing to update
         tensors = [tensor for _, weights, _ in taken for tensor in weights]
         steps = [step for *_, steps in taken for step in steps]
         norms = self._norms(tensors, steps)
@@ -65,7 +65,7 @@ class Lamb(Optimizer):
                 weight.sub_(direction * (group["lr"] * ratio).to(direction.dtype))
 
     def _directions(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Adam's step with decay, for each tensor of a group that has a gradient."""
+        """Adam's update with weight decay, for each tensor of a group that has a gradient."""
         low, high = group["betas"]
         weights = [tensor for tensor in group["params"] if tensor.grad is not None]
         directions = []
@@ -86,7 +86,7 @@ class Lamb(Optimizer):
         return weights, directions
 
     def _norms(self, weights: list[Tensor], directions: list[Tensor]) -> Iterator[Tensor]:
-        """Norms of each tensor's parameter and of its step, shape [2]."""
+        """Norms of each tensor's whole parameter and of its update, shape [2]."""
         pairs = zip(weights, directions, strict=True)
         squares = [torch.stack([squared_norm([x], x.device) for x in pair]) for pair in pairs]
         if self._places is not None:

@@ -1,4 +1,4 @@
-"""Sums of squares that are right whatever the length of a tensor."""
+"""Sums of squares that are accurate for tensors of any length."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 ROW = 4096
-"""Elements whose squares are added up in fp32 on a CPU."""
+"""Number of squares that are summed in fp32 on a CPU."""
 
 
 def squared_norm(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Sum of the squares of all elements of ``tensors``, a float64 scalar on ``device``.
 
-    On a GPU torch adds up in a tree. On a CPU it adds one after the other, in fp32: 50 million
-    elements came out 4e-3 too small. Rows are short enough for that, and what they come to is
-    added up in float64. Nothing is copied.
+    On a GPU torch sums in a tree. On a CPU it sums sequentially in fp32: the result for 50 million
+    elements was 4e-3 too small. So rows short enough for fp32 are summed there, and their sums in
+    float64. Nothing is copied.
     """
     filled = [tensor for tensor in tensors if tensor.numel()]
     norms = [row for t in filled if t.device.type == "cpu" for row in _row_norms(t.reshape(-1))]

@@ -1,4 +1,4 @@
-"""The optimiser that DeepSpeed's engine holds: it steps this rank's shards, whatever the ZeRO stage."""
+"""The optimiser that DeepSpeed's engine holds; steps this rank's shards at any ZeRO stage."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.engine.execution.sums import ReplicaSum, sum_now
-from weft.engine.zero.finite import REMEDY, NonFiniteError, NormWatch, all_finite, astray
+from weft.engine.zero.finite import REMEDY, NonFiniteError, NormWatch, all_finite, nonfinite_gradient
 from weft.engine.zero.lamb import Lamb
 from weft.engine.zero.norm import squared_norm
 from weft.engine.zero.sharding import Sharding
 
 MOST_SKIPPED = 50
-"""Steps that may be skipped one after the other; fp16's loss scale has reached its least before."""
+"""Most steps in a row that may be skipped; fp16's loss scale reaches its minimum before."""
 
 
 class ShardedOptimizer(DeepSpeedOptimizer):
-    """Clips, checks for overflow and steps, on shards.
+    """Clips gradients, checks for overflow and steps, on shards.
 
-    With `Lamb`, or any optimiser that works on each element by itself; at stage 0 parameters
-    are whole and any optimiser will do. Attributes that DeepSpeed's
-    engine looks for: ``overflow``, ``cur_scale``, ``param_groups``.
+    Works with `Lamb` and with any elementwise optimiser; at stage 0 parameters are whole and any
+    optimiser works. DeepSpeed's engine uses ``overflow``, ``cur_scale`` and ``param_groups``.
     """
 
     def __init__(
@@ -44,19 +43,19 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         replicas: dist.ProcessGroup | None = None,
         pipeline: dist.ProcessGroup | None = None,
     ) -> None:
-        """Put this rank's fragments in the place of the parameters.
+        """Replace the optimiser's parameters by this rank's fragments.
 
         Args:
-            optimizer: made for the model's parameters, and not stepped yet.
-            loss_scaler: of fp16; one that never changes otherwise.
-            clip: gives the largest norm of the gradient; 0 is none.
-            check_overflow: whether a step with gradients that are not finite is skipped, for which the
-                host waits in every step. Otherwise it is an error, which is found one step later
-                unless the norm is there anyway.
-            steps_done: steps before this one, for messages.
-            waiting: entered while other ranks are waited for.
-            replicas: this rank's and its replicas' group; None is this rank alone.
-            pipeline: the group of this rank's pipeline; None is this rank alone.
+            optimizer: created for the model's parameters, and not stepped yet.
+            loss_scaler: the loss scaler of fp16; otherwise a constant one.
+            clip: returns the largest gradient norm; 0 disables clipping.
+            check_overflow: skip steps whose gradients are not finite, for which the host waits in
+                every step. Otherwise such gradients are an error, which is detected one step later
+                unless the norm is known anyway.
+            steps_done: returns the number of steps before this one, for messages.
+            waiting: context that is entered while waiting for other ranks.
+            replicas: group of this rank and its replicas; None means this rank alone.
+            pipeline: group of this rank's pipeline; None means this rank alone.
         """
         self.optimizer = optimizer
         self.sharding = sharding
@@ -66,7 +65,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         self._check_overflow = check_overflow
         self._steps_done = steps_done
         self._skipped = 0
-        self._astray: NonFiniteError | None = None
+        self._failure: NonFiniteError | None = None
         self._watch = NormWatch(sharding.device)
         self._waiting = waiting
         self._groups = {"replicas": replicas, "pipeline": pipeline}
@@ -95,7 +94,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
     @property
     def cur_scale(self) -> float:
-        """What losses are multiplied by before their backward."""
+        """The loss scale: the factor of losses before their backward."""
         return self.loss_scaler.cur_scale
 
     @torch.no_grad()
@@ -103,52 +102,52 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         """Wait for the gradients, step, and start to gather the new weights; a collective call.
 
         Raises:
-            NonFiniteError: on every rank: the gradient of this step or the one before is not finite.
+            NonFiniteError: on every rank, if the gradient of this step or the previous one is not finite.
         """
         with self._waiting():
             self.sharding.finish_gradients()
         try:
-            self._watch.answer()
-            self._square = self._summed(self._square_of_mine())
+            self._watch.check()
+            self._square = self._summed(self._local_square())
             self._square_scale = self.cur_scale
-            self._judge()
+            self._check_gradient()
         except NonFiniteError as error:
-            self._astray = error
+            self._failure = error
             self.zero_grad()
             raise
-        self._astray = None
+        self._failure = None
         if not self.overflow:
             self._scale()
             for chunk in self.sharding.trained:
-                chunk.hand_out_gradients()
+                chunk.assign_gradients()
             self.optimizer.step()
             self.sharding.publish()
         self.loss_scaler.update_scale(self.overflow)
         self.zero_grad()
 
-    def _judge(self) -> None:
-        """Find out whether the gradient is finite, at once or when the next step ends."""
+    def _check_gradient(self) -> None:
+        """Check that the gradient is finite, now or at the end of the next step."""
         assert self._square is not None
         step = self._steps_done() + 1
         if not self._check_overflow:
-            self._watch.ask(step, self._square, self._square_scale)
+            self._watch.watch(step, self._square, self._square_scale)
             if self._clip() and self.sharding.device.type == "cpu":
-                self._watch.answer()
+                self._watch.check()
             return
         self.overflow = not torch.isfinite(self._awaited_norm()).item()
         self._skipped = self._skipped + 1 if self.overflow else 0
         if self._skipped > MOST_SKIPPED:
-            raise astray(step, float(self._awaited_norm()))
+            raise nonfinite_gradient(step, float(self._awaited_norm()))
 
     def check_finite(self) -> None:
-        """Make sure that what was trained so far may be kept; a collective call for which the host waits.
+        """Check that weights and optimiser state may be saved; a collective call that synchronises the device.
 
         Raises:
-            NonFiniteError: on every rank: the last gradient, a weight or its optimiser's state is not finite.
+            NonFiniteError: on every rank, if the last gradient, a weight or optimiser state is not finite.
         """
-        if self._astray is not None:  # weights that led there are no better for being finite
-            raise self._astray
-        self._watch.answer()
+        if self._failure is not None:  # weights that led to it must not be saved even if they are finite
+            raise self._failure
+        self._watch.check()
         held = [tensor for chunk in self.sharding.trained for tensor in chunk.held_weights]
         held += [x for state in self.state.values() for x in state.values() if isinstance(x, Tensor)]
         finite = all_finite(held, self.sharding.device)
@@ -160,20 +159,20 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             )
 
     def restored(self) -> None:
-        """Weights and state are those of a checkpoint now."""
-        self._watch.forget()
-        self._astray = None
+        """Reset the checks after weights and state were restored from a checkpoint."""
+        self._watch.reset()
+        self._failure = None
 
     @property
     def gradient_norm(self) -> Tensor | None:
-        """2-norm of the gradient of the whole model in the last step; None before the first.
+        """2-norm of the whole model's gradient in the last step; None before the first.
 
-        Its way to all ranks is waited for here, unless the step has needed it.
+        Blocks until it has been summed over all ranks, unless the step itself needed it.
         """
         return None if self._square is None else self._square.wait().sqrt() / self._square_scale
 
     def _summed(self, square: Tensor) -> ReplicaSum:
-        if not (self._clip() or self._check_overflow):  # it may travel while the next step begins
+        if not (self._clip() or self._check_overflow):  # the sum may overlap with the next step
             return ReplicaSum(square, dist.group.WORLD if dist.is_initialized() else None)
         with self._waiting():
             return ReplicaSum(sum_now(square, **self._groups), None)
@@ -184,12 +183,12 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         assert norm is not None
         return norm
 
-    def _square_of_mine(self) -> Tensor:
-        """What this rank adds to the square of the norm; each element counts on one rank."""
+    def _local_square(self) -> Tensor:
+        """This rank's part of the squared norm; each element counts on one rank."""
         return squared_norm((chunk.counted_gradient for chunk in self.sharding.trained), self.sharding.device)
 
     def _scale(self) -> None:
-        """Take the loss scale away, and clip."""
+        """Unscale the gradients, and clip them."""
         factor = torch.full((), 1.0 / self.cur_scale, device=self.sharding.device)
         if clip := self._clip():
             factor *= torch.clamp(clip / (self._awaited_norm() + 1e-6), max=1.0)
@@ -199,16 +198,16 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             torch._foreach_mul_(gradients, factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         for chunk in self.sharding.trained:
             chunk.drop_gradient()
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused: a rank's part by position fits no other layout."""
+        """Not supported, because one rank's state by position fits no other layout."""
         raise RuntimeError("use engine.save_checkpoint(), which stores by parameter name")
 
     load_state_dict = state_dict
 
     def destroy(self) -> None:
-        """End the threads of the collectives."""
+        """Stop the threads of the collectives."""
         self.sharding.collectives.close()

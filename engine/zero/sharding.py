@@ -1,4 +1,4 @@
-"""Sharding: when the gradients and weights of a rank's chunks are summed, gathered and given back."""
+"""Sharding: when to reduce, gather and release the gradients and weights of a rank's chunks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from weft.pipeline.action import BACKWARD, Action, Op
 
 
 class Sharding:
-    """The chunks of a rank, and what happens to them around the actions of a schedule.
+    """The chunks of a rank, and their collectives around the actions of a schedule.
 
-    The gradients of a chunk are reduced as soon as its last weight gradient is done, inside
-    the last backward of its stage; its weights are gathered as soon as they are stepped, in
-    the order in which the next step needs them, and waited for where they are used.
-    (MegaScale section 3.2, Centauri section 4.)
+    A chunk's gradients are reduced as soon as its last weight gradient has been computed, inside the
+    last backward of its stage. Its weights are gathered as soon as they are stepped, in the order in
+    which the next step uses them, and waited for where they are used. (MegaScale section 3.2,
+    Centauri section 4.)
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class Sharding:
         """Move the parameters of ``stages`` into chunks.
 
         Args:
-            collectives: over this rank's replicas; None is a single one.
-            tied: parameters that other pipeline ranks hold, too, and the group of their holders.
-            cuts: where stages are cut into chunks; see `cut`.
+            collectives: collectives over this rank's replicas; None means a single replica.
+            tied: parameters that other pipeline ranks also hold, with the group of their holders.
+            cuts: where to divide stages into chunks; see `cut`.
         """
         stages = sorted(stages, key=lambda stage: stage.index)
         self.collectives = collectives or Collectives()
@@ -68,11 +68,11 @@ class Sharding:
         self._reduced: set[Chunk] = set()
         for chunk in self.chunks:
             for member in chunk.members if chunk.trained else ():
-                member.parameter.register_post_accumulate_grad_hook(partial(self._landed, chunk, member))
+                member.parameter.register_post_accumulate_grad_hook(partial(self._gradient_arrived, chunk, member))
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return next(iter(self._named.values())).device
 
     @property
@@ -81,7 +81,7 @@ class Sharding:
         return [chunk for chunk in self.chunks if chunk.trained]
 
     def fragments(self) -> Iterator[Fragment]:
-        """What this rank holds of every parameter; frozen ones included."""
+        """This rank's part of every parameter, including frozen ones."""
         held = {member.name for chunk in self.chunks for member in chunk.members}
         for chunk in self.chunks:
             yield from chunk.fragments
@@ -94,7 +94,7 @@ class Sharding:
     # -- around the actions of a step ------------------------------------------------------------
 
     def begin_step(self, row: Sequence[Action]) -> None:
-        """Look ahead: which actions of ``row`` bring the last gradients, and which weights come next."""
+        """Find out which actions of ``row`` compute the last gradients, and which weights are used next."""
         self._upcoming = {index: deque() for index in self._weights}
         self._closing.clear()
         self._last.clear()
@@ -109,7 +109,7 @@ class Sharding:
 
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:
-        """While a forward or backward of a stage computes."""
+        """Context around a forward or backward of a stage."""
         weights = self._weights[action.stage]
         if action.op is not Op.W:
             weights.begin(backward=action.op in BACKWARD)
@@ -127,15 +127,15 @@ class Sharding:
             assert all(chunk.is_settled for chunk in weights.chunks), "a forward has passed a block by"
 
     def _close(self, action: Action) -> None:
-        """From here on, a chunk is reduced when all of its gradients have come."""
+        """From now on, reduce each chunk when all of its gradients have arrived."""
         early = self._early[action.stage] if action.op is Op.W else set()
         for chunk in self._own[action.stage]:
             parameters = (member.parameter for member in chunk.members)
-            # A vector's gradient came with the input gradient, if it has not waited.
+            # A vector's gradient came with the input gradient, unless it was deferred.
             chunk.missing = {p for p in parameters if p.ndim >= 2 or p not in early}
         self._unreduced[action.stage].extend(reversed(self._own[action.stage]))
 
-    def _landed(self, chunk: Chunk, member: Member, parameter: nn.Parameter) -> None:
+    def _gradient_arrived(self, chunk: Chunk, member: Member, parameter: nn.Parameter) -> None:
         assert chunk not in self._reduced, f"{member.name}: a gradient came after the last one"
         chunk.add_gradient(parameter, chunk.gradient_place(member))
         if self._running is None:
@@ -143,7 +143,7 @@ class Sharding:
         stage = self._running.stage
         if self._running.op is Op.I:
             self._early[stage].add(parameter)
-        # In a fixed order, so that all replicas agree on it.
+        # In a fixed order, which is the same on all replicas.
         while self._unreduced[stage] and not self._unreduced[stage][0].missing:
             self._reduced.add(self._unreduced[stage][0])
             self._unreduced[stage].popleft().reduce()
@@ -153,7 +153,7 @@ class Sharding:
             self._unreduced[stage].popleft().reduce()
 
     def reduce(self, stage: int) -> None:
-        """``REDUCE_GRAD``: start what reductions of ``stage`` are not under way yet."""
+        """``REDUCE_GRAD``: start the remaining reductions of ``stage``."""
         self._reduce_rest(stage)
         for chunk, stages in self._unended.items():
             stages.discard(stage)
@@ -163,36 +163,36 @@ class Sharding:
         self._reduce_rest(stage)
 
     def unshard(self, stage: int) -> None:
-        """``UNSHARD``: start to gather what the next computation of ``stage`` needs first."""
+        """``UNSHARD``: start to gather the weights that the next computation of ``stage`` uses first."""
         upcoming = self._upcoming.get(stage, deque())
         self._weights[stage].prefetch(backward=bool(upcoming) and upcoming[0] is not Op.F)
 
     def reshard(self, stage: int) -> None:
-        """``RESHARD``: give the weights of ``stage`` back."""
+        """``RESHARD``: release the weights of ``stage``."""
         self._weights[stage].release()
 
     # -- around the optimiser's step ---------------------------------------------------------------
 
     def finish_gradients(self) -> None:
-        """Wait until every gradient is summed."""
+        """Wait until every gradient has been reduced."""
         for chunk in self.trained:
             chunk.finish_gradient()
 
     def publish(self) -> None:
-        """Bring stepped fragments into the model, in the order in which forwards need them."""
+        """Copy stepped fragments into the model, in the order in which forwards use them."""
         for chunk in self.chunks:
             if chunk.trained:
                 chunk.publish()
         self._weights[min(self._weights)].prefetch()
 
     def settle(self) -> None:
-        """Wait for whatever is under way."""
+        """Wait for all collectives in progress."""
         for chunk in self.chunks:
             chunk.settle_weights()
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
-        """While every parameter holds its whole value; a collective call over the replicas."""
+        """Context in which every parameter has its full value; a collective call over the replicas."""
         for chunk in self.chunks:
             chunk.wait()
         yield

@@ -1,4 +1,4 @@
-"""The weights of a virtual stage, made whole block by block as its computations need them."""
+"""The weights of a virtual stage, gathered block by block as its computations use them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from weft.engine.zero.cutting import ShardedStage, outside_blocks
 
 
 class StageWeights:
-    """Gathers ahead of use, waits at use, and at ZeRO stage 3 releases after use.
+    """Gathers weights before use, waits at use, and at ZeRO stage 3 releases them after use.
 
-    A forward runs through the blocks in their order, a backward in the opposite one; while a
-    block computes, the next one's weights are on their way. Storage is given back and taken
-    again under the same tensors, so what autograd has saved stays valid.
+    A forward runs through the blocks in order, a backward in reverse; while a block computes, the
+    next block's weights are gathered. Storage is freed and allocated again under the same tensors,
+    so the tensors that autograd saved stay valid.
     """
 
     def __init__(self, stage: ShardedStage, chunk_of: Mapping[nn.Parameter, Chunk]) -> None:
         """Hook the stage's blocks.
 
         Args:
-            chunk_of: the chunk of each parameter that is in one.
+            chunk_of: the chunk of each parameter that belongs to one.
         """
         blocks = list(stage.blocks())
         outside = outside_blocks(stage)
@@ -42,23 +42,23 @@ class StageWeights:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """Every chunk that the stage uses, in the order in which a forward needs them."""
+        """Every chunk that the stage uses, in the order in which a forward uses them."""
         return list(dict.fromkeys([*self._rest, *(chunk for block in self._blocks for chunk in block)]))
 
     def prefetch(self, *, backward: bool = False) -> None:
-        """Start to gather what the next computation needs first."""
+        """Start to gather the weights that the next computation uses first."""
         for chunk in (*self._rest, *(self._blocks[-1 if backward else 0] if self._blocks else ())):
             chunk.gather()
 
     def begin(self, *, backward: bool) -> None:
-        """Before a computation: have what lies outside of the blocks."""
+        """Prepare a computation: wait for the weights outside of the blocks."""
         self._backward = backward
         self.prefetch(backward=backward)
         for chunk in self._rest:
             chunk.wait()
 
     def release(self) -> None:
-        """Give back whatever is there on demand only."""
+        """Release all weights that are only gathered on demand."""
         for chunk in self.chunks:
             chunk.release()
 
@@ -76,7 +76,7 @@ class StageWeights:
         self._release(number)
 
     def _before_backward(self, number: int, gradient: Tensor) -> None:
-        # Autograd runs the nodes of a later block first, so that block is done.
+        # Autograd runs the nodes of later blocks first, so the next block has finished.
         self._release(number + 1)
         self._wait(number)
         self._gather(number - 1)

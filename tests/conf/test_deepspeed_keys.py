@@ -15,7 +15,7 @@ from weft.conf.schema import LrSchedule, OptimizerKind, Precision
 from weft.engine.deepspeed import table as deepspeed_table
 from weft.engine.deepspeed.keys import _refuse, split_deepspeed_config
 from weft.engine.deepspeed.names import _model, _top_level
-from weft.engine.deepspeed.table import OPTIMIZERS, REFUSED, SAME, SILENT, fate, key_table
+from weft.engine.deepspeed.table import DEEPSPEED_DEFAULTS, OPTIMIZERS, REFUSED, TAKEN_OVER, handling, key_table
 
 USER = {
     "train_micro_batch_size_per_gpu": 2,
@@ -131,15 +131,15 @@ def test_files_that_cannot_be_read(text, part, tmp_path):
 
 
 def test_deepspeed_still_has_the_names_that_we_use():
-    top = {name.split(".")[0] for name in (*SAME, *REFUSED)} - {"sequence_parallel_size"}
+    top = {name.split(".")[0] for name in (*TAKEN_OVER, *REFUSED)} - {"sequence_parallel_size"}
     assert top <= _top_level()
-    zero = {name.split(".")[1] for name in (*SAME, *REFUSED) if name.startswith("zero_optimization.")}
+    zero = {name.split(".")[1] for name in (*TAKEN_OVER, *REFUSED) if name.startswith("zero_optimization.")}
     assert zero <= {field.alias or name for name, field in _model("DeepSpeedZeroConfig").model_fields.items()}
 
 
 def test_every_kind_of_optimizer_has_its_name_at_deepspeed():
     assert set(OPTIMIZERS.values()) == set(OptimizerKind.__members__)
-    assert SILENT.keys() <= {"optimizer.clip", "optimizer.schedule", "optimizer.warmup_steps"}
+    assert DEEPSPEED_DEFAULTS.keys() <= {"optimizer.clip", "optimizer.schedule", "optimizer.warmup_steps"}
 
 
 def test_pydantic_sections_refuse_unknown_keys_themselves():
@@ -161,7 +161,7 @@ def deepspeed_names():
 
 
 def test_every_key_of_deepspeed_has_a_fate():
-    assert not [name for name in deepspeed_names() if not (fate(name) or name == "optimizer")]
+    assert not [name for name in deepspeed_names() if not (handling(name) or name == "optimizer")]
 
 
 def test_the_table_of_the_docs_is_this_one():
@@ -253,13 +253,13 @@ def test_gradients_travel_in_the_format_that_is_asked_for(given):
 
 
 def test_what_nobody_knows_is_refused(monkeypatch):
-    monkeypatch.delitem(deepspeed_table.NO_EFFECT, "vocabulary_size")
-    with pytest.raises(ValueError, match="vocabulary_size=3: Weft does not know what to make of it; leave it out"):
+    monkeypatch.delitem(deepspeed_table.WITHOUT_EFFECT, "vocabulary_size")
+    with pytest.raises(ValueError, match="vocabulary_size=3: Weft does not support it; leave it out"):
         split_deepspeed_config(USER | {"vocabulary_size": 3})
 
 
 def test_optimizers_that_need_whole_matrices_go_without_shards_only():
     muon = {"optimizer": {"type": "Muon"}}
-    with pytest.raises(ValueError, match=r"optimizer\.type='Muon': it needs parameters whole"):
+    with pytest.raises(ValueError, match=r"optimizer\.type='Muon': it needs whole parameters"):
         split_deepspeed_config(USER | muon)
     split_deepspeed_config(USER | muon | {"zero_optimization": {"stage": 0}})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.conf.fields import field_types, groups
-from weft.engine.deepspeed.table import NO_EFFECT, REFUSED, SAME, STANDS
+from weft.engine.deepspeed.table import READ_BY_DEEPSPEED, REFUSED, TAKEN_OVER, WITHOUT_EFFECT
 from weft.tools.bench import BENCHES
 from weft.tools.cli import COMMANDS
 
@@ -207,7 +207,11 @@ def is_dotted(name):
     if first == "weft":
         return (rest[0] in groups() and ".".join(rest) in field_types()) or is_of_module(rest)
     if first in groups():
-        return name in field_types() or name in {*SAME, *STANDS, *REFUSED, *NO_EFFECT} or is_of_module([first, *rest])
+        return (
+            name in field_types()
+            or name in {*TAKEN_OVER, *READ_BY_DEEPSPEED, *REFUSED, *WITHOUT_EFFECT}
+            or is_of_module([first, *rest])
+        )
     return all(part in used() | KNOWN for part in rest)
 
 

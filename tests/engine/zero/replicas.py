@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from weft.comm.collectives import Primitive
 from weft.engine.execution.sums import ReplicaSum
 from weft.engine.zero import Collectives, ShardedOptimizer
-from weft.engine.zero.collectives import Done
+from weft.engine.zero.collectives import CompletedHandle
 
 LIMIT_S = 20
 
@@ -56,7 +56,7 @@ class Meetings(Collectives):
 
     def _start(self, over: Any, primitive: Primitive, source: Tensor, target: Tensor) -> Any:
         if self.num_replicas == 1:
-            return Done(target)
+            return CompletedHandle(target)
         self.started.append((primitive.name, max(source.numel(), target.numel())))
         everyones = self.meeting.exchange(self.replica, source)
         if primitive is Primitive.all_gather:

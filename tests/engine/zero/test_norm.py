@@ -38,14 +38,14 @@ def test_the_norm_of_several_tensors_of_any_shape_and_type():
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_watch_tells_of_what_is_not_finite(value):
     watch = NormWatch(CPU)
-    watch.answer()  # nothing was asked
-    watch.ask(6, ReplicaSum(torch.tensor(9.0), None), 1.0)
-    watch.answer()
-    watch.answer()
-    watch.ask(7, ReplicaSum(torch.tensor(abs(value)), None), 2.0)
+    watch.check()  # nothing was asked
+    watch.watch(6, ReplicaSum(torch.tensor(9.0), None), 1.0)
+    watch.check()
+    watch.check()
+    watch.watch(7, ReplicaSum(torch.tensor(abs(value)), None), 2.0)
     with pytest.raises(NonFiniteError, match=f"step 7: the norm of the gradient is {abs(value)}.*smaller optimizer.lr"):
-        watch.answer()
-    watch.answer()
+        watch.check()
+    watch.check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -15,7 +15,7 @@ from weft.engine.planning.memory import activation_memory, rank_states
 from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap
 from weft.engine.planning.schedules import open_placements, plan_schedule
 from weft.engine.zero import Collectives, Sharding
-from weft.engine.zero.collectives import Done
+from weft.engine.zero.collectives import CompletedHandle
 from weft.pipeline.action import Action, Op
 from weft.pipeline.memory import peak_bytes
 from weft.pipeline.placement import Placement
@@ -39,7 +39,7 @@ class Recorded(Collectives):
         self.started.append((primitive, max(source.numel(), target.numel())))
         if target.numel() < source.numel():
             target.copy_(source[: target.numel()])
-        return Done(target)
+        return CompletedHandle(target)
 
 
 def planned(group, zero_stage, num_stages, bytes_per_s):
