@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -63,7 +62,7 @@ def predict(cell: Schedule, costs: CostModel, local_rank: int) -> Timeline:
         replace(
             span,
             rank=span.rank - ranks.start,
-            lane=re.sub(r"\d+$", lambda peer: str(int(peer[0]) - ranks.start), span.lane),
+            lane=span.lane.counted_from(ranks.start),
             slot=tuple(action._replace(stage=action.stage - first_stage) for action in span.slot),
         )
         for span in whole.spans

@@ -9,7 +9,7 @@ from statistics import median
 
 from weft.pipeline.action import SENDS, Op
 from weft.pipeline.costs import CostModel, StageCost
-from weft.pipeline.timeline import Timeline
+from weft.pipeline.timeline import SEND_LANE, Timeline
 
 
 def fit_costs(timelines: Sequence[Timeline], costs: CostModel) -> CostModel:
@@ -25,7 +25,7 @@ def fit_costs(timelines: Sequence[Timeline], costs: CostModel) -> CostModel:
     seconds: dict[tuple[Op, int], list[float]] = defaultdict(list)
     for timeline in timelines:
         for span in timeline.spans:
-            if len(span.slot) == 1 and (span.slot[0].op not in SENDS or span.lane == "send"):
+            if len(span.slot) == 1 and (span.slot[0].op not in SENDS or span.lane == SEND_LANE):
                 action = span.slot[0]
                 op = Op.SEND_F if action.op in SENDS else action.op  # both directions cost the same
                 seconds[op, action.stage].append(span.end_s - span.start_s)

@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.conf.files import write_whole
 from weft.pipeline.action import COMPUTE, Action, Op, Slot
-from weft.pipeline.timeline import Span, Timeline
+from weft.pipeline.timeline import COMPUTE_LANE, SEND_LANE, Span, Timeline
 
 _CONSUMER_OF = {Op.SEND_F: (Op.F, 1), Op.SEND_B: (Op.B, -1)}
 """The operation that consumes a send, and its stage relative to the sender's."""
@@ -42,13 +42,13 @@ def _events(timelines: Sequence[Timeline], number: int) -> Iterator[dict[str, An
         yield {
             "ph": "X",
             "name": _name(span.slot),
-            "cat": "compute" if span.lane == "compute" else span.lane,
+            "cat": span.lane,
             "ts": span.start_s * 1e6,
             "dur": (span.end_s - span.start_s) * 1e6,
             "args": {"action": [str(action) for action in span.slot]},
             **here,
         }
-        travels = span.slot[0].op in _CONSUMER_OF and span.lane != "send"
+        travels = span.slot[0].op in _CONSUMER_OF and span.lane != SEND_LANE
         fed = consumers.get(_consumer_of(span.slot[0])) if travels else None
         if fed is not None:
             arrow = {"name": "transfer", "cat": "transfer", "id": f"{number}.{place}"}
@@ -76,7 +76,7 @@ def _threads(timeline: Timeline) -> list[tuple[int, int, str]]:
         free_s[span.rank][span.lane, line] = span.end_s
         lines.append((span.lane, line))
     numbers = {
-        rank: {key: n for n, key in enumerate(sorted(lanes, key=lambda key: (key[0] != "compute", key)))}
+        rank: {key: n for n, key in enumerate(sorted(lanes, key=lambda key: (key[0] != COMPUTE_LANE, key)))}
         for rank, lanes in free_s.items()
     }
     return [

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from weft.conf.files import replacing
 from weft.pipeline.action import COMPUTE, RECEIVES, RELAYS, SENDS, Action, Op
 from weft.pipeline.text import bytes_text
-from weft.pipeline.timeline import Timeline
+from weft.pipeline.timeline import SEND_LANE, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -179,7 +179,7 @@ def _boxes(timeline: Timeline) -> Iterator[_Box]:
     first, bottom = _COMPUTE
     for span in timeline.spans:
         action = span.slot[0]
-        if span.lane == "send":
+        if span.lane == SEND_LANE:
             continue
         if action.op in _THIN:
             top, end = _THIN[action.op]

@@ -14,7 +14,7 @@ from weft.pipeline.limits import check_size, count, read_text, short_repr
 from weft.pipeline.order import time_slots
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.timeline import Span, Timeline
+from weft.pipeline.timeline import Lane, Span, Timeline
 
 _VERSION = 1
 
@@ -177,7 +177,7 @@ def _parse_span(entry: object, number: int) -> Span:
         case [int(rank), str(lane), str(slot), float() | int() as start_s, float() | int() as end_s] if isfinite(
             start_s
         ) and isfinite(end_s):
-            return Span(rank, lane, parse_slot(slot), start_s, end_s)
+            return Span(rank, Lane(lane), parse_slot(slot), start_s, end_s)
     raise ValueError(f"spans[{number}]={short_repr(entry)}: expected [rank, lane, slot, start, end]")
 
 

@@ -12,7 +12,7 @@ from weft.pipeline.lowering import add_transfers
 from weft.pipeline.memory import held_along
 from weft.pipeline.order import Visit, execution_order
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.timeline import Span, Timeline
+from weft.pipeline.timeline import COMPUTE_LANE, REDUCE_LANE, SEND_LANE, Lane, Span, Timeline
 
 _SIDE = frozenset({Op.REDUCE_GRAD, Op.UNSHARD})
 """Collectives over replicas: started in row order, overlapped with compute."""
@@ -95,7 +95,7 @@ class SimulatedStep:
         elif op in RECEIVES or op is Op.RESHARD:
             end_s = self._rank_free_s[rank] = posted_s
         elif op in _SIDE:
-            end_s = self._occupy(rank, "reduce", slot, posted_s, self._seconds(slot))
+            end_s = self._occupy(rank, REDUCE_LANE, slot, posted_s, self._seconds(slot))
         else:
             end_s = self._compute(rank, slot, posted_s)
         for action in slot:
@@ -105,7 +105,7 @@ class SimulatedStep:
     def _compute(self, rank: int, slot: Slot, start_s: float) -> float:
         end_s = self._rank_free_s[rank] = start_s + self._seconds(slot)
         if slot[0].op is not Op.STEP or end_s > start_s:
-            self._rank_spans[rank].append(Span(rank, "compute", slot, start_s, end_s))
+            self._rank_spans[rank].append(Span(rank, COMPUTE_LANE, slot, start_s, end_s))
         return end_s
 
     def _seconds(self, slot: Slot) -> float:
@@ -124,7 +124,7 @@ class SimulatedStep:
         """Post a transfer; returns its arrival time."""
         op, stage, _ = slot[0]
         placement = self._schedule.placement
-        self._rank_free_s[rank] = self._occupy(rank, "send", slot, posted_s, self._seconds(slot))
+        self._rank_free_s[rank] = self._occupy(rank, SEND_LANE, slot, posted_s, self._seconds(slot))
         other = stage + 1 if op is Op.SEND_F else stage - 1
         peer = placement.stage_ranks[other]
         link = self._link(rank, peer)
@@ -140,7 +140,7 @@ class SimulatedStep:
         queues = {(here, ("uplinks" if shared else "uplink") if crosses else letter): occupied_s}
         if crosses and transit_s > occupied_s:
             queues[here, f"to {there}"] = transit_s
-        return self._occupy(rank, f"{letter}>{peer}", slot, posted_s, transit_s, link.latency_s, queues)
+        return self._occupy(rank, Lane.transfer(letter, peer), slot, posted_s, transit_s, link.latency_s, queues)
 
     def _relay(self, rank: int, slot: Slot, sent: Action) -> float:
         """Record the transfer that this rank's uplink carries a part of; returns its arrival time."""
@@ -157,7 +157,7 @@ class SimulatedStep:
     def _occupy(
         self,
         rank: int,
-        lane: str,
+        lane: Lane,
         slot: Slot,
         posted_s: float,
         seconds: float,

@@ -8,15 +8,45 @@ from functools import cached_property
 from weft.pipeline.action import Slot
 
 
+class Lane(str):
+    """What of a rank a span occupies, by the text that files hold: `COMPUTE_LANE`,
+    `SEND_LANE`, `REDUCE_LANE`, or that of a `transfer`."""
+
+    __slots__ = ()
+
+    @classmethod
+    def transfer(cls, direction: str, peer: int) -> Lane:
+        """Activations (``F``) or gradients (``B``) on their way to rank ``peer``: ``F>3``."""
+        return cls(f"{direction}>{peer}")
+
+    @property
+    def peer(self) -> int | None:
+        """The rank that a transfer goes to; None of other lanes."""
+        _, is_transfer, peer = self.partition(">")
+        return int(peer) if is_transfer else None
+
+    def counted_from(self, rank: int) -> Lane:
+        """The same lane where ``rank`` is rank 0."""
+        return self if self.peer is None else Lane.transfer(self[0], self.peer - rank)
+
+
+COMPUTE_LANE = Lane("compute")
+"""Computation."""
+SEND_LANE = Lane("send")
+"""The rank's time to start a transfer."""
+REDUCE_LANE = Lane("reduce")
+"""Collectives over replicas."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One slot on one lane. Seconds count from the start of the step."""
+    """One slot on one lane. Seconds count from the start of the step.
+
+    Transfers last from their first byte to their arrival, and are predicted only.
+    """
 
     rank: int
-    lane: str
-    """``compute`` for computation; ``send`` for the rank's time to start a transfer; ``reduce`` for
-    collectives over replicas; ``F>3`` or ``B>1`` for a transfer to that rank, from its first byte
-    to its arrival (predicted only)."""
+    lane: Lane
     slot: Slot
     start_s: float
     end_s: float
@@ -50,7 +80,7 @@ class Timeline:
         """The spans of each rank's compute lane."""
         lanes: list[list[Span]] = [[] for _ in range(self.num_ranks)]
         for span in self.spans:
-            if span.lane == "compute":
+            if span.lane == COMPUTE_LANE:
                 lanes[span.rank].append(span)
         return tuple(map(tuple, lanes))
 

@@ -11,7 +11,7 @@ from weft.comm.exchange import gather
 from weft.engine.observability.clock import Clock
 from weft.pipeline.action import COMPUTE, SENDS, Op, Slot, parse_slot, slot_text
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.timeline import Span, Timeline
+from weft.pipeline.timeline import COMPUTE_LANE, REDUCE_LANE, SEND_LANE, Span, Timeline
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class StepRecord:
     def idle_share(self, clock: Clock) -> float:
         """Share of the step in which this rank did not compute."""
         busy_s = sum(
-            clock.seconds(mark.start, mark.end) for mark in self.marks if _LANES.get(mark.slot[0].op) == "compute"
+            clock.seconds(mark.start, mark.end) for mark in self.marks if _LANES.get(mark.slot[0].op) == COMPUTE_LANE
         )
         return 1.0 - busy_s / clock.seconds(self.start, self.marks[-1].end)
 
 
 _LANES = {
-    **dict.fromkeys(COMPUTE | {Op.STEP}, "compute"),
-    **dict.fromkeys(SENDS, "send"),
-    **dict.fromkeys((Op.REDUCE_GRAD, Op.UNSHARD), "reduce"),
+    **dict.fromkeys(COMPUTE | {Op.STEP}, COMPUTE_LANE),
+    **dict.fromkeys(SENDS, SEND_LANE),
+    **dict.fromkeys((Op.REDUCE_GRAD, Op.UNSHARD), REDUCE_LANE),
 }
 
 
