@@ -1,4 +1,4 @@
-"""Products of an activation and a parameter, whose two gradients can be computed apart."""
+"""Products of an activation and a parameter, whose two gradients can be computed separately."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Product(ABC):
     @property
     @abstractmethod
     def parameters(self) -> tuple[Tensor, ...]:
-        """The factors that get their gradient later: parameters, or views of them."""
+        """The factors whose gradient is deferred: parameters, or views of them."""
 
     @abstractmethod
     def input_gradient(self, gradient: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class Lookup(Product):
     table: Tensor
     """[tokens, width]"""
     padding_idx: int
-    """Row without a gradient; -1 is none."""
+    """Row without a gradient; -1 means none."""
     scale_grad_by_freq: bool
     """Divide a row's gradient by how often it was looked up."""
 
@@ -112,10 +112,10 @@ class Lookup(Product):
 
 
 def base_parameter(tensor: Tensor) -> nn.Parameter | None:
-    """The trainable parameter that ``tensor`` is, or is a view of.
+    """The trainable parameter that ``tensor`` is, or is a view of; None otherwise.
 
-    A tensor computed from a parameter is neither: its own graph ends with the input-gradient
-    backward, so its gradient cannot wait.
+    For a tensor that is computed from a parameter it is None: its graph is freed with the
+    input-gradient backward, so its gradient cannot be deferred.
     """
     if not tensor.requires_grad:
         return None
@@ -124,7 +124,7 @@ def base_parameter(tensor: Tensor) -> nn.Parameter | None:
 
 
 Match = tuple[Tensor, Product] | None
-"""The activation and the product that a call stands for; None leaves the call as it is."""
+"""The activation and the product of a call; None leaves the call unchanged."""
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Match:
@@ -175,11 +175,11 @@ _MATCHERS: Mapping[Callable[..., Tensor], Callable[..., Match]] = MappingProxyTy
 
 
 def match(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Match:
-    """The product that a call of a torch function stands for, if its parameters can wait.
+    """Match a call of a torch function to a product whose weight gradient can be deferred.
 
     Returns:
-        None if ``function`` is no product of a trainable parameter (or a view of one), or if
-        autocast would change its operands behind our back.
+        None if ``function`` is not a product with a trainable parameter (or a view of one), or if
+        autocast would cast its operands.
     """
     matcher = _MATCHERS.get(function)
     if matcher is None or not torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""The meter of what a forward saves for its backward."""
+"""Measure the activation memory that a forward saves for its backward."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """While active, counts the memory of the tensors that autograd saves, shared memory once.
+    """While active, counts the memory of the tensors that autograd saves; shared storage counts once.
 
-    What a checkpointed region will recompute is not counted, its inputs are. Parameters and
-    buffers live anyway and are left out.
+    Of a checkpointed region only the inputs count, not what is recomputed. Parameters and buffers
+    are not counted.
     """
 
     def __init__(self, resident: Iterable[Tensor]) -> None:
-        """Take the tensors that live anyway."""
+        """Exclude the ``resident`` tensors, which are alive anyway."""
         self._resident = {tensor.untyped_storage()._cdata for tensor in resident}
         self._sizes: dict[int, int] = {}
         super().__init__(self._pack, lambda tensor: tensor)
@@ -27,7 +27,7 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        # By storage and not by address: sharded weights come and go under the same storage.
+        # Identify by storage object, not by address: sharded weights are freed and allocated again.
         if storage._cdata not in self._resident:
             self._sizes[storage.data_ptr()] = storage.nbytes()
         return tensor

@@ -1,4 +1,4 @@
-"""The split backward: B as a whole, or as I (input gradient) and W (weight gradients)."""
+"""The split backward: B in one part, or as I (input gradient) and W (weight gradients)."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _log = logging.getLogger(__name__)
 
 
 class SavedForward:
-    """What one micro-batch's forward on one virtual stage keeps for its backward."""
+    """What the forward of a micro-batch on a virtual stage keeps for its backward."""
 
     def __init__(self, hidden: Tensor | None, *, split: bool) -> None:
         self.hidden = hidden
         """The stage's input, a leaf; None on the first stage."""
         self.output: Tensor | None = None
-        """The stage's output with its graph, until the input gradient is there."""
+        """The stage's output with its graph, until the input gradient has been computed."""
         self.tape = Tape() if split else None
-        """Weight gradients to come; None if they are computed with the input gradient."""
+        """Deferred weight gradients; None if they are computed with the input gradient."""
         self.activation_bytes = 0
         """Memory of the tensors that the forward's graph saves."""
         self.kept_bytes = 0
-        """Memory kept from the input gradient until the weight gradients."""
+        """Memory kept between input-gradient and weight-gradient backward."""
 
     @property
     def holds_activation(self) -> bool:
@@ -41,31 +41,30 @@ class SavedForward:
 
     @property
     def live_bytes(self) -> int:
-        """Memory kept now."""
+        """Memory kept at the moment."""
         return self.activation_bytes if self.holds_activation else self.kept_bytes
 
 
 class SplitBackward:
     """Runs the backwards of one virtual stage, in one or two parts.
 
-    Inside the forward of a module that owns matrices (nn.Linear, GPT-2's Conv1D, LoRA's
-    adapters, a router, fused experts, an embedding), a product of an activation and a
-    parameter is replaced by one whose backward returns the activation's gradient and leaves
-    the parameter's to a tape. Everything else, such as norms, gets its gradient in I. A
-    parameter that needs no gradient costs nothing; with gradient checkpointing the layer is
-    recomputed once, in I.
+    Inside the forward of a module that owns matrices (nn.Linear, GPT-2's Conv1D, LoRA's adapters, a
+    router, fused experts, an embedding), a product of an activation and a parameter is replaced by
+    one whose backward returns the activation's gradient and records the parameter's on a tape. All
+    other parameters, such as those of norms, get their gradient in I. Parameters without a gradient
+    cost nothing. With gradient checkpointing the layer is recomputed once, in I.
 
-    torch.distributed.pipelining cuts the autograd graph instead. That needs no rule per
-    product, but holds the whole graph of a micro-batch until W, and with checkpointing
-    recomputes in I and again in W. (Zero Bubble Pipeline Parallelism, section 2, for the split.)
+    torch.distributed.pipelining cuts the autograd graph instead. That needs no rule per product, but
+    keeps the whole graph of a micro-batch until W, and with checkpointing recomputes in both I and W.
+    The split is that of "Zero Bubble Pipeline Parallelism", section 2.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Hook the modules that own matrices; `remove` undoes it."""
+        """Hook the modules that own matrices; `remove` removes the hooks."""
         self._module = module
         self._strand = _Strand()
         self._played: Tape | None = None
-        """Of the backward under way: autograd may run it, and what it computes again, in a thread of its own."""
+        """Tape of the running backward, which autograd may run, with its recomputation, in a separate thread."""
         self._mode = _Intercept(self)
         self._hooks = []
         self._unsplit: tuple[str, ...] | None = None
@@ -79,12 +78,12 @@ class SplitBackward:
 
     @property
     def can_split(self) -> bool:
-        """Whether the stage has weight gradients that may wait; if not, W is empty."""
+        """Whether the stage has weight gradients that can be deferred; otherwise W is empty."""
         return any(p.requires_grad and p.dim() >= 2 for p in self._module.parameters())
 
     @property
     def unsplit(self) -> tuple[str, ...]:
-        """Trainable parameters whose gradient did not wait, known from the first split forward on."""
+        """Trainable parameters whose gradient is computed in I; known after the first split forward."""
         return self._unsplit or ()
 
     def forward(
@@ -95,11 +94,11 @@ class SplitBackward:
         Args:
             run: computes the stage's output or loss from ``hidden``.
             hidden: the stage's input, a leaf that requires a gradient; None on the first stage.
-            split: whether the backward may come in two parts. Without, the forward is plain
-                autograd, and only `full_backward` may follow.
+            split: whether the backward may run in two parts. Otherwise the forward is plain autograd,
+                and only `full_backward` may follow.
 
         Returns:
-            The output, and what its backward takes.
+            The output, and the saved state for its backward.
         """
         saved = SavedForward(hidden, split=split)
         with self._recording(saved.tape):
@@ -110,10 +109,10 @@ class SplitBackward:
         return output, saved
 
     def input_backward(self, saved: SavedForward, gradient: Tensor) -> Tensor | None:
-        """``I``: the gradient of the stage's input; what W needs is kept.
+        """``I``: compute the gradient of the stage's input, and keep what W needs.
 
         Args:
-            gradient: of the output (of the loss: its scale).
+            gradient: the gradient of the output; for a loss, the loss scale.
 
         Returns:
             The gradient of ``hidden``; None on the first stage.
@@ -122,27 +121,27 @@ class SplitBackward:
         output, hidden = saved.output, saved.hidden
         saved.output = saved.hidden = None
         if output.requires_grad:
-            with self._playing(saved.tape):  # a checkpointed layer runs its forward again
+            with self._playing(saved.tape):  # a checkpointed layer reruns its forward
                 torch.autograd.backward(output, gradient)
         if saved.tape:
             saved.kept_bytes = saved.tape.kept_bytes
         return None if hidden is None else hidden.grad
 
     def weight_backward(self, saved: SavedForward) -> None:
-        """``W``: compute and accumulate the weight gradients that I has left."""
+        """``W``: compute and accumulate the deferred weight gradients."""
         assert not saved.holds_activation, "the input gradient comes first"
         if saved.tape:
             saved.tape.accumulate()
             saved.kept_bytes = 0
 
     def full_backward(self, saved: SavedForward, gradient: Tensor) -> Tensor | None:
-        """``B``: both at once; arguments and result as for `input_backward`."""
+        """``B``: run I and W together; same arguments and result as `input_backward`."""
         below = self.input_backward(saved, gradient)
         self.weight_backward(saved)
         return below
 
     def remove(self) -> None:
-        """Take the hooks off the module."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -154,7 +153,7 @@ class SplitBackward:
             _log.info("gradients computed in I instead of W: %s", ", ".join(self._unsplit))
 
     def _measured(self, run: Callable[[], Tensor], saved: SavedForward) -> Tensor:
-        """Find ``activation_bytes``, too: counting costs host time, so once per shape of the input."""
+        """Run, and measure ``activation_bytes``: only once per input shape, because it costs host time."""
         key = saved.hidden.shape if saved.hidden is not None else None, saved.tape is not None
         if key in self._activation_bytes:
             output = run()
@@ -167,7 +166,7 @@ class SplitBackward:
 
     @property
     def _tape(self) -> Tape | None:
-        """Of the micro-batch that this thread computes."""
+        """The tape of the micro-batch that this thread computes."""
         return self._strand.tape if self._strand.is_recording else self._played
 
     @contextmanager
@@ -197,7 +196,7 @@ class SplitBackward:
             self._mode.__exit__(None, None, None)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a torch function of a hooked module, deferred if it is a product that can wait."""
+        """Run a torch function of a hooked module; defer its weight gradient if it is a matching product."""
         found, tape = match(function, args, kwargs), self._tape
         if found is None or tape is None:
             return function(*args, **kwargs)
@@ -205,18 +204,18 @@ class SplitBackward:
 
 
 class _Strand(threading.local):
-    """What one thread computes: two strands of a pair are on the same stage at the same time, for two micro-batches."""
+    """State per thread: the two strands of a pair may run on one stage at once, for different micro-batches."""
 
     is_recording = False
     tape: Tape | None = None
 
     def __reduce__(self) -> tuple[type[_Strand], tuple[()]]:
-        """A copied module's strands compute nothing yet."""
+        """Copy as an idle strand."""
         return _Strand, ()
 
 
 class _Intercept(TorchFunctionMode):
-    """Hands the torch functions of a hooked module's forward to its `SplitBackward`."""
+    """Passes the torch functions of a hooked module's forward to its `SplitBackward`."""
 
     def __init__(self, owner: SplitBackward) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The tape: what the weight gradients of one micro-batch still need."""
+"""The tape: the deferred weight gradients of one micro-batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.engine.backward.products import Product, base_parameter
 
 
 class Kept(NamedTuple):
-    """A product whose activation has its gradient, and whose parameters have not."""
+    """A product whose activation gradient has been computed and whose weight gradient is deferred."""
 
     product: Product
     activation: Tensor
@@ -32,36 +32,36 @@ class Tape:
     def __init__(self) -> None:
         self._kept: list[Kept] = []
         self.parameters: set[nn.Parameter] = set()
-        """Parameters whose gradient is left to ``accumulate``."""
+        """Parameters whose gradient is deferred to ``accumulate``."""
 
     def record(self, compute: Callable[[], Tensor], activation: Tensor, product: Product) -> Tensor:
-        """Run a product now such that its backward computes the activation's gradient only."""
+        """Run a product so that its backward computes only the activation's gradient."""
         for factor in product.parameters:
             parameter = base_parameter(factor)
             assert parameter is not None
             self.parameters.add(parameter)
-        # The parameters are no inputs of the node: without an anchor, a product of an
-        # activation that needs no gradient would have no backward at all.
+        # The parameters are not inputs of the autograd node: without an anchor, a product of an
+        # activation that needs no gradient would have no backward.
         anchor = None if activation.requires_grad else torch.empty(0, requires_grad=True, device=activation.device)
         return _Deferred.apply(activation, anchor, compute, product, self)
 
     def keep(self, kept: Kept) -> None:
-        """Leave the parameters' gradients of a product to ``accumulate``."""
+        """Defer the weight gradients of a product to ``accumulate``."""
         self._kept.append(kept)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of memory that the kept activations and gradients hold."""
+        """Memory of the kept activations and gradients, in bytes."""
         storages = (t.untyped_storage() for kept in self._kept for t in (kept.activation, kept.gradient))
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def accumulate(self) -> None:
-        """Compute the kept parameter gradients, and accumulate each as any backward would.
+        """Compute the deferred weight gradients, and accumulate them as any backward does.
 
-        Every parameter's gradients go through one call of autograd's engine. So tensor hooks
-        see them, and post-accumulate hooks run exactly once per parameter and micro-batch:
-        DeepSpeed's BF16_Optimizer with ``immediate_grad_update`` and its ZeRO optimisers
-        register those; without them, DeepSpeed reads ``.grad``.
+        The gradients of each parameter go through one call of autograd's engine. So tensor hooks see
+        them, and post-accumulate hooks run exactly once per parameter and micro-batch: DeepSpeed's
+        BF16_Optimizer with ``immediate_grad_update`` and its ZeRO optimisers register such hooks, and
+        otherwise DeepSpeed reads ``.grad``.
         """
         groups: dict[nn.Parameter | None, list[Kept]] = {}
         for kept in self._kept:
@@ -73,7 +73,7 @@ class Tape:
 
 
 class _Deferred(torch.autograd.Function):
-    """A product; its backward leaves the parameters' gradients to the tape."""
+    """A product whose backward records the weight gradients on the tape."""
 
     @staticmethod
     def forward(

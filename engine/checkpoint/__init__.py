@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent, hold no pickle, and fit any layout of the ranks."""
+"""Checkpoints: atomic, without pickle, and independent of the layout of ranks."""
 
 from weft.engine.checkpoint.background import BackgroundWriter
 from weft.engine.checkpoint.engine_checkpoint import (

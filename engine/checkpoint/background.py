@@ -1,4 +1,4 @@
-"""Writing in the background: training goes on while the disk works (MegaScale section 4.4)."""
+"""Background writes: training continues while a checkpoint is written (MegaScale section 4.4)."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ log = logging.getLogger(__name__)
 
 
 def snapshot(pieces: Iterable[Piece]) -> list[Piece]:
-    """Copies in host memory: the first of the two stages, after which training may go on."""
+    """Copy pieces to host memory: the first of two stages, after which training may continue."""
     return [replace(piece, data=piece.data.to("cpu", copy=True)) for piece in pieces]
 
 
 class BackgroundWriter:
-    """Runs one write at a time in a thread of its own.
+    """Runs one write at a time in a separate thread.
 
-    A write that is cut off by the end of the process is absent, like any other.
+    A write that the end of the process interrupts leaves no checkpoint.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """Take the group over which ranks agree on a write; it has to be used by nothing else."""
+        """Use ``group`` to agree on a write; nothing else may use it."""
         self.group = group
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
@@ -35,24 +35,24 @@ class BackgroundWriter:
 
     @classmethod
     def open(cls) -> BackgroundWriter:
-        """A writer for all ranks of the job; a collective call."""
+        """Create a writer for all ranks of the job; a collective call."""
         return cls(dist.new_group(backend="gloo"))
 
     def submit(self, write: Callable[[], Path]) -> None:
-        """Start a write, when the one before it has ended.
+        """Start a write after the previous one has ended.
 
         Raises:
-            Exception: the write before this one failed; this one was not started.
+            Exception: the previous write failed; this one was not started.
         """
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(write,), name="weft-checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> Path | None:
-        """Wait for the write that is under way; returns the last one's path, None if there was none.
+        """Wait for a write in progress; returns the path of the last one, or None.
 
         Raises:
-            Exception: it failed; the next call starts afresh.
+            Exception: the write failed; the error is raised only once.
         """
         if self._thread is not None:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""The caller's own state: JSON in the manifest, tensors and arrays beside the model's; nothing is pickled."""
+"""The caller's state: JSON in the manifest, tensors and arrays beside the model's; nothing is pickled."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from weft.engine.checkpoint.shard_file import DTYPES
 CLIENT = "client"
 """Kind of the caller's tensors: ``client/0``, in the order of the state."""
 _MARK = "__weft__"
-"""Key of the dictionaries that stand for what is no JSON."""
+"""Key of the dictionaries that represent values without a JSON form."""
 
 
 def encode(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state as JSON values, and its tensors by the names that they are stored under.
+    """Encode the state as JSON values, and its tensors by the names under which they are stored.
 
-    Tensors, numpy's arrays and tuples come back as such; numbers of numpy become Python's.
+    Tensors, numpy arrays and tuples are restored as such; numpy numbers become Python numbers.
 
     Raises:
-        CheckpointError: something in it is neither; names it.
+        CheckpointError: a value cannot be stored; the message names it.
     """
     tensors: dict[str, Tensor] = {}
     try:
@@ -35,10 +35,10 @@ def encode(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]
 
 
 def decode(tree: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """What `encode` was given.
+    """Decode the output of `encode`.
 
     Raises:
-        CheckpointError: a tensor of it is damaged.
+        CheckpointError: a tensor is damaged.
     """
     return {key: _decode(value, checkpoint) for key, value in tree.items()}
 
@@ -69,14 +69,14 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 def _storable(value: Tensor | np.ndarray, path: str) -> Tensor:
     try:
         tensor = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
-    except (TypeError, ValueError) as error:  # of objects, or of another machine's byte order
+    except (TypeError, ValueError) as error:  # an array of objects, or in another byte order
         raise CheckpointError(f"{path}: an array of {value.dtype}; convert it to numbers") from error
     if tensor.dtype not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
         raise CheckpointError(
             f"{path}: a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device} cannot be stored; convert it to "
             f"one of {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)} in memory"
         )
-    # A copy: the caller may go on writing to it while a checkpoint is written in the background.
+    # Copy, because the caller may modify it while a checkpoint is written in the background.
     return tensor.to("cpu", copy=True).reshape(value.shape)
 
 

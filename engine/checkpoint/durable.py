@@ -1,4 +1,4 @@
-"""File operations that are on the disk when they return, or were never begun."""
+"""Durable file operations: their effect is on the disk when they return."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Buffer = bytes | memoryview
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it; it may exist."""
+    """Create a folder and its missing parents; it may exist."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -19,10 +19,10 @@ def make_folder(path: Path) -> None:
 
 
 def make_new_folder(path: Path) -> None:
-    """Make a folder for its owner alone, and those above it.
+    """Create a folder that is private to its owner, and its missing parents.
 
     Raises:
-        OSError: something of that name is there, be it a link to a folder.
+        OSError: the path exists already, even as a link to a folder.
     """
     make_folder(path.parent)
     os.mkdir(path, 0o700)
@@ -44,21 +44,21 @@ def write(path: Path, chunks: Iterable[Buffer]) -> int:
 
 
 def rename(path: Path, new: Path) -> None:
-    """Rename a folder in one indivisible step, within its parent."""
+    """Atomically rename a folder within its parent."""
     assert path.parent == new.parent, (path, new)
     os.rename(path, new)
     sync_folder(new.parent)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with all that is in it, or a link, but not what it leads to; gone already is fine."""
+    """Remove a folder with its contents, or a link but not its target; the path may be missing."""
     if path.is_symlink():
         path.unlink()
     shutil.rmtree(path, ignore_errors=True)
 
 
 def sync_folder(path: Path) -> None:
-    """Make new names in a folder last."""
+    """Sync a folder, so that new names in it survive a crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Checkpoints of a whole engine: model, optimiser, counters, random states, the caller's own."""
+"""Checkpoints of a whole engine: model, optimiser, counters, random states and the caller's state."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from weft.engine.checkpoint.writer import save
 from weft.engine.zero import Fragment
 
 BUFFER = "buffer"
-"""Kind of tensors that no optimiser steps: ``buffer/NAME``."""
+"""Kind of tensors that no optimiser updates: ``buffer/NAME``."""
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 """DeepSpeed's counts of work done."""
 _PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
@@ -55,10 +55,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is restored from a checkpoint beside weights and buffers.
+    """What to restore from a checkpoint besides weights and buffers.
 
     Attributes:
-        optimizer: the optimiser's state; without it the optimiser's own is left as it is.
+        optimizer: the optimiser's state; otherwise the current state is kept.
         scheduler: learning rates and their schedule.
         progress: counters, random states and the loss scale.
     """
@@ -81,21 +81,21 @@ def save_engine(
     """Write a checkpoint between two steps; a collective call.
 
     Args:
-        folder: of checkpoints. Ranks need not share a file system: what a rank needs again,
-            when stages stay where they are, is on its own.
-        client_state: equal on all ranks; what `client_state.encode` takes.
-        keep: whole checkpoints without a tag to keep; 0 keeps all.
-        tag: its name, instead of its step's.
-        latest: whether `load_newest` may find it where no checkpoint is named.
-        background: writes while training goes on; an error then shows at its next use, when
-            the caller may go on without that checkpoint, or end.
+        folder: folder of checkpoints. Ranks need not share a file system: as long as stages stay
+            where they are, each rank finds what it needs on its own.
+        client_state: the caller's state, equal on all ranks (see `client_state.encode`).
+        keep: number of complete checkpoints without a tag to keep; 0 keeps all.
+        tag: name of the checkpoint; None names it by its step.
+        latest: whether `load_newest` may choose it.
+        background: writes while training continues; an error is then raised at the writer's next use,
+            and the caller may continue without that checkpoint, or end.
 
     Returns:
-        Where the checkpoint is, or will be.
+        The path where the checkpoint is, or will be.
 
     Raises:
-        CheckpointError: on every rank; checkpoints written before are as they were.
-        NonFiniteError: on every rank: there are numbers that are not finite; nothing was written.
+        CheckpointError: on every rank; earlier checkpoints are unchanged.
+        NonFiniteError: on every rank, if there are NaNs or infinities; nothing was written.
     """
     engine.check_finite()
     if background is not None:
@@ -120,14 +120,14 @@ def load_engine(engine: Trained, path: Path, wanted: Wanted = Wanted()) -> dict[
 
     Weights, optimiser state, learning rates, loss scale and counters are restored exactly.
     Random states are restored if the layout is the same, and seeded from step and rank if not.
-    Of all that is no weight, what is not ``wanted`` stays as it is.
+    Besides weights, only what is ``wanted`` is restored.
 
     Returns:
         The caller's state.
 
     Raises:
-        CheckpointError: on every rank: damaged, or of another model. The engine may be partly
-            restored.
+        CheckpointError: on every rank, if the checkpoint is damaged or of another model. The engine
+            may be partly restored.
     """
     ranks = _ranks()
     held = _fragments(engine)
@@ -142,26 +142,26 @@ def load_engine(engine: Trained, path: Path, wanted: Wanted = Wanted()) -> dict[
 
 
 def load_tagged(engine: Trained, folder: Path, tag: str, wanted: Wanted = Wanted()) -> tuple[Path, dict[str, Any]]:
-    """Restore from the checkpoint in ``folder`` that was saved under ``tag``; a collective call.
+    """Restore the checkpoint in ``folder`` that was saved under ``tag``; a collective call.
 
     Raises:
-        CheckpointError: on every rank: there is none, or it cannot be restored.
+        CheckpointError: on every rank, if there is none, or it cannot be restored.
     """
     path = _ranks().together(folder, lambda: tagged(folder, tag))
     return path, load_engine(engine, path, wanted)
 
 
 def load_newest(engine: Trained, folder: Path, wanted: Wanted = Wanted()) -> tuple[Path, dict[str, Any]] | None:
-    """Restore from the checkpoint in ``folder`` that was written last and is whole; a collective call.
+    """Restore the newest complete checkpoint in ``folder``; a collective call.
 
-    One whose tensors turn out damaged is named in a warning, and the one before it is taken.
-    ``folder`` may also be a checkpoint itself: then there is no other to take.
+    If its tensors turn out to be damaged, this warns and tries the previous one. ``folder`` may also
+    be a checkpoint itself.
 
     Returns:
         The checkpoint and the caller's state; None if there is none.
 
     Raises:
-        CheckpointError: the only checkpoints there are cannot be restored.
+        CheckpointError: there are checkpoints, but none can be restored.
     """
     ranks = _ranks()
     found = {manifest.name: (path, manifest) for path, manifest in to_resume(folder)}
@@ -185,10 +185,10 @@ def load_newest(engine: Trained, folder: Path, wanted: Wanted = Wanted()) -> tup
 
 
 def check_folder(engine: Trained, folder: Path, *, keep: int) -> None:
-    """Find out before training whether checkpoints can be written; a collective call.
+    """Check before training that checkpoints can be written; a collective call.
 
     Raises:
-        CheckpointError: on every rank: the folder cannot be written, or has no room for the
+        CheckpointError: on every rank, if the folder cannot be written, or has no room for the
             checkpoints to keep and the one being written.
     """
     ranks = _ranks()
@@ -216,7 +216,7 @@ def check_folder(engine: Trained, folder: Path, *, keep: int) -> None:
         )
 
 
-# -- what is saved beside the optimiser -----------------------------------------------------------
+# -- saving besides the optimiser -----------------------------------------------------------------
 
 
 def _fragments(engine: Trained) -> list[Fragment]:
@@ -237,7 +237,7 @@ def _layout(engine: Trained) -> dict[str, Any]:
 
 
 def _meta(engine: Trained, held: list[Fragment], client_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that is no tensor; a collective call."""
+    """Everything except tensors; a collective call."""
     scalars = _ranks().gather(optimizer_state.group_scalars(held, engine.basic_optimizer))
     return {
         "client_state": dict(client_state),
@@ -251,10 +251,10 @@ def _meta(engine: Trained, held: list[Fragment], client_state: Mapping[str, Any]
 
 
 def _pieces(engine: Trained, held: list[Fragment], stores: tuple[Store, ...]) -> list[Piece]:
-    """What this rank writes; a collective call.
+    """The pieces that this rank writes; a collective call.
 
-    What several pipeline ranks hold (tied weights), the first of them writes, if all its
-    replicas write to the same store; what replicas hold alike, those of a store share out.
+    The first of several pipeline ranks writes tied weights, if all its replicas write to the same
+    store. The replicas of a store share the writing of what they hold in common.
     """
     buffers = _buffers(engine)
     mine = {name for name, _ in engine.module.named_global_parameters()} | buffers.keys()
@@ -278,7 +278,7 @@ def _pieces(engine: Trained, held: list[Fragment], stores: tuple[Store, ...]) ->
 
 
 def _buffers(engine: Trained) -> dict[str, torch.Tensor]:
-    """What Hugging Face's models save beside their parameters, by its name in the whole model."""
+    """The persistent buffers of the model, by their names in the whole model."""
     found: dict[str, torch.Tensor] = {}
     for stage in engine.module.stages.values():
         parameters = {name for name, _ in stage.model.named_parameters(remove_duplicate=False)}
@@ -299,7 +299,7 @@ def _random_states(engine: Trained) -> dict[str, torch.Tensor]:
 
 
 def _open(path: Path) -> Checkpoint:
-    """A checkpoint of an engine, whose state has the form that restoring it counts on."""
+    """Open an engine's checkpoint, and check the form of its state."""
     checkpoint = open_checkpoint(path)
     try:
         meta = checkpoint.meta
@@ -318,7 +318,7 @@ def _open(path: Path) -> Checkpoint:
 
 
 def _check_names(checkpoint: Checkpoint, held: list[Fragment], ranks: Ranks) -> None:
-    """Check that the model has every weight of the checkpoint, so that none is lost in silence."""
+    """Check that the model has every weight of the checkpoint, so that none is silently lost."""
     known = {f"{WEIGHT}/{name}" for of_rank in ranks.gather([f.name for f in held]) for name in of_rank}
     lost = sorted(name for name in checkpoint.names if name.startswith(f"{WEIGHT}/") and name not in known)
     if lost:
@@ -357,7 +357,7 @@ def _restore_progress(engine: Trained, checkpoint: Checkpoint) -> None:
 
 
 def _without_groups(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A scheduler's state less what belongs to the groups of one rank: those differ between layouts."""
+    """A scheduler's state without the entries per parameter group, which differ between layouts."""
     return {key: value for key, value in state.items() if key not in _PER_GROUP}
 
 

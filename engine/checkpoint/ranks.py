@@ -1,4 +1,4 @@
-"""The ranks that write or read together: what one of them fails in, all of them report."""
+"""The ranks that write or read together: an error on one rank is raised on all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole checkpoint, opened: its tensors by name or by part, each byte checked when it is read."""
+"""Read a checkpoint's tensors by name or by part; every byte is verified when it is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What checkpoints and exports take of whoever trains; `weft.engine.engine.WeftEngine` has it."""
+"""The interface that checkpoints and exports need of an engine; `weft.engine.engine.WeftEngine` has it."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Trained(Protocol):
     lr_scheduler: Any
 
     def check_finite(self) -> None:
-        """Make sure that nothing trained so far is NaN or infinite; a collective call.
+        """Check that weights and optimiser state have no NaN or infinity; a collective call.
 
         Raises:
-            NonFiniteError: on every rank: something is.
+            NonFiniteError: on every rank, if they do.
         """
         ...

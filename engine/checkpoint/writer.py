@@ -1,4 +1,4 @@
-"""Writing a checkpoint by all ranks together: whole, or absent."""
+"""Write a checkpoint atomically, by all ranks together."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def save(
     newest finished one is whole.
 
     Args:
-        folder: of checkpoints.
-        pieces: what this rank writes; those of all ranks make whole tensors.
+        folder: folder of checkpoints.
+        pieces: the pieces that this rank writes; those of all ranks together cover every tensor.
         meta: JSON values; each store keeps its first rank's.
-        ranks: who writes; None is this process alone.
-        stores: who shares a file system; None finds out.
-        keep: whole checkpoints to keep, this one included; 0 keeps all.
-        tag: the checkpoint's name, which another of that name gives way to and ``keep`` does not
-            touch; None names it by its step.
+        ranks: the ranks that write; None means this process alone.
+        stores: the groups of ranks that share a file system; None finds them.
+        keep: number of complete checkpoints to keep, including this one; 0 keeps all.
+        tag: name of the checkpoint; it replaces another of that name, and ``keep`` does not apply to
+            it. None names it by its step.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: on every rank; earlier checkpoints are as they were.
+        CheckpointError: on every rank; earlier checkpoints are unchanged.
     """
     ranks = ranks or Ranks()
     stores = stores or find_stores(folder, ranks)
