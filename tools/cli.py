@@ -18,7 +18,7 @@ COMMANDS = {
     "plan": ("weft.tools.plan", "show how collectives would be partitioned and overlapped, and why"),
     "schedule": ("weft.tools.schedule", "generate a schedule and print, draw or export it"),
     "simulate": ("weft.tools.simulate", "time a schedule without a GPU"),
-    "doctor": ("weft.tools.doctor", "look at what a run would stand on: the links between sites"),
+    "doctor": ("weft.tools.doctor", "check the environment of a run: the links between sites"),
     "netbed": ("weft.tools.netbed.command", "build a WAN in a box: nodes, real TCP, delays, faults"),
     "bench": ("weft.tools.bench", "measure Weft beside its peers"),
     "parity": ("weft.tools.verification.parity", "compare stages of every supported architecture with Hugging Face"),
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"weft {command}: {line}", file=sys.stderr)
         return BAD_INPUT
-    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--yaml", action="store_true", help="plain YAML, as a recipe's file")
     form.add_argument("--json", action="store_true", help="plain JSON")
-    form.add_argument("--deepspeed", action="store_true", help="the DeepSpeed JSON that it stands for")
+    form.add_argument("--deepspeed", action="store_true", help="the resulting DeepSpeed JSON")
     known, overrides = parser.parse_known_args(argv)
     config = compose(overrides)
     if known.deepspeed:
@@ -50,14 +50,14 @@ def main(argv: Sequence[str]) -> int:
         print(yaml.safe_dump(to_tree(config), sort_keys=False), end="")
     else:
         print("\n".join(commented(config)))
-    check(config, complete=False)  # last, so that a wrong configuration can be read
-    for line in missing(config):  # a recipe alone is for reading, too
+    check(config, complete=False)  # last, so that a wrong configuration is still printed
+    for line in missing(config):  # only a note, because an incomplete configuration may be printed too
         print(f"weft config: before a run: {line}", file=sys.stderr)
     return 0
 
 
 def commented(part: Any, indent: int = 0) -> Iterator[str]:
-    """Lines of YAML for a configuration or a part of one, each field under its docstring."""
+    """YAML lines of a configuration or a part of one, with each field's docstring above it."""
     docs, pad = docstrings()[type(part).__name__], " " * indent
     for field in fields(part):
         value = getattr(part, field.name)

@@ -1,4 +1,4 @@
-"""The `weft doctor` command: looks at what a run would stand on, and says what would help."""
+"""`weft doctor`: check the environment of a run, and suggest improvements."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _net_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _net(args: argparse.Namespace) -> int:
-    load()  # compiled before anything is timed
+    load()  # compile before anything is timed
     profiles = _probe_bed(args) if args.netbed else _probe_hosts(args)
     Console().print(profile_table(profiles))
     for name, profile in profiles.items():
@@ -84,7 +84,7 @@ def _peer_address(text: str) -> tuple[str, int]:
 
 
 def _probe_bed(args: argparse.Namespace) -> Mapping[str, LinkProfile]:
-    """The first nodes of every pair of sites; kept beside the topology's hash, and read from there."""
+    """Probe the first nodes of every pair of sites; cached under the topology's hash."""
     topology = load_topology(args.netbed)
     cache = ProfileCache(bed_cache(topology))
     wanted = [f"{a} -> {b}" for a, b in permutations(topology.sites, 2)]
@@ -102,13 +102,13 @@ def _probe_bed(args: argparse.Namespace) -> Mapping[str, LinkProfile]:
 
 
 def bed_cache(topology: Topology) -> Path:
-    """Where the profiles of a bed's links are kept: by its topology, whatever its name."""
+    """File of a bed's link profiles, named by its topology and not by its name."""
     shape = repr((topology.nodes, topology.links, topology.mtu, topology.window_kb, topology.congestion))
     return cache_folder().parent / "links" / f"{hashlib.sha256(shape.encode()).hexdigest()[:16]}.json"
 
 
 def profile_table(profiles: Mapping[str, LinkProfile]) -> Table:
-    """Profiles by the name of their link."""
+    """Profiles by link name."""
     table = Table("link", "round trip ms", "1 connection Mbit/s", "many Mbit/s", "both ways Mbit/s", "connections")
     for name, profile in profiles.items():
         table.add_row(
@@ -123,7 +123,7 @@ def profile_table(profiles: Mapping[str, LinkProfile]) -> Table:
 
 
 def hints(profiles: Collection[LinkProfile], settings: Path) -> list[str]:
-    """What an administrator could change, from the kernel's ``settings`` folder (/proc/sys/net/ipv4)."""
+    """What an administrator could improve, given the kernel's ``settings`` folder (/proc/sys/net/ipv4)."""
     found = []
 
     def last(name: str) -> int:

@@ -21,7 +21,7 @@ MIN_FREE_BYTES = 1 << 30
 
 
 def preflight(config: WeftConfig, *, leave_out: Collection[str] = ()) -> None:
-    """Run the checks of `CHECKS`, in order, but for the names to leave out.
+    """Run the checks of `CHECKS` in order, except those to leave out.
 
     Raises:
         ValueError: the first problem, with the field, its value and a remedy.
@@ -32,21 +32,21 @@ def preflight(config: WeftConfig, *, leave_out: Collection[str] = ()) -> None:
 
 
 def num_gpus() -> int:
-    """GPUs that this process may use, seen without loading torch."""
+    """GPUs that this process may use, found without importing torch."""
     return len(visible_gpus())
 
 
 def visible_gpus() -> list[str]:
-    """Those GPUs as CUDA_VISIBLE_DEVICES names them: by number, or by UUID."""
+    """GPUs as named in CUDA_VISIBLE_DEVICES: by number or UUID."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         named = [device.strip() for device in visible.split(",")]
-        return list(takewhile(lambda device: device not in ("", "-1"), named))  # CUDA sees none behind those either
+        return list(takewhile(lambda device: device not in ("", "-1"), named))  # CUDA ignores what follows those, too
     return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 
 def check_cluster(config: WeftConfig) -> None:
-    """The processes that will start fit the pipeline, and can meet."""
+    """Check that the processes to start fit the pipeline and can reach the rendezvous."""
     cluster = config.cluster
     check_world(config, world_size(cluster))
     if cluster.hostfile and is_loopback(cluster.master_addr):
@@ -58,7 +58,7 @@ def check_cluster(config: WeftConfig) -> None:
 
 
 def check_port(config: WeftConfig) -> None:
-    """Nothing listens yet on the port where the ranks meet, if that is on this machine."""
+    """Check that the rendezvous port is free, if it is on this machine."""
     address, port = config.cluster.master_addr, config.cluster.master_port
     if not port:
         return
@@ -71,11 +71,11 @@ def check_port(config: WeftConfig) -> None:
                 raise ValueError(
                     f"cluster.master_port={port}: another process listens there; choose another, or 0 for a free one"
                 ) from error
-            # The address belongs to another machine, or is a name that only the ranks resolve.
+            # The address is of another machine, or a name that only the ranks can resolve.
 
 
 def check_device(config: WeftConfig) -> None:
-    """This machine has what the model's number format, kernels and optimiser need."""
+    """Check that this machine supports the model's number format, kernels and optimiser."""
     gpus, ranks = num_gpus(), config.cluster.ranks
     if gpus and not config.cluster.hostfile and ranks > gpus and os.environ.get("DS_ACCELERATOR") != "cpu":
         raise ValueError(
@@ -93,7 +93,7 @@ def check_device(config: WeftConfig) -> None:
 
 
 def check_model(config: WeftConfig) -> None:
-    """A model that is a folder can be read as one."""
+    """Check that a model folder can be read."""
     path = config.model.path
     folder = Path(path).expanduser()
     if path and folder.is_dir():
@@ -104,24 +104,24 @@ def check_model(config: WeftConfig) -> None:
 
 
 def check_costs(config: WeftConfig) -> None:
-    """Given costs can be read, and are for this many virtual stages, or can be cut into as many."""
+    """Check that a costs file can be read and fits the number of virtual stages."""
     if config.pipeline.costs_file:
         first, *_ = open_placements(config.pipeline, ranks_per_site(config)).values()
         read_costs(config.pipeline, first.num_stages)
 
 
 def check_data(config: WeftConfig) -> None:
-    """The data source is there and well formed, line by line where it is a local file."""
-    from weft.engine.data import check_source  # loads torch, which the other checks do without
+    """Check that the data source exists and is well formed; local files line by line."""
+    from weft.engine.data import check_source  # imports torch, which the other checks do not need
 
     check_source(config.data)
 
 
 def check_hub(config: WeftConfig) -> None:
-    """What is to be pushed to the hub at the end can be: the client is online, and has a token."""
+    """Check that the export can be pushed to the hub: the client is online and has a token."""
     if not config.train.hub_model_id:
         return
-    from huggingface_hub import constants, get_token  # loads what the other checks do without
+    from huggingface_hub import constants, get_token  # an import that the other checks do not need
 
     name = f"train.hub_model_id={config.train.hub_model_id}"
     if constants.HF_HUB_OFFLINE:
@@ -131,7 +131,7 @@ def check_hub(config: WeftConfig) -> None:
 
 
 def check_run_folder(config: WeftConfig) -> None:
-    """The run's folder can be written, with room for more than its logs."""
+    """Check that the run's folder can be written, with room for more than its logs."""
     folder = Path(config.train.output_dir).expanduser() / config.train.name
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A process group that ends together: signals reach every member, and none is left behind."""
+"""Run a process group: signals reach every member, and none is left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POLL_S = 0.1
 
 
 def run_group(command: Sequence[str], *, env: Mapping[str, str], grace_s: float) -> int:
-    """Run ``command`` in a process group of its own, until the last member has ended.
+    """Run ``command`` in a new process group, until the last member has ended.
 
     The first SIGINT or SIGTERM goes to every member as SIGTERM; a second one, or ``grace_s``
     seconds later, as SIGKILL. Members that outlive the command itself are ended alike.
@@ -25,7 +25,7 @@ def run_group(command: Sequence[str], *, env: Mapping[str, str], grace_s: float)
         The command's exit code; 128 plus the signal's number where a signal ended it, and 1
         where it ended well but left members behind.
     """
-    # DeepSpeed's outer launcher dies of SIGTERM without telling its ranks, hence the group.
+    # DeepSpeed's outer launcher ends on SIGTERM without stopping its ranks, hence the group.
     group = _Group(subprocess.Popen(list(command), env=dict(env), start_new_session=True), grace_s)
     before = {number: signal.signal(number, group.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -82,7 +82,7 @@ class _Group:
                 continue
 
     def _members(self) -> Iterator[psutil.Process]:
-        """Members that still run; the dead that nobody has waited for do not count."""
+        """Members that still run, without zombies."""
         for process in psutil.process_iter():
             try:
                 if os.getpgid(process.pid) == self.leader.pid and process.status() != psutil.STATUS_ZOMBIE:

@@ -1,4 +1,4 @@
-"""Imported once by the server that ranks are forked from: what each of them would do first, and do alike.
+"""Imported once by the server that ranks are forked from: the imports that all ranks share.
 
 With torch, DeepSpeed and transformers loaded, a rank still spends seconds of processor time before its first engine:
 DeepSpeed compiles test programs to see which operators could be built, transformers makes its table of weight

@@ -1,4 +1,4 @@
-"""Fresh processes as ranks of one job on this machine, with a hard time limit and no survivors."""
+"""Run functions on ranks: new processes on this machine, with a hard time limit, none left behind."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from time import monotonic
 from typing import Any
 
 PRELOADED = ["weft.tools.rank_server"]
-"""What takes seconds and is the same for every rank."""
+"""Module to import once before forking, because it takes seconds and is the same for every rank."""
 LOG_TAIL_CHARS = 3000
-"""How much of a failed rank's output is shown."""
+"""Most characters of a failed rank's output to show."""
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """What ``function(*args)`` returned on each rank.
+    """Run ``function(*args)`` on every rank; returns each rank's result.
 
     Each rank is a process forked from a server that has imported torch and DeepSpeed and done
     nothing else. Its output goes to a file, which is shown only if it fails. Ranks are killed
@@ -108,7 +108,7 @@ def _rank(
         pipe.send((False, traceback.format_exc()))
     finally:
         pipe.close()
-        os._exit(0)  # destructors of a process group may wait for peers that have gone
+        os._exit(0)  # destructors of a process group may wait for peers that have ended
 
 
 def _end_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""`weft bench cell`: tensors over one uplink beside the same over all uplinks of a DP-cell, and who goes first."""
+"""`weft bench cell`: transfers over one uplink and over all uplinks of a DP-cell, and their order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BYTE = TensorSpec((1,), torch.uint8)
 def main(argv: Sequence[str]) -> int:
     """Run ``weft bench cell ...``; returns the exit code."""
     args = parse(_parser(), argv)
-    load()  # compiled here, not while a run is timed
+    load()  # compile here, not while a run is timed
     print(f"{args.messages} tensors of {args.mb:g} MB, {args.rate:g} Mbit/s uplinks, {args.latency:g} ms one way")
     table = Table("pipelines in the cell", "one uplink s", "all uplinks s", "speed-up", "of the ideal")
     order = Table("pipelines in the cell", "arrivals of a tensor of each, sent at once, ms", "ideal ms")
@@ -82,9 +82,9 @@ def _times(pipelines: int, args: argparse.Namespace) -> tuple[float, float, list
             for job in jobs:
                 job.say(addresses)
             times = jobs[0].hear(timeout_s=120.0)
-            rounds = [_at_once(jobs) for _ in range(1 + args.repeats)][1:]  # the first is not at pace
+            rounds = [_at_once(jobs) for _ in range(1 + args.repeats)][1:]  # drop the first, a warm-up
             for job in jobs:
-                job.say(None)  # a relay stays until nobody needs it
+                job.say(None)  # a relay runs until all others have finished
         finally:
             for job in jobs:
                 job.kill()
@@ -92,7 +92,7 @@ def _times(pipelines: int, args: argparse.Namespace) -> tuple[float, float, list
 
 
 def _at_once(jobs: Sequence[Job]) -> list[float]:
-    """Every pipeline sends one tensor at the same moment; when each has arrived."""
+    """Every pipeline sends one tensor at the same time; returns the arrival times."""
     start_s = monotonic() + 0.5
     for job in jobs:
         job.say(start_s)
@@ -143,7 +143,7 @@ def _rank(
 
 
 def _cross(channel: Channel, sending: bool, num_bytes: int, messages: int) -> float:
-    """Seconds that the tensors and the answer to them take; only the sender's mean something."""
+    """Seconds from the first tensor to the answer; meaningful only on the sender."""
     tensor = torch.ones(num_bytes, dtype=torch.uint8)
     byte = torch.zeros(1, dtype=torch.uint8)
     if sending:

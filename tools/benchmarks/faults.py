@@ -1,4 +1,4 @@
-"""`weft bench faults`: a training run on an emulated WAN, what is done to it, and how long it takes to heal."""
+"""`weft bench faults`: inject faults into a training run on an emulated WAN, and time its recovery."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SETTINGS = (
     "comm.cell=2",
     "comm.connections=4",
     "comm.deadline_s=15",
-    "comm.tls=false",  # the strangers replay what they have heard
+    "comm.tls=false",  # the attackers replay handshakes that they recorded
     "pipeline.microbatches=4",
     "model.overrides.hidden_size=64",
     "model.overrides.intermediate_size=128",
@@ -58,7 +58,7 @@ _VICTIM = 4  # a rank in the middle
 
 
 class Run:
-    """`weft netbed launch` in a process of its own, and its steps as they end."""
+    """A `weft netbed launch` process, and the end times of its steps."""
 
     def __init__(self, folder: Path, overrides: Sequence[str]) -> None:
         self.secret = secrets.token_hex(32)
@@ -76,11 +76,11 @@ class Run:
 
     @property
     def bed(self) -> NetBed:
-        """The bed that it runs on."""
+        """The netbed that the run uses."""
         return NetBed(f"run{self.process.pid}")
 
     def wait_for(self, done: Callable[[], bool], *, timeout_s: float = 120.0) -> None:
-        """Note steps as they end, until ``done``.
+        """Record steps as they end, until ``done``.
 
         Raises:
             RuntimeError: the run has ended, or ``done`` does not come.
@@ -115,7 +115,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that is done to the run: how, and for how long."""
+    """A fault to inject into the run, and its duration."""
 
     name: str
     inflict: Callable[[Run], object]
@@ -123,12 +123,12 @@ class Fault:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``weft bench faults [key=value ...]``; returns 1 where the losses differ."""
+    """Run ``weft bench faults [key=value ...]``; returns 1 if the losses differ."""
     parser = argparse.ArgumentParser(prog="weft bench faults", description=__doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as of `weft launch`")
     args = parse(parser, argv)
     overrides = args.overrides
-    load()  # compiled here, not by eight ranks at once
+    load()  # compile here, not in eight ranks at once
     with tempfile.TemporaryDirectory() as folder:
         with _running(Path(folder, "disturbed"), overrides) as run:
             table, usual_s = _disturb(run)
@@ -155,7 +155,7 @@ def _running(folder: Path, overrides: Sequence[str]) -> Iterator[Run]:
 
 
 def _disturb(run: Run) -> tuple[Table, float]:
-    """Every fault after the other, each when the run has its usual pace; a row for each, and that pace."""
+    """Inject the faults one by one, each once steps take their usual time; returns the rows and that time."""
     run.wait_for(lambda: len(run.losses) > 2 + _USUAL_STEPS, timeout_s=300.0)
     usual_s = median(b - a for a, b in pairwise(run.ends_s[2:]))
     table = Table(title=f"a step takes {usual_s:.2f} s", title_justify="left")
@@ -177,7 +177,7 @@ def _disturb(run: Run) -> tuple[Table, float]:
 
 
 def _kill_a_rank(run: Run) -> str:
-    """How a run ends one of whose ranks is killed."""
+    """How a run ends when one of its ranks is killed."""
     ranks = [p for p in psutil.Process(run.process.pid).children(recursive=True) if "weft.recipes.train" in p.cmdline()]
     (victim,) = (p for p in ranks if p.environ()["RANK"] == str(_VICTIM))
     start_s = monotonic()
@@ -191,7 +191,7 @@ def _kill_a_rank(run: Run) -> str:
     )
 
 
-# ---- what is done
+# ---- the faults
 
 
 def _cut_all(run: Run) -> None:

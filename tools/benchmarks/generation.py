@@ -25,7 +25,7 @@ SIZES = ((4, 8), (8, 16), (8, 64), (16, 32), (16, 128), (32, 64), (32, 256), (64
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table; the time per action should stay flat, but for the logarithm of the event heap. Returns 0."""
+    """Print the table and return 0; time per action should only grow with the logarithm of the event heap."""
     parser = argparse.ArgumentParser(prog="weft bench generation", description=__doc__)
     parser.add_argument("--search", type=float, default=0.0, metavar="SECONDS", help="for auto, per schedule")
     parser.add_argument("--quick", action="store_true", help="the smaller half")

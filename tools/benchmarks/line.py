@@ -1,4 +1,4 @@
-"""`weft bench line`: how much one processor core carries as a netbed's line."""
+"""`weft bench line`: the bandwidth that a netbed's line carries with one processor core."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _topology(mtu: int) -> Topology:
 
 
 def _cpu_s(bed: NetBed) -> float:
-    """Processor seconds of the bed's line so far."""
+    """CPU seconds that the bed's line has used so far."""
     ticks = Path(f"/proc/{bed.status().pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 

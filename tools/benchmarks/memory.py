@@ -1,4 +1,4 @@
-"""`weft bench memory`: what a rank holds at each ZeRO stage, measured, predicted, and DeepSpeed's beside it."""
+"""`weft bench memory`: memory of a rank at each ZeRO stage, measured and predicted, beside DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.ranks import run_ranks
 
 WIDTH, LAYERS, VOCAB, LENGTH = 512, 8, 512, 16
-"""Of the model: many weights and few tokens, so that weights and what belongs to them are what counts."""
+"""Dimensions of the model: many weights and few tokens, so that weights and their states dominate."""
 TINY = 16
-"""Width of a model without weights to speak of: what it takes is libraries, threads and connections."""
+"""Width of a model with few weights, whose memory is that of libraries, threads and connections."""
 STEPS = 3
 TIMEOUT_S = 110
 M_MMAP_THRESHOLD = -3
@@ -77,7 +77,7 @@ def _batches() -> Iterator[dict[str, Tensor]]:
 
 
 def weft_peak(stage: int, width: int = WIDTH) -> tuple[int, int, int]:
-    """Bytes of a rank of Weft, its parameters, and those of its largest block."""
+    """Memory of a Weft rank in bytes, its number of parameters, and that of its largest block."""
     from weft.engine.initialize import initialize
 
     before = _start()
@@ -90,7 +90,7 @@ def weft_peak(stage: int, width: int = WIDTH) -> tuple[int, int, int]:
 
 
 def deepspeed_peak(stage: int) -> int:
-    """Bytes of a rank of DeepSpeed's own engine."""
+    """Memory of a rank of DeepSpeed's own engine, in bytes."""
     import deepspeed
 
     from weft.conf.deepspeed import deepspeed_config
@@ -113,16 +113,16 @@ def deepspeed_peak(stage: int) -> int:
 
 
 def _start() -> int:
-    """Resident bytes now; from here on, what is freed goes back to the system."""
+    """Resident bytes now; from now on freed memory returns to the system."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
     torch.set_num_threads(1)
     return _status("VmRSS")
 
 
 def _peak(step: Callable[[], object], before: int) -> int:
-    """Most resident bytes, over ``before``, while a step runs whose optimiser has its state."""
+    """Peak resident bytes above ``before`` in a step after the optimiser's state was created."""
     step()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the set-up
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak of the set-up
     for _ in range(STEPS - 1):
         step()
     dist.barrier()

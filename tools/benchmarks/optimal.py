@@ -21,7 +21,7 @@ from weft.tools.verification.optimum import Optimum, solve
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One pipeline to schedule; whole seconds and bytes, so that the solver is exact."""
+    """A scheduling problem with integer seconds and bytes, so that the solver is exact."""
 
     name: str
     placement: Placement
@@ -32,7 +32,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What `auto` and the solver made of a case."""
+    """The results of `auto` and the solver for a case."""
 
     case: Case
     auto_s: float
@@ -41,7 +41,7 @@ class Result:
 
     @property
     def gap(self) -> float:
-        """How much longer than the best proven bound `auto` takes."""
+        """Step of `auto` over the best proven lower bound, minus 1."""
         return self.auto_s / self.optimum.bound_s - 1
 
 
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def closed_cases(count: int, limit_s: float, search_s: float) -> Iterator[Result]:
-    """The first ``count`` random cases that the solver closes."""
+    """The first ``count`` random cases for which the solver proves the optimum."""
     seed = found = 0
     while found < count:
         result = measure(random_case(seed), limit_s, search_s)
@@ -80,7 +80,7 @@ def closed_cases(count: int, limit_s: float, search_s: float) -> Iterator[Result
 
 
 def measure(case: Case, limit_s: float, search_s: float) -> Result:
-    """Schedule a case with `auto`, then let the solver look for better."""
+    """Schedule a case with `auto`, then with the solver."""
     started_s = time.perf_counter()
     schedule = generate_auto(case.placement, case.num_microbatches, case.costs, case.cap_bytes, search_s)
     wall_s = time.perf_counter() - started_s
@@ -92,7 +92,7 @@ def measure(case: Case, limit_s: float, search_s: float) -> Result:
 
 
 def random_case(seed: int) -> Case:
-    """2 to 6 ranks in 1 to 3 sites, 1 to 12 micro-batches, uneven stages and links, any cap that holds one."""
+    """A random case: 2-6 ranks in 1-3 sites, 1-12 micro-batches, uneven stages and links, any feasible cap."""
     random = Random(seed)
     num_ranks = random.randint(2, 6)
     sites = _sites(random, num_ranks)
@@ -121,7 +121,7 @@ def random_case(seed: int) -> Case:
 
 
 def _sites(random: Random, num_ranks: int) -> tuple[int, ...]:
-    """The ranks cut into 1 to 3 sites."""
+    """Divide the ranks into 1 to 3 sites."""
     cuts = sorted(random.sample(range(1, num_ranks), random.randint(0, min(2, num_ranks - 1))))
     return tuple(end - start for start, end in zip([0, *cuts], [*cuts, num_ranks], strict=True))
 
@@ -139,7 +139,7 @@ def _stage(random: Random) -> StageCost:
 
 
 def large_cases() -> Iterator[Case]:
-    """Pipelines beyond the solver's reach: its bound is what is left to judge by."""
+    """Pipelines that are too large for the solver, so `auto` is compared with the solver's lower bound."""
     for num_ranks, num_microbatches in ((4, 16), (8, 16), (8, 32)):
         wan = LinkCost(latency_s=2, bandwidth_bps=8 / 6)
         halves = (num_ranks // 2, num_ranks // 2)

@@ -29,7 +29,7 @@ GOAL_OVER_DEEPSPEED = 1.49
 
 @dataclass(frozen=True)
 class Row:
-    """An engine at one share of communication.
+    """Result of an engine at one share of communication.
 
     Attributes:
         alpha: share of communication in a step that overlaps nothing, with plain collectives of
@@ -48,12 +48,12 @@ class Row:
 
     @property
     def speedup(self) -> float:
-        """Over the plain step."""
+        """Speed-up over the plain step."""
         return self.plain_s / self.step_s
 
     @property
     def of_bound(self) -> float:
-        """The speed-up's share of min(1/alpha, 1/(1 - alpha)) (Centauri section 5.4)."""
+        """The speed-up over its bound min(1/alpha, 1/(1 - alpha)) (Centauri section 5.4)."""
         return self.speedup / min(1 / self.alpha, 1 / (1 - self.alpha))
 
 
@@ -151,7 +151,7 @@ def _print(rows: Sequence[Row], plain_s: Mapping[str, float], case: ZeroCase, ar
 
 
 def _verdict(rows: Sequence[Row]) -> int:
-    """Say whether the goals are met, comparing each engine of ours with its peers of the same kind."""
+    """Print whether the goals are met: compare each of Weft's engines with peers of the same kind."""
     ours = [row for row in rows if row.peer in OVER]
     if not ours:
         return 0
@@ -163,7 +163,7 @@ def _verdict(rows: Sequence[Row]) -> int:
 
 
 def _of_bound(ours: Sequence[Row]) -> bool:
-    """The bound leaves out a pipeline's bubbles, and so is no goal for one."""
+    """The bound ignores a pipeline's bubbles, so it is not a goal for pipelines."""
     worst = min((row for row in ours if not ENGINES[row.peer].across), key=lambda row: row.of_bound, default=None)
     if worst is None:
         return True
@@ -176,7 +176,7 @@ def _of_bound(ours: Sequence[Row]) -> bool:
 
 
 def _over(mine: Row, other: Row) -> bool:
-    """No step is shorter than its compute, so a peer that hides nearly all cannot be beaten by the goal."""
+    """A step cannot be shorter than its compute, so a peer that hides nearly all limits the possible ratio."""
     gain, most = other.step_s / mine.step_s, other.step_s / mine.compute_s
     met = gain >= GOAL_OVER_DEEPSPEED
     verdict = (
