@@ -1,4 +1,4 @@
-"""The manifest: written last, it names every file and tensor of a checkpoint, and vouches for them."""
+"""The manifest: written last, it lists every file and tensor of a checkpoint with their checksums."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         step: optimiser steps done.
-        serial: counts the checkpoints written in a folder: the newest has the highest.
-        name: by which ranks that share no file system know that they mean the same one.
-        meta: JSON values that belong to no tensor.
+        serial: counts the checkpoints written in a folder; the newest has the highest.
+        name: identifies the same checkpoint on ranks that share no file system.
+        meta: JSON values that do not belong to a tensor.
         files: every file but the manifest itself.
         here: names of the files that were written in this folder; the others are in the
             folders of ranks that share no file system with this one's.
@@ -49,7 +49,7 @@ def join(
     """The manifest over what all ranks wrote; arguments as `Manifest`'s fields.
 
     Raises:
-        CheckpointError: their pieces do not make whole tensors.
+        CheckpointError: the pieces do not cover all tensors.
     """
     files: dict[str, StoredFile] = {}
     tensors: dict[str, StoredTensor] = {}
@@ -92,7 +92,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of a checkpoint, and the sizes of its files.
 
     Raises:
-        CheckpointError: it is missing, damaged, of a newer format, or a file is missing or cut.
+        CheckpointError: the manifest is missing, damaged or of a newer format, or a file is missing or truncated.
     """
     path = folder / MANIFEST
     try:

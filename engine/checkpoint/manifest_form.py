@@ -1,4 +1,4 @@
-"""The form of a manifest: what its checksum cannot vouch for, because whoever can write one can write the other."""
+"""Validate a manifest's form, because a checksum does not protect against someone who can write both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FILE = re.compile(r"rank-\d{3,9}\.safetensors")
 
 
 class FormError(ValueError):
-    """A manifest says something that none of ours does."""
+    """A manifest has a value that Weft never writes."""
 
 
 def number(body: Mapping[str, Any], name: str, *, least: int = 0) -> int:

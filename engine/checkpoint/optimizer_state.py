@@ -1,4 +1,4 @@
-"""What a rank's optimiser holds of each parameter: one view over all of it, to save and to restore."""
+"""Save and restore the state that a rank's optimiser holds for each parameter."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from weft.engine.zero import Fragment, ShardedOptimizer
 WEIGHT, OPTIM = "weight", "optim"
 """Kinds of tensors: ``weight/NAME`` in the highest precision there is, ``optim/KEY/NAME``."""
 OF_SCHEDULE, OF_STATE = ("lr", "initial_lr"), ("step",)
-"""What changes in an optimiser's parameter group while it trains: by the learning rate's schedule, by its steps."""
+"""Entries of an optimiser's parameter group that change during training, by the schedule or by steps."""
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What changes in a loss scaler while it trains."""
+"""State of a loss scaler that changes during training."""
 
 
 # -- saving ------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def _pieces(fragment: Fragment, optimizer: Optimizer) -> Iterator[Piece]:
         name = f"{OPTIM}/{key}/{fragment.name}"
         if isinstance(value, Tensor) and value.shape == fragment.tensor.shape and value.ndim > 0:
             yield Piece(name, shape, fragment.start, value.detach())
-        elif fragment.start == 0:  # a number for the whole parameter, such as Adam's step count
+        elif fragment.start == 0:  # one number for the whole parameter, such as Adam's step count
             value = torch.as_tensor(value)
             if value.numel() > 1 and not fragment.is_whole:
                 raise CheckpointError(
@@ -65,7 +65,7 @@ def _pieces(fragment: Fragment, optimizer: Optimizer) -> Iterator[Piece]:
 
 
 def group_scalars(held: Iterable[Fragment], optimizer: Optimizer) -> dict[str, dict[str, float]]:
-    """Learning rate and such of each parameter's group, by the parameter's name."""
+    """The learning rate and other scalars of each parameter's group, by parameter name."""
     values: dict[Tensor, dict[str, float]] = {}
     for group in optimizer.param_groups:
         scalars = {key: float(group[key]) for key in OF_SCHEDULE + OF_STATE if key in group}
@@ -74,7 +74,7 @@ def group_scalars(held: Iterable[Fragment], optimizer: Optimizer) -> dict[str, d
 
 
 def loss_scale(optimizer: ShardedOptimizer) -> dict[str, float]:
-    """State of the dynamic loss scaler; empty where there is none."""
+    """State of the dynamic loss scaler; empty if there is none."""
     scaler = optimizer.loss_scaler
     return {key: getattr(scaler, key) for key in _LOSS_SCALE if scaler.dynamic and hasattr(scaler, key)}
 
@@ -86,10 +86,10 @@ def restore(held: Iterable[Fragment], optimizer: Optimizer, checkpoint: Checkpoi
     """Read this rank's fragments; `Sharding.publish` must follow.
 
     Args:
-        with_state: also read the optimiser's state; it is left alone otherwise.
+        with_state: also restore the optimiser's state; otherwise it is unchanged.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or belongs to another model.
+        CheckpointError: the checkpoint is damaged, or is of another model.
     """
     held = list(held)
     has_state = with_state and any(name.startswith(f"{OPTIM}/") for name in checkpoint.names)
@@ -129,14 +129,14 @@ def _state_keys(checkpoint: Checkpoint) -> dict[str, list[str]]:
 
 @torch.no_grad()
 def _fill(fragment: Fragment, target: Tensor, checkpoint: Checkpoint, name: str) -> None:
-    """Copy the fragment's part of a stored tensor to ``target``, of the fragment's shape."""
+    """Copy the fragment's part of a stored tensor to ``target``, which has the fragment's shape."""
     elements = checkpoint.read(name, fragment.start, fragment.start + target.numel())
     target.copy_(elements.view(target.shape))
 
 
 def _restore_state(fragment: Fragment, optimizer: Optimizer, checkpoint: Checkpoint, keys: Collection[str]) -> None:
     if not keys:
-        optimizer.state.pop(fragment.tensor, None)  # it had not been stepped yet
+        optimizer.state.pop(fragment.tensor, None)  # it had not been stepped when it was saved
         return
     state = optimizer.state[fragment.tensor]
     for key in keys:
@@ -156,7 +156,7 @@ def _restore_state(fragment: Fragment, optimizer: Optimizer, checkpoint: Checkpo
 
 
 def _make_state(optimizer: Optimizer) -> None:
-    """Let the optimiser create its state, by a step of length 0 with gradients of 0."""
+    """Make the optimiser create its state, by a step with learning rate 0 and zero gradients."""
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     missing = [tensor for tensor in tensors if not optimizer.state.get(tensor)]
     if missing:
@@ -178,7 +178,7 @@ def _no_motion(base: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _gradients(owners: Iterable[Tensor], chosen: set[int]) -> Iterator[None]:
-    """Gradients of 0 for the chosen tensors and none for the others, for a while."""
+    """Context with zero gradients for the chosen tensors and none for the others."""
     kept = [(owner, owner.grad) for owner in owners]
     for owner, _ in kept:
         owner.grad = torch.zeros_like(owner) if id(owner) in chosen else None
@@ -195,7 +195,7 @@ def restore_group_scalars(
     saved: Mapping[str, Mapping[str, float]],
     keys: Collection[str] = OF_SCHEDULE + OF_STATE,
 ) -> None:
-    """Set learning rates and such (``keys``) of parameter groups to those of their parameters."""
+    """Set the scalars ``keys``, such as learning rates, of parameter groups to their parameters' values."""
     of_tensor = {id(fragment.tensor): saved.get(fragment.name, {}) for fragment in held if fragment.trained}
     for group in optimizer.param_groups:
         for tensor in group["params"]:
@@ -213,7 +213,7 @@ def _set(group: dict[str, Any], key: str, value: float) -> None:
 
 
 def restore_loss_scale(optimizer: ShardedOptimizer, saved: Mapping[str, float]) -> None:
-    """Set the loss scaler to a saved state; without one on either side nothing happens."""
+    """Restore the loss scaler's state, if there is a scaler and a saved state."""
     scaler = optimizer.loss_scaler
     for key, value in saved.items() if scaler.dynamic else ():
         if hasattr(scaler, key):

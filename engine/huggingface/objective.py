@@ -1,4 +1,4 @@
-"""The Trainer's own loss as an objective: its `compute_loss`, run on the last stage."""
+"""The Trainer's loss as an objective: runs its `compute_loss` on the last stage."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from weft.engine.stages.objective import Forward, Objective, one_item
 from weft.engine.stages.stage import hf_model
 
 SAME = ("input_ids", "attention_mask", "position_ids")
-"""What a pipeline has already run the layers on when the loss is computed."""
+"""Inputs on which the pipeline has already run the layers when the loss is computed."""
 
 
 def trainer_objective(trainer: Trainer) -> Objective | None:
-    """What the Trainer minimises; None where that is the model's own loss.
+    """The objective that the Trainer minimises; None if it is the model's own loss.
 
     ``compute_loss`` is called as on a single process: what it returns for ``num_items_in_batch``
-    is summed over micro-batches and replicas. Where the Trainer would divide it by the
-    accumulation steps (``loss_is_scaled_for_ga``, or a model that takes no count), it is a mean,
-    and micro-batches count alike.
+    is summed over micro-batches and replicas. If the Trainer would divide it by the accumulation
+    steps (``loss_is_scaled_for_ga``, or a model that takes no count), it is a mean, and micro-batches
+    have equal weight.
     """
     own = type(trainer).compute_loss is not Trainer.compute_loss
     if not own and trainer.compute_loss_func is None and trainer.label_smoother is None:
@@ -43,7 +43,7 @@ def trainer_objective(trainer: Trainer) -> Objective | None:
 
 
 class LastStage(nn.Module):
-    """What `compute_loss` gets as the model: answers for the micro-batch that went through the pipeline."""
+    """The model that `compute_loss` gets: returns the outputs of the micro-batch that ran through the pipeline."""
 
     def __init__(self, model: nn.Module, forward: Forward, batch: Batch) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class LastStage(nn.Module):
 
 @contextmanager
 def _on_one_process(trainer: Trainer) -> Iterator[None]:
-    """The loss is computed on the last stage's ranks alone: nothing in it may wait for others, or scale for them."""
+    """Context in which the loss neither waits for other ranks nor scales for them: only the last stage computes it."""
     accelerator, args = trainer.accelerator, trainer.args
     alone = ("gather", "gather_for_metrics", "reduce")
     args.average_tokens_across_devices, scaled = False, args.average_tokens_across_devices

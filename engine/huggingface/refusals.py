@@ -1,4 +1,4 @@
-"""What the Trainer can do and a pipeline cannot: refused by name before any work is done."""
+"""Refuse the Trainer's features that a pipeline does not support, before any work is done."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _REFUSED: tuple[tuple[str, Callable[[Trainer], Any], str], ...] = (
 
 
 def _own_parameters(trainer: Trainer) -> bool:
-    """Whether the optimiser wants the whole model rather than parameter groups."""
+    """Whether the optimiser needs the whole model instead of parameter groups."""
     kind, arguments = trainer.optimizer_cls_and_kwargs or Trainer.get_optimizer_cls_and_kwargs(
         trainer.args, trainer.model
     )
@@ -62,10 +62,10 @@ def _own_parameters(trainer: Trainer) -> bool:
 
 
 def refuse(trainer: Trainer) -> None:
-    """Check that the trainer asks for nothing that would be lost.
+    """Check that the trainer uses no unsupported feature.
 
     Raises:
-        ValueError: it does; the message names each such argument and says what to do.
+        ValueError: it does; the message names each such argument and the remedy.
     """
     asked = [f"{name}: {remedy}" for name, asks, remedy in _REFUSED if asks(trainer)]
     if asked:

@@ -1,4 +1,4 @@
-"""The Trainer: transformers' own training loop over a Weft engine, for those who have a Trainer script."""
+"""WeftTrainer: transformers' training loop over a Weft engine, for existing Trainer scripts."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class WeftTrainer(Trainer):
     {"stages": 4, ...}}})``. ``per_device_train_batch_size`` is the size of a micro-batch and
     ``gradient_accumulation_steps`` their number per step; a step takes their product from each
     replica (world size / stages). Data, learning-rate schedule, callbacks, logs, evaluation and
-    checkpoints are the Trainer's, and train as they do there. What differs:
+    checkpoints are the Trainer's and behave as there. Differences:
 
     - ``eval_loss`` is the mean over all tokens, not over batches of unequal size;
     - a checkpoint's optimiser state fits any number of stages and replicas;
-    - a loss of one's own (``compute_loss_func``, label smoothing, an overridden ``compute_loss``)
-      runs on the last stage as on a single process: `weft.engine.huggingface.objective`;
-    - ``on_pre_optimizer_step`` comes after the step, and gradients are gone by then.
+    - a custom loss (``compute_loss_func``, label smoothing, an overridden ``compute_loss``) runs on
+      the last stage as on a single process: `weft.engine.huggingface.objective`;
+    - ``on_pre_optimizer_step`` is called after the step, when gradients are no longer available.
     """
 
     control: TrainerControl
@@ -89,7 +89,7 @@ class WeftTrainer(Trainer):
 
     @property
     def num_replicas(self) -> int:
-        """Pipelines that train side by side."""
+        """Number of pipeline replicas."""
         return max(1, self.args.world_size // self.num_stages)
 
     def _deepspeed(self) -> dict[str, Any]:
@@ -103,10 +103,10 @@ class WeftTrainer(Trainer):
         return given.config
 
     def _config(self, num_steps: int) -> dict[str, Any]:
-        """The configuration that the engine is made from.
+        """The configuration of the engine.
 
         Raises:
-            ValueError: it contradicts the TrainingArguments, or has a bad field.
+            ValueError: it contradicts the TrainingArguments, or has an invalid field.
         """
         args, tree = self.args, deepcopy(self._deepspeed())
         per_replica = args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -134,7 +134,7 @@ class WeftTrainer(Trainer):
         return tree
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's, but what is prepared is data loaders only, and for replicas rather than ranks."""
+        """As the Trainer's, but prepares only data loaders, for replicas instead of ranks."""
         init_distributed(self.args.ddp_timeout)
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare = self._share_loader
@@ -147,7 +147,7 @@ class WeftTrainer(Trainer):
         """This replica's share of a data loader; the ranks of a pipeline all read it.
 
         Args:
-            even: repeat rows until replicas have equally many; None asks the arguments.
+            even: repeat rows until all replicas have the same number; None takes it from the arguments.
         """
         accelerator = self.accelerator
         return prepare_data_loader(
@@ -165,7 +165,7 @@ class WeftTrainer(Trainer):
     # -- the engine ----------------------------------------------------------------------------
 
     def _make_engine(self, num_steps: int) -> WeftEngine:
-        """Cut the model into stages; from here on a rank holds its own only."""
+        """Split the model into stages; from now on a rank holds only its own."""
         if self.args.gradient_checkpointing and not self.model.is_gradient_checkpointing:
             # An evaluation before the training; later `train` would reach the first stage only.
             kwargs = dict(self.args.gradient_checkpointing_kwargs or {})
@@ -217,7 +217,7 @@ class WeftTrainer(Trainer):
         return engine, train_dataloader
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; ``resume_from_checkpoint=True`` takes the last checkpoint that is whole.
+        """As the Trainer's; ``resume_from_checkpoint=True`` takes the newest complete checkpoint.
 
         Raises:
             ValueError: this trainer has trained before, or there is no checkpoint to resume from.
@@ -231,7 +231,7 @@ class WeftTrainer(Trainer):
     # -- the step ------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Keep a micro-batch; with the last one of a step, train on all of them.
+        """Collect a micro-batch; with the last one of a step, train on all of them.
 
         Returns:
             The step's loss, averaged over the tokens of all replicas; 0 for all but the last.
@@ -250,7 +250,7 @@ class WeftTrainer(Trainer):
         """The engine counts tokens itself."""
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
-        """The norm before clipping, of the step that was done."""
+        """The gradient norm of the last step, before clipping."""
         assert self.engine is not None
         return self.engine.get_global_grad_norm() or 0.0
 
@@ -258,7 +258,7 @@ class WeftTrainer(Trainer):
         return self._clip_grad_norm(model)
 
     def _get_learning_rate(self) -> float:
-        """The rate of the step that was done."""
+        """The learning rate of the last step."""
         return self._rate
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -266,7 +266,7 @@ class WeftTrainer(Trainer):
         return self._train_batch_size * args.gradient_accumulation_steps * self.num_replicas
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """This rank's share: the Trainer sums over ranks, and those of a pipeline read equal data."""
+        """This rank's share, because the Trainer sums over ranks and all ranks of a pipeline read the same data."""
         return super().floating_point_ops(inputs) / self.num_stages
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
@@ -277,7 +277,7 @@ class WeftTrainer(Trainer):
     # -- evaluation ----------------------------------------------------------------------------
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """As the Trainer's, but every row is read once: none is repeated to make replicas' shares equal."""
+        """As the Trainer's, but every row is read exactly once, so replicas may have unequal shares."""
         prepare, self.accelerator.prepare = self.accelerator.prepare, self._share_evaluation
         try:
             return super().get_eval_dataloader(eval_dataset)
@@ -329,7 +329,7 @@ class WeftTrainer(Trainer):
         return EvalLoopOutput(None, None, metrics, num_rows)
 
     def _any_batch(self, dataloader: DataLoader) -> dict[str, Tensor]:
-        """A row of the data, for a replica that has none of its own to fill a schedule with."""
+        """A row of the data, to fill a schedule on a replica that has no rows."""
         dataset: Any = dataloader.dataset
         if isinstance(dataset, EveryNthBatch):
             dataset = dataset.dataset
@@ -338,7 +338,7 @@ class WeftTrainer(Trainer):
         return collate([next(iter(dataset)) if isinstance(dataset, IterableDataset) else dataset[0]])
 
     def _planned_steps(self) -> int:
-        """Steps of the learning-rate schedule, when the evaluation comes before the training."""
+        """Steps of the learning-rate schedule, for an evaluation before training."""
         if self.engine is not None or self.train_dataset is None:
             return 1
         return self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
@@ -377,7 +377,7 @@ class WeftTrainer(Trainer):
         self.engine.save_checkpoint(os.path.join(output_dir, ENGINE_STATE))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """The engine is restored as a whole, once it is there."""
+        """Do nothing: the engine is restored after it has been created."""
 
     def _load_best_model(self) -> None:
         self._restore(self.state.best_model_checkpoint)
@@ -405,7 +405,7 @@ class WeftTrainer(Trainer):
 
 
 class EveryNthBatch(IterableDataset):
-    """One replica's items of a stream: of every ``num_replicas`` batches one, and nothing twice."""
+    """One replica's items of a stream: one of every ``num_replicas`` batches, without repetition."""
 
     def __init__(self, dataset: IterableDataset, batch_size: int, replica: int, num_replicas: int) -> None:
         self.dataset = dataset
@@ -418,14 +418,14 @@ class EveryNthBatch(IterableDataset):
 
 
 def _filled(batches: list[dict[str, Tensor]], spare: dict[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:
-    """Micro-batches for a schedule of ``count``: an epoch's last step may have fewer, the rest counts no token."""
+    """``count`` micro-batches for a schedule; if an epoch's last step has fewer, fill up with ones without labels."""
     yield from batches
     for _ in range(count - len(batches)):
         yield {**spare, "labels": torch.full_like(spare["labels"], IGNORED)}
 
 
 def _move_into(part: Path, folder: Path) -> None:
-    """Move everything out of ``part``, which goes away, replacing what is there."""
+    """Move everything from ``part`` into ``folder``, replacing existing files, and remove ``part``."""
     for path in part.iterdir():
         target = folder / path.name
         if target.is_dir():
