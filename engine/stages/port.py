@@ -75,11 +75,11 @@ class Port:
     def put_in(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
         """A layer's arguments, with those that earlier stages have made; for the first that runs the hidden state, too.
 
-        A layer that is run again in its backward gets the same tensors again.
+        A layer that is run again in its backward, when no forward is under way, gets the same tensors again.
         """
         entry, hidden = next((e, tree) for e, tree in entries(args, kwargs) if isinstance(tree, Tensor))
         fed: dict[int, dict[tuple[Entry, tuple[int, ...]], Tensor]] = getattr(hidden, _FED, {})
-        if layer not in fed and self.hidden is not None:
+        if self.hidden is not None:
             given = {(slot.entry, slot.place): tensor for slot, tensor in self._given.items() if slot.layer == layer}
             if not self._entered:
                 given[entry, ()] = self.hidden

@@ -46,6 +46,19 @@ def test_one_stage_is_the_whole_model():
     assert stage.is_first and stage.is_last and not stage.tied
 
 
+@pytest.mark.parametrize("arch", ["llama", "gemma4_text"])
+def test_a_stage_may_run_twice_on_what_it_received(arch):
+    """An evaluation with logits does: the second run is the first one's equal, also behind its first layer."""
+    first, last = stages_of(tiny(arch), 2)
+    data = batch()
+    with torch.no_grad():
+        handed = first(None, data)
+        assert torch.equal(first(None, data), handed)
+        once = last.logits(handed, data)
+        assert torch.equal(last.logits(handed, data), once)
+        assert torch.equal(last.output(handed, data).logits, once)
+
+
 def test_one_stage_runs_what_cannot_be_cut():
     overrides = {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 96, "causal": True, "dropout": 0.0}
     overrides |= {"attention_dropout": 0.0, "pad_index": 0}
