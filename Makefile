@@ -35,9 +35,9 @@ test-fast: $(VENV)/.ready
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "slow and not gpu" $(ARGS)
 
-# Strangers, insiders, damaged input, and the WAN transport under sanitizers; part of `make test` as well.
+# Unauthenticated peers, insiders, damaged input, and the WAN transport under sanitizers; part of `make test` as well.
 test-security: $(VENV)/.ready
-	$(BIN)/python -m pytest -q -m "not gpu" tests/security tests/comm/test_wan_strangers.py tests/comm/test_wan_frames.py \
+	$(BIN)/python -m pytest -q -m "not gpu" tests/security tests/comm/test_wan_unauthenticated.py tests/comm/test_wan_frames.py \
 		tests/comm/test_wan_fork.py $(ARGS)
 
 # Whether the fast tests notice small random changes of the sources; takes minutes.

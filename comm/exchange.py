@@ -17,7 +17,7 @@ MOST_BYTES = 1 << 30
 def gather(value: object, *, group: dist.ProcessGroup | None = None, kinds: tuple[type, ...] = ()) -> list[Any]:
     """Every rank's value, in order of rank; a collective call over ``group``.
 
-    `torch.distributed.all_gather_object` does the same with pickles, which run what a stranger
+    `torch.distributed.all_gather_object` does the same with pickles, which run what an unauthenticated peer
     in the place of a rank writes into them.
 
     Args:

@@ -76,7 +76,7 @@ def _door(rank: int, timeout: timedelta) -> Door:
         return CredentialDoor(f"weft-{os.getuid()}-{master}-{port}", listens=rank == 0)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return KeyDoor((own_address(), port) if rank == 0 else (master, port), listens=rank == 0)
-    # torchrun's agent has its store at that port. All that it is asked is where our door is: a stranger
+    # torchrun's agent has its store at that port. All that it is asked is where our door is: an unauthenticated peer
     # who answers instead fails to prove the key.
     agent = dist.TCPStore(master, port, is_master=False, timeout=timeout)
     place = f"{_DOOR}/{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"

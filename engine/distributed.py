@@ -33,7 +33,7 @@ def init_distributed(timeout_s: float = CommConfig.timeout_s) -> torch.device:
     """Join the process group that the launcher's environment describes; idempotent.
 
     A process without a launcher becomes a world of one. A group that is there already is taken as it
-    is: torch's own rendezvous listens on every address, and does what any stranger tells it.
+    is: torch's own rendezvous listens on every address, and does what any peer tells it.
 
     Returns:
         This rank's device.

@@ -1,4 +1,4 @@
-"""Rules for requests from strangers: how deep a body nests, and what a prefill worker can serve."""
+"""Rules for requests from anybody: how deep a body nests, and what a prefill worker can serve."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ public:
         relays_.insert({from, to});
     }
 
-    // Strangers and impostors turned away.
+    // Connections refused: unauthenticated, or authenticated as somebody else.
     std::atomic<uint64_t> refused{0};
 
     // Sends what is left, for at most `linger_ns`; says goodbye; ends the thread.
@@ -112,7 +112,7 @@ public:
 private:
     static constexpr char OTHER_JOB[] = "the peer belongs to another job, or to another attempt of this one";
     enum Source : uint64_t { LISTENER, WAKE, FIRST };  // of an event; from FIRST on: a connection
-    static constexpr size_t MAX_STRANGERS = 64;  // connections whose peer is not known yet
+    static constexpr size_t MAX_UNAUTHENTICATED = 64;  // connections whose peer is not known yet
     static constexpr size_t READ_BUDGET = 1 << 20;
     static constexpr int64_t TICK_NS = SECOND / 20;
 
@@ -154,13 +154,13 @@ private:
                 }
             if (now - last_tick > TICK_NS) {
                 if (now - last_tick > SECOND)
-                    for (auto &[_, link] : links_) link->forgive(now - last_tick);
+                    for (auto &[_, link] : links_) link->shift_deadlines(now - last_tick);
                 tick(now);
                 last_tick = now;
             }
             busy |= deliver();
             Rest pause = gathering();
-            bury();
+            remove_closed();
             if (!busy) sleep(pause.ns);
         }
         for (auto &[_, link] : links_) link->fail("closed here", CLOSED);
@@ -216,7 +216,7 @@ private:
     bool serve(Connection &connection, int64_t now) {
         if (!connection.dead.empty()) return false;
         try {
-            if (connection.stage != Stage::READY) greet(connection, now);
+            if (connection.stage != Stage::READY) advance_handshake(connection, now);
             if (connection.stage != Stage::READY) {
                 connection.flush();
                 return false;
@@ -277,7 +277,7 @@ private:
         if (one.failed()) other.fail("no relaying without rank " + std::to_string(one.peer) + ": " + one.cause(), one.cause());
     }
 
-    void bury() {
+    void remove_closed() {
         for (auto at = connections_.begin(); at != connections_.end();) {
             auto &connection = *at->second;
             if (connection.dead.empty()) {
@@ -367,7 +367,7 @@ private:
                 Descriptors::all().close(fd);
                 continue;
             }
-            make_room_for_stranger();
+            drop_oldest_unauthenticated();
             Connection &connection = add(fd, false, remote, now_ns());
             try {
                 connection.stream.tune(options.congestion, options.unsent_bytes);
@@ -383,15 +383,15 @@ private:
     }
 
     // Who has not said who he is for longest makes way for who comes: a peer is quick.
-    void make_room_for_stranger() {
+    void drop_oldest_unauthenticated() {
         Connection *oldest = nullptr;
-        size_t strangers = 0;
+        size_t unauthenticated = 0;
         for (auto &[_, connection] : connections_) {
             if (connection->link || connection->connects || !connection->dead.empty()) continue;
             if (!oldest) oldest = connection.get();
-            strangers++;
+            unauthenticated++;
         }
-        if (strangers >= MAX_STRANGERS) give_up(*oldest, "no room for more strangers", now_ns());
+        if (unauthenticated >= MAX_UNAUTHENTICATED) give_up(*oldest, "too many unauthenticated connections", now_ns());
     }
 
     void connect(Link &link, uint32_t slot, int64_t now) {
@@ -417,7 +417,7 @@ private:
 
     // ---- the handshake, one step per message; see handshake.hpp
 
-    void greet(Connection &connection, int64_t now) {
+    void advance_handshake(Connection &connection, int64_t now) {
         Handshake &shake = connection.handshake;
         if (connection.stage == Stage::TCP) {
             if (!connection.stream.writable) return;

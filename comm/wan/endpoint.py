@@ -164,7 +164,7 @@ class WanEndpoint:
 
     @property
     def refused(self) -> int:
-        """Connections of strangers that were turned away."""
+        """Unauthenticated connections that were refused."""
         return self._transport.refused
 
     def close(self, *, linger_s: float = 5.0) -> None:

@@ -1,5 +1,5 @@
 // How two endpoints come to know each other before a frame passes: HMAC-SHA256 challenges over a
-// shared key, in both directions. The side that connects proves itself first, so a stranger
+// shared key, in both directions. The side that connects proves itself first, so an unauthenticated peer
 // learns nothing but random numbers. Every message has one fixed size. A job is one attempt of a
 // run: what is left of the last one has the same key, and is turned away all the same.
 //

@@ -265,7 +265,7 @@ public:
     }
 
     // The machine slept or the process was stopped: that silence was ours.
-    void forgive(int64_t pause_ns) {
+    void shift_deadlines(int64_t pause_ns) {
         heard_ns_ += pause_ns;
         for (Connection *connection : slots)
             if (connection) connection->heard_ns += pause_ns;

@@ -128,7 +128,7 @@ class Transport:
 
     @property
     def refused(self) -> int:
-        """Connections of strangers that were turned away."""
+        """Unauthenticated connections that were refused."""
         return int(self._library.weft_wan_refused(self._open()))
 
     def link(self, peer: int, name: str, address: tuple[str, int] | None, connections: int) -> None:

@@ -90,7 +90,7 @@ class ExitLayer(SkippedLayer):
         self._port, self._index = port, index
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
-        """The hidden state, for the next of them; raises `Leave` in the last that is needed."""
+        """The hidden state, for the next of them; raises `StageEnded` in the last that is needed."""
         hidden = first_tensor(args, kwargs)
         self._port.take_out(self._index, hidden, args, kwargs)
         return self._answer(hidden)
@@ -159,7 +159,7 @@ class Downstream(Placeholder):
         raise AssertionError("a stage ran past its own layers")
 
 
-def hollow(module: nn.Module, keep: set[str], shell: Placeholder) -> Placeholder:
+def move_kept(module: nn.Module, keep: set[str], shell: Placeholder) -> Placeholder:
     """Give ``shell`` the parameters of ``module`` that ``keep`` names, and nothing else."""
     for name, parameter in module.named_parameters(recurse=False):
         if name in keep:
@@ -167,7 +167,7 @@ def hollow(module: nn.Module, keep: set[str], shell: Placeholder) -> Placeholder
     for name, child in module.named_children():
         inner = {path.removeprefix(f"{name}.") for path in keep if path.startswith(f"{name}.")}
         if inner:
-            shell._modules[name] = hollow(child, inner, Placeholder(child))
+            shell._modules[name] = move_kept(child, inner, Placeholder(child))
     return shell
 
 

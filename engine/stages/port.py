@@ -14,7 +14,7 @@ from weft.engine.stages.provenance import MAPPINGS, Entry, entries, leaves
 _FED = "_weft_fed"
 
 
-class Leave(Exception):
+class StageEnded(Exception):
     """Ends a forward after the stage's last layer."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -95,7 +95,7 @@ class Port:
         """Note what a layer after the stage's own takes.
 
         Raises:
-            Leave: that is all that crosses the cut.
+            StageEnded: that is all that crosses the cut.
         """
         parts = self._leaving[1:]
         if 0 not in self._out:  # some layers never run
@@ -107,7 +107,7 @@ class Port:
             elif part.slots[0].layer == layer:
                 self._out[number] = found[part.slots[0].entry, part.slots[0].place]
         if len(self._out) == 1 + len(parts):
-            raise Leave([self._out[number] for number in range(1 + len(parts))])
+            raise StageEnded([self._out[number] for number in range(1 + len(parts))])
 
 
 class Feed:
@@ -121,7 +121,7 @@ class Feed:
         return self._port.put_in(self._layer, args, kwargs)
 
 
-def require_as_foretold(tensors: Sequence[Tensor], boundary: Boundary, name: str) -> None:
+def require_as_predicted(tensors: Sequence[Tensor], boundary: Boundary, name: str) -> None:
     """What leaves a stage must have the shapes and types that the next one waits for.
 
     Raises:
@@ -131,7 +131,7 @@ def require_as_foretold(tensors: Sequence[Tensor], boundary: Boundary, name: str
     wanted = [(part.shape, part.dtype) for part in boundary]
     if found != wanted:
         raise ValueError(
-            f"model: the layers of {name} hand on {_shown(found)}, not {_shown(wanted)} as was foretold; "
+            f"model: the layers of {name} hand on {_shown(found)}, not {_shown(wanted)} as was predicted; "
             "choose another architecture, or run it whole with pipeline.stages=1"
         )
 

@@ -15,7 +15,7 @@ from weft.engine.stages.placeholders import (
     Placeholder,
     SkippedLayer,
     Upstream,
-    hollow,
+    move_kept,
 )
 from weft.engine.stages.port import Feed, Port
 
@@ -62,7 +62,7 @@ def open_port(model: PreTrainedModel, outline: Outline, window: range, tied: fro
         for unit in outline.before:
             original = model.get_submodule(unit)
             keep = {name.removeprefix(f"{unit}.") for name in tied if _in(name, (unit,))}
-            replace_module(model, unit, hollow(original, keep, Upstream(original, port)))
+            replace_module(model, unit, move_kept(original, keep, Upstream(original, port)))
         for index in window:
             if handover is not None:
                 _require_gradients_of_all(layers[index])

@@ -14,7 +14,7 @@ from weft.engine.stages.batch import Batch
 from weft.engine.stages.handover import Boundary
 from weft.engine.stages.joining import pack, packed_size, unpack
 from weft.engine.stages.objective import Minimised
-from weft.engine.stages.port import Leave, Port, require_as_foretold
+from weft.engine.stages.port import Port, StageEnded, require_as_predicted
 from weft.engine.stages.router import RouterLoss, wants_router_loss
 from weft.engine.stages.skeleton import decoder_layers
 
@@ -156,7 +156,7 @@ class Stage(nn.Module):
                 left = self._left(tensors, batch, output_router_logits=False)
         boundary = self._crossing(batch, leaving=True)
         if boundary is not None:
-            require_as_foretold(left, boundary, type(self.hf_model).__name__)
+            require_as_predicted(left, boundary, type(self.hf_model).__name__)
         if self.router is not None:
             left.append(self.router.sums(sums, batch.get("attention_mask"), left[0]))
         return left[0] if len(left) == 1 else pack(left, left[0].dtype)
@@ -173,8 +173,8 @@ class Stage(nn.Module):
     def _left(self, tensors: list[Tensor], batch: Batch, **more: Any) -> list[Tensor]:
         try:
             self._run(tensors, batch, **more)
-        except Leave as leave:
-            return leave.tensors
+        except StageEnded as end:
+            return end.tensors
         raise AssertionError("the forward ran past the stage's last layer")
 
     def accepted(self, batch: Batch, **more: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Time that is free on all ranks whose devices one worker uses: now, and as it is foretold."""
+"""Time that is free on all ranks whose devices one worker uses: now, and as it is predicted."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from weft.inference.board.view import BoardView, Row
 LEAST_STEPS = 2
 """Measured steps without which no bubble is granted: a plan that was never tried closes nothing."""
 SHORTEST_S = 0.001
-"""Bubbles that are shorter are not foretold."""
+"""Bubbles that are shorter are not predicted."""
 REOPEN_S = 0.2
 """How often a board that is not there is looked for."""
 
@@ -47,7 +47,7 @@ class BoardState:
         why_not: why it is not alive; empty if it is.
         step: training steps begun; 0 before the first.
         busy_since_s: since when the rank computes; 0.0 if it does not.
-        bubble: the open bubble, if there is one that can be foretold, until it closes.
+        bubble: the open bubble, if there is one that can be predicted, until it closes.
         bell: what `BoardReader.wait` goes by.
     """
 

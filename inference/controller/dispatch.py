@@ -1,6 +1,6 @@
 """The dispatch: a prompt's way to a worker and back, and which workers are alive.
 
-Slow is not dead. A worker that takes longer than was foretold keeps its prompts for as long as it
+Slow is not dead. A worker that takes longer than was predicted keeps its prompts for as long as it
 answers when it is asked how it is; one that refuses connections, or has said nothing for
 `inference.controller.silence_s`, is down, and its prompts go to the next best.
 """
@@ -36,7 +36,7 @@ class Asked:
         body: passed on as it came.
         headers: of the caller's, those that the worker gets.
         tokens: of the prompt.
-        deadline_s: seconds from now in which the first token has to be foretold.
+        deadline_s: seconds from now in which the first token has to be predicted.
     """
 
     path: str

@@ -21,7 +21,7 @@ from weft.inference.requests import Refusal
 GAP_S = 0.05
 """Idle time before a chunk that predictions are made for: a bubble's first step comes after training's work."""
 QUIET_S = 5.0
-"""How long a board may foretell nothing before its trainer is taken to have ended: on a busy host, or while it
+"""How long a board may predict nothing before its trainer is taken to have ended: on a busy host, or while it
 loads or saves, a trainer gives no sign of life for a moment."""
 NO_BUBBLES_S = 2
 """When to come again if nothing is predicted at all."""
@@ -73,7 +73,7 @@ class Worker:
         self.cost = PrefillCost()
 
     def see(self, bubbles: Sequence[tuple[float, float]], now_s: float) -> None:
-        """Take in what its board foretells; a board that says nothing for a moment is believed a little longer."""
+        """Take in what its board predicts; a board that says nothing for a moment is believed a little longer."""
         if bubbles:
             self._published_s = now_s
         if bubbles or now_s - self._published_s > QUIET_S:
@@ -96,7 +96,7 @@ class Worker:
         return self._cost_file is not None and self.cost.steps < TRUSTED
 
     def left_s(self, now_s: float) -> float:
-        """Seconds of work that it has not done yet, as far as can be foretold."""
+        """Seconds of work that it has not done yet, as far as can be predicted."""
         return sum(_left_s(ticket, now_s) for ticket in self.tickets)
 
 

@@ -1,9 +1,9 @@
-"""How much later than foretold a worker's answers come, of late."""
+"""How much later than predicted a worker's answers come, of late."""
 
 from __future__ import annotations
 
 SHORTEST_S = 0.1
-"""What was foretold to take less counts as this long: its lateness is the network's."""
+"""What was predicted to take less counts as this long: its lateness is the network's."""
 MOST = 20.0
 """Largest factor that one answer counts with."""
 WEIGHT = 0.2

@@ -1,4 +1,4 @@
-"""Values between ranks: what goes in comes out, and bytes of a stranger run nothing."""
+"""Values between ranks: what goes in comes out, and bytes of an attacker run nothing."""
 
 import json
 import math

@@ -44,30 +44,30 @@ def forked(work=lambda: None):
         os.waitpid(child, 0)
 
 
-def unread(stranger):
+def unread(client):
     """Whether what it said has not come to the other side."""
     waiting = array.array("i", [0])
-    fcntl.ioctl(stranger, termios.TIOCOUTQ, waiting)
+    fcntl.ioctl(client, termios.TIOCOUTQ, waiting)
     return waiting[0] > 0
 
 
-def test_a_child_keeps_no_connection_open_and_strangers_find_nothing_to_break(stack):
+def test_a_child_keeps_no_connection_open_and_unauthenticated_peers_find_nothing_to_break(stack):
     """Otherwise the loop would go on to hear of connections that it has closed."""
     pair = Pair(stack)
     pair.exchange("a", noise(1000))
-    strangers = [socket.create_connection(pair.ends[1].address, timeout=5) for _ in range(8)]
-    for stranger in strangers:
-        stranger.sendall(b"x")  # it is accepted, and more is waited for
-    for stranger in strangers:
-        until(lambda stranger=stranger: not unread(stranger))
+    clients = [socket.create_connection(pair.ends[1].address, timeout=5) for _ in range(8)]
+    for client in clients:
+        client.sendall(b"x")  # it is accepted, and more is waited for
+    for client in clients:
+        until(lambda client=client: not unread(client))
     with forked():
-        for stranger in strangers:
-            stranger.sendall(b"x" * 200)  # nonsense: the door is closed
+        for client in clients:
+            client.sendall(b"x" * 200)  # nonsense: the door is closed
             with contextlib.suppress(ConnectionError):
-                assert stranger.recv(1) == b""
+                assert client.recv(1) == b""
             with contextlib.suppress(OSError):
-                stranger.sendall(b"more" * 1000)
-        until(lambda: pair.ends[1].refused == len(strangers))
+                client.sendall(b"more" * 1000)
+        until(lambda: pair.ends[1].refused == len(clients))
         pair.exchange("b", noise(200_000))
         pair.ends[1].close()
         with pytest.raises(ChannelError, match="ended by the other side: closed"):
@@ -118,15 +118,15 @@ def test_a_child_may_have_endpoints_of_its_own(stack):
     pair.exchange("b", noise(1000))
 
 
-def test_forks_beside_strangers_and_transfers_do_no_harm(stack):
+def test_forks_beside_unauthenticated_peers_and_transfers_do_no_harm(stack):
     """Connections come and go while processes are forked; each side hears of each of them."""
     pair = Pair(stack)
     for index in range(20):
-        stranger = socket.create_connection(pair.ends[1].address, timeout=5)
+        client = socket.create_connection(pair.ends[1].address, timeout=5)
         with forked():
-            stranger.sendall(b"nonsense" * 20)
+            client.sendall(b"nonsense" * 20)
             with contextlib.suppress(ConnectionError):
-                assert stranger.recv(1) == b""
-            stranger.close()
+                assert client.recv(1) == b""
+            client.close()
             pair.exchange("a", noise(20_000, index))
     until(lambda: pair.ends[1].refused == 20)

@@ -56,7 +56,7 @@ class Trap:
         return os.mkdir, (self.folder,)
 
 
-def beside_a_stranger(folder: str) -> str:
+def beside_an_impostor(folder: str) -> str:
     """Rank 1 answers an exchange with a pickle; what rank 0 makes of it."""
     from weft.engine.distributed import init_distributed, together
 
@@ -70,8 +70,8 @@ def beside_a_stranger(folder: str) -> str:
     try:
         dist.all_gather_object([None, None], Trap(folder))
     except Exception:
-        return "the stranger did not understand"
-    return "the stranger went on"
+        return "the impostor did not understand"
+    return "the impostor went on"
 
 
 def beside_a_boaster(length: int) -> str:

@@ -1,4 +1,4 @@
-"""What a stranger tries at the ranks' meeting place, and what a rank sees of itself."""
+"""What an unauthenticated peer tries at the ranks' meeting place, and what a rank sees of itself."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import socket, struct, sys
 host, port = sys.argv[1], int(sys.argv[2])
 answer = b""
 try:
-    with socket.create_connection((host, port), timeout=2) as stranger:
+    with socket.create_connection((host, port), timeout=2) as client:
         # As torch's client begins: validate, then ping with a number that comes back.
-        stranger.sendall(struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 7))
-        answer = stranger.recv(4)
+        client.sendall(struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 7))
+        answer = client.recv(4)
 except OSError:
     pass
 sys.stdout.buffer.write(answer)

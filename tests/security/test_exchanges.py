@@ -1,10 +1,10 @@
-"""Ranks tell each other values, not pickles, which would run what a stranger wrote into them."""
+"""Ranks tell each other values, not pickles, which would run what an unauthenticated peer wrote into them."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.security.exchanges import beside_a_boaster, beside_a_stranger, work_without_pickles
+from tests.security.exchanges import beside_a_boaster, beside_an_impostor, work_without_pickles
 from weft.tools.ranks import run_ranks
 
 
@@ -15,8 +15,8 @@ def test_no_pickle_passes_between_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_a_pickle_from_a_rank_is_refused_and_not_run(tmp_path):
-    trap = tmp_path / "a stranger was here"
-    refused, _ = run_ranks(2, beside_a_stranger, str(trap))
+    trap = tmp_path / "an impostor was here"
+    refused, _ = run_ranks(2, beside_an_impostor, str(trap))
     assert not trap.exists()
     assert refused.startswith("no value of ours")
 

@@ -18,12 +18,12 @@ SESSIONS = 300
 
 def say(address, data):
     """Says it in two pieces and leaves, as a peer may that crashes."""
-    with socket.create_connection(address, timeout=10) as stranger, contextlib.suppress(OSError):
+    with socket.create_connection(address, timeout=10) as client, contextlib.suppress(OSError):
         half = len(data) // 2
-        stranger.sendall(data[:half])
-        stranger.sendall(data[half:])
-        stranger.shutdown(socket.SHUT_WR)
-        while stranger.recv(4096):
+        client.sendall(data[:half])
+        client.sendall(data[half:])
+        client.shutdown(socket.SHUT_WR)
+        while client.recv(4096):
             pass
 
 

@@ -119,11 +119,11 @@ def test_another_key_and_no_key_stay_outside():
     ):
         another_rank(KeyDoor(door.address, listens=False))
     for said in [b"", os.urandom(32), os.urandom(64), b"GET / HTTP/1.1\r\n\r\n" * 9, os.urandom(70_000)]:
-        with socket.create_connection(door.address, timeout=8) as stranger:
-            stranger.sendall(said)
+        with socket.create_connection(door.address, timeout=8) as client:
+            client.sendall(said)
             heard = b""
             with suppress(ConnectionError):
-                while more := stranger.recv(4096):
+                while more := client.recv(4096):
                     heard += more
             assert len(heard) in (0, 64)  # a random number and a proof that fits only what was said
     with environment(WEFT_KEY=KEY):
@@ -139,10 +139,10 @@ def test_what_was_said_once_opens_nothing_again():
             recorded = bytearray()
             threading.Thread(target=_pass_between, args=(between, door.address, recorded), daemon=True).start()
             another_rank(KeyDoor(between.getsockname(), listens=False)).set("a", b"1")
-    with socket.create_connection(door.address, timeout=8) as stranger:
-        stranger.sendall(recorded[:64])
-        assert len(stranger.recv(64, socket.MSG_WAITALL)) == 64
-        assert stranger.recv(1) == b""
+    with socket.create_connection(door.address, timeout=8) as client:
+        client.sendall(recorded[:64])
+        assert len(client.recv(64, socket.MSG_WAITALL)) == 64
+        assert client.recv(1) == b""
     assert store.get("a") == b"1"
 
 

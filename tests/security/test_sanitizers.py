@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TESTS = [f"tests/comm/test_wan{part}.py" for part in ("", "_frames", "_strangers", "_cell", "_fork")]
+TESTS = [f"tests/comm/test_wan{part}.py" for part in ("", "_frames", "_unauthenticated", "_cell", "_fork")]
 BUILDS = {
     "address,undefined": (
         "libasan.so",

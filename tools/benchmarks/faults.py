@@ -27,7 +27,7 @@ from weft.comm.wan.key import VARIABLE
 from weft.comm.wan.library import load
 from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.netbed import Job, NetBed
-from weft.tools.netbed.strangers import record_handshakes, strangers
+from weft.tools.netbed.attackers import attack, record_handshakes
 
 _SETTINGS = (
     "recipe=quickstart",
@@ -222,7 +222,7 @@ def _kill_connection(run: Run) -> None:
     run.bed.run(_SENDER, ["ss", "-K", "-tnH", "sport", f"= :{locals_[0]}"], check=True, capture_output=True)
 
 
-def _let_strangers_try(run: Run) -> None:
+def _attack(run: Run) -> None:
     bed = run.bed
     port, locals_ = _port_of(run)
     with Job(bed, _RECEIVER, record_handshakes, "wan0", port, 2, 10.0) as recorder:
@@ -232,7 +232,7 @@ def _let_strangers_try(run: Run) -> None:
         run.wait_for(recorder.has_news)
         recorded = recorder.result()
     rank = bed.nodes.index(_RECEIVER)
-    with Job(bed, "west0", strangers, (bed.address(_RECEIVER), port), rank, recorded, run.secret.encode()) as job:
+    with Job(bed, "west0", attack, (bed.address(_RECEIVER), port), rank, recorded, run.secret.encode()) as job:
         run.wait_for(job.has_news)
         assert job.result() > 0, "the scan found no open port"
 
@@ -244,7 +244,7 @@ _FAULTS = (
     Fault("1 % of packets lost for 5 s", _lose_packets, 5.0),
     Fault("one relay's uplink 5 times slower for 5 s", lambda run: run.bed.slow(_RELAY, by=5.0, for_s=5.0), 5.0),
     Fault("a byte flipped in a payload, each way", lambda run: run.bed.flip(_SENDER, _RECEIVER)),
-    Fault("strangers: nonsense, no key, replayed handshakes, 4 GiB, a scan of all ports", _let_strangers_try),
+    Fault("unauthenticated peers: nonsense, no key, replayed handshakes, 4 GiB, a scan of all ports", _attack),
 )
 
 

@@ -20,12 +20,12 @@ def train_and_read(config: WeftConfig, steps: int) -> dict:
         (mark.slot[0].op.value, mark.start, mark.end)
         for mark in list(engine._records)[-2].marks  # the last step's last work has no end yet
     ]
-    foretold = reader.upcoming(60.0) if reader else []
+    predicted = reader.upcoming(60.0) if reader else []
     engine.destroy()
     return {
         "losses": losses,
         "work": work,
         "marks": marks,
-        "foretold": foretold,
+        "predicted": predicted,
         "gone": reader and not reader.path.exists(),
     }

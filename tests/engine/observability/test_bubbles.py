@@ -18,7 +18,7 @@ def test_the_board_shows_the_steps_that_were_trained(tmp_path):
     assert [rank["losses"] for rank in told] == [rank["losses"] for rank in silent]
     assert not any(rank["work"] for rank in silent)
     for rank in told:
-        assert rank["gone"] and rank["foretold"]
+        assert rank["gone"] and rank["predicted"]
         computed = [(start, end) for op, start, end in rank["marks"] if op in ("F", "B")]
         assert len(computed) >= 8  # a forward and a backward of each micro-batch
         # The board's marks stand around the engine's own, and in the same order.

@@ -36,7 +36,7 @@ class Sent:
 
 
 class Queue:
-    """One way between two threads; a tensor that is not as the receiver has foretold fails."""
+    """One way between two threads; a tensor that is not as the receiver has predicted fails."""
 
     def __init__(self) -> None:
         self._waiting: queue.Queue = queue.Queue()

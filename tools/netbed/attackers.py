@@ -24,7 +24,7 @@ _SINK = 0xFFFF  # a lane that is always open
 _AT_ONCE = 500
 
 
-def strangers(
+def attack(
     _say: Callable, _hear: Callable, address: Address, rank: int, recorded: Sequence[bytes], secret: bytes
 ) -> int:
     """Try everything at the port of a rank; for a `Job` in a node of the bed.
@@ -84,11 +84,11 @@ def _note(packet: bytes, port: int, said: dict[int, bytes]) -> None:
 def _answer(address: Address, data: bytes, *, then: bytes = b"") -> int:
     """How many bytes the port says to ``data``, and to ``then``, before it closes."""
     heard = 0
-    with socket.create_connection(address, timeout=10.0) as stranger, contextlib.suppress(ConnectionError):
-        stranger.sendall(data)
-        while more := stranger.recv(4096):
+    with socket.create_connection(address, timeout=10.0) as client, contextlib.suppress(ConnectionError):
+        client.sendall(data)
+        while more := client.recv(4096):
             heard += len(more)
-            stranger.sendall(then)
+            client.sendall(then)
             then = b""
     return heard
 

@@ -1,4 +1,4 @@
-"""Strangers at the WAN port: none gets in, and none disturbs a transfer."""
+"""Unauthenticated peers at the WAN port: none gets in, and none disturbs a transfer."""
 
 import hashlib
 import os
@@ -23,13 +23,13 @@ def stack():
 
 def says(address, data, *, then=b"", listen_s=5.0):
     """What the port answers to ``data``, and to ``then``, before it closes; it must close."""
-    with socket.create_connection(address, timeout=listen_s) as stranger:
-        stranger.sendall(data)
+    with socket.create_connection(address, timeout=listen_s) as client:
+        client.sendall(data)
         answer = b""
         try:
-            while more := stranger.recv(4096):
+            while more := client.recv(4096):
                 answer += more
-                stranger.sendall(then)
+                client.sendall(then)
                 then = b""
         except ConnectionError:
             pass

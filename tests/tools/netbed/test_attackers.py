@@ -1,4 +1,4 @@
-"""What `weft bench faults` lets strangers try, tried at an endpoint of this process."""
+"""The attacks of `weft bench faults`, tried at an endpoint of this process."""
 
 import socket
 import struct
@@ -7,24 +7,24 @@ from contextlib import ExitStack
 import pytest
 
 from tests.comm.test_wan import KEY, Pair, noise
-from weft.tools.netbed import strangers as module
-from weft.tools.netbed.strangers import strangers
+from weft.tools.netbed import attackers as module
+from weft.tools.netbed.attackers import attack
 
 
-def test_strangers_are_refused_and_what_is_no_refusal_is_seen(monkeypatch):
+def test_attackers_are_refused_and_what_is_no_refusal_is_seen(monkeypatch):
     monkeypatch.setattr(module, "_scan", lambda host: 1)
     with ExitStack() as stack:
         pair = Pair(stack, proxied=True)
         pair.exchange("a", noise(1000))
         recorded = [bytes(said[:120]) for said in pair.proxy.recorded]
-        assert strangers(None, None, pair.ends[1].address, 1, recorded, KEY.secret) == 1
+        assert attack(None, None, pair.ends[1].address, 1, recorded, KEY.secret) == 1
         assert pair.ends[1].refused >= 3 + len(recorded)
         pair.exchange("a", noise(1000, 1))
         with socket.create_server(("127.0.0.1", 0)) as talker:
             address = talker.getsockname()
             monkeypatch.setattr(module, "_answer", lambda *_, **__: 65)
             with pytest.raises(AssertionError):
-                strangers(None, None, address, 1, recorded, KEY.secret)
+                attack(None, None, address, 1, recorded, KEY.secret)
 
 
 def test_a_handshake_is_put_together_from_packets():
