@@ -19,7 +19,7 @@ from weft.conf.batch import fit_batch, num_replicas
 from weft.conf.checks import virtual_stages
 from weft.conf.private import take_secrets, write_private
 from weft.conf.run_lock import RunLock
-from weft.conf.schema import WeftConfig
+from weft.conf.schema import Attention, WeftConfig
 from weft.conf.trees import to_yaml
 from weft.engine.checkpoint import check_folder
 from weft.engine.data import MicrobatchLoader, build_loader, check_source, load_tokenizer
@@ -35,7 +35,7 @@ from weft.engine.engine import WeftEngine
 from weft.engine.initialize import initialize
 from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.plan_file import plan_to_json
-from weft.engine.stages import load_hf_config, refuse_packing, self_check
+from weft.engine.stages import check_flash_packing, load_hf_config, refuse_packing, self_check
 from weft.engine.zero import NonFiniteError
 from weft.recipes.evaluations import Evaluations
 from weft.recipes.finish import finish, print_once
@@ -124,11 +124,9 @@ def _check_model(config: WeftConfig) -> None:
     """The self-check; only a recipe knows whether sequences are packed."""
     hf_config = load_hf_config(config.model)
     if config.data.packing:
-        refuse_packing(
-            hf_config.model_type,
-            attention=config.model.attn_implementation,
-            microbatch_size=config.train.microbatch_size,
-        )
+        refuse_packing(hf_config.model_type)
+        if config.model.attn_implementation is Attention.flash_attention_2 and config.train.microbatch_size > 1:
+            check_flash_packing(hf_config)
     self_check(hf_config, packing=config.data.packing)
 
 

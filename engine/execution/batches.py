@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from weft.engine.stages.packed import is_packed, tell_packed
+from weft.engine.stages.packed import PackedRows, tell_packed
 
 
 def prepare_batch(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -33,10 +33,10 @@ def prepare_batch(batch: Mapping[str, Tensor], device: torch.device) -> dict[str
     # Kernels without a mask are faster; but one that is on the device already is not waited for.
     if mask is not None and mask.device.type == "cpu" and bool(mask.all()):
         del given["attention_mask"]
-    packed = is_packed(given["position_ids"]) if given["position_ids"].device.type == "cpu" else None
     moved = {name: value.to(device, non_blocking=True) for name, value in given.items()}
-    if packed is not None:
-        tell_packed(moved["position_ids"], packed)
+    if given["position_ids"].device.type == "cpu":
+        rows = PackedRows.of(given["position_ids"])
+        tell_packed(moved["position_ids"], rows and rows.to(device))
     return moved
 
 

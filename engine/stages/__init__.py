@@ -1,7 +1,7 @@
 """Hugging Face models as virtual pipeline stages."""
 
 from weft.engine.stages.batch import Batch
-from weft.engine.stages.checking import check_packing, self_check
+from weft.engine.stages.checking import check_flash_packing, check_packing, self_check
 from weft.engine.stages.exporting import export_stages
 from weft.engine.stages.from_model import stages_from_model
 from weft.engine.stages.loading import build_model, load_hf_config, load_stages
@@ -16,6 +16,7 @@ __all__ = [
     "Stage",
     "StageSplit",
     "build_model",
+    "check_flash_packing",
     "check_packing",
     "export_stages",
     "load_hf_config",

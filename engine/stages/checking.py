@@ -21,9 +21,11 @@ from weft.engine.stages.comparison import (
     staged_outcome,
     whole_outcome,
 )
+from weft.engine.stages.flash import ON_CPU, wanted_arguments
 from weft.engine.stages.from_model import stages_from_model
 from weft.engine.stages.loading import load_hf_config, new_stages
 from weft.engine.stages.objective import Minimised, Objective, next_token_loss
+from weft.engine.stages.packed import PackedRows, tell_packed
 from weft.engine.stages.refusals import refuse_partitioning
 from weft.engine.stages.seeding import seeded
 from weft.engine.stages.shrink import shrunken_model
@@ -183,6 +185,28 @@ def check_packing(model: PreTrainedConfig | ModelConfig | nn.Module) -> None:
     _require_apart(small_copy(cls, config, min_layers=2))
 
 
+def check_flash_packing(model: PreTrainedConfig | ModelConfig | nn.Module) -> None:
+    """Check on a small copy that packed documents do not see each other in flash attention, whatever the rows.
+
+    The kernel itself needs a GPU. What is tried is that the architecture hands the documents' bounds to its
+    attention, and takes nothing else for it.
+
+    Raises:
+        ValueError: it does not.
+    """
+    cls, config = architecture(model)
+    small = small_copy(cls, config, min_layers=2)
+    try:
+        small.set_attn_implementation(ON_CPU)
+        _require_apart(small, told=True)
+    except ValueError as error:
+        raise ValueError(
+            f"data.packing=true with flash attention and more than one sequence in a micro-batch: {cls.__name__} does "
+            "not tell its attention where documents begin; set train.microbatch_size=1 and raise "
+            "pipeline.microbatches or data.sequence_length, or choose model.attn_implementation=sdpa"
+        ) from error
+
+
 def roughen(models: Sequence[nn.Module]) -> None:
     """Move weights off their first values, where norms and biases are the same on every layer."""
     with torch.no_grad():
@@ -228,6 +252,7 @@ def require_causal(model: PreTrainedModel) -> None:
 def _logits(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> Tensor | None:
     takes = accepted_arguments(model)
     given = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    given |= wanted_arguments(model.config, positions)
     training = model.training
     model.eval()
     try:
@@ -246,12 +271,18 @@ def _require_same_weights(small: PreTrainedModel, stages: Sequence[Stage]) -> No
         _refuse(f"{type(small).__name__} in stages has other weights than the whole: {odd}")
 
 
-def _require_apart(model: PreTrainedModel) -> None:
-    """Changing the first of two packed documents must leave the second one's logits as they are."""
+def _require_apart(model: PreTrainedModel, *, told: bool = False) -> None:
+    """Changing the first of two packed documents must leave the second one's logits as they are.
+
+    Args:
+        told: whether the rows are known to be packed, as `weft.engine.stages.packed.tell_packed` makes them.
+    """
     ids = tried_batch(model)["input_ids"]
     other = ids.clone()
     other[:, :5] = ids[:, :5].flip(1)
     positions = torch.cat([torch.arange(5), torch.arange(7)]).repeat(2, 1)
+    if told:
+        tell_packed(positions, PackedRows.of(positions))
     one, two = (_logits(model, i, positions) for i in (ids, other))
     assert one is not None and two is not None
     off = float((one - two)[:, 5:].abs().max())

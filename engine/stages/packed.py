@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,14 +18,50 @@ def sequence_indices(position_ids: Tensor) -> Tensor:
     return torch.nn.functional.pad(starts.cumsum(-1), (1, 0))
 
 
-def is_packed(position_ids: Tensor) -> bool:
-    """Whether any row holds more than one sequence; ``position_ids`` [B, S] in host memory."""
-    return bool((position_ids[:, 1:] - position_ids[:, :-1] != 1).any())
+@dataclass(frozen=True)
+class PackedRows:
+    """The sequences in the rows of a micro-batch, the rows laid end to end.
+
+    Attributes:
+        bounds: int32 [N + 1], the first token of each of the N sequences, and the number of tokens at the end.
+        longest: tokens of the longest sequence.
+    """
+
+    bounds: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, position_ids: Tensor) -> PackedRows | None:
+        """What ``position_ids`` [B, S] in host memory say; None if every row is one sequence."""
+        starts = torch.ones_like(position_ids, dtype=torch.bool)
+        starts[:, 1:] = position_ids[:, 1:] - position_ids[:, :-1] != 1
+        if not starts[:, 1:].any():
+            return None
+        ends = torch.tensor([position_ids.numel()], dtype=torch.int32)
+        bounds = torch.cat([starts.flatten().nonzero().flatten().to(torch.int32), ends])
+        return cls(bounds, int(bounds.diff().max()))
+
+    def to(self, device: torch.device) -> PackedRows:
+        """The same on ``device``."""
+        return PackedRows(self.bounds.to(device, non_blocking=True), self.longest)
 
 
-def tell_packed(position_ids: Tensor, packed: bool) -> None:
+def tell_packed(position_ids: Tensor, rows: PackedRows | None) -> None:
     """Let forwards that get this very tensor know."""
-    setattr(position_ids, _KNOWN, packed)
+    setattr(position_ids, _KNOWN, rows or False)
+
+
+def flash_arguments(position_ids: Tensor) -> dict[str, Tensor | int]:
+    """What keeps packed sequences apart in flash attention, whatever the number of rows; empty if none was told.
+
+    By itself Hugging Face looks at positions of a single row only, and waits for the device to do so
+    (`modeling_flash_attention_utils._is_packed_sequence`).
+    """
+    rows: PackedRows | None = getattr(position_ids, _KNOWN, None) or None
+    if rows is None:
+        return {}
+    bounds, longest = rows.bounds, rows.longest
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
 def _install() -> None:
@@ -37,10 +74,10 @@ def _install() -> None:
     look: Callable[[Tensor], Tensor | None] = masking_utils.find_packed_sequence_indices
 
     def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-        packed = getattr(position_ids, _KNOWN, None)
-        if packed is None and not position_ids.is_meta:
+        rows = getattr(position_ids, _KNOWN, None)
+        if rows is None and not position_ids.is_meta:
             return look(position_ids)
-        return sequence_indices(position_ids) if packed else None
+        return sequence_indices(position_ids) if rows else None
 
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 

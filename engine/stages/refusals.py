@@ -5,8 +5,6 @@ from __future__ import annotations
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from weft.conf.schema import Attention
-
 LEAKS_ACROSS_DOCUMENTS = frozenset(
     {
         "afmoe",
@@ -40,25 +38,18 @@ LEAKS_ACROSS_DOCUMENTS = frozenset(
 """Types whose Hugging Face forward lets a packed document see the one before it, in transformers 5.19."""
 
 
-def refuse_packing(model_type: str, *, attention: Attention = Attention.sdpa, microbatch_size: int = 1) -> None:
+def refuse_packing(model_type: str) -> None:
     """Refuse packed sequences where Hugging Face's forward does not keep documents apart.
 
     ``self_check(..., packing=True)`` tries it out, for architectures that are not known here.
 
     Raises:
-        ValueError: the architecture is one of those, or flash attention gets several
-            sequences, of which it then ignores where documents start.
+        ValueError: the architecture is one of those.
     """
     if model_type in LEAKS_ACROSS_DOCUMENTS:
         raise ValueError(
             f"data.packing=true: with model_type={model_type} Hugging Face's forward lets packed documents see each "
             "other; set data.packing=false"
-        )
-    if attention is Attention.flash_attention_2 and microbatch_size > 1:
-        raise ValueError(
-            f"train.microbatch_size={microbatch_size}: with packing, Hugging Face's flash attention keeps documents "
-            "apart in one sequence at a time only; set train.microbatch_size=1 and raise pipeline.microbatches or "
-            "data.sequence_length, or choose model.attn_implementation=sdpa"
         )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from weft.engine.stages.batch import Batch
+from weft.engine.stages.flash import wanted_arguments
 from weft.engine.stages.handover import Boundary
 from weft.engine.stages.joining import pack, packed_size, unpack
 from weft.engine.stages.objective import Minimised
@@ -180,6 +181,8 @@ class Stage(nn.Module):
     def accepted(self, batch: Batch, **more: Any) -> dict[str, Any]:
         """What the model's own forward takes of a micro-batch without its labels, and of ``more``."""
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
+        if "position_ids" in batch:
+            more = more | wanted_arguments(self.hf_model.config, batch["position_ids"])
         return {
             name: value for name, value in (inputs | more).items() if self._arguments is None or name in self._arguments
         }

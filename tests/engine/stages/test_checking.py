@@ -8,7 +8,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
 
 from tests.engine.stages.tiny import ARCHITECTURES, batch, run, stages_of, tiny, whole
-from weft.conf.schema import Attention, ModelConfig, WeftConfig
+from weft.conf.schema import ModelConfig, WeftConfig
 from weft.engine.initialize import initialize
 from weft.engine.stages import check_packing, load_hf_config, outline_of, refuse_packing, self_check
 from weft.engine.stages.shrink import shrunken_model
@@ -113,12 +113,6 @@ def test_packing_that_leaks(arch):
         check_packing(AutoConfig.for_model(arch))
     with pytest.raises(ValueError, match=f"model_type={arch}.*data.packing=false"):
         refuse_packing(arch)
-
-
-def test_packing_with_flash_attention():
-    refuse_packing("llama", attention=Attention.flash_attention_2)
-    with pytest.raises(ValueError, match=r"train\.microbatch_size=2"):
-        refuse_packing("llama", attention=Attention.flash_attention_2, microbatch_size=2)
 
 
 def test_shrunken_models_have_every_kind_of_layer():
