@@ -177,3 +177,14 @@ def test_chunks_lie_end_to_end():
     assert chunked.bounds(10) == [(0, 2), (2, 5), (5, 10)]
     assert chunked.bounds(1) == [(0, 1)]  # those of nothing are left out
     assert plain(wish(Primitive.all_reduce)).bounds(7) == [(0, 7)]
+
+
+def test_gathers_go_back_the_way_that_reductions_came():
+    found = 0
+    for rewrite in space(wish(Primitive.all_reduce), granularities=((1.0,),)):
+        axes = [step.axis for step in rewrite.steps]
+        kinds = [step.primitive for step in rewrite.steps]
+        if len(axes) == 4 and kinds[0] is Primitive.reduce_scatter and kinds[-1] is Primitive.all_gather:
+            assert axes[:2] == axes[:1:-1], rewrite
+            found += 1
+    assert found >= 2  # one for each order of the two axes
