@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,12 @@ def write_whole(path: Path, text: str) -> None:
         draft.write_text(text, encoding="utf-8", newline="")
 
 
+def _finite(text: str) -> float:
+    if not isfinite(value := float(text)):
+        raise ValueError(f"{text}: not a finite number")
+    return value
+
+
 @dataclass(frozen=True)
 class JsonCache:
     """Entries by name in a JSON file that several processes may write; the last writer of an entry wins.
@@ -44,10 +51,13 @@ class JsonCache:
     path: Path
 
     def read(self) -> dict[str, Any]:
-        """All entries; none where there is no file, or one that is no longer readable."""
+        """All entries; none where there is no file, or one that is no longer readable.
+
+        A number that is not finite makes it unreadable: what is cached here is planned with.
+        """
         try:
-            found = json.loads(self.path.read_text())
-        except (OSError, ValueError):
+            found = json.loads(self.path.read_text(), parse_float=_finite, parse_constant=_finite)
+        except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 

@@ -222,7 +222,7 @@ def _tell(endpoint: WanEndpoint, peer: int, profile: LinkProfile) -> None:
 
 def _profile(raw: Mapping) -> LinkProfile:
     rates = tuple((int(n), float(rate)) for n, rate in raw["rates_bps"])
-    return LinkProfile(rtt_s=raw["rtt_s"], rates_bps=rates, opposed_bps=raw["opposed_bps"])
+    return LinkProfile(rtt_s=float(raw["rtt_s"]), rates_bps=rates, opposed_bps=float(raw["opposed_bps"]))
 
 
 @dataclass(frozen=True)

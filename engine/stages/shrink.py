@@ -102,7 +102,7 @@ def _first_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
     for name in LAYER_COUNTS:
         value = getattr(text, name, None)
         if type(value) is int and value and value % whole == 0:
-            with contextlib.suppress(NotImplementedError):  # follows from others in some
+            with contextlib.suppress(NotImplementedError):  # some configs derive it, and refuse to set it
                 setattr(text, name, value // whole * count)
     for name in LAST_LAYERS:
         if value := getattr(text, name, None):

@@ -25,7 +25,10 @@ def test_an_error_leaves_the_file_as_it_was(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{", "null"])
+BAD = ["", "[1]", "{", "null", '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', "[" * 100_000, "\0"]
+
+
+@pytest.mark.parametrize("text", BAD, ids=lambda text: text[:16].replace("\0", "0"))
 def test_a_cache_that_cannot_be_read_begins_anew(tmp_path, text):
     cache = JsonCache(tmp_path / "cache.json")
     cache.path.write_text(text)
