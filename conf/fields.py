@@ -10,9 +10,9 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from weft.conf import schema
 from weft.conf.schema import WeftConfig
 
 FOLDER = Path(__file__).parent
@@ -47,10 +47,10 @@ def choices(group: str) -> list[str]:
 def docstrings() -> dict[str, dict[str, str]]:
     """The docstring of every field, by class name and field name.
 
-    Python drops the docstrings under fields, so they are parsed from the source of `schema.py`.
+    Python drops the docstrings under fields, so they are parsed from the sources of `weft.conf.schema`.
     """
-    tree = ast.parse(inspect.getsource(schema))
-    return {node.name: _field_docs(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+    trees = [ast.parse(path.read_text()) for path in sorted((FOLDER / "schema").glob("*.py"))]
+    return {node.name: _field_docs(node) for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def _field_docs(node: ast.ClassDef) -> dict[str, str]:
@@ -73,6 +73,8 @@ def item_class(kind: Any) -> type | None:
 
 def expectation(kind: Any) -> str:
     """What a field of this type expects, for messages."""
+    if NoneType in get_args(kind):
+        return f"{expectation(get_args(kind)[0])}, or null"
     if isinstance(kind, type) and issubclass(kind, Enum):
         return f"one of {', '.join(kind.__members__)}"
     if item := item_class(kind):

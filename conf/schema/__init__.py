@@ -1,0 +1,60 @@
+"""The configuration schema: type, default and meaning of every field.
+
+Defaults are written only here, a module for each part.
+The classes are not frozen because OmegaConf cannot compose frozen nodes; nothing mutates
+them after `weft.conf.load` has converted them to objects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weft.conf.schedule_kinds import PlacementKind as PlacementKind
+from weft.conf.schedule_kinds import ScheduleKind as ScheduleKind
+from weft.conf.schema.cluster import ClusterConfig as ClusterConfig
+from weft.conf.schema.cluster import ClusterManager as ClusterManager
+from weft.conf.schema.cluster import CommConfig as CommConfig
+from weft.conf.schema.cluster import LinkConfig as LinkConfig
+from weft.conf.schema.cluster import SiteConfig as SiteConfig
+from weft.conf.schema.inference import ControllerConfig as ControllerConfig
+from weft.conf.schema.inference import InferenceConfig as InferenceConfig
+from weft.conf.schema.inference import KvConnector as KvConnector
+from weft.conf.schema.inference import PrefillConfig as PrefillConfig
+from weft.conf.schema.inference import PrefillWorkerConfig as PrefillWorkerConfig
+from weft.conf.schema.model import Attention as Attention
+from weft.conf.schema.model import DataConfig as DataConfig
+from weft.conf.schema.model import DataKind as DataKind
+from weft.conf.schema.model import LoraConfig as LoraConfig
+from weft.conf.schema.model import ModelConfig as ModelConfig
+from weft.conf.schema.parallel import Partition as Partition
+from weft.conf.schema.parallel import PipelineConfig as PipelineConfig
+from weft.conf.schema.parallel import SplitKind as SplitKind
+from weft.conf.schema.parallel import ZeroConfig as ZeroConfig
+from weft.conf.schema.supervision import SuperviseConfig as SuperviseConfig
+from weft.conf.schema.training import CheckpointConfig as CheckpointConfig
+from weft.conf.schema.training import LoggingConfig as LoggingConfig
+from weft.conf.schema.training import LrSchedule as LrSchedule
+from weft.conf.schema.training import OptimizerConfig as OptimizerConfig
+from weft.conf.schema.training import OptimizerKind as OptimizerKind
+from weft.conf.schema.training import Precision as Precision
+from weft.conf.schema.training import TrainConfig as TrainConfig
+
+
+@dataclass(kw_only=True)
+class WeftConfig:
+    """The configuration of a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    supervise: SuperviseConfig = field(default_factory=SuperviseConfig)
+    inference: InferenceConfig = field(default_factory=InferenceConfig)
+    dry_run: bool = False
+    """Print stages, memory, predicted step time and bubbles, and exit before any rank starts."""

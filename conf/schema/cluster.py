@@ -1,0 +1,88 @@
+"""Machines, the links between them, and transfers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class ClusterManager(Enum):
+    """What starts processes on hosts."""
+
+    ssh = "ssh"
+    slurm = "slurm"
+    kubernetes = "kubernetes"
+
+
+@dataclass(kw_only=True)
+class LinkConfig:
+    """A link between two sites."""
+
+    sites: list[str] = field(default_factory=list)
+    """The two sites that the link joins."""
+    latency_ms: float = 0.0
+    """One-way delay in milliseconds."""
+    bandwidth_mbps: float = 0.0
+    """Bandwidth of a node's uplink in megabits per second; 0 probes it when the run starts."""
+    pair_mbps: float = 0.0
+    """Bandwidth between one pair of nodes in megabits per second, if the provider limits it below the
+    uplinks'; 0 means no such limit."""
+
+
+@dataclass(kw_only=True)
+class SiteConfig:
+    """A data centre."""
+
+    name: str = ""
+    """Name of the site in messages and plots."""
+    hosts: list[str] = field(default_factory=list)
+    """Hosts of the site, named and ordered as in the hostfile."""
+    ranks: int = 0
+    """Pipeline ranks of the site if there is no hostfile (one machine, emulation); otherwise the
+    hosts' slots decide."""
+
+
+@dataclass(kw_only=True)
+class ClusterConfig:
+    """Machines and the links between them."""
+
+    sites: list[SiteConfig] = field(default_factory=list)
+    """Sites in pipeline order; empty means a single site."""
+    links: list[LinkConfig] = field(default_factory=list)
+    """Links between sites."""
+    hostfile: str = ""
+    """DeepSpeed hostfile (`host slots=N` lines); empty means this machine only."""
+    ranks: int = 1
+    """Processes that `weft launch` starts on this machine if there is no hostfile."""
+    master_addr: str = "127.0.0.1"
+    """Rendezvous address of the ranks."""
+    master_port: int = 29500
+    """Rendezvous port of the ranks; 0 picks a free one (one machine only)."""
+    manager: ClusterManager = ClusterManager.ssh
+    """What starts processes on the hosts: ssh (from the hostfile), slurm or kubernetes."""
+    spares: list[str] = field(default_factory=list)
+    """Hosts of the hostfile that wait to take the place of one that is evicted."""
+
+
+@dataclass(kw_only=True)
+class CommConfig:
+    """Transfers between ranks."""
+
+    timeout_s: float = 600.0
+    """Seconds after which an unfinished transfer stops the run with an error."""
+    deadline_s: float = 30.0
+    """Seconds of silence after which a link between sites counts as failed."""
+    connections: int = 0
+    """TCP connections per pair of ranks of different sites; 0 probes each link when the run starts
+    and takes the fewest that fill it."""
+    tls: bool = True
+    """Encrypt traffic between sites with TLS 1.3, keyed by WEFT_KEY. Turn it off only for private
+    links: hidden states and gradients are then sent in the clear."""
+    interface: str = ""
+    """Network interface on which to listen for ranks of other sites; empty takes the one that reaches
+    `cluster.master_addr`."""
+    chunk_kb: int = 128
+    """Kibibytes that a connection between sites sends at a time. A tensor should fill all `connections`
+    many times over: lower it if tensors are small and connections are many."""
+    cell: int = 1
+    """Replicas per DP-cell, which pool their uplinks for transfers between sites; 1 disables pooling."""

@@ -1,0 +1,127 @@
+"""Prefill serving in bubbles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class KvConnector(Enum):
+    """How prefill workers send KV caches to decode instances."""
+
+    none = "none"
+    nixl = "nixl"
+
+
+@dataclass(kw_only=True)
+class PrefillWorkerConfig:
+    """A running prefill worker, as the controller reaches it."""
+
+    url: str = ""
+    """URL of the worker's HTTP server, such as http://127.0.0.1:8001."""
+    boards: list[str] = field(default_factory=list)
+    """Bubble boards of the ranks whose devices the worker uses; it computes only while all of them idle."""
+    cost: str = ""
+    """File with the worker's cost model; empty predicts with a cautious prior."""
+
+
+@dataclass(kw_only=True)
+class ControllerConfig:
+    """The HTTP service in front of the prefill workers."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; any address that other machines can reach needs an API key."""
+    port: int = 8300
+    """Port to listen on."""
+    api_key_env: str = "WEFT_API_KEY"
+    """Environment variable with the API key that callers send as `Authorization: Bearer KEY`; it is
+    also sent to the workers."""
+    workers: list[PrefillWorkerConfig] = field(default_factory=list)
+    """Running workers to use; empty uses those that `weft serve` starts."""
+    tokenizer: str = ""
+    """tokenizer.json of the served model, or its folder, to count prompt tokens; empty estimates the
+    count from the text's length."""
+    deadline_s: float = 10.0
+    """Refuse a request whose first token is predicted to take longer, in seconds; the request header
+    X-Weft-Deadline-S overrides it."""
+    max_prompt_tokens: int = 131_072
+    """Longest prompt that is accepted."""
+    max_body_bytes: int = 4_194_304
+    """Largest request body that is accepted."""
+    max_json_depth: int = 32
+    """Deepest JSON nesting of a request body that is accepted."""
+    max_queue: int = 64
+    """Largest number of unanswered requests on one worker."""
+    max_connections: int = 1024
+    """Largest number of open client connections."""
+    receive_timeout_s: float = 10.0
+    """Seconds that a client has to send its request."""
+    answer_slack_s: float = 5.0
+    """Seconds past the expected end of a prompt after which the controller starts to check the worker's
+    health; the worker keeps its prompts as long as it answers."""
+    silence_s: float = 30.0
+    """Seconds without any answer after which a worker counts as hung. A dead worker refuses
+    connections, which is noticed at once."""
+    answer_timeout_s: float = 600.0
+    """Seconds after which a prompt is abandoned even if its worker is alive."""
+    probe_s: float = 0.5
+    """Seconds between probes of each worker's health and bubbles."""
+
+
+@dataclass(kw_only=True)
+class PrefillConfig:
+    """The prefill workers: stock vLLM servers beside the training ranks of a host."""
+
+    model: str = ""
+    """Model to serve: Hugging Face folder or hub name, as vLLM takes it."""
+    python: str = ""
+    """Python interpreter that has vLLM; empty uses the one that runs `weft serve`."""
+    ranks: list[int] = field(default_factory=list)
+    """Training ranks of this host whose bubbles serve prefill; empty means all of `cluster.ranks`."""
+    ranks_per_worker: int = 1
+    """Ranks whose devices one worker spans as its tensor-parallel group; it runs while all of them
+    are in a bubble."""
+    host: str = "127.0.0.1"
+    """Address for the workers to listen on; any address that other machines can reach needs an API key."""
+    first_port: int = 8301
+    """Port of the first worker; the others follow."""
+    first_side_port: int = 5600
+    """Side-channel port of the first worker's NIXL connector, for decode instances; the others follow."""
+    memory_share: float = 0.1
+    """Fraction of a GPU's memory that a worker reserves at its start for weights, KV cache and about a
+    gigabyte more; an 8 B model in bf16 has 16 GB of weights, so 0.25 of an 80 GB GPU. Training must
+    leave that much free; `weft serve` checks both before it starts a worker."""
+    kv_cache_bytes: int = 268_435_456
+    """KV cache of a worker on a CPU; on a GPU it follows from `memory_share`."""
+    max_tokens: int = 4096
+    """Longest prompt, and longest prefill chunk, in tokens."""
+    guard_s: float = 0.003
+    """Seconds to keep free at the end of each bubble, before training is expected back."""
+    quantile: float = 0.98
+    """Fraction of prefill steps that should end within their prediction; the others run into the guard."""
+    connector: KvConnector = KvConnector.none
+    """How to send KV caches: none, or nixl (vLLM's NIXL connector, with a quiet progress thread)."""
+    yield_cores: bool = True
+    """On a CPU, run only on otherwise idle cores (SCHED_IDLE). False lets a worker compete for cores
+    inside bubbles; otherwise it would never run on a host that other jobs keep busy."""
+    allow_decode: bool = False
+    """Also decode on the workers, instead of refusing requests for more than one token."""
+    cost_dir: str = "~/.cache/weft/prefill"
+    """Folder that keeps the cost model of each model and machine between runs."""
+    arguments: list[str] = field(default_factory=list)
+    """Additional arguments for the vLLM server."""
+
+
+@dataclass(kw_only=True)
+class InferenceConfig:
+    """Prefill serving in bubbles."""
+
+    enabled: bool = False
+    """Publish each rank's bubbles on a board for co-located prefill workers; off costs the training
+    step nothing."""
+    boards: str = ""
+    """Folder of the boards, private to this user; empty means weft-UID/`train.name` in /dev/shm."""
+    prefill: PrefillConfig = field(default_factory=PrefillConfig)
+    """Prefill workers."""
+    controller: ControllerConfig = field(default_factory=ControllerConfig)
+    """HTTP service in front of the workers."""

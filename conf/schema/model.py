@@ -1,0 +1,99 @@
+"""The model and its data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Attention(Enum):
+    """Attention kernel, by Hugging Face's name."""
+
+    eager = "eager"
+    sdpa = "sdpa"
+    flash_attention_2 = "flash_attention_2"
+
+
+class DataKind(Enum):
+    """Kind of training data."""
+
+    corpus = "corpus"
+    text = "text"
+    chat = "chat"
+
+
+@dataclass(kw_only=True)
+class LoraConfig:
+    """Low-rank adapters through peft."""
+
+    enabled: bool = False
+    """Train only the adapters."""
+    rank: int = 8
+    """Rank of the update matrices."""
+    alpha: float = 16.0
+    """Scale of the update: alpha / rank."""
+    dropout: float = 0.0
+    """Dropout on the adapter's input."""
+    target_modules: list[str] = field(default_factory=list)
+    """Names of the modules that get an adapter; empty lets peft choose for the architecture."""
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """The Hugging Face model."""
+
+    path: str = ""
+    """Local folder or hub name; empty builds a new model from `arch` and `overrides`."""
+    arch: str = "llama"
+    """`model_type` of a new model, as in a Hugging Face config.json."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Hugging Face config fields to override, for new and loaded models."""
+    tokenizer: str = ""
+    """Tokenizer folder or hub name; empty uses `path`, or trains a tokenizer on the embedded corpus."""
+    attn_implementation: Attention = Attention.sdpa
+    """Attention kernel: eager, sdpa, or flash_attention_2 (needs flash-attn and a GPU)."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass to save activation memory."""
+    self_check: bool = True
+    """Before training, compare a shrunken copy of the staged model with Hugging Face's own forward."""
+    trust_remote_code: bool = False
+    """Run the modelling code that comes with the model's folder or hub repository."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters."""
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Where batches come from."""
+
+    kind: DataKind = DataKind.corpus
+    """corpus: the embedded standard-library text; text: plain documents; chat: conversations."""
+    path: str = ""
+    """Hub name, folder, or .jsonl/.json/.parquet/.txt file; unused for the embedded corpus."""
+    name: str = ""
+    """Configuration name of a hub dataset."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    eval_split: str = ""
+    """Split used for evaluation; empty holds out `eval_fraction` of the training data."""
+    eval_fraction: float = 0.0
+    """Fraction of documents held out for evaluation when `eval_split` is empty."""
+    text_field: str = "text"
+    """Field with the text of a document."""
+    messages_field: str = "messages"
+    """Field with the list of {role, content} messages of a conversation."""
+    chat_template: str = ""
+    """Jinja chat template, or a file with one; empty uses the tokenizer's."""
+    streaming: bool = False
+    """Read the data during training instead of loading it first; shuffle within a buffer."""
+    shuffle: bool = True
+    """Shuffle documents, differently in each epoch."""
+    shuffle_buffer: int = 10_000
+    """Documents in the shuffle buffer of a streamed source."""
+    sequence_length: int = 256
+    """Tokens per sequence."""
+    packing: bool = True
+    """Pack several documents into each sequence; position ids restart at each document."""
+    cache_dir: str = "~/.cache/weft"
+    """Folder for tokenised data, the embedded corpus's tokenizer, and measurements of devices and collectives."""

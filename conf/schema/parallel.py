@@ -1,0 +1,96 @@
+"""How a model is cut, scheduled and sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from weft.conf.schedule_kinds import PlacementKind, ScheduleKind
+from weft.conf.schema.training import Precision
+
+
+class SplitKind(Enum):
+    """How layers are divided among virtual stages."""
+
+    even = "even"
+    cost = "cost"
+
+
+class Partition(Enum):
+    """Dimensions along which collectives may be partitioned; each includes the previous ones (Centauri section 3.1)."""
+
+    none = "none"
+    primitive = "primitive"
+    group = "group"
+    workload = "workload"
+
+
+@dataclass(kw_only=True)
+class PipelineConfig:
+    """How the model is placed on ranks, and the schedule that they run."""
+
+    stages: int = 1
+    """Number of pipeline ranks; the number of replicas is world size / stages."""
+    schedule: ScheduleKind = ScheduleKind["1f1b"]
+    """Schedule generator; `file` reads `schedule_file`."""
+    schedule_file: str = ""
+    """Schedule file for schedule=file: Weft's JSON or torch's compute-only CSV."""
+    costs_file: str = ""
+    """Cost model of the virtual stages, in the format of `weft simulate --costs`; empty estimates costs.
+    A run with `train.timeline` writes its measured costs as `costs.yaml`. Links come from `cluster`."""
+    placement: PlacementKind = PlacementKind.any
+    """straight: one chunk per rank; interleaved: several, round-robin; fold: two, down and back up;
+    site_fold, site_interleaved: the same within each site. any: what the schedule needs, or for
+    schedule=auto the placement with the shortest predicted step."""
+    chunks_per_rank: int = 2
+    """Virtual stages per rank in an interleaved placement."""
+    launch_together: int = 0
+    """Micro-batches of a chunk that the interleaved schedule launches in a row: more overlap more of
+    ZeRO's collectives but hold more activations. 0 takes the number that `weft plan` prints, as far
+    as memory allows, if collectives have been measured, and otherwise one per rank."""
+    microbatches: int = 4
+    """Micro-batches per step and replica; 0 derives it from `train.batch_size`, which is also done if
+    only that is given on the command line."""
+    split: SplitKind = SplitKind.even
+    """How to divide layers among stages: even counts, or cost, which also weighs embedding and head."""
+    layers: list[int] = field(default_factory=list)
+    """Number of layers of each virtual stage; empty lets `split` decide."""
+    memory_cap_bytes: int = 0
+    """Limit on the activation memory that a schedule may hold on any rank; 0 means no cap."""
+    search_seconds: float = 2.0
+    """Nominal time for schedule=auto to improve its first schedule."""
+    pair_scale: float = 1.0
+    """Duration of a strand pair over the sum of its halves; at 1 pairs gain nothing, and their halves
+    run one after the other."""
+    receive_ahead: int = 4
+    """Number of receives to post in advance, per neighbour and direction."""
+    debug: bool = False
+    """Check before each action that its dependencies have finished."""
+
+
+@dataclass(kw_only=True)
+class ZeroConfig:
+    """Sharding of optimiser state, gradients and weights over replicas."""
+
+    stage: int = 0
+    """What to shard: 0: nothing; 1: optimiser state; 2: also gradients; 3: also weights."""
+    overlap_comm: bool = True
+    """Overlap gradient reductions and weight all-gathers with compute; off waits for each of them."""
+    reduce_bucket_size: int = 50_000_000
+    """Largest number of elements per gradient reduction."""
+    allgather_bucket_size: int = 50_000_000
+    """Largest number of elements per weight all-gather."""
+    param_persistence_threshold: int = 0
+    """Stage 3 keeps parameters with fewer elements than this unsharded, in order of use, up to
+    `model_persistence_threshold` elements."""
+    model_persistence_threshold: int = 9_223_372_036_854_775_807
+    """Largest number of elements per rank that `param_persistence_threshold` may keep unsharded."""
+    communication_data_type: Precision = Precision.fp32
+    """Number format in which gradients are sent; they are accumulated in fp32 before and after."""
+    reduce_every: int = 0
+    """Micro-batches of a stage to accumulate before stages 2 and 3 reduce-scatter the gradients. 0
+    accumulates the whole step and communicates least; 1 takes the least memory."""
+    partition: Partition = Partition.workload
+    """Dimensions along which to partition reductions and all-gathers if that is faster: none,
+    primitive, group (and primitive), workload (all three). Costs are measured once and kept in
+    data.cache_dir."""

@@ -1,0 +1,38 @@
+"""What watches over a run and starts it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True)
+class SuperviseConfig:
+    """The supervisor: it notices faults, names the culprit and restarts the run."""
+
+    enabled: bool | None = None
+    """Supervise the run; null does so if it has more than one host."""
+    port: int = 0
+    """TCP port of the driver, at which the hosts' agents report; 0 picks a free one, which needs a
+    firewall that lets it pass."""
+    heartbeat_s: float = 1.0
+    """Seconds between an agent's heartbeats."""
+    silence_s: float = 5.0
+    """Seconds without a heartbeat after which a host counts as lost."""
+    least_deadline_s: float = 4.0
+    """Least time in seconds that ranks may stand still in steady training before the culprit is looked for;
+    slow steps raise it."""
+    setup_deadline_s: float = 600.0
+    """Seconds that imports, set-up or the first step may stand still."""
+    max_restarts: int = 100
+    """Restarts after which the run ends; the same fault at the same step three times ends it sooner."""
+    backoff_s: float = 0.0
+    """Seconds before the second restart in a row without a good step between; each further one doubles them."""
+    in_process: bool = True
+    """Let the ranks that survive a fault keep their process, and build only the groups and the state anew."""
+    max_skips: int = 3
+    """Steps in a row with a loss or gradient norm that is not finite, or a spike, to skip before the run goes
+    back to a checkpoint and leaves their batches out; 0 ends the run at the first."""
+    spike: float = 0.0
+    """Skip a step whose gradient norm is this many times the median of the last 32; 0 looks for no spikes."""
+    compare_every: int = 0
+    """Steps between comparisons of the replicas' weights by checksum; 0 compares none."""

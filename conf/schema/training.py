@@ -1,0 +1,142 @@
+"""The optimiser and the training run, its log and its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Precision(Enum):
+    """Number format of weights and activations."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class LrSchedule(Enum):
+    """Learning-rate schedule after warm-up."""
+
+    constant = "constant"
+    cosine = "cosine"
+    linear = "linear"
+
+
+class OptimizerKind(Enum):
+    """Optimiser algorithm."""
+
+    adamw = "adamw"
+    lamb = "lamb"
+    sgd = "sgd"
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """The optimiser and its learning rate."""
+
+    kind: OptimizerKind = OptimizerKind.adamw
+    """Algorithm: adamw, sgd, or lamb, which scales updates by each parameter's norm for large batches."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay rates of the first and second moment; sgd uses the first as its momentum."""
+    eps: float = 1e-8
+    """Term added to the square root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    clip: float = 1.0
+    """Global gradient norm above which gradients are clipped; 0 disables clipping."""
+    schedule: LrSchedule = LrSchedule.cosine
+    """Learning-rate schedule after warm-up."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    min_lr_ratio: float = 0.1
+    """Final learning rate as a fraction of the peak, for cosine and linear."""
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """The training run."""
+
+    name: str = "run"
+    """Name of the run; its folder is `output_dir/name`."""
+    output_dir: str = "runs"
+    """Parent folder of run folders."""
+    steps: int = 100
+    """Number of optimiser steps."""
+    epochs: float = 0.0
+    """Passes over the data, instead of `steps`; the last step is filled up from the next pass. 0 uses
+    `steps`, which streamed data requires."""
+    max_seconds: float = 0.0
+    """Stop after this many seconds of training; 0 means no limit."""
+    microbatch_size: int = 1
+    """Sequences per micro-batch; 0 derives it from `batch_size`."""
+    batch_size: int = 0
+    """Sequences per step over all replicas; 0 means microbatch_size x microbatches x replicas."""
+    precision: Precision = Precision.fp32
+    """Number format of weights and activations; bf16 and fp16 keep fp32 master weights."""
+    seed: int = 1234
+    """Random seed of new weights, shuffling and dropout."""
+    eval_every: int = 0
+    """Steps between evaluations; 0 disables them."""
+    eval_batches: int = 8
+    """Batches per evaluation."""
+    early_stopping_patience: int = 0
+    """Stop after this many evaluations in a row without a lower loss; 0 disables early stopping."""
+    early_stopping_threshold: float = 0.0
+    """Least improvement of the evaluation loss that resets the patience."""
+    export: bool = True
+    """Export a Hugging Face folder at the end."""
+    hub_model_id: str = ""
+    """Hugging Face hub repository to push the export to, as NAME or ORGANISATION/NAME; empty pushes
+    nothing."""
+    hub_private_repo: bool = False
+    """Create that repository as private if it does not exist yet."""
+    sample: str = ""
+    """Prompt to sample a text from the export with plain transformers; empty samples nothing."""
+    sample_tokens: int = 64
+    """Number of tokens to sample."""
+    timeline: bool = False
+    """At the end, plot a measured step beside the predicted one, and write the measured costs."""
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """Metrics logging of recipes; your own scripts use DeepSpeed's monitors."""
+
+    every: int = 1
+    """Steps between log records."""
+    progress: bool = True
+    """Show a progress bar on rank 0."""
+    jsonl: bool = True
+    """Write metrics.jsonl in the run folder."""
+    tensorboard: bool = False
+    """Write TensorBoard events in the run folder."""
+    wandb: bool = False
+    """Log to Weights & Biases; WANDB_MODE=offline keeps it local."""
+    wandb_project: str = "weft"
+    """Weights & Biases project."""
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    every: int = 0
+    """Steps between checkpoints; 0 saves only at the end."""
+    memory_every: int = 0
+    """Steps between checkpoints in host memory, on this host and one other, from which a supervised run
+    recovers; 0 keeps none."""
+    keep: int = 2
+    """Number of newest complete checkpoints to keep; 0 keeps all."""
+    load_best_model_at_end: bool = False
+    """Also keep the checkpoint with the lowest evaluation loss, as `checkpoints/best`, and export that
+    one at the end."""
+    resume: str = "auto"
+    """Where to resume from: auto (the newest complete checkpoint of the run folder, if any), never, or
+    a checkpoint folder."""
+    final: bool = True
+    """Save a checkpoint at the end."""
+    background: bool = False
+    """Copy to host memory and write in the background while training continues. Your own script then
+    has to call `engine.finish_checkpoints()` before it ends."""
