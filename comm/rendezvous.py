@@ -1,9 +1,9 @@
-"""Where the ranks of a job meet: torch's store, behind a door that opens for ranks of this job alone.
+"""The rendezvous handler ``weft://``: torch's store, reachable by authenticated ranks of this job only.
 
-torch's own store listens on every address of its host, and does what anybody tells it. Here it
-hears nobody but its own process. The other ranks come in by a door: a Unix socket where all of
-them are on one host, whose kernel says who knocks; a TCP port of one address where they are not,
-at which both sides prove that they hold ``WEFT_KEY``. See docs/decisions/rendezvous.md.
+torch's own store listens on every address of its host without authentication. Here it accepts
+connections of its own process only. The other ranks connect through an authenticated socket: a Unix
+socket if all of them are on one host, whose kernel tells the peer's user; a TCP port on one address
+otherwise, where both sides prove that they hold ``WEFT_KEY``. See docs/decisions/rendezvous.md.
 """
 
 from __future__ import annotations
@@ -18,101 +18,108 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from weft.comm.gateway import CredentialDoor, Door, Gateway, KeyDoor, Vault
+from weft.comm.authenticated_socket import AuthenticatedSocket, AuthenticatedTcpSocket, AuthenticatedUnixSocket
+from weft.comm.loopback_proxy import LoopbackProxy, ProcessLocalPort
 from weft.conf.hosts import is_loopback
 
 METHOD = "weft://"
 """What `torch.distributed.init_process_group` takes as ``init_method`` for this rendezvous."""
-_DOOR = "weft/door"
+_ADDRESS_KEY = "weft/store_address"
+"""Key of torchrun's store under which rank 0 publishes the address of the authenticated socket."""
 
 log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Teach `torch.distributed` the init_method ``weft://``; once more does nothing."""
+    """Register the init_method ``weft://`` with `torch.distributed`; idempotent."""
     try:
         dist.register_rendezvous_handler(METHOD.partition(":")[0], _meet)
-    except RuntimeError:  # it is known already
+    except RuntimeError:  # registered already
         return
 
 
 def made_here() -> bool:
-    """Whether the default process group met by ``weft://``."""
+    """Whether the default process group was made by ``weft://``."""
     return dist.distributed_c10d._default_pg_init_method == METHOD  # torch 2.11 to 2.13
 
 
 def _meet(url: str, timeout: timedelta = dist.default_pg_timeout, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """As torch asks of a rendezvous handler: the store, this rank and the number of ranks.
+    """The rendezvous handler: the store, this rank and the number of ranks.
 
     Raises:
-        ValueError: no key where one is needed, or the door's address cannot be had.
-        dist.DistNetworkError: the others did not come in time.
+        ValueError: no key where one is needed, or the address cannot be bound.
+        dist.DistNetworkError: the other ranks did not connect in time.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     yield (dist.HashStore() if size == 1 else open_store(rank, size, timeout)), rank, size
-    raise RuntimeError("ranks meet once; start the job anew")
+    raise RuntimeError("the rendezvous cannot be repeated; restart the job")
 
 
 def open_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
     """The store of the job that the launcher's environment describes; a collective call, errors as of `_meet`."""
-    door = _door(rank, timeout)
-    _choose_interface(door)
+    address = _address(rank, timeout)
+    _choose_interface(address)
     if rank == 0:
-        vault = Vault.open()
-        gateway = Gateway(vault.enter, host=vault.SIDE, port=vault.port)
-        gateway.open_door(door)
+        local = ProcessLocalPort.open()
+        proxy = LoopbackProxy(local.connect, host=local.PROXY_HOST, port=local.port)
+        proxy.also_accept(address)
         return dist.TCPStore(
-            vault.SIDE, vault.port, size, is_master=True, timeout=timeout, master_listen_fd=vault.listener.detach()
+            local.PROXY_HOST,
+            local.port,
+            size,
+            is_master=True,
+            timeout=timeout,
+            master_listen_fd=local.listener.detach(),
         )
-    gateway = Gateway(door.enter)
-    gateway.try_way(timeout.total_seconds())
-    return dist.TCPStore("127.0.0.1", gateway.port, size, is_master=False, timeout=timeout)
+    proxy = LoopbackProxy(address.connect)
+    proxy.preconnect(timeout.total_seconds())
+    return dist.TCPStore("127.0.0.1", proxy.port, size, is_master=False, timeout=timeout)
 
 
-def _door(rank: int, timeout: timedelta) -> Door:
-    """The door as the environment places it; on rank 0 it listens when this returns."""
+def _address(rank: int, timeout: timedelta) -> AuthenticatedSocket:
+    """The authenticated socket that the environment describes; on rank 0 it is listening when this returns."""
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if _alone_on_host(master):
-        return CredentialDoor(f"weft-{os.getuid()}-{master}-{port}", listens=rank == 0)
+        return AuthenticatedUnixSocket(f"weft-{os.getuid()}-{master}-{port}", listens=rank == 0)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return KeyDoor((own_address(), port) if rank == 0 else (master, port), listens=rank == 0)
-    # torchrun's agent has its store at that port. All that it is asked is where our door is: an unauthenticated peer
-    # who answers instead fails to prove the key.
+        return AuthenticatedTcpSocket((own_address(), port) if rank == 0 else (master, port), listens=rank == 0)
+    # torchrun's agent has its store at that port. It only tells the address of our socket: an unauthenticated peer
+    # that answers in its place cannot prove the key.
     agent = dist.TCPStore(master, port, is_master=False, timeout=timeout)
-    place = f"{_DOOR}/{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+    key = f"{_ADDRESS_KEY}/{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
     if rank == 0:
-        door = KeyDoor((own_address(), 0), listens=True)
-        agent.set(place, "{} {}".format(*door.address))
-        return door
-    host, _, number = agent.get(place).decode().partition(" ")
-    return KeyDoor((host, int(number)), listens=False)
+        listening = AuthenticatedTcpSocket((own_address(), 0), listens=True)
+        agent.set(key, "{} {}".format(*listening.address))
+        return listening
+    host, _, number = agent.get(key).decode().partition(" ")
+    return AuthenticatedTcpSocket((host, int(number)), listens=False)
 
 
 def _alone_on_host(master: str) -> bool:
-    """Whether all ranks are on this host, as the launcher tells, or the master's address does."""
-    told = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    return is_loopback(master) or told == os.environ["WORLD_SIZE"]
+    """Whether all ranks are on this host, by the launcher's variables or because the master's address is loopback."""
+    local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    return is_loopback(master) or local_size == os.environ["WORLD_SIZE"]
 
 
 def own_address() -> str:
-    """This host's address on the way to the job's first rank.
+    """The address of this host on its route to rank 0.
 
     Raises:
-        ValueError: MASTER_ADDR names no address.
+        ValueError: MASTER_ADDR cannot be resolved.
     """
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         family, kind, *_, address = socket.getaddrinfo(master, port or 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as way:
-            way.connect(address)  # sends nothing: it only asks for the route
-            return way.getsockname()[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # looks up the route; sends nothing
+            return probe.getsockname()[0]
     except OSError as error:
         raise ValueError(f"MASTER_ADDR={master}: {error.strerror}; set cluster.master_addr to rank 0's host") from error
 
 
-def _choose_interface(door: Door) -> None:
-    """Have gloo (and NCCL on a single host) listen where the ranks are, and not on whatever the host is named after."""
-    if isinstance(door, CredentialDoor):
+def _choose_interface(address: AuthenticatedSocket) -> None:
+    """Have gloo (and NCCL on a single host) listen on the ranks' interface, not on the host name's."""
+    if isinstance(address, AuthenticatedUnixSocket):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         return

@@ -1,4 +1,4 @@
-"""What an unauthenticated peer tries at the ranks' meeting place, and what a rank sees of itself."""
+"""What an unauthenticated peer tries at the ranks' store, and what a rank sees of itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ask_the_store(address: tuple[str, int]) -> bytes:
 
 
 def listens_beyond_this_host() -> list[str]:
-    """This rank's TCP ports that other hosts reach, when it has joined and met its neighbour."""
+    """This rank's TCP ports that other hosts reach, after it has joined and exchanged values with its neighbour."""
     import torch.distributed as dist
 
     from weft.engine.distributed import init_distributed, together

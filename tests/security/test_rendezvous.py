@@ -1,4 +1,4 @@
-"""The ranks' store hears ranks of the job alone: not the network, not other users, not other processes."""
+"""Only ranks of the job reach their store: not the network, not other users, not other processes."""
 
 import os
 import socket
@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from tests.security.meeting import ask_the_store, listens_beyond_this_host
 from weft.comm import rendezvous
-from weft.comm.gateway import CredentialDoor, Gateway, KeyDoor, Vault
+from weft.comm.authenticated_socket import AuthenticatedTcpSocket, AuthenticatedUnixSocket
+from weft.comm.loopback_proxy import LoopbackProxy, ProcessLocalPort
 from weft.comm.rendezvous import own_address
 from weft.tools.ranks import run_ranks
 
@@ -29,41 +30,41 @@ def environment(**variables):
         yield
 
 
-def first_rank(door):
-    """The store behind a door, as rank 0 opens it, and the vault's port."""
-    vault = Vault.open()
-    Gateway(vault.enter, host=vault.SIDE, port=vault.port).open_door(door)
+def first_rank(address):
+    """The store behind an authenticated socket, as rank 0 opens it, and the store's own port."""
+    local = ProcessLocalPort.open()
+    LoopbackProxy(local.connect, host=local.PROXY_HOST, port=local.port).also_accept(address)
     store = dist.TCPStore(
-        vault.SIDE,
-        vault.port,
+        local.PROXY_HOST,
+        local.port,
         is_master=True,
         wait_for_workers=False,
         timeout=TIMEOUT,
-        master_listen_fd=vault.listener.detach(),
+        master_listen_fd=local.listener.detach(),
     )
-    return store, vault.port
+    return store, local.port
 
 
-def another_rank(door):
-    gateway = Gateway(door.enter)
-    gateway.try_way(5.0)
-    return dist.TCPStore("127.0.0.1", gateway.port, is_master=False, timeout=TIMEOUT)
+def another_rank(address):
+    proxy = LoopbackProxy(address.connect)
+    proxy.preconnect(5.0)
+    return dist.TCPStore("127.0.0.1", proxy.port, is_master=False, timeout=TIMEOUT)
 
 
 @pytest.fixture(params=["key", "user"])
-def doors(request):
-    """A door that listens, and the same as others see it."""
+def sockets(request):
+    """A socket that listens, and one that connects to it."""
     if request.param == "user":
         name = f"weft-test-{os.getpid()}-{time.monotonic_ns()}"
-        return CredentialDoor(name, listens=True), CredentialDoor(name, listens=False)
+        return AuthenticatedUnixSocket(name, listens=True), AuthenticatedUnixSocket(name, listens=False)
     with environment(WEFT_KEY=KEY):
-        listening = KeyDoor(("127.0.0.1", 0), listens=True)
-        return listening, KeyDoor(listening.address, listens=False)
+        listening = AuthenticatedTcpSocket(("127.0.0.1", 0), listens=True)
+        return listening, AuthenticatedTcpSocket(listening.address, listens=False)
 
 
-def test_ranks_share_a_store_through_the_door(doors):
-    store, _ = first_rank(doors[0])
-    others = [another_rank(doors[1]) for _ in range(3)]
+def test_ranks_share_a_store_through_an_authenticated_socket(sockets):
+    store, _ = first_rank(sockets[0])
+    others = [another_rank(sockets[1]) for _ in range(3)]
     store.set("a", b"1")
     assert [other.get("a") for other in others] == [b"1"] * 3
     long = os.urandom(5_000_000)
@@ -77,10 +78,10 @@ def test_ranks_share_a_store_through_the_door(doors):
     assert not waiting.is_alive()
 
 
-def test_the_threads_end_with_the_store(doors):
+def test_the_threads_end_with_the_store(sockets):
     before = set(threading.enumerate())
-    store, _ = first_rank(doors[0])
-    other = another_rank(doors[1])
+    store, _ = first_rank(sockets[0])
+    other = another_rank(sockets[1])
     carrying = set(threading.enumerate()) - before
     assert len(carrying) == 2
     del other, store
@@ -89,9 +90,9 @@ def test_the_threads_end_with_the_store(doors):
         assert not thread.is_alive()
 
 
-def test_who_waits_is_told_when_the_store_has_gone(doors):
-    store, _ = first_rank(doors[0])
-    other = another_rank(doors[1])
+def test_waiting_ranks_fail_when_the_store_is_gone(sockets):
+    store, _ = first_rank(sockets[0])
+    other = another_rank(sockets[1])
     del store
     with pytest.raises(dist.DistError):
         for _ in range(100):  # what is on its way may still be taken
@@ -99,27 +100,27 @@ def test_who_waits_is_told_when_the_store_has_gone(doors):
             time.sleep(0.05)
 
 
-def test_no_other_process_of_this_host_is_heard(doors):
-    """Neither at the store's own port, nor at a gateway's, whoever runs it."""
-    store, port = first_rank(doors[0])
-    other = another_rank(doors[1])
+def test_other_processes_of_this_host_cannot_reach_the_store(sockets):
+    """Neither at the store's own port, nor at a proxy's, whoever runs it."""
+    store, port = first_rank(sockets[0])
+    other = another_rank(sockets[1])
     store.set("secret", b"1")
     for address in [("127.0.0.1", port), ("127.0.0.2", port), ("127.0.0.1", other.port)]:
         assert ask_the_store(address) == b""
     assert other.get("secret") == b"1"
 
 
-def test_another_key_and_no_key_stay_outside():
+def test_peers_with_another_key_or_none_are_refused():
     with environment(WEFT_KEY=KEY):
-        door = KeyDoor(("127.0.0.1", 0), listens=True)
-    store, _ = first_rank(door)
+        listening = AuthenticatedTcpSocket(("127.0.0.1", 0), listens=True)
+    store, _ = first_rank(listening)
     with (
-        environment(WEFT_KEY=KEY[::-1], MASTER_ADDR="127.0.0.1", MASTER_PORT=str(door.address[1])),
-        pytest.raises(ValueError, match=r"is another's .* set the same WEFT_KEY everywhere"),
+        environment(WEFT_KEY=KEY[::-1], MASTER_ADDR="127.0.0.1", MASTER_PORT=str(listening.address[1])),
+        pytest.raises(ValueError, match=r"belongs to another job .* set the same WEFT_KEY on all hosts"),
     ):
-        another_rank(KeyDoor(door.address, listens=False))
+        another_rank(AuthenticatedTcpSocket(listening.address, listens=False))
     for said in [b"", os.urandom(32), os.urandom(64), b"GET / HTTP/1.1\r\n\r\n" * 9, os.urandom(70_000)]:
-        with socket.create_connection(door.address, timeout=8) as client:
+        with socket.create_connection(listening.address, timeout=8) as client:
             client.sendall(said)
             heard = b""
             with suppress(ConnectionError):
@@ -127,19 +128,19 @@ def test_another_key_and_no_key_stay_outside():
                     heard += more
             assert len(heard) in (0, 64)  # a random number and a proof that fits only what was said
     with environment(WEFT_KEY=KEY):
-        assert another_rank(KeyDoor(door.address, listens=False)).set("a", b"1") is None
+        assert another_rank(AuthenticatedTcpSocket(listening.address, listens=False)).set("a", b"1") is None
     assert store.get("a") == b"1"
 
 
-def test_what_was_said_once_opens_nothing_again():
+def test_a_replayed_handshake_is_refused():
     with environment(WEFT_KEY=KEY):
-        door = KeyDoor(("127.0.0.1", 0), listens=True)
-        store, _ = first_rank(door)
+        listening = AuthenticatedTcpSocket(("127.0.0.1", 0), listens=True)
+        store, _ = first_rank(listening)
         with socket.create_server(("127.0.0.1", 0)) as between:
             recorded = bytearray()
-            threading.Thread(target=_pass_between, args=(between, door.address, recorded), daemon=True).start()
-            another_rank(KeyDoor(between.getsockname(), listens=False)).set("a", b"1")
-    with socket.create_connection(door.address, timeout=8) as client:
+            threading.Thread(target=_pass_between, args=(between, listening.address, recorded), daemon=True).start()
+            another_rank(AuthenticatedTcpSocket(between.getsockname(), listens=False)).set("a", b"1")
+    with socket.create_connection(listening.address, timeout=8) as client:
         client.sendall(recorded[:64])
         assert len(client.recv(64, socket.MSG_WAITALL)) == 64
         assert client.recv(1) == b""
@@ -147,69 +148,69 @@ def test_what_was_said_once_opens_nothing_again():
 
 
 def _pass_between(server, address, recorded):
-    guest, _ = server.accept()
-    inside = socket.create_connection(address)
+    client, _ = server.accept()
+    upstream = socket.create_connection(address)
 
     def back():
-        while data := inside.recv(4096):
-            guest.sendall(data)
+        while data := upstream.recv(4096):
+            client.sendall(data)
 
     threading.Thread(target=back, daemon=True).start()
-    while data := guest.recv(4096):
+    while data := client.recv(4096):
         recorded += data
-        inside.sendall(data)
+        upstream.sendall(data)
 
 
-def test_silent_guests_do_not_keep_a_rank_out():
+def test_silent_connections_do_not_block_a_rank():
     with environment(WEFT_KEY=KEY), ExitStack() as stack:
-        door = KeyDoor(("127.0.0.1", 0), listens=True)
-        store, _ = first_rank(door)
+        listening = AuthenticatedTcpSocket(("127.0.0.1", 0), listens=True)
+        store, _ = first_rank(listening)
         for _ in range(300):
-            stack.enter_context(socket.create_connection(door.address))
-        another_rank(KeyDoor(door.address, listens=False)).set("a", b"1")
+            stack.enter_context(socket.create_connection(listening.address))
+        another_rank(AuthenticatedTcpSocket(listening.address, listens=False)).set("a", b"1")
         assert store.get("a") == b"1"
 
 
-def test_a_false_door_hears_a_random_number_and_no_more():
+def test_an_impostor_in_rank_0s_place_learns_a_random_number_only():
     with environment(WEFT_KEY=KEY, MASTER_ADDR="x", MASTER_PORT="1"), socket.create_server(("127.0.0.1", 0)) as false:
         heard = []
 
         def answer():
-            guest, _ = false.accept()
-            with guest:
-                heard.append(guest.recv(4096))
-                guest.sendall(os.urandom(64))
-                heard.append(guest.recv(4096))
+            client, _ = false.accept()
+            with client:
+                heard.append(client.recv(4096))
+                client.sendall(os.urandom(64))
+                heard.append(client.recv(4096))
 
-        door = threading.Thread(target=answer, daemon=True)
-        door.start()
-        with pytest.raises(ValueError, match="is another's"):
-            another_rank(KeyDoor(false.getsockname(), listens=False))
-        door.join(20)
+        server = threading.Thread(target=answer, daemon=True)
+        server.start()
+        with pytest.raises(ValueError, match="belongs to another job"):
+            another_rank(AuthenticatedTcpSocket(false.getsockname(), listens=False))
+        server.join(20)
         assert [len(said) for said in heard] == [32, 0]
 
 
-def test_under_torchrun_the_agents_store_says_where_the_door_is_and_no_more(monkeypatch):
+def test_under_torchrun_the_agents_store_tells_the_address_only(monkeypatch):
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
     monkeypatch.setattr(rendezvous, "_alone_on_host", lambda master: False)
     settings = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job", "WEFT_KEY": KEY}
     with environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(agent.port), **settings):
-        store, _ = first_rank(rendezvous._door(0, TIMEOUT))
-        another_rank(rendezvous._door(1, TIMEOUT)).set("a", b"1")
+        store, _ = first_rank(rendezvous._address(0, TIMEOUT))
+        another_rank(rendezvous._address(1, TIMEOUT)).set("a", b"1")
         assert store.get("a") == b"1"
         with socket.create_server(("127.0.0.1", 0)) as false:
-            agent.set("weft/door/job/None", f"127.0.0.1 {false.getsockname()[1]}")
-            monkeypatch.setattr("weft.comm.gateway.KNOCK_S", 0.2)
-            gateway = Gateway(rendezvous._door(1, TIMEOUT).enter)
-            with pytest.raises(ConnectionError, match=r"rank 0 was not there within 1 s"):
-                gateway.try_way(1.0)
+            agent.set("weft/store_address/job/None", f"127.0.0.1 {false.getsockname()[1]}")
+            monkeypatch.setattr("weft.comm.authenticated_socket.HANDSHAKE_TIMEOUT_S", 0.2)
+            proxy = LoopbackProxy(rendezvous._address(1, TIMEOUT).connect)
+            with pytest.raises(ConnectionError, match=r"rank 0 did not listen within 1 s"):
+                proxy.preconnect(1.0)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 @pytest.mark.parametrize("squats", [False, True])
-def test_another_user_at_the_unix_door_is_refused(squats):
+def test_another_user_is_refused_at_the_unix_socket(squats):
     name = f"weft-test-{os.getpid()}-{squats}"
-    ours = CredentialDoor(name, listens=not squats)
+    ours = AuthenticatedUnixSocket(name, listens=not squats)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:  # nothing but system calls: this process has threads
@@ -239,13 +240,13 @@ def test_another_user_at_the_unix_door_is_refused(squats):
         os.waitpid(child, 0)
 
 
-def test_a_place_that_is_taken_is_said_with_a_remedy():
+def test_an_address_in_use_is_an_error_with_a_remedy():
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         environment(WEFT_KEY=KEY),
-        pytest.raises(ValueError, match=r"cannot meet at 127.0.0.1:\d+: .*; end what is there"),
+        pytest.raises(ValueError, match=r"cannot meet at 127.0.0.1:\d+: .*; stop what listens there"),
     ):
-        KeyDoor(taken.getsockname(), listens=True)
+        AuthenticatedTcpSocket(taken.getsockname(), listens=True)
     with (
         environment(MASTER_ADDR="no.such.host.invalid", MASTER_PORT="1"),
         pytest.raises(ValueError, match=r"MASTER_ADDR=no.such.host.invalid: .*; set cluster.master_addr"),

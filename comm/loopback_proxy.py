@@ -1,0 +1,257 @@
+"""A proxy between this process's store client and the job's store, which the network and other users cannot reach."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from weft.comm import authenticated_socket
+from weft.comm.authenticated_socket import AuthenticatedSocket, AuthenticationError, connected, listen
+
+MAX_UNAUTHENTICATED = 4096
+"""Connections that have not authenticated themselves yet; further ones are closed."""
+_BUFFER_BYTES = 1 << 16
+_RETRY_S = 0.2
+_SO_ATTACH_FILTER = 26
+
+log = logging.getLogger(__name__)
+
+
+class ProcessLocalPort:
+    """A loopback port for torch's store that only this process can reach.
+
+    The store has no authentication, and a loopback address is open to all users of the host. So a
+    packet filter on the listening socket drops what does not come from connections of this process.
+    """
+
+    PROXY_HOST: ClassVar[str] = "127.0.0.2"
+    """Address of rank 0's proxy: its own store client insists on the store's port number."""
+    _HOST: ClassVar[str] = "127.0.0.1"
+    _MAX_CONNECTIONS = 64
+
+    def __init__(self, listener: socket.socket) -> None:
+        """Take over a socket that is bound and does not listen yet."""
+        self.listener = listener
+        self.port: int = listener.getsockname()[1]
+        self._filtered = listener.dup()
+        self._connections: deque[socket.socket] = deque(maxlen=self._MAX_CONNECTIONS)
+        self._filter()
+
+    @classmethod
+    def open(cls) -> ProcessLocalPort:
+        """At a free port."""
+        listener = socket.socket()
+        listener.bind((cls._HOST, 0))
+        return cls(listener)
+
+    async def connect(self) -> socket.socket:
+        """A connection to the store, which must be listening."""
+        connection = socket.socket()
+        connection.bind((self._HOST, 0))
+        self._connections.append(connection)
+        self._filter()
+        return await connected(connection, (self._HOST, self.port), _no_check)
+
+    def _filter(self) -> None:
+        """Accept packets from 127.0.0.1 and the ports of connections made here only, by classic BPF."""
+        ports = [connection.getsockname()[1] for connection in self._connections if connection.fileno() >= 0]
+        accept = len(ports) + 3
+        program = [(0x20, 0, 0, 0xFFF0000C), (0x15, 0, len(ports) + 1, 0x7F000001), (0x28, 0, 0, 0)]  # address, port
+        program += [(0x15, accept - at, 0, port) for at, port in enumerate(ports, start=3)]
+        program += [(0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF)]
+        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in program))
+        try:
+            filled = struct.pack("HP", len(program), ctypes.addressof(code))
+            self._filtered.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filled)
+        except OSError as error:
+            log.warning("other users of this host can reach the ranks' store: %s", error)
+
+
+async def _no_check() -> None:
+    """The packet filter has decided already."""
+
+
+class LoopbackProxy:
+    """A loopback port that forwards connections of this process to the store, on a thread of its own.
+
+    The thread ends when this process has closed its last connection.
+    """
+
+    def __init__(
+        self, connect: Callable[[], Awaitable[socket.socket]], *, host: str = "127.0.0.1", port: int = 0
+    ) -> None:
+        """Listen; ``connect`` opens a connection upstream."""
+        self._connect = connect
+        self._own = listen(socket.AF_INET, (host, port))
+        self.port: int = self._own.getsockname()[1]
+        self._ready: deque[socket.socket] = deque()
+        self._tasks: set[asyncio.Task] = set()
+        self._unauthenticated = self._local = 0
+        self._loop = asyncio.new_event_loop()
+        self._listen(self._own, self._check_own_process)
+        threading.Thread(target=self._run, name="weft-rendezvous", daemon=True).start()
+
+    def also_accept(self, address: AuthenticatedSocket) -> None:
+        """Forward the connections that ``address`` accepts and authenticates as well."""
+        assert address.listener is not None
+        self._loop.call_soon_threadsafe(self._listen, address.listener, address.authenticate)
+
+    def preconnect(self, timeout_s: float) -> None:
+        """Connect upstream once, for the first client, so that a failure is raised here.
+
+        Raises:
+            ValueError: what listens there is not a process of this job.
+            ConnectionError: nothing listened in time.
+        """
+
+        async def connect() -> None:
+            self._ready.append(await self._connect_with_retries(timeout_s))
+
+        try:
+            asyncio.run_coroutine_threadsafe(connect(), self._loop).result()
+        except AuthenticationError as error:
+            raise ValueError(
+                f"the rendezvous at MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT="
+                f"{os.environ['MASTER_PORT']} belongs to another job ({error}); set "
+                "the same WEFT_KEY on all hosts, or another port"
+            ) from error
+
+    async def _connect_with_retries(self, timeout_s: float) -> socket.socket:
+        limit = self._loop.time() + timeout_s
+        while True:
+            try:
+                return await self._connect()
+            except AuthenticationError:
+                raise
+            except OSError as error:
+                if self._loop.time() > limit:
+                    raise ConnectionError(f"rank 0 did not listen within {timeout_s:g} s: {error}") from error
+                await asyncio.sleep(_RETRY_S)
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        for task in self._tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        self._loop.close()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _listen(self, listener: socket.socket, authenticate: Callable[[socket.socket], Awaitable[None]]) -> None:
+        self._start(self._accept(listener, authenticate))
+
+    async def _accept(self, listener: socket.socket, authenticate: Callable[[socket.socket], Awaitable[None]]) -> None:
+        with listener:
+            while True:
+                try:
+                    client, _ = await self._loop.sock_accept(listener)
+                except OSError as error:  # too many open files, or closed before it was accepted
+                    log.warning("rendezvous: cannot accept a connection: %s", error)
+                    await asyncio.sleep(_RETRY_S)
+                    continue
+                self._start(self._serve(client, authenticate, own=listener is self._own))
+
+    async def _serve(
+        self, client: socket.socket, authenticate: Callable[[socket.socket], Awaitable[None]], *, own: bool
+    ) -> None:
+        client.setblocking(False)
+        with client, suppress(OSError, TimeoutError):
+            if self._unauthenticated >= MAX_UNAUTHENTICATED:
+                return
+            self._unauthenticated += 1
+            try:
+                async with asyncio.timeout(authenticated_socket.HANDSHAKE_TIMEOUT_S):
+                    await authenticate(client)
+            finally:
+                self._unauthenticated -= 1
+            with (
+                self._ready.popleft()
+                if self._ready
+                else await self._connect_with_retries(authenticated_socket.HANDSHAKE_TIMEOUT_S) as upstream
+            ):
+                self._local += own
+                try:
+                    await self._forward(client, upstream)
+                finally:
+                    self._local -= own
+                    if own and not self._local:
+                        self._loop.stop()  # this process has closed its store
+
+    async def _forward(self, client: socket.socket, upstream: socket.socket) -> None:
+        for end in (client, upstream):
+            if end.family != socket.AF_UNIX:
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        done = self._loop.create_future()
+        for source, target in ((client, upstream), (upstream, client)):
+            self._loop.add_reader(source, self._forward_bytes, source, target, done)
+        try:
+            await done
+        finally:
+            for end in (client, upstream):
+                self._loop.remove_reader(end)
+                self._loop.remove_writer(end)
+
+    def _forward_bytes(self, source: socket.socket, target: socket.socket, done: asyncio.Future[None]) -> None:
+        """Forward what has arrived; while the target's buffer is full, nothing is read (backpressure)."""
+        data, sent = b"", 0
+        try:
+            data = source.recv(_BUFFER_BYTES)
+            sent = target.send(data)
+        except BlockingIOError:
+            if not data:
+                return
+        except OSError:
+            data = b""
+        if not data:
+            if not done.done():
+                done.set_result(None)
+        elif sent < len(data):
+            self._loop.remove_reader(source)
+            self._loop.add_writer(target, self._send_rest, memoryview(data)[sent:], source, target, done)
+
+    def _send_rest(
+        self, data: memoryview, source: socket.socket, target: socket.socket, done: asyncio.Future[None]
+    ) -> None:
+        self._loop.remove_writer(target)
+        try:
+            sent = target.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            return  # the other direction, or the next read, sees the error too
+        if sent < len(data):
+            self._loop.add_writer(target, self._send_rest, data[sent:], source, target, done)
+        else:
+            self._loop.add_reader(source, self._forward_bytes, source, target, done)
+
+    async def _check_own_process(self, client: socket.socket) -> None:
+        """Accept connections of this process only: its sockets are those among its open files."""
+        there, here = (_as_in_proc(end) for end in (client.getpeername(), client.getsockname()))
+        lines = []
+        for name in ("tcp", "tcp6"):  # torch connects through an IPv6 socket, even to 127.0.0.1
+            with suppress(FileNotFoundError), open(f"/proc/self/net/{name}") as table:
+                lines += [line.split() for line in table]
+        nodes = {f"socket:[{line[9]}]" for line in lines if line[1].endswith(there) and line[2].endswith(here)}
+        for file in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{file}") in nodes:
+                    return
+        raise AuthenticationError("another process")
+
+
+def _as_in_proc(address: tuple[str, int]) -> str:
+    """An address as /proc/net/tcp writes it: ``0100007F:1F90``."""
+    (number,) = struct.unpack("=I", socket.inet_aton(address[0]))
+    return f"{number:08X}:{address[1]:04X}"
