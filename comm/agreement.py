@@ -48,7 +48,6 @@ def attempt(
     gather: Gather = gather,
     *,
     catch: tuple[type[Exception], ...] = (Exception,),
-    describe: Callable[[Exception], str] = str,
     share: bool = False,
 ) -> Outcome[T]:
     """Run ``action`` on every rank, and learn whether all succeeded; a collective call.
@@ -56,7 +55,6 @@ def attempt(
     Args:
         gather: over the ranks that take part.
         catch: errors of bad input; others end this rank at once.
-        describe: an error's message.
         share: whether every rank gets every rank's result.
     """
     results: list[T] = []
@@ -65,7 +63,7 @@ def attempt(
         results.append(action())
     except catch as raised:
         error = raised
-    said = None if error is None else (type(error).__name__, describe(error))
+    said = None if error is None else (type(error).__name__, str(error))
     told = gather((said, results if share else None))
     for rank, (failed, _) in enumerate(told):
         if failed is not None:

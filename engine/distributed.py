@@ -26,7 +26,16 @@ log = logging.getLogger(__name__)
 
 
 class SharedError(ValueError):
-    """Bad input that every rank has been told of, with the same message."""
+    """Bad input that every rank has been told of, with the same message.
+
+    Attributes:
+        kind: name of the class of the first failing rank's error.
+    """
+
+    def __init__(self, message: str, kind: str = ValueError.__name__) -> None:
+        """Make the error that `together` raises."""
+        super().__init__(message)
+        self.kind = kind
 
 
 def init_distributed(timeout_s: float = CommConfig.timeout_s) -> torch.device:
@@ -137,7 +146,7 @@ def together(action: Callable[[], T]) -> T:
     """
     outcome = attempt(action, catch=(ValueError, OSError))
     if outcome.failure is not None:
-        raise SharedError(outcome.failure.text) from outcome.failure.cause
+        raise SharedError(outcome.failure.text, outcome.failure.kind) from outcome.failure.cause
     return outcome.results[0]
 
 

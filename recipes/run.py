@@ -34,6 +34,13 @@ class TrainingRun:
     evaluation: MicrobatchLoader | None
     folder: Path
     evaluations: Evaluations
+    began: tuple[int, int] = (0, 0)
+    """The last step that began, and the sequences of the data before it."""
+
+    def where(self) -> tuple[int, tuple[int, int]]:
+        """The last step that began, and the sequences of the data, over all replicas, that it has read so far."""
+        step, drawn = self.began
+        return step, (drawn, self.loader.consumed)
 
     def train(self, start: int, progress: Progress) -> None:
         """Train from step ``start`` on, with evaluations and checkpoints in between; a collective call."""
@@ -42,6 +49,7 @@ class TrainingRun:
         for step in range(start, train.steps):
             if self._has_stopped(progress):
                 return
+            self.began = step + 1, self.loader.consumed
             progress.step(step + 1, self.engine.train_batch())
             if self.evaluation is not None and (step + 1) % train.eval_every == 0:
                 self._evaluate(step + 1, self.evaluation, progress)

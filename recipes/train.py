@@ -38,6 +38,7 @@ from weft.engine.planning.plan_file import plan_to_json
 from weft.engine.stages import check_flash_packing, load_hf_config, refuse_packing, self_check
 from weft.engine.zero import NonFiniteError
 from weft.recipes.evaluations import Evaluations
+from weft.recipes.failures import reported
 from weft.recipes.finish import finish, print_once
 from weft.recipes.hub import push
 from weft.recipes.progress import Progress
@@ -90,7 +91,7 @@ def train(config: WeftConfig) -> WeftEngine:
     engine.set_dataloader(loader)
     run = TrainingRun(config, engine, loader, evaluation, folder, Evaluations())
     start = run.resume()
-    with Progress(config, engine, folder, loader, start) as progress:
+    with reported(run.where), Progress(config, engine, folder, loader, start) as progress:
         run.train(start, progress)
     engine.check_finite()
     if config.checkpoint.final:
@@ -185,7 +186,8 @@ def reports_error(error: ValueError) -> bool:
 
 if __name__ == "__main__":
     try:
-        code = main(sys.argv[1:])
+        with reported():
+            code = main(sys.argv[1:])
     except ValueError as error:
         if reports_error(error):
             print(f"weft train: {error}", file=sys.stderr)

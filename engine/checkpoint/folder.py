@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weft.engine.checkpoint import durable
-from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.errors import CheckpointError, NoSpaceError
 from weft.engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from weft.engine.checkpoint.shard_file import FILES
 
@@ -164,12 +164,12 @@ def check_space(folder: Path, bytes_needed: int, *, free_bytes: int | None = Non
         free_bytes: instead of asking the file system.
 
     Raises:
-        CheckpointError: it does not.
+        NoSpaceError: it does not.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free if free_bytes is None else free_bytes
     if bytes_needed > free:
-        raise CheckpointError(
+        raise NoSpaceError(
             f"checkpoint in {folder}: it needs {_size(bytes_needed)}, {_size(free)} are free; free space, lower "
             "checkpoint.keep, or choose another train.output_dir"
         )

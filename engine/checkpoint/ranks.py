@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from weft.comm.agreement import Gather, attempt
-from weft.engine.checkpoint.errors import CheckpointError, explain
+from weft.engine.checkpoint.errors import CheckpointError, NoSpaceError, explain
 
 T = TypeVar("T")
 
@@ -38,8 +38,16 @@ class Ranks:
         return self._attempt(folder, action, share=True)
 
     def _attempt(self, folder: Path, action: Callable[[], T], *, share: bool) -> list[T]:
-        # Whatever fails, a defect included, so that the other ranks do not wait for this one.
-        outcome = attempt(action, self.gather, describe=lambda error: str(explain(folder, error)), share=share)
+        def explained() -> T:
+            try:
+                return action()
+            except CheckpointError:
+                raise
+            except Exception as error:  # a defect included, so that the other ranks do not wait for this one
+                raise explain(folder, error) from error
+
+        outcome = attempt(explained, self.gather, share=share)
         if outcome.failure is not None:
-            raise CheckpointError(outcome.failure.text) from outcome.failure.cause
+            shared = NoSpaceError if outcome.failure.kind == NoSpaceError.__name__ else CheckpointError
+            raise shared(outcome.failure.text) from outcome.failure.cause
         return outcome.results

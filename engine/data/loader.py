@@ -77,6 +77,11 @@ class MicrobatchLoader(Iterator[Batch]):
         return self._share.order.source.description
 
     @property
+    def consumed(self) -> int:
+        """Sequences of the global order before the next micro-batch, over all replicas and passes."""
+        return self._cursor.consumed
+
+    @property
     def epoch(self) -> float:
         """Number of passes over the data so far; fractional if the data is loaded and not streamed."""
         epoch = self._cursor.epoch

@@ -1,0 +1,241 @@
+"""How a rank ended: classes of faults, what is to be done about each, and the file in which a rank says it itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from weft.conf.private import write_private
+
+ERROR_FILE = "WEFT_ERROR_FILE"
+"""Environment variable of a rank: path of the file in which it says why it ends."""
+LONGEST_FILE = 64 * 1024
+"""Bytes of an error file that are believed."""
+LONGEST_MESSAGE = 4000
+"""Characters of a message that are kept."""
+
+
+class FaultKind(Enum):
+    """Classes of how a rank ended."""
+
+    input_error = "input_error"
+    """The configuration, the data or the model is wrong; the next attempt would find the same."""
+    bad_numbers = "bad_numbers"
+    """The loss or the gradient's norm was not finite, or a spike, once too often."""
+    corruption = "corruption"
+    """A replica's weights differ from the others'."""
+    host_memory = "host_memory"
+    """The host, or its control group, ran out of memory."""
+    device_memory = "device_memory"
+    """The accelerator ran out of memory."""
+    disk_full = "disk_full"
+    """No space was left where the rank had to write."""
+    checkpoint = "checkpoint"
+    """A checkpoint could not be read or written."""
+    lost_peer = "lost_peer"
+    """Another rank had ended or could not be reached: a consequence."""
+    signal = "signal"
+    """Killed by a signal."""
+    other = "other"
+    """Any other error."""
+
+
+class Response(Enum):
+    """What a fault asks for."""
+
+    retry = "retry"
+    """Start again at once, from the nearest copy of the state."""
+    roll_back = "roll_back"
+    """Start again from a checkpoint that is older than the fault."""
+    stop = "stop"
+    """End the run with a report: another attempt would end in the same way."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is done about a class of faults.
+
+    Attributes:
+        response: to the fault.
+        most: attempts that may end in it at the same step; the last of them ends the run.
+    """
+
+    response: Response
+    most: int = 3
+
+
+POLICIES: Mapping[FaultKind, Policy] = {
+    FaultKind.input_error: Policy(Response.stop, 1),
+    # The run itself has skipped, gone back and left batches out before it ends with this.
+    FaultKind.bad_numbers: Policy(Response.stop, 1),
+    FaultKind.corruption: Policy(Response.roll_back),
+    # Memory may have gone to a neighbour; what a step needs is nearly the same each time.
+    FaultKind.host_memory: Policy(Response.retry, 2),
+    FaultKind.device_memory: Policy(Response.retry, 2),
+    FaultKind.disk_full: Policy(Response.retry),
+    FaultKind.checkpoint: Policy(Response.retry, 2),
+    FaultKind.lost_peer: Policy(Response.retry),
+    FaultKind.signal: Policy(Response.retry),
+    FaultKind.other: Policy(Response.retry),
+}
+"""What is done about each class."""
+
+_LESS_TELLING = (FaultKind.signal, FaultKind.other, FaultKind.lost_peer)
+"""Classes that may follow from another rank's fault, the most telling first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorReport:
+    """What a rank says of its end.
+
+    Attributes:
+        kind: the class of the error.
+        message: for people.
+        step: the step that was under way or had just ended, from 1; None before training.
+        data: first sequence in the global order of the batches of that step, and the one after their last.
+    """
+
+    kind: FaultKind
+    message: str
+    step: int | None = None
+    data: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd(ErrorReport):
+    """How a rank ended, from its exit status and its own report.
+
+    Attributes:
+        status: exit code; of a rank that was killed, the signal's number, negative.
+    """
+
+    status: int
+
+
+def write_report(path: Path, report: ErrorReport) -> None:
+    """Write an error file that only this user can read, unless there is one: the first error is the cause.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if path.exists():
+        return
+    fields = {"kind": report.kind.value, "message": report.message[:LONGEST_MESSAGE], "step": report.step}
+    write_private(path, json.dumps({**fields, "data": report.data}) + "\n")
+
+
+def read_report(path: Path) -> ErrorReport | None:
+    """What a rank wrote; None if it wrote nothing, or nothing that can be read."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            found = json.loads(file.read(LONGEST_FILE))
+        return _parse(found)
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _parse(found: Any) -> ErrorReport:
+    if not isinstance(found, dict) or not isinstance(found.get("message"), str):
+        raise ValueError("not an error report")
+    step, data = found.get("step"), found.get("data")
+    if not (step is None or type(step) is int):
+        raise ValueError("step: not a number")
+    if data is not None and not (isinstance(data, list) and [type(bound) for bound in data] == [int, int]):
+        raise ValueError("data: not a range")
+    return ErrorReport(
+        kind=FaultKind(found.get("kind")),
+        message=found["message"][:LONGEST_MESSAGE],
+        step=step,
+        data=None if data is None else (data[0], data[1]),
+    )
+
+
+def classify(status: int, report: ErrorReport | None, *, oom_killed: bool = False) -> RankEnd | None:
+    """How a rank ended; None if it ended well.
+
+    Args:
+        status: its exit code, or minus the number of the signal that killed it.
+        report: what it wrote, as `read_report` returns it.
+        oom_killed: whether the kernel has killed for memory in its control group (`OomKills`).
+    """
+    if status == 0:
+        return None
+    if status == -signal.SIGKILL and oom_killed:
+        message = "killed by the kernel: its control group was out of memory"
+        step, data = (None, None) if report is None else (report.step, report.data)
+        return RankEnd(kind=FaultKind.host_memory, message=message, step=step, data=data, status=status)
+    if report is not None:
+        return RankEnd(status=status, **vars(report))
+    if status < 0:
+        return RankEnd(kind=FaultKind.signal, message=f"killed by {_signal_name(-status)}", status=status)
+    kind = FaultKind.input_error if status == 2 else FaultKind.other
+    return RankEnd(kind=kind, message=f"exit code {status}, and no word of why", status=status)
+
+
+def cause(ends: Mapping[int, RankEnd]) -> int:
+    """The rank whose end explains the others': the first whose class tells most; ``ends`` has at least one."""
+
+    def order(rank: int) -> tuple[int, int]:
+        kind = ends[rank].kind
+        return (_LESS_TELLING.index(kind) + 1 if kind in _LESS_TELLING else 0), rank
+
+    return min(ends, key=order)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class OomKills:
+    """How often the kernel has killed for memory in a process's control group, of cgroup v2 or v1."""
+
+    def __init__(self, pid: int, *, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
+        """Find the group of a living process, and count from now on.
+
+        Args:
+            proc, cgroups: where these file systems are mounted.
+        """
+        self._files = _event_files(pid, proc, cgroups)
+        self._before = self._count()
+
+    def seen(self) -> bool:
+        """Whether it has killed since the last call, or since the start."""
+        before, self._before = self._before, self._count()
+        return self._before > before
+
+    def _count(self) -> int:
+        return sum(_oom_kills(path) for path in self._files)
+
+
+def _event_files(pid: int, proc: Path, cgroups: Path) -> list[Path]:
+    try:
+        lines = (proc / str(pid) / "cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    files = []
+    for line in lines:
+        hierarchy, controllers, place = line.split(":", 2)
+        inside = place.lstrip("/")
+        if hierarchy == "0":
+            files += [cgroups / inside / "memory.events", cgroups / "unified" / inside / "memory.events"]
+        elif "memory" in controllers.split(","):
+            files.append(cgroups / "memory" / inside / "memory.oom_control")
+    return files
+
+
+def _oom_kills(path: Path) -> int:
+    try:
+        words = path.read_text().split()
+    except OSError:  # no such group, or a kernel that does not count
+        return 0
+    counts = dict(zip(words[::2], words[1::2], strict=False))
+    return int(counts.get("oom_kill", 0))

@@ -1,0 +1,69 @@
+"""Why this rank ends: its error's class, told to whoever watches over the rank."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from weft.engine.checkpoint import CheckpointError
+from weft.engine.checkpoint.errors import OUT_OF_SPACE, NoSpaceError
+from weft.engine.distributed import SharedError, lost_peer
+from weft.engine.supervision.faults import ERROR_FILE, ErrorReport, FaultKind, write_report
+from weft.engine.zero import NonFiniteError
+
+_KINDS: dict[type[BaseException], FaultKind] = {
+    NonFiniteError: FaultKind.bad_numbers,
+    NoSpaceError: FaultKind.disk_full,
+    CheckpointError: FaultKind.checkpoint,
+    torch.OutOfMemoryError: FaultKind.device_memory,
+    MemoryError: FaultKind.host_memory,
+    ValueError: FaultKind.input_error,
+}
+"""Classes of errors, the narrower first."""
+_OF_SYSTEM = {errno.ENOMEM: FaultKind.host_memory} | dict.fromkeys(OUT_OF_SPACE, FaultKind.disk_full)
+"""Errors of the operating system, by number."""
+_NO_HOST_MEMORY = "DefaultCPUAllocator: "
+"""In what torch raises where the host has no memory left; it has no exception for it."""
+
+
+def fault_of(error: BaseException) -> FaultKind:
+    """The class of an error that ends a rank."""
+    if isinstance(error, SharedError):
+        return next((kind for each, kind in _KINDS.items() if each.__name__ == error.kind), FaultKind.input_error)
+    for each, kind in _KINDS.items():
+        if isinstance(error, each):
+            return kind
+    if isinstance(error, OSError) and error.errno in _OF_SYSTEM:
+        return _OF_SYSTEM[error.errno]
+    if isinstance(error, RuntimeError):
+        if _NO_HOST_MEMORY in str(error):
+            return FaultKind.host_memory
+        if lost_peer(error) is not None:
+            return FaultKind.lost_peer
+    return FaultKind.other
+
+
+@contextmanager
+def reported(where: Callable[[], tuple[int, tuple[int, int]]] | None = None) -> Iterator[None]:
+    """If the block fails, leave an error file where `ERROR_FILE` says; the first error of an attempt stands.
+
+    Args:
+        where: the step under way and the range of its batches in the data, as in `ErrorReport`.
+    """
+    try:
+        yield
+    except Exception as error:
+        if path := os.environ.get(ERROR_FILE):
+            step, data = (None, None) if where is None else where()
+            message = str(error) or type(error).__name__
+            try:
+                write_report(Path(path), ErrorReport(kind=fault_of(error), message=message, step=step, data=data))
+            except OSError as failure:  # the exit code is left to say something
+                print(f"weft train: {ERROR_FILE}={path}: {failure.strerror}", file=sys.stderr)
+        raise
