@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.comm.native import cache_folder
-from weft.comm.wan import WanEndpoint, WanKey
+from weft.comm.wan.endpoint import WanEndpoint
+from weft.comm.wan.key import WanKey
 from weft.comm.wan.library import load
 from weft.comm.wan.probe import LinkProfile, ProfileCache, probe_both
 from weft.tools.netbed import NetBed, Topology

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.comm.test_wan import KEY, noise
 from weft.comm.channel import TensorSpec
-from weft.comm.wan import WanEndpoint
+from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.probe import TOLERANCE, LinkProfile, ProfileCache, fewest, probe, probe_both, search
 
 

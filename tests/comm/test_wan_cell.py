@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from tests.comm.proxy import Proxy
 from tests.comm.test_wan import KEY, noise
 from weft.comm.channel import ChannelError, TensorSpec
-from weft.comm.wan import Cell, Path, WanEndpoint, join
+from weft.comm.wan.cell import Cell, join
 from weft.comm.wan.channel import cut
+from weft.comm.wan.endpoint import WanEndpoint
+from weft.comm.wan.transport import Path
 
 SMALL = {
     "tls": False,

@@ -14,7 +14,7 @@ import torch
 
 from tests.comm.test_wan import KEY, Pair, noise, until
 from weft.comm.channel import ChannelError, TensorSpec
-from weft.comm.wan import WanEndpoint
+from weft.comm.wan.endpoint import WanEndpoint
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from tests.comm.test_wan import KEY, Pair, noise, until
 from weft.comm.channel import ChannelError, TensorSpec
-from weft.comm.wan import Path, WanEndpoint
+from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.library import load
+from weft.comm.wan.transport import Path
 
 CHUNK = 4096
 DATA, ACK, CREDIT, PING, PONG, BYE = range(1, 7)

@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.comm.channel import Channel, Handle, TensorSpec
-from weft.comm.wan import Cell, WanEndpoint, WanKey, join
+from weft.comm.wan.cell import Cell, join
+from weft.comm.wan.endpoint import WanEndpoint
+from weft.comm.wan.key import WanKey
 from weft.comm.wan.library import load
 from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.netbed import Job, Link, NetBed, Node, Topology

@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.comm.channel import TensorSpec
-from weft.comm.wan import WanEndpoint, WanKey
+from weft.comm.wan.endpoint import WanEndpoint
+from weft.comm.wan.key import WanKey
 from weft.comm.wan.library import load
 from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.netbed import Job, Link, NetBed, Node, Topology

@@ -1,0 +1,80 @@
+"""Messages on a byte stream: a length, and a JSON object of bounded size and depth."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+MOST_BYTES = 1 << 20
+"""Of one frame, unless its side is told otherwise."""
+MOST_DEPTH = 32
+"""Containers inside of each other."""
+_LENGTH_BYTES = 4
+_TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{\]}]', re.DOTALL)
+
+
+class FrameError(ValueError):
+    """The peer sent what is no frame of ours."""
+
+
+def pack(value: dict[str, Any], most_bytes: int = MOST_BYTES) -> bytes:
+    """The frame of ``value``.
+
+    Raises:
+        ValueError: it is too large.
+        TypeError: there is something in it that JSON does not have.
+    """
+    data = json.dumps(value, separators=(",", ":")).encode()
+    if len(data) > most_bytes:
+        raise ValueError(f"a control message of {len(data)} bytes; the most is {most_bytes}")
+    return len(data).to_bytes(_LENGTH_BYTES, "little") + data
+
+
+class Frames:
+    """Puts the bytes of a stream together to JSON objects."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        """Refuse frames longer than ``most_bytes`` when they are announced."""
+        self._most_bytes = most_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """The objects that are whole with ``data``.
+
+        Raises:
+            FrameError: too long, too deep, or no JSON object.
+        """
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH_BYTES:
+            end = _LENGTH_BYTES + int.from_bytes(self._buffer[:_LENGTH_BYTES], "little")
+            if end - _LENGTH_BYTES > self._most_bytes:
+                raise FrameError(f"a message of {end - _LENGTH_BYTES} bytes; the most is {self._most_bytes}")
+            if len(self._buffer) < end:
+                return
+            frame = bytes(self._buffer[_LENGTH_BYTES:end])
+            del self._buffer[:end]
+            yield _parsed(frame)
+
+
+def _parsed(frame: bytes) -> dict[str, Any]:
+    if frame.count(b"[") + frame.count(b"{") > MOST_DEPTH and _depth(frame) > MOST_DEPTH:
+        raise FrameError(f"a message of more than {MOST_DEPTH} containers inside of each other")
+    try:
+        value = json.loads(frame)
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"no JSON: {str(error)[:100]}") from error
+    if not isinstance(value, dict):
+        raise FrameError(f"a {type(value).__name__}, where an object belongs")
+    return value
+
+
+def _depth(frame: bytes) -> int:
+    """How many containers lie inside of each other at most."""
+    depth = most = 0
+    for token in _TOKENS.finditer(frame):
+        first = frame[token.start()]
+        depth += (first in b"[{") - (first in b"]}")
+        most = max(most, depth)
+    return most

@@ -1,0 +1,114 @@
+"""One connection of the control wire: frames in and out, and signs of life."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, cast
+
+from weft.comm.control.frames import MOST_BYTES, FrameError, Frames
+
+PING_S = 2.0
+"""Between signs of life on a connection."""
+SILENCE_S = 7.0
+"""Without one, after which a connection is given up."""
+MOST_UNSENT_BYTES = 8 << 20
+"""That a peer may leave unread before its connection is given up."""
+
+
+class Link(asyncio.Protocol):
+    """Calls ``on_frame`` with each JSON object, ``on_tick`` now and then, and at the end ``on_end`` with the reason.
+
+    Attributes:
+        greeted: set by whoever has read the peer's greeting.
+        ended: set when the connection has ended.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_frame: Callable[[Link, dict[str, Any]], None],
+        on_tick: Callable[[], None],
+        on_end: Callable[[Link, str], None],
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        """For `loop.create_connection` and the like."""
+        self._on_frame, self._on_tick, self._on_end = on_frame, on_tick, on_end
+        self._frames = Frames(most_bytes)
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._heard = self._loop.time()
+        self._reason = ""
+        self.greeted, self.ended = asyncio.Event(), asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """As asyncio calls it."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._heard = self._ticked = self._loop.time()
+        self._timer = self._loop.call_later(PING_S, self._tick)
+
+    def data_received(self, data: bytes) -> None:
+        """As asyncio calls it."""
+        self._heard = self._loop.time()
+        try:
+            for frame in self._frames.feed(data):
+                if self._reason:
+                    return
+                self._on_frame(self, frame)
+        except FrameError as error:
+            self.end(str(error))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """As asyncio calls it."""
+        self._timer.cancel()
+        self._transport = None
+        self.ended.set()
+        self._on_end(self, self._reason or str(error or "the peer hung up"))
+
+    async def greeting(self) -> None:
+        """Wait for the peer's greeting.
+
+        Raises:
+            ConnectionError: the connection ended before.
+        """
+        waiting = [asyncio.create_task(event.wait()) for event in (self.greeted, self.ended)]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+        if not self.greeted.is_set():
+            raise ConnectionError(self._reason or "the peer hung up before it greeted")
+
+    def write(self, frame: bytes) -> None:
+        """Send ``frame``; a peer that leaves too much unread loses its connection."""
+        if self._transport is None or self._reason:
+            return
+        self._transport.write(frame)
+        if self._transport.get_write_buffer_size() > MOST_UNSENT_BYTES:
+            self.end("the peer does not read")
+
+    def end(self, reason: str) -> None:
+        """Give the connection up at once; ``on_end`` follows."""
+        self._reason = self._reason or reason
+        if self._transport is not None:
+            self._transport.abort()
+
+    def finish(self) -> None:
+        """Close when what was written has gone."""
+        self._reason = self._reason or "closed"
+        if self._transport is not None:
+            with suppress(RuntimeError):
+                self._transport.close()
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(PING_S, self._tick)
+        now = self._loop.time()
+        if now - self._ticked > 2 * PING_S:  # this process was stopped: its own silence is not the peer's
+            self._heard = now
+        self._ticked = now
+        if now - self._heard > SILENCE_S:
+            self.end(f"silent for {SILENCE_S:g} s")
+        else:
+            self._on_tick()

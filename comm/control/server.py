@@ -1,0 +1,179 @@
+"""The driver's end of the control wire: it listens, and knows its peers by name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from weft.comm.control.address import KNOCK_S, Address, Place
+from weft.comm.control.frames import MOST_BYTES, pack
+from weft.comm.control.link import Link
+from weft.comm.control.session import Session, checked_greeting
+
+MOST_GUESTS = 512
+"""Who have not said who they are yet; of more, the oldest makes way."""
+_RETRY_S = 0.2
+
+log = logging.getLogger(__name__)
+
+
+class ControlServer:
+    """Messages from and to peers that prove to be of this job; all calls on one asyncio loop.
+
+    A message arrives once and in order, also over a connection that breaks and is made again, as
+    long as both processes live. A peer's process that was started again begins anew: what the old
+    one was still to be told is dropped.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_message: Callable[[str, dict[str, Any]], None],
+        on_lost: Callable[[str], None] = lambda peer: None,
+        on_connected: Callable[[str], None] = lambda peer: None,
+        most_bytes: int = MOST_BYTES,
+        most_guests: int = MOST_GUESTS,
+    ) -> None:
+        """Nobody is heard before `listen`.
+
+        Args:
+            on_message: called with the peer's name and its message.
+            on_lost: called when a peer's connection has ended; it may come back.
+            on_connected: called when it has come, or has come back.
+        """
+        self._on_message, self._on_lost, self._on_connected = on_message, on_lost, on_connected
+        self._most_bytes, self._most_guests = most_bytes, most_guests
+        self._sessions: dict[str, Session] = {}
+        self._peers: dict[Link, str] = {}
+        self._guests: dict[asyncio.Task[None], None] = {}
+        self._accepting: asyncio.Task[None] | None = None
+        self.refused = 0
+
+    async def listen(self, address: Address) -> Address:
+        """Begin to listen; returns where, with the port that was taken for port 0.
+
+        Raises:
+            ValueError: the address cannot be had, or it needs ``WEFT_KEY`` and there is none.
+        """
+        place = Place.of(address)
+        listener = place.listen()
+        self._accepting = asyncio.create_task(self._accept(place, listener))
+        return address if isinstance(address, str) else listener.getsockname()[:2]
+
+    @property
+    def connected(self) -> set[str]:
+        """Names of the peers that have a connection."""
+        return set(self._peers.values())
+
+    def send(self, peer: str, message: dict[str, Any], *, latest_of: str = "") -> None:
+        """Send ``message`` to ``peer``, now or when it comes.
+
+        Args:
+            latest_of: of waiting messages with the same name here only the last one has to arrive.
+
+        Raises:
+            ValueError: the message is too large.
+        """
+        self._session(peer).send(message, latest_of)
+
+    def forget(self, peer: str) -> None:
+        """Close the connection of ``peer``, and drop what waits for it."""
+        session = self._sessions.pop(peer, None)
+        if session is not None and session.link is not None:
+            session.link.end("forgotten")
+
+    async def close(self) -> None:
+        """Send what has been written, and end all connections."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._accepting
+        for guest in list(self._guests):
+            guest.cancel()
+        for link in list(self._peers):
+            link.finish()
+        await asyncio.sleep(0)
+
+    def _session(self, peer: str) -> Session:
+        return self._sessions.setdefault(peer, Session(name="", most_bytes=self._most_bytes))
+
+    async def _accept(self, place: Place, listener: Any) -> None:
+        loop = asyncio.get_running_loop()
+        with listener:
+            while True:
+                try:
+                    guest, _ = await loop.sock_accept(listener)
+                except OSError as error:  # too many files, or gone before it was greeted
+                    log.warning("control: %s", error)
+                    await asyncio.sleep(_RETRY_S)
+                    continue
+                if len(self._guests) >= self._most_guests:
+                    next(iter(self._guests)).cancel()
+                task = asyncio.create_task(self._greet(place, guest))
+                self._guests[task] = None
+                task.add_done_callback(lambda task: self._guests.pop(task, None))
+
+    async def _greet(self, place: Place, guest: Any) -> None:
+        """See that a guest proves who it is, and says it, in time."""
+        link = Link(
+            on_frame=self._take, on_tick=lambda: self._tick(link), on_end=self._end, most_bytes=self._most_bytes
+        )
+        guest.setblocking(False)
+        try:
+            async with asyncio.timeout(KNOCK_S):
+                await place.admit(guest, link)
+                await link.greeting()
+        except (OSError, TimeoutError, asyncio.CancelledError):
+            self.refused += 1
+            link.end("no greeting")
+            guest.close()
+
+    def _take(self, link: Link, frame: dict[str, Any]) -> None:
+        if link not in self._peers:
+            self._meet(link, frame)
+            return
+        peer = self._peers[link]
+        message = self._sessions[peer].take(frame)
+        if message is not None:
+            try:
+                self._on_message(peer, message)
+            except Exception:
+                log.exception("control: a message of %s", peer)
+
+    def _meet(self, link: Link, frame: dict[str, Any]) -> None:
+        greeting = checked_greeting(frame)
+        peer = greeting["name"]
+        session = self._session(peer)
+        before = session.link
+        if before is not None:  # its end has not been noticed here
+            self._peers.pop(before, None)
+            session.link = None
+            before.end("connected anew")
+            self._on_lost(peer)
+        if session.theirs and session.theirs != greeting["session"]:
+            session = self._sessions[peer] = Session(name="", most_bytes=self._most_bytes)
+        self._peers[link] = peer
+        answer = session.greeting() | {"of": greeting["session"]}
+        if greeting["session"] != session.theirs:
+            answer["received"] = 0
+        link.write(pack(answer))
+        session.attach(link, greeting)
+        link.greeted.set()
+        self._on_connected(peer)
+
+    def _tick(self, link: Link) -> None:
+        if link in self._peers:
+            self._sessions[self._peers[link]].acknowledge()
+
+    def _end(self, link: Link, reason: str) -> None:
+        peer = self._peers.pop(link, None)
+        if peer is None:
+            return
+        session = self._sessions.get(peer)
+        if session is not None and session.link is link:
+            session.link = None
+        log.info("control: %s: %s", peer, reason)
+        self._on_lost(peer)

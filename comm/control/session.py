@@ -1,0 +1,118 @@
+"""What two processes tell each other, in order and once each, over one connection after the other."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import OrderedDict
+from typing import Any
+
+from weft.comm.control.frames import MOST_BYTES, FrameError, pack
+from weft.comm.control.link import Link
+
+MOST_WAITING_BYTES = 64 << 20
+"""Of messages that the peer has not acknowledged."""
+_ACKNOWLEDGED_EVERY = 32
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """Messages to a peer and from it: numbered, kept until acknowledged, sent again over the next connection.
+
+    A process that is started again is a new session: it begins with what was not acknowledged.
+    """
+
+    def __init__(self, *, name: str, most_bytes: int = MOST_BYTES) -> None:
+        """Begin; ``name`` is what this side is called."""
+        self.link: Link | None = None
+        self.theirs = ""
+        self._name, self._most_bytes = name, most_bytes
+        self._mine = secrets.token_hex(8)
+        self._number = self._received = self._told = 0
+        self._waiting: OrderedDict[int, bytes] = OrderedDict()
+        self._latest: dict[str, int] = {}
+        self._waiting_bytes = 0
+
+    def greeting(self) -> dict[str, Any]:
+        """What either side says first: who it is, and how much of the other it has."""
+        return {"name": self._name, "session": self._mine, "of": self.theirs, "received": self._received}
+
+    def attach(self, link: Link, greeting: dict[str, Any]) -> None:
+        """Go on over ``link``, whose peer said ``greeting``; what it has not got goes out."""
+        if greeting["session"] != self.theirs:
+            self.theirs, self._received = greeting["session"], 0
+        self.link, self._told = link, self._received
+        if greeting["of"] == self._mine:
+            self._acknowledged(greeting["received"])
+        for frame in self._waiting.values():
+            link.write(frame)
+
+    def send(self, message: dict[str, Any], latest_of: str = "") -> None:
+        """Send, now or when there is a connection.
+
+        Args:
+            latest_of: of messages with the same name here only the last one has to arrive.
+
+        What waits for a peer that stays away is bounded: the oldest then make way.
+
+        Raises:
+            ValueError: the message is too large.
+        """
+        frame = pack({"number": self._number + 1, "message": message}, self._most_bytes)
+        if latest_of:
+            self._drop(self._latest.get(latest_of, 0))
+        if self._waiting_bytes + len(frame) > MOST_WAITING_BYTES:
+            log.warning("control: %d messages of %s wait; the oldest is given up", len(self._waiting), self._name)
+            self._drop(next(iter(self._waiting)))
+        self._number += 1
+        if latest_of:
+            self._latest[latest_of] = self._number
+        self._waiting[self._number] = frame
+        self._waiting_bytes += len(frame)
+        if self.link is not None:
+            self.link.write(frame)
+
+    def take(self, frame: dict[str, Any]) -> dict[str, Any] | None:
+        """The message in a frame, if it has one and is not here already.
+
+        Raises:
+            FrameError: it is neither message nor acknowledgement.
+        """
+        number, message = frame.get("number"), frame.get("message")
+        if number is None and isinstance(frame.get("received"), int):
+            self._acknowledged(frame["received"])
+            return None
+        if not isinstance(number, int) or not isinstance(message, dict):
+            raise FrameError("neither a message nor an acknowledgement")
+        if number <= self._received:
+            return None
+        self._received = number
+        if number - self._told >= _ACKNOWLEDGED_EVERY:
+            self.acknowledge()
+        return message
+
+    def acknowledge(self) -> None:
+        """Tell the peer how much has come; a sign of life, too."""
+        self._told = self._received
+        if self.link is not None:
+            self.link.write(pack({"received": self._received}))
+
+    def _acknowledged(self, number: int) -> None:
+        while self._waiting and next(iter(self._waiting)) <= number:
+            self._drop(next(iter(self._waiting)))
+
+    def _drop(self, number: int) -> None:
+        self._waiting_bytes -= len(self._waiting.pop(number, b""))
+
+
+def checked_greeting(frame: dict[str, Any]) -> dict[str, Any]:
+    """A greeting, as `Session.greeting` makes it.
+
+    Raises:
+        FrameError: it is something else.
+    """
+    kinds = {"name": str, "session": str, "of": str, "received": int}
+    if any(not isinstance(frame.get(key), kind) for key, kind in kinds.items()) or not frame["session"]:
+        raise FrameError("no greeting")
+    return frame
