@@ -32,14 +32,28 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
     return hosts
 
 
+def working_hosts(cluster: ClusterConfig) -> dict[str, int]:
+    """Ranks by host of those that the run begins on, in the hostfile's order: all but the spares.
+
+    Raises:
+        ValueError: the hostfile is malformed, lacks a spare, or names nothing but spares.
+    """
+    hosts = read_hostfile(cluster.hostfile)
+    if unknown := [host for host in cluster.spares if host not in hosts]:
+        raise ValueError(f"cluster.spares={cluster.spares}: {unknown[0]} is not in {cluster.hostfile}; add its line")
+    if len(set(cluster.spares)) == len(hosts):
+        raise ValueError(f"cluster.spares={cluster.spares}: no host of {cluster.hostfile} is left to work; spare fewer")
+    return {host: slots for host, slots in hosts.items() if host not in cluster.spares}
+
+
 def world_size(cluster: ClusterConfig) -> int:
     """Number of processes of the run."""
-    return sum(read_hostfile(cluster.hostfile).values()) if cluster.hostfile else cluster.ranks
+    return sum(working_hosts(cluster).values()) if cluster.hostfile else cluster.ranks
 
 
 def most_ranks_of_a_host(cluster: ClusterConfig) -> int:
     """Largest number of processes on one host."""
-    return max(read_hostfile(cluster.hostfile).values()) if cluster.hostfile else cluster.ranks
+    return max(working_hosts(cluster).values()) if cluster.hostfile else cluster.ranks
 
 
 def is_loopback(address: str) -> bool:

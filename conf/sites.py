@@ -8,7 +8,7 @@ from itertools import chain
 from math import inf
 from pathlib import Path
 
-from weft.conf.hosts import read_hostfile
+from weft.conf.hosts import read_hostfile, working_hosts
 from weft.conf.schema import WeftConfig
 
 
@@ -23,9 +23,9 @@ def ranks_per_site(config: WeftConfig) -> tuple[int, ...]:
     sites = config.cluster.sites
     if not any(site.hosts for site in sites):
         return tuple(site.ranks for site in sites)
-    slots = read_hostfile(config.cluster.hostfile)
+    slots = working_hosts(config.cluster)
     replicas = sum(slots.values()) // config.pipeline.stages
-    return tuple(sum(slots[host] for host in site.hosts) // replicas for site in sites)
+    return tuple(sum(slots.get(host, 0) for host in site.hosts) // replicas for site in sites)
 
 
 def site_problems(config: WeftConfig) -> Iterator[str]:
@@ -84,9 +84,10 @@ def _by_hosts(config: WeftConfig) -> Iterator[str]:
             f"cluster.sites.hosts={listed}: {config.cluster.hostfile} numbers ranks in the order {list(slots)}; write "
             "its lines in the order of the sites"
         )
-    replicas, rest = divmod(sum(slots.values()), stages)
+    working = working_hosts(config.cluster)
+    replicas, rest = divmod(sum(working.values()), stages)
     for site in sites:
-        count = sum(slots[host] for host in site.hosts)
+        count = sum(working.get(host, 0) for host in site.hosts)
         if not rest and (not count or count % replicas):
             yield (
                 f"cluster.sites: site {site.name!r} has {count} slots, not a multiple of the {replicas} replicas of a "

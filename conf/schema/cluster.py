@@ -62,6 +62,9 @@ class ClusterConfig:
     """What starts processes on the hosts: ssh (from the hostfile), slurm or kubernetes."""
     spares: list[str] = field(default_factory=list)
     """Hosts of the hostfile that wait to take the place of one that is evicted."""
+    deny_list: str = ""
+    """File of the hosts that no run takes, kept by `weft evict` and `weft readmit`; empty means
+    `denied_hosts.json` in train.output_dir. Clusters that share a file system share one."""
 
 
 @dataclass(kw_only=True)

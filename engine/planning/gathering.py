@@ -14,7 +14,7 @@ from weft.comm.collectives import CollectiveCosts
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.exchange import gather
 from weft.conf.files import JsonCache
-from weft.conf.hosts import most_ranks_of_a_host, read_hostfile, world_size
+from weft.conf.hosts import most_ranks_of_a_host, working_hosts, world_size
 from weft.conf.schema import ClusterConfig, Partition, WeftConfig
 from weft.engine.distributed import device_bytes, from_rank_zero, ranks_on_this_host
 from weft.engine.planning.devices import usable_flops
@@ -161,7 +161,7 @@ def _given_links(cluster: ClusterConfig) -> Links:
 def _replica_nodes(config: WeftConfig, count: int, num_nodes: int) -> tuple[int, ...]:
     """The node of each replica of the first pipeline rank: neighbouring ranks, on the hosts that hold them."""
     if config.cluster.hostfile:
-        slots = read_hostfile(config.cluster.hostfile).values()
+        slots = working_hosts(config.cluster).values()
         return tuple(node for node, held in enumerate(slots) for _ in range(held))[:count]
     if num_nodes < 1 or count % num_nodes:
         raise ValueError(f"--nodes={num_nodes}: {count} replicas cannot be spread evenly over them; give a divisor")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.conf.boards import boards_folder
-from weft.conf.hosts import read_hostfile
+from weft.conf.hosts import working_hosts
 from weft.conf.schema import KvConnector, PrefillWorkerConfig, WeftConfig
 from weft.inference.board.layout import board_path
 from weft.inference.worker.settings import WorkerSettings
@@ -192,7 +192,7 @@ def devices_of(config: WeftConfig, worker: Worker, devices: Sequence[str]) -> li
 def _first_rank(config: WeftConfig, worker: Worker) -> int:
     """The first rank of the host that a worker's ranks are on."""
     first = 0
-    for slots in read_hostfile(config.cluster.hostfile).values() if config.cluster.hostfile else ():
+    for slots in working_hosts(config.cluster).values() if config.cluster.hostfile else ():
         if worker.ranks[0] < first + slots:
             break
         first += slots

@@ -4,6 +4,7 @@ import pytest
 
 from weft.conf import load
 from weft.conf.batch import check_world
+from weft.conf.hosts import most_ranks_of_a_host, world_size
 from weft.conf.sites import ranks_per_site
 
 EAST, WEST = "{name: east, hosts: [e0, e1]}", "{name: west, hosts: [w0]}"
@@ -56,3 +57,24 @@ def test_hosts_without_a_hostfile_are_refused():
 def test_a_cell_has_at_most_as_many_pipelines_as_there_are():
     with pytest.raises(ValueError, match=r"comm\.cell=3: 4 processes make 2 replicas"):
         check_world(load(["comm.cell=3", "pipeline.stages=2"]), 4)
+
+
+def test_spares_are_not_counted(settings, tmp_path):
+    (tmp_path / "hosts").write_text("e0 slots=2\ne1 slots=2\ne2 slots=8\nw0 slots=2\n")
+    sites = "cluster.sites=[{name: east, hosts: [e0, e1, e2]}, {name: west, hosts: [w0]}]"
+    config = load([*settings, sites, "cluster.spares=[e2]"])
+    assert ranks_per_site(config) == (2, 1)
+    assert world_size(config.cluster) == 6
+    assert most_ranks_of_a_host(config.cluster) == 2
+
+
+@pytest.mark.parametrize(
+    ("spares", "part"),
+    [
+        ("[e3]", r"cluster\.spares=\['e3'\]: e3 is not in"),
+        ("[e0, e1, w0]", "no host of .* is left to work; spare fewer"),
+    ],
+)
+def test_spares_that_make_no_sense_are_refused(settings, spares, part):
+    with pytest.raises(ValueError, match=part):
+        load([*settings, f"cluster.sites=[{EAST}, {WEST}]", f"cluster.spares={spares}"])

@@ -1,0 +1,95 @@
+"""The deny-list: hosts that no run takes, with reason and time, until they are readmitted."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from weft.conf.private import write_private
+from weft.conf.schema import WeftConfig
+
+NAME = "denied_hosts.json"
+
+
+@dataclass(frozen=True)
+class Denial:
+    """Why a host is left out.
+
+    Attributes:
+        reason: one line.
+        at: seconds since 1970.
+        by: who evicted it: "operator" or the name of a run.
+    """
+
+    reason: str
+    at: float
+    by: str
+
+
+@dataclass(frozen=True)
+class DenyList:
+    """A JSON file, ``{"HOST": {"reason": ..., "at": ..., "by": ...}}``, that several runs and people may change.
+
+    Attributes:
+        path: the file; it need not exist.
+    """
+
+    path: Path
+
+    @classmethod
+    def of(cls, config: WeftConfig) -> DenyList:
+        """That of a run: ``cluster.deny_list``, or a file beside the folders of runs."""
+        named = config.cluster.deny_list or Path(config.train.output_dir) / NAME
+        return cls(Path(named).expanduser().absolute())
+
+    def read(self) -> dict[str, Denial]:
+        """Denials by host.
+
+        Raises:
+            ValueError: the file is there and cannot be read: a host that was evicted must not come back for it.
+        """
+        try:
+            found = json.loads(self.path.read_text())
+            return {host: _denial(entry) for host, entry in found.items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"{self.path}: cannot be read as a deny-list ({error}); repair it, or remove it to admit every host"
+            ) from error
+
+    def evict(self, host: str, reason: str, by: str = "operator") -> None:
+        """Keep a host out; who is in there already gets the new reason."""
+        with self._locked() as hosts:
+            hosts[host] = Denial(" ".join(reason.split()), time.time(), by)
+
+    def readmit(self, host: str) -> bool:
+        """Let a host back in; returns whether it was kept out."""
+        with self._locked() as hosts:
+            return hosts.pop(host, None) is not None
+
+    @contextmanager
+    def _locked(self) -> Iterator[dict[str, Denial]]:
+        """The entries, to be changed by one process at a time."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(self.path.with_name(f".{self.path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            hosts = self.read()
+            yield hosts
+            write_private(self.path, json.dumps({name: asdict(entry) for name, entry in hosts.items()}, indent=1))
+        finally:
+            os.close(lock)
+
+
+def _denial(entry: Mapping[str, object]) -> Denial:
+    reason, at, by = (entry.get(field.name) for field in fields(Denial))
+    if not (isinstance(reason, str) and isinstance(at, (int, float)) and isinstance(by, str)):
+        raise ValueError(f"an entry holds reason, at and by, not {dict(entry)}")
+    return Denial(reason, float(at), by)

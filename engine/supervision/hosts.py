@@ -1,0 +1,227 @@
+"""The hosts of an attempt: those that work, spares for the others, fewer replicas where it has to be."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from weft.conf.batch import fit_batch, num_replicas
+from weft.conf.hosts import read_hostfile, world_size
+from weft.conf.schema import ClusterConfig, SiteConfig, WeftConfig
+from weft.conf.sites import ranks_per_site
+
+THIS_MACHINE = "localhost"
+"""Name of the host of a run without a hostfile."""
+
+
+@dataclass(frozen=True)
+class ChosenHosts:
+    """What an attempt runs on.
+
+    Attributes:
+        slots: ranks by host, in the order in which ranks are numbered.
+        sites: pipeline ranks by site, in pipeline order; one entry, named "", where the run has no sites.
+        hosts_of: hosts by site.
+        replicas: of the pipeline.
+        microbatches: of a step and replica, so that the batch is what it was.
+        waiting: healthy hosts that have no rank.
+        refused: why no more replicas are taken; empty where all are.
+    """
+
+    slots: Mapping[str, int]
+    sites: Mapping[str, int]
+    hosts_of: Mapping[str, tuple[str, ...]]
+    replicas: int
+    microbatches: int
+    waiting: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A site as the configuration has it.
+
+    Attributes:
+        slots: of its hosts, spares behind the others.
+        stages: pipeline ranks while every host works.
+        num_working: hosts that are no spares.
+    """
+
+    name: str
+    slots: Mapping[str, int]
+    stages: int
+    num_working: int
+
+
+def choose_hosts(
+    config: WeftConfig, *, away: Collection[str] = (), current: Mapping[str, int] | None = None
+) -> ChosenHosts:
+    """The hosts of the next attempt.
+
+    As many replicas as the hosts that work allow and the batch divides into, and never more than the run
+    was started with. A site keeps its pipeline ranks while its hosts hold them; otherwise others with
+    room take them. A host that is away is replaced in its place, so that the others keep their ranks;
+    one that returns waits as a spare, or is what the run grows by.
+
+    Args:
+        config: the run's, with ``pipeline.microbatches`` settled and no host left out.
+        away: hosts that were evicted or are lost.
+        current: ``slots`` of the attempt before, whose hosts stay where they can; None for the first.
+
+    Raises:
+        ValueError: not a single replica can be made, with what stands against each number of them.
+    """
+    full = num_replicas(config, world_size(config.cluster))
+    sites = _sites(config)
+    healthy = [_left(site, away) for site in sites]
+    refused: list[str] = []
+    for replicas in range(full, 0, -1):
+        shares = _shares(sites, [sum(slots.values()) for slots in healthy], replicas)
+        if shares is None:
+            free = ", ".join(
+                f"{site.name or 'the hosts'}: {sum(slots.values())}" for site, slots in zip(sites, healthy, strict=True)
+            )
+            refused.append(f"{replicas} replicas of {config.pipeline.stages} stages: too few slots are left ({free})")
+            continue
+        try:
+            fitted = _fitted(config, sites, shares, full, replicas)
+        except ValueError as error:
+            refused.append(f"{replicas} replicas: {error}")
+            continue
+        seats = [
+            _seats(site, slots, replicas * share, current)
+            for site, slots, share in zip(sites, healthy, shares, strict=True)
+        ]
+        used = {host: count for site in seats for host, count in site.items()}
+        return ChosenHosts(
+            slots=used,
+            sites={site.name: share for site, share in zip(sites, shares, strict=True) if share},
+            hosts_of={site.name: tuple(hosts) for site, hosts in zip(sites, seats, strict=True) if hosts},
+            replicas=replicas,
+            microbatches=fitted.pipeline.microbatches,
+            waiting=tuple(host for slots in healthy for host in slots if host not in used),
+            refused=tuple(refused),
+        )
+    raise ValueError("no hosts to go on with\n" + "\n".join(refused))
+
+
+def config_for(config: WeftConfig, chosen: ChosenHosts, hostfile: Path) -> WeftConfig:
+    """The run's configuration on ``chosen``; the caller writes `hostfile_text` to ``hostfile``.
+
+    The batch stays, by more micro-batches where there are fewer replicas. Sites without a rank are left
+    out with their links, and a rendezvous on a host that is away moves to the first.
+    """
+    cluster = config.cluster
+    if not cluster.hostfile:
+        return config
+    sites = [
+        replace(site, hosts=list(chosen.hosts_of[site.name]), ranks=0)
+        for site in cluster.sites
+        if site.name in chosen.hosts_of
+    ]
+    first = next(iter(chosen.slots))
+    moved = cluster.master_addr in read_hostfile(cluster.hostfile) and cluster.master_addr not in chosen.slots
+    cluster = replace(
+        cluster,
+        hostfile=str(hostfile),
+        sites=sites,
+        links=[link for link in cluster.links if set(link.sites) <= set(chosen.hosts_of)],
+        spares=[],
+        master_addr=first if moved else cluster.master_addr,
+    )
+    return _with_batch(replace(config, cluster=cluster), _batch(config), chosen.replicas, chosen.microbatches)
+
+
+def hostfile_text(slots: Mapping[str, int]) -> str:
+    """The hostfile of an attempt."""
+    return "".join(f"{host} slots={count}\n" for host, count in slots.items())
+
+
+def _sites(config: WeftConfig) -> list[_Site]:
+    cluster, shares = config.cluster, ranks_per_site(config) or (config.pipeline.stages,)
+    if not cluster.hostfile:
+        return [_Site("", {THIS_MACHINE: cluster.ranks}, config.pipeline.stages, 1)]
+    slots = read_hostfile(cluster.hostfile)
+    names = {site.name: site.hosts for site in cluster.sites} or {"": list(slots)}
+    found = []
+    for (name, hosts), share in zip(names.items(), shares, strict=True):
+        working = [host for host in hosts if host not in cluster.spares]
+        spares = [host for host in hosts if host in cluster.spares]
+        found.append(_Site(name, {host: slots[host] for host in (*working, *spares)}, share, len(working)))
+    return found
+
+
+def _left(site: _Site, away: Collection[str]) -> dict[str, int]:
+    return {host: count for host, count in site.slots.items() if host not in away}
+
+
+def _shares(sites: Sequence[_Site], free: Sequence[int], replicas: int) -> list[int] | None:
+    """Pipeline ranks of each site: its own as far as its free slots go, the rest where there is room."""
+    most = [count // replicas for count in free]
+    shares = [min(site.stages, room) for site, room in zip(sites, most, strict=True)]
+    missing = sum(site.stages for site in sites) - sum(shares)
+    for index, room in enumerate(most):
+        more = min(missing, room - shares[index])
+        shares[index] += more
+        missing -= more
+    return None if missing else shares
+
+
+def _seats(site: _Site, healthy: Mapping[str, int], needed: int, current: Mapping[str, int] | None) -> dict[str, int]:
+    """Ranks by host: who had a seat keeps it, who is away is replaced by the first that is large enough."""
+    before = {host: count for host, count in (current or {}).items() if host in site.slots}
+    seats = before or dict(list(site.slots.items())[: site.num_working])
+    free = [host for host in healthy if host not in seats]
+    order: dict[str, int] = {}  # host to ranks that it had, or whom it stands in for
+    for host, count in seats.items():
+        if host not in healthy:
+            substitute = next((other for other in free if healthy[other] >= count), None)
+            if substitute is None:
+                continue
+            free.remove(substitute)
+            host = substitute
+        order[host] = count
+    order |= {host: healthy[host] for host in free}
+    if sum(order.values()) < needed:  # whole hosts, where what they held before is not enough
+        order = {host: healthy[host] for host in order}
+    taken: dict[str, int] = {}
+    for host, count in order.items():
+        if taken_here := min(count, needed - sum(taken.values())):
+            taken[host] = taken_here
+    return taken
+
+
+def _fitted(config: WeftConfig, sites: Sequence[_Site], shares: Sequence[int], full: int, replicas: int) -> WeftConfig:
+    """The configuration with so many replicas, on hosts that have no names yet.
+
+    Raises:
+        ValueError: the batch does not divide, or the schedule cannot have so many micro-batches.
+    """
+    if replicas == full and all(site.stages == share for site, share in zip(sites, shares, strict=True)):
+        return config
+    left = [SiteConfig(name=site.name, ranks=share) for site, share in zip(sites, shares, strict=True) if share]
+    names = {site.name for site in left}
+    cluster = ClusterConfig(
+        sites=left if config.cluster.sites else [],
+        links=[link for link in config.cluster.links if set(link.sites) <= names],
+        ranks=replicas * config.pipeline.stages,
+    )
+    return _with_batch(replace(config, cluster=cluster), _batch(config), replicas, 0)
+
+
+def _batch(config: WeftConfig) -> int:
+    """Sequences per step of all replicas, as the run was started."""
+    replicas = num_replicas(config, world_size(config.cluster))
+    return config.train.microbatch_size * config.pipeline.microbatches * replicas
+
+
+def _with_batch(config: WeftConfig, batch: int, replicas: int, microbatches: int) -> WeftConfig:
+    """A DP-cell has at most all replicas; 0 micro-batches are derived from the batch."""
+    config = replace(
+        config,
+        train=replace(config.train, batch_size=batch),
+        pipeline=replace(config.pipeline, microbatches=microbatches),
+        comm=replace(config.comm, cell=min(config.comm.cell, replicas)),
+    )
+    return fit_batch(config, replicas * config.pipeline.stages)
