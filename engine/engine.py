@@ -34,6 +34,7 @@ from weft.engine.execution.sums import ReplicaSum
 from weft.engine.module import WeftModule
 from weft.engine.observability.bubbles import BubbleObserver, open_board
 from weft.engine.observability.clock import clock_for
+from weft.engine.observability.heartbeat import Heartbeat
 from weft.engine.observability.measurement import SlotTrace, StepRecord, gather_timeline
 from weft.engine.observability.slots import SlotObserver
 from weft.engine.planning.run_plan import RunPlan
@@ -126,6 +127,12 @@ class WeftEngine(PipelineEngine):
         self.bubbles = open_board(weft, plan, self.global_rank, self.device)
         self.slot_observers: list[SlotObserver] = [] if self.bubbles is None else [BubbleObserver(self.bubbles)]
         """Told of every slot of a training step."""
+        self.heartbeat = Heartbeat()
+
+    def tell(self, heartbeat: Heartbeat) -> None:
+        """Have this rank's places told to whoever watches over the run."""
+        self.heartbeat = heartbeat
+        self.slot_observers[:0] = heartbeat.observers(lambda: self.global_steps)
 
     # -- set-up --------------------------------------------------------------------------------
 
@@ -287,7 +294,8 @@ class WeftEngine(PipelineEngine):
 
     def get_global_grad_norm(self) -> float | None:
         """2-norm of the whole model's gradient in the last step, before clipping; None before the first."""
-        norm = self.optimizer.gradient_norm
+        with self.heartbeat.waiting():
+            norm = self.optimizer.gradient_norm
         return None if norm is None else norm.item()
 
     def check_finite(self) -> None:
@@ -298,20 +306,23 @@ class WeftEngine(PipelineEngine):
         Raises:
             NonFiniteError: on every rank: the last gradient, a weight or its optimiser's state is not finite.
         """
-        self.sharding.settle()
-        self.optimizer.check_finite()
+        with self.heartbeat.waiting():
+            self.sharding.settle()
+            self.optimizer.check_finite()
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """While this rank waits for others that are not through yet: a bubble."""
         if self.bubbles is not None:
             self.bubbles.idle()
-        yield
+        with self.heartbeat.waiting():
+            yield
         if self.bubbles is not None:
             self.bubbles.busy()
 
     def _aggregate_total_loss(self) -> Tensor:
-        self.dp_group_loss = self.step_loss.share(self._loss_sum)
+        with self.heartbeat.waiting():
+            self.dp_group_loss = self.step_loss.share(self._loss_sum)
         return self.dp_group_loss.clone()
 
     def eval_batch(
@@ -385,7 +396,8 @@ class WeftEngine(PipelineEngine):
     def bubble_share(self) -> float:
         """Share of the last step in which ranks did not compute, over all ranks; a collective call."""
         idle = torch.tensor(self._records[-1].idle_share(self._clock), device=self.device)
-        dist.all_reduce(idle)
+        with self.heartbeat.waiting():
+            dist.all_reduce(idle)
         return float(idle) / self.world_size
 
     def describe(self) -> str:

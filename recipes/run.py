@@ -16,6 +16,7 @@ from weft.engine.checkpoint import CheckpointError, open_checkpoint, tagged
 from weft.engine.data import MicrobatchLoader
 from weft.engine.distributed import from_rank_zero, together
 from weft.engine.engine import WeftEngine
+from weft.engine.supervision.places import Phase
 from weft.recipes.evaluations import Evaluations
 from weft.recipes.finish import print_once
 from weft.recipes.progress import Progress
@@ -44,17 +45,22 @@ class TrainingRun:
 
     def train(self, start: int, progress: Progress) -> None:
         """Train from step ``start`` on, with evaluations and checkpoints in between; a collective call."""
-        train, every = self.config.train, self.config.checkpoint.every
+        train, every, heartbeat = self.config.train, self.config.checkpoint.every, self.engine.heartbeat
         began = perf_counter()
+        heartbeat.enter(Phase.first_step)
         for step in range(start, train.steps):
             if self._has_stopped(progress):
                 return
             self.began = step + 1, self.loader.consumed
             progress.step(step + 1, self.engine.train_batch())
+            if step == start:
+                heartbeat.enter(Phase.steady)
             if self.evaluation is not None and (step + 1) % train.eval_every == 0:
-                self._evaluate(step + 1, self.evaluation, progress)
+                with heartbeat.within(Phase.evaluation):
+                    self._evaluate(step + 1, self.evaluation, progress)
             if every and (step + 1) % every == 0 and step + 1 < train.steps:
-                self.save()
+                with heartbeat.within(Phase.checkpoint):
+                    self.save()
             if train.max_seconds and _from_rank_0(perf_counter() - began > train.max_seconds, self.engine.device):
                 progress.note(f"train.max_seconds={train.max_seconds:g} reached after step {step + 1}")
                 return

@@ -33,9 +33,11 @@ from weft.engine.distributed import (
 )
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import initialize
+from weft.engine.observability.heartbeat import Heartbeat
 from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.plan_file import plan_to_json
 from weft.engine.stages import check_flash_packing, load_hf_config, refuse_packing, self_check
+from weft.engine.supervision.places import Phase
 from weft.engine.zero import NonFiniteError
 from weft.recipes.evaluations import Evaluations
 from weft.recipes.failures import reported
@@ -63,16 +65,23 @@ def main(argv: Sequence[str]) -> int:
 
         print(report(config))
         return 0
-    train(config)
+    heartbeat = Heartbeat.from_environment(os.environ)
+    train(config, heartbeat)
+    heartbeat.close()
     return 0
 
 
-def train(config: WeftConfig) -> WeftEngine:
+def train(config: WeftConfig, heartbeat: Heartbeat | None = None) -> WeftEngine:
     """Run the training that ``config`` describes on this rank, to its end; a collective call.
+
+    Args:
+        heartbeat: tells whoever watches over the run how it goes.
 
     Raises:
         ValueError: bad input, with the same message on every rank.
     """
+    heartbeat = heartbeat or Heartbeat()
+    heartbeat.enter(Phase.setup)
     init_distributed(config.comm.timeout_s)
     config = fit_batch(config, dist.get_world_size())
     folder = Path(config.train.output_dir).expanduser() / config.train.name
@@ -86,6 +95,7 @@ def train(config: WeftConfig) -> WeftEngine:
     config = _with_steps(config, loader)
     torch.manual_seed(config.train.seed)
     engine, *_ = initialize(config=replace(config, model=replace(config.model, self_check=False)))
+    engine.tell(heartbeat)
     together(lambda: _write_plan(engine, folder / "plan.json") if engine.global_rank == 0 else None)
     check_folder(engine, folder / "checkpoints", keep=config.checkpoint.keep + config.checkpoint.load_best_model_at_end)
     engine.set_dataloader(loader)
@@ -93,6 +103,7 @@ def train(config: WeftConfig) -> WeftEngine:
     start = run.resume()
     with reported(run.where), Progress(config, engine, folder, loader, start) as progress:
         run.train(start, progress)
+    heartbeat.enter(Phase.finishing)
     engine.check_finite()
     if config.checkpoint.final:
         run.save()

@@ -1,0 +1,48 @@
+"""What the kernel says of a process, read from outside: whether it runs, what it has taken of the processor."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+STOPPED = "Tt"
+"""States of a process that a signal or a debugger has stopped."""
+ENDED = "ZX"
+"""States of a process that has ended."""
+
+
+class ProcessState(NamedTuple):
+    """A process, as /proc has it.
+
+    Attributes:
+        state: its letter: R runs, S sleeps, D waits for a device, T is stopped, Z has ended.
+        cpu_s: processor time of all its threads, in seconds.
+        started: when it began, in clock ticks since boot.
+        resident_bytes: memory that it holds.
+    """
+
+    state: str
+    cpu_s: float
+    started: int
+    resident_bytes: int
+
+
+def process_state(pid: int) -> ProcessState | None:
+    """The state of a process; None if there is none of this id."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, *fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    cpu_s = (int(fields[10]) + int(fields[11])) / _TICKS_PER_S
+    return ProcessState(state.decode(), cpu_s, int(fields[18]), int(fields[20]) * _PAGE_BYTES)
+
+
+def own_start() -> int:
+    """When this process began, in clock ticks since boot."""
+    state = process_state(os.getpid())
+    assert state is not None
+    return state.started

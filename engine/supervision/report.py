@@ -1,0 +1,135 @@
+"""What an agent reports of its host's ranks with every heartbeat; JSON on the wire, a list per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from weft.engine.supervision.places import LinkReading, Phase, Reading
+from weft.engine.supervision.processes import ProcessState
+from weft.pipeline.culprit import Place
+
+GONE = ""
+"""State of a process that is not there any more."""
+
+
+class RankReport(NamedTuple):
+    """A rank, as its agent sees it from outside.
+
+    Attributes:
+        rank: global rank.
+        attempt: that it was started for, or has joined since.
+        phase: imports until it has written its first place.
+        place: where it is in its row.
+        num_microbatches: of its step.
+        still_s: seconds since it came there; 0 before it has written a place.
+        tick: of its background thread; stands still while something holds the interpreter's lock.
+        busy_s: seconds of its own computations, over all whole steps of the attempt.
+        state: the process's letter in /proc; `GONE` once it has ended.
+        cpu_s: processor time that it has taken.
+        exit_code: how it ended, negative for a signal; None while it lives.
+        resident_bytes: memory of the process.
+        device_bytes: memory that it has allocated on its device.
+        links: to ranks at other sites.
+    """
+
+    rank: int
+    attempt: int
+    phase: Phase = Phase.imports
+    place: Place = Place(0)
+    num_microbatches: int = 0
+    still_s: float = 0.0
+    tick: int = 0
+    busy_s: float = 0.0
+    state: str = "S"
+    cpu_s: float = 0.0
+    exit_code: int | None = None
+    resident_bytes: int = 0
+    device_bytes: int = 0
+    links: tuple[LinkReading, ...] = ()
+
+
+def rank_report(
+    rank: int,
+    attempt: int,
+    reading: Reading | None,
+    process: ProcessState | None,
+    *,
+    now_ns: int,
+    exit_code: int | None = None,
+) -> RankReport:
+    """What there is to say of a rank.
+
+    Args:
+        attempt: that the agent has started it for, or told it to join.
+        reading: its record on the page; what an earlier attempt left there is ignored.
+        process: None if it has ended.
+        now_ns: `time.monotonic_ns` of this host.
+        exit_code: how it ended.
+    """
+    report = RankReport(rank, attempt, state=GONE, exit_code=exit_code)
+    if process is not None:
+        report = report._replace(
+            state=process.state, cpu_s=round(process.cpu_s, 2), resident_bytes=process.resident_bytes
+        )
+    if reading is None or reading.attempt != attempt or reading.rank != rank:
+        return report
+    return report._replace(
+        phase=reading.phase,
+        place=reading.place,
+        num_microbatches=reading.num_microbatches,
+        still_s=round(max(0, now_ns - reading.moved_ns) / 1e9, 3),
+        tick=reading.tick,
+        busy_s=round(reading.busy_ns / 1e9, 6),
+        device_bytes=reading.device_bytes,
+        links=reading.links,
+    )
+
+
+class HostReport(NamedTuple):
+    """A heartbeat of a host.
+
+    Attributes:
+        host: its name.
+        ranks: a report per rank that it runs.
+        vitals: of the host itself; see `weft.engine.supervision.vitals`.
+    """
+
+    host: str
+    ranks: tuple[RankReport, ...]
+    vitals: Mapping[str, Any] = {}
+
+    def to_wire(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {"host": self.host, "ranks": self.ranks, "vitals": dict(self.vitals)}
+
+    @classmethod
+    def from_wire(cls, message: Mapping[str, Any]) -> HostReport:
+        """What `to_wire` made, after a way through JSON.
+
+        Raises:
+            ValueError: it has another form.
+        """
+        try:
+            ranks = tuple(map(_rank_from_wire, message["ranks"]))
+            host, vitals = message["host"], message.get("vitals", {})
+        except (KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"heartbeat: not of this form ({error!r}); use one Weft on all hosts") from error
+        if not isinstance(host, str) or not isinstance(vitals, dict):
+            raise ValueError("heartbeat: host is a text and vitals a table; driver and agents need the same Weft")
+        return cls(host, ranks, vitals)
+
+
+_KINDS: tuple[tuple[type, ...], ...] = (
+    *((int,), (int,), (int,), (list, tuple), (int,), (int, float), (int,), (int, float), (str,), (int, float)),
+    *((int, type(None)), (int,), (int,), (list, tuple)),
+)
+
+
+def _rank_from_wire(fields: Any) -> RankReport:
+    if len(fields) != len(_KINDS) or not all(map(isinstance, fields, _KINDS)):
+        raise ValueError("heartbeat: a rank's report has another form; driver and agents need the same Weft")
+    rank, attempt, phase, (step, done, begun, waits), *rest, links = fields
+    place = Place(int(step), int(done), bool(begun), int(waits))
+    joined = tuple(map(LinkReading._make, links))
+    return RankReport._make((rank, attempt, Phase(phase), place, *rest, joined))

@@ -1,0 +1,244 @@
+"""Places in shared memory: written by ranks, read from outside."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from time import monotonic, monotonic_ns, sleep
+
+import pytest
+
+from weft.engine.observability.heartbeat import Heartbeat, PlaceObserver
+from weft.engine.supervision.places import MOST_LINKS, LinkReading, Phase, PlaceReader, PlaceWriter, make_page, place_of
+from weft.engine.supervision.processes import STOPPED, process_state
+from weft.pipeline.action import Action, Op
+from weft.pipeline.culprit import Place
+
+F, RECV = (Action(Op.F, 0, 0),), (Action(Op.RECV_F, 1, 0),)
+LIMIT_S = 60.0
+
+
+def until(condition):
+    limit = monotonic() + LIMIT_S
+    while not condition():
+        assert monotonic() < limit, "not within the time limit"
+        sleep(0.02)
+
+
+@pytest.fixture
+def page(tmp_path):
+    path = tmp_path / "private" / "page"
+    make_page(path, 3)
+    return path
+
+
+@pytest.fixture
+def writer(page):
+    place = PlaceWriter(page, local_rank=1, rank=7, attempt=4)
+    yield place
+    place.close()
+
+
+def test_a_reader_follows_a_step(page, writer):
+    reader = PlaceReader(page)
+    assert len(reader) == 3
+    assert reader.read(0) is None and reader.read(2) is None
+    fresh = reader.read(1)
+    assert (fresh.attempt, fresh.rank, fresh.phase, fresh.place) == (4, 7, Phase.setup, Place(0))
+    assert (fresh.pid, fresh.started) == (os.getpid(), process_state(os.getpid()).started)
+    writer.enter(Phase.steady)
+    seen = []
+
+    def look():
+        seen.append(reader.read(1).place)
+
+    observer = PlaceObserver(writer, lambda: 11)
+    observer.step_begins(8)
+    look()
+    for slot in (RECV, F):
+        observer.slot_begins(slot)
+        look()
+        observer.slot_ends(slot)
+        look()
+    expected = [(12, 0, False), (12, 0, True), (12, 1, False), (12, 1, True), (12, 2, False)]
+    assert seen == [Place(*place) for place in expected]
+    assert seen == sorted(seen)
+    found = reader.read(1)
+    assert (found.phase, found.num_microbatches, found.busy_ns) == (Phase.steady, 8, 0)
+    assert found.began_ns <= found.moved_ns <= monotonic_ns()
+
+
+def test_only_computations_count_as_busy(page, writer):
+    writer.begin_step(1, 2)
+    writer.slot_begins(RECV)
+    sleep(0.02)
+    writer.slot_ends(RECV)
+    writer.slot_begins(F)
+    sleep(0.01)
+    between = monotonic_ns()
+    writer.slot_ends(F)
+    writer.begin_step(2, 2)
+    found = PlaceReader(page).read(1)
+    assert 10_000_000 <= found.busy_ns <= found.began_ns - between + 10_000_000 + LIMIT_S * 1e9
+
+
+def test_waits_count_once_however_they_are_nested(page, writer):
+    reader = PlaceReader(page)
+    writer.begin_step(1, 2)
+    writer.slot_begins(F)
+    writer.begin_wait()
+    writer.begin_wait()
+    assert reader.read(1).place == Place(1, 0, True, 1)
+    writer.end_wait()
+    assert reader.read(1).place == Place(1, 0, True, 1)
+    writer.end_wait()
+    assert reader.read(1).place == Place(1, 0, True, 2)
+    writer.slot_ends(F)
+    assert reader.read(1).place == Place(1, 1, False, 0)
+    writer.begin_wait()
+    assert reader.read(1).place == Place(1, 1, False, 1)
+
+
+def test_very_many_waits_still_tell_waiting_from_work(page, writer):
+    reader = PlaceReader(page)
+    writer.begin_step(9, 2)
+    writer.slot_begins(F)
+    for _ in range(5000):
+        writer.begin_wait()
+        assert reader.read(1).place[:3] == (9, 0, True)
+        assert reader.read(1).place.waits % 2 == 1
+        writer.end_wait()
+        assert reader.read(1).place.waits % 2 == 0
+
+
+def test_words_compare_as_places_do():
+    rng = random.Random(3)
+    words = [rng.getrandbits(64) for _ in range(300)]
+    assert sorted(words) == sorted(words, key=place_of)
+
+
+def test_another_attempt_begins_anew_in_the_same_process(page, writer):
+    writer.begin_step(5, 2)
+    writer.slot_begins(F)
+    writer.gauge_device(lambda: 1)
+    writer.begin_attempt(5, rank=2)
+    found = PlaceReader(page).read(1)
+    assert (found.attempt, found.rank, found.phase, found.place) == (5, 2, Phase.setup, Place(0))
+    assert not writer._gauges
+
+
+def test_gauges_are_read_by_the_background_thread(page, writer):
+    reader = PlaceReader(page)
+    links = [LinkReading(peer, 10 * peer, 2**40, 3, 1, 8, 0.025) for peer in range(MOST_LINKS + 2)]
+    writer.gauge_device(lambda: 123)
+    writer.gauge_links(lambda: links)
+    until(lambda: reader.read(1).links)
+    assert reader.read(1).device_bytes == 123
+    assert reader.read(1).links == tuple(links[:MOST_LINKS])
+
+
+def test_a_held_lock_shows_from_outside(page):
+    child = _child(
+        page,
+        "import ctypes; place.begin_step(1, 1); place.enter(Phase.steady); print(flush=True);"
+        "ctypes.PyDLL(None).sleep(600)",  # PyDLL keeps the interpreter's lock
+    )
+    try:
+        child.stdout.readline()
+        reader = PlaceReader(page)
+
+        def still():
+            before = reader.read(0).tick
+            sleep(1.0)
+            return reader.read(0).tick == before
+
+        until(still)
+        assert process_state(child.pid).state == "S"
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_stopped_process_shows_from_outside(page):
+    child = _child(page, "print(flush=True); time.sleep(600)")
+    try:
+        child.stdout.readline()
+        reader = PlaceReader(page)
+        until(lambda: reader.read(0).tick > 2)  # it lives, though its place stands still
+        os.kill(child.pid, signal.SIGSTOP)
+        until(lambda: process_state(child.pid).state in STOPPED)
+        assert process_state(child.pid).started == reader.read(0).started
+        os.kill(child.pid, signal.SIGCONT)
+        until(lambda: process_state(child.pid).state == "S")
+    finally:
+        child.kill()
+        child.wait()
+    assert process_state(child.pid) is None
+
+
+def test_a_rank_that_died_leaves_its_place(page):
+    child = _child(page, "place.begin_step(3, 4); place.slot_begins(((Op.F, 0, 0),)); os._exit(3)")
+    assert child.wait(LIMIT_S) == 3
+    assert PlaceReader(page).read(0).place == Place(3, 0, True)
+
+
+def _child(page, code):
+    head = (
+        "import os, time\nfrom pathlib import Path\nfrom weft.pipeline.action import Op\n"
+        "from weft.engine.supervision.places import PlaceWriter, Phase\n"
+        f"place = PlaceWriter(Path({str(page)!r}), local_rank=0, rank=0, attempt=0)\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", head + code], stdout=subprocess.PIPE)
+
+
+def test_what_is_no_page_is_refused(tmp_path, page):
+    with pytest.raises(ValueError, match="WEFT_PLACES"):
+        PlaceReader(tmp_path / "private" / "nothing")
+    with pytest.raises(ValueError, match="room for 3"):
+        PlaceWriter(page, local_rank=3, rank=3, attempt=0)
+    for content, message in ((b"x", "no page"), (b"x" * 64, "version")):
+        page.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            PlaceReader(page)
+    make_page(page, 2)
+    with page.open("ab") as file:
+        file.write(b"12345678")
+    with pytest.raises(ValueError, match="words"):
+        PlaceReader(page)
+    make_page(page, 2)
+    page.chmod(0o644)
+    with pytest.raises(ValueError, match="this user alone"):
+        PlaceReader(page)
+
+
+def test_without_a_page_nothing_is_written():
+    heartbeat = Heartbeat.from_environment({})
+    heartbeat.enter(Phase.steady)
+    with heartbeat.waiting(), heartbeat.within(Phase.checkpoint):
+        pass
+    assert heartbeat.observers(lambda: 0) == []
+    heartbeat.close()
+
+
+def test_a_rank_takes_its_page_from_the_environment(page):
+    heartbeat = Heartbeat.from_environment(
+        {"WEFT_PLACES": str(page), "WEFT_ATTEMPT": "6", "LOCAL_RANK": "2", "RANK": "10"}
+    )
+    try:
+        reader = PlaceReader(page)
+        assert (reader.read(2).attempt, reader.read(2).rank) == (6, 10)
+        with heartbeat.within(Phase.evaluation):
+            assert reader.read(2).phase is Phase.evaluation
+        assert reader.read(2).phase is Phase.steady
+        (observer,) = heartbeat.observers(lambda: 0)
+        observer.step_begins(3)
+        with heartbeat.waiting():
+            assert reader.read(2).place == Place(1, 0, False, 1)
+    finally:
+        heartbeat.close()
+
+
+def test_pages_are_read_without_torch(page):
+    code = "import sys, weft.engine.supervision.report; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT_S)

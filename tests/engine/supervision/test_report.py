@@ -1,0 +1,56 @@
+"""Reports of hosts: what is in them, and their way through JSON."""
+
+import json
+
+import pytest
+
+from weft.engine.supervision.places import LinkReading, Phase, Reading
+from weft.engine.supervision.processes import ProcessState
+from weft.engine.supervision.report import HostReport, RankReport, rank_report
+from weft.pipeline.culprit import Place
+
+LINK = LinkReading(3, 1, 2, 3, 4, 5, 0.5)
+READING = Reading(2, 9, 77, 5, Phase.steady, Place(4, 3, True, 1), 1_000_000_000, 8, 66, 2_500_000_000, 0, 7, (LINK,))
+PROCESS = ProcessState("R", 1.5, 5, 4096)
+
+
+def test_a_report_joins_place_and_process():
+    found = rank_report(9, 2, READING, PROCESS, now_ns=3_000_000_000)
+    assert found == RankReport(
+        9, 2, Phase.steady, Place(4, 3, True, 1), 8, 2.0, 66, 2.5, "R", 1.5, None, 4096, 7, (LINK,)
+    )
+
+
+@pytest.mark.parametrize("attempt, rank", [(3, 9), (2, 8)])
+def test_what_an_earlier_attempt_left_is_ignored(attempt, rank):
+    found = rank_report(rank, attempt, READING, PROCESS, now_ns=3_000_000_000)
+    assert (found.phase, found.place, found.state) == (Phase.imports, Place(0), "R")
+
+
+def test_an_ended_rank_keeps_its_last_place():
+    found = rank_report(9, 2, READING, None, now_ns=3_000_000_000, exit_code=-9)
+    assert (found.state, found.exit_code, found.place) == ("", -9, Place(4, 3, True, 1))
+
+
+def test_reports_go_through_json():
+    ranks = (rank_report(9, 2, READING, PROCESS, now_ns=2_000_000_000), RankReport(1, 2, exit_code=1))
+    report = HostReport("alpha", ranks, {"disk_free_bytes": 5})
+    assert HostReport.from_wire(json.loads(json.dumps(report.to_wire()))) == report
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ranks": [[1, 2]]},
+        {"ranks": [["x", *RankReport(1, 2)[1:]]]},
+        {"ranks": [[1, 2, 99, *RankReport(1, 2)[3:]]]},
+        {"ranks": [[1, 2, 0, [1], *RankReport(1, 2)[4:]]]},
+        {"ranks": 3},
+        {"host": 5},
+        {"vitals": []},
+    ],
+)
+def test_another_form_is_refused(change):
+    wire = json.loads(json.dumps(HostReport("alpha", (RankReport(1, 2),)).to_wire() | change))
+    with pytest.raises(ValueError):
+        HostReport.from_wire(wire)
