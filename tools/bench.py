@@ -1,30 +1,26 @@
-"""`weft bench`: a table from benchmark to the module that runs it."""
+"""`weft bench`: the modules of `tools/benchmarks/` that have a ``main``, each a benchmark."""
 
 from __future__ import annotations
 
+import ast
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 
-BENCHES = {
-    "auto": "the auto schedule beside the fixed ones in the same memory, at every size",
-    "bubbles": "training and vLLM prefill workers side by side: what prefill gains, and what it costs",
-    "clusters": "the auto schedule beside every fixed one on any placement, on random clusters",
-    "collectives": "what collectives cost on a topology, and what partitioning them gains",
-    "cell": "the WAN uplinks of a DP-cell, shared in time and not",
-    "engine": "a step of Weft's engine over its ideal, beside DeepSpeed's and torch's 1F1B",
-    "faults": "a training run over three sites, what is done to it, and how long it takes to heal",
-    "generation": "how long the auto schedule takes to make, as ranks and micro-batches grow",
-    "line": "how much one processor core carries as the line of a netbed",
-    "memory": "what a rank holds at each ZeRO stage: predicted, measured, and DeepSpeed's",
-    "optimal": "the auto schedule beside the proven optimum of small cases",
-    "placements": "straight, fold or a fold in each site, as the WAN gets slower",
-    "prefill": "how long it takes to find a bubble and a worker for a prompt",
-    "schedules": "every engine and schedule on the same emulated layers",
-    "sites": "a step over three sites, by engine, with and without sharing the uplinks in time",
-    "wan": "the WAN channel beside iperf3, over distance and connections",
-    "zero": "sharded data parallelism over a slow link, beside DeepSpeed and torch",
-}
+
+@cache
+def benches() -> Mapping[str, str]:
+    """What each benchmark says it is, by its name."""
+    trees = {
+        path.stem: ast.parse(path.read_text()) for path in sorted(Path(__file__).with_name("benchmarks").glob("*.py"))
+    }
+    return {
+        name: (ast.get_docstring(tree) or "").partition(": ")[2].rstrip(".")
+        for name, tree in trees.items()
+        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
+    }
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,12 +34,12 @@ def main(argv: Sequence[str]) -> int:
     """
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: weft bench NAME ...\n")
-        for name, summary in BENCHES.items():
+        for name, summary in benches().items():
             print(f"  {name:<12} {summary}")
         return 0
     name, *rest = argv
-    if name not in BENCHES:
-        near = difflib.get_close_matches(name, BENCHES, n=1)
+    if name not in benches():
+        near = difflib.get_close_matches(name, benches(), n=1)
         hint = f"did you mean {near[0]}?" if near else "`weft bench` lists them"
         raise ValueError(f"{name}: there is no such benchmark; {hint}")
     return import_module(f"weft.tools.benchmarks.{name}").main(rest)

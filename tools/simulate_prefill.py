@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import ceil, inf
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from weft.inference.placement.bubble_pattern import BubblePattern
 from weft.inference.placement.replay import (
@@ -27,11 +25,8 @@ from weft.pipeline.lowering import lower
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.simulation import simulate
 from weft.pipeline.timeline import Timeline
+from weft.tools.tables import show, table_of
 
-COLUMNS = (
-    *("offered", "trace x", "prompts", "refused", "begins after ms: p50", "p99", "queued ms: p50", "p99", "most"),
-    *("TTFT s: p50", "p99", "GPUs busy", "usable filled", "place us: p99"),
-)
 MOST_LOAD = 100.0
 WINDOW_STEPS = 8
 """Training steps that a window has at least."""
@@ -60,27 +55,22 @@ def report(schedule: Schedule, costs: CostModel, args: argparse.Namespace) -> No
         BubblePattern(timeline.bubbles(rank), timeline.step_s, overhead_s=work.overhead_s, guard_s=guard_s)
         for rank in range(timeline.num_ranks)
     ]
-    console = Console(width=130)
-    usable = _shares(console, timeline, cell, args)
-    table = Table(title=f"{len(trace)} prompts of {args.prefill.name}, deadline {args.deadline:g} s")
-    for column in COLUMNS:
-        table.add_column(column, justify="right")
+    usable = _shares(timeline, cell, args)
     room = sum(pattern.capacity_s / pattern.period_s for pattern in cell) * args.cells
     if not room:
         raise ValueError(
             f"--guard={args.guard:g}, --prefill-cost: no bubble is long enough for an engine step; lower them"
         )
     offered = sum(work.work_s(arrival.tokens) for arrival in trace) / length_s(trace)
-    all_steady = True
-    for load in (None, *args.loads):
-        factor = 1.0 if load is None else load * room / offered
+    rows, notes = [], []
+    for factor in (1.0, *(load * room / offered for load in args.loads)):
         found = _run(cell * args.cells, trace, factor, args, timeline.step_s)
-        all_steady &= found.steady
-        mark = "" if found.steady else "*"
-        table.add_row(f"{factor * offered / room:.1%}{mark}", *_cells(found, factor, timeline, usable))
-    console.print(table)
-    if not all_steady:
-        console.print(f"* still changing after {MOST_WINDOWS} windows")
+        if not found.steady:
+            notes = [f"* still changing after {MOST_WINDOWS} windows"]
+        share = f"{factor * offered / room:.1%}{'' if found.steady else '*'}"
+        rows.append({"offered": share, **_cells(found, factor, timeline, usable)})
+    title = f"{len(trace)} prompts of {args.prefill.name}, deadline {args.deadline:g} s"
+    show(table_of(rows, title, left=0), *notes)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -115,11 +105,11 @@ def _run(
     return steady_state(windows, deadline_s=args.deadline)
 
 
-def _shares(console: Console, timeline: Timeline, cell: Sequence[BubblePattern], args: argparse.Namespace) -> float:
+def _shares(timeline: Timeline, cell: Sequence[BubblePattern], args: argparse.Namespace) -> float:
     """Print where the ranks' time goes; returns the share that prefills can use."""
     whole_s = timeline.step_s * timeline.num_ranks
     usable = sum(pattern.open_s for pattern in cell) / whole_s
-    console.print(
+    show(
         f"{args.gpus} GPUs in {args.cells} DP-cells of {timeline.num_ranks}; step {timeline.step_s:.3f} s: "
         f"training {1 - timeline.bubble_share:.1%}, bubbles {timeline.bubble_share:.1%}, of which prefills can use "
         f"{usable:.1%} (less {args.guard:g} ms at the end of each, and bubbles too short for a step)"
@@ -127,22 +117,24 @@ def _shares(console: Console, timeline: Timeline, cell: Sequence[BubblePattern],
     return usable
 
 
-def _cells(found: Replay, factor: float, timeline: Timeline, usable: float) -> tuple[str, ...]:
-    return (
-        f"{factor:.3g}",
-        f"{len(found.ttfts_s) + found.refused}",
-        f"{found.refused_share:.1%}",
-        *_quantiles(found.waits_s, (0.5, 0.99), 1e3, 1),
-        *_quantiles(found.queued_s, (0.5, 0.99, 1.0), 1e3, 1),
-        *_quantiles(found.ttfts_s, (0.5, 0.99), 1.0, 2),
-        f"{1 - timeline.bubble_share + found.prefill_share:.1%}",
-        f"{found.prefill_share / usable:.1%}",
-        *_quantiles(found.places_us, (0.99,), 1.0, 0),
-    )
+def _cells(found: Replay, factor: float, timeline: Timeline, usable: float) -> dict[str, str]:
+    return {
+        "trace x": f"{factor:.3g}",
+        "prompts": f"{len(found.ttfts_s) + found.refused}",
+        "refused": f"{found.refused_share:.1%}",
+        "begins p50 ms": _quantile(found.waits_s, 0.5, 1e3, 1),
+        "begins p99 ms": _quantile(found.waits_s, 0.99, 1e3, 1),
+        "queued p50 ms": _quantile(found.queued_s, 0.5, 1e3, 1),
+        "queued p99 ms": _quantile(found.queued_s, 0.99, 1e3, 1),
+        "queued most ms": _quantile(found.queued_s, 1.0, 1e3, 1),
+        "TTFT p50 s": _quantile(found.ttfts_s, 0.5, 1.0, 2),
+        "TTFT p99 s": _quantile(found.ttfts_s, 0.99, 1.0, 2),
+        "GPUs busy": f"{1 - timeline.bubble_share + found.prefill_share:.1%}",
+        "usable filled": f"{found.prefill_share / usable:.1%}",
+        "place p99 us": _quantile(found.places_us, 0.99, 1.0, 0),
+    }
 
 
-def _quantiles(values: Sequence[float], shares: Sequence[float], unit: float, digits: int) -> Iterator[str]:
-    """Of the prompts that were taken; dashes if none was."""
-    if not values:
-        return ("-" for _ in shares)
-    return (f"{value * unit:.{digits}f}" for value in np.quantile(values, shares))
+def _quantile(values: Sequence[float], share: float, unit: float, digits: int) -> str:
+    """Of the prompts that were taken; a dash if none was."""
+    return f"{np.quantile(values, share) * unit:.{digits}f}" if values else "-"

@@ -9,7 +9,7 @@ import pytest
 
 from weft.conf.fields import field_types, groups
 from weft.engine.deepspeed.table import READ_BY_DEEPSPEED, REFUSED, TAKEN_OVER, WITHOUT_EFFECT
-from weft.tools.bench import BENCHES
+from weft.tools.bench import benches
 from weft.tools.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -196,7 +196,7 @@ def command(words):
     """Words of a `weft` command that it does not know."""
     unknown = [word for word in words[:1] if word not in COMMANDS and not word.startswith("-")]
     if words[0] == "bench" and len(words) > 1:
-        unknown += [word for word in words[1:2] if word not in BENCHES and not word.isupper()]
+        unknown += [word for word in words[1:2] if word not in benches() and not word.isupper()]
     options = [re.split(r"[=\]]", word.lstrip("["))[0] for word in words]
     return unknown + [word for word in options if word.startswith("--") and word[2:] not in used()]
 

@@ -6,16 +6,14 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
-
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.serialization import schedule_from_csv, schedule_to_csv
 from weft.pipeline.simulation import simulate
-from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.results import parse, ratio_cells, write_json
+from weft.tools.tables import show, table_of
 
 PLACEMENTS: dict[str, Callable[[int], Placement]] = {
     "1f1b": Placement.straight,
@@ -50,16 +48,11 @@ def main(argv: Sequence[str]) -> int:
     comparisons = [
         comparison for ranks in range(2, args.ranks + 1) for count in counts for comparison in compare(ranks, count)
     ]
-    table = Table(title=f"auto beside fixed schedules in the same memory, 2 to {args.ranks} ranks")
-    for column in ("schedule", "sizes", "auto shorter", "equal", "longer", "mean", "best", "worst"):
-        table.add_column(column, justify="left" if column == "schedule" else "right", no_wrap=True)
-    for kind in PLACEMENTS:
-        table.add_row(kind, *_summary([comparison for comparison in comparisons if comparison.kind == kind]))
-    console = Console(width=110)
-    console.print(table)
+    ratios = {kind: [found.auto / found.fixed for found in comparisons if found.kind == kind] for kind in PLACEMENTS}
+    rows = ({"schedule": kind, "sizes": len(each), **ratio_cells(each)} for kind, each in ratios.items())
+    show(table_of(rows, f"auto over fixed schedules in the same memory, 2 to {args.ranks} ranks"))
     longer = [comparison for comparison in comparisons if comparison.auto > comparison.fixed]
-    for comparison in longer:
-        console.print(f"longer: {comparison}")
+    show(*(f"longer: {comparison}" for comparison in longer))
     write_json(args, "auto", comparisons, met=not longer)
     return 1 if longer else 0
 
@@ -92,16 +85,3 @@ def exported_step(schedule: Schedule) -> tuple[float, int]:
     read = schedule_from_csv(schedule_to_csv(opened), name=schedule.name)
     timeline = simulate(read, CostModel.unit(schedule.placement.num_stages))
     return timeline.step_s, max(timeline.live_microbatches)
-
-
-def _summary(comparisons: Sequence[Comparison]) -> tuple[str, ...]:
-    ratios = [comparison.auto / comparison.fixed for comparison in comparisons]
-    return (
-        f"{len(comparisons)}",
-        f"{sum(ratio < 1 for ratio in ratios)}",
-        f"{sum(ratio == 1 for ratio in ratios)}",
-        f"{sum(ratio > 1 for ratio in ratios)}",
-        f"{sum(ratios) / len(ratios):.3f}",
-        f"{min(ratios):.3f}",
-        f"{max(ratios):.3f}",
-    )

@@ -56,9 +56,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--schedule", default="1f1b", help="of the training step")
     parser.add_argument("--faults", nargs="*", metavar="NAME", help="then break things; without names in every way")
     parser.add_argument("--picture", metavar="FILE", help="draw two ranks over two steps here")
-    args = parse(parser, argv)
-    if unknown := set(args.faults or ()) - set(FAULTS):
-        raise ValueError(f"--faults {', '.join(unknown)}: not known; choose from {', '.join(FAULTS)}")
+    args = parse(parser, argv, faults=FAULTS)
     trace = read_trace(args.trace, args.requests, most_tokens=LONGEST_PROMPT, over_s=args.rounds * args.window)
     with tempfile.TemporaryDirectory(prefix="weft-bubbles-") as folder:
         return _Bench(args, Path(folder)).run(trace)

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from time import monotonic, sleep
-from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from weft.comm.channel import Channel, Handle, TensorSpec
 from weft.comm.wan.cell import Cell, join
@@ -20,7 +15,8 @@ from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.key import WanKey
 from weft.comm.wan.library import load
 from weft.tools.benchmarks.results import parse, write_json
-from weft.tools.netbed import Job, Link, NetBed, Node, Topology
+from weft.tools.netbed import Job, NetBed, Topology
+from weft.tools.tables import show, table_of
 
 _KEY = WanKey(b"the key of a bed that nobody else can reach")
 _BYTE = TensorSpec((1,), torch.uint8)
@@ -31,20 +27,24 @@ def main(argv: Sequence[str]) -> int:
     args = parse(_parser(), argv)
     load()  # compile here, not while a run is timed
     print(f"{args.messages} tensors of {args.mb:g} MB, {args.rate:g} Mbit/s uplinks, {args.latency:g} ms one way")
-    table = Table("pipelines in the cell", "one uplink s", "all uplinks s", "speed-up", "of the ideal")
-    order = Table("pipelines in the cell", "arrivals of a tensor of each, sent at once, ms", "ideal ms")
-    for pipelines in args.pipelines:
-        alone_s, together_s, arrivals_s = _times(pipelines, args)
-        speedup = alone_s / together_s
-        row = (str(pipelines), f"{alone_s:.2f}", f"{together_s:.2f}", f"{speedup:.2f}", f"{speedup / pipelines:.0%}")
-        table.add_row(*row)
-        ideal = [args.latency + turn * args.mb * 8e3 / args.rate / pipelines for turn in range(1, pipelines + 1)]
-        columns = ([f"{1e3 * at:.0f}" for at in arrivals_s], [f"{at:.0f}" for at in ideal])
-        order.add_row(str(pipelines), *map(", ".join, columns))
-    Console().print(table)
-    Console().print(order)
-    write_json(args, "cell", {"uplinks": table, "arrivals": order})
+    table = table_of(_row(pipelines, args) for pipelines in args.pipelines)
+    show(table)
+    write_json(args, "cell", table)
     return 0
+
+
+def _row(pipelines: int, args: argparse.Namespace) -> dict[str, object]:
+    alone_s, together_s, arrivals_s = _times(pipelines, args)
+    ideal_ms = [args.latency + turn * args.mb * 8e3 / args.rate / pipelines for turn in range(1, pipelines + 1)]
+    return {
+        "pipelines": pipelines,
+        "one uplink s": f"{alone_s:.2f}",
+        "all uplinks s": f"{together_s:.2f}",
+        "speed-up": f"{alone_s / together_s:.2f}",
+        "of the ideal": f"{alone_s / together_s / pipelines:.0%}",
+        "arrivals of a tensor of each, sent at once, ms": ", ".join(f"{1e3 * at:.0f}" for at in arrivals_s),
+        "ideal ms": ", ".join(f"{at:.0f}" for at in ideal_ms),
+    }
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,17 +68,10 @@ def _times(pipelines: int, args: argparse.Namespace) -> tuple[float, float, list
     """
     cell = Cell(tuple(range(pipelines)), tuple(range(pipelines, 2 * pipelines)))
     ranks = [*cell.near, *cell.far]
-    topology = Topology(
-        name=f"cell{os.getpid()}",
-        nodes=tuple(
-            Node(name=f"n{rank}", site="east" if rank in cell.near else "west", uplink_mbps=args.rate) for rank in ranks
-        ),
-        links=(Link(sites=("east", "west"), latency_ms=args.latency),),
-        window_kb=args.window,
-    )
-    plan = (int(args.mb * 1e6), args.messages, args.repeats, args.connections, args.chunk << 10)
+    sides = (pipelines, pipelines)
+    topology = Topology.even(sides, uplink_mbps=args.rate, latency_ms=args.latency, window_kb=args.window)
     with NetBed.up(topology) as bed:
-        jobs = [Job(bed, f"n{rank}", _rank, rank, bed.address(f"n{rank}"), cell, *plan) for rank in ranks]
+        jobs = [Job(bed, f"n{rank}", _rank, rank, bed.address(f"n{rank}"), cell, args) for rank in ranks]
         try:
             addresses = dict(zip(ranks, (job.hear() for job in jobs), strict=True))
             for job in jobs:
@@ -101,25 +94,9 @@ def _at_once(jobs: Sequence[Job]) -> list[float]:
     return [job.hear() for job in jobs][len(jobs) // 2 :]
 
 
-def _rank(
-    say: Callable,
-    hear: Callable,
-    rank: int,
-    bind: str,
-    cell: Cell,
-    num_bytes: int,
-    messages: int,
-    repeats: int,
-    connections: int,
-    chunk_bytes: int,
-) -> None:
-    settings: dict[str, Any] = {
-        "congestion": "cubic",
-        "connections": connections,
-        "chunk_bytes": chunk_bytes,
-        "tls": False,
-    }
-    with WanEndpoint(rank=rank, bind=bind, key=_KEY, **settings) as endpoint:
+def _rank(say: Callable, hear: Callable, rank: int, bind: str, cell: Cell, args: argparse.Namespace) -> None:
+    num_bytes, settings = int(args.mb * 1e6), {"connections": args.connections, "chunk_bytes": args.chunk << 10}
+    with WanEndpoint(rank=rank, bind=bind, key=_KEY, congestion="cubic", tls=False, **settings) as endpoint:
         say(endpoint.address)
         addresses = hear()
         for peer in cell.links(rank):
@@ -129,9 +106,9 @@ def _rank(
         ways = endpoint.channel(opposite), join(endpoint, cell, turns={"at once": turn})
         runs: list[list[float]] = [[], []]
         if turn == 0:
-            for _ in range(repeats):
+            for _ in range(args.repeats):
                 for way, seconds in zip(ways, runs, strict=True):
-                    seconds.append(_cross(way, rank == cell.near[0], num_bytes, messages))
+                    seconds.append(_cross(way, rank == cell.near[0], num_bytes, args.messages))
         if rank == cell.near[0]:
             say((statistics.median(runs[0]), statistics.median(runs[1])))
         tensor = torch.ones(num_bytes, dtype=torch.uint8)
@@ -164,7 +141,3 @@ def _cross(channel: Channel, sending: bool, num_bytes: int, messages: int) -> fl
     for handle in handles:
         handle.wait()
     return monotonic() - start
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -8,9 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from rich.console import Console
-from rich.table import Table
-
 from weft.pipeline.cell import add_relays, side_by_side
 from weft.pipeline.choice import Option, choose, placements
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
@@ -21,9 +18,8 @@ from weft.pipeline.memory import peak_bytes
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 from weft.pipeline.validation import validate
-from weft.tools.benchmarks.results import parse, write_json
-
-_ROUNDING = 1 + 1e-9
+from weft.tools.benchmarks.results import ROUNDING, parse, ratio_cells, write_json
+from weft.tools.tables import show, table_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +67,16 @@ def main(argv: Sequence[str]) -> int:
     number(args.search, "--search")
     seeds = range(args.first, args.first + args.clusters)
     outcomes = [compare(random_cluster(seed), args.search) for seed in seeds]
-    console = Console(width=130)
-    console.print(_table(outcomes))
-    console.print("placements that auto took: " + _counts(outcome.auto.name for outcome in outcomes))
-    console.print("best fixed schedules: " + _counts(outcome.fixed or "none under the cap" for outcome in outcomes))
-    slower = [(seed, o) for seed, o in zip(seeds, outcomes, strict=True) if o.auto.step_s > o.fixed_s * _ROUNDING]
-    for seed, outcome in slower:
-        console.print(f"slower: cluster {seed}: {outcome.auto.step_s:g} s, {outcome.fixed} {outcome.fixed_s:g} s")
+    title = "auto over the best fixed schedule on any placement, on every placement itself, under the same cap"
+    show(
+        table_of(_rows(outcomes), title),
+        "placements that auto took: " + _counts(outcome.auto.name for outcome in outcomes),
+        "best fixed schedules: " + _counts(outcome.fixed or "none under the cap" for outcome in outcomes),
+    )
+    slower = [(seed, o) for seed, o in zip(seeds, outcomes, strict=True) if o.auto.step_s > o.fixed_s * ROUNDING]
+    show(*(f"slower: cluster {seed}: {o.auto.step_s:g} s, {o.fixed} {o.fixed_s:g} s" for seed, o in slower))
     held = [(seed, name) for seed, o in zip(seeds, outcomes, strict=True) for name in o.slower]
-    for seed, name in held:
-        console.print(f"slower on its placement: cluster {seed}: {name}")
+    show(*(f"slower on its placement: cluster {seed}: {name}" for seed, name in held))
     write_json(args, "clusters", outcomes, met=not (slower or held))
     return 1 if slower or held else 0
 
@@ -156,7 +152,7 @@ def compare(cluster: Cluster, search_s: float = 0.0) -> Outcome:
     slower = tuple(
         f"{own[option.name][1]} {own[option.name][0]:g} s, auto {option.step_s:g} s"
         for option in chosen.options
-        if option.name in own and option.step_s > own[option.name][0] * _ROUNDING
+        if option.name in own and option.step_s > own[option.name][0] * ROUNDING
     )
     return Outcome(cluster=cluster, fixed=fixed, fixed_s=fixed_s, auto=chosen.best, slower=slower)
 
@@ -174,38 +170,17 @@ def fixed_step_s(cluster: Cluster, kind: str, placement: Placement) -> float:
         schedule = as_run(generate(kind, placement, cluster.num_microbatches), costs.pair_scale)
     except ValueError:
         return float("inf")
-    if peak_bytes(schedule, costs) > cluster.cap_bytes * _ROUNDING:
+    if peak_bytes(schedule, costs) > cluster.cap_bytes * ROUNDING:
         return float("inf")
     return simulate(add_relays(lower(side_by_side(schedule, 1)), costs), costs).step_s
 
 
-def _table(outcomes: Sequence[Outcome]) -> Table:
-    table = Table(title="auto over every placement, beside the best fixed schedule on any of them under the same cap")
-    for column in (
-        "sites",
-        "clusters",
-        "auto faster",
-        "equal",
-        "slower",
-        "no fixed fits",
-        "mean ratio",
-        "best",
-        "worst",
-    ):
-        table.add_column(column, justify="right", no_wrap=True)
+def _rows(outcomes: Sequence[Outcome]) -> Iterator[dict[str, object]]:
     for sites in (*sorted({len(o.cluster.sites) for o in outcomes}), 0):
         some = [o for o in outcomes if sites in (0, len(o.cluster.sites))]
         ratios = [o.auto.step_s / o.fixed_s for o in some if o.fixed]
-        table.add_row(
-            f"{sites or 'all'}",
-            f"{len(some)}",
-            f"{sum(ratio < 1 / _ROUNDING for ratio in ratios)}",
-            f"{sum(1 / _ROUNDING <= ratio <= _ROUNDING for ratio in ratios)}",
-            f"{sum(ratio > _ROUNDING for ratio in ratios)}",
-            f"{len(some) - len(ratios)}",
-            *((f"{sum(ratios) / len(ratios):.3f}", f"{min(ratios):.3f}", f"{max(ratios):.3f}") if ratios else "---"),
-        )
-    return table
+        counts = {"sites": sites or "all", "clusters": len(some), "no fixed fits": len(some) - len(ratios)}
+        yield {**counts, **ratio_cells(ratios)}
 
 
 def _counts(names: Iterable[str]) -> str:

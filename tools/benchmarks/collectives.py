@@ -11,9 +11,6 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from weft.comm.collectives import Choice, Collective, CollectiveCosts, Group, Primitive, Rewrite, choose, plain
 from weft.comm.collectives.cache import CostCache, topology_key
@@ -22,8 +19,9 @@ from weft.comm.collectives.probe import fitted, measure, nodes_of_world
 from weft.conf.schema import DataConfig
 from weft.engine.distributed import init_distributed
 from weft.tools.benchmarks.results import parse, write_json
-from weft.tools.netbed import Link, NetBed, Node, Topology
+from weft.tools.netbed import NetBed, Topology
 from weft.tools.netbed.ranks import run_ranks_in
+from weft.tools.tables import show, table_of
 
 PRIMITIVES = (Primitive.reduce_scatter, Primitive.all_gather, Primitive.all_reduce)
 TIMEOUT_S = 300.0
@@ -54,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
     else:
         nodes = [f"n{node}" for node in range(args.nodes) for _ in range(args.ranks)]
-        with NetBed.up(two_level_bed(f"coll{os.getpid()}", args.nodes, args.rate, args.latency)) as bed:
+        with NetBed.up(Topology.even([1] * args.nodes, uplink_mbps=args.rate, latency_ms=args.latency)) as bed:
             found = run_ranks_in(bed, nodes, _probe_and_race, args, timeout_s=TIMEOUT_S)[0]
     key, costs, rows = found
     CostCache.in_folder(args.cache).write(key, costs)
@@ -74,14 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each; medians count")
     parser.add_argument("--cache", default=DataConfig().cache_dir, help="folder that keeps the costs")
     return parser
-
-
-def two_level_bed(name: str, num_nodes: int, rate_mbps: float, latency_ms: float) -> Topology:
-    """Nodes that are alone in their sites, so that all between them is slow and all inside them fast."""
-    nodes = tuple(Node(name=f"n{i}", site=f"s{i}", uplink_mbps=rate_mbps) for i in range(num_nodes))
-    pairs = [(a, b) for a in range(num_nodes) for b in range(a + 1, num_nodes)]
-    links = tuple(Link(sites=(f"s{a}", f"s{b}"), latency_ms=latency_ms) for a, b in pairs)
-    return Topology(name=name, nodes=nodes, links=links)
 
 
 def _probe_and_race(args: argparse.Namespace) -> tuple[str, CollectiveCosts, list[Row]]:
@@ -123,25 +113,25 @@ def _run_s(communicator: Communicator, rewrite: Rewrite, device: torch.device) -
 
 
 def _print(key: str, costs: CollectiveCosts, rows: Sequence[Row]) -> None:
-    console = Console(width=120, highlight=False)
-    table = Table(title=key, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
-    for head in ("links", "primitive", "alpha ms", "beta ns/B"):
-        table.add_column(head, justify="right" if head[0] in "ab" else "left")
-    for (link, primitive), line in costs.table.items():
-        table.add_row(link.value, primitive.value, f"{1e3 * line.alpha_s:.3f}", f"{1e9 * line.beta_s:.2f}")
-    console.print(table)
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for head in ("collective", "KiB", "plain ms", "chosen ms", "gain", "/ predicted", "chosen"):
-        table.add_column(head, justify="left" if head in ("collective", "chosen") else "right")
-    for row in rows:
-        wish = row.choice.rewrite.collective
-        table.add_row(
-            wish.primitive.value,
-            f"{wish.num_bytes / 1024:.0f}",
-            f"{1e3 * row.plain_s:.1f}",
-            f"{1e3 * row.chosen_s:.1f}",
-            f"{row.plain_s / row.chosen_s:.2f}x",
-            f"{row.chosen_s / row.choice.cost_s:.2f}",
-            str(row.choice.rewrite),
-        )
-    console.print(table)
+    lines = (
+        {
+            "links": link.value,
+            "primitive": primitive.value,
+            "alpha ms": f"{1e3 * line.alpha_s:.3f}",
+            "beta ns/B": f"{1e9 * line.beta_s:.2f}",
+        }
+        for (link, primitive), line in costs.table.items()
+    )
+    raced = (
+        {
+            "collective": row.choice.rewrite.collective.primitive.value,
+            "chosen": row.choice.rewrite,
+            "KiB": f"{row.choice.rewrite.collective.num_bytes / 1024:.0f}",
+            "plain ms": f"{1e3 * row.plain_s:.1f}",
+            "chosen ms": f"{1e3 * row.chosen_s:.1f}",
+            "gain": f"{row.plain_s / row.chosen_s:.2f}x",
+            "/ predicted": f"{row.chosen_s / row.choice.cost_s:.2f}",
+        }
+        for row in rows
+    )
+    show(table_of(lines, key, left=2), table_of(raced, left=2))

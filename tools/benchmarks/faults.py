@@ -20,7 +20,6 @@ from statistics import median
 from time import monotonic, sleep
 
 import psutil
-from rich.console import Console
 from rich.table import Table
 
 from weft.comm.wan.key import VARIABLE
@@ -28,6 +27,7 @@ from weft.comm.wan.library import load
 from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.netbed import Job, NetBed
 from weft.tools.netbed.attackers import attack, record_handshakes
+from weft.tools.tables import show, table_of
 
 _SETTINGS = (
     "recipe=quickstart",
@@ -137,9 +137,8 @@ def main(argv: Sequence[str]) -> int:
         with _running(Path(folder, "alone"), overrides) as run:
             run.wait_for(lambda: len(run.losses) >= len(losses), timeout_s=300 + 3 * usual_s * len(losses))
             same = run.losses[: len(losses)] == losses
-    Console(width=120, highlight=False).print(table)
-    print(ending)
-    print(f"{len(losses)} losses: {'the same' if same else 'NOT the same'} as of a run that nothing was done to")
+    outcome = "the same" if same else "NOT the same"
+    show(table, ending, f"{len(losses)} losses: {outcome} as of a run that nothing was done to")
     write_json(args, "faults", table, met=same)
     return 0 if same else 1
 
@@ -158,10 +157,7 @@ def _disturb(run: Run) -> tuple[Table, float]:
     """Inject the faults one by one, each once steps take their usual time; returns the rows and that time."""
     run.wait_for(lambda: len(run.losses) > 2 + _USUAL_STEPS, timeout_s=300.0)
     usual_s = median(b - a for a, b in pairwise(run.ends_s[2:]))
-    table = Table(title=f"a step takes {usual_s:.2f} s", title_justify="left")
-    table.add_column("fault")
-    for head in ("steps ended meanwhile", "longest step s", "usual again after s"):
-        table.add_column(head, justify="right")
+    rows = []
     for fault in _FAULTS:
         start_s = monotonic()
         count = len(run.ends_s)
@@ -171,9 +167,14 @@ def _disturb(run: Run) -> tuple[Table, float]:
         steps = len(run.ends_s) - count
         run.wait_for(lambda: run.ordinary(usual_s, end_s), timeout_s=90.0)  # noqa: B023
         healed_s = max(0.0, run.ends_s[-4] - end_s)
-        table.add_row(fault.name, str(steps), f"{run.longest_since(start_s):.2f}", f"{healed_s:.2f}")
-        print(f"{fault.name}: {steps}, {run.longest_since(start_s):.2f}, {healed_s:.2f}", file=sys.stderr, flush=True)
-    return table, usual_s
+        figures = {
+            "steps ended meanwhile": steps,
+            "longest step s": f"{run.longest_since(start_s):.2f}",
+            "usual again after s": f"{healed_s:.2f}",
+        }
+        rows.append({"fault": fault.name, **figures})
+        print(f"{fault.name}: {figures}", file=sys.stderr, flush=True)
+    return table_of(rows, f"a step takes {usual_s:.2f} s"), usual_s
 
 
 def _kill_a_rank(run: Run) -> str:
@@ -246,7 +247,3 @@ _FAULTS = (
     Fault("a byte flipped in a payload, each way", lambda run: run.bed.flip(_SENDER, _RECEIVER)),
     Fault("unauthenticated peers: nonsense, no key, replayed handshakes, 4 GiB, a scan of all ports", _attack),
 )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

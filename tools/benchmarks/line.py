@@ -7,13 +7,14 @@ import json
 import os
 import shutil
 import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from time import sleep
+from typing import Any
 
 from weft.tools.benchmarks.results import parse, write_json
-from weft.tools.netbed import Link, NetBed, Node, Topology
+from weft.tools.netbed import NetBed, Topology
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,19 +24,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--mtu", type=int, default=9000, help="bytes of the largest packet")
     parser.add_argument("--connections", type=int, default=4, help="iperf3's connections")
     args = parse(parser, argv)
-    if shutil.which("iperf3") is None:
-        raise ValueError("bench line: iperf3 is not installed (package iperf3)")
-    with NetBed.up(_topology(args.mtu)) as bed:
-        server = bed.popen("b", ["iperf3", "-s", "-1"], stdout=subprocess.DEVNULL)
-        sleep(0.3)
-        cpu_s = _cpu_s(bed)
-        command = ["iperf3", "-c", bed.address("b"), "-P", str(args.connections), "-t", f"{args.seconds:g}", "-J"]
-        done = bed.run("a", command, capture_output=True, text=True, timeout=args.seconds + 60)
-        cpu_s = _cpu_s(bed) - cpu_s
+    require_iperf3()
+    with NetBed.up(Topology.even((1, 1), uplink_mbps=100_000, latency_ms=5, mtu=args.mtu)) as bed:
+        with iperf3_server(bed):
+            cpu_s = _cpu_s(bed)
+            received = iperf3(bed, args.connections, args.seconds)["sum_received"]
+            cpu_s = _cpu_s(bed) - cpu_s
         status = bed.status()
-        server.kill()
-        server.wait()
-    received = json.loads(done.stdout)["end"]["sum_received"]
     carried_bits = sum(node.sent_bytes for node in status.nodes) * 8
     figures = {
         "end_to_end_bps": received["bits_per_second"],
@@ -51,18 +46,33 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _topology(mtu: int) -> Topology:
-    nodes = tuple(Node(name=name, site=site, uplink_mbps=100_000) for name, site in (("a", "east"), ("b", "west")))
-    return Topology(
-        name=f"line{os.getpid()}", nodes=nodes, links=(Link(sites=("east", "west"), latency_ms=5),), mtu=mtu
-    )
+def require_iperf3() -> None:
+    """Raise a ValueError where iperf3 is not installed."""
+    if shutil.which("iperf3") is None:
+        raise ValueError("iperf3 is not installed (package iperf3)")
+
+
+@contextmanager
+def iperf3_server(bed: NetBed) -> Iterator[None]:
+    """Let iperf3 listen in node n1 for one client."""
+    server = bed.popen("n1", ["iperf3", "-s", "-1"], stdout=subprocess.DEVNULL)
+    try:
+        sleep(0.3)
+        yield
+    finally:
+        server.kill()
+        server.wait()
+
+
+def iperf3(bed: NetBed, connections: int, seconds: float, settle_s: float = 0.0) -> dict[str, Any]:
+    """What iperf3 reports at its end, from node n0 to the server in n1, without what came while it settled."""
+    command = ["iperf3", "-J", "-c", bed.address("n1"), "-P", f"{connections}", "-t", f"{seconds:g}"]
+    command += ["-O", f"{settle_s:g}"]
+    done = bed.run("n0", command, capture_output=True, text=True, timeout=seconds + 60)
+    return json.loads(done.stdout)["end"]
 
 
 def _cpu_s(bed: NetBed) -> float:
     """CPU seconds that the bed's line has used so far."""
     ticks = Path(f"/proc/{bed.status().pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from weft.conf.schema import ModelConfig, PipelineConfig, Precision, TrainConfig, WeftConfig, ZeroConfig
 from weft.engine.planning.memory import zero_memory
 from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.ranks import run_ranks
+from weft.tools.tables import show, table_of
 
 WIDTH, LAYERS, VOCAB, LENGTH = 512, 8, 512, 16
 """Dimensions of the model: many weights and few tokens, so that weights and their states dominate."""
@@ -33,22 +31,26 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="weft bench memory", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="replicas")
     args = parse(parser, argv)
-    table = Table(
-        title=f"peak memory of a rank in MB, {args.ranks} replicas, fp32, Adam, 1 micro-batch", box=box.SIMPLE
-    )
-    for column in ("ZeRO", "predicted", "Weft", "of it set-up", "DeepSpeed", "rest / predicted", "Weft / DeepSpeed"):
-        table.add_column(column, justify="right")
-    for stage in range(4):
-        ours, parameters, block = max(run_ranks(args.ranks, weft_peak, stage, timeout_s=TIMEOUT_S))
-        empty, *_ = max(run_ranks(args.ranks, weft_peak, stage, TINY, timeout_s=TIMEOUT_S))
-        theirs = max(run_ranks(args.ranks, deepspeed_peak, stage, timeout_s=TIMEOUT_S))
-        zero = _config(stage).zero
-        expected = zero_memory(parameters, zero, Precision.fp32, args.ranks, largest_block=block, microbatches=1).total
-        cells = [f"{size / 1e6:.0f}" for size in (expected, ours, empty, theirs)]
-        table.add_row(str(stage), *cells, f"{(ours - empty) / expected:.2f}", f"{ours / theirs:.2f}")
-    Console(width=120).print(table)
+    title = f"peak memory of a rank in MB, {args.ranks} replicas, fp32, Adam, 1 micro-batch"
+    table = table_of((_row(stage, args.ranks) for stage in range(4)), title)
+    show(table)
     write_json(args, "memory", table)
     return 0
+
+
+def _row(stage: int, ranks: int) -> dict[str, object]:
+    ours, parameters, block = max(run_ranks(ranks, weft_peak, stage, timeout_s=TIMEOUT_S))
+    empty, *_ = max(run_ranks(ranks, weft_peak, stage, TINY, timeout_s=TIMEOUT_S))
+    theirs = max(run_ranks(ranks, deepspeed_peak, stage, timeout_s=TIMEOUT_S))
+    zero = _config(stage).zero
+    expected = zero_memory(parameters, zero, Precision.fp32, ranks, largest_block=block, microbatches=1).total
+    sizes = {"predicted": expected, "Weft": ours, "of it set-up": empty, "DeepSpeed": theirs}
+    return {
+        "ZeRO": stage,
+        **{head: f"{size / 1e6:.0f}" for head, size in sizes.items()},
+        "rest / predicted": f"{(ours - empty) / expected:.2f}",
+        "Weft / DeepSpeed": f"{ours / theirs:.2f}",
+    }
 
 
 def _config(stage: int, width: int = WIDTH) -> WeftConfig:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-
-from rich.console import Console
-from rich.table import Table
 
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators.auto import generate_auto
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.tables import show, table_of
 from weft.tools.verification.optimum import Optimum, solve
 
 
@@ -53,16 +51,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--search", type=float, default=2.0, metavar="SECONDS", help="for auto, per case")
     parser.add_argument("--large", type=float, default=60.0, metavar="SECONDS", help="solver, per large case; 0: none")
     args = parse(parser, argv)
-    console = Console(width=110)
     closed = list(closed_cases(args.cases, args.limit, args.search))
-    console.print(_table("random cases, solved to the optimum", closed))
     gaps = [result.gap for result in closed]
     mean, worst = sum(gaps) / len(gaps), max(gaps)
-    console.print(f"auto over optimum: mean {mean:.2%} (goal 2 %), worst {worst:.2%} (goal 5 %)")
+    show(
+        table_of(map(_row, closed), "random cases, solved to the optimum"),
+        f"auto over optimum: mean {mean:.2%} (goal 2 %), worst {worst:.2%} (goal 5 %)",
+    )
     results = []
     if args.large:
         results = [measure(case, args.large, args.search) for case in large_cases()]
-        console.print(_table("larger cases, against the proven lower bound", results))
+        show(table_of(map(_row, results), "larger cases, against the proven lower bound"))
     met = mean <= 0.02 and worst <= 0.05
     write_json(args, "optimal", {"closed": closed, "large": results}, met=met)
     return 0 if met else 1
@@ -160,23 +159,17 @@ def large_cases() -> Iterator[Case]:
             )
 
 
-def _table(title: str, results: Iterable[Result]) -> Table:
-    table = Table(title=title)
-    for column in ("case", "ranks", "micro-batches", "cap", "auto", "bound", "known", "gap", "auto s", "solver s"):
-        table.add_column(column, justify="left" if column == "case" else "right", no_wrap=True)
-    for result in results:
-        case, optimum = result.case, result.optimum
-        cells = (
-            case.name,
-            f"{case.placement.num_ranks}",
-            f"{case.num_microbatches}",
-            f"{case.cap_bytes:g}",
-            f"{result.auto_s:g}",
-            f"{optimum.bound_s:g}",
-            f"{min(optimum.best_s, result.auto_s):g}",
-            f"{result.gap:.1%}",
-            f"{result.auto_wall_s:.1f}",
-            f"{optimum.wall_s:.1f}",
-        )
-        table.add_row(*cells)
-    return table
+def _row(result: Result) -> dict[str, object]:
+    case, optimum = result.case, result.optimum
+    return {
+        "case": case.name,
+        "ranks": case.placement.num_ranks,
+        "micro-batches": case.num_microbatches,
+        "cap": f"{case.cap_bytes:g}",
+        "auto": f"{result.auto_s:g}",
+        "bound": f"{optimum.bound_s:g}",
+        "known": f"{min(optimum.best_s, result.auto_s):g}",
+        "gap": f"{result.gap:.1%}",
+        "auto s": f"{result.auto_wall_s:.1f}",
+        "solver s": f"{optimum.wall_s:.1f}",
+    }

@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.console import Console
-from rich.table import Table
 
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators.auto import generate_auto
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.tables import show, table_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,25 +77,27 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE.png", help="draw steps over WAN transfer times")
     parser.add_argument("--search", type=float, default=2.0, metavar="SECONDS", help="for auto, per schedule")
     args = parse(parser, argv)
-    console = Console(width=100)
     title = f"steps in forwards: sites {SITES}, WAN transfer {WAN:g} + latency {LATENCY:g}, cap {CAP:g} activations"
-    table = Table(title=title)
-    for column in ("micro-batches", "placement", "backward", "step", "ideal", "bubble"):
-        table.add_column(column, justify="left" if column in ("placement", "backward") else "right")
-    for num_microbatches in MICROBATCHES:
-        for layout in layouts():
-            for split in (False, True):
-                step = layout.step(num_microbatches, WAN, split=split, search_s=args.search)
-                ideal = 3 * num_microbatches
-                backward = "split" if split else "whole"
-                share = f"{1 - ideal / step:.1%}"
-                table.add_row(f"{num_microbatches}", layout.name, backward, f"{step:g}", f"{ideal}", share)
-    console.print(table)
+    rows = (_row(*case, args.search) for case in product(MICROBATCHES, layouts(), (False, True)))
+    table = table_of(rows, title, left=2)
+    show(table)
     if args.out:
         _draw(args.out, args.search)
-        console.print(f"drawn: {args.out}")
+        show(f"drawn: {args.out}")
     write_json(args, "placements", table)
     return 0
+
+
+def _row(num_microbatches: int, layout: Layout, split: bool, search_s: float) -> dict[str, object]:
+    step, ideal = layout.step(num_microbatches, WAN, split=split, search_s=search_s), 3 * num_microbatches
+    return {
+        "placement": layout.name,
+        "backward": "split" if split else "whole",
+        "micro-batches": num_microbatches,
+        "step": f"{step:g}",
+        "ideal": ideal,
+        "bubble": f"{1 - ideal / step:.1%}",
+    }
 
 
 def _draw(path: Path, search_s: float) -> None:

@@ -10,9 +10,6 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from time import perf_counter_ns
 
-from rich.console import Console
-from rich.table import Table
-
 from weft.inference.placement.bubble_pattern import BubblePattern
 from weft.inference.placement.prefill_placement import PrefillPlacement
 from weft.inference.placement.prompt_work import PromptWork
@@ -22,6 +19,7 @@ from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.tables import show, table_of
 
 RANKS = (12, 1_000, 10_000)
 LOADS = (0.3, 0.9)
@@ -35,25 +33,26 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="weft bench prefill", description=__doc__)
     parser.add_argument("--requests", type=int, default=5_000, help="prompts placed in each row")
     args = parse(parser, argv)
-    table = Table(title="microseconds to find and take a bubble and a worker")
-    for column in ("ranks", "patterns", "load", "p50", "p99", "most", "placed late"):
-        table.add_column(column, justify="right")
-    for num_ranks, own, load in product(RANKS, (False, True), LOADS):
-        patterns = _fleet(num_ranks, own=own)
-        took_us, waited = _place(patterns, load, args.requests)
-        cuts = statistics.quantiles(took_us, n=100)
-        table.add_row(
-            f"{num_ranks}",
-            f"{len(set(patterns))}",
-            f"{load:.0%}",
-            f"{cuts[49]:.1f}",
-            f"{cuts[98]:.1f}",
-            f"{max(took_us):.0f}",
-            f"{waited:.1%}",
-        )
-    Console(width=100).print(table)
+    rows = (_row(*case, args.requests) for case in product(RANKS, (False, True), LOADS))
+    table = table_of(rows, "microseconds to find and take a bubble and a worker", left=0)
+    show(table)
     write_json(args, "prefill", table)
     return 0
+
+
+def _row(num_ranks: int, own: bool, load: float, num_requests: int) -> dict[str, object]:
+    patterns = _fleet(num_ranks, own=own)
+    took_us, waited = _place(patterns, load, num_requests)
+    cuts = statistics.quantiles(took_us, n=100)
+    return {
+        "ranks": num_ranks,
+        "patterns": len(set(patterns)),
+        "load": f"{load:.0%}",
+        "p50": f"{cuts[49]:.1f}",
+        "p99": f"{cuts[98]:.1f}",
+        "most": f"{max(took_us):.0f}",
+        "placed late": f"{waited:.1%}",
+    }
 
 
 def _fleet(num_ranks: int, *, own: bool) -> list[BubblePattern]:

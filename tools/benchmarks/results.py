@@ -1,4 +1,4 @@
-"""What a benchmark found, as JSON: its figures, whether its goals were met, and what they were measured on."""
+"""What a benchmark found, as a table and as JSON: figures, whether goals were met, what they were measured on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -18,19 +18,40 @@ from rich.table import Table
 from weft.conf.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
+ROUNDING = 1 + 1e-9
+"""Ratios closer to 1 than this are of equals."""
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str], **known: Collection) -> argparse.Namespace:
     """The arguments of a benchmark, which has ``--json FILE`` besides its own.
 
+    Args:
+        known: what an option's names may be, by the option.
+
     Raises:
-        ValueError: the file could not be written when minutes have been measured.
+        ValueError: a name is not known, or the file could not be written when minutes have been measured.
     """
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure here")
     args = parser.parse_args(argv)
     if args.json is not None and (args.json.is_dir() or not os.access(args.json.absolute().parent, os.W_OK)):
         raise ValueError(f"--json {args.json}: cannot be written; name a file in a folder that is there")
+    for option, names in known.items():
+        if unknown := [str(name) for name in getattr(args, option) or () if name not in names]:
+            raise ValueError(f"--{option} {' '.join(unknown)}: not known; choose from {', '.join(map(str, names))}")
     return args
+
+
+def ratio_cells(ratios: Sequence[float]) -> dict[str, str]:
+    """How often one side took less, as long and longer than the other, by the ratios of what they took."""
+    cells = {
+        "shorter": sum(ratio < 1 / ROUNDING for ratio in ratios),
+        "equal": sum(1 / ROUNDING <= ratio <= ROUNDING for ratio in ratios),
+        "longer": sum(ratio > ROUNDING for ratio in ratios),
+        "mean ratio": f"{sum(ratios) / len(ratios):.3f}" if ratios else "-",
+        "best": f"{min(ratios):.3f}" if ratios else "-",
+        "worst": f"{max(ratios):.3f}" if ratios else "-",
+    }
+    return {head: str(cell) for head, cell in cells.items()}
 
 
 def write_json(args: argparse.Namespace, bench: str, figures: Any, *, met: bool | None = None) -> None:

@@ -28,14 +28,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--engines", nargs="+", metavar="NAME", default=list(PEERS), help=f"which to run, of {', '.join(PEERS)}"
     )
-    args = parse(parser, argv)
-    unknown = [name for name in args.engines if name not in PEERS]
-    if unknown:
-        raise ValueError(f"--engines {' '.join(unknown)}: not known; choose from {', '.join(PEERS)}")
-    cases = _cases(args.quick)
-    if not set(args.cases) <= set(NUMBERS):
-        raise ValueError(f"--cases {' '.join(map(str, args.cases))}: choose from 1 to {NUMBERS[-1]}")
-    cases = [case for number, case in enumerate(cases, start=1) if number in args.cases]
+    args = parse(parser, argv, engines=PEERS, cases=NUMBERS)
+    cases = [case for number, case in enumerate(_cases(args.quick), start=1) if number in args.cases]
     results = list(race(args.engines, cases, rounds=1 if args.quick else 2))
     print_table(
         results, "a training step: 10 ms forward, input and weight gradient per layer, 4 ranks", _to_best(results)

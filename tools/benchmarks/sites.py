@@ -10,9 +10,6 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from rich.console import Console
-from rich.table import Table
-
 from weft.comm.wan.library import load
 from weft.comm.wan.probe import LinkProfile
 from weft.engine.emulation.stage import EmulatedWork
@@ -27,11 +24,12 @@ from weft.pipeline.simulation import simulate
 from weft.tools.benchmarks.peers import rendezvous
 from weft.tools.benchmarks.peers.case import Case
 from weft.tools.benchmarks.peers.link import measure_link
-from weft.tools.benchmarks.peers.sites import MANY, WAN_PEERS, WanPeer, profile, run_on, topology
+from weft.tools.benchmarks.peers.sites import MANY, WAN_PEERS, WanPeer, profile, run_on
 from weft.tools.benchmarks.peers.uplinks import Step, draw
 from weft.tools.benchmarks.results import parse, write_json
-from weft.tools.netbed import NetBed
+from weft.tools.netbed import NetBed, Topology
 from weft.tools.netbed.ranks import run_ranks_in
+from weft.tools.tables import show, table_of
 
 SITES = (1, 2, 1)
 REPLICAS = 3
@@ -64,10 +62,7 @@ class Result:
 
 def main(argv: Sequence[str]) -> int:
     """Run ``weft bench sites ...``; returns the exit code."""
-    args = parse(_parser(), argv)
-    unknown = [name for name in args.engines if name not in WAN_PEERS]
-    if unknown:
-        raise ValueError(f"--engines {' '.join(unknown)}: not known; choose from {', '.join(WAN_PEERS)}")
+    args = parse(_parser(), argv, engines=WAN_PEERS)
     load()  # compiled here, not while a run is timed
     work = EmulatedWork(
         forward_s=args.forward / 1e3,
@@ -86,7 +81,15 @@ def main(argv: Sequence[str]) -> int:
         case = Case(
             num_ranks=4, num_layers=4, work=work, num_replicas=REPLICAS, sites=SITES, in_a_row=True, num_warmup=1
         )
-        with NetBed.up(topology(case, rate_mbps=args.rate, latency_ms=latency_ms, window_kb=args.window)) as bed:
+        topology = Topology.even(
+            [count * REPLICAS for count in SITES],
+            uplink_mbps=args.rate,
+            latency_ms=latency_ms,
+            mtu=1500,
+            window_kb=args.window,
+            queue_ms=200.0,  # holds a window of each of many connections, which start a transfer together
+        )
+        with NetBed.up(topology) as bed:
             link = profile(bed)
             neighbours = bed.nodes[SITES[0] * REPLICAS :][:2]
             near = measure_link(work.hidden_bytes, shared=False, run=partial(run_ranks_in, bed, neighbours))
@@ -148,7 +151,7 @@ def _run(
     result = Result(
         latency_ms=latency_ms,
         microbatches=case.num_microbatches,
-        peer=peer.engine.title,
+        peer=peer.title,
         step_s=slowest.step_s,
         pipeline_s=max(run.pipeline_s for run in runs),
         predicted_s=predicted_s,
@@ -162,7 +165,7 @@ def _run(
         flush=True,
     )
     ended_s = max(run.ended_s for run in runs)
-    return result, Step(peer.engine.title, ended_s - slowest.step_s[-1], ended_s, uplinks)
+    return result, Step(peer.title, ended_s - slowest.step_s[-1], ended_s, uplinks)
 
 
 def _predict(peer: WanPeer, placement: Placement, microbatches: int, costs: CostModel) -> float:
@@ -176,29 +179,21 @@ def _predict(peer: WanPeer, placement: Placement, microbatches: int, costs: Cost
     return simulate(add_relays(lower(cell), shared), shared).step_s
 
 
-_HEADS = ("engine", "step s", "spread", "/ best", "pipeline s", "predicted s", "pipeline / predicted", "bound s")
-
-
 def _print(results: Sequence[Result], title: str) -> None:
     best_s = min(result.median_s for result in results)
-    table = Table(title=title, title_justify="left")
-    for head in _HEADS:
-        table.add_column(head, justify="left" if head == "engine" else "right")
-    for result in results:
-        spread = (max(result.step_s) - min(result.step_s)) / result.median_s
-        own = result.pipeline_s or result.median_s
-        table.add_row(
-            result.peer,
-            f"{result.median_s:.2f}",
-            f"{spread:.0%}" if len(result.step_s) > 1 else "one step",
-            f"{result.median_s / best_s:.2f}x",
-            f"{result.pipeline_s:.2f}" if result.pipeline_s else "",
-            f"{result.predicted_s:.2f}",
-            f"{own / result.predicted_s:.2f}",
-            f"{result.bound_s:.2f}",
-        )
-    Console(width=150, highlight=False).print(table)
+    show(table_of((_cells(result, best_s) for result in results), title))
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _cells(result: Result, best_s: float) -> dict[str, str]:
+    spread = (max(result.step_s) - min(result.step_s)) / result.median_s
+    own = result.pipeline_s or result.median_s
+    return {
+        "engine": result.peer,
+        "step s": f"{result.median_s:.2f}",
+        "spread": f"{spread:.0%}" if len(result.step_s) > 1 else "one step",
+        "/ best": f"{result.median_s / best_s:.2f}x",
+        "pipeline s": f"{result.pipeline_s:.2f}" if result.pipeline_s else "",
+        "predicted s": f"{result.predicted_s:.2f}",
+        "pipeline / predicted": f"{own / result.predicted_s:.2f}",
+        "bound s": f"{result.bound_s:.2f}",
+    }

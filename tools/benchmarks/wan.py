@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
-import shutil
 import statistics
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,21 +14,20 @@ from time import monotonic, sleep
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from weft.comm.channel import TensorSpec
 from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.key import WanKey
 from weft.comm.wan.library import load
+from weft.tools.benchmarks.line import iperf3, iperf3_server, require_iperf3
 from weft.tools.benchmarks.results import parse, write_json
-from weft.tools.netbed import Job, Link, NetBed, Node, Topology
+from weft.tools.netbed import Job, NetBed, Topology
+from weft.tools.tables import show, table_of
 
 _FORK = multiprocessing.get_context("fork")
 _MESSAGE_BYTES = 1 << 20
 _AHEAD = 64  # receives that are posted and wait; their memory is taken again, as from one step to the next
 _SETTLE_S = 1.5  # slow start and the first losses are left out, for both
-_PORT = 5201
 _KEY = WanKey(b"the key of a bed that nobody else can reach")
 
 
@@ -68,17 +63,19 @@ class Row:
 def main(argv: Sequence[str]) -> int:
     """Run ``weft bench wan ...``; returns the exit code."""
     args = parse(_parser(), argv)
-    if shutil.which("iperf3") is None:
-        raise ValueError("bench wan: iperf3 is not installed (package iperf3)")
+    require_iperf3()
     load()  # compiled here, not while a run is timed
     rows = []
     for latency_ms in args.latency:
-        with NetBed.up(_topology(args, latency_ms)) as bed:
+        topology = Topology.even(
+            (1, 1), uplink_mbps=args.rate, latency_ms=latency_ms, window_kb=args.window, congestion=args.congestion
+        )
+        with NetBed.up(topology) as bed:
             for connections in args.connections:
                 for spinning in (False, True) if args.spin else (False,):
                     rows.append(_case(bed, latency_ms, connections, spinning, args))
     print(f"{args.rate:g} Mbit/s uplink, receive buffer {args.window:g} kB, {args.congestion}")
-    Console().print(_table(rows))
+    show(table_of(map(_cells, rows), left=0))
     write_json(args, "wan", [asdict(row) | {"ratio": row.ratio} for row in rows])
     return 0
 
@@ -95,16 +92,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--spin", action="store_true", help="also with both main threads spinning in pure Python")
     parser.add_argument("--tls", action="store_true", help="Weft encrypts (iperf3 does not)")
     return parser
-
-
-def _topology(args: argparse.Namespace, latency_ms: float) -> Topology:
-    return Topology(
-        name=f"bench{os.getpid()}",
-        nodes=tuple(Node(name=name, site=site, uplink_mbps=args.rate) for name, site in (("a", "east"), ("b", "west"))),
-        links=(Link(sites=("east", "west"), latency_ms=latency_ms),),
-        window_kb=args.window,
-        congestion=args.congestion,
-    )
 
 
 def _case(bed: NetBed, latency_ms: float, connections: int, spinning: bool, args: argparse.Namespace) -> Row:
@@ -131,22 +118,16 @@ def _median(rates: list[Rate]) -> Rate:
 
 def _iperf3(bed: NetBed, connections: int, seconds: float, spinning: bool) -> Rate:
     """iperf3's receiver-side goodput; beside two spinning processes where Weft's processes spin."""
-    server = bed.popen("b", ["iperf3", "-s", "-1", "-p", str(_PORT)], stdout=subprocess.DEVNULL)
     spinners = [_FORK.Process(target=_spin, args=(3600.0,), daemon=True) for _ in range(2 if spinning else 0)]
     try:
-        sleep(0.3)
-        for spinner in spinners:
-            spinner.start()
-        command = ["iperf3", "-c", bed.address("b"), "-p", str(_PORT), "-P", str(connections), "-J"]
-        command += ["-t", f"{seconds:g}", "-O", f"{_SETTLE_S:g}"]
-        done = bed.run("a", command, capture_output=True, text=True, timeout=seconds + 60)
+        with iperf3_server(bed):
+            for spinner in spinners:
+                spinner.start()
+            end = iperf3(bed, connections, seconds, _SETTLE_S)
     finally:
-        server.kill()
-        server.wait()
         for spinner in spinners:
             spinner.kill()
             spinner.join()
-    end = json.loads(done.stdout)["end"]
     received, cpu = end["sum_received"], end["cpu_utilization_percent"]
     # Its CPU share covers the whole run, its bytes the run without the settling time.
     carried = received["bytes"] * (received["seconds"] + _SETTLE_S) / received["seconds"]
@@ -160,8 +141,8 @@ def _weft(bed: NetBed, connections: int, spinning: bool, args: argparse.Namespac
     plan = (messages, _SETTLE_S, args.seconds, spinning)
     settings = {"connections": connections, "tls": args.tls, "congestion": args.congestion}
     with (
-        Job(bed, "b", _receive, bed.address("b"), settings, *plan) as receiver,
-        Job(bed, "a", _send, bed.address("a"), receiver.hear(), settings, *plan) as sender,
+        Job(bed, "n1", _receive, bed.address("n1"), settings, *plan) as receiver,
+        Job(bed, "n0", _send, bed.address("n0"), receiver.hear(), settings, *plan) as sender,
     ):
         (num_bytes, elapsed_s, cpu_s), (_, _, sender_cpu_s) = receiver.result(), sender.result()
     cpu_s_per_gb = (cpu_s + sender_cpu_s) / num_bytes * 1e9 if num_bytes else float("nan")
@@ -235,23 +216,14 @@ def _spin(seconds: float) -> None:
         pass
 
 
-def _table(rows: list[Row]) -> Table:
-    table = Table("delay ms", "connections", "main threads", "iperf3 Mbit/s", "weft Mbit/s", "ratio")
-    table.add_column("iperf3 CPU s/GB")
-    table.add_column("weft CPU s/GB")
-    for row in rows:
-        table.add_row(
-            f"{row.latency_ms:g}",
-            str(row.connections),
-            "spin" if row.spinning else "wait",
-            f"{row.iperf3.goodput_mbps:.0f}",
-            f"{row.weft.goodput_mbps:.0f}",
-            f"{row.ratio:.3f}",
-            f"{row.iperf3.cpu_s_per_gb:.2f}",
-            f"{row.weft.cpu_s_per_gb:.2f}",
-        )
-    return table
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def _cells(row: Row) -> dict[str, object]:
+    return {
+        "delay ms": f"{row.latency_ms:g}",
+        "connections": row.connections,
+        "main threads": "spin" if row.spinning else "wait",
+        "iperf3 Mbit/s": f"{row.iperf3.goodput_mbps:.0f}",
+        "weft Mbit/s": f"{row.weft.goodput_mbps:.0f}",
+        "ratio": f"{row.ratio:.3f}",
+        "iperf3 CPU s/GB": f"{row.iperf3.cpu_s_per_gb:.2f}",
+        "weft CPU s/GB": f"{row.weft.cpu_s_per_gb:.2f}",
+    }

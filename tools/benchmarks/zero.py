@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from weft.tools.benchmarks.collectives import two_level_bed
 from weft.tools.benchmarks.peers.case import middle_and_spread
+from weft.tools.benchmarks.peers.uplinks import Uplinks
 from weft.tools.benchmarks.peers.zero_case import ZeroCase, ZeroRun
-from weft.tools.benchmarks.peers.zero_picture import Wire, draw_step_ends
+from weft.tools.benchmarks.peers.zero_picture import draw_step_ends
 from weft.tools.benchmarks.peers.zero_table import ABLATION, ENGINES, OVER, RACE, run_peer
 from weft.tools.benchmarks.results import parse, write_json
-from weft.tools.netbed import NetBed
+from weft.tools.netbed import NetBed, Topology
+from weft.tools.tables import show, table_of
 
 NODES = ("n0", "n0", "n1", "n1")
 GOAL_OF_BOUND = 0.95
@@ -59,28 +55,25 @@ class Row:
 
 def main(argv: Sequence[str]) -> int:
     """Run ``weft bench zero``; returns 0 if the goals are met, 1 if not."""
-    args = parse(_parser(), argv)
+    args = parse(_parser(), argv, engines=ENGINES)
     names = list(ABLATION) if args.ablation else args.engines
-    unknown = [name for name in names if name not in ENGINES]
-    if unknown:
-        raise ValueError(f"--engines {' '.join(unknown)}: not known; choose from {', '.join(ENGINES)}")
     with (
         TemporaryDirectory(prefix="weft-bench-zero-") as folder,
-        NetBed.up(two_level_bed(f"zero{os.getpid()}", 2, args.rate, args.latency)) as bed,
+        NetBed.up(Topology.even((1, 1), uplink_mbps=args.rate, latency_ms=args.latency)) as bed,
     ):
         plain_s = run_peer("plain", bed, NODES, _case(args, (0.0,), folder))
         base_s = plain_s["reduce_scatter"] + plain_s["all_gather"]
         case = _case(args, tuple(base_s * (1 - alpha) / alpha for alpha in args.alphas), folder)
         runs: dict[str, list[ZeroRun]] = {}
-        wires: dict[str, Wire] = {}
+        uplinks: dict[str, Uplinks] = {}
         for name in names:
             print(f"{ENGINES[name].title} ...", file=sys.stderr)
-            wires[name] = Wire(bed)
-            runs[name] = run_peer(name, bed, NODES, case, meanwhile=wires[name].sample if args.picture else None)
+            uplinks[name] = Uplinks(bed)
+            runs[name] = run_peer(name, bed, NODES, case, meanwhile=uplinks[name].sample if args.picture else None)
     rows = [row for name in names for row in _rows(name, runs[name], case, plain_s)]
     _print(rows, plain_s, case, args)
     if args.picture:
-        draw_step_ends({ENGINES[n].title: (runs[n][0], wires[n]) for n in names}, args.picture)
+        draw_step_ends({ENGINES[n].title: (runs[n][0], uplinks[n]) for n in names}, args.picture)
     missed = 0 if args.ablation else _verdict(rows)
     write_json(args, "zero", rows, met=None if args.ablation else not missed)
     return missed
@@ -122,32 +115,28 @@ def _rows(name: str, runs: Sequence[ZeroRun], case: ZeroCase, plain_s: Mapping[s
 
 
 def _print(rows: Sequence[Row], plain_s: Mapping[str, float], case: ZeroCase, args: argparse.Namespace) -> None:
-    console = Console(width=120, highlight=False)
-    console.print(
+    show(
         f"2 nodes of 2 ranks, {args.rate:g} Mbit/s and {args.latency:g} ms between them, {case.num_layers} layers of "
-        f"{case.layer_elements} fp32 parameters, {case.num_microbatches} micro-batches"
+        f"{case.layer_elements} fp32 parameters, {case.num_microbatches} micro-batches",
+        ", ".join(f"plain {name} {1e3 * seconds:.0f} ms" for name, seconds in plain_s.items()),
     )
-    console.print(", ".join(f"plain {name} {1e3 * seconds:.0f} ms" for name, seconds in plain_s.items()))
     for compute_s in dict.fromkeys(row.compute_s for row in rows):
         here = [row for row in rows if row.compute_s == compute_s]
-        best = min(here, key=lambda row: row.step_s)
-        table = Table(title=f"\n{1e3 * compute_s:.0f} ms of compute", title_justify="left", box=box.SIMPLE_HEAD)
-        for number, head in enumerate(
-            ("engine", "alpha", "no overlap ms", "step ms", "spread", "speed-up", "of bound", "/ best")
-        ):
-            table.add_column(head, justify="right" if number else "left", no_wrap=True)
-        for row in here:
-            table.add_row(
-                ENGINES[row.peer].title,
-                f"{row.alpha:.2f}",
-                f"{1e3 * row.plain_s:.0f}",
-                f"{1e3 * row.step_s:.0f}",
-                f"{100 * row.spread:.1f} %",
-                f"{row.speedup:.2f}x",
-                f"{row.of_bound:.2f}",
-                f"{row.step_s / best.step_s:.2f}x",
-            )
-        console.print(table)
+        best_s = min(row.step_s for row in here)
+        show(table_of((_cells(row, best_s) for row in here), f"{1e3 * compute_s:.0f} ms of compute"))
+
+
+def _cells(row: Row, best_s: float) -> dict[str, str]:
+    return {
+        "engine": ENGINES[row.peer].title,
+        "alpha": f"{row.alpha:.2f}",
+        "no overlap ms": f"{1e3 * row.plain_s:.0f}",
+        "step ms": f"{1e3 * row.step_s:.0f}",
+        "spread": f"{100 * row.spread:.1f} %",
+        "speed-up": f"{row.speedup:.2f}x",
+        "of bound": f"{row.of_bound:.2f}",
+        "/ best": f"{row.step_s / best_s:.2f}x",
+    }
 
 
 def _verdict(rows: Sequence[Row]) -> int:

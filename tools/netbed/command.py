@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from weft.tools.netbed.bed import NetBed, beds, missing
 from weft.tools.netbed.topology import load
+from weft.tools.tables import show, table_of
 
 _EXAMPLE = """\
 FILE is YAML:
@@ -31,7 +28,7 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     if lack := missing():
         raise ValueError(lack)
-    return _COMMANDS[args.command](args)
+    return _COMMANDS[args.command](args) or 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,14 +61,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _up(args: argparse.Namespace) -> int:
+def _up(args: argparse.Namespace) -> None:
     topology = load(args.file)
     bed = NetBed.up(topology)
     bed.detach()
     for name in bed.nodes:
         print(f"{name:<12} {bed.address(name)}")
     print(f"bed {bed.name} is up; `weft netbed down` ends it")
-    return 0
 
 
 def _exec(args: argparse.Namespace) -> int:
@@ -86,38 +82,26 @@ def _launch(args: argparse.Namespace) -> int:
     return launch(args.overrides, window_kb=args.window)
 
 
-def _status(args: argparse.Namespace) -> int:
+def _status(args: argparse.Namespace) -> None:
     if not args.bed and not beds():
         print("no bed is up")
-        return 0
+        return
     bed = _bed(args)
     status = bed.status()
     print(f"bed {bed.name}, process {status.pid}: {status.in_flight} packets in flight, lag {status.lag_ms:.2f} ms")
-    table = Table("node", "address", "uplink Mbit/s", "sent MB", "packets", "dropped by queue", "dropped by faults")
-    for node in status.nodes:
-        counts = (node.sent_packets, node.queue_drops, node.fault_drops)
-        table.add_row(
-            node.name, node.address, f"{node.uplink_mbps:g}", f"{node.sent_bytes / 1e6:.1f}", *map(str, counts)
-        )
-    Console().print(table)
-    for fault in status.faults:
-        print(f"fault: {fault}")
-    return 0
-
-
-def _fault(args: argparse.Namespace) -> int:
-    _FAULTS[args.kind][0](_bed(args), args)
-    return 0
-
-
-def _heal(args: argparse.Namespace) -> int:
-    _bed(args).heal()
-    return 0
-
-
-def _down(args: argparse.Namespace) -> int:
-    _bed(args).down()
-    return 0
+    rows = (
+        {
+            "node": node.name,
+            "address": node.address,
+            "uplink Mbit/s": f"{node.uplink_mbps:g}",
+            "sent MB": f"{node.sent_bytes / 1e6:.1f}",
+            "packets": node.sent_packets,
+            "dropped by queue": node.queue_drops,
+            "dropped by faults": node.fault_drops,
+        }
+        for node in status.nodes
+    )
+    show(table_of(rows, left=2), *(f"fault: {fault}" for fault in status.faults))
 
 
 def _bed(args: argparse.Namespace) -> NetBed:
@@ -130,14 +114,14 @@ def _bed(args: argparse.Namespace) -> NetBed:
     return NetBed(up[0])
 
 
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "up": _up,
     "exec": _exec,
     "launch": _launch,
     "status": _status,
-    "fault": _fault,
-    "heal": _heal,
-    "down": _down,
+    "fault": lambda args: _FAULTS[args.kind][0](_bed(args), args),
+    "heal": lambda args: _bed(args).heal(),
+    "down": lambda args: _bed(args).down(),
 }
 
 # kind: what it does, its option, its meaning
@@ -152,7 +136,3 @@ _FAULTS: dict[str, tuple[Callable[[NetBed, argparse.Namespace], None], str, str]
         "flip a byte in so many TCP payloads",
     ),
 }
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

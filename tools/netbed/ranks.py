@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import count
 from multiprocessing.connection import wait
@@ -25,6 +25,7 @@ def run_ranks_in(
     *args: Any,
     timeout_s: float = 120.0,
     meanwhile: Callable[[], object] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """What ``function(*args)`` returned on each rank.
 
@@ -34,6 +35,7 @@ def run_ranks_in(
             what is imported here is there at once, and this process must have no threads.
         timeout_s: seconds after which the run is given up.
         meanwhile: called again and again until the first rank has ended.
+        environment: further variables of every rank.
 
     Raises:
         RuntimeError: a rank failed, with its traceback.
@@ -44,7 +46,7 @@ def run_ranks_in(
     with ExitStack() as stack:
         jobs = []
         for rank, node in enumerate(nodes):
-            environment = {
+            variables = {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(list(nodes[:rank]).count(node)),
                 "WORLD_SIZE": str(len(nodes)),
@@ -53,8 +55,9 @@ def run_ranks_in(
                 "GLOO_SOCKET_IFNAME": "lan0",
                 "DS_ACCELERATOR": "cpu",
                 VARIABLE: key,
+                **(environment or {}),
             }
-            jobs.append(stack.enter_context(Job(bed, node, _rank, environment, function, args)))
+            jobs.append(stack.enter_context(Job(bed, node, _rank, variables, function, args)))
         while meanwhile is not None and not _ready(jobs, 0.0) and monotonic() < deadline:
             meanwhile()
         return _results(jobs, deadline)

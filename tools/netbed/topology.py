@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from itertools import combinations
 from pathlib import Path
@@ -94,6 +95,20 @@ class Topology:
             known = ", ".join(self.sites)
             raise ValueError(f"there is no node or site {name} in bed {self.name}; sites {known}, {_names(self.nodes)}")
         return found
+
+    @classmethod
+    def even(cls, sites: Sequence[int], *, uplink_mbps: float, latency_ms: float, **more: Any) -> Topology:
+        """Sites s0, s1 and so on with so many nodes each, equal and equally far apart.
+
+        Nodes are n0, n1 and so on, in the order of sites; ``more`` is as of `Topology`.
+        """
+        places = [f"s{site}" for site, count in enumerate(sites) for _ in range(count)]
+        return cls(
+            name=f"bed{os.getpid()}",
+            nodes=tuple(Node(name=f"n{i}", site=site, uplink_mbps=uplink_mbps) for i, site in enumerate(places)),
+            links=tuple(Link(sites=pair, latency_ms=latency_ms) for pair in combinations(dict.fromkeys(places), 2)),
+            **more,
+        )
 
     @classmethod
     def of_cluster(

@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 from rich.table import Table
 
-from weft.tools.bench import BENCHES
+from weft.tools.bench import benches
 from weft.tools.benchmarks.results import parse, write_json
 
 
@@ -41,7 +41,7 @@ def test_without_the_option_nothing_is_written(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("bench", BENCHES)
+@pytest.mark.parametrize("bench", benches())
 def test_every_benchmark_refuses_a_file_that_it_could_not_write(bench, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     required = {"bubbles": ["--python", "python", "--trace", "trace.csv"]}

@@ -1,17 +1,15 @@
 """`weft bench zero`: every engine runs the emulated work whole, and figures are put together rightly."""
 
 import json
-import os
 from dataclasses import replace
 
 import pytest
 
 from weft.tools.benchmarks import zero as bench_zero
-from weft.tools.benchmarks.collectives import two_level_bed
 from weft.tools.benchmarks.peers.zero_case import ZeroCase, ZeroRun
 from weft.tools.benchmarks.peers.zero_table import ABLATION, ENGINES, OVER, PIPELINE_MICROBATCHES, RACE, run_peer
 from weft.tools.benchmarks.zero import Row
-from weft.tools.netbed import NetBed, missing
+from weft.tools.netbed import NetBed, Topology, missing
 
 SMALL = ZeroCase(
     compute_s=(0.024, 0.048), cache_dir="", num_layers=8, layer_elements=1 << 12, num_warmup=1, num_steps=2
@@ -23,7 +21,7 @@ NODES = ("n0", "n0", "n1", "n1")
 def bed():
     if missing():
         pytest.skip(f"weft netbed: {missing()}")
-    with NetBed.up(two_level_bed(f"benchzero{os.getpid()}", 2, 500, 0.2)) as bed:
+    with NetBed.up(Topology.even((1, 1), uplink_mbps=500, latency_ms=0.2)) as bed:
         yield bed
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from tests.comm.collectives.probing import BYTES, probe_here, probe_pairs
 from weft.comm.collectives import LinkClass, Primitive
-from weft.tools.benchmarks.collectives import two_level_bed
-from weft.tools.netbed import NetBed, missing
+from weft.tools.netbed import NetBed, Topology, missing
 from weft.tools.netbed.ranks import run_ranks_in
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"weft netbed: {missing()}")
@@ -23,7 +22,7 @@ def _second_fails():
 
 @pytest.mark.slow
 def test_the_probe_tells_slow_links_from_fast_ones():
-    slow_line = replace(two_level_bed("probe", 2, 2.0, 2.0), queue_ms=1000)
+    slow_line = replace(Topology.even((1, 1), uplink_mbps=2.0, latency_ms=2.0), queue_ms=1000)
     with NetBed.up(slow_line) as bed:
         found = run_ranks_in(bed, ["n0", "n0", "n1", "n1"], probe_here, timeout_s=60)
         with pytest.raises(RuntimeError, match="on purpose"):
@@ -39,7 +38,7 @@ def test_the_probe_tells_slow_links_from_fast_ones():
 
 @pytest.mark.slow
 def test_groups_that_share_a_link_are_probed_together(tmp_path):
-    with NetBed.up(two_level_bed("pairs", 2, 50, 0.5)) as bed:
+    with NetBed.up(Topology.even((1, 1), uplink_mbps=50, latency_ms=0.5)) as bed:
         found = run_ranks_in(bed, ["n0", "n1", "n0", "n1"], probe_pairs, str(tmp_path), timeout_s=60)
         again = run_ranks_in(bed, ["n0", "n1", "n1", "n1"], probe_pairs, str(tmp_path), timeout_s=60)
     assert found == [found[0]] * 4

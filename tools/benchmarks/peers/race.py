@@ -6,13 +6,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from weft.tools.benchmarks.peers.case import Case, middle_and_spread
 from weft.tools.benchmarks.peers.link import measure_link
 from weft.tools.benchmarks.peers.table import PEERS, Run, measure
+from weft.tools.tables import show, table_of
 
 
 @dataclass(frozen=True)
@@ -81,19 +78,12 @@ def _result(peer: str, case: Case, runs: Sequence[Run]) -> Result:
 
 def print_table(results: Sequence[Result], title: str, note: Callable[[Result], str] = lambda _: "") -> None:
     """A table per case, a row per engine; ``note`` fills the last column."""
-    console = Console(width=WIDTH, highlight=False)
-    console.print(f"[bold]{title}")
+    show(f"[bold]{title}")
     for case in dict.fromkeys(result.case for result in results):
-        table = Table(title=f"\n{case.name}", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
-        for number, head in enumerate(_HEADS):
-            table.add_column(head, justify="right" if number else "left", no_wrap=True)
-        for result in (r for r in results if r.case == case):
-            table.add_row(*_cells(result), note(result))
-        console.print(table)
-    console.print(f"\n{_LEGEND}")
+        show(table_of((_cells(r) | {"": note(r)} for r in results if r.case == case), case.name))
+    show(f"\n{_LEGEND}")
 
 
-_HEADS = ("engine", "ideal ms", "simulated", "profiled", "measured", "spread", "/ sim.", "/ prof.", "live layers", "")
 _LEGEND = (
     "ideal: the engine's own schedule simulated with free communication. simulated: with the link as measured here.\n"
     "profiled: with the times that computations took in the run's warm-up, too, where the engine tells them.\n"
@@ -102,19 +92,17 @@ _LEGEND = (
     "best peer, holds two chunks for each rank, and so does Weft auto with ZBV's memory; Weft auto by itself takes\n"
     "what it needs, up to four times what 1F1B holds."
 )
-WIDTH = 130
-"""Characters of a line: the same in a terminal and in a log."""
 
 
-def _cells(result: Result) -> tuple[str, ...]:
-    return (
-        PEERS[result.peer].title,
-        f"{1e3 * result.ideal_s:.0f}",
-        f"{1e3 * result.simulated_s:.0f}",
-        "" if result.profiled_s is None else f"{1e3 * result.profiled_s:.0f}",
-        f"{1e3 * result.median_s:.0f}",
-        f"{100 * result.spread:.1f} %",
-        f"{result.over_simulated:.3f}",
-        "" if result.over_profiled is None else f"{result.over_profiled:.3f}",
-        " ".join(map(str, result.live_layers)),
-    )
+def _cells(result: Result) -> dict[str, str]:
+    return {
+        "engine": PEERS[result.peer].title,
+        "ideal ms": f"{1e3 * result.ideal_s:.0f}",
+        "simulated": f"{1e3 * result.simulated_s:.0f}",
+        "profiled": "" if result.profiled_s is None else f"{1e3 * result.profiled_s:.0f}",
+        "measured": f"{1e3 * result.median_s:.0f}",
+        "spread": f"{100 * result.spread:.1f} %",
+        "/ sim.": f"{result.over_simulated:.3f}",
+        "/ prof.": "" if result.over_profiled is None else f"{result.over_profiled:.3f}",
+        "live layers": " ".join(map(str, result.live_layers)),
+    }

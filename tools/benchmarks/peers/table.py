@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
@@ -21,38 +20,40 @@ START_S = 60.0
 """Allowance for starting the ranks of a run."""
 SLOWNESS = 10.0
 """How many times its ideal a step may take before the run is given up."""
-_WEFT = "weft.tools.benchmarks.peers.weft_engine"
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A pipeline engine with one of its schedules."""
+    """An engine with one of its schedules: a function of a module beside this one, called on every rank."""
 
     title: str
     module: str
-    function: str
+    function: str = "run"
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def run(self, *case: Any) -> Any:
+        """One rank of it."""
+        return getattr(import_module(f"{__package__}.{self.module}"), self.function)(*case, **self.arguments)
 
     @property
     def shares_memory(self) -> bool:
         """Whether its ranks hand tensors on through shared memory, as Weft's of one host do."""
-        return self.module == _WEFT
+        return self.module == "weft_engine"
 
 
 def _torch(title: str, kind: str) -> Peer:
-    return Peer(f"torch {title}", "weft.tools.benchmarks.peers.torch_engines", "run", {"kind": kind})
+    return Peer(f"torch {title}", "torch_engines", arguments={"kind": kind})
 
 
 def _weft(kind: str, placement: str = "straight", title: str = "", chunks: int = 0) -> Peer:
-    return Peer(f"Weft {title or kind}", _WEFT, "run", {"kind": kind, "placement": placement, "chunks": chunks})
+    arguments = {"kind": kind, "placement": placement, "chunks": chunks}
+    return Peer(f"Weft {title or kind}", "weft_engine", arguments=arguments)
 
 
 PEERS: Mapping[str, Peer] = MappingProxyType(
     {
-        "deepspeed-1f1b": Peer("DeepSpeed 1F1B", "weft.tools.benchmarks.peers.deepspeed_engines", "run_1f1b"),
-        "deepspeed-dualpipev": Peer(
-            "DeepSpeed DualPipeV", "weft.tools.benchmarks.peers.deepspeed_engines", "run_dualpipev"
-        ),
+        "deepspeed-1f1b": Peer("DeepSpeed 1F1B", "deepspeed_engines", "run_1f1b"),
+        "deepspeed-dualpipev": Peer("DeepSpeed DualPipeV", "deepspeed_engines", "run_dualpipev"),
         "torch-1f1b": _torch("1F1B", "1f1b"),
         "torch-interleaved": _torch("Interleaved1F1B", "interleaved"),
         "torch-zbv": _torch("ZBV", "zbv"),
@@ -95,7 +96,7 @@ def measure(peer: str, case: Case) -> Run:
         RuntimeError: a rank failed, or the run took too long.
     """
     timeout_s = START_S + SLOWNESS * (case.num_warmup + case.num_steps) * serial_s(case) / case.num_ranks
-    ranks = run_ranks(case.num_ranks, partial(_call, PEERS[peer], case, timeout_s), timeout_s=timeout_s)
+    ranks = run_ranks(case.num_ranks, PEERS[peer].run, case, timeout_s, timeout_s=timeout_s)
     schedule = _schedule(peer, ranks)
     num_stages = schedule.placement.num_stages
     ideal = simulate(schedule, case.work.costs(case.num_layers, num_stages))
@@ -115,11 +116,6 @@ def serial_s(case: Case) -> float:
     """Seconds of all computation of a step."""
     work = case.work
     return case.num_layers * case.num_microbatches * (work.forward_s + work.input_s + work.weight_s)
-
-
-def _call(peer: Peer, case: Case, timeout_s: float) -> RankRun:
-    run: Callable[..., RankRun] = getattr(import_module(peer.module), peer.function)
-    return run(case, timeout_s, **peer.arguments)
 
 
 def _schedule(peer: str, ranks: Sequence[RankRun]) -> Schedule:

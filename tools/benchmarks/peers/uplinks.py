@@ -1,14 +1,49 @@
-"""The picture of a step's uplinks: what each node sends to other sites, engine above engine (Atlas figure 6)."""
+"""What a step's uplinks carry: samples, and the picture of each node's, engine above engine (Atlas figure 6)."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter, sleep
 
-from weft.tools.benchmarks.peers.sites import Uplinks
+from weft.tools.netbed import NetBed
 
+SAMPLE_S = 0.02
 _COLOURS = ("#3f8fd2", "#f0ad2f", "#4faf6a")
+
+
+class Uplinks:
+    """What each node of a bed has sent to other sites, over time."""
+
+    def __init__(self, bed: NetBed) -> None:
+        """Without a sample yet."""
+        self._bed = bed
+        self._at_s: list[float] = []
+        self._sent_bytes: dict[str, list[int]] = defaultdict(list)
+
+    def sample(self) -> None:
+        """Take a sample, and wait until it is time for the next."""
+        nodes = self._bed.status().nodes
+        self._at_s.append(perf_counter())
+        for node in nodes:
+            self._sent_bytes[node.name].append(node.sent_bytes)
+        sleep(SAMPLE_S)
+
+    @property
+    def senders(self) -> list[str]:
+        """Nodes that have sent anything."""
+        return [node for node, sent in self._sent_bytes.items() if sent[-1] > sent[0]]
+
+    def rates_bps(self, node: str, begin_s: float, end_s: float) -> tuple[list[float], list[float]]:
+        """Times between two by `perf_counter`, in seconds since the first, and bits per second from each on."""
+        at_s, sent = self._at_s, self._sent_bytes[node]
+        inside = [i for i in range(len(at_s) - 1) if begin_s <= at_s[i] <= end_s]
+        return (
+            [at_s[i] - begin_s for i in inside],
+            [(sent[i + 1] - sent[i]) * 8 / (at_s[i + 1] - at_s[i]) for i in inside],
+        )
 
 
 @dataclass(frozen=True)
@@ -31,9 +66,9 @@ def draw(steps: Sequence[Step], path: Path, *, rate_mbps: float) -> None:
     FigureCanvasAgg(figure)
     for number, step in enumerate(steps):
         axes = figure.add_subplot(len(steps), 1, number + 1)
-        nodes = [node for node, sent in step.uplinks.sent_bytes.items() if sent[-1] > sent[0]]
+        nodes = step.uplinks.senders
         for row, node in enumerate(nodes):
-            times, rates = _rates(step, node)
+            times, rates = step.uplinks.rates_bps(node, step.start_s, step.end_s)
             heights = [0.9 * min(1.0, rate / (rate_mbps * 1e6)) for rate in rates]
             floor = len(nodes) - 1 - row
             axes.fill_between(
@@ -53,13 +88,3 @@ def draw(steps: Sequence[Step], path: Path, *, rate_mbps: float) -> None:
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
-
-
-def _rates(step: Step, node: str) -> tuple[list[float], list[float]]:
-    """Seconds since the step's start, and bits per second from each of them on."""
-    at_s, sent = step.uplinks.at_s, step.uplinks.sent_bytes[node]
-    inside = [i for i in range(len(at_s) - 1) if step.start_s <= at_s[i] <= step.end_s]
-    return (
-        [at_s[i] - step.start_s for i in inside],
-        [(sent[i + 1] - sent[i]) * 8 / (at_s[i + 1] - at_s[i]) for i in inside],
-    )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from importlib import import_module
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.conf.schema import Partition
+from weft.tools.benchmarks.peers.table import Peer
 from weft.tools.benchmarks.peers.zero_case import Technique, ZeroCase
 from weft.tools.netbed import NetBed
 from weft.tools.netbed.ranks import run_ranks_in
@@ -21,8 +21,8 @@ SLOWNESS = 4.0
 """How many times its step without overlap an engine may take before the run is given up."""
 
 
-@dataclass(frozen=True)
-class ZeroPeer:
+@dataclass(frozen=True, kw_only=True)
+class ZeroPeer(Peer):
     """An engine, and what it moves.
 
     Attributes:
@@ -30,34 +30,30 @@ class ZeroPeer:
         across: ranks of one node hold different pipeline stages, so that replicas are on different nodes.
     """
 
-    title: str
-    module: str
-    function: str
     moves: tuple[str, ...]
-    arguments: Mapping[str, Any] = field(default_factory=dict)
     across: bool = False
 
 
 def _deepspeed(stage: int) -> ZeroPeer:
     moves = ON_DEMAND if stage == 3 else SHARDED
-    return ZeroPeer(f"DeepSpeed ZeRO-{stage}", "zero_deepspeed", "run_sharded", moves, {"stage": stage})
+    return ZeroPeer(f"DeepSpeed ZeRO-{stage}", "zero_deepspeed", "run_sharded", {"stage": stage}, moves=moves)
 
 
 def _weft(title: str, technique: Technique) -> ZeroPeer:
     moves = ON_DEMAND if technique.zero_stage == 3 else SHARDED
     across = technique.num_stages > 1
-    return ZeroPeer(title, "zero_weft", "run", moves, {"technique": technique}, across)
+    return ZeroPeer(title, "zero_weft", arguments={"technique": technique}, moves=moves, across=across)
 
 
 _WHOLE = Technique(layer_by_layer=False, weights_first=False)
 ENGINES: Mapping[str, ZeroPeer] = {
-    "torch-ddp": ZeroPeer("torch DDP", "zero_torch", "run_ddp", ("all_reduce",)),
-    "torch-fsdp2": ZeroPeer("torch FSDP2", "zero_torch", "run_fsdp2", ON_DEMAND),
+    "torch-ddp": ZeroPeer("torch DDP", "zero_torch", "run_ddp", moves=("all_reduce",)),
+    "torch-fsdp2": ZeroPeer("torch FSDP2", "zero_torch", "run_fsdp2", moves=ON_DEMAND),
     "deepspeed-1": _deepspeed(1),
     "deepspeed-2": _deepspeed(2),
     "deepspeed-3": _deepspeed(3),
     "deepspeed-pipeline": ZeroPeer(
-        "DeepSpeed ZeRO-1, 2 stages", "zero_deepspeed", "run_pipelined", SHARDED, {"num_stages": 2}, across=True
+        "DeepSpeed ZeRO-1, 2 stages", "zero_deepspeed", "run_pipelined", {"num_stages": 2}, moves=SHARDED, across=True
     ),
     "weft-1": _weft("Weft ZeRO-1", Technique()),
     "weft-2": _weft("Weft ZeRO-2", Technique(zero_stage=2)),
@@ -82,7 +78,7 @@ OVER: Mapping[str, tuple[str, ...]] = {
 """For each of ours, DeepSpeed's that it is measured by."""
 RACE = tuple(name for name in ENGINES if name not in ABLATION)
 """What is run unless engines are named."""
-_PLAIN = ZeroPeer("plain collectives", "zero_plain", "run_plain", ())
+_PLAIN = ZeroPeer("plain collectives", "zero_plain", "run_plain", moves=())
 
 
 def run_peer(
@@ -94,17 +90,10 @@ def run_peer(
         RuntimeError, TimeoutError: as of `run_ranks_in`.
     """
     peer = _PLAIN if name == "plain" else ENGINES[name]
-    function = getattr(import_module(f"weft.tools.benchmarks.peers.{peer.module}"), peer.function)
     order = sorted(range(len(nodes)), key=lambda rank: (rank % 2, rank)) if peer.across else range(len(nodes))
     if peer.across:
         case = replace(case, num_microbatches=max(case.num_microbatches, PIPELINE_MICROBATCHES))
     timeout_s = START_S + SLOWNESS * (case.num_warmup + case.num_steps) * sum(case.compute_s, len(case.compute_s) * 2.0)
-    return run_ranks_in(
-        bed,
-        [nodes[rank] for rank in order],
-        function,
-        case,
-        *peer.arguments.values(),
-        timeout_s=timeout_s,
-        meanwhile=meanwhile,
-    )[0]
+    return run_ranks_in(bed, [nodes[rank] for rank in order], peer.run, case, timeout_s=timeout_s, meanwhile=meanwhile)[
+        0
+    ]

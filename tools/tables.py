@@ -1,0 +1,30 @@
+"""Tables in a terminal, as benches and other commands print them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+WIDTH = 130
+"""Characters of a line: the same in a terminal and in a log."""
+
+
+def table_of(rows: Iterable[Mapping[str, object]], title: str = "", *, left: int = 1) -> Table:
+    """A table of rows by the heads of their columns, of which the first ``left`` are words."""
+    table = Table(title=f"\n{title}", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
+    for row in rows:
+        if not table.columns:
+            for number, head in enumerate(row):
+                table.add_column(head, justify="left" if number < left else "right")
+        table.add_row(*map(str, row.values()))
+    return table
+
+
+def show(*parts: Table | str) -> None:
+    """Print tables and lines."""
+    console = Console(width=WIDTH, highlight=False)
+    for part in parts:
+        console.print(part)
