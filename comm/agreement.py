@@ -1,4 +1,4 @@
-"""An error on one rank is every rank's: no rank waits for another that has failed."""
+"""Agreement on errors: if one rank fails, all ranks learn it, so that none waits for it forever."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Failure:
     """The first failing rank's error, the same on every rank.
 
     Attributes:
-        rank: in the order of the gathering.
+        rank: the failing rank's index in the gathered list.
         kind: name of the exception's class.
         text: its message.
-        cause: this rank's own exception, if it has failed, too.
+        cause: this rank's own exception, if this rank failed as well.
     """
 
     rank: int
@@ -32,10 +32,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """What an action came to.
+    """The result of `attempt`.
 
     Attributes:
-        results: this rank's result alone, or every rank's if they were shared; empty after a failure.
+        results: this rank's result, or every rank's with ``share``; empty after a failure.
         failure: None if every rank succeeded.
     """
 
@@ -50,12 +50,12 @@ def attempt(
     catch: tuple[type[Exception], ...] = (Exception,),
     share: bool = False,
 ) -> Outcome[T]:
-    """Run ``action`` on every rank, and learn whether all succeeded; a collective call.
+    """Run ``action`` on every rank and agree on whether all of them succeeded; a collective call.
 
     Args:
-        gather: over the ranks that take part.
-        catch: errors of bad input; others end this rank at once.
-        share: whether every rank gets every rank's result.
+        gather: all-gathers a value over the participating ranks.
+        catch: exceptions to agree on; others propagate on this rank immediately.
+        share: return every rank's result on every rank.
     """
     results: list[T] = []
     error: Exception | None = None
@@ -63,10 +63,10 @@ def attempt(
         results.append(action())
     except catch as raised:
         error = raised
-    said = None if error is None else (type(error).__name__, str(error))
-    told = gather((said, results if share else None))
-    for rank, (failed, _) in enumerate(told):
+    failure = None if error is None else (type(error).__name__, str(error))
+    reports = gather((failure, results if share else None))
+    for rank, (failed, _) in enumerate(reports):
         if failed is not None:
             kind, text = failed
             return Outcome([], Failure(rank, kind, text, error))
-    return Outcome([result for _, shared in told for result in shared] if share else results, None)
+    return Outcome([result for _, shared in reports for result in shared] if share else results, None)

@@ -1,4 +1,4 @@
-"""The channel: a tagged tensor moves between two ranks without blocking compute."""
+"""The channel interface: asynchronous point-to-point transfers of tagged tensors between two ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class ChannelError(RuntimeError):
-    """A link did not deliver before its deadline, or broke; the message names the link."""
+    """A link failed or missed its deadline; the message names the link."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,10 @@ class TensorSpec:
 
 
 class Handle(Protocol):
-    """A transfer under way."""
+    """A transfer in flight."""
 
     def wait(self) -> Tensor:
-        """Block until the transfer has ended, and return the tensor.
-
-        On a GPU only the current stream waits.
+        """Wait for the transfer and return the tensor; on a GPU only the current stream waits.
 
         Raises:
             ChannelError: the deadline passed, or the link broke.
@@ -35,32 +33,32 @@ class Handle(Protocol):
         ...
 
 
-class Transfer(Handle, Protocol):
-    """A transfer that can be asked whether it is over."""
+class SendHandle(Handle, Protocol):
+    """The handle of a send, which can be polled."""
 
     def ended(self) -> bool:
-        """Whether the transfer has ended, well or badly, as far as is known; does not block."""
+        """Whether the transfer is known to have completed or failed; does not block."""
         ...
 
 
 class Sender(Protocol):
-    """The near end of one direction between two ranks.
+    """The sending end of one direction between two ranks.
 
-    Tags name messages for people and for transports that can deliver out of order. Both
+    Tags identify messages in error messages and for transports that deliver out of order. Both
     ends issue their calls in the same order.
     """
 
-    def send(self, tag: str, tensor: Tensor) -> Transfer:
-        """Start sending ``tensor``, which must not be changed until the handle is waited for.
+    def send(self, tag: str, tensor: Tensor) -> SendHandle:
+        """Start sending ``tensor``, which must not be modified before the handle's `wait` returns.
 
         Raises:
-            ChannelError: the link is broken already.
+            ChannelError: the link has failed already.
         """
         ...
 
 
 class Receiver(Protocol):
-    """The far end."""
+    """The receiving end."""
 
     def recv(self, tag: str, spec: TensorSpec) -> Handle:
         """Start receiving a tensor of ``spec``; returns at once."""
@@ -68,4 +66,4 @@ class Receiver(Protocol):
 
 
 class Channel(Sender, Receiver, Protocol):
-    """Both directions in one."""
+    """A channel that sends and receives."""

@@ -1,4 +1,4 @@
-"""Small values told to other ranks over a process group, on any device, and never as pickles."""
+"""Object collectives without pickle: gather and broadcast small values over a process group."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from torch import Tensor
 from weft.comm.values import decode, encode
 
 MOST_BYTES = 1 << 30
-"""Of one rank's value: what claims to be longer comes from no rank of ours."""
+"""Maximum size of one rank's value; a larger announced size is an error."""
 
 
 def gather(value: object, *, group: dist.ProcessGroup | None = None, kinds: tuple[type, ...] = ()) -> list[Any]:
-    """Every rank's value, in order of rank; a collective call over ``group``.
+    """All ranks' values, in rank order; a collective call over ``group``.
 
-    `torch.distributed.all_gather_object` does the same with pickles, which run what an unauthenticated peer
-    in the place of a rank writes into them.
+    `torch.distributed.all_gather_object` does the same with pickle, which would execute code sent by
+    an unauthenticated peer.
 
     Args:
-        value: as `weft.comm.values.encode` takes it.
-        kinds: dataclasses and enums that values are made of.
+        value: anything that `weft.comm.values.encode` accepts.
+        kinds: dataclasses and enums that may occur in values.
 
     Raises:
-        ValueError: a rank said something else.
+        ValueError: a rank sent something else.
     """
     mine = _bytes(encode(value), group)
     lengths = _lengths(mine, group)
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=mine.device)
     padded[: len(mine)] = mine
-    everyones = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(everyones, padded, group=group)
+    received = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(received, padded, group=group)
     return [
-        decode(said[:length].cpu().numpy().tobytes(), kinds) for said, length in zip(everyones, lengths, strict=True)
+        decode(data[:length].cpu().numpy().tobytes(), kinds) for data, length in zip(received, lengths, strict=True)
     ]
 
 
 def broadcast(value: object, *, src: int = 0, kinds: tuple[type, ...] = ()) -> Any:
-    """The value of rank ``src``, on every rank; a collective call over the whole world.
+    """Rank ``src``'s value on every rank; a collective call over the world.
 
     Args:
-        value: of other ranks than ``src`` is not looked at.
-        kinds: as of `gather`.
+        value: ignored on ranks other than ``src``.
+        kinds: as for `gather`.
 
     Raises:
-        ValueError: rank ``src`` said something else.
+        ValueError: rank ``src`` sent something else.
     """
     first = dist.get_rank() == src
-    said = _bytes(encode(value) if first else b"", None)
-    length = torch.tensor([len(said)], device=said.device)
+    data = _bytes(encode(value) if first else b"", None)
+    length = torch.tensor([len(data)], device=data.device)
     dist.broadcast(length, src=src)
     if not first:
-        said = torch.empty(_checked(int(length)), dtype=torch.uint8, device=said.device)
-    dist.broadcast(said, src=src)
-    return value if first else decode(said.cpu().numpy().tobytes(), kinds)
+        data = torch.empty(_checked(int(length)), dtype=torch.uint8, device=data.device)
+    dist.broadcast(data, src=src)
+    return value if first else decode(data.cpu().numpy().tobytes(), kinds)
 
 
 def _bytes(data: bytes, group: dist.ProcessGroup | None) -> Tensor:
-    """A tensor on the device that ``group`` takes."""
+    """A byte tensor on the device that ``group`` communicates from."""
     device = dist.distributed_c10d._get_object_coll_device(group)  # torch's own answer; 2.11 to 2.13
     return (
         torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
@@ -77,5 +77,5 @@ def _lengths(mine: Tensor, group: dist.ProcessGroup | None) -> list[int]:
 
 def _checked(length: int) -> int:
     if not 0 < length <= MOST_BYTES:
-        raise ValueError(f"a rank announced a value of {length} bytes; the most is {MOST_BYTES}")
+        raise ValueError(f"a rank announced a value of {length} bytes; the maximum is {MOST_BYTES}")
     return length

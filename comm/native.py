@@ -1,4 +1,4 @@
-"""Native code compiled at first use: a C or C++ source becomes a cached program or library."""
+"""Just-in-time compilation of C and C++ sources into cached programs and libraries."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from pathlib import Path
 
 
 class Kind(Enum):
-    """What the compiler makes of a source; the value holds its flags."""
+    """What to build; the value is the compiler's flags."""
 
     program = ()
     library = ("-shared", "-fPIC")
 
 
 def cache_folder() -> Path:
-    """Where compiled code is kept: ``$XDG_CACHE_HOME/weft/native``, by default under ``~/.cache``."""
+    """Where compiled code is cached: ``$XDG_CACHE_HOME/weft/native``, by default under ``~/.cache``."""
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(root).expanduser() / "weft" / "native"
 
 
 def build(sources: Sequence[Path], *, kind: Kind, flags: Sequence[str] = ()) -> Path:
-    """Compile ``sources[0]``, unless this very code has been compiled before.
+    """Compile ``sources[0]``, unless the cache has it.
 
-    Several processes may ask at the same time: each compiles into a file of its own, and the
+    Safe to call from several processes at once: each compiles into a temporary file, and the
     last rename wins.
 
     Args:
-        sources: the file to compile, and then the headers that it includes.
-        flags: further arguments of the compiler.
+        sources: the file to compile, followed by the headers that it includes.
+        flags: additional compiler arguments.
 
     Returns:
-        The program or library, named by the hash of its sources and flags.
+        Path of the program or library, named by a hash of sources and flags.
 
     Raises:
-        ValueError: there is no compiler, or it refuses the code.
+        ValueError: there is no compiler, or compilation fails.
     """
     main = sources[0]
     compiler, standard = ("c++", "-std=c++17") if main.suffix == ".cpp" else ("cc", "-std=gnu11")

@@ -1,8 +1,8 @@
-"""The channel between two CPU ranks of one host: tensors lie in shared memory, a socket carries notes of them.
+"""The shared-memory channel between two CPU ranks of one host; a Unix socket carries its control messages.
 
-Through a loopback socket the kernel copies every byte twice, which on a host with few cores
-competes with compute, and a transport's own threads cost a wake-up each. Here the sender
-copies a tensor into memory that both sides map, and the receiver reads it in place.
+Over a loopback socket the kernel copies every byte twice, which competes with compute on hosts
+with few cores, and the transport's own threads cost context switches. Here the sender copies a
+tensor once, into memory that both sides map, and the receiver reads it in place.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.channel import ChannelError, TensorSpec
+from weft.comm.eager_connect import Hop, on_host
 from weft.comm.exchange import gather
-from weft.comm.first_contact import Hop, on_host
 
 INLINE_BYTES = 2 << 20
-"""Larger tensors are copied by a thread of their own, out of the way of compute; below, its wake-up costs more."""
-_NOTE = struct.Struct("=qq")
-"""Slot and bytes, followed by the tag: a tensor lies there. A slot's first note brings its file descriptor."""
+"""Larger tensors are copied by a separate thread; for smaller ones the context switch costs more than the copy."""
+_HEADER = struct.Struct("=qq")
+"""Announces a tensor: slot and bytes, followed by the tag. A slot's first header carries its file descriptor."""
 _NUMBER = struct.Struct("=q")
-"""A slot whose tensor is no longer read, on the way back; before all else, the sender's rank."""
-_LONGEST_NOTE = 4096
+"""From the receiver: a slot to reuse. The sender's first message: its rank."""
+_MAX_HEADER_BYTES = 4096
 
 
 def share(hops: Collection[Hop], *, timeout_s: float) -> tuple[dict[Hop, SharedSender | SharedReceiver], list[Hop]]:
@@ -46,78 +46,75 @@ def share(hops: Collection[Hop], *, timeout_s: float) -> tuple[dict[Hop, SharedS
         hops: directed pairs of ranks, the same on every rank.
 
     Returns:
-        For each hop that touches this rank and stays on its host, its channel; and all hops,
-        of any rank, that do not.
+        The channel of each hop of this rank that stays on its host; and the remaining hops of
+        all ranks, which leave their host.
     """
     me = dist.get_rank()
-    name = f"\0weft-{os.getpid()}-{secrets.token_hex(16)}"  # abstract: nothing is left behind
+    name = f"\0weft-{os.getpid()}-{secrets.token_hex(16)}"  # in the abstract namespace: leaves no file
     channels: dict[Hop, SharedSender | SharedReceiver] = {}
-    with _socket(timeout_s) as door:
-        door.bind(name)
-        door.listen(len(hops) + 1)
-        places = gather((host_identity() if on_host() else (me,), name))
-        near = sorted(hop for hop in hops if places[hop[0]][0] == places[hop[1]][0])
+    with _socket(timeout_s) as listener:
+        listener.bind(name)
+        listener.listen(len(hops) + 1)
+        addresses = gather((host_identity() if on_host() else (me,), name))
+        near = sorted(hop for hop in hops if addresses[hop[0]][0] == addresses[hop[1]][0])
         for hop in near:
             if hop[0] == me:
-                notes = _socket(timeout_s)
-                notes.connect(places[hop[1]][1])
-                notes.send(_NUMBER.pack(me))
-                channels[hop] = SharedSender(notes, hop, timeout_s)
+                control = _socket(timeout_s)
+                control.connect(addresses[hop[1]][1])
+                control.send(_NUMBER.pack(me))
+                channels[hop] = SharedSender(control, hop, timeout_s)
         for _ in range(sum(hop[1] == me for hop in near)):
-            notes = _accept(door, timeout_s)
-            hop = (*_NUMBER.unpack(notes.recv(_NUMBER.size)), me)
-            channels[hop] = SharedReceiver(notes, hop, timeout_s)
+            control = _accept(listener, timeout_s)
+            hop = (*_NUMBER.unpack(control.recv(_NUMBER.size)), me)
+            channels[hop] = SharedReceiver(control, hop, timeout_s)
     return channels, sorted(set(hops) - set(near))
 
 
 def _socket(timeout_s: float, file: int | None = None) -> socket.socket:
-    """A socket whose calls block for at most ``timeout_s``, unless told not to."""
+    """A socket whose blocking calls time out after ``timeout_s``."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=file)
-    made.setblocking(True)  # the kernel times, so that MSG_DONTWAIT is obeyed
+    made.setblocking(True)  # with kernel time-outs, which leave MSG_DONTWAIT usable
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         made.setsockopt(socket.SOL_SOCKET, option, limit)
     return made
 
 
-def _accept(door: socket.socket, timeout_s: float) -> socket.socket:
-    """The next connection of a process of this user."""
+def _accept(listener: socket.socket, timeout_s: float) -> socket.socket:
+    """Accept the next connection from a process of this user."""
     while True:
-        come = _socket(timeout_s, door.accept()[0].detach())
-        _, user, _ = struct.unpack("3i", come.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        accepted = _socket(timeout_s, listener.accept()[0].detach())
+        _, user, _ = struct.unpack("3i", accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if user == os.getuid():
-            return come
-        come.close()
+            return accepted
+        accepted.close()
 
 
 def host_identity() -> tuple[object, ...]:
-    """Equal for two processes that share memory and a network.
-
-    Namespaces count: ranks in network namespaces of one machine are apart, as on two machines.
-    """
+    """Equal for two processes that share memory and a network namespace."""
     network = os.stat("/proc/self/ns/net").st_ino
     return (Path("/proc/sys/kernel/random/boot_id").read_text(), os.getuid(), network)
 
 
 class SharedSender:
-    """The sender's end; see `weft.comm.channel.Sender`."""
+    """The sending end; see `weft.comm.channel.Sender`."""
 
-    def __init__(self, notes: socket.socket, hop: Hop, timeout_s: float) -> None:
-        """Take a socket that is connected to the receiver's."""
-        self._notes, self._timeout_s = notes, timeout_s
+    def __init__(self, control: socket.socket, hop: Hop, timeout_s: float) -> None:
+        """``control`` is connected to the receiver's socket."""
+        self._control, self._timeout_s = control, timeout_s
         self._link = f"rank {hop[0]} -> rank {hop[1]}"
         self._slots: list[mmap.mmap] = []
         self._free: list[int] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"weft-{hop[0]}-{hop[1]}")
         self._last: Future[None] | None = None
         self._room = select.poll()
-        self._room.register(notes, select.POLLOUT)
+        self._room.register(control, select.POLLOUT)
 
     def send(self, tag: str, tensor: Tensor) -> SharedSend:
-        """Start sending ``tensor``, which must not be changed until the handle is waited for.
+        """Start sending ``tensor``, which must not be modified before the handle's `wait` returns.
 
         Raises:
-            ChannelError: the receiver has ended.
+            ChannelError: the receiver has exited.
         """
         if tensor.nbytes <= INLINE_BYTES and (self._last is None or self._last.done()) and self._room.poll(0):
             self._write(tag, tensor)
@@ -126,29 +123,29 @@ class SharedSender:
         return SharedSend(tensor, self._last)
 
     def close(self) -> None:
-        """Give the socket back; what was sent can still be received."""
+        """Close the socket; tensors that were sent can still be received."""
         self._writer.shutdown()
-        self._notes.close()
+        self._control.close()
 
     def _write(self, tag: str, tensor: Tensor) -> None:
-        """Copy the tensor into a slot, and tell the receiver."""
+        """Copy the tensor into a slot and announce it to the receiver."""
         slot, files = self._take(tensor.nbytes) if tensor.nbytes else (-1, [])
         if tensor.nbytes:
-            place = torch.frombuffer(self._slots[slot], dtype=tensor.dtype, count=tensor.numel())
-            place.view(tensor.shape).copy_(tensor.detach())
+            memory = torch.frombuffer(self._slots[slot], dtype=tensor.dtype, count=tensor.numel())
+            memory.view(tensor.shape).copy_(tensor.detach())
         try:
-            socket.send_fds(self._notes, [_NOTE.pack(slot, tensor.nbytes) + tag.encode()], files)
+            socket.send_fds(self._control, [_HEADER.pack(slot, tensor.nbytes) + tag.encode()], files)
         except OSError as error:
-            raise ChannelError(_trouble(self._link, f"{tag} was not taken", self._timeout_s, error)) from error
+            raise ChannelError(_error_text(self._link, f"{tag} could not be sent", self._timeout_s, error)) from error
         finally:
             for file in files:
                 os.close(file)
 
     def _take(self, num_bytes: int) -> tuple[int, list[int]]:
-        """A slot of at least ``num_bytes``; with its file if it is new to the receiver."""
+        """A slot of at least ``num_bytes``, and its file if the slot is new."""
         with suppress(BlockingIOError, ConnectionError):
-            while note := self._notes.recv(_NUMBER.size, socket.MSG_DONTWAIT):
-                self._free += _NUMBER.unpack(note)
+            while message := self._control.recv(_NUMBER.size, socket.MSG_DONTWAIT):
+                self._free += _NUMBER.unpack(message)
         fits = [slot for slot in self._free if len(self._slots[slot]) >= num_bytes]
         if fits:
             slot = min(fits, key=lambda fit: len(self._slots[fit]))
@@ -162,105 +159,109 @@ class SharedSender:
 
 @dataclass(frozen=True)
 class SharedSend:
-    """A tensor that lies in shared memory, or is being written there; see `weft.comm.channel.Transfer`."""
+    """A tensor that is or will be in shared memory; see `weft.comm.channel.SendHandle`."""
 
     tensor: Tensor
     written: Future[None] | None
 
     def wait(self) -> Tensor:
-        """Block until the receiver has been told, and return the tensor."""
+        """Block until the tensor is announced to the receiver, and return it."""
         if self.written is not None:
             self.written.result()
         return self.tensor
 
     def ended(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether `wait` would return immediately."""
         return self.written is None or self.written.done()
 
 
 class SharedReceiver:
-    """The receiver's end; see `weft.comm.channel.Receiver`."""
+    """The receiving end; see `weft.comm.channel.Receiver`."""
 
-    def __init__(self, notes: socket.socket, hop: Hop, timeout_s: float) -> None:
-        """Take a socket that is connected to the sender's."""
-        self._notes, self._timeout_s = notes, timeout_s
+    def __init__(self, control: socket.socket, hop: Hop, timeout_s: float) -> None:
+        """``control`` is connected to the sender's socket."""
+        self._control, self._timeout_s = control, timeout_s
         self._link = f"rank {hop[0]} -> rank {hop[1]}"
         self._slots: list[mmap.mmap] = []
         self._expected: deque[SharedReceive] = deque()
-        self._unsaid: deque[int] = deque()
+        self._unreleased: deque[int] = deque()
 
     def recv(self, tag: str, spec: TensorSpec) -> SharedReceive:
-        """Expect a tensor of ``spec``; it may be here already."""
+        """Post a receive of a tensor of ``spec``."""
         handle = SharedReceive(self, tag, spec)
         self._expected.append(handle)
         return handle
 
     def close(self) -> None:
-        """Give the socket back."""
-        self._notes.close()
+        """Close the socket."""
+        self._control.close()
 
     def read_until(self, handle: SharedReceive) -> None:
-        """Take notes as they come until that of ``handle`` is here."""
+        """Read announcements until that of ``handle`` has arrived."""
         while handle.tensor is None:
             try:
-                note, files, _, _ = socket.recv_fds(self._notes, _LONGEST_NOTE, 1)
-                if not note:
-                    raise ConnectionError("the peer has ended")
+                message, files, _, _ = socket.recv_fds(self._control, _MAX_HEADER_BYTES, 1)
+                if not message:
+                    raise ConnectionError("the peer has exited")
             except OSError as error:
                 what = f"{handle.tag} did not arrive"
-                raise ChannelError(_trouble(self._link, what, self._timeout_s, error)) from error
-            slot, num_bytes = _NOTE.unpack_from(note)
+                raise ChannelError(_error_text(self._link, what, self._timeout_s, error)) from error
+            slot, num_bytes = _HEADER.unpack_from(message)
             for file in files:
                 self._slots.append(mmap.mmap(file, 0))
                 os.close(file)
             first = self._expected.popleft()
             expected = prod(first.spec.shape) * first.spec.dtype.itemsize
-            assert (note[_NOTE.size :].decode(), num_bytes) == (first.tag, expected), (note, first.tag, first.spec)
+            assert (message[_HEADER.size :].decode(), num_bytes) == (first.tag, expected), (
+                message,
+                first.tag,
+                first.spec,
+            )
             first.tensor = self._tensor(slot, first.spec)
 
     def _tensor(self, slot: int, spec: TensorSpec) -> Tensor:
-        """A tensor that reads a slot in place; when it is gone, the slot is free again."""
+        """A tensor over a slot's memory; the slot is released when the tensor is garbage collected."""
         if slot < 0:
             return torch.empty(spec.shape, dtype=spec.dtype)
         view = memoryview(self._slots[slot])
-        weakref.finalize(view, self._give_back, slot).atexit = False
+        weakref.finalize(view, self._release, slot).atexit = False
         return torch.frombuffer(view, dtype=spec.dtype, count=prod(spec.shape)).view(spec.shape)
 
-    def _give_back(self, slot: int) -> None:
-        self._unsaid.append(slot)
-        while self._unsaid:
-            slot = self._unsaid.popleft()
+    def _release(self, slot: int) -> None:
+        self._unreleased.append(slot)
+        while self._unreleased:
+            slot = self._unreleased.popleft()
             try:
-                self._notes.send(_NUMBER.pack(slot), socket.MSG_DONTWAIT)
-            except OSError:  # the sender has no room for it now, or has ended
-                return self._unsaid.append(slot)
+                self._control.send(_NUMBER.pack(slot), socket.MSG_DONTWAIT)
+            except OSError:  # the socket buffer is full, or the sender has exited
+                return self._unreleased.append(slot)
 
 
 class SharedReceive:
-    """A receive of a tensor, to be read in place; see `weft.comm.channel.Transfer`."""
+    """A receive whose tensor is read in place; see `weft.comm.channel.SendHandle`."""
 
     def __init__(self, receiver: SharedReceiver, tag: str, spec: TensorSpec) -> None:
-        """Made by `SharedReceiver`, which fills in the tensor."""
+        """Created by `SharedReceiver`, which sets ``tensor``."""
         self._receiver, self.tag, self.spec = receiver, tag, spec
         self.tensor: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Block until the tensor is here, and return it.
+        """Block until the tensor has arrived, and return it.
 
         Raises:
-            ChannelError: the sender has ended, or did not send in time.
+            ChannelError: the sender has exited, or did not send in time.
         """
         self._receiver.read_until(self)
         assert self.tensor is not None
         return self.tensor
 
     def ended(self) -> bool:
-        """Whether `wait` would return at once, as far as is known."""
+        """Whether `wait` is known to return immediately."""
         return self.tensor is not None
 
 
-def _trouble(link: str, what: str, timeout_s: float, error: OSError) -> str:
-    late = isinstance(error, BlockingIOError)
+def _error_text(link: str, what: str, timeout_s: float, error: OSError) -> str:
+    timed_out = isinstance(error, BlockingIOError)
     return f"link {link}: {what} " + (
-        f"within comm.timeout_s={timeout_s:g}" if late else f"and the peer has ended: {error}"
+        f"within comm.timeout_s={timeout_s:g}" if timed_out else f"and the peer has exited: {error}"
     )

@@ -1,8 +1,8 @@
 """The channel inside a site: point-to-point operations of torch.distributed (NCCL or gloo).
 
-The hops of a rank have a process group each, also the two directions of a pair. On gloo that is a
-TCP connection of its own, so opposite transfers never take turns on one; on NCCL a communicator
-of its own, so that two sends that cross do not wait for each other's receive.
+Each hop of a rank has a process group of its own, also each direction of a pair: on gloo a
+separate TCP connection, so that opposite transfers do not share one; on NCCL a separate
+communicator, so that two crossing sends do not wait for each other's receive.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.channel import ChannelError, TensorSpec
-from weft.comm.first_contact import Hop, in_turn, meet_pairs, on_host, turns
-from weft.comm.noted_channel import NotedReceiver, NotedSender, give_way_often
+from weft.comm.eager_connect import Hop, connect_pairs, edge_colors, in_color_order, on_host
+from weft.comm.rts_channel import RtsReceiver, RtsSender, shorten_switch_interval
 
-NOTES_TIMEOUT = timedelta(days=7)
-"""A note may wait for as long as a step lasts; whoever waits for one has a deadline of its own."""
+RTS_TIMEOUT = timedelta(days=7)
+"""An RTS may take as long as a step; the receiver enforces its own deadline."""
 
 
 @dataclass(frozen=True)
 class TorchHandle:
-    """A transfer of gloo; see `weft.comm.channel.Handle`."""
+    """A transfer over gloo; see `weft.comm.channel.Handle`."""
 
     work: dist.Work | Future[dist.Work]
     tensor: Tensor
@@ -37,19 +37,19 @@ class TorchHandle:
     timeout: timedelta
 
     def wait(self) -> Tensor:
-        """Block until the transfer has ended, and return the tensor."""
+        """Block until the transfer has completed, and return the tensor."""
         try:
             work = self.work.result() if isinstance(self.work, Future) else self.work
             work.wait(self.timeout)
         except RuntimeError as error:
             raise ChannelError(
                 f"link {self.link}: {self.tag} did not arrive within comm.timeout_s="
-                f"{self.timeout.total_seconds():g} or the peer has ended: {str(error).partition('. ')[0]}"
+                f"{self.timeout.total_seconds():g} or the peer has exited: {str(error).partition('. ')[0]}"
             ) from error
         return self.tensor
 
     def ended(self) -> bool:
-        """Whether `wait` would return at once, as far as is known."""
+        """Whether `wait` is known to return immediately."""
         if not isinstance(self.work, Future):
             return self.work.is_completed()
         return self.work.done() and (self.work.exception() is not None or self.work.result().is_completed())
@@ -59,10 +59,10 @@ class TorchChannel:
     """One direction between this rank and ``peer`` over gloo; see `weft.comm.channel.Channel`."""
 
     def __init__(self, *, peer: int, sending: bool, group: dist.ProcessGroup, timeout_s: float) -> None:
-        """Both ranks of the pair build their end over the same ``group``.
+        """Both ranks of the pair create their end with the same ``group``.
 
         Args:
-            peer: global rank at the other end.
+            peer: global rank of the other end.
             sending: whether this end sends.
         """
         self._peer = peer
@@ -70,12 +70,12 @@ class TorchChannel:
         self._timeout = timedelta(seconds=timeout_s)
         me = dist.get_rank()
         self._link = f"rank {me} -> rank {peer}" if sending else f"rank {peer} -> rank {me}"
-        # gloo copies a message into the socket on the thread that starts the send: 3 to 4 ms
-        # for 8 MB, which a thread of its own takes out of the way of compute.
+        # gloo copies a message into the socket on the calling thread, 3 to 4 ms for 8 MB, so a
+        # separate thread starts the sends.
         self._sender = ThreadPoolExecutor(1, thread_name_prefix=self._link) if sending else None
 
     def send(self, tag: str, tensor: Tensor) -> TorchHandle:
-        """Start sending ``tensor``, which must not be changed until the handle is waited for."""
+        """Start sending ``tensor``, which must not be modified before the handle's `wait` returns."""
         tensor = tensor.contiguous()
         assert self._sender is not None, "this end receives"
         return self._handle(
@@ -100,53 +100,53 @@ class TorchChannel:
 def connect(hops: Collection[Hop], *, device: torch.device, timeout_s: float) -> dict[Hop, Any]:
     """Open the directed channels of this rank; a collective call over the whole world.
 
-    Hops without a common rank share a process group, of which a rank then uses one hop alone, from
-    one thread: four groups for any number of pipelines. NCCL makes communicators in them for the
-    pairs that talk, and for no others.
+    Hops without a common rank share a process group, so that a rank uses each group for one hop, from
+    one thread; four groups suffice for any number of pipelines. NCCL creates communicators only for
+    the pairs that communicate.
 
     Args:
         hops: directed pairs (sender, receiver) of global ranks, the same set on every rank.
 
     Returns:
-        For each hop that touches this rank, its end: a `Sender` or a `Receiver`.
+        This rank's end, a `Sender` or a `Receiver`, of each of its hops.
     """
     me = dist.get_rank()
     channels: dict[Hop, Any] = {}
     groups = _groups(hops, timedelta(seconds=timeout_s))
-    notes = None
+    rts_group = None
     if hops and not on_host():
-        # Of the whole world: for a gloo group of some ranks, torch 2.13 lets the others of a job that has bound
-        # its devices wait for a split that the members never make.
-        notes = dist.new_group(timeout=NOTES_TIMEOUT, backend="gloo")
-    mine = [(hop, groups[hop]) for hop in in_turn(hops) if me in hop]
-    if notes is not None:
-        give_way_often()
-        meet_pairs(mine, device)
+        # Over the whole world: with bound devices, creating a gloo group of a subset makes the other ranks
+        # of torch 2.13 wait for a communicator split that the members never perform.
+        rts_group = dist.new_group(timeout=RTS_TIMEOUT, backend="gloo")
+    mine = [(hop, groups[hop]) for hop in in_color_order(hops) if me in hop]
+    if rts_group is not None:
+        shorten_switch_interval()
+        connect_pairs(mine, device)
     for hop, group in mine:
         peer, sending = (hop[1], True) if hop[0] == me else (hop[0], False)
-        if notes is None:
+        if rts_group is None:
             channels[hop] = TorchChannel(peer=peer, sending=sending, group=group, timeout_s=timeout_s)
         else:
-            kind = NotedSender if sending else NotedReceiver
-            channels[hop] = kind(peer=peer, group=group, notes=notes, device=device, timeout_s=timeout_s)
+            kind = RtsSender if sending else RtsReceiver
+            channels[hop] = kind(peer=peer, group=group, rts_group=rts_group, device=device, timeout_s=timeout_s)
     return channels
 
 
 def _groups(hops: Collection[Hop], timeout: timedelta) -> dict[Hop, dist.ProcessGroup]:
     """The process group of each hop of this rank; a collective call over the whole world."""
-    me, numbers = dist.get_rank(), turns(hops)
+    me, colors = dist.get_rank(), edge_colors(hops)
     groups: dict[Hop, dist.ProcessGroup] = {}
-    # gloo connects all members of a group to each other, NCCL those that talk.
+    # gloo connects all members of a group to each other, NCCL only those that communicate.
     for ranks in components(hops) if on_host() else [sorted({rank for hop in hops for rank in hop})]:
-        inside = {hop: number for hop, number in numbers.items() if hop[0] in ranks}
-        for number in sorted(set(inside.values())):
-            group = dist.new_group(ranks, timeout=timeout, group_desc=f"hops {number}")
-            groups |= {hop: group for hop in inside if me in hop and inside[hop] == number}
+        inside = {hop: color for hop, color in colors.items() if hop[0] in ranks}
+        for color in sorted(set(inside.values())):
+            group = dist.new_group(ranks, timeout=timeout, group_desc=f"hops {color}")
+            groups |= {hop: group for hop in inside if me in hop and inside[hop] == color}
     return groups
 
 
 def components(hops: Iterable[Hop]) -> list[list[int]]:
-    """Ranks that reach each other over ``hops``, ascending, by their first."""
+    """The connected components of the graph of ``hops``; ranks ascend, components by their first rank."""
     joined: dict[int, set[int]] = {}
     for sender, receiver in hops:
         both = joined.get(sender, {sender}) | joined.get(receiver, {receiver})

@@ -1,4 +1,4 @@
-"""Values as bytes between ranks: JSON, and records and enums of the kinds that a reader names; never pickle."""
+"""Safe serialization of small values between ranks: JSON plus dataclasses and enums; never pickle."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ from typing import Any, get_args, get_type_hints
 _CONTAINERS: Mapping[str, Callable[[list], Any]] = MappingProxyType(
     {"tuple": tuple, "list": list, "set": set, "frozenset": frozenset, "dict": dict}
 )
-"""Makes a container from the list of its items; those of a dictionary are pairs."""
+"""Container constructors, from a list of items; a dictionary's items are pairs."""
 
 
 def encode(value: object) -> bytes:
-    """A value as JSON: None, numbers, texts, containers, and dataclasses, named tuples and enums made of these.
+    """Serialize None, numbers, strings, containers, and dataclasses, named tuples and enums of these as JSON.
 
     Raises:
-        TypeError: there is something else in it.
+        TypeError: the value contains anything else.
     """
     return json.dumps(_plain(value), separators=(",", ":")).encode()
 
 
 def decode(data: bytes, kinds: tuple[type, ...] = ()) -> Any:
-    """The value that `encode` was given.
+    """The inverse of `encode`.
 
-    Nothing but what ``kinds`` name is called, and each kind refuses in its own ``__post_init__``
-    what it does not hold.
+    Only types in ``kinds`` are instantiated; they validate themselves in ``__post_init__``.
 
     Args:
-        kinds: dataclasses, named tuples and enums that may be in it; what their fields hold may be, too.
+        kinds: allowed dataclasses, named tuples and enums; the types of their fields are allowed as well.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: invalid data, or a type that is not allowed.
     """
     try:
         return _made(json.loads(data), {kind.__name__: kind for kind in _closure(kinds)})
     except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
-        raise ValueError(f"no value of ours: {type(error).__name__}: {str(error)[:200]}") from error
+        raise ValueError(f"cannot decode a value: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def _plain(value: Any) -> Any:
@@ -56,7 +55,7 @@ def _plain(value: Any) -> Any:
         return {"dict": [_plain(item) for item in value.items()]}
     if isinstance(value, float):  # of numpy
         return float(value)
-    raise TypeError(f"{kind.__name__} {value!r}: ranks tell each other plain values only")
+    raise TypeError(f"{kind.__name__} {value!r}: only plain values can be exchanged between ranks")
 
 
 def _made(value: Any, kinds: Mapping[str, type]) -> Any:
@@ -81,12 +80,12 @@ def _is_record(kind: type) -> bool:
 
 
 def _names(kind: type) -> Sequence[str]:
-    """The fields that make a dataclass or a named tuple."""
+    """The constructor fields of a dataclass or a named tuple."""
     return [field.name for field in fields(kind) if field.init] if is_dataclass(kind) else kind._fields  # type: ignore[attr-defined]
 
 
 def _closure(kinds: tuple[type, ...]) -> set[type]:
-    """``kinds`` and all that their fields are annotated with."""
+    """``kinds`` and, transitively, the types of their fields."""
     found: set[type] = set()
     waiting = list(kinds)
     while waiting:
@@ -99,7 +98,7 @@ def _closure(kinds: tuple[type, ...]) -> set[type]:
 
 
 def _parts(hint: Any) -> Iterator[type]:
-    """The records and enums that a type annotation names."""
+    """The dataclasses, named tuples and enums in a type annotation."""
     if isinstance(hint, type) and (_is_record(hint) or issubclass(hint, Enum)):
         yield hint
     for part in get_args(hint):

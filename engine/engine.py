@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from weft.comm.collectives import Primitive
-from weft.comm.collectives.first_contact import meet_all
+from weft.comm.collectives.eager_connect import connect_groups
 from weft.comm.wan.network import WanNetwork
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import BackgroundWriter, Wanted, load_newest, load_tagged, save_engine
@@ -38,7 +38,7 @@ from weft.engine.observability.heartbeat import Heartbeat
 from weft.engine.observability.measurement import SlotTrace, StepRecord, gather_timeline
 from weft.engine.observability.slots import SlotObserver
 from weft.engine.planning.run_plan import RunPlan
-from weft.engine.planning.schedules import RankPlan, plan_evaluation
+from weft.engine.planning.schedules import RankSchedule, plan_evaluation
 from weft.engine.stages.objective import Minimised, Objective
 from weft.engine.zero import Collectives, Lamb, ShardedOptimizer, Sharding
 from weft.pipeline.action import Action, Op
@@ -97,11 +97,11 @@ class WeftEngine(PipelineEngine):
         minimised = None if objective is None else Minimised(objective)
         self._collectives = collectives
         super().__init__(**deepspeed)
-        meet_all(self._step_groups(), self.device)
+        connect_groups(self._step_groups(), self.device)
         position = plan.layout.position(self.global_rank)
         self.pipe_rank, self.replica = position.stage, position.replica
         self.num_replicas = plan.layout.replicas
-        self._plans: dict[int, RankPlan] = {}
+        self._plans: dict[int, RankSchedule] = {}
         self.schedule = self._plan(plan.cell(self.replica)).schedule
         self._clock = clock_for(self.device)
         self._records: deque[StepRecord] = deque(maxlen=RECORDS_KEPT)
@@ -235,15 +235,15 @@ class WeftEngine(PipelineEngine):
         """The schedule for a step of ``num_microbatches``, planned on first use, by all ranks together."""
         return self.plan_for(num_microbatches).schedule
 
-    def plan_for(self, num_microbatches: int) -> RankPlan:
+    def plan_for(self, num_microbatches: int) -> RankSchedule:
         """The same with what the other pipelines of this rank's DP-cell do."""
         if num_microbatches not in self._plans:
             cells = from_rank_zero(lambda: self.plan.cells_for(self.weft, num_microbatches), Schedule)
             self._plan(cells[self.plan.members[self.replica].pipelines])
         return self._plans[num_microbatches]
 
-    def _plan(self, cell: Schedule) -> RankPlan:
-        plan = RankPlan.of(cell, self.plan.members[self.replica].local_rank, self.pipe_rank)
+    def _plan(self, cell: Schedule) -> RankSchedule:
+        plan = RankSchedule.of(cell, self.plan.members[self.replica].local_rank, self.pipe_rank)
         self._plans[cell.num_microbatches] = plan
         return plan
 
@@ -251,7 +251,7 @@ class WeftEngine(PipelineEngine):
         batches = self._read(schedule.num_microbatches)
         state = StepState(batches=batches, training=True, **self.step_loss.count(batches))
         if self.wan is not None:
-            self.wan.turns.update(self.plan_for(schedule.num_microbatches).turns)
+            self.wan.priorities.update(self.plan_for(schedule.num_microbatches).priorities)
         self._state = state
         self.sharding.begin_step(list(schedule.actions(self.pipe_rank)))
         trace = SlotTrace(self._clock)

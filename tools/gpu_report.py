@@ -64,7 +64,12 @@ def items() -> tuple[Item, ...]:
             (*QUICKSTART, "cluster.ranks=2", "pipeline.stages=1", "zero.stage=3", "train.name=replicas"),
             2,
         ),
-        Item("notes", "what a note costs on this machine's processor", ("-m", "tests.nccl_rules.note_cost"), 0),
+        Item(
+            "rts",
+            "what a ready-to-send message costs on this machine's processor",
+            ("-m", "tests.nccl_rules.rts_cost"),
+            0,
+        ),
     )
 
 

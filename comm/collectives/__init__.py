@@ -1,20 +1,20 @@
-"""Partitioned collectives: one collective described once, rewritten by primitive, group and workload.
+"""Partitioned collectives (Centauri): described as values, rewritten by primitive, group and workload.
 
-The value and its costs need no torch; `weft.comm.collectives.communicator` executes it. A
-reduce-scatter of a flat chunk over two nodes of two ranks:
+Descriptions and costs need no torch; `weft.comm.collectives.communicator` executes them. A
+reduce-scatter of a flat buffer over two nodes of two ranks:
 
     group = Group(ranks=(0, 1, 2, 3), nodes=(0, 0, 1, 1))
-    wish = Collective.flat(Primitive.reduce_scatter, group, num_elements=4096, itemsize=4)
-    choice = choose(wish, costs)                    # or plain(wish)
+    collective = Collective.flat(Primitive.reduce_scatter, group, num_elements=4096, itemsize=4)
+    choice = choose(collective, costs)                    # or plain(collective)
     print(choice.rewrite)                           # reduce_scatter intra 2, reduces inter 2 | 2 chunks
 
     communicator = Communicator.open([group], device=device, timeout_s=600)  # a collective call
-    handle = communicator.start(choice.rewrite, gradients, shard)            # returns at once
+    handle = communicator.start(choice.rewrite, gradients, shard)            # returns immediately
     ...                                             # compute
     handle.wait()                                   # shard holds this rank's sum
 
-All-gather takes (shard, full), all-reduce (tensor, tensor). Every rank of the group starts the
-same rewrites in the same order. Averages are the caller's: scale before or after.
+All-gather takes (shard, full), all-reduce (tensor, tensor). All ranks of the group start the
+same rewrites in the same order. To average, scale before or after.
 """
 
 from weft.comm.collectives.collective import Collective, Primitive

@@ -1,4 +1,4 @@
-"""The cache of collective costs: a file that remembers what was probed, by topology. No torch."""
+"""A file cache of measured collective costs, by topology; loads without torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from weft.conf.files import JsonCache
 
 
 def topology_key(group: Group, device: str) -> str:
-    """Name of a group's topology: what its costs hold for, whichever ranks it consists of.
+    """Cache key of a group's topology, independent of its rank numbers.
 
     Args:
-        device: its kind, `cpu` or `cuda`.
+        device: `cpu` or `cuda`.
     """
     return f"{device} on {'+'.join(map(str, group.layout))} ranks, from {os.uname().nodename}"
 
@@ -34,11 +34,11 @@ class CostCache:
 
     @classmethod
     def in_folder(cls, cache_dir: str) -> CostCache:
-        """The one in a cache folder such as ``data.cache_dir``."""
+        """The cache file in a folder such as ``data.cache_dir``."""
         return cls(Path(cache_dir).expanduser() / "collectives.json")
 
     def read(self, key: str) -> CollectiveCosts | None:
-        """The costs of a topology; None if it was not probed or the file is no longer readable."""
+        """The costs of a topology; None if they were not measured, or the file is unreadable."""
         try:
             rows = JsonCache(self.path).read()[key]
             return CollectiveCosts({(LinkClass(r["link"]), Primitive(r["primitive"])): _line(r) for r in rows})
@@ -46,7 +46,7 @@ class CostCache:
             return None
 
     def write(self, key: str, costs: CollectiveCosts) -> None:
-        """Put the costs of a topology beside those of others; whole or not at all."""
+        """Add the costs of a topology; atomic."""
         JsonCache(self.path).add({key: list(_rows(costs))})
 
 

@@ -1,4 +1,4 @@
-"""The collective: a primitive, a group and a workload, and what may stand for a primitive."""
+"""A collective as a value: primitive, group and workload; and the substitutions of Centauri's table 2."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from weft.comm.collectives.group import Group
 
 
 class Primitive(Enum):
-    """What is done to the workload along a group; the last two are one operation with each rank as a root."""
+    """An operation along a group."""
 
     all_reduce = "all_reduce"
     reduce_scatter = "reduce_scatter"
     all_gather = "all_gather"
     reduces = "reduces"
-    """Reduces of distinct roots: each rank gets and adds everybody's piece of its own shard."""
+    """One reduce per rank, each with another root: every rank receives and adds all pieces of its shard."""
     broadcasts = "broadcasts"
-    """Broadcasts of distinct roots: each rank hands its shard to all."""
+    """One broadcast per rank, each with another root: every rank sends its shard to all."""
     reduce = "reduce"
     scatter = "scatter"
     gather = "gather"
@@ -26,17 +26,17 @@ class Primitive(Enum):
 
 
 REDUCING = frozenset({Primitive.reduce_scatter, Primitive.reduces})
-"""From the whole to this rank's shard of the sum."""
+"""From the full tensor to this rank's shard of the sum."""
 GATHERING = frozenset({Primitive.all_gather, Primitive.broadcasts})
-"""From this rank's shard to the whole."""
+"""From this rank's shard to the full tensor."""
 
 
 @dataclass(frozen=True)
 class Substitution:
-    """A line of Centauri's table 2.
+    """A row of Centauri's table 2: a primitive and the sequence that replaces it.
 
     Attributes:
-        pruned: why the planner never takes it; empty if it scales.
+        pruned: why the planner never uses it; empty if it does.
     """
 
     primitive: Primitive
@@ -44,7 +44,7 @@ class Substitution:
     pruned: str = ""
 
 
-_ROOT = "the links of its one root carry everybody's data, so it gets slower with every rank"
+_ROOT = "its root's links carry all data, so it slows down with every rank"
 SUBSTITUTIONS = (
     Substitution(Primitive.all_reduce, (Primitive.reduce, Primitive.broadcast), _ROOT),
     Substitution(Primitive.all_reduce, (Primitive.reduce_scatter, Primitive.all_gather)),
@@ -58,17 +58,17 @@ SUBSTITUTIONS = (
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective, before it is partitioned.
+    """A collective before it is partitioned.
 
     Attributes:
         primitive: all_reduce, reduce_scatter or all_gather.
-        group: who takes part.
-        dims: shape of the whole workload; reduce-scatter and all-gather cut its first dim
+        group: the participating ranks.
+        dims: shape of the full tensor; reduce-scatter and all-gather split its first dim
             into equal shards, in the group's order.
-        itemsize: bytes of an element.
+        itemsize: bytes per element.
 
     Raises:
-        ValueError: another primitive, or a first dim that cannot be cut evenly.
+        ValueError: another primitive, or a first dim that does not split evenly.
     """
 
     primitive: Primitive
@@ -77,9 +77,9 @@ class Collective:
     itemsize: int
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be done."""
+        """Validate."""
         if self.primitive not in (Primitive.all_reduce, Primitive.reduce_scatter, Primitive.all_gather):
-            raise ValueError(f"{self.primitive.value}: describe an all_reduce, a reduce_scatter or an all_gather")
+            raise ValueError(f"{self.primitive.value}: cannot be planned; use all_reduce, reduce_scatter or all_gather")
         if self.primitive is not Primitive.all_reduce and self.dims[0] % self.group.size:
             raise ValueError(
                 f"dims={self.dims}: the first must be a multiple of the group's {self.group.size} ranks; pad it"
@@ -87,12 +87,12 @@ class Collective:
 
     @classmethod
     def flat(cls, primitive: Primitive, group: Group, *, num_elements: int, itemsize: int) -> Collective:
-        """Over a flat buffer of ``num_elements`` altogether (of all shards)."""
+        """Over a flat buffer of ``num_elements`` in total (all shards)."""
         return cls(primitive, group, (num_elements,), itemsize)
 
     @property
     def num_bytes(self) -> int:
-        """Volume D of the whole workload."""
+        """Bytes of the full tensor (the paper's D)."""
         return prod(self.dims) * self.itemsize
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The communicator: carries out rewrites on torch.distributed, beside compute."""
+"""The communicator: executes rewrites on torch.distributed, asynchronously to compute."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from weft.comm.channel import ChannelError
 from weft.comm.collectives.collective import GATHERING, REDUCING, Collective, Primitive
-from weft.comm.collectives.first_contact import meet_all
+from weft.comm.collectives.eager_connect import connect_groups
+from weft.comm.collectives.executors import InOrderExecutor, Pending, completed, executor_for
 from weft.comm.collectives.group import Group, Mesh
-from weft.comm.collectives.lanes import Lane, Pending, at_once, lane_for
 from weft.comm.collectives.primitives import PRIMITIVES
 from weft.comm.collectives.rewrite import Rewrite, Step
 
 PLAIN = (Primitive.all_reduce, Primitive.reduce_scatter, Primitive.all_gather)
-"""What axes are connected for; the others are connected by their first use, to which all come."""
+"""Primitives that axes are connected for eagerly; the others connect at first use, which is collective."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class _Axis:
     """One axis of one mesh, as this rank sees it."""
 
     group: dist.ProcessGroup
-    lane: Lane
+    executor: InOrderExecutor
 
 
 class Handle:
-    """A collective under way; see `weft.comm.channel.Handle`."""
+    """A collective in flight; see `weft.comm.channel.Handle`."""
 
     def __init__(self, rewrite: Rewrite, target: Tensor, chunks: list[Pending]) -> None:
         self.rewrite = rewrite
@@ -40,33 +40,33 @@ class Handle:
         self._chunks = chunks
 
     def wait(self) -> Tensor:
-        """Block until the target is filled, and return it; on a GPU only the current stream waits.
+        """Block until the target is complete, and return it; on a GPU only the current stream waits.
 
         Raises:
-            ChannelError: a rank did not take part in time, or has ended.
+            ChannelError: a rank did not participate in time, or has exited.
         """
         try:
             for chunk in self._chunks:
                 chunk.result()
         except RuntimeError as error:
-            raise ChannelError(f"{self.rewrite.collective}: {self.rewrite} did not end: {error}") from error
+            raise ChannelError(f"{self.rewrite.collective}: {self.rewrite} failed: {error}") from error
         return self._target
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether `wait` would return immediately."""
         return all(chunk.done() for chunk in self._chunks)
 
 
 class Communicator:
-    """Process groups and lanes of one group: the whole of it, and each axis of its meshes.
+    """Process groups and executors of one group, for each axis of its meshes.
 
-    Work on one axis runs in the order in which it was started; work on different axes side by
-    side. Open several communicators for what must not wait for each other, as gradients and
-    weights.
+    Operations on one axis run in the order in which they were started; different axes run
+    concurrently. Open several communicators for streams of work that must not wait for each
+    other, such as gradients and weights.
     """
 
     def __init__(self, group: Group, axes: Mapping[tuple[tuple[int, ...], int], _Axis]) -> None:
-        """Made by `open`."""
+        """Use `open`."""
         self.group = group
         self._position = group.ranks.index(dist.get_rank())
         self._axes = axes
@@ -81,16 +81,16 @@ class Communicator:
         name: str = "collectives",
         meshes: Mapping[Group, Iterable[Mesh]] | None = None,
     ) -> Communicator | None:
-        """A communicator of the one of ``groups`` that this rank is in; a collective call over the world.
+        """A communicator for the group that this rank is in; a collective call over the world.
 
         Args:
             groups: disjoint groups, the same on every rank.
-            timeout_s: seconds after which a collective that does not end fails.
-            name: of what it carries, for messages.
+            timeout_s: seconds after which an unfinished collective fails.
+            name: what it carries, for error messages.
             meshes: partitions to open for each group; `Group.meshes` if None.
 
         Returns:
-            None on a rank that is in none of them.
+            None on a rank that is in none of the groups.
         """
         mine = None
         for group in groups:
@@ -102,18 +102,18 @@ class Communicator:
             if dist.get_rank() in group.ranks:
                 mine = cls(group, axes)
         if mine is not None:
-            meet_all(((axis.group, PLAIN) for axis in mine._axes.values()), device)
+            connect_groups(((axis.group, PLAIN) for axis in mine._axes.values()), device)
         return mine
 
     def start(self, rewrite: Rewrite, source: Tensor, target: Tensor) -> Handle:
-        """Start ``rewrite``; every rank of the group starts the same ones in the same order.
+        """Start ``rewrite``; all ranks of the group start the same rewrites in the same order.
 
-        Neither tensor may be touched before the handle was waited for.
+        Neither tensor may be accessed before the handle's `wait` returns.
 
         Args:
-            source: contiguous: the whole for a reduce-scatter, this rank's shard for an
-                all-gather; for an all-reduce the same tensor as ``target``.
-            target: contiguous: this rank's shard for a reduce-scatter, otherwise the whole.
+            source: contiguous; the full tensor for a reduce-scatter, this rank's shard for an
+                all-gather, the same tensor as ``target`` for an all-reduce.
+            target: contiguous; this rank's shard for a reduce-scatter, otherwise the full tensor.
 
         Raises:
             ValueError: the tensors do not fit the collective, or its mesh was not opened.
@@ -122,33 +122,33 @@ class Communicator:
         primitive, size = rewrite.collective.primitive, self.group.size
         length = target.numel() if primitive is not Primitive.all_gather else source.numel()
         bounds = rewrite.bounds(length)
-        pending = [at_once(source) for _ in bounds]
+        pending = [completed(source) for _ in bounds]
         flows = [_Flow(rewrite, self._position, source, target, begin, end, size) for begin, end in bounds]
-        # Step by step and not chunk by chunk: where steps share an axis, the first step of a
+        # Submit step by step, not chunk by chunk: where steps share an axis, the first step of a
         # later chunk must not queue behind the last step of an earlier one.
         for number, step in enumerate(rewrite.steps):
             axis = self._axes[rewrite.mesh.shape, step.axis]
             for chunk, flow in enumerate(flows):
-                pending[chunk] = axis.lane.submit(partial(flow.run, number, axis.group), pending[chunk])
+                pending[chunk] = axis.executor.submit(partial(flow.run, number, axis.group), pending[chunk])
         return Handle(rewrite, target, pending)
 
     def axes(self) -> list[tuple[Mesh, int]]:
-        """What is open: axes of meshes."""
+        """The open axes, with their meshes."""
         return [(Mesh(self.group, shape), axis) for shape, axis in self._axes]
 
     def process_group(self, mesh: Mesh, axis: int) -> dist.ProcessGroup:
-        """This rank's process group along an axis that is open."""
+        """This rank's process group along an open axis."""
         return self._axes[mesh.shape, axis].group
 
     def close(self) -> None:
-        """End its threads; the process groups end with the job."""
+        """Stop the threads; the process groups live until the job ends."""
         for axis in self._axes.values():
-            axis.lane.close()
+            axis.executor.close()
 
     def _check(self, rewrite: Rewrite, source: Tensor, target: Tensor) -> None:
         collective: Collective = rewrite.collective
         if collective.group != self.group or (rewrite.mesh.shape, 0) not in self._axes:
-            raise ValueError(f"{rewrite}: mesh {rewrite.mesh.shape} of that group was not opened; give it to `open`")
+            raise ValueError(f"{rewrite}: mesh {rewrite.mesh.shape} of that group was not opened; pass it to `open`")
         shard_of = {Primitive.reduce_scatter: target, Primitive.all_gather: source}.get(collective.primitive)
         whole = source if collective.primitive is Primitive.reduce_scatter else target
         fits = whole.numel() * whole.itemsize == collective.num_bytes and source.dtype == target.dtype
@@ -164,10 +164,10 @@ class Communicator:
 
 
 class _Flow:
-    """One chunk on its way through the steps.
+    """One chunk going through the steps.
 
-    Between steps the chunk is a tensor [axes that it is whole along..., elements]; a reducing
-    step takes away its axis, a gathering one puts it in front.
+    Between steps the chunk is a tensor [unsharded axes..., elements]: a reducing step removes its
+    axis, a gathering step prepends it.
     """
 
     def __init__(
@@ -182,9 +182,9 @@ class _Flow:
         self._axes: list[int] = []
 
     def run(self, number: int, group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
-        """Step ``number`` on what the step before it left; the first cuts the chunk out, the last puts it in place.
+        """Run step ``number`` on the previous step's result; the first slices the chunk, the last writes it back.
 
-        The last returns the target, so that what it made is not kept until somebody waits.
+        The last returns the target, so that its own result is freed before anybody waits.
         """
         step = self._steps[number]
         if number == 0:
@@ -205,7 +205,7 @@ class _Flow:
         return result
 
     def _cut(self, source: Tensor) -> Tensor:
-        """The chunk of the source: [*mesh, elements] of a whole, [elements] of a shard."""
+        """The chunk of the source: [*mesh, elements] of a full tensor, [elements] of a shard."""
         if self._primitive is Primitive.all_gather:
             return source.view(-1)[self._begin : self._end]
         self._axes = list(range(len(self._shape)))
@@ -226,12 +226,12 @@ class _Flow:
         in_order = tensor.permute(*(self._axes.index(axis) for axis in range(len(self._axes))), -1)
         if self._primitive is Primitive.all_gather:
             self._target.view(*self._shape, -1)[..., self._begin : self._end] = in_order
-        elif self._sharding:  # without, it was summed in place
+        elif self._sharding:  # otherwise it was summed in place
             self._target.view(-1)[self._begin : self._end] = in_order.reshape(-1)[: self._end - self._begin]
 
 
 def _open_axis(mesh: Mesh, axis: int, device: torch.device, timeout_s: float, name: str) -> _Axis | None:
-    """This rank's process group along ``axis``, among those of all ranks."""
+    """Create the process groups along ``axis``, and return this rank's."""
     mine = None
     for line in mesh.subgroups(axis):
         ranks = [mesh.group.ranks[position] for position in line]
@@ -239,5 +239,5 @@ def _open_axis(mesh: Mesh, axis: int, device: torch.device, timeout_s: float, na
             ranks, timeout=timedelta(seconds=timeout_s), group_desc=f"{name} {mesh.shape} axis {axis}"
         )
         if dist.get_rank() in ranks:
-            mine = _Axis(group, lane_for(device, f"weft-{name}-{axis}"))
+            mine = _Axis(group, executor_for(device, f"weft-{name}-{axis}"))
     return mine

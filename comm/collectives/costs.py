@@ -1,4 +1,4 @@
-"""What primitives cost: an alpha-beta model for each class of link."""
+"""The cost model of primitives: alpha-beta, per class of link."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from weft.comm.collectives.rewrite import Rewrite
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """A message of n bytes takes ``alpha_s + n beta_s``.
+    """A message of n bytes takes ``alpha_s + n * beta_s`` seconds.
 
     Attributes:
-        alpha_s: seconds of a message without content.
-        beta_s: seconds of a byte, with all sub-groups of an axis at work at once.
+        alpha_s: latency of an empty message.
+        beta_s: seconds per byte while all sub-groups of an axis communicate.
     """
 
     alpha_s: float
@@ -24,12 +24,12 @@ class AlphaBeta:
 
 
 def rounds(primitive: Primitive, size: int) -> int:
-    """Messages that a rank sends one after the other in a group of ``size``."""
+    """Sequential messages per rank of a ring algorithm in a group of ``size``."""
     return (size - 1) * (2 if primitive is Primitive.all_reduce else 1)
 
 
 def moved_share(primitive: Primitive, size: int) -> float:
-    """Bytes that a rank sends, over the bytes of the workload; the least that is possible."""
+    """Bytes that a rank sends as a share of the workload; the lower bound."""
     return rounds(primitive, size) / size
 
 
@@ -37,24 +37,24 @@ def moved_share(primitive: Primitive, size: int) -> float:
 class CollectiveCosts:
     """Costs by class of link and primitive.
 
-    A primitive has figures of its own because libraries differ in what they make of it: gloo
-    carries out a reduce-scatter as an all-reduce, for one.
+    Costs are per primitive because libraries implement them differently: gloo, for example, runs a
+    reduce-scatter as an all-reduce.
     """
 
     table: Mapping[tuple[LinkClass, Primitive], AlphaBeta]
 
     @classmethod
     def of_links(cls, links: Mapping[LinkClass, AlphaBeta]) -> CollectiveCosts:
-        """Ideal primitives over links of known cost; ``mixed`` is as slow as ``inter`` unless given."""
+        """Ideal primitives over links of known cost; ``mixed`` defaults to ``inter``."""
         known = {LinkClass.mixed: links[LinkClass.inter], **links} if LinkClass.inter in links else dict(links)
         executed = (Primitive.all_reduce, *REDUCING, *GATHERING)
         return cls({(link, primitive): cost for link, cost in known.items() for primitive in executed})
 
     def step_s(self, primitive: Primitive, link: LinkClass, size: int, num_bytes: float) -> float:
-        """Seconds of a primitive along an axis of ``size`` ranks with a workload of ``num_bytes``; 0 for nothing.
+        """Seconds of a primitive along an axis of ``size`` ranks with a workload of ``num_bytes``.
 
         Raises:
-            ValueError: the links of that class were not measured.
+            ValueError: links of that class were not measured.
         """
         if size == 1 or not num_bytes:
             return 0.0
@@ -64,14 +64,14 @@ class CollectiveCosts:
         return rounds(primitive, size) * cost.alpha_s + moved_share(primitive, size) * num_bytes * cost.beta_s
 
     def steps_s(self, rewrite: Rewrite) -> tuple[float, ...]:
-        """Seconds of each step, if the workload goes through it in one piece."""
+        """Seconds of each step for the workload as one chunk."""
         return tuple(
             self.step_s(step.primitive, rewrite.mesh.links[step.axis], rewrite.mesh.shape[step.axis], num_bytes)
             for step, num_bytes in zip(rewrite.steps, rewrite.step_bytes(), strict=True)
         )
 
     def rewrite_s(self, rewrite: Rewrite) -> float:
-        """Seconds from start to end: chunks follow one another through the steps, one at a time on each axis."""
+        """Seconds for the pipeline of chunks through steps; each axis runs one chunk at a time."""
         ready = [0.0] * len(rewrite.granularity)
         free: dict[int, float] = {}
         for step, num_bytes in zip(rewrite.steps, rewrite.step_bytes(), strict=True):
@@ -84,17 +84,17 @@ class CollectiveCosts:
 
 
 def fit(samples: Iterable[tuple[float, float, float]]) -> AlphaBeta:
-    """The alpha and beta, neither below 0, that fit best relative to each measurement.
+    """Non-negative least squares fit of alpha and beta, by relative error.
 
     Args:
-        samples: (rounds, bytes that a rank sends, measured seconds).
+        samples: (sequential messages, bytes sent per rank, measured seconds).
 
     Raises:
         ValueError: fewer than two samples.
     """
     rows = [(first / seconds, second / seconds) for first, second, seconds in samples]
     if len(rows) < 2:
-        raise ValueError("a line needs at least two measurements")
+        raise ValueError("a fit needs at least two measurements")
     aa, bb, ab = (sum(x * y for x, y in pairs) for pairs in _products(rows))
     a, b = sum(row[0] for row in rows), sum(row[1] for row in rows)
     determinant = aa * bb - ab * ab
@@ -110,5 +110,5 @@ def _products(rows: list[tuple[float, float]]) -> tuple[list[tuple[float, float]
 
 
 def _explained(line: AlphaBeta, a: float, b: float) -> float:
-    """What a line through the origin takes off the sum of squares."""
+    """By how much a one-parameter fit reduces the sum of squares."""
     return line.alpha_s * a + line.beta_s * b

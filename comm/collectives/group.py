@@ -10,29 +10,29 @@ from math import prod
 
 
 class LinkClass(Enum):
-    """What joins the ranks of a sub-group."""
+    """The links between the ranks of a sub-group."""
 
     intra = "intra"
-    """All ranks on one node."""
+    """All ranks are on one node."""
     inter = "inter"
-    """Every rank on a node of its own."""
+    """Every rank is on a different node."""
     mixed = "mixed"
-    """Some of both: the slow links hold the fast ones back."""
+    """Some ranks share a node: the slow links hold back the fast ones."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that take part, ascending as their shards are, and the node of each.
+    """The participating ranks, in the order of their shards, and the node of each.
 
     Raises:
-        ValueError: there are no ranks, they do not ascend, or the nodes are not one for each.
+        ValueError: no ranks, ranks not ascending, or not one node per rank.
     """
 
     ranks: tuple[int, ...]
     nodes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Refuse what is no group."""
+        """Validate."""
         if not self.ranks or list(self.ranks) != sorted(set(self.ranks)):
             raise ValueError(f"ranks={self.ranks}: a group has at least one rank, in ascending order")
         if len(self.nodes) != len(self.ranks):
@@ -40,7 +40,7 @@ class Group:
 
     @classmethod
     def regular(cls, num_nodes: int, ranks_per_node: int) -> Group:
-        """Ranks 0, 1, ... on nodes of equal size, node after node."""
+        """Ranks 0, 1, ... on nodes of equal size, node by node."""
         ranks = tuple(range(num_nodes * ranks_per_node))
         return cls(ranks, tuple(rank // ranks_per_node for rank in ranks))
 
@@ -56,26 +56,26 @@ class Group:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Ranks on each node, in the order in which the nodes come."""
+        """Ranks per node, in order of first appearance."""
         return tuple(self.nodes.count(node) for node in dict.fromkeys(self.nodes))
 
     @property
     def flat(self) -> Mesh:
-        """The mesh that partitions nothing."""
+        """The one-dimensional mesh: no group partition."""
         return Mesh(self, (self.size,))
 
     def balanced_meshes(self) -> tuple[Mesh, ...]:
-        """Every mesh of two or more axes whose sub-groups have links of one class each.
+        """Every mesh of two or more axes without mixed sub-groups.
 
-        The others are excluded: a slow link in a sub-group would hold back its fast ones.
+        In a mixed sub-group the slow links would hold back the fast ones.
         """
         return tuple(mesh for shape in _factorings(self.size) if (mesh := Mesh(self, shape)).is_balanced)
 
     def meshes(self) -> tuple[Mesh, ...]:
-        """The meshes worth considering: flat, and balanced ones that are no finer than the topology.
+        """The meshes that the planner considers: flat, and balanced ones that are no finer than the topology.
 
-        Two neighbouring axes of one link class only cut a sub-group that the library already
-        drives at full rate into smaller ones, so such meshes are left out.
+        Two axes of the same link class would only split a sub-group that the library already
+        drives at full rate.
         """
         coarse = (mesh for mesh in self.balanced_meshes() if len(set(mesh.links)) == len(mesh.links))
         return (self.flat, *coarse)
@@ -83,17 +83,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A group laid out as a d-dimensional grid of shape [N_1, ..., N_d], the last axis fastest.
+    """A group as a d-dimensional grid of shape [N_1, ..., N_d], row-major.
 
     Raises:
-        ValueError: the shape does not hold exactly the group.
+        ValueError: the shape does not multiply to the group's size.
     """
 
     group: Group
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Refuse a shape that does not fit."""
+        """Validate."""
         if prod(self.shape) != self.group.size or min(self.shape) < 1:
             raise ValueError(f"mesh {self.shape}: its axes must multiply to the group's {self.group.size} ranks")
 
@@ -102,7 +102,7 @@ class Mesh:
         return tuple(position // prod(self.shape[k + 1 :]) % size for k, size in enumerate(self.shape))
 
     def subgroups(self, axis: int) -> tuple[tuple[int, ...], ...]:
-        """The sub-groups along ``axis``, as positions in the group: ranks that differ in that coordinate alone."""
+        """The sub-groups along ``axis``, as positions in the group: ranks that differ in that coordinate only."""
         lines: dict[tuple[int, ...], list[int]] = {}
         for position in range(self.group.size):
             index = self.index(position)
@@ -111,17 +111,17 @@ class Mesh:
 
     @cached_property
     def links(self) -> tuple[LinkClass, ...]:
-        """The link class of each axis; mixed unless all its sub-groups agree."""
+        """The link class of each axis; mixed if its sub-groups differ."""
         return tuple(self._link(axis) for axis in range(len(self.shape)))
 
     @property
     def is_balanced(self) -> bool:
-        """Whether no sub-group has links of different classes."""
+        """Whether no axis is mixed."""
         return LinkClass.mixed not in self.links
 
     def _link(self, axis: int) -> LinkClass:
-        found = {_link_class([self.group.nodes[p] for p in line]) for line in self.subgroups(axis)}
-        return found.pop() if len(found) == 1 else LinkClass.mixed
+        classes = {_link_class([self.group.nodes[p] for p in line]) for line in self.subgroups(axis)}
+        return classes.pop() if len(classes) == 1 else LinkClass.mixed
 
 
 def _link_class(nodes: list[int]) -> LinkClass:
@@ -132,7 +132,7 @@ def _link_class(nodes: list[int]) -> LinkClass:
 
 
 def _factorings(number: int) -> Iterator[tuple[int, ...]]:
-    """Every ordered way to write ``number`` as a product of two or more factors above 1."""
+    """All ordered factorisations of ``number`` into two or more factors above 1."""
     for first in range(2, number):
         if number % first == 0:
             yield (first, number // first)

@@ -1,4 +1,4 @@
-"""The planner: how each collective of a group is carried out, chosen once by cost and remembered."""
+"""The planner: chooses a rewrite for each collective by cost, once."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from weft.comm.collectives.rewrite import Rewrite
 from weft.comm.collectives.space import EVEN, Choice, choose
 from weft.conf.schema import Partition
 
-WHOLE = ((1.0,),)
+UNCUT = ((1.0,),)
 _GRANULARITIES: Mapping[Partition, tuple[tuple[float, ...], ...]] = {
     Partition.none: (),
-    Partition.primitive: WHOLE,
-    Partition.group: WHOLE,
+    Partition.primitive: UNCUT,
+    Partition.group: UNCUT,
     Partition.workload: EVEN,
 }
 
 
 class Planner:
-    """Chooses a rewrite for a collective; equal costs give equal choices on every rank."""
+    """Chooses rewrites; with equal costs all ranks choose the same."""
 
     def __init__(self, costs: CollectiveCosts | None, partition: Partition = Partition.workload) -> None:
         """Plan with these costs.
 
         Args:
-            costs: of the group's links; None leaves collectives as they are.
-            partition: the axes that may be used, each with those before it.
+            costs: of the group's links; None leaves collectives unchanged.
+            partition: which dimensions to search; each includes those before it.
         """
         self._costs = costs if costs is not None else CollectiveCosts({})
         self._partition = partition if costs is not None else Partition.none
         self.choices: dict[Collective, Choice] = {}
-        """What was chosen, with the reasons."""
+        """The choices so far, with reasons."""
 
     def __call__(self, collective: Collective) -> Rewrite:
-        """The way to carry out ``collective``."""
+        """The rewrite of ``collective``."""
         if collective not in self.choices:
             self.choices[collective] = self._choose(collective)
         return self.choices[collective].rewrite

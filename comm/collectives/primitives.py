@@ -1,8 +1,7 @@
 """Primitives on torch.distributed, along one axis of a mesh.
 
-A function takes a contiguous tensor and a process group of n ranks. The reducing ones take
-[n, ...] and return [...]; the gathering ones take [...] and return [n, ...]; all_reduce keeps
-the shape and works in place.
+Each takes a contiguous tensor and a process group of n ranks. Reducing primitives map [n, ...] to
+[...], gathering primitives map [...] to [n, ...]; all_reduce works in place.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from weft.comm.collectives.collective import Primitive
 
-# torch 2.13 renamed these two, and warns of the old names.
+# torch 2.13 renamed these two and deprecates the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -34,9 +33,9 @@ def reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduces(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's row of the sum, as the root to which everybody sends it.
+    """This rank's row of the sum, by one reduce per root.
 
-    The reduces of all roots run as one exchange, and each root adds in the order of ranks.
+    The reduces run as one all-to-all; each root adds in rank order.
     """
     received = torch.empty_like(tensor)
     _wait(dist.all_to_all_single(received.view(-1), tensor.view(-1), group=group, async_op=True))
@@ -44,14 +43,14 @@ def reduces(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Everybody's tensor as rows."""
+    """All ranks' tensors, stacked."""
     whole = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
     _wait(_all_gather(whole.view(-1), tensor.view(-1), group=group, async_op=True))
     return whole
 
 
 def broadcasts(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Everybody's tensor as rows, each from its own root."""
+    """All ranks' tensors, stacked, by one broadcast per root."""
     whole = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
     whole[dist.get_rank(group)] = tensor
     works = [dist.broadcast(row.view(-1), group=group, group_src=root, async_op=True) for root, row in enumerate(whole)]
@@ -67,7 +66,7 @@ PRIMITIVES: Mapping[Primitive, Callable[[Tensor, dist.ProcessGroup], Tensor]] = 
     Primitive.all_gather: all_gather,
     Primitive.broadcasts: broadcasts,
 }
-"""The primitives that a rewrite may have."""
+"""The implementation of each primitive that a rewrite may use."""
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -1,4 +1,4 @@
-"""The probe of collectives: what each primitive takes along each axis of a group."""
+"""Measures the cost of each primitive along each axis of a group."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from weft.comm.exchange import gather
 from weft.comm.shared_channel import host_identity
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)
-"""Bytes of the workloads that are tried."""
-LONG_S = 0.3
-"""A primitive that more bytes made this much slower is not tried on still more."""
+"""Workload sizes to measure, in bytes."""
+MAX_SLOWDOWN_S = 0.3
+"""Larger workloads are skipped once a primitive has become slower by this many seconds."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A primitive along an axis of ``size`` ranks, all its sub-groups at once: the slowest rank's median."""
+    """One measurement: median over repeats of the slowest rank, all sub-groups of the axis communicating."""
 
     link: LinkClass
     primitive: Primitive
@@ -40,7 +40,7 @@ class Sample:
 def nodes_of_world() -> tuple[int, ...]:
     """The node of each rank of the world, counted from 0; a collective call.
 
-    Ranks in network namespaces of one machine are on nodes of their own.
+    Different network namespaces of one machine count as different nodes.
     """
     hosts = gather(host_identity())
     order = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
@@ -53,17 +53,17 @@ def measure(
     device: torch.device,
     sizes: Sequence[int] = SIZES,
     repeats: int = 3,
-    beside: dist.ProcessGroup | None = None,
+    concurrent: dist.ProcessGroup | None = None,
 ) -> list[Sample]:
-    """Time every primitive along every axis that is open; a collective call over the group.
+    """Time every primitive along every open axis; a collective call over the group.
 
     Args:
-        sizes: bytes of the workloads, ascending.
-        repeats: timed runs of each; one more goes before them.
-        beside: ranks of all groups that measure at the same moment, as those of several pipeline
-            stages that share their nodes' links do in training; None is this group alone.
+        sizes: workloads in bytes, ascending.
+        repeats: timed runs of each, after one warm-up.
+        concurrent: the ranks of all groups that measure at the same time, because in training they
+            share their nodes' links (the stages of a pipeline); None is this group only.
     """
-    whole = beside or communicator.process_group(communicator.group.flat, 0)
+    whole = concurrent or communicator.process_group(communicator.group.flat, 0)
     samples = []
     for mesh, axis in communicator.axes():
         group, size = communicator.process_group(mesh, axis), mesh.shape[axis]
@@ -73,8 +73,8 @@ def measure(
                 seconds = _slowest_s(primitive, num_bytes, group, whole, device, repeats)
                 samples.append(Sample(mesh.links[axis], primitive, size, num_bytes, seconds))
                 shortest_s = min(shortest_s, seconds)
-                if seconds > shortest_s + LONG_S:
-                    break  # never after the first: a line needs two
+                if seconds > shortest_s + MAX_SLOWDOWN_S:
+                    break  # never after the first: a fit needs two
     return samples
 
 
@@ -104,7 +104,7 @@ def _slowest_s(
 
 
 def fitted(samples: Sequence[Sample]) -> CollectiveCosts:
-    """An alpha and a beta for each class of link and primitive."""
+    """Fit alpha and beta for each class of link and primitive."""
     lines: dict[tuple[LinkClass, Primitive], list[tuple[float, float, float]]] = {}
     for s in samples:
         moved = moved_share(s.primitive, s.size) * s.num_bytes
@@ -113,13 +113,13 @@ def fitted(samples: Sequence[Sample]) -> CollectiveCosts:
 
 
 def known_costs(communicator: Communicator, *, device: torch.device, cache: CostCache) -> CollectiveCosts | None:
-    """The group's costs: from the cache, or measured now and put there; a collective call over the world.
+    """The group's costs, from the cache or measured and cached; a collective call over the world.
 
-    Groups that lie alike on their nodes measure together, and have the same costs.
+    Groups with the same layout on their nodes measure together and share their costs.
 
     Returns:
-        None for a group on one node that was not measured: there, plain collectives are fast,
-        and a start without a probe is faster.
+        None for a group on one node that is not in the cache: plain collectives are fast there,
+        and measuring would delay the start.
     """
     group = communicator.group
     key, first = topology_key(group, device.type), dist.get_rank() == group.ranks[0]
@@ -129,7 +129,7 @@ def known_costs(communicator: Communicator, *, device: torch.device, cache: Cost
     for layout in sorted({layout for layout, _ in everyones if len(layout) > 1} - known.keys()):
         alike = dist.new_group([rank for rank, (other, _) in enumerate(everyones) if other == layout])
         if layout == group.layout:
-            known[layout] = fitted(measure(communicator, device=device, beside=alike))
+            known[layout] = fitted(measure(communicator, device=device, concurrent=alike))
             if first:
                 cache.write(key, known[layout])
     return known.get(group.layout)

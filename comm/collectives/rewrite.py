@@ -1,4 +1,4 @@
-"""The rewrite: a collective as primitives along the axes of a mesh, cut into chunks."""
+"""A rewrite: a collective as primitives along the axes of a mesh, pipelined in chunks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """One way to carry out a collective; it gives what the plain one gives.
+    """One way to execute a collective, with the same result as the plain one.
 
     Attributes:
-        collective: what is to be done.
+        collective: the collective to execute.
         mesh: the group partition.
-        steps: done one after the other on each chunk; different chunks may be in different steps.
-        granularity: shares of the workload, one for each chunk; they sum to 1.
+        steps: executed in order for each chunk; chunks are pipelined through the steps.
+        granularity: each chunk's share of the workload; they sum to 1.
 
     Raises:
-        ValueError: the steps do not amount to the collective, or the shares not to 1.
+        ValueError: the steps do not compute the collective, or the shares do not sum to 1.
     """
 
     collective: Collective
@@ -39,28 +39,28 @@ class Rewrite:
     granularity: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
-        """Refuse steps that do something else."""
+        """Validate."""
         if self.mesh.group != self.collective.group:
-            raise ValueError(f"{self}: the mesh is of another group")
+            raise ValueError(f"{self}: the mesh belongs to another group")
         if min(self.granularity, default=0.0) <= 0 or not isclose(sum(self.granularity), 1.0):
             raise ValueError(f"granularity={self.granularity}: shares must be above 0 and sum to 1")
         _check(self)
 
     def chunked(self, granularity: Sequence[float]) -> Rewrite:
-        """The same with the workload cut into chunks of these shares."""
+        """A copy with chunks of these shares."""
         return replace(self, granularity=tuple(granularity))
 
     def of(self, collective: Collective) -> Rewrite:
-        """The same way for another workload of the same primitive and group."""
+        """A copy for another workload of the same primitive and group."""
         return replace(self, collective=collective)
 
     def bounds(self, length: int) -> list[tuple[int, int]]:
-        """Begin and end of each chunk along a buffer of ``length``; empty chunks are left out."""
+        """Begin and end of each chunk in a buffer of ``length``, without empty chunks."""
         ends = [round(share * length) for share in accumulate(self.granularity)]
         return [(begin, end) for begin, end in pairwise([0, *ends[:-1], length]) if begin < end]
 
     def step_bytes(self) -> Iterator[float]:
-        """For each step, the whole workload of one of its sub-groups in bytes (all chunks)."""
+        """For each step, the workload of one sub-group in bytes, over all chunks."""
         shares = self.collective.group.size if self.collective.primitive is Primitive.all_gather else 1
         for step in self.steps:
             size = self.mesh.shape[step.axis]
@@ -79,7 +79,7 @@ class Rewrite:
 
 
 def plain(collective: Collective) -> Rewrite:
-    """The collective as it is: one primitive, the whole group, one chunk."""
+    """The collective without rewriting: one primitive, the whole group, one chunk."""
     return Rewrite(collective, collective.group.flat, (Step(collective.primitive, 0),))
 
 
@@ -92,7 +92,7 @@ def _chunks_text(granularity: tuple[float, ...]) -> str:
 
 
 def _check(rewrite: Rewrite) -> None:
-    """Follow which axes are summed, and along which each rank holds a shard only."""
+    """Track which axes are reduced, and along which axes ranks hold shards."""
     axes = set(range(len(rewrite.mesh.shape)))
     primitive = rewrite.collective.primitive
     summed: set[int] = set(axes) if primitive is Primitive.all_gather else set()
@@ -102,7 +102,9 @@ def _check(rewrite: Rewrite) -> None:
             step.axis in sharded if step.primitive in GATHERING else step.axis not in summed | sharded
         )
         if not fits:
-            raise ValueError(f"{rewrite.collective}: step {step.primitive.value} along axis {step.axis} does not fit")
+            raise ValueError(
+                f"{rewrite.collective}: step {step.primitive.value} along axis {step.axis} is not valid here"
+            )
         if step.primitive in GATHERING:
             sharded.remove(step.axis)
         else:
@@ -110,4 +112,4 @@ def _check(rewrite: Rewrite) -> None:
         if step.primitive in REDUCING:
             sharded.add(step.axis)
     if summed != axes or sharded != (axes if primitive is Primitive.reduce_scatter else set()):
-        raise ValueError(f"{rewrite.collective}: the steps {rewrite.steps} amount to something else")
+        raise ValueError(f"{rewrite.collective}: the steps {rewrite.steps} compute something else")

@@ -1,4 +1,4 @@
-"""The partition space of a collective, what is pruned from it and why, and the choice by cost."""
+"""The search space of rewrites: what it contains, what is pruned and why, and the choice by cost."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from weft.comm.collectives.group import Mesh
 from weft.comm.collectives.rewrite import Rewrite, Step, plain
 
 EVEN = tuple((1 / count,) * count for count in (1, 2, 4, 8))
-"""Even workload partitions that are considered."""
+"""The workload partitions that are considered."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The rewrite that was taken.
+    """The chosen rewrite.
 
     Attributes:
         cost_s: its predicted seconds.
-        plain_s: those of the plain collective.
-        reason: in words.
+        plain_s: predicted seconds of the plain collective.
+        reason: for people to read.
     """
 
     rewrite: Rewrite
@@ -33,17 +33,17 @@ class Choice:
 
     @classmethod
     def plainly(cls, collective: Collective) -> Choice:
-        """The plain collective, where nothing is known of costs."""
-        return cls(plain(collective), nan, nan, "nothing is known of costs, or partitioning is off")
+        """The plain collective, where costs are unknown."""
+        return cls(plain(collective), nan, nan, "costs are unknown, or partitioning is off")
 
 
 def skeletons(primitive: Primitive) -> tuple[tuple[Primitive, ...], ...]:
-    """The primitive, and the sequences that table 2 makes of it, without the unscalable ones."""
+    """The primitive and its multi-step replacements in table 2, without pruned ones."""
     return ((primitive,), *(line.parts for line in _scalable(primitive) if len(line.parts) > 1))
 
 
 def synonyms(primitive: Primitive) -> tuple[Primitive, ...]:
-    """The primitive, and what table 2 puts in its place one for one."""
+    """The primitive and its one-step replacements in table 2."""
     return (primitive, *(line.parts[0] for line in _scalable(primitive) if len(line.parts) == 1))
 
 
@@ -52,14 +52,14 @@ def _scalable(primitive: Primitive) -> list[Substitution]:
 
 
 def pruned(collective: Collective) -> Iterator[str]:
-    """What is left out for this collective, and why, a line each."""
+    """What is pruned for this collective and why, a line each."""
     for line in SUBSTITUTIONS:
         if line.primitive is collective.primitive and line.pruned:
             yield f"{' + '.join(part.value for part in line.parts)}: {line.pruned}"
     kept = set(collective.group.meshes())
     for mesh in collective.group.balanced_meshes():
         if mesh not in kept:
-            yield f"mesh {mesh.shape}: cuts ranks joined by one class of link finer than the topology"
+            yield f"mesh {mesh.shape}: splits ranks with one class of link finer than the topology"
 
 
 def space(
@@ -69,12 +69,12 @@ def space(
     meshes: Iterable[Mesh] | None = None,
     granularities: Iterable[tuple[float, ...]] = EVEN,
 ) -> Iterator[Rewrite]:
-    """Every rewrite by the three axes, in the paper's order: primitive, group, workload.
+    """Every rewrite, over the paper's three dimensions: primitive, group and workload partition.
 
     Args:
-        substitute: whether table 2 is used.
+        substitute: apply table 2.
         meshes: group partitions; `Group.meshes` if None.
-        granularities: shares of the workload, one tuple for each partition.
+        granularities: workload partitions, each as a tuple of shares.
     """
     granularities = tuple(granularities)
     for mesh in collective.group.meshes() if meshes is None else meshes:
@@ -84,7 +84,7 @@ def space(
 
 
 def _walks(collective: Collective, mesh: Mesh, substitute: bool) -> Iterator[tuple[Step, ...]]:
-    """Each sequence along each order of the axes; gathers go back the way that reductions came."""
+    """Each sequence of primitives for each order of axes; gathers run in the reverse order of reductions."""
     primitive = collective.primitive
     axes = [axis for axis, size in enumerate(mesh.shape) if size > 1] or [0]
     for order in permutations(axes):
@@ -102,7 +102,7 @@ def choose(
     meshes: Iterable[Mesh] | None = None,
     granularities: Iterable[tuple[float, ...]] = EVEN,
 ) -> Choice:
-    """The rewrite that ends first; of equals the one with the fewest chunks and steps.
+    """The rewrite with the least predicted time; ties go to fewer chunks, then fewer steps.
 
     Args:
         substitute, meshes, granularities: as of `space`.

@@ -1,1 +1,1 @@
-"""The WAN channel: many authenticated TCP connections per pair of ranks, outside Python's lock."""
+"""The WAN channel: many authenticated TCP connections per link, in a native thread."""

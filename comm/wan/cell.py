@@ -1,10 +1,11 @@
 """Temporal bandwidth sharing: a DP-cell's pipelines lend each other their WAN uplinks (Atlas 4.3, 4.4).
 
-In a cell of C pipelines, the rank that sends over the WAN hands one slice of its tensor to each
-of its peers at the site; every peer sends a slice over its own uplink to its opposite, and that
-one hands it to the receiver. So a tensor crosses at C uplinks' rate. Each uplink serves the
-cell's transfers in their turns, which the schedule gives them: they follow each other instead of
-slowing each other down, and an uplink that has nothing of the next one goes on with what it has.
+In a cell of C pipelines, a rank that sends over the WAN hands one slice of its tensor to each of
+its peers at the site. Each peer sends its slice over its own uplink to its counterpart at the
+other site, which hands it to the receiver. So a tensor crosses at the rate of C uplinks. Each
+uplink serves the cell's transfers by priority, set by the schedule, so that they follow each other
+instead of sharing bandwidth; an uplink without data of the most urgent one sends other data
+(work-conserving).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MAX_PIPELINES = 64
 
 
 class _Hop(IntEnum):
-    """The three hops of a relayed slice, each on lanes of its own."""
+    """The three hops of a relayed slice; each has lanes of its own."""
 
     OUT = 0
     ACROSS = 1
@@ -33,8 +34,8 @@ class Cell:
     """The ranks of a DP-cell at one crossing of the WAN.
 
     Attributes:
-        near: for each pipeline of the cell, by LocalDPRank, its rank at one side.
-        far: for each pipeline, its rank at the other side.
+        near: the rank of each pipeline at one side, by LocalDPRank.
+        far: the same at the other side.
         number: distinguishes cells that share ranks.
     """
 
@@ -43,7 +44,7 @@ class Cell:
     number: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse a cell whose sides do not match."""
+        """Validate."""
         ranks = [*self.near, *self.far]
         if len(self.near) != len(self.far) or not 1 <= len(self.near) <= _MAX_PIPELINES:
             raise ValueError(
@@ -55,12 +56,12 @@ class Cell:
             raise ValueError(f"number={self.number} of a DP-cell: take 0 to 299")
 
     def links(self, rank: int) -> list[int]:
-        """The peers that ``rank`` needs links to: its opposite, and the cell's others at its site."""
-        mine, other, local = self._seat(rank)
+        """The peers that ``rank`` needs links to: its counterpart, and the cell's other ranks at its site."""
+        mine, other, local = self._position(rank)
         return [other[local], *(peer for peer in mine if peer != rank)]
 
-    def _seat(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Its side, the other side, and its LocalDPRank."""
+    def _position(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """The ranks of its side and of the other side, and its LocalDPRank."""
         for mine, other in ((self.near, self.far), (self.far, self.near)):
             if rank in mine:
                 return mine, other, mine.index(rank)
@@ -71,18 +72,18 @@ class Cell:
 
 
 def join(
-    endpoint: WanEndpoint, cell: Cell, *, piece_bytes: int = 1 << 20, turns: Mapping[str, int] | None = None
+    endpoint: WanEndpoint, cell: Cell, *, piece_bytes: int = 1 << 20, priorities: Mapping[str, int] | None = None
 ) -> WanChannel:
-    """Take a rank's place in a cell: relay for the others, and get the channel to the opposite rank.
+    """Join a cell: relay for the other ranks, and return the channel to the counterpart.
 
-    Every rank of the cell does so, after it has made the links that `Cell.links` names. The
-    relaying is the transport's: it goes on whatever the rank's own threads do.
+    Every rank of the cell calls this after opening the links that `Cell.links` names. The native
+    transport relays, independently of the rank's Python threads.
 
     Args:
-        piece_bytes: a relay sends a piece on when it has all of it.
-        turns: see `WanChannel`.
+        piece_bytes: a relay forwards a piece when it is complete.
+        priorities: see `WanChannel`.
     """
-    mine, other, local = cell._seat(endpoint.rank)
+    mine, other, local = cell._position(endpoint.rank)
     others = [index for index in range(len(mine)) if index != local]
     for index in others:
         endpoint.relay(
@@ -96,5 +97,5 @@ def join(
         outward=[direct, *(Path(mine[index], cell._lane(_Hop.OUT, local)) for index in others)],
         inward=[direct, *(Path(mine[index], cell._lane(_Hop.IN, index)) for index in others)],
         piece_bytes=piece_bytes,
-        turns=turns,
+        priorities=priorities,
     )

@@ -14,26 +14,26 @@ from weft.comm.wan.staging import Staging
 from weft.comm.wan.transport import Path, State, Transport
 
 _TAG_BYTES = 48
-_SMALL_BYTES = 64 << 10  # not worth more than one path
-_PIECES = 4  # of a share, unless they would be small or large
+_SMALL_BYTES = 64 << 10  # smaller tensors use one path
+_PIECES = 4  # per share, unless too small or too large
 _LEAST_PIECE_BYTES = 16 << 10
-_POLL_S = 0.2  # so that Ctrl-C is heard
+_POLL_S = 0.2  # so that Ctrl-C is handled
 
 
 @dataclass(frozen=True, kw_only=True)
 class WanChannel:
-    """Tensors to and from one peer, in order within a tag; see `weft.comm.channel.Channel`.
+    """A channel to one peer, in order within a tag; see `weft.comm.channel.Channel`.
 
-    A tensor travels in pieces over one or several paths, the same ones at both ends.
+    Tensors are sent in pieces over one or several paths; both ends use the same paths.
 
     Attributes:
-        link: the link's name in messages.
+        link: the link's name in error messages.
         outward: the first hop of each path to the peer.
         inward: the last hop of each path from the peer, in the peer's order.
-        timeout_s: seconds that a transfer may wait for a living peer.
-        piece_bytes: where there are several paths, each carries pieces of at most this size.
-        turns: by tag, the message's turn on links, relays' included, where several wait: less
-            goes first; 0 where a tag is not named.
+        timeout_s: seconds after which a transfer on a working link fails.
+        piece_bytes: maximum size of a piece, if there are several paths.
+        priorities: priority of each tag's message among those queued for a link, also at relays;
+            lower goes first, the default is 0.
     """
 
     transport: Transport
@@ -43,27 +43,27 @@ class WanChannel:
     inward: tuple[Path, ...]
     timeout_s: float
     piece_bytes: int = 1 << 20
-    turns: Mapping[str, int] = field(default_factory=dict)
+    priorities: Mapping[str, int] = field(default_factory=dict)
 
     def send(self, tag: str, tensor: Tensor) -> WanHandle:
-        """Start sending ``tensor``, which must not be changed until the handle is waited for.
+        """Start sending ``tensor``, which must not be modified before the handle's `wait` returns.
 
-        The handle's wait ends when the first hop of each path has the whole tensor.
+        The send is complete when the first hop of each path has acknowledged all pieces.
         """
-        name, transport, turn = _tag_bytes(tag), self.transport, self.turns.get(tag, 0)
-        handle = WanHandle(self, f"{tag} was not taken", tensor, arrives=False)
+        name, transport, priority = _tag_bytes(tag), self.transport, self.priorities.get(tag, 0)
+        handle = WanHandle(self, f"{tag} could not be sent", tensor, arrives=False)
 
         def submit(host: Tensor) -> list[int]:
             handle.host = host
             pieces = cut(self.outward, host.nbytes, self.piece_bytes)
-            return [transport.send(path, name, turn, host.data_ptr() + at, size) for path, at, size in pieces]
+            return [transport.send(path, name, priority, host.data_ptr() + at, size) for path, at, size in pieces]
 
         handle.requests = self.staging.outward(tensor, submit)
         transport.hold(handle)
         return handle
 
     def recv(self, tag: str, spec: TensorSpec) -> WanHandle:
-        """Start receiving a tensor of ``spec``; returns at once."""
+        """Start receiving a tensor of ``spec``; returns immediately."""
         name, transport = _tag_bytes(tag), self.transport
         host = self.staging.room(spec)
         handle = WanHandle(self, f"{tag} did not arrive", host, arrives=True)
@@ -79,36 +79,36 @@ class WanHandle:
     """A transfer over the WAN; see `weft.comm.channel.Handle`."""
 
     def __init__(self, channel: WanChannel, trouble: str, tensor: Tensor, *, arrives: bool) -> None:
-        """Made by `WanChannel`; ``trouble`` is what a time-out says, ``arrives`` tells a receive."""
+        """Created by `WanChannel`; ``trouble`` is the time-out's message, ``arrives`` is true for receives."""
         self._channel, self._trouble, self._tensor, self._arrives = channel, trouble, tensor, arrives
         self._done = False
-        self.host: Tensor | None = None  # what the transport reads, where that is not the tensor itself
+        self.host: Tensor | None = None  # the copy that the transport reads, if it is not the tensor itself
         self.requests: Future[list[int]] = Future()
 
     def __del__(self) -> None:
-        # The transport holds every handle whose transfer has not ended.
+        # The transport holds the handles of unfinished transfers.
         if self.requests.done() and not self.requests.cancelled() and self.requests.exception() is None:
             for request in self.requests.result():
                 self._channel.transport.free(request)
 
     def wait(self) -> Tensor:
-        """Block until the transfer has ended, and return the tensor.
+        """Block until the transfer is complete, and return the tensor.
 
         Raises:
-            ChannelError: the link has failed, or the peer did not do its part in time.
+            ChannelError: the link failed, or the peer did not post its side in time.
         """
         if self._done:
             return self._tensor
         channel, transport = self._channel, self._channel.transport
         limit = monotonic() + channel.timeout_s
         while (state := self._state(_POLL_S)) is State.PENDING:
-            # A link without connections has a deadline of its own.
+            # A link without connections has its own deadline.
             if monotonic() > limit and transport.counters(channel.outward[0].peer).ready:
                 raise ChannelError(
                     f"link {channel.link}: {self._trouble} within comm.timeout_s={channel.timeout_s:g}, "
                     "though the link is alive"
                 )
-        transport.let_go(self)
+        transport.release(self)
         if state is State.FAILED:
             raise ChannelError(next(filter(None, map(transport.error, self.requests.result()))))
         if self._arrives:
@@ -117,11 +117,11 @@ class WanHandle:
         return self._tensor
 
     def ended(self) -> bool:
-        """Whether the transfer has ended, well or badly."""
+        """Whether the transfer has completed or failed."""
         return self._done or (self.requests.done() and self._state(0.0) is not State.PENDING)
 
     def _state(self, timeout_s: float) -> State:
-        """Pending while any piece is; else failed if any has."""
+        """Pending while any piece is pending; otherwise failed if any failed."""
         try:
             requests = self.requests.result(timeout_s)
         except TimeoutError:
@@ -131,13 +131,13 @@ class WanHandle:
 
 
 def cut(paths: Sequence[Path], num_bytes: int, piece_bytes: int) -> list[tuple[Path, int, int]]:
-    """Share ``num_bytes`` out over paths, each one's share in pieces.
+    """Split ``num_bytes`` evenly over paths, and each share into pieces.
 
-    A relay sends a piece on when it has all of it, so a share is several pieces: the hops
-    inside the sites then hide behind the one between them.
+    A relay forwards a piece once it is complete, so a share has several pieces: the hops inside
+    the sites are then hidden behind the one between them.
 
     Returns:
-        Path, offset and size of each piece; every path's first piece comes before any's second.
+        Path, offset and size of each piece, round-robin over paths.
     """
     if len(paths) == 1 or num_bytes <= _SMALL_BYTES:
         return [(paths[0], 0, num_bytes)]
@@ -155,5 +155,5 @@ def cut(paths: Sequence[Path], num_bytes: int, piece_bytes: int) -> list[tuple[P
 def _tag_bytes(tag: str) -> bytes:
     name = tag.encode()
     if len(name) > _TAG_BYTES or b"\0" in name:
-        raise ValueError(f"tag {tag!r}: take at most {_TAG_BYTES} bytes, none of them 0")
+        raise ValueError(f"tag {tag!r}: at most {_TAG_BYTES} bytes, none of them 0")
     return name

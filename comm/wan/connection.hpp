@@ -18,22 +18,22 @@ public:
     Stage stage;
     const bool connects;    // this side opened it
     const Address remote;
-    Link *link = nullptr;   // null until the peer has proven who it is
+    Link *link = nullptr;   // null until the peer is authenticated
     uint32_t slot = 0;
     const int64_t opened_ns;
-    int64_t heard_ns, pinged_ns = 0;
-    std::string dead;       // why it is over; empty while it lives
+    int64_t last_receive_ns, pinged_ns = 0;
+    std::string dead;       // why it is broken; empty while it works
 
     Connection(int fd, uint64_t number, bool connects, const Address &remote, int64_t now)
         : stream(fd), number(number), stage(connects ? Stage::TCP : Stage::HELLO), connects(connects), remote(remote),
-          opened_ns(now), heard_ns(now) {}
+          opened_ns(now), last_receive_ns(now) {}
 
-    // ---- before it is ready: messages of the handshake
+    // ---- handshake messages
 
     Handshake handshake;
 
     template <class Message>
-    bool receive(Message &message) {  // whether it is here in full
+    bool receive(Message &message) {  // false until it is complete
         while (greeting_.size() < sizeof message) {
             if (!stream.readable) return false;
             char bytes[sizeof message];
@@ -46,39 +46,39 @@ public:
     }
 
     template <class Message>
-    void say(const Message &message) {
-        if (control_.size() > (1 << 20)) throw Broken("it asks and does not listen");
+    void send(const Message &message) {
+        if (control_.size() > (1 << 20)) throw Broken("the peer sends requests and does not read the answers");
         control_.append(reinterpret_cast<const char *>(&message), sizeof message);
     }
 
     // ---- writing
 
-    std::deque<Chunk> unacknowledged;  // in the order of sending; the last may be half sent
-    uint64_t acknowledged = 0;         // chunks, of all that were sent
+    std::deque<Chunk> unacknowledged;  // in sending order; the last may be partly sent
+    uint64_t acknowledged = 0;         // number of acknowledged chunks
     bool ack_due = false;
 
-    void say(Type type, uint16_t lane, uint64_t offset, uint64_t message = 0) {
-        Note note{};
+    void send(Type type, uint16_t lane, uint64_t offset, uint64_t message = 0) {
+        ShortFrame note{};
         note.type = type;
         note.lane = lane;
         note.offset = offset;
         note.message = message;
         seal(note);
-        say(note);
+        send(note);
     }
 
-    void say_bye(const std::string &why) {
+    void send_bye(const std::string &why) {
         Frame frame{};
         frame.type = BYE;
         memcpy(frame.tag, why.data(), std::min(why.size(), sizeof frame.tag));
         seal(frame);
-        say(frame);
+        send(frame);
     }
 
     bool sending() const { return out_left_ > 0; }
     size_t sent_whole() const { return unacknowledged.size() - (sending() ? 1 : 0); }
 
-    // Whether a chunk that left before `sent_ns` does not arrive, though the kernel has tried again and again.
+    // Whether a chunk sent before `sent_ns` is still unacknowledged after several TCP retransmissions.
     bool stuck(int64_t sent_ns) const {
         return !unacknowledged.empty() && unacknowledged.front().sent_ns < sent_ns && stream.backoffs() >= 2;
     }
@@ -91,27 +91,28 @@ public:
         out_ = Frame{};
         out_.type = DATA;
         out_.lane = chunk.message->lane;
-        out_.turn = chunk.message->turn;
+        out_.priority = chunk.message->priority;
         out_.message = chunk.message->ordinal;
         out_.total = chunk.message->total;
         out_.offset = chunk.offset;
         out_.length = chunk.length;
         memcpy(out_.tag, chunk.message->tag.data(), chunk.message->tag.size());
         out_data_ = chunk.message->data + chunk.offset;
-        if (!stream.has_tls()) out_.payload_sum = checksum(out_data_, chunk.length);  // which knows by itself
+        // TLS authenticates the payload itself.
+        if (!stream.has_tls()) out_.payload_sum = checksum(out_data_, chunk.length);
         seal(out_);
         out_left_ = sizeof out_ + chunk.length;
         unacknowledged.push_back(chunk);
     }
 
-    // Writes what there is to write, notes before a chunk and with it; stops where the kernel takes no more.
+    // Writes control frames and chunks until the socket buffer is full.
     void flush() {
         while (stream.writable && !idle()) {
             if (stream.holds_back() && !stream.send_encrypted()) return;
             bool between = !out_left_ || out_left_ == sizeof out_ + out_.length;
             if (between && ack_due) {
                 ack_due = false;
-                say(ACK, 0, chunks_received, arrived_ns);
+                send(ACK, 0, chunks_received, arrived_ns);
             }
             iovec parts[3];
             int count = 0;
@@ -134,28 +135,28 @@ public:
         }
     }
 
-    // ---- reading: the frame at hand, and where its payload goes
+    // ---- reading: the current frame, and where its payload goes
 
     Frame in{};
-    uint64_t chunks_received = 0, arrived_ns = 0;  // of the last of them
+    uint64_t chunks_received = 0, arrived_ns = 0;  // arrival of the last one
     enum Target { NOWHERE, STASH, RECEIVE } target = NOWHERE;
     std::vector<char> stash;
 
-    // Whether the next frame is here, in `in`. Then `aim` says where its payload goes, if it has
-    // one; `payload_complete` turns true when that is there.
+    // Whether the next frame's header is complete, in `in`. If it has a payload, `aim` sets where that
+    // goes, and `payload_complete` becomes true when it has arrived.
     bool header_complete() {
-        if (aimed_ || here_ - next_ < sizeof(Note)) return false;
-        Note note;
+        if (aimed_ || here_ - next_ < sizeof(ShortFrame)) return false;
+        ShortFrame note;
         memcpy(&note, inbox_ + next_, sizeof note);
-        if (is_note(note.type)) {
-            if (!sealed(note)) throw Broken("a damaged frame");
+        if (is_short(note.type)) {
+            if (!sealed(note)) throw Broken("received a frame with a wrong checksum");
             in = note.frame();
             next_ += sizeof note;
             return true;
         }
         if (here_ - next_ < sizeof in) return false;
         memcpy(&in, inbox_ + next_, sizeof in);
-        if (!sealed(in)) throw Broken("a damaged frame");
+        if (!sealed(in)) throw Broken("received a frame with a wrong checksum");
         next_ += sizeof in;
         return true;
     }
@@ -169,7 +170,7 @@ public:
         target = to;
         in_left_ = in.length;
         in_data_ = data;
-        size_t part = std::min(here_ - next_, in_left_);  // came with the header
+        size_t part = std::min(here_ - next_, in_left_);  // read together with the header
         if (in_data_ && part) {
             memcpy(in_data_, inbox_ + next_, part);
             in_data_ += part;
@@ -178,17 +179,19 @@ public:
         next_ += part;
     }
 
-    void aim_nowhere() {  // the payload is of no use: it came another way
+    void aim_nowhere() {  // discard the payload: it arrived on another connection
         target = NOWHERE;
         stash.clear();
         if (aimed_) in_data_ = nullptr;
     }
 
-    bool payload_intact() const { return stream.has_tls() || checksum(in_data_ - in.length, in.length) == in.payload_sum; }
+    bool payload_intact() const {
+        return stream.has_tls() || checksum(in_data_ - in.length, in.length) == in.payload_sum;
+    }
 
     void next_frame() { aimed_ = false; }
 
-    size_t pull() {  // one read; returns its bytes
+    size_t pull() {  // one read; returns the number of bytes
         static thread_local char waste[64 << 10];
         if (next_) memmove(inbox_, inbox_ + next_, here_ -= next_);
         next_ = 0;
@@ -213,9 +216,9 @@ private:
     Frame out_{};
     const char *out_data_ = nullptr;
     size_t out_left_ = 0;  // of header and payload together
-    // What was read behind a payload: notes, or the next header and the first bytes of its payload.
+    // Bytes read beyond a payload: control frames, or the next header and the start of its payload.
     char inbox_[512];
-    size_t next_ = 0, here_ = 0;  // the next frame begins; what is here ends
+    size_t next_ = 0, here_ = 0;  // begin and end of the unprocessed bytes
     size_t in_left_ = 0;
     char *in_data_ = nullptr;
     bool aimed_ = false;

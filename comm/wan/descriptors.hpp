@@ -1,9 +1,9 @@
-// Sockets of this process that no forked child keeps.
+// Sockets of this process that a forked child must not keep.
 //
-// A child would hold every connection open behind our back: peers would not hear that we closed
-// one, and epoll would go on to report it. So a fork waits until no descriptor is being opened or
-// closed, and the child closes them all before `fork` returns there. It runs no thread of ours:
-// endpoints are of no use to it, which `transport.py` tells whoever tries.
+// A child would keep every connection open: peers would not see that this process closed one, and
+// epoll would continue to report it. So a fork waits until no descriptor is being opened or closed,
+// and the child closes them all before `fork` returns in it. The child has no transport thread;
+// `transport.py` raises an error if it uses an inherited endpoint.
 #pragma once
 #include <pthread.h>
 #include <unistd.h>
@@ -20,7 +20,7 @@ public:
         return *only;
     }
 
-    // What `open` returns is known from the moment it exists.
+    // Opens a descriptor and registers it atomically with regard to forks.
     template <class Open>
     int keep(Open open) {
         std::lock_guard hold(mutex_);

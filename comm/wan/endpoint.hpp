@@ -1,6 +1,6 @@
-// The loop: one thread that owns every connection of an endpoint, and so needs no locks.
+// An endpoint's event loop: one thread owns all connections, so they need no locks.
 //
-// Other threads hand it work through `post`, and wait for requests through `wait`.
+// Other threads submit work with `post` and wait for requests with `wait`.
 #pragma once
 #include <poll.h>
 #include <sys/epoll.h>
@@ -45,15 +45,15 @@ public:
         if (tls_) openssl().SSL_CTX_free(tls_);
     }
 
-    // Runs `work` on the loop, soon.
+    // Queues `work` for the loop.
     void post(std::function<void()> work) {
         std::lock_guard hold(inbox_mutex_);
         inbox_.push_back(std::move(work));
         uint64_t one = 1;
-        if (inbox_.size() == 1 && write(wake_, &one, sizeof one) < 0) {}  // a full counter wakes it as well
+        if (inbox_.size() == 1 && write(wake_, &one, sizeof one) < 0) {}  // a full counter wakes the loop as well
     }
 
-    // Runs `work` on the loop, and waits for it.
+    // Runs `work` on the loop and waits for it.
     void call(const std::function<void()> &work) {
         std::promise<void> done;
         post([&] { work(), done.set_value(); });
@@ -68,30 +68,30 @@ public:
 
     // On the loop only.
     Link &link(uint32_t peer) {
-        auto &found = links_[peer];
-        if (!found) found = std::make_unique<Link>(peer, options, completed_, now_ns());
-        return *found;
+        auto &slot = links_[peer];
+        if (!slot) slot = std::make_unique<Link>(peer, options, completed_, now_ns());
+        return *slot;
     }
 
-    // Whatever comes from one peer on a lane goes on to another peer, message by message (Atlas 4.3).
+    // Forwards messages that arrive from one peer on a lane to another peer (Atlas 4.3).
     void relay(uint32_t from, uint16_t from_lane, uint32_t to, uint16_t to_lane, uint64_t buffer_bytes) {
-        link(from).lane(from_lane).relay = [=](const std::string &tag, uint32_t turn, std::shared_ptr<char[]> data,
+        link(from).lane(from_lane).relay = [=](const std::string &tag, uint32_t priority, std::shared_ptr<char[]> data,
                                                uint64_t total) {
             auto *request = new Request;
-            request->then = [=](const std::string &error) {  // and so `data` lives until then
+            request->then = [=](const std::string &error) {  // the capture keeps `data` alive until then
                 (void)data;
                 if (error.empty()) link(from).lane(from_lane).relayed(total);
             };
-            link(to).send(to_lane, std::make_unique<Outgoing>(Outgoing{request, data.get(), total, tag, turn}));
+            link(to).send(to_lane, std::make_unique<Outgoing>(Outgoing{request, data.get(), total, tag, priority}));
         };
         link(from).open_lane(from_lane, buffer_bytes);
         relays_.insert({from, to});
     }
 
-    // Connections refused: unauthenticated, or authenticated as somebody else.
+    // Number of refused connections: unauthenticated, or not of this job.
     std::atomic<uint64_t> refused{0};
 
-    // Sends what is left, for at most `linger_ns`; says goodbye; ends the thread.
+    // Sends what is queued, for at most `linger_ns`; sends BYE; stops the thread.
     void stop(int64_t linger_ns) {
         int64_t limit = now_ns() + linger_ns;
         for (bool drained = false; !drained && now_ns() < limit;) {
@@ -102,7 +102,7 @@ public:
             if (!drained) usleep(1000);
         }
         post([this] {
-            for (auto &[_, link] : links_) link->say_bye(CLOSED);
+            for (auto &[_, link] : links_) link->send_bye(CLOSED);
             leaving_ = now_ns() + SECOND / 2;
             for (auto &[_, connection] : connections_) shutdown(connection->stream.fd, SHUT_WR);
         });
@@ -110,20 +110,20 @@ public:
     }
 
 private:
-    static constexpr char OTHER_JOB[] = "the peer belongs to another job, or to another attempt of this one";
-    enum Source : uint64_t { LISTENER, WAKE, FIRST };  // of an event; from FIRST on: a connection
-    static constexpr size_t MAX_UNAUTHENTICATED = 64;  // connections whose peer is not known yet
+    static constexpr char OTHER_JOB[] = "the peer belongs to another job, or to another attempt of this job";
+    enum Source : uint64_t { LISTENER, WAKE, FIRST };  // of an epoll event; from FIRST on: a connection's number
+    static constexpr size_t MAX_UNAUTHENTICATED = 64;  // limit of connections that have not authenticated themselves
     static constexpr size_t READ_BUDGET = 1 << 20;
     static constexpr int64_t TICK_NS = SECOND / 20;
 
     SslCtx *tls_ = nullptr;
     int listener_ = -1, epoll_ = -1, wake_ = -1;
-    // By number, in the order of their coming. A number is never used again: an event that comes
-    // late names a connection that is gone, not another one.
+    // By number, oldest first. Numbers are never reused, so that a stale event cannot name another
+    // connection.
     std::map<uint64_t, std::unique_ptr<Connection>> connections_;
     uint64_t next_number_ = FIRST;
     std::map<uint32_t, std::unique_ptr<Link>> links_;
-    std::set<std::pair<uint32_t, uint32_t>> relays_;  // peers whose links stand and fall together
+    std::set<std::pair<uint32_t, uint32_t>> relays_;  // pairs of peers whose links fail together
     std::vector<Completed> completed_;
     int64_t leaving_ = 0;
     std::thread thread_;
@@ -159,7 +159,7 @@ private:
                 last_tick = now;
             }
             busy |= deliver();
-            Rest pause = gathering();
+            Batching pause = batching();
             remove_closed();
             if (!busy) sleep(pause.ns);
         }
@@ -167,22 +167,22 @@ private:
         while (deliver()) {}
     }
 
-    // How long what moves may gather before the next turn: a turn for each packet would cost more than
-    // the packet. As long as every link bears over which something moved, and not where that was much.
-    Rest gathering() {
-        Rest all{~0ull, TICK_NS};
+    // How long to batch before the next iteration, because one iteration per packet would cost more than
+    // the packet: the shortest time of the links that moved data, or 0 if they moved much.
+    Batching batching() {
+        Batching all{~0ull, TICK_NS};
         uint64_t moved = 0;
         for (auto &[_, connection] : connections_) {
             uint64_t here = std::exchange(connection->moved, 0);
             if (!here) continue;
             moved += here;
-            Rest one = connection->link ? connection->link->rest() : Rest{};
+            Batching one = connection->link ? connection->link->batching() : Batching{};
             all = {std::min(all.bytes, one.bytes), std::min(all.ns, one.ns)};
         }
-        return moved && moved < all.bytes ? all : Rest{0, 0};
+        return moved && moved < all.bytes ? all : Batching{0, 0};
     }
 
-    // Unless somebody posts work.
+    // Returns early when work is posted.
     void sleep(int64_t ns) const {
         if (!ns) return;
         pollfd posted{wake_, POLLIN, 0};
@@ -197,13 +197,13 @@ private:
         if (found == connections_.end()) return;
         Stream &stream = found->second->stream;
         if (event.events & (EPOLLHUP | EPOLLERR | EPOLLRDHUP)) stream.ended = true;
-        if (event.events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) stream.has_come();
+        if (event.events & (EPOLLIN | EPOLLHUP | EPOLLERR | EPOLLRDHUP)) stream.mark_readable();
         if (event.events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) stream.writable = true;
     }
 
     void take_inbox() {
         uint64_t count;
-        if (read(wake_, &count, sizeof count) < 0) {}  // woken twice for one
+        if (read(wake_, &count, sizeof count) < 0) {}  // woken twice for the same work
         std::vector<std::function<void()>> works;
         {
             std::lock_guard hold(inbox_mutex_);
@@ -212,7 +212,7 @@ private:
         for (auto &work : works) work();
     }
 
-    // Moves a connection on; whether there is more to read.
+    // Reads and processes a connection's input. Returns whether there is more to read.
     bool serve(Connection &connection, int64_t now) {
         if (!connection.dead.empty()) return false;
         try {
@@ -227,14 +227,14 @@ private:
                 else if (connection.header_complete()) connection.link->on_header(connection, now);
                 else if (!connection.stream.readable) return false;
                 else if (size_t got = connection.pull(); got == 0) continue;
-                else if (connection.heard_ns = now; got >= budget) return true;
+                else if (connection.last_receive_ns = now; got >= budget) return true;
                 else budget -= got;
             }
         } catch (const Broken &broken) {
             give_up(connection, broken.what(), now);
         } catch (const std::bad_alloc &) {
-            if (connection.link) connection.link->fail("no memory for what the peer sends", connection.link->lost());
-            else give_up(connection, "no memory", now);
+            if (connection.link) connection.link->fail("out of memory for incoming messages", connection.link->lost());
+            else give_up(connection, "out of memory", now);
         }
         return false;
     }
@@ -258,11 +258,11 @@ private:
             if (!connection->dead.empty() || connection->link) continue;
             int64_t limit = connection->connects ? links_.at(connection->handshake.hello.to)->attempt_limit()
                                                  : options.attempt_ns;
-            if (now - connection->opened_ns > limit) give_up(*connection, "no handshake within its time", now);
+            if (now - connection->opened_ns > limit) give_up(*connection, "the handshake timed out", now);
         }
         for (auto [from, to] : relays_) {
-            fell(link(from), link(to));
-            fell(link(to), link(from));
+            propagate_failure(link(from), link(to));
+            propagate_failure(link(to), link(from));
         }
         for (auto &[_, link] : links_) {
             link->tick(now);
@@ -272,9 +272,10 @@ private:
         }
     }
 
-    // Names what happened first, wherever that was: the news comes round a DP-cell both ways.
-    static void fell(const Link &one, Link &other) {
-        if (one.failed()) other.fail("no relaying without rank " + std::to_string(one.peer) + ": " + one.cause(), one.cause());
+    // Fails the other link with the original cause, which may reach it from both sides of a DP-cell.
+    static void propagate_failure(const Link &one, Link &other) {
+        if (!one.failed()) return;
+        other.fail("cannot relay without rank " + std::to_string(one.peer) + ": " + one.cause(), one.cause());
     }
 
     void remove_closed() {
@@ -284,13 +285,13 @@ private:
                 ++at;
                 continue;
             }
-            // Closing alone leaves it watched, where somebody else holds the socket as well.
+            // close() alone does not remove it from epoll if another process holds the socket as well.
             epoll_ctl(epoll_, EPOLL_CTL_DEL, connection.stream.fd, nullptr);
             at = connections_.erase(at);
         }
     }
 
-    // Tells who waits; whether that has made more to do.
+    // Wakes waiters and runs callbacks. Returns whether callbacks may have created work.
     bool deliver() {
         if (completed_.empty()) return false;
         std::vector<Completed> batch;
@@ -330,7 +331,7 @@ private:
         Address bound;
         bound.length = sizeof bound.storage;
         getsockname(listener_, reinterpret_cast<sockaddr *>(&bound.storage), &bound.length);
-        port = ntohs(reinterpret_cast<sockaddr_in *>(&bound.storage)->sin_port);  // at the same place in IPv6
+        port = ntohs(reinterpret_cast<sockaddr_in *>(&bound.storage)->sin_port);  // sin6_port is at the same offset
     }
 
     static int open_socket(const Address &address) {
@@ -382,7 +383,7 @@ private:
         }
     }
 
-    // Who has not said who he is for longest makes way for who comes: a peer is quick.
+    // At the limit, drop the oldest unauthenticated connection: real peers authenticate quickly.
     void drop_oldest_unauthenticated() {
         Connection *oldest = nullptr;
         size_t unauthenticated = 0;
@@ -398,7 +399,7 @@ private:
         for (auto &[_, other] : connections_)
             if (other->connects && !other->link && other->dead.empty() && other->slot == slot &&
                 other->handshake.hello.to == link.peer)
-                return;  // it is on its way
+                return;  // an attempt is in progress
         int fd = open_socket(link.address);
         if (fd < 0) return link.attempt_failed(slot, error_text(errno), false, now);
         Connection &connection = add(fd, true, link.address, now);
@@ -418,7 +419,7 @@ private:
     // ---- the handshake, one step per message; see handshake.hpp
 
     void advance_handshake(Connection &connection, int64_t now) {
-        Handshake &shake = connection.handshake;
+        Handshake &handshake = connection.handshake;
         if (connection.stage == Stage::TCP) {
             if (!connection.stream.writable) return;
             int error = 0;
@@ -430,47 +431,47 @@ private:
         }
         if (connection.stage == Stage::TLS) {
             if (tls_ && !connection.stream.secure()) return;
-            if (connection.connects) connection.say(shake.hello);
+            if (connection.connects) connection.send(handshake.hello);
             connection.stage = connection.connects ? Stage::CHALLENGE : Stage::HELLO;
         }
-        if (connection.stage == Stage::HELLO && connection.receive(shake.hello)) {
-            if (memcmp(shake.hello.magic, HELLO_MAGIC, sizeof HELLO_MAGIC) || shake.hello.to != options.id ||
-                shake.hello.connections > 1024 || shake.hello.slot >= shake.hello.connections)
-                throw Broken("no greeting of a peer");
-            shake.answer(options.job, options.id, options.session, options.chunk_bytes);
-            connection.say(shake.challenge);
+        if (connection.stage == Stage::HELLO && connection.receive(handshake.hello)) {
+            if (memcmp(handshake.hello.magic, HELLO_MAGIC, sizeof HELLO_MAGIC) || handshake.hello.to != options.id ||
+                handshake.hello.connections > 1024 || handshake.hello.slot >= handshake.hello.connections)
+                throw Broken("not a valid greeting");
+            handshake.answer(options.job, options.id, options.session, options.chunk_bytes);
+            connection.send(handshake.challenge);
             connection.stage = Stage::PROOF;
         }
-        if (connection.stage == Stage::CHALLENGE && connection.receive(shake.challenge)) {
-            if (memcmp(shake.challenge.magic, HELLO_MAGIC, sizeof HELLO_MAGIC) ||
-                shake.challenge.from != shake.hello.to)
-                throw Broken("no answer of a peer");
-            if (!shake.of_one_job()) throw Broken(OTHER_JOB);
-            connection.say(shake.prove(options.key, true));
+        if (connection.stage == Stage::CHALLENGE && connection.receive(handshake.challenge)) {
+            if (memcmp(handshake.challenge.magic, HELLO_MAGIC, sizeof HELLO_MAGIC) ||
+                handshake.challenge.from != handshake.hello.to)
+                throw Broken("not a valid answer to the greeting");
+            if (!handshake.of_one_job()) throw Broken(OTHER_JOB);
+            connection.send(handshake.prove(options.key, true));
             connection.stage = Stage::PROOF;
         }
         Proof proof;
         if (connection.stage == Stage::PROOF && connection.receive(proof)) {
-            if (!shake.proven(options.key, !connection.connects, proof))
-                throw Broken("the peer has another key");
-            if (!shake.of_one_job()) throw Broken(OTHER_JOB);
+            if (!handshake.proven(options.key, !connection.connects, proof))
+                throw Broken("the peer has a different key");
+            if (!handshake.of_one_job()) throw Broken(OTHER_JOB);
             admit(connection, now);
         }
     }
 
     void admit(Connection &connection, int64_t now) {
-        const Handshake &shake = connection.handshake;
+        const Handshake &handshake = connection.handshake;
         bool connects = connection.connects;
-        Link &known = link(connects ? shake.hello.to : shake.hello.from);
-        uint64_t session = connects ? shake.challenge.session : shake.hello.session;
-        uint32_t chunk_bytes = connects ? shake.challenge.chunk_bytes : shake.hello.chunk_bytes;
+        Link &known = link(connects ? handshake.hello.to : handshake.hello.from);
+        uint64_t session = connects ? handshake.challenge.session : handshake.hello.session;
+        uint32_t chunk_bytes = connects ? handshake.challenge.chunk_bytes : handshake.hello.chunk_bytes;
         if (std::string why = known.refuses(session, chunk_bytes); !why.empty()) {
             if (why == "its peer has restarted") known.fail("the other process has restarted", known.lost());
             throw Broken(why);
         }
         if (!connects) {
-            connection.slot = shake.hello.slot;
-            connection.say(shake.prove(options.key, false));
+            connection.slot = handshake.hello.slot;
+            connection.send(handshake.prove(options.key, false));
         }
         known.attach(connection, session, chunk_bytes, now);
     }

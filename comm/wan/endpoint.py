@@ -1,4 +1,4 @@
-"""An endpoint: one rank's place on the WAN, with channels to its peers."""
+"""A rank's endpoint on the WAN: its links and channels to peers at other sites."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from weft.comm.wan.staging import staging
 from weft.comm.wan.transport import LinkCounters, Path, Transport
 
 SINK_LANE = 0xFFFF
-"""A lane whose messages the peer acknowledges and throws away, for probes; nobody receives on it."""
+"""A lane whose messages the peer acknowledges and discards, for probes."""
 
 
 class WanEndpoint:
-    """One rank's place on the WAN.
+    """A rank's endpoint on the WAN.
 
-    It listens on one address, for peers that prove to have the same key. Between two ranks
-    lies a link of many connections, opened by one of the two. A thread outside Python's lock
-    moves the bytes. A forked child has no part in it: its copies of the sockets are closed when
-    it begins, all it may do is close, and it may have endpoints of its own.
+    It listens on one address and accepts peers that prove the same key. A link between two ranks
+    consists of many connections, all opened by one of the two. A native thread transfers the data
+    without Python's interpreter lock. A forked child cannot use its parent's endpoint, except to
+    close it: the sockets are closed in the child. It may create its own.
     """
 
     def __init__(
@@ -46,23 +46,23 @@ class WanEndpoint:
         """Listen on ``bind``.
 
         Args:
-            rank: this rank, by which peers know it.
-            bind: IP address to listen on; all addresses at once (0.0.0.0) are refused.
-            job: name of this attempt of the run, the same on every rank: what is left of another one
-                has the same key, and is turned away.
-            port: 0 takes a free one; see `address`.
-            connections: TCP connections per link that this side opens; a probe tells how many.
-            deadline_s: seconds of silence after which a link has failed.
-            timeout_s: seconds that a transfer may wait for a living peer, or for its first contact.
-            tls: encrypt with TLS 1.3, keyed by ``key``; both sides must agree. Without it tensors and
-                tags are readable on the way.
-            chunk_bytes: messages are cut into chunks of this size.
-            buffer_bytes: memory per lane for what arrives before its receive is posted.
-            congestion: the kernel's congestion control (cubic, bbr); empty leaves its default.
-            device: where received tensors shall be; default: the CPU.
+            rank: this rank's number, by which peers identify it.
+            bind: IP address to listen on; the wildcard (0.0.0.0) is refused.
+            job: identifies this attempt of the run, the same on every rank: leftover processes of another
+                attempt, which have the same key, are refused.
+            port: 0 chooses a free one; see `address`.
+            connections: TCP connections per link that this side opens; a probe finds the best number.
+            deadline_s: seconds of silence after which a link fails.
+            timeout_s: seconds after which a transfer on a working link fails, or a link that never connected.
+            tls: encrypt with TLS 1.3 and a pre-shared key derived from ``key``; the same on both sides. Without
+                TLS tensors and tags are sent unencrypted.
+            chunk_bytes: size of the chunks that messages are split into.
+            buffer_bytes: memory per lane for messages that arrive before their receive is posted.
+            congestion: the kernel's congestion control (cubic, bbr); empty: the default.
+            device: of received tensors; default: the CPU.
 
         Raises:
-            ValueError: an argument is out of bounds, or the address cannot be listened on.
+            ValueError: an argument is out of range, or the address cannot be bound.
         """
         _check(bind, connections, deadline_s, timeout_s, chunk_bytes, buffer_bytes)
         self.rank = rank
@@ -91,12 +91,12 @@ class WanEndpoint:
         self.close(linger_s=5.0 if kind is None else 0.0)
 
     def link(self, peer: int, *, address: tuple[str, int] | None = None, connections: int = 0) -> None:
-        """Make the link to ``peer``; exactly one of the two sides gives the other's ``address``.
+        """Create the link to ``peer``; exactly one of the two sides passes the other's ``address``.
 
-        That side opens the connections, and opens them again when they break.
+        That side opens the connections, and reopens them when they break.
 
         Args:
-            connections: how many; 0 takes the endpoint's.
+            connections: their number; 0 takes the endpoint's default.
         """
         where = f" ({address[0]}:{address[1]})" if address else ""
         name = f"rank {self.rank} - rank {peer}{where}"
@@ -105,19 +105,18 @@ class WanEndpoint:
 
     @property
     def peers(self) -> Mapping[int, str]:
-        """Names of the links, by peer."""
+        """The names of the links, by peer."""
         return self._links
 
     def linked(self, peer: int) -> bool:
-        """Whether `link` was called for ``peer``."""
+        """Whether there is a link to ``peer``."""
         return peer in self._links
 
     def channel(self, peer: int, *, lane: int = 0) -> WanChannel:
         """The channel to ``peer`` over its link; see `weft.comm.channel.Channel`.
 
         Args:
-            lane: lanes are channels that do not wait for each other; both ends name the same,
-                from 0 to 65534.
+            lane: number from 0 to 65534 of an independent channel over the same link; the same at both ends.
         """
         path = Path(peer, lane)
         return self.channel_over(outward=[path], inward=[path])
@@ -128,7 +127,7 @@ class WanEndpoint:
         outward: Sequence[Path],
         inward: Sequence[Path],
         piece_bytes: int = 1 << 20,
-        turns: Mapping[str, int] | None = None,
+        priorities: Mapping[str, int] | None = None,
     ) -> WanChannel:
         """A channel over several paths; see `WanChannel` for the arguments."""
         for path in (*outward, *inward):
@@ -145,32 +144,32 @@ class WanEndpoint:
             inward=tuple(inward),
             timeout_s=self._timeout_s,
             piece_bytes=piece_bytes,
-            turns={} if turns is None else turns,
+            priorities={} if priorities is None else priorities,
         )
 
     def relay(self, source: Path, target: Path) -> None:
-        """Send on to ``target`` whatever comes from ``source``, without this rank's doing."""
+        """Forward all messages from ``source`` to ``target`` in the native thread."""
         self._check_peer(source.peer)
         self._check_peer(target.peer)
         self._transport.relay(source, target, self._buffer_bytes)
 
     def use(self, peer: int, connections: int) -> None:
-        """Send over the first ``connections`` of the link only; the others stand by."""
+        """Send over the first ``connections`` of the link only; the others idle."""
         self._transport.use(peer, connections)
 
     def counters(self, peer: int) -> LinkCounters:
-        """What the link to ``peer`` has carried so far."""
+        """Counters of the link to ``peer``."""
         return self._transport.counters(peer)
 
     @property
     def refused(self) -> int:
-        """Unauthenticated connections that were refused."""
+        """Number of connections that were refused."""
         return self._transport.refused
 
     def close(self, *, linger_s: float = 5.0) -> None:
-        """Send what is left, for at most ``linger_s``; say goodbye to the peers; stop listening.
+        """Send what is queued, for at most ``linger_s``, and close all links.
 
-        A rank of a DP-cell relays for others: the cell closes together, after a barrier.
+        Ranks of a DP-cell relay for each other, so they close together, after a barrier.
         """
         self._staging.close()
         self._transport.close(linger_s)

@@ -1,4 +1,4 @@
-// What travels on a connection: frames, of which some are followed by a chunk.
+// The wire format: frames; a DATA frame is followed by a chunk.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace weft {
 
-// The connection is over; the text says why.
+// A connection failed; the text says why.
 struct Broken : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -25,32 +25,32 @@ constexpr uint64_t MAX_MESSAGE = 1ull << 40;
 
 enum Type : uint32_t {
     DATA = 1,  // a chunk of a message
-    ACK,       // offset: chunks that arrived whole on this connection so far; message: when the last did,
+    ACK,       // offset: complete chunks received on this connection so far; message: arrival time of the last,
                // on the receiver's clock
-    CREDIT,    // offset: bytes of this lane's stream that the sender may have sent
+    CREDIT,    // offset: how much of this lane's byte stream the peer may send
     PING,      // offset: the sender's clock
     PONG,      // offset: as in the ping
-    BYE,       // this end closes, or gave up; the tag says why
+    BYE,       // this end closes or has failed; the tag says why
 };
 
-// Little-endian, as all machines that run this. What has no more to say goes as a `Note`.
+// Little-endian, like all supported machines. Types without further fields use a `ShortFrame`.
 struct Frame {
     uint32_t magic;
     uint16_t type, lane;
-    uint64_t message;  // counts the lane's messages
+    uint64_t message;  // number of the message in its lane
     uint64_t total;    // bytes of the message
     uint64_t offset;   // of the chunk in the message
     uint32_t length;   // bytes that follow this frame
     uint32_t payload_sum;
     char tag[48];
-    uint32_t turn;     // less goes first where messages wait for the same way
+    uint32_t priority;  // lower goes first among messages queued for one link
     uint32_t sum;  // of the bytes before it
 
     std::string tag_text() const { return std::string(tag, strnlen(tag, sizeof tag)); }
 };
 
-// One for each chunk would be much beside small chunks, so it is a third of a frame.
-struct Note {
+// A third of a `Frame`: there is an ACK for each chunk, and chunks may be small.
+struct ShortFrame {
     uint32_t magic;
     uint16_t type, lane;
     uint64_t offset, message;
@@ -63,9 +63,9 @@ struct Note {
         return made;
     }
 };
-static_assert(sizeof(Frame) == 96 && sizeof(Note) == 32, "a wire format");
+static_assert(sizeof(Frame) == 96 && sizeof(ShortFrame) == 32, "the wire format");
 
-inline bool is_note(uint16_t type) { return type != DATA && type != BYE; }
+inline bool is_short(uint16_t type) { return type != DATA && type != BYE; }
 
 // One step of CRC-32C; `library.py` compiles for processors that have an instruction for it.
 inline uint32_t crc_step(uint32_t crc, uint64_t word) {
@@ -88,8 +88,8 @@ inline uint64_t word_at(const char *data, size_t index) {
     return word;
 }
 
-// The checksum of a chunk: the CRC-32C of its three thirds side by side (one alone would wait
-// for itself at each word), and of what is left, folded by a fourth.
+// The checksum of a chunk: three interleaved CRC-32C over its thirds (a single one is bound by the
+// instruction's latency) and one over the rest, combined by a fourth.
 inline uint32_t checksum(const char *data, size_t length) {
     uint32_t a = ~0u, b = ~0u, c = ~0u, sum = ~static_cast<uint32_t>(length);
     size_t third = length / 24;

@@ -1,11 +1,11 @@
-// How two endpoints come to know each other before a frame passes: HMAC-SHA256 challenges over a
-// shared key, in both directions. The side that connects proves itself first, so an unauthenticated peer
-// learns nothing but random numbers. Every message has one fixed size. A job is one attempt of a
-// run: what is left of the last one has the same key, and is turned away all the same.
+// Mutual authentication before any frame: HMAC-SHA256 challenge-response over a shared key. The
+// connecting side proves itself first, so an unauthenticated peer learns random numbers only. All
+// messages have a fixed size. `Job` identifies one attempt of a run: processes left over from an
+// earlier attempt have the same key, and are refused.
 //
 //   connects                                  listens
-//   Hello     job, who, whom, random   ->
-//                                      <-     Challenge   job, who, random
+//   Hello     job, from, to, nonce   ->
+//                                      <-     Challenge   job, from, nonce
 //   Proof     HMAC(key, "connects" ..) ->
 //                                      <-     Proof       HMAC(key, "listens" ..)
 #pragma once
@@ -21,7 +21,7 @@ struct Hello {
     char magic[8];
     Job job;
     uint32_t from, to;
-    uint64_t session;  // of the endpoint; another one after a restart
+    uint64_t session;  // of the endpoint; changes on a restart
     uint32_t slot, connections;
     uint32_t chunk_bytes, reserved;
     unsigned char random[32];
@@ -37,7 +37,7 @@ struct Challenge {
 struct Proof {
     unsigned char mac[32];
 };
-static_assert(sizeof(Hello) == 88 && sizeof(Challenge) == 80 && sizeof(Proof) == 32, "a wire format");
+static_assert(sizeof(Hello) == 88 && sizeof(Challenge) == 80 && sizeof(Proof) == 32, "the wire format");
 
 constexpr char HELLO_MAGIC[8] = {'w', 'e', 'f', 't', 'w', 'a', 'n', '2'};
 

@@ -1,9 +1,8 @@
-"""The transport as Python sees it: `transport.cpp`, compiled at first use and called by ctypes.
+"""ctypes bindings of the native transport: `transport.cpp`, compiled at first use.
 
-Why native threads in the trainer's process, and not a process of its own over shared memory:
-a chunk then goes from the tensor's memory into the socket and from the socket into the tensor's
-memory, with no copy between; measured figures stand in docs/wan.md. ctypes gives up the
-interpreter's lock during a call, and the transport's thread never asks for it.
+The transport is a thread of the trainer's process rather than a separate process over shared memory,
+so that chunks move between tensor memory and sockets without a copy (measured in docs/wan.md).
+ctypes releases the interpreter lock during a call, and the transport's thread never takes it.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from weft.comm.native import Kind, build
 _FOLDER = Path(__file__).parent
 _HEADERS = (
     *("descriptors", "frame", "openssl", "handshake", "stream"),
-    *("message", "connection", "pace", "link", "endpoint"),
+    *("message", "connection", "pacer", "link", "endpoint"),
 )
-# Every processor of these families that a GPU sits beside has these instructions.
+# All processors of these families in GPU servers have these instructions.
 _FLAGS = {"x86_64": ["-msse4.2"], "aarch64": ["-march=armv8-a+crc"]}
 _OPENSSL = (".so.3", ".so.1.1", ".so")
 
 
 class Options(Structure):
-    """As ``WanOptions`` in transport.cpp."""
+    """``WanOptions`` of transport.cpp."""
 
     _fields_ = [
         *((name, c_uint32) for name in ("id", "chunk_bytes", "unsent_bytes", "tls")),
@@ -39,7 +38,7 @@ class Options(Structure):
 
 
 class Counters(Structure):
-    """As ``WanCounters`` in transport.cpp."""
+    """``WanCounters`` of transport.cpp."""
 
     _fields_ = [
         *(
@@ -72,10 +71,10 @@ _FUNCTIONS = {
 
 @cache
 def load() -> ctypes.CDLL:
-    """The transport's library.
+    """The compiled library.
 
     Raises:
-        ValueError: it cannot be compiled here.
+        ValueError: compilation failed.
     """
     sources = [_FOLDER / "transport.cpp", *(_FOLDER / f"{name}.hpp" for name in _HEADERS)]
     path = build(sources, kind=Kind.library, flags=["-ldl", *_FLAGS.get(platform.machine(), [])])
@@ -88,7 +87,7 @@ def load() -> ctypes.CDLL:
 
 @cache
 def openssl() -> tuple[str, str]:
-    """Names under which libcrypto and libssl can be loaded.
+    """Names by which libcrypto and libssl can be loaded.
 
     Raises:
         ValueError: there is no OpenSSL 1.1.1 or newer.
@@ -103,4 +102,6 @@ def openssl() -> tuple[str, str]:
             except OSError:
                 continue
             return names
-    raise ValueError("the WAN channel needs OpenSSL's libraries (package libssl3); libcrypto.so.3 was not found")
+    raise ValueError(
+        "the WAN channel needs OpenSSL's libraries, but libcrypto.so.3 was not found; install the package libssl3"
+    )

@@ -1,20 +1,19 @@
-// A pair of endpoints: its connections, its lanes, and the chunks on their way between them.
+// A link between two endpoints: its connections, its lanes, and the chunks in flight.
 //
-// Every chunk is in one place: not yet sent, on one connection, or waiting to be sent again
-// because that connection broke. A connection takes the next chunk when the kernel has room for
-// it, so a fast one carries more. The receiver acknowledges what has arrived whole; a chunk that
-// comes twice is dropped.
+// Every chunk is in exactly one state: unsent, in flight on one connection, or to be resent because
+// that connection broke. A connection takes the next chunk when its socket buffer has room, so faster
+// connections carry more. The receiver acknowledges complete chunks and drops duplicates.
 #pragma once
 #include <atomic>
 
 #include "connection.hpp"
-#include "pace.hpp"
+#include "pacer.hpp"
 
 namespace weft {
 
 constexpr int64_t SECOND = 1000000000;
-constexpr char CLOSED[] = "closed";  // the last word of an endpoint that was closed
-constexpr uint16_t SINK = 0xffff;  // a lane whose messages are acknowledged and thrown away: for probes
+constexpr char CLOSED[] = "closed";  // the reason in the BYE of an endpoint that was closed
+constexpr uint16_t SINK = 0xffff;  // a lane whose messages are acknowledged and discarded, for probes
 
 struct Options {
     uint32_t id;
@@ -22,23 +21,23 @@ struct Options {
     uint64_t session;
     uint32_t chunk_bytes;
     int unsent_bytes;
-    int64_t deadline_ns;   // silence after which a link has failed
+    int64_t deadline_ns;   // silence after which a link fails
     int64_t patience_ns;   // the same before the first contact
     int64_t interval_ns;   // between pings
     int64_t stall_ns;      // silence after which a connection is replaced
-    int64_t attempt_ns;    // at most, to connect and shake hands
+    int64_t attempt_ns;    // limit for connecting and the handshake
     std::string key, tls_key, congestion;
 };
 
-// So few bytes in one turn of the loop mean a turn per packet: what moves may gather for so long.
-struct Rest {
+// If one iteration of the loop moves fewer than `bytes`, the loop sleeps `ns` to batch more packets.
+struct Batching {
     uint64_t bytes = 32 << 10;
     int64_t ns = 1000000;
 };
 
-struct Counters {  // read by other threads
+struct Counters {  // also read by other threads
     std::atomic<uint64_t> sent_bytes{0}, received_bytes{0}, resent_chunks{0}, duplicate_chunks{0}, broken{0}, ready{0};
-    std::atomic<int64_t> rtt_ns{0};  // the least yet
+    std::atomic<int64_t> rtt_ns{0};  // the minimum so far
 };
 
 class Link {
@@ -47,7 +46,7 @@ public:
     std::string name = "?";
     bool connects = false;  // this side opens the connections
     Address address;
-    uint32_t active;        // connections that carry chunks; the rest stand by
+    uint32_t active;        // number of connections that carry chunks; the others idle
     Counters counters;
     std::vector<Connection *> slots;
 
@@ -58,14 +57,14 @@ public:
     std::vector<Attempt> attempts;
 
     Link(uint32_t peer, const Options &options, std::vector<Completed> &completed, int64_t now)
-        : peer(peer), active(~0u), options_(options), completed_(completed), heard_ns_(now) {
+        : peer(peer), active(~0u), options_(options), completed_(completed), last_receive_ns_(now) {
         open_lane(SINK, ~0ull);
     }
 
     bool failed() const { return !failure_.empty(); }
     const std::string &cause() const { return cause_; }
     std::string lost() const { return rank(options_.id) + " lost " + rank(peer); }
-    bool left() const { return !farewell_.empty(); }  // the peer has said goodbye
+    bool left() const { return !farewell_.empty(); }  // the peer has sent BYE
 
     void grow(uint32_t connections) {
         if (slots.size() < connections) {
@@ -74,7 +73,7 @@ public:
         }
     }
 
-    // ---- what the application asks for
+    // ---- requests of the application
 
     void open_lane(uint16_t lane, uint64_t buffer_bytes) {
         lanes_[lane].open = true;
@@ -92,7 +91,7 @@ public:
         message->start = lane.stream_bytes;
         message->unacknowledged = num_chunks(message->total, options_.chunk_bytes);
         lane.stream_bytes += message->total;
-        auto later = [turn = message->turn](const Outgoing *other) { return other->turn > turn; };
+        auto later = [priority = message->priority](const Outgoing *other) { return other->priority > priority; };
         queue_.insert(std::find_if(queue_.begin(), queue_.end(), later), message.get());
         outgoing_.push_back(std::move(message));
     }
@@ -103,7 +102,7 @@ public:
         check_sizes(lanes_[number]);
     }
 
-    // Whether the peer has all that was sent, and every acknowledgement of what it sent.
+    // Whether the peer has acknowledged everything, and every acknowledgement of ours is sent.
     bool drained() const {
         auto quiet = [](const Connection *connection) { return !connection || connection->quiet(); };
         return failed() || (outgoing_.empty() && std::all_of(slots.begin(), slots.end(), quiet));
@@ -111,7 +110,7 @@ public:
 
     // ---- connections
 
-    // Why an authenticated peer is refused; empty if it is welcome.
+    // Why an authenticated peer is refused; empty if it is accepted.
     std::string refuses(uint64_t session, uint32_t chunk_bytes) const {
         if (failed()) return "the link has failed";
         if (chunk_bytes < MIN_CHUNK || chunk_bytes > MAX_CHUNK) return "its chunk size is out of bounds";
@@ -125,7 +124,7 @@ public:
         peer_chunk_bytes_ = chunk_bytes;
         connection.link = this;
         connection.stage = Stage::READY;
-        connection.heard_ns = heard_ns_ = now;
+        connection.last_receive_ns = last_receive_ns_ = now;
         refused_since_ns_ = 0;
         grow(connection.slot + 1);
         attempts[connection.slot].failures = 0;
@@ -133,10 +132,10 @@ public:
         slots[connection.slot] = &connection;
         counters.ready++;
         for (auto &[number, lane] : lanes_)
-            if (lane.open) connection.say(CREDIT, number, lane.granted());
+            if (lane.open) connection.send(CREDIT, number, lane.granted());
     }
 
-    // Takes back what a connection carried. The loop closes it.
+    // Marks a connection as broken and queues its chunks for resending. The loop closes it.
     void lose(Connection &connection, const std::string &why) {
         if (!connection.dead.empty()) return;
         connection.dead = why;
@@ -146,13 +145,13 @@ public:
         counters.broken += !left();
         last_trouble_ = why;
         counters.resent_chunks += connection.unacknowledged.size();
-        for (const Chunk &chunk : connection.unacknowledged) pace_.lost(chunk.length);
+        for (const Chunk &chunk : connection.unacknowledged) pacer_.lost(chunk.length);
         resend_.insert(resend_.begin(), connection.unacknowledged.begin(), connection.unacknowledged.end());
         connection.unacknowledged.clear();
-        for (auto &[_, lane] : lanes_) lane.credit_due |= lane.open;  // the last word may be lost
+        for (auto &[_, lane] : lanes_) lane.credit_due |= lane.open;  // the last CREDIT may be lost
     }
 
-    // Time to connect and shake hands: some round trips, once they are known.
+    // Time limit for connecting and the handshake: some round trips, once known.
     int64_t attempt_limit() const {
         int64_t rtt = counters.rtt_ns;
         return rtt ? std::clamp<int64_t>(10 * rtt, SECOND * 3 / 10, options_.attempt_ns) : options_.attempt_ns;
@@ -166,33 +165,33 @@ public:
         else if (!refused_since_ns_) refused_since_ns_ = now;
     }
 
-    // Gives waiting chunks to free connections. Whether there is more to do.
+    // Sends queued chunks on connections that can take them. Returns whether there is more to do.
     bool pump(int64_t now) {
         now_ = now;
-        turn_++;
-        pace_.watch(now, counters.rtt_ns);
-        say_credit();
+        rotation_++;
+        pacer_.update(now, counters.rtt_ns);
+        send_credit();
         for (Connection *connection : slots)
             if (connection && connection->dead.empty()) flush(*connection);
         Chunk chunk;
         for (size_t left = 8 * slots.size(); left; left--) {
-            Connection *connection = pace_.ready(now_) ? freest() : nullptr;
+            Connection *connection = pacer_.ready(now_) ? least_loaded() : nullptr;
             if (!connection || !next_chunk(chunk)) return false;
             chunk.sent_ns = now_;
-            pace_.sent(chunk.length, now_);
+            pacer_.sent(chunk.length, now_);
             connection->begin(chunk);
             flush(*connection);
         }
         return true;
     }
 
-    // When `pump` can do more than now, if nothing else happens; 0 where that is not known.
-    int64_t due_ns() const { return pace_.due_ns(now_); }
+    // When `pump` can send more without any other event; 0 if unknown.
+    int64_t due_ns() const { return pacer_.due_ns(now_); }
 
-    // Where several connections share a long way, their windows need not be open at every moment.
-    Rest rest() const {
-        Rest least;
-        if (counters.ready < SHARED || !pace_.far()) return least;
+    // Several connections on a long route need not be served at every moment.
+    Batching batching() const {
+        Batching least;
+        if (counters.ready < SHARED || !pacer_.far()) return least;
         return {std::max<uint64_t>(least.bytes, 2 * options_.chunk_bytes), 2 * least.ns};
     }
 
@@ -200,13 +199,13 @@ public:
 
     void on_header(Connection &connection, int64_t now) {
         const Frame &frame = connection.in;
-        connection.heard_ns = heard_ns_ = now;
+        connection.last_receive_ns = last_receive_ns_ = now;
         if (frame.type == DATA) return take_chunk(connection);
-        if (frame.length) throw Broken("a frame with an impossible length");
+        if (frame.length) throw Broken("received a frame with an invalid length");
         switch (frame.type) {
             case ACK: acknowledge(connection, frame.offset, static_cast<double>(frame.message), now); break;
             case CREDIT: lanes_[frame.lane].credit = std::max(lanes_[frame.lane].credit, frame.offset); break;
-            case PING: connection.say(PONG, 0, frame.offset); break;
+            case PING: connection.send(PONG, 0, frame.offset); break;
             case PONG: {
                 int64_t rtt = now - static_cast<int64_t>(frame.offset), least = counters.rtt_ns;
                 if (rtt > 0 && (!least || rtt < least)) counters.rtt_ns = rtt;
@@ -216,7 +215,7 @@ public:
                 farewell_ = frame.tag_text();
                 lose(connection, farewell_);
                 break;
-            default: throw Broken("a frame of unknown type");
+            default: throw Broken("received a frame of unknown type");
         }
         connection.next_frame();
     }
@@ -225,7 +224,7 @@ public:
         if (connection.target == Connection::NOWHERE) {
             counters.duplicate_chunks += connection.in.lane != SINK;
         } else {
-            if (!connection.payload_intact()) throw Broken("a damaged chunk");
+            if (!connection.payload_intact()) throw Broken("received a chunk with a wrong checksum");
             another_reads(connection, [](Connection &other) { other.aim_nowhere(); });
             Lane &lane = lanes_[connection.in.lane];
             counters.received_bytes += connection.in.length;
@@ -243,35 +242,35 @@ public:
     void tick(int64_t now) {
         if (failed()) return;
         if (left() && !counters.ready)
-            return fail("ended by the other side: " + farewell_, farewell_ == CLOSED ? rank(peer) + " closed" : farewell_);
+            return fail("closed by the peer: " + farewell_, farewell_ == CLOSED ? rank(peer) + " closed" : farewell_);
         for (Connection *connection : slots) {
             if (!connection) continue;
-            if (now - connection->heard_ns > options_.stall_ns) {
+            if (now - connection->last_receive_ns > options_.stall_ns) {
                 lose(*connection, "silent for " + seconds(options_.stall_ns));
-            } else if (now - heard_ns_ < SECOND / 5 && connection->stuck(now - SECOND / 5)) {
-                // The line is up, and the kernel would wait longer and longer before it tries again.
+            } else if (now - last_receive_ns_ < SECOND / 5 && connection->stuck(now - SECOND / 5)) {
+                // The link works, and TCP's retransmission timeout would grow exponentially.
                 lose(*connection, "stuck while others move");
             } else if (now - connection->pinged_ns > options_.interval_ns) {
                 connection->pinged_ns = now;
-                connection->say(PING, 0, static_cast<uint64_t>(now));
+                connection->send(PING, 0, static_cast<uint64_t>(now));
             }
         }
         int64_t limit = session_ ? options_.deadline_ns : options_.patience_ns;
         std::string trouble = last_trouble_.empty() ? "" : "; last trouble: " + last_trouble_;
-        if (now - heard_ns_ > limit)
+        if (now - last_receive_ns_ > limit)
             fail((session_ ? "silent for " : "no contact within ") + seconds(limit) + trouble, lost());
         else if (session_ && refused_since_ns_ && now - refused_since_ns_ > 2 * SECOND && !counters.ready)
-            fail("the other process has ended" + trouble, lost());
+            fail("the other process has exited" + trouble, lost());
     }
 
-    // The machine slept or the process was stopped: that silence was ours.
+    // The machine or the process was suspended: the silence was on this side.
     void shift_deadlines(int64_t pause_ns) {
-        heard_ns_ += pause_ns;
+        last_receive_ns_ += pause_ns;
         for (Connection *connection : slots)
-            if (connection) connection->heard_ns += pause_ns;
+            if (connection) connection->last_receive_ns += pause_ns;
     }
 
-    // `cause` is what other links hear that stand and fall with this one, and the peer.
+    // `cause` is passed on to the peer, and to links that depend on this one.
     void fail(const std::string &why, const std::string &cause) {
         if (failed()) return;
         failure_ = "link " + name + ": " + why;
@@ -279,20 +278,20 @@ public:
         for (auto &message : outgoing_) completed_.push_back({message->request, failure_});
         for (auto &[_, lane] : lanes_) lane.fail(failure_, completed_);
         queue_.clear();
-        say_bye(cause);
+        send_bye(cause);
         for (Connection *connection : slots)
             if (connection) lose(*connection, failure_);
         resend_.clear();
         outgoing_.clear();
     }
 
-    void say_bye(const std::string &why) {
+    void send_bye(const std::string &why) {
         for (Connection *connection : slots) {
             if (!connection || !connection->dead.empty()) continue;
             try {
                 connection->flush();
                 if (connection->sending()) continue;
-                connection->say_bye(why);
+                connection->send_bye(why);
                 connection->flush();
             } catch (const Broken &) {
                 continue;
@@ -307,13 +306,13 @@ private:
     std::vector<Completed> &completed_;
     std::map<uint16_t, Lane> lanes_;
     std::vector<std::unique_ptr<Outgoing>> outgoing_;
-    std::deque<Outgoing *> queue_;  // those with chunks that were never sent, by turn
+    std::deque<Outgoing *> queue_;  // messages with unsent chunks, by priority
     std::deque<Chunk> resend_;
-    uint64_t session_ = 0;          // of the peer; 0 before the first contact
+    uint64_t session_ = 0;          // of the peer; 0 before the first connection
     uint32_t peer_chunk_bytes_ = 0;
-    int64_t heard_ns_, refused_since_ns_ = 0;
-    size_t turn_ = 0;
-    Pace pace_;
+    int64_t last_receive_ns_, refused_since_ns_ = 0;
+    size_t rotation_ = 0;
+    Pacer pacer_;
     int64_t now_ = 0;  // of the last `pump`
     std::string failure_, cause_, farewell_, last_trouble_;
 
@@ -351,25 +350,25 @@ private:
         }
     }
 
-    // Of the connections that take a chunk, the one with the fewest on their way: where a window is
-    // full, a chunk waits for a round trip, and its whole message with it.
-    Connection *freest() const {
-        Connection *found = nullptr;
+    // Of the connections that can take a chunk, the one with the fewest in flight: behind a full window
+    // a chunk, and so its message, would wait for a round trip.
+    Connection *least_loaded() const {
+        Connection *best = nullptr;
         for (Connection *connection : slots) {
             if (!connection || !connection->dead.empty() || !connection->stream.writable) continue;
             if (connection->sending() || connection->slot >= active) continue;
-            if (!found || connection->unacknowledged.size() < found->unacknowledged.size()) found = connection;
+            if (!best || connection->unacknowledged.size() < best->unacknowledged.size()) best = connection;
         }
-        return found;
+        return best;
     }
 
-    void say_credit() {
+    void send_credit() {
         for (auto &[number, lane] : lanes_) {
             if (!lane.credit_due) continue;
             for (size_t i = 0; i < slots.size() && lane.credit_due; i++) {
-                Connection *connection = slots[(turn_ + i) % slots.size()];
+                Connection *connection = slots[(rotation_ + i) % slots.size()];
                 if (!connection || !connection->dead.empty()) continue;
-                connection->say(CREDIT, number, lane.granted());
+                connection->send(CREDIT, number, lane.granted());
                 lane.credit_due = false;
             }
         }
@@ -377,12 +376,12 @@ private:
 
     void acknowledge(Connection &connection, uint64_t count, double arrived_ns, int64_t now) {
         if (count < connection.acknowledged || count - connection.acknowledged > connection.sent_whole())
-            throw Broken("an acknowledgement of what was never sent");
+            throw Broken("received an acknowledgement of unsent chunks");
         for (; connection.acknowledged < count; connection.acknowledged++) {
             Chunk chunk = connection.unacknowledged.front();
             connection.unacknowledged.pop_front();
             counters.sent_bytes += chunk.length;
-            pace_.delivered(chunk.length, chunk.sent_ns, arrived_ns, now);
+            pacer_.delivered(chunk.length, chunk.sent_ns, arrived_ns, now);
             if (--chunk.message->unacknowledged) continue;
             completed_.push_back({chunk.message->request, ""});
             outgoing_.erase(std::find_if(outgoing_.begin(), outgoing_.end(),
@@ -393,25 +392,25 @@ private:
     void take_chunk(Connection &connection) {
         const Frame &frame = connection.in;
         auto lane = lanes_.find(frame.lane);
-        if (lane == lanes_.end() || !lane->second.open) throw Broken("a chunk for a lane that is not open");
+        if (lane == lanes_.end() || !lane->second.open) throw Broken("received a chunk for a lane that is not open");
         if (frame.length > peer_chunk_bytes_ || frame.total > MAX_MESSAGE || frame.offset % peer_chunk_bytes_ ||
             (frame.offset >= frame.total && frame.offset) ||
             frame.length != std::min<uint64_t>(peer_chunk_bytes_, frame.total - frame.offset))
-            throw Broken("a chunk with an impossible length");
+            throw Broken("received a chunk with an invalid length");
         if (frame.lane == SINK) return connection.aim(Connection::NOWHERE, nullptr);
         Incoming *message = lane->second.arriving(frame, peer_chunk_bytes_, completed_);
         check_sizes(lane->second);
         if (failed() || !message) return connection.aim(Connection::NOWHERE, nullptr);
         if (message->receive && !another_reads(connection))
             return connection.aim(Connection::RECEIVE, message->receive->data + frame.offset);
-        if (!lane->second.stash_has_room(frame.length)) throw Broken("more than it has credit for");
+        if (!lane->second.stash_has_room(frame.length)) throw Broken("the peer sent more than its credit");
         connection.stash.resize(frame.length);
         connection.aim(Connection::STASH, connection.stash.data());
     }
 
-    // Whether the chunk that a connection reads is being read over another as well, of which the
-    // peer has given up one. Which of the two, only the peer knows; so both go on, each into memory
-    // of its own, until one is whole: what is acknowledged is here.
+    // Whether another connection is receiving the same chunk, because the peer gave up one of the two
+    // and resent it. Only the peer knows which, so both continue into separate memory until one is
+    // complete: a chunk is acknowledged only once it is stored.
     bool another_reads(Connection &connection, void (*then)(Connection &) = [](Connection &) {}) {
         const Frame &frame = connection.in;
         bool found = false;

@@ -1,4 +1,4 @@
-// Messages of one direction of a link: cut into chunks at one end, made whole again at the other.
+// Messages of one direction of a link: split into chunks by the sender, reassembled by the receiver.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -13,12 +13,12 @@
 
 namespace weft {
 
-// What an application waits for. `state` and `error` are guarded by the endpoint's `done` mutex.
+// A send or receive that the application waits for. The endpoint's `done` mutex guards `state` and `error`.
 struct Request {
     enum State { PENDING = 0, DONE = 1, FAILED = -1 };
     State state = PENDING;
     std::string error;
-    std::function<void(const std::string &error)> then;  // instead of a waiting application, on the loop
+    std::function<void(const std::string &error)> then;  // callback on the loop, instead of a waiting application
 
     static inline std::atomic<uint64_t> alive{0};
     Request() { alive++; }
@@ -30,16 +30,16 @@ inline uint64_t num_chunks(uint64_t total, uint32_t chunk_bytes) {
     return std::max<uint64_t>(1, (total + chunk_bytes - 1) / chunk_bytes);
 }
 
-// A message that is being sent. It ends when every chunk has been acknowledged.
+// A message that is being sent; complete when all chunks are acknowledged.
 struct Outgoing {
     Request *request;
     const char *data;
     uint64_t total;
     std::string tag;
-    uint32_t turn = 0;   // messages of less go first, those of the same in order
+    uint32_t priority = 0;   // lower goes first; FIFO among equals
     uint16_t lane = 0;
     uint64_t ordinal = 0;
-    uint64_t start = 0;  // in the lane's stream of bytes, which credit counts
+    uint64_t start = 0;  // offset in the lane's byte stream, in which credit is counted
     uint64_t next_chunk = 0, unacknowledged = 0;
 };
 
@@ -50,7 +50,7 @@ struct Chunk {
     int64_t sent_ns = 0;
 };
 
-// A receive that the application has posted.
+// A posted receive.
 struct Receive {
     Request *request;
     char *data;
@@ -58,47 +58,47 @@ struct Receive {
     std::string tag;
 };
 
-// A message that is arriving. Until its receive is posted, its chunks are stashed, and it takes
-// memory for those only: how large it shall become is what the peer says.
+// A message that is arriving. Until its receive is posted its chunks are stashed. Memory is allocated
+// for arrived chunks only, because the total size is the peer's claim.
 struct Incoming {
     std::string tag;
-    uint32_t turn;
+    uint32_t priority;
     uint64_t total;
     uint64_t missing;
     std::unique_ptr<Receive> receive;
-    std::vector<bool> here;                       // by chunk, once the receive is known
-    std::map<uint64_t, std::vector<char>> stash;  // by offset, until then
+    std::vector<bool> arrived;                       // by chunk, once the receive is posted
+    std::map<uint64_t, std::vector<char>> stash;  // by offset, before that
 
     bool has(uint64_t offset, uint32_t chunk_bytes) const {
-        return !missing || (receive ? here[offset / chunk_bytes] : stash.count(offset) > 0);
+        return !missing || (receive ? arrived[offset / chunk_bytes] : stash.count(offset) > 0);
     }
 };
 
 struct Completed {
     Request *request;
-    std::string error;  // empty: well
+    std::string error;  // empty on success
 };
 
-// One independent sequence of messages of a link, both halves.
+// A lane: one independent message sequence of a link, in both directions.
 class Lane {
 public:
     // ---- sending
     uint64_t next_ordinal = 0, stream_bytes = 0, credit = 0;
     // ---- receiving
-    bool open = false;  // the application knows it
+    bool open = false;  // opened by the application
     uint64_t buffer_bytes = 0;
     bool credit_due = false;
-    std::string disagreement;  // of the two ends on what may be sent: the link cannot go on
-    // ---- relaying: where it is set, messages go on to another link, in their order
-    std::function<void(const std::string &tag, uint32_t turn, std::shared_ptr<char[]> data, uint64_t total)> relay;
+    std::string disagreement;  // protocol error between the two ends, which is fatal for the link
+    // ---- relaying: if set, messages are forwarded to another link, in order
+    std::function<void(const std::string &tag, uint32_t priority, std::shared_ptr<char[]> data, uint64_t total)> relay;
 
-    // The next link has taken a message that was relayed: there is room for as much again.
+    // The next link has sent a relayed message: grant as much credit again.
     void relayed(uint64_t total) {
         posted_bytes_ += total;
         credit_due = true;
     }
 
-    // What the sender may have sent: every posted byte, and what the stash can hold.
+    // Credit: how much of the lane's byte stream the peer may send, posted receives plus the stash.
     uint64_t granted() const { return posted_bytes_ + buffer_bytes; }
 
     void post(std::unique_ptr<Receive> receive, std::vector<Completed> &completed) {
@@ -110,28 +110,29 @@ public:
         match(tag, completed);
     }
 
-    // The message that a chunk belongs to; null where that chunk is here already.
+    // The message that a chunk belongs to; null for a duplicate.
     Incoming *arriving(const Frame &frame, uint32_t chunk_bytes, std::vector<Completed> &completed) {
         if (frame.message < done_below_ || done_.count(frame.message)) return nullptr;
         if (relay && frame.total > buffer_bytes)
-            refuse("a relayed message of " + std::to_string(frame.total) + " bytes: at most " +
-                   std::to_string(buffer_bytes) + " are passed on at once");
-        if (early_ >= MAX_EARLY && !incoming_.count(frame.message))
-            refuse("more than " + std::to_string(MAX_EARLY) + " messages came before their receives");
+            refuse("a relayed message of " + std::to_string(frame.total) + " bytes: the limit is " +
+                   std::to_string(buffer_bytes) + " bytes");
+        if (unexpected_ >= MAX_UNEXPECTED && !incoming_.count(frame.message))
+            refuse("more than " + std::to_string(MAX_UNEXPECTED) +
+                   " messages arrived before their receives were posted");
         if (!disagreement.empty()) return nullptr;
         auto [found, fresh] = incoming_.try_emplace(frame.message);
         Incoming &message = found->second;
         if (fresh) {
             message.tag = frame.tag_text();
-            message.turn = frame.turn;
+            message.priority = frame.priority;
             message.total = frame.total;
             message.missing = num_chunks(frame.total, chunk_bytes);
             chunk_bytes_ = chunk_bytes;
-            early_++;
+            unexpected_++;
             open_next(completed);
         }
         if (message.total != frame.total || message.tag != frame.tag_text())
-            throw Broken("chunks of one message that do not agree");
+            throw Broken("received inconsistent chunks of one message");
         return message.has(frame.offset, chunk_bytes) ? nullptr : &message;
     }
 
@@ -139,13 +140,13 @@ public:
         return stashed_bytes_ + length <= buffer_bytes + outstanding_bytes_;
     }
 
-    // A chunk has arrived whole; `stashed` holds it, unless it lies in the receive's memory already.
+    // A chunk is complete: in `stashed`, or in the receive's memory already.
     void arrived(const Frame &frame, uint32_t chunk_bytes, std::vector<char> &&stashed,
                  std::vector<Completed> &completed) {
         Incoming &message = incoming_.at(frame.message);
         message.missing--;
         if (message.receive) {
-            message.here[frame.offset / chunk_bytes] = true;
+            message.arrived[frame.offset / chunk_bytes] = true;
             if (!stashed.empty()) memcpy(message.receive->data + frame.offset, stashed.data(), stashed.size());
         } else {
             stashed_bytes_ += stashed.size();
@@ -154,8 +155,8 @@ public:
         finish(frame.message, message, completed);
     }
 
-    // Everything that is waited for here fails. What came whole and was acknowledged stays for
-    // receives that are still to be posted: its sender believes it delivered.
+    // Fails all pending receives. Complete messages stay for receives posted later, because their
+    // sender has been told that they were delivered.
     void fail(const std::string &why, std::vector<Completed> &completed) {
         for (auto &[_, same] : by_tag_) {
             for (auto &receive : same.receives) completed.push_back({receive->request, why});
@@ -165,7 +166,7 @@ public:
             if (message.receive) completed.push_back({message.receive->request, why});
     }
 
-    // A receive posted after the link has failed: it gets its message, or fails at once.
+    // A receive posted after the link failed gets its message if that is complete, and fails otherwise.
     void post_late(std::unique_ptr<Receive> receive, const std::string &why, std::vector<Completed> &completed) {
         Request *request = receive->request;
         std::string tag = receive->tag;
@@ -177,7 +178,7 @@ public:
     }
 
 private:
-    static constexpr size_t MAX_EARLY = 1 << 16;  // messages that wait for their receives
+    static constexpr size_t MAX_UNEXPECTED = 1 << 16;  // unexpected messages: those without a posted receive
 
     uint32_t chunk_bytes_ = 1;  // of the peer
     uint64_t posted_bytes_ = 0, outstanding_bytes_ = 0, stashed_bytes_ = 0;
@@ -185,15 +186,15 @@ private:
         std::deque<std::unique_ptr<Receive>> receives;
         std::deque<uint64_t> messages;
     };
-    std::map<std::string, Same> by_tag_;  // what waits for its counterpart
+    std::map<std::string, Same> by_tag_;  // unmatched receives and messages
     std::map<uint64_t, Incoming> incoming_;
-    size_t early_ = 0;     // of those, without a receive
-    uint64_t opened_ = 0;  // every message below it is known by its tag
+    size_t unexpected_ = 0;     // unexpected messages among them
+    uint64_t opened_ = 0;  // the tags of all messages below it are known
     uint64_t done_below_ = 0;
     std::set<uint64_t> done_;
 
-    // Messages whose predecessors are all known, by tag: only they take part, for an unknown one
-    // might bear the same tag.
+    // Matches messages in order: only once all earlier messages are known, since an earlier one might
+    // have the same tag.
     void open_next(std::vector<Completed> &completed) {
         for (auto next = incoming_.find(opened_); next != incoming_.end(); next = incoming_.find(opened_)) {
             uint64_t ordinal = opened_++;
@@ -207,7 +208,7 @@ private:
         }
     }
 
-    // Gives the k-th receive of a tag the k-th message of that tag.
+    // Matches the k-th receive of a tag with its k-th message.
     void match(const std::string &tag, std::vector<Completed> &completed) {
         auto found = by_tag_.find(tag);
         auto &[receives, messages] = found->second;
@@ -225,18 +226,18 @@ private:
         if (receives.empty() && messages.empty()) by_tag_.erase(found);
     }
 
-    // A message has a place of its own from now on.
+    // Moves a message's stash into its receive's memory; later chunks go there directly.
     void adopt(Incoming &message, std::unique_ptr<Receive> receive) {
-        message.here.resize(num_chunks(message.total, chunk_bytes_));
+        message.arrived.resize(num_chunks(message.total, chunk_bytes_));
         for (auto &[offset, bytes] : message.stash) {
-            message.here[offset / chunk_bytes_] = true;
+            message.arrived[offset / chunk_bytes_] = true;
             if (bytes.empty()) continue;
             memcpy(receive->data + offset, bytes.data(), bytes.size());
             stashed_bytes_ -= bytes.size();
         }
         message.stash.clear();
         message.receive = std::move(receive);
-        early_--;
+        unexpected_--;
     }
 
     void refuse(const std::string &why) {
@@ -245,21 +246,22 @@ private:
 
     struct Relayed {
         std::string tag;
-        uint32_t turn;
+        uint32_t priority;
         std::shared_ptr<char[]> data;
         uint64_t total;
-        bool whole = false;
+        bool complete = false;
     };
     std::deque<std::shared_ptr<Relayed>> relayed_;
 
     void take_for_relay(uint64_t ordinal, Incoming &message, std::vector<Completed> &completed) {
         std::shared_ptr<char[]> data(new char[std::max<uint64_t>(1, message.total)]);
-        relayed_.push_back(std::make_shared<Relayed>(Relayed{message.tag, message.turn, data, message.total}));
+        relayed_.push_back(std::make_shared<Relayed>(Relayed{message.tag, message.priority, data, message.total}));
         auto *request = new Request;
         request->then = [this, entry = relayed_.back()](const std::string &error) {
-            entry->whole = error.empty();
-            for (; !relayed_.empty() && relayed_.front()->whole; relayed_.pop_front())
-                relay(relayed_.front()->tag, relayed_.front()->turn, relayed_.front()->data, relayed_.front()->total);
+            entry->complete = error.empty();
+            for (; !relayed_.empty() && relayed_.front()->complete; relayed_.pop_front())
+                relay(relayed_.front()->tag, relayed_.front()->priority, relayed_.front()->data,
+                      relayed_.front()->total);
         };
         outstanding_bytes_ += message.total;
         adopt(message, std::unique_ptr<Receive>(new Receive{request, data.get(), message.total, message.tag}));

@@ -1,4 +1,4 @@
-"""The WAN of a running job: each rank's links to other sites, probed where asked, and the channels over them."""
+"""The WAN links of a job: opens and probes each rank's links to other sites, and provides their channels."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from weft.comm.wan.probe import MOST, LinkProfile, probe_both
 from weft.conf.schema import CommConfig
 
 _log = logging.getLogger(__name__)
-_READABLE = (
-    "comm.tls=false: hidden states, their gradients and the schedule's tags travel readable between sites, and who can "
-    "rewrite TCP streams on the way can alter them; set comm.tls=true unless the links are private"
+_NO_TLS_WARNING = (
+    "comm.tls=false: hidden states, gradients and tags are sent between sites unencrypted, and can be read and altered "
+    "on the way; set comm.tls=true unless the links are private"
 )
-_INSIDE_CONNECTIONS = 2  # between the relays of one site, whose network is fast
+_INSIDE_CONNECTIONS = 2  # between ranks of one site
 
 Hop = tuple[int, int]
 T = TypeVar("T")
 
 
 class WanNetwork:
-    """What a rank holds of the job's WAN.
+    """A rank's part of the job's WAN.
 
     Attributes:
-        channels: for each hop (sender, receiver) that touches this rank, its channel.
-        turns: by tag of what this rank sends, its turn among the transfers of its DP-cell;
-            whoever has the schedule fills it in.
-        profiles: what the probes of all ranks found, by hop; empty where none was asked for.
+        channels: the channel of each hop (sender, receiver) of this rank.
+        priorities: by tag, the priority of this rank's sends among the transfers of its DP-cell; the
+            engine fills it in from the schedule.
+        profiles: all ranks' probe results, by hop; empty if nothing was probed.
     """
 
     def __init__(self, endpoint: WanEndpoint | None) -> None:
-        """Made by `join`; a rank with no neighbour at another site has no endpoint."""
+        """Use `join`; a rank without a neighbour at another site has no endpoint."""
         self.endpoint = endpoint
         self.channels: dict[Hop, WanChannel] = {}
-        self.turns: dict[str, int] = {}
+        self.priorities: dict[str, int] = {}
         self.profiles: dict[Hop, LinkProfile] = {}
 
     @classmethod
@@ -57,33 +57,33 @@ class WanNetwork:
         """Open the links of every cell; a collective call over the whole world.
 
         Args:
-            cells: every crossing of the job, the same on every rank; pipelines that share
-                nothing are cells of one.
+            cells: all crossings of the job, the same on every rank; a pipeline that shares no
+                uplinks is a cell of its own.
 
         Raises:
             ChannelError: on every rank: a link could not be opened, or a probe failed.
-            ValueError: on every rank: no key, or an interface that is not there.
+            ValueError: on every rank: there is no key, or the interface does not exist.
         """
         me = dist.get_rank()
         mine = [cell for cell in cells if me in (*cell.near, *cell.far)]
         if cells and me == 0 and not comm.tls:
-            _log.warning(_READABLE)
+            _log.warning(_NO_TLS_WARNING)
         attempt = gather(secrets.token_hex(16))[0]  # rank 0's
-        endpoint = _agreed(lambda: _listen(me, attempt, comm, device) if mine else None)
+        endpoint = _on_all_ranks(lambda: _listen(me, attempt, comm, device) if mine else None)
         addresses = gather(endpoint.address if endpoint else None)
         network = cls(endpoint)
         for cell in mine:
             network._open(cell, addresses, comm)
-        _agreed(lambda: network._await_contact(comm.deadline_s))
+        _on_all_ranks(lambda: network._await_connections(comm.deadline_s))
         if not comm.connections:
-            found = _agreed(lambda: network._probe(mine))
+            found = _on_all_ranks(lambda: network._probe(mine))
             network.profiles = {
                 hop: profile for profiles in gather(found, kinds=(LinkProfile,)) for hop, profile in profiles.items()
             }
         return network
 
     def close(self) -> None:
-        """Say goodbye to the peers; a collective call, for a rank relays until nobody needs it."""
+        """Close all links; a collective call, because ranks relay for each other."""
         dist.barrier()
         if self.endpoint is not None:
             self.endpoint.close()
@@ -97,10 +97,10 @@ class WanNetwork:
                 connections = (comm.connections or MOST) if peer == opposite else _INSIDE_CONNECTIONS
                 address = addresses[peer] if me < peer else None
                 self.endpoint.link(peer, address=address, connections=connections)
-        channel = join(self.endpoint, cell, turns=self.turns)
+        channel = join(self.endpoint, cell, priorities=self.priorities)
         self.channels |= {(me, opposite): channel, (opposite, me): channel}
 
-    def _await_contact(self, deadline_s: float) -> None:
+    def _await_connections(self, deadline_s: float) -> None:
         if self.endpoint is None:
             return
         limit = monotonic() + deadline_s
@@ -108,13 +108,13 @@ class WanNetwork:
             while not self.endpoint.counters(peer).ready:
                 if monotonic() > limit:
                     raise ChannelError(
-                        f"link {self.endpoint.peers[peer]}: no contact within comm.deadline_s={deadline_s:g}; "
-                        "is comm.interface the one that other sites reach, and WEFT_KEY the same everywhere?"
+                        f"link {self.endpoint.peers[peer]}: no connection within comm.deadline_s={deadline_s:g}; "
+                        "check that other sites can reach comm.interface and that WEFT_KEY is the same everywhere"
                     )
                 sleep(0.01)
 
     def _probe(self, cells: Sequence[Cell]) -> dict[Hop, LinkProfile]:
-        """The profiles of the hops that leave this rank."""
+        """Probe the hops that start at this rank."""
         found: dict[Hop, LinkProfile] = {}
         if self.endpoint is not None:
             me = self.endpoint.rank
@@ -139,7 +139,7 @@ def _listen(rank: int, attempt: str, comm: CommConfig, device: torch.device) -> 
 
 
 def _address(interface: str) -> str:
-    """This host's address on ``interface``, or on the one that reaches the job's first rank."""
+    """This host's address on ``interface``; by default on the route to rank 0."""
     if interface:
         found = psutil.net_if_addrs()
         for entry in found.get(interface, ()):
@@ -149,13 +149,13 @@ def _address(interface: str) -> str:
     family, kind, *_, master = socket.getaddrinfo(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), type=socket.SOCK_DGRAM
     )[0]
-    with socket.socket(family, kind) as way:
-        way.connect(master)  # sends nothing: it only asks for the route
-        return way.getsockname()[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(master)  # looks up the route; sends nothing
+        return probe.getsockname()[0]
 
 
-def _agreed(action: Callable[[], T]) -> T:
-    """What ``action`` returns; where it fails on any rank, every rank raises the first such rank's error."""
+def _on_all_ranks(action: Callable[[], T]) -> T:
+    """The result of ``action``; if it fails on any rank, all ranks raise the first failing rank's error."""
     outcome = attempt(action, catch=(ValueError, ChannelError))
     if (failure := outcome.failure) is not None:
         raise (ChannelError if failure.kind == ChannelError.__name__ else ValueError)(failure.text) from failure.cause

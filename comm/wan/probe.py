@@ -1,4 +1,4 @@
-"""The probe of a link: how far it is, what one connection carries, and how many it takes to fill it."""
+"""Link probing: round trip, throughput of one connection, and how many connections saturate the link."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from weft.comm.wan.endpoint import SINK_LANE, WanEndpoint
 from weft.conf.files import JsonCache
 
 TOLERANCE = 0.05
-"""More connections are not worth it for less than this share of the rate."""
+"""Relative gain below which more connections are not used."""
 
 MOST = 32
-"""Connections that a probe tries at most, unless told."""
+"""Default for the maximum number of connections that a probe tries."""
 
 _MESSAGE_BYTES = 1 << 18
-_WINDOW_MESSAGES = 16  # of one connection, generously
+_WINDOW_MESSAGES = 16  # more than the window of one connection
 _REPORT_BYTES = 4096
-_PATIENCE_OPPOSED = 4.0  # acknowledgements wait behind the other side's chunks until both have found their pace
+_PATIENCE_OPPOSED = 4.0  # times longer, until both directions' pacing has converged
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkProfile:
-    """One direction of a link, as a probe found it.
+    """The measured properties of one direction of a link.
 
     Attributes:
-        rtt_s: shortest round trip.
-        rates_bps: pairs of connections and the payload bits per second that they carried together.
-        opposed_bps: what they carried while as much came the other way, so that acknowledgements
-            shared the line with payload; 0 where only one way was measured.
+        rtt_s: minimum round-trip time.
+        rates_bps: pairs of (number of connections, their total payload bits per second).
+        opposed_bps: rate while the other direction was saturated too, so that acknowledgements shared
+            the line with payload; 0 if only one direction was measured.
     """
 
     rtt_s: float
@@ -45,32 +45,32 @@ class LinkProfile:
 
     @property
     def latency_s(self) -> float:
-        """One-way delay, taken as half the round trip."""
+        """One-way delay: half the round trip."""
         return self.rtt_s / 2
 
     @property
     def single_bps(self) -> float:
-        """What one connection carried."""
+        """Rate of one connection."""
         return dict(self.rates_bps)[1]
 
     @property
     def aggregate_bps(self) -> float:
-        """The most that any number of connections carried."""
+        """The maximum rate over all numbers of connections."""
         return max(dict(self.rates_bps).values())
 
     @property
     def training_bps(self) -> float:
-        """What a pipeline may count on: activations go one way while gradients come the other."""
+        """The rate for training, in which activations and gradients travel in opposite directions."""
         return self.opposed_bps or self.aggregate_bps
 
     @property
     def connections(self) -> int:
-        """The fewest connections that carry what more would not exceed by `TOLERANCE` (Atlas 4.1)."""
+        """The fewest connections that saturate the link, within `TOLERANCE` (Atlas 4.1)."""
         return fewest(dict(self.rates_bps))
 
 
 def fewest(rates_bps: Mapping[int, float]) -> int:
-    """The least number of connections whose rate no greater number exceeds by `TOLERANCE`."""
+    """The smallest number of connections whose rate no larger number exceeds by more than `TOLERANCE`."""
     return min(
         count
         for count, rate in rates_bps.items()
@@ -79,11 +79,11 @@ def fewest(rates_bps: Mapping[int, float]) -> int:
 
 
 def search(measure: Callable[[int], float], *, most: int) -> dict[int, float]:
-    """Rates by number of connections: doubling until it gains nothing twice, then halving the gap.
+    """Rates by number of connections: doubles until two steps gain nothing, then bisects.
 
     Args:
-        measure: bits per second of that many connections.
-        most: the greatest number to try.
+        measure: bits per second of a number of connections.
+        most: the maximum number to try.
     """
     rates = {1: measure(1)}
     idle = 0
@@ -103,15 +103,15 @@ def search(measure: Callable[[int], float], *, most: int) -> dict[int, float]:
 def probe(
     endpoint: WanEndpoint, peer: int, *, most: int = MOST, seconds: float = 0.5, message_bytes: int = _MESSAGE_BYTES
 ) -> LinkProfile:
-    """Measure the way from ``endpoint`` to ``peer``; the peer needs no more than its own endpoint.
+    """Measure the direction from ``endpoint`` to ``peer``; the peer only needs an endpoint.
 
-    Afterwards the link uses the number of connections that was found.
+    Afterwards the link uses the best number of connections.
 
     Args:
-        most: the greatest number of connections to try; the side that opens the link's
-            connections must have been given at least as many.
-        seconds: time of each measurement, after as long again to settle.
-        message_bytes: size of its messages; 16 should be more than a connection's window.
+        most: the maximum number of connections to try; the link must have been opened with at
+            least as many.
+        seconds: duration of each measurement, and of the warm-up before it.
+        message_bytes: size of its messages; 16 of them should exceed a connection's window.
 
     Raises:
         ChannelError: the link failed.
@@ -124,7 +124,7 @@ def probe(
 
 
 class _Meter:
-    """Keeps a link busy and watches what the peer acknowledges."""
+    """Saturates a link and measures the acknowledged bytes."""
 
     def __init__(
         self,
@@ -140,16 +140,16 @@ class _Meter:
         self._channel = endpoint.channel(peer, lane=SINK_LANE)
         self._block = torch.zeros(message_bytes, dtype=torch.uint8)
         self._best_bps = best_bps
-        self._channel.send("first", self._block).wait()  # there is contact
+        self._channel.send("first", self._block).wait()  # the link is connected
         limit = monotonic() + 5.0
         while not endpoint.counters(peer).rtt_s and monotonic() < limit:
             sleep(0.01)
 
     def rate_bps(self, connections: int, *, patience: float = 1.0) -> float:
-        """What that many connections carry once they are up to speed, ``patience`` times as long as usual."""
+        """Steady-state rate of that many connections, measured ``patience`` times as long as usual."""
         self._endpoint.use(self._peer, connections)
         rtt_s = self._endpoint.counters(self._peer).rtt_s
-        # Twice what the line holds if this doubles the best rate, or a window's worth.
+        # Twice the bandwidth-delay product if this doubles the best rate, at least a window.
         in_flight = max(_WINDOW_MESSAGES, 4 * self._best_bps / 8 * rtt_s / self._block.nbytes) + connections
         handles = deque(self._send() for _ in range(int(in_flight)))
         self._keep_busy(handles, patience * max(self._seconds, 10 * rtt_s))
@@ -182,15 +182,15 @@ def probe_both(
     seconds: float = 0.5,
     message_bytes: int = _MESSAGE_BYTES,
 ) -> tuple[LinkProfile, LinkProfile]:
-    """Measure each direction alone, then both at once; both ends call it, one of them with ``first``.
+    """Measure each direction alone, then both at once; called at both ends, at one of them with ``first``.
 
     Args:
-        connections: that carry both ways at once, and all that comes later; 0: the fewest that
-            fill the way to ``peer``.
+        connections: number to use for both directions and afterwards; 0: the fewest that saturate the
+            direction to ``peer``.
         most, seconds, message_bytes: as of `probe`.
 
     Returns:
-        The way to ``peer``, and the way from it.
+        The profiles of the directions to ``peer`` and from it.
 
     Raises:
         ChannelError: the link failed.
@@ -200,14 +200,14 @@ def probe_both(
     if not first:
         theirs.wait()
     mine = probe(endpoint, peer, **effort)
-    _tell(endpoint, peer, mine)
-    theirs.wait()  # now both are here, but for the time that a message takes
+    _send_profile(endpoint, peer, mine)
+    theirs.wait()  # synchronises both ends, up to the latency of a message
     theirs = _expect_profile(endpoint, peer)
     meter = _Meter(endpoint, peer, best_bps=mine.aggregate_bps, **effort)
     connections = connections or mine.connections
     mine = replace(mine, opposed_bps=meter.rate_bps(connections, patience=_PATIENCE_OPPOSED))
     endpoint.use(peer, connections)
-    _tell(endpoint, peer, mine)
+    _send_profile(endpoint, peer, mine)
     return mine, _profile(json.loads(bytes(theirs.wait().numpy()).decode()))
 
 
@@ -215,7 +215,7 @@ def _expect_profile(endpoint: WanEndpoint, peer: int) -> Handle:
     return endpoint.channel(peer).recv("profile", TensorSpec((_REPORT_BYTES,), torch.uint8))
 
 
-def _tell(endpoint: WanEndpoint, peer: int, profile: LinkProfile) -> None:
+def _send_profile(endpoint: WanEndpoint, peer: int, profile: LinkProfile) -> None:
     text = json.dumps(asdict(profile)).encode().ljust(_REPORT_BYTES)
     endpoint.channel(peer).send("profile", torch.frombuffer(bytearray(text), dtype=torch.uint8)).wait()
 
@@ -227,7 +227,7 @@ def _profile(raw: Mapping) -> LinkProfile:
 
 @dataclass(frozen=True)
 class ProfileCache:
-    """Profiles of one topology's links, in a file that several processes may write.
+    """A file cache of the link profiles of one topology; several processes may write it.
 
     Attributes:
         path: the file.
@@ -236,12 +236,12 @@ class ProfileCache:
     path: Path
 
     def read(self) -> dict[str, LinkProfile]:
-        """All profiles by link name; empty where nothing was probed, or the file is no longer readable."""
+        """All profiles by link name; empty if there are none, or the file is unreadable."""
         try:
             return {name: _profile(raw) for name, raw in JsonCache(self.path).read().items()}
         except (ValueError, KeyError, TypeError, AttributeError):
             return {}
 
     def add(self, profiles: Mapping[str, LinkProfile]) -> None:
-        """Put ``profiles`` beside those that are there."""
+        """Add ``profiles``."""
         JsonCache(self.path).add({name: asdict(profile) for name, profile in profiles.items()})

@@ -1,7 +1,7 @@
-"""Host memory for received tensors that is taken again when its tensor is gone.
+"""A caching allocator of host memory for received tensors.
 
-The kernel clears every page before its first use, which costs more than receiving into it. A
-step receives what the step before it did, so memory that has been in use once is enough.
+The kernel zeroes every page on first use, which costs more than receiving into it. Each step
+receives the same sizes, so blocks are reused once their tensors are garbage collected.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from torch import Tensor
 from weft.comm.channel import TensorSpec
 
 LEAST_BYTES = 128 << 10
-"""Smaller tensors are left to torch, whose allocator takes memory again by itself."""
-_GRAIN = 64 << 10  # sizes are rounded up to it, so that nearly equal ones share blocks
+"""Smaller tensors are left to torch, whose allocator reuses memory of this size."""
+_GRAIN = 64 << 10  # sizes are rounded up to a multiple, so that similar ones share blocks
 
 
 class ReusedMemory:
-    """Blocks of memory, free or in use; together never more than were in use at one time."""
+    """Blocks, free or in use; in total never more bytes than the peak in use."""
 
     def __init__(self) -> None:
-        """Begin with none."""
-        self._free: OrderedDict[int, mmap.mmap] = OrderedDict()  # by number; who is free for longest comes first
-        self._given_back: deque[tuple[int, mmap.mmap]] = deque()  # by whichever thread drops a tensor
+        """Start empty."""
+        self._free: OrderedDict[int, mmap.mmap] = OrderedDict()  # by number; least recently freed first
+        self._returned: deque[tuple[int, mmap.mmap]] = deque()  # appended by whichever thread drops a tensor
         self._taken = 0
         self._used_bytes = self._free_bytes = self._most_bytes = 0
 
     @property
     def num_bytes(self) -> int:
-        """What all blocks take."""
-        self._take_back()
+        """Total size of all blocks."""
+        self._collect_returned()
         return self._used_bytes + self._free_bytes
 
     def tensor(self, spec: TensorSpec) -> Tensor:
-        """A tensor with arbitrary content; its memory is free again when nothing refers to it."""
+        """An uninitialised tensor; its memory is reused when it is garbage collected."""
         count = torch.Size(spec.shape).numel()
         num_bytes = count * spec.dtype.itemsize
         if num_bytes < LEAST_BYTES:
@@ -45,20 +45,20 @@ class ReusedMemory:
         block = self._block(-(-num_bytes // _GRAIN) * _GRAIN)
         self._taken += 1
         view = memoryview(block)
-        weakref.finalize(view, self._given_back.append, (self._taken, block)).atexit = False
+        weakref.finalize(view, self._returned.append, (self._taken, block)).atexit = False
         return torch.frombuffer(view, dtype=spec.dtype, count=count).view(spec.shape)
 
     def close(self) -> None:
-        """Let go of what is free; what is in use goes with its tensors."""
-        self._take_back()
+        """Release free blocks; those in use are released with their tensors."""
+        self._collect_returned()
         self._free.clear()
         self._free_bytes = 0
 
     def _block(self, size: int) -> mmap.mmap:
-        self._take_back()
+        self._collect_returned()
         self._used_bytes += size
         self._most_bytes = max(self._most_bytes, self._used_bytes)
-        for number in reversed(self._free):  # the last used is likeliest to be in a cache
+        for number in reversed(self._free):  # the most recently used is likeliest to be in the CPU's cache
             if len(self._free[number]) == size:
                 self._free_bytes -= size
                 return self._free.pop(number)
@@ -66,9 +66,9 @@ class ReusedMemory:
             self._free_bytes -= len(self._free.popitem(last=False)[1])
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
-    def _take_back(self) -> None:
-        while self._given_back:
-            number, block = self._given_back.popleft()
+    def _collect_returned(self) -> None:
+        while self._returned:
+            number, block = self._returned.popleft()
             self._free[number] = block
             self._used_bytes -= len(block)
             self._free_bytes += len(block)

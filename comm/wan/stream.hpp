@@ -1,4 +1,4 @@
-// One TCP connection, in the clear or under TLS, that never blocks.
+// A non-blocking TCP connection, with or without TLS.
 #pragma once
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -57,21 +57,21 @@ struct Address {
 class Stream {
 public:
     const int fd;
-    // Edge-triggered readiness: set by the loop, cleared when a call has found nothing more to do.
-    // Under TLS more may be readable than the kernel has.
+    // Edge-triggered readiness: set by the loop, cleared when a call would block. With TLS there may be
+    // more to read than the kernel has.
     bool readable = false, writable = false;
-    bool ended = false;  // the other side sends no more, so what comes last is the end
+    bool ended = false;  // the peer has shut down its side: after the remaining data comes EOF
 
     explicit Stream(int fd) : fd(fd) {}
-    void has_come() { readable = arrived_ = true; }
+    void mark_readable() { readable = arrived_ = true; }
     ~Stream() {
         if (tls_) openssl().SSL_free(tls_);
         Descriptors::all().close(fd);
     }
     Stream(const Stream &) = delete;
 
-    // `unsent_bytes` is how much the kernel may hold of what it cannot send yet: enough to keep
-    // the connection busy, too little for a slow one to hoard chunks.
+    // `unsent_bytes` limits the unsent data in the socket buffer (TCP_NOTSENT_LOWAT): enough to keep the
+    // connection busy, too little for a slow one to accumulate chunks.
     void tune(const std::string &congestion, int unsent_bytes) {
         int on = 1;
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
@@ -81,14 +81,14 @@ public:
             throw Broken("congestion control " + congestion + ": " + error_text(errno));
     }
 
-    // How often in a row the kernel has sent the same bytes again and heard nothing.
+    // Number of consecutive TCP retransmissions without an acknowledgement.
     int backoffs() const {
         tcp_info info{};
         socklen_t length = sizeof info;
         return getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) ? 0 : info.tcpi_backoff;
     }
 
-    // What the other side's kernel has not confirmed yet.
+    // Bytes that the peer's kernel has not acknowledged.
     int unacknowledged_bytes() const {
         int bytes = 0;
         return ioctl(fd, SIOCOUTQ, &bytes) ? 0 : bytes;
@@ -101,12 +101,12 @@ public:
         openssl().SSL_set_bio(tls_, both, both);
         openssl().SSL_set_ex_data(tls_, 0, owner);
         connects ? openssl().SSL_set_connect_state(tls_) : openssl().SSL_set_accept_state(tls_);
-        has_come();  // there is a first step to take
+        mark_readable();  // start the TLS handshake
     }
 
     bool has_tls() const { return tls_; }
 
-    // Whether TLS is agreed upon.
+    // Whether the TLS handshake is complete.
     bool secure() {
         if (!readable) return false;
         int done = openssl().SSL_do_handshake(tls_);
@@ -115,8 +115,8 @@ public:
         return done == 1;
     }
 
-    // What TLS asks for: bytes to be sent, which wait for `send_encrypted`, and bytes that came. As a
-    // BIO says it: 0 at the end, -1 where there are none now.
+    // The BIO callbacks of TLS: `write` queues for `send_encrypted`, `read` returns received bytes, 0 at
+    // EOF, -1 if there are none now.
     void encrypted(const char *data, int length) { encrypted_.append(data, length); }
     int receive(char *data, int room) {
         if (!arrived_) return -1;
@@ -126,10 +126,10 @@ public:
         return done >= 0 || failed_ == EAGAIN || failed_ == EINTR ? static_cast<int>(done) : 0;
     }
 
-    // Whether the kernel lacks some of what `write` has taken.
+    // Whether some of what `write` accepted is not in the socket buffer yet.
     bool holds_back() const { return encrypted_.length > 0; }
 
-    // Bytes taken from `parts`, of which none may be empty; 0 where none are taken now.
+    // Writes non-empty `parts`; returns the number of bytes accepted, 0 if the call would block.
     size_t write(const iovec *parts, int count) {
         if (tls_) {
             if (!send_encrypted()) return 0;
@@ -150,7 +150,7 @@ public:
         return sent(sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT));
     }
 
-    // Sends what TLS has encrypted; whether that was all.
+    // Sends encrypted data; returns whether all of it was sent.
     bool send_encrypted() {
         while (holds_back() && writable) {
             size_t left = encrypted_.length - sent_;
@@ -160,7 +160,7 @@ public:
         return !holds_back();
     }
 
-    // Bytes put into `parts`; 0 where there are none now.
+    // Reads into `parts`; returns the number of bytes, 0 if the call would block.
     size_t read(const iovec *parts, int count) {
         if (tls_) {
             int part = parts[0].iov_len ? 0 : 1;
@@ -171,20 +171,20 @@ public:
         size_t room = parts[0].iov_len + (count > 1 ? parts[1].iov_len : 0);
         ssize_t done = readv(fd, parts, count);
         if (done > 0) {
-            if (static_cast<size_t>(done) < room && !ended) readable = false;  // that was all
+            if (static_cast<size_t>(done) < room && !ended) readable = false;  // the socket is drained
             return done;
         }
-        if (done == 0) throw Broken("closed by the other side");
+        if (done == 0) throw Broken("closed by the peer");
         if (errno != EAGAIN && errno != EINTR) throw Broken(error_text(errno));
         if (errno == EAGAIN) readable = false;
         return 0;
     }
 
 private:
-    static constexpr size_t MOST_ENCRYPTED = 1 << 20;  // at a time
+    static constexpr size_t MOST_ENCRYPTED = 1 << 20;  // per call
 
     Ssl *tls_ = nullptr;
-    // Records of TLS hold 16 kB: sent one by one, each is a call of the kernel and a packet cut short.
+    // TLS records hold 16 kB; sent one by one, each would cost a system call and a partial packet.
     struct Gathered {
         std::unique_ptr<char[]> data;
         size_t length = 0, room = 0;
@@ -199,9 +199,9 @@ private:
             length += count;
         }
     } encrypted_;
-    size_t sent_ = 0;      // of it
-    bool arrived_ = false;  // whether the kernel may have what TLS has not
-    int failed_ = 0;        // why TLS was given nothing; 0 at the end
+    size_t sent_ = 0;      // bytes of it that were sent
+    bool arrived_ = false;  // whether the socket may have data that TLS has not read
+    int failed_ = 0;        // errno of the last failed read; 0 at EOF
 
     static int errno_of(ssize_t done) { return done < 0 ? errno : 0; }
 
@@ -214,11 +214,11 @@ private:
 
     size_t tls_waits(int done, const char *otherwise) {
         int error = openssl().SSL_get_error(tls_, done);
-        openssl().ERR_clear_error();  // for whoever asks next
+        openssl().ERR_clear_error();  // the error queue is per thread
         switch (error) {
             case OpenSsl::WANT_READ: readable = arrived_; return 0;
-            case OpenSsl::ZERO_RETURN: throw Broken("closed by the other side");
-            case 5: throw Broken(failed_ ? error_text(failed_) : "closed by the other side");  // SSL_ERROR_SYSCALL
+            case OpenSsl::ZERO_RETURN: throw Broken("closed by the peer");
+            case 5: throw Broken(failed_ ? error_text(failed_) : "closed by the peer");  // SSL_ERROR_SYSCALL
             default: throw Broken(otherwise);
         }
     }

@@ -1,4 +1,4 @@
-// The transport's face to Python: plain functions over opaque pointers.
+// The C interface for Python: functions over opaque pointers.
 #include "endpoint.hpp"
 
 using namespace weft;
@@ -21,7 +21,7 @@ static int64_t clamped(double seconds, double least, double most) {
 
 extern "C" {
 
-// Null on failure, with the reason in `error`.
+// Returns null on failure, with the reason in `error`.
 Endpoint *weft_wan_open(const WanOptions *given, char *error, size_t room) {
     try {
         load_openssl(given->crypto, given->ssl);
@@ -29,7 +29,7 @@ Endpoint *weft_wan_open(const WanOptions *given, char *error, size_t room) {
         options.id = given->id;
         memcpy(options.job.data(), given->job, options.job.size());
         fill_random(&options.session, sizeof options.session);
-        options.session |= 1;  // 0 means that none is known
+        options.session |= 1;  // 0 means unknown
         options.chunk_bytes = given->chunk_bytes;
         options.unsent_bytes = static_cast<int>(given->unsent_bytes);
         options.deadline_ns = clamped(given->deadline_s, 0.1, 1e6);
@@ -49,7 +49,7 @@ Endpoint *weft_wan_open(const WanOptions *given, char *error, size_t room) {
 
 uint32_t weft_wan_port(const Endpoint *endpoint) { return endpoint->port; }
 
-// Names a link; with a host it is this side that opens the connections. 0, or -1 for a bad address.
+// Names a link; with a host, this side opens the connections. Returns 0, or -1 for an invalid address.
 int weft_wan_link(Endpoint *endpoint, uint32_t peer, const char *name, const char *host, uint32_t port,
                   uint32_t connections) {
     try {
@@ -72,12 +72,12 @@ void weft_wan_lane(Endpoint *endpoint, uint32_t peer, uint32_t lane, uint64_t bu
     endpoint->call([=] { endpoint->link(peer).open_lane(static_cast<uint16_t>(lane), buffer_bytes); });
 }
 
-// How many of a link's connections carry chunks.
+// Sets how many of a link's connections carry chunks.
 void weft_wan_use(Endpoint *endpoint, uint32_t peer, uint32_t connections) {
     endpoint->call([=] { endpoint->link(peer).active = connections; });
 }
 
-// What comes from one peer on a lane goes on to another, and never to the application.
+// Forwards messages that arrive from one peer on a lane to another peer.
 void weft_wan_relay(Endpoint *endpoint, uint32_t from, uint32_t from_lane, uint32_t to, uint32_t to_lane,
                     uint64_t buffer_bytes) {
     endpoint->call([=] {
@@ -85,11 +85,11 @@ void weft_wan_relay(Endpoint *endpoint, uint32_t from, uint32_t from_lane, uint3
     });
 }
 
-Request *weft_wan_send(Endpoint *endpoint, uint32_t peer, uint32_t lane, const char *tag, uint32_t turn,
+Request *weft_wan_send(Endpoint *endpoint, uint32_t peer, uint32_t lane, const char *tag, uint32_t priority,
                        const char *data, uint64_t bytes) {
     auto *request = new Request;
     endpoint->post([=, tag = std::string(tag)] {
-        auto message = std::make_unique<Outgoing>(Outgoing{request, data, bytes, tag, turn});
+        auto message = std::make_unique<Outgoing>(Outgoing{request, data, bytes, tag, priority});
         endpoint->link(peer).send(static_cast<uint16_t>(lane), std::move(message));
     });
     return request;
@@ -105,7 +105,7 @@ Request *weft_wan_receive(Endpoint *endpoint, uint32_t peer, uint32_t lane, cons
     return request;
 }
 
-// 1: done; -1: failed; 0: still pending after the time-out.
+// Returns 1 when done, -1 if failed, 0 if still pending after the time-out.
 int weft_wan_wait(Endpoint *endpoint, Request *request, double timeout_s) {
     return endpoint->wait(*request, clamped(timeout_s, 0, 1e6));
 }
@@ -114,7 +114,7 @@ const char *weft_wan_error(const Request *request) { return request->error.c_str
 
 void weft_wan_free(Request *request) { delete request; }
 
-// How many requests there are in this process: each is freed by whom it was given to.
+// Number of live requests in this process; the caller of `send` and `receive` frees them.
 uint64_t weft_wan_requests() { return Request::alive; }
 
 void weft_wan_counters(Endpoint *endpoint, uint32_t peer, WanCounters *counters) {

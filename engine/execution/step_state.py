@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from weft.comm.channel import Transfer
+from weft.comm.channel import SendHandle
 from weft.engine.backward import SavedForward
 from weft.engine.execution.receives import ReceiveQueue
 from weft.engine.execution.sums import LabelCount
@@ -55,7 +55,7 @@ class StepState:
     """Loss of each micro-batch, on the rank of the last stage."""
     logits: dict[int, Tensor] = field(default_factory=dict)
     """Logits of each micro-batch, if kept."""
-    sends: deque[Transfer] = field(default_factory=deque)
+    sends: deque[SendHandle] = field(default_factory=deque)
     """Transfers under way, oldest first."""
     receives: dict[int, ReceiveQueue] = field(default_factory=dict)
     """Receives by pipeline rank of the sender."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from weft.comm.noted_channel import give_way_often
+from weft.comm.rts_channel import shorten_switch_interval
 from weft.conf.boards import boards_folder
 from weft.conf.schema import WeftConfig
 from weft.engine.observability.clock import DeviceTimes
@@ -92,7 +92,7 @@ class DeviceMarks:
         """Mark on ``board``."""
         self._board, self._times = board, times
         self._marks: queue.SimpleQueue = queue.SimpleQueue()
-        give_way_often()
+        shorten_switch_interval()
         self._thread = threading.Thread(target=self._follow, name="weft-bubbles", daemon=True)
         self._thread.start()
 

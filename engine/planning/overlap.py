@@ -49,7 +49,7 @@ class ZeroWork:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class OverlappedCollective:
     """A collective of a virtual stage: how it is carried out, and how its buffer is cut into chunks."""
 
     choice: Choice
@@ -66,8 +66,8 @@ class StageOverlap:
     """
 
     stage: int
-    reduce: Transfer
-    gather: Transfer
+    reduce: OverlappedCollective
+    gather: OverlappedCollective
     layer: LayerPlan
     model: ModelPlan
 
@@ -201,8 +201,8 @@ def _plan_stage(
     )
     return StageOverlap(
         stage,
-        Transfer(reduce, _cut(reduce, work, in_cost=backward_after, comp_cost=0.0)),
-        Transfer(gather, _cut(gather, work, in_cost=forward_before, comp_cost=cost.forward_s)),
+        OverlappedCollective(reduce, _cut(reduce, work, in_cost=backward_after, comp_cost=0.0)),
+        OverlappedCollective(gather, _cut(gather, work, in_cost=forward_before, comp_cost=cost.forward_s)),
         layer,
         model,
     )

@@ -200,31 +200,31 @@ def plan_cells(
 
 
 @dataclass(frozen=True)
-class RankPlan:
+class RankSchedule:
     """What a rank does in a step, as a part of its DP-cell.
 
     Attributes:
         cell: the schedule of all pipelines of the cell.
         schedule: that of the rank's own pipeline.
-        turns: by tag of what the rank sends between sites, its place among all transfers that
+        priorities: by tag of what the rank sends between sites, its place among all transfers that
             the cell's uplinks carry there.
     """
 
     cell: Schedule
     schedule: Schedule
-    turns: Mapping[str, int]
+    priorities: Mapping[str, int]
 
     @classmethod
-    def of(cls, cell: Schedule, local_rank: int, pipe_rank: int) -> RankPlan:
+    def of(cls, cell: Schedule, local_rank: int, pipe_rank: int) -> RankSchedule:
         """The part of pipeline rank ``pipe_rank`` of pipeline ``local_rank``."""
         single = cell.placement.single
         carried = uplink_order(cell, local_rank * single.num_ranks + pipe_rank)
-        turns = {
-            str(receive_of(action._replace(stage=action.stage - local_rank * single.num_stages))): turn
-            for turn, action in enumerate(carried)
+        priorities = {
+            str(receive_of(action._replace(stage=action.stage - local_rank * single.num_stages))): priority
+            for priority, action in enumerate(carried)
             if action.op in SENDS
         }
-        return cls(cell, pipeline_of(cell, local_rank), turns)
+        return cls(cell, pipeline_of(cell, local_rank), priorities)
 
 
 def plan_evaluation(placement: Placement, num_microbatches: int, *, zero_stage: int = 0) -> Schedule:

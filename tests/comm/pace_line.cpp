@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <deque>
 
-#include "pace.hpp"
+#include "pacer.hpp"
 
 struct Result {
     double carried;     // share of the line's rate, over the last second
@@ -19,7 +19,7 @@ extern "C" Result pace_on_line(double rate, double rtt_ms, double later_rtt_ms, 
                                int busy_ms, int cycle_ms, int cut_ms, int healed_ms) {
     const int64_t MS = 1000000;
     const double chunk = 8192;
-    weft::Pace pace;
+    weft::Pacer pace;
     std::deque<Sent> flying;  // chunks on their way
     double free_ns = 0, carried = 0, backlog = 0;
     int samples = 0;
@@ -32,7 +32,7 @@ extern "C" Result pace_on_line(double rate, double rtt_ms, double later_rtt_ms, 
             flying.pop_front();
             carried += last ? chunk : 0;
         }
-        pace.watch(now, static_cast<int64_t>(rtt_ms * MS));
+        pace.update(now, static_cast<int64_t>(rtt_ms * MS));
         while (ms % cycle_ms < busy_ms && pace.ready(now) && flying.size() * chunk < window_bytes) {
             pace.sent(static_cast<uint64_t>(chunk), now);
             free_ns = std::max(free_ns, static_cast<double>(now)) + chunk * 1e9 / rate;
@@ -45,7 +45,7 @@ extern "C" Result pace_on_line(double rate, double rtt_ms, double later_rtt_ms, 
 }
 
 struct Direction {
-    weft::Pace pace;
+    weft::Pacer pace;
     double free_ns = 0;           // when the line has sent what it holds
     std::deque<Sent> going;       // chunks on their way
     std::deque<Sent> returning;   // their acknowledgements, on the other direction's line
@@ -75,7 +75,7 @@ extern "C" Result pace_both_ways(double rate, double rtt_ms, double ack_bytes, i
                 out.pace.delivered(static_cast<uint64_t>(chunk), sent.at, static_cast<double>(sent.arrived + DAY), now);
                 out.carried += counts ? chunk : 0;
             }
-            out.pace.watch(now, static_cast<int64_t>(rtt_ms * MS));
+            out.pace.update(now, static_cast<int64_t>(rtt_ms * MS));
             while (out.pace.ready(now) && (out.going.size() + out.returning.size()) * chunk < window_bytes) {
                 out.pace.sent(static_cast<uint64_t>(chunk), now);
                 out.going.push_back({now, enter(out, chunk, now), 0});

@@ -17,8 +17,8 @@ def test_a_peer_that_ends_is_noticed_at_once():
     """Its last message arrives; what it will never send is an error, and so is what it will never read."""
     said = run_ranks(2, desert, timeout_s=100)
     assert said[0] == "left"
-    assert re.fullmatch(r"link rank 0 -> rank 1: second did not arrive and the peer has ended: .*", said[1][0])
-    assert re.fullmatch(r"link rank 1 -> rank 0: third was not taken and the peer has ended: .*", said[1][1])
+    assert re.fullmatch(r"link rank 0 -> rank 1: second did not arrive and the peer has exited: .*", said[1][0])
+    assert re.fullmatch(r"link rank 1 -> rank 0: third could not be sent and the peer has exited: .*", said[1][1])
 
 
 @pytest.mark.parametrize("way", ["shared memory", "notes"])

@@ -19,7 +19,7 @@ class Result(ctypes.Structure):
 @pytest.fixture(scope="module")
 def library():
     headers = Path(weft.comm.wan.__file__).parent
-    sources = [HERE / "pace_line.cpp", headers / "pace.hpp"]
+    sources = [HERE / "pace_line.cpp", headers / "pacer.hpp"]
     library = ctypes.CDLL(str(build(sources, kind=Kind.library, flags=[f"-I{headers}"])))
     library.pace_on_line.argtypes = [ctypes.c_double] * 4 + [ctypes.c_int] * 5
     library.pace_both_ways.argtypes = [ctypes.c_double] * 3 + [ctypes.c_int]

@@ -57,7 +57,7 @@ def test_records_are_made_of_the_kinds_that_the_reader_names_and_of_what_those_h
     value = [Outer("a", (Inner({(Colour.red, 1): math.inf}),)), None]
     assert decode(encode(value), (Outer,)) == value
     for kinds in ((), (Inner,)):
-        with pytest.raises(ValueError, match="no value of ours"):
+        with pytest.raises(ValueError, match="cannot decode a value"):
             decode(encode(value), kinds)
 
 
@@ -94,11 +94,11 @@ def test_schedules_and_rewrites_of_collectives_survive():
     ],
 )
 def test_other_bytes_are_refused_in_one_way(said):
-    with pytest.raises(ValueError, match="no value of ours"):
+    with pytest.raises(ValueError, match="cannot decode a value"):
         decode(said, (Outer, Colour))
 
 
 def test_what_is_no_plain_value_does_not_leave():
-    with pytest.raises(TypeError, match="plain values only"):
+    with pytest.raises(TypeError, match="only plain values"):
         encode({"f": print})
     json.loads(encode({"f": 1.0}))

@@ -127,7 +127,7 @@ def test_messages_are_matched_by_tag_and_order_whatever_the_interleaving(message
 def test_of_what_waits_the_least_turn_goes_first(stack):
     pair = Pair(stack, proxied=True)
     pair.exchange("first", noise(8))
-    channel = replace(pair.channels[0], turns={"late": 7, "early": 3})
+    channel = replace(pair.channels[0], priorities={"late": 7, "early": 3})
     pair.proxy.frozen = True
     late, early = noise(32 << 20), noise(4096)
     arrives = {
@@ -246,7 +246,7 @@ def test_a_peer_that_closes_is_named_at_once(stack):
     pair.exchange("a", noise(8))
     receive = pair.channels[0].recv("b", TensorSpec((8,), torch.uint8))
     pair.ends[1].close()
-    with pytest.raises(ChannelError, match=r"rank 0 - rank 1.*ended by the other side: closed"):
+    with pytest.raises(ChannelError, match=r"rank 0 - rank 1.*closed by the peer: closed"):
         receive.wait()
     with pytest.raises(ChannelError, match="is closed"):
         pair.channels[1].send("a", noise(8))
@@ -268,11 +268,11 @@ def test_what_was_acknowledged_is_still_there_after_its_sender_has_closed(stack)
         send.wait()
     pair.ends[0].close()
     spec = TensorSpec((10_000,), torch.uint8)
-    with pytest.raises(ChannelError, match="ended by the other side: closed"):
+    with pytest.raises(ChannelError, match="closed by the peer: closed"):
         pair.channels[1].recv("b", spec).wait()
     for tensor in tensors:
         assert torch.equal(pair.channels[1].recv("a", spec).wait(), tensor)
-    with pytest.raises(ChannelError, match="ended by the other side: closed"):
+    with pytest.raises(ChannelError, match="closed by the peer: closed"):
         pair.channels[1].recv("a", spec).wait()
 
 

@@ -185,7 +185,7 @@ def test_a_killed_peer_is_reported_by_name_on_the_other_side(bed):
         survivor.kill()
         print(f"peer {killed} killed: {error}")
         assert re.match(
-            rf"link rank {1 - killed} - rank {killed}\b.*: (the other process has ended|silent for 3 s)", error
+            rf"link rank {1 - killed} - rank {killed}\b.*: (the other process has exited|silent for 3 s)", error
         )
 
 

@@ -70,7 +70,7 @@ def test_a_child_keeps_no_connection_open_and_unauthenticated_peers_find_nothing
         until(lambda: pair.ends[1].refused == len(clients))
         pair.exchange("b", noise(200_000))
         pair.ends[1].close()
-        with pytest.raises(ChannelError, match="ended by the other side: closed"):
+        with pytest.raises(ChannelError, match="closed by the peer: closed"):
             pair.channels[0].recv("c", TensorSpec((1,), torch.uint8)).wait()
         with pytest.raises(ConnectionRefusedError):  # nor does it listen
             socket.create_connection(pair.ends[1].address)
@@ -92,7 +92,7 @@ def test_what_a_child_tries_with_an_endpoint_is_refused_by_name(stack):
     for attempt in tries:
         with forked(attempt) as said:
             assert said.startswith("ChannelError")
-            assert f"belongs to process {os.getpid()}, and this is a fork of it" in said
+            assert f"belongs to process {os.getpid()}, of which this is a fork" in said
     with forked(end.close) as said:
         assert said == "None"
     send = pair.channels[1].send("b", noise(1000))

@@ -25,5 +25,5 @@ def test_links_are_encrypted_unless_asked_otherwise_and_then_what_travels_readab
     comm = CommConfig(connections=4, **keywords)
     with caplog.at_level(logging.WARNING):
         WanNetwork.join([Cell((5,), (6,))], comm=comm, device=torch.device("cpu")).close()
-    words = "comm.tls=false: hidden states, their gradients and the schedule's tags travel readable between sites"
+    words = "comm.tls=false: hidden states, gradients and tags are sent between sites unencrypted"
     assert (words in caplog.text) == warns

@@ -150,7 +150,7 @@ def test_a_false_listener_is_found_out(stack):
     guest.sendall(os.urandom(32))
     assert guest.recv(4096) == b""  # and not a byte of the tensor
     guest.close()
-    with pytest.raises(ChannelError, match="another key"):
+    with pytest.raises(ChannelError, match="a different key"):
         handle.wait()
 
 

@@ -32,7 +32,7 @@ def without_first_contact(config: WeftConfig, limit_s: float) -> str:
     from weft.comm import torch_channel
 
     join(limit_s)
-    torch_channel.meet_pairs = lambda *_: None  # type: ignore[assignment]
+    torch_channel.connect_pairs = lambda *_: None  # type: ignore[assignment]
     try:
         weft_losses(config, 1)
     except RuntimeError as error:

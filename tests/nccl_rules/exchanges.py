@@ -70,18 +70,18 @@ def _receives_first(_: Device) -> None:
 
 
 def _receives_after_contact(_: Device) -> None:
-    from weft.comm.first_contact import meet_pairs
+    from weft.comm.eager_connect import connect_pairs
 
     to, back = _pair("to"), _pair("back")
-    meet_pairs([((0, 1), to), ((1, 0), back)], CPU)
+    connect_pairs([((0, 1), to), ((1, 0), back)], CPU)
     _receive_then_send(to, back)
 
 
 def _met(name: str) -> dist.ProcessGroup:
-    from weft.comm.first_contact import meet_pairs
+    from weft.comm.eager_connect import connect_pairs
 
     group = _pair(name)
-    meet_pairs([((0, 1), group), ((1, 0), group)], CPU)
+    connect_pairs([((0, 1), group), ((1, 0), group)], CPU)
     return group
 
 

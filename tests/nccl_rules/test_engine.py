@@ -87,7 +87,7 @@ def test_pipelines_and_replicas_on_eight_ranks_of_a_job_that_has_bound_its_devic
 def test_without_a_first_contact_the_first_send_waits_for_ever():
     said = run_ranks(2, without_first_contact, tiny_config(), 4.0, timeout_s=100)
     assert any("rank 0 waits for first exchange: the send to rank 1" in text for text in said), said
-    assert any("comm/noted_channel.py" in text and "execution/executor.py" in text for text in said), said
+    assert any("comm/rts_channel.py" in text and "execution/executor.py" in text for text in said), said
 
 
 def test_evaluation_checkpoints_and_an_end_by_the_clock(tmp_path):

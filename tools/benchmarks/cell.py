@@ -103,7 +103,7 @@ def _rank(say: Callable, hear: Callable, rank: int, bind: str, cell: Cell, args:
             endpoint.link(peer, address=addresses[peer] if rank < peer else None)
         opposite = cell.links(rank)[0]
         turn = rank % len(cell.near)
-        ways = endpoint.channel(opposite), join(endpoint, cell, turns={"at once": turn})
+        ways = endpoint.channel(opposite), join(endpoint, cell, priorities={"at once": turn})
         runs: list[list[float]] = [[], []]
         if turn == 0:
             for _ in range(args.repeats):

@@ -56,7 +56,7 @@ def ranks(monkeypatch):
 
     monkeypatch.setattr(communicator.dist, "new_group", new_group)
     monkeypatch.setattr(communicator.dist, "get_rank", lambda: here.rank)
-    monkeypatch.setattr(communicator, "meet_all", lambda groups, device: list(groups))
+    monkeypatch.setattr(communicator, "connect_groups", lambda groups, device: list(groups))
     monkeypatch.setattr(communicator, "PRIMITIVES", BY_LINES)
     return run_all
 

@@ -30,4 +30,4 @@ def test_each_axis_comes_with_those_before_it(partition, axes, chunked):
 def test_without_costs_collectives_stay_as_they_are():
     planner = Planner(None)
     assert planner(WISH) == plain(WISH)
-    assert "nothing is known of costs" in planner.choices[WISH].reason
+    assert "costs are unknown" in planner.choices[WISH].reason

@@ -1,6 +1,6 @@
-"""What a note costs: from a send to its arrival, with receives posted ahead and with receives posted on notes.
+"""The cost of an RTS: latency of a message with receives posted ahead, and with receives launched on an RTS.
 
-python -m tests.nccl_rules.note_cost [MESSAGES]
+python -m tests.nccl_rules.rts_cost [MESSAGES]
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from weft.comm.channel import Handle, TensorSpec
 from weft.tools.ranks import run_ranks
 
 GAP_S = 0.005
-"""Between two sends: a forward or a backward."""
+"""Between two sends, in place of a forward or a backward."""
 SIZES = {"4 B": 1, "8 MB": 2 << 20}
 """Elements of fp32."""
 SWITCH_S = (5e-3, 5e-4)
-"""How long a thread waits for the interpreter: Python's default, and what a rank with notes takes."""
+"""Python's switch interval: its default, and that of ranks that receive RTS messages."""
 
 
 def seconds(count: int) -> dict[tuple[str, str, str], list[float]]:
@@ -38,7 +38,7 @@ def seconds(count: int) -> dict[tuple[str, str, str], list[float]]:
     plain = dist.new_group([0, 1])
     ways: dict[str, Callable[[int], Handle | dist.Work | None]] = {
         "posted ahead": partial(_plain, plain, me),
-        "on a note": lambda elements: (
+        "on an RTS": lambda elements: (
             end.send("t", torch.zeros(elements, device=device))
             if me == 0
             else end.recv("t", TensorSpec((elements,), torch.float32))
@@ -106,7 +106,7 @@ def table(sent: dict, came: dict) -> list[str]:
     lines = [f"{'receiver':38s} {'message':8s} {'posted ahead':>18s} {'on a note':>18s}   median, p99 in us"]
     for _, size, load in (key for key in sent if key[0] == "posted ahead"):
         cells = []
-        for way in ("posted ahead", "on a note"):
+        for way in ("posted ahead", "on an RTS"):
             took = sorted(b - a for a, b in zip(sent[way, size, load], came[way, size, load], strict=True))
             cells.append(f"{1e6 * took[len(took) // 2]:8.0f} {1e6 * took[int(0.99 * len(took))]:9.0f}")
         lines.append(f"{load:38s} {size:8s} {cells[0]:>18s} {cells[1]:>18s}")

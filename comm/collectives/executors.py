@@ -1,4 +1,4 @@
-"""Lanes: where the steps of one axis run, one after the other, beside compute and other axes."""
+"""In-order executors for the steps of one mesh axis, concurrent to compute and to other axes."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import torch
 from torch import Tensor
 
 Work = Callable[[Tensor], Tensor]
-"""One step: from what the step before it left to its own result."""
+"""One step: maps the previous step's result to its own."""
 
 
 class Pending(Protocol):
-    """A result that is on its way."""
+    """A future result."""
 
     def result(self) -> Tensor:
-        """Wait for it; on a GPU, make the current stream wait."""
+        """Wait for it; on a GPU only the current stream waits."""
         ...
 
     def done(self) -> bool:
-        """Whether waiting would return at once."""
+        """Whether `result` would return immediately."""
         ...
 
 
-class Lane(Protocol):
-    """Runs steps in the order in which they were submitted."""
+class InOrderExecutor(Protocol):
+    """Runs steps in submission order."""
 
     def submit(self, work: Work, after: Pending) -> Pending:
-        """Run ``work`` on the result of ``after``; returns at once."""
+        """Run ``work`` on the result of ``after``; returns immediately."""
         ...
 
     def close(self) -> None:
@@ -37,14 +37,14 @@ class Lane(Protocol):
         ...
 
 
-class ThreadLane:
-    """A thread that waits for CPU collectives, since they block the one who waits."""
+class ThreadExecutor:
+    """A thread for CPU collectives, which block their caller."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def submit(self, work: Work, after: Pending) -> Future[Tensor]:
-        """Run ``work`` on the result of ``after``; returns at once."""
+        """Run ``work`` on the result of ``after``; returns immediately."""
         return self._thread.submit(lambda: work(after.result()))
 
     def close(self) -> None:
@@ -52,25 +52,25 @@ class ThreadLane:
         self._thread.shutdown(wait=False)
 
 
-class StreamLane:
-    """A CUDA stream: steps are queued on it, and nothing on the host waits."""
+class StreamExecutor:
+    """A CUDA stream; the host never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
     def submit(self, work: Work, after: Pending) -> StreamResult:
-        """Run ``work`` on the result of ``after``; returns at once."""
+        """Run ``work`` on the result of ``after``; returns immediately."""
         with torch.cuda.stream(self._stream):
             tensor = after.result()
             tensor.record_stream(self._stream)
             return StreamResult(work(tensor))
 
     def close(self) -> None:
-        """Nothing to do: what is queued still runs."""
+        """No-op: queued steps still run."""
 
 
 class StreamResult:
-    """A tensor that work queued on the current stream will fill."""
+    """A tensor that the current stream's queued work produces."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -82,12 +82,12 @@ class StreamResult:
         return self._tensor
 
     def done(self) -> bool:
-        """Whether it is there."""
+        """Whether it is complete."""
         return self._event.query()
 
 
-def at_once(tensor: Tensor) -> Pending:
-    """A result that is there, or that the current stream is about to make."""
+def completed(tensor: Tensor) -> Pending:
+    """A tensor that is available, or that the current stream is about to produce, as a result."""
     if tensor.is_cuda:
         return StreamResult(tensor)
     ready: Future[Tensor] = Future()
@@ -95,6 +95,6 @@ def at_once(tensor: Tensor) -> Pending:
     return ready
 
 
-def lane_for(device: torch.device, name: str) -> Lane:
-    """The lane of a device."""
-    return StreamLane(device) if device.type == "cuda" else ThreadLane(name)
+def executor_for(device: torch.device, name: str) -> InOrderExecutor:
+    """The executor of a device."""
+    return StreamExecutor(device) if device.type == "cuda" else ThreadExecutor(name)

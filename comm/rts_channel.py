@@ -1,0 +1,228 @@
+"""The NCCL channel: a receive is launched when the sender's ready-to-send message (RTS) arrives.
+
+An NCCL receive is a kernel that spins until the data comes. Launched ahead of time it would
+occupy the device through every bubble, and every device synchronisation would wait for it. Here,
+once the sender's device has reached a send, a 24-byte RTS goes to the receiver over gloo, and
+only then does the receiver launch its kernel, on a separate stream. Its partner is running by
+then, whatever the launch order on other communicators (see docs/decisions/receives.md).
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm.channel import ChannelError, TensorSpec
+
+SWITCH_S = 5e-4
+"""Python's switch interval, in seconds, where RTS messages or timing marks wait for the interpreter lock."""
+
+
+def shorten_switch_interval() -> None:
+    """Switch threads every `SWITCH_S` instead of Python's 5 ms."""
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
+
+
+@dataclass(frozen=True)
+class RtsSend:
+    """A launched send; see `weft.comm.channel.SendHandle`."""
+
+    work: dist.Work
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        """Make the current stream wait for the send, and return the tensor."""
+        self.work.wait()
+        return self.tensor
+
+    def ended(self) -> bool:
+        """Whether the tensor has been sent."""
+        return self.work.is_completed()
+
+
+class RtsSender:
+    """The sending end; see `weft.comm.channel.Sender`."""
+
+    def __init__(
+        self,
+        *,
+        peer: int,
+        group: dist.ProcessGroup,
+        rts_group: dist.ProcessGroup,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        """Both ends use the same groups, which are connected already.
+
+        Args:
+            peer: global rank of the other end.
+            group: carries tensors of ``device``, in this direction only.
+            rts_group: carries the RTS messages, from host memory.
+            timeout_s: unused; the receiver enforces the deadline.
+        """
+        self._peer, self._group, self._rts_group, self._device = peer, group, rts_group, device
+        self._link = f"rank {dist.get_rank()} -> rank {peer}"
+        self._num_sent = 0
+        self._error: Exception | None = None
+        self._rts_thread = _Worker(f"weft rts to {peer}", self._failed)
+
+    def send(self, tag: str, tensor: Tensor) -> RtsSend:
+        """Launch the send of ``tensor``, which must not be changed until the handle is waited for.
+
+        Raises:
+            ChannelError: the peer has exited.
+        """
+        if self._error is not None:
+            raise ChannelError(f"link {self._link}: the peer has exited: {self._error}") from self._error
+        tensor = tensor.contiguous()
+        device_reached = _reached(self._device)
+        work = dist.isend(tensor, self._peer, group=self._group)
+        assert work is not None, "this rank is a member of the pair's group"
+        rts = _rts(self._num_sent, tag, tensor.nbytes)
+        self._num_sent += 1
+        self._rts_thread.put(lambda: self._send_rts(device_reached, rts))
+        return RtsSend(work, tensor)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._rts_thread.close()
+
+    def _send_rts(self, device_reached: Callable[[], None], rts: Tensor) -> None:
+        device_reached()
+        dist.send(rts, self._peer, group=self._rts_group)
+
+    def _failed(self, error: Exception) -> None:
+        self._error = error
+
+
+class RtsReceiver:
+    """The receiving end; see `weft.comm.channel.Receiver`."""
+
+    def __init__(
+        self,
+        *,
+        peer: int,
+        group: dist.ProcessGroup,
+        rts_group: dist.ProcessGroup,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        """See `RtsSender`.
+
+        Args:
+            peer, group, rts_group: as there.
+            timeout_s: seconds after which `wait` fails.
+        """
+        self._peer, self._group, self._rts_group, self._device = peer, group, rts_group, device
+        self._link = f"rank {peer} -> rank {dist.get_rank()}"
+        self._timeout_s = timeout_s
+        self._num_posted = 0
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._rts_thread = _Worker(f"weft rts from {peer}", lambda _: None)
+
+    def recv(self, tag: str, spec: TensorSpec) -> RtsReceive:
+        """Post a receive of a tensor of ``spec``; its memory is allocated when the RTS arrives."""
+        launched: Future[tuple[dist.Work, Tensor]] = Future()
+        rts = _rts(self._num_posted, tag, spec.dtype.itemsize * torch.Size(spec.shape).numel())
+        self._num_posted += 1
+        self._rts_thread.put(lambda: self._receive(rts, spec, launched))
+        return RtsReceive(launched, self._link, tag, self._timeout_s)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._rts_thread.close()
+
+    def _receive(self, expected: Tensor, spec: TensorSpec, launched: Future) -> None:
+        try:
+            rts = torch.empty_like(expected)
+            dist.recv(rts, self._peer, group=self._rts_group)
+            assert torch.equal(rts, expected), (
+                f"link {self._link}: received RTS {rts.tolist()}, expected {expected.tolist()}"
+            )
+            with self._on_receive_stream():
+                buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+                work = dist.irecv(buffer, self._peer, group=self._group)
+            launched.set_result((work, buffer))
+        except Exception as error:
+            launched.set_exception(error)
+
+    def _on_receive_stream(self) -> AbstractContextManager[object]:
+        """The stream of receives, which does not wait for compute."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+@dataclass(frozen=True)
+class RtsReceive:
+    """A receive that is launched when its RTS arrives; see `weft.comm.channel.Handle`."""
+
+    launched: Future[tuple[dist.Work, Tensor]]
+    link: str
+    tag: str
+    timeout_s: float
+
+    def wait(self) -> Tensor:
+        """Block until the receive is launched, make the current stream wait for it, and return the tensor.
+
+        Raises:
+            ChannelError: the sender has exited, or did not send in time.
+        """
+        try:
+            work, tensor = self.launched.result(self.timeout_s)
+        except (RuntimeError, TimeoutError) as error:
+            why = str(error).partition(". ")[0]
+            raise ChannelError(
+                f"link {self.link}: {self.tag} did not arrive "
+                + (f"and the peer has exited: {why}" if why else f"within comm.timeout_s={self.timeout_s:g}")
+            ) from error
+        work.wait()
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return tensor
+
+
+class _Worker:
+    """A daemon thread that runs callables in order."""
+
+    def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._failed = failed
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Queue ``work``."""
+        self._work.put(work)
+
+    def close(self) -> None:
+        """Stop after what is queued."""
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except Exception as error:  # raised by the next call on the channel
+                return self._failed(error)
+            del work  # it would keep the last tensor alive
+
+
+def _reached(device: torch.device) -> Callable[[], None]:
+    """A callable that blocks until the device has executed what is queued on the current stream so far."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
+
+
+def _rts(number: int, tag: str, num_bytes: int) -> Tensor:
+    return torch.tensor([number, crc32(tag.encode()), num_bytes])
