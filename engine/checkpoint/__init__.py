@@ -2,13 +2,13 @@
 
 from weft.engine.checkpoint.background import BackgroundWriter
 from weft.engine.checkpoint.engine_checkpoint import (
-    Wanted,
     check_folder,
     load_engine,
     load_newest,
     load_tagged,
     save_engine,
 )
+from weft.engine.checkpoint.engine_state import Wanted
 from weft.engine.checkpoint.errors import CheckpointError
 from weft.engine.checkpoint.exporting import export
 from weft.engine.checkpoint.folder import check_space, newest, tagged

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from weft.engine.checkpoint.engine_checkpoint import _restore_scheduler, _without_groups
+from weft.engine.checkpoint.engine_state import _restore_scheduler, _without_groups
 
 
 def stepped(groups, steps):

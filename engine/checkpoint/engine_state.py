@@ -1,0 +1,267 @@
+"""The state of an engine as pieces of tensors and JSON values, and back: what a checkpoint holds, wherever it lies."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from weft.engine.checkpoint import manifest_form as form
+from weft.engine.checkpoint import optimizer_state
+from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.manifest import MANIFEST
+from weft.engine.checkpoint.optimizer_state import OPTIM, WEIGHT
+from weft.engine.checkpoint.pieces import Piece
+from weft.engine.checkpoint.ranks import Ranks
+from weft.engine.checkpoint.reader import Checkpoint
+from weft.engine.checkpoint.shard_file import damaged
+from weft.engine.checkpoint.stores import Store, store_of
+from weft.engine.checkpoint.trained import Trained
+from weft.engine.zero import Fragment
+
+BUFFER = "buffer"
+"""Kind of tensors that no optimiser updates: ``buffer/NAME``."""
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+"""DeepSpeed's counts of work done."""
+_PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
+"""Entries of a torch scheduler's state that hold one value per parameter group of this rank."""
+_PACKAGES = ("weft", "torch", "deepspeed", "transformers")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to restore from a checkpoint besides weights and buffers.
+
+    Attributes:
+        optimizer: the optimiser's state; otherwise the current state is kept.
+        scheduler: learning rates and their schedule.
+        progress: counters, random states and the loss scale.
+    """
+
+    optimizer: bool = True
+    scheduler: bool = True
+    progress: bool = True
+
+
+EVERYTHING = Wanted()
+"""Go on as if nothing had happened."""
+
+# -- saving ---------------------------------------------------------------------------------------
+
+
+def fragments(engine: Trained) -> list[Fragment]:
+    """This rank's part of every parameter, with no collective in progress."""
+    engine.sharding.settle()
+    return list(engine.sharding.fragments())
+
+
+def layout(engine: Trained) -> dict[str, Any]:
+    """The layout of the job, as a checkpoint holds it; random states fit no other."""
+    return {
+        "rank_stages": [list(held) for held in engine.module.placement.rank_stages],
+        "replicas": engine.num_replicas,
+        "device": engine.device.type,
+    }
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What changes before the next optimiser step: counters, random states and the model's buffers.
+
+    The rest, weights and the optimiser's state, is the same until that step.
+    """
+
+    counters: Mapping[str, int]
+    buffers: Mapping[str, torch.Tensor]
+    random_states: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def now(cls, engine: Trained, *, copy: bool = False) -> Moment:
+        """That of now; unless it is a copy, buffers change with the model's."""
+        buffers = {name: tensor.clone() if copy else tensor for name, tensor in _buffers(engine).items()}
+        return cls({name: getattr(engine, name) for name in COUNTERS}, buffers, _random_states(engine))
+
+
+def meta(engine: Trained, held: Iterable[Fragment], moment: Moment, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything except tensors; ``groups`` are those of ``held`` alone."""
+    return {
+        "client_state": dict(client_state),
+        "counters": dict(moment.counters),
+        "groups": optimizer_state.group_scalars(held, engine.basic_optimizer),
+        "lr_scheduler": _without_groups(engine.lr_scheduler.state_dict()) if engine.lr_scheduler else {},
+        "loss_scale": optimizer_state.loss_scale(engine.optimizer),
+        "layout": layout(engine),
+        "versions": _versions(),
+    }
+
+
+def join_groups(of_ranks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The ``groups`` of all ranks' `meta` in one."""
+    return {name: values for groups in of_ranks for name, values in groups.items()}
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: version(name) for name in _PACKAGES}
+
+
+@dataclass(frozen=True)
+class Portion:
+    """The part of the state that a rank stores.
+
+    The first of several pipeline ranks stores tied weights, if all its replicas use the same
+    store. The replicas of a store share out what they hold in common.
+
+    Attributes:
+        taken: names of weights and buffers that another pipeline rank stores.
+        part, num_parts: this rank among the replicas that share out what they hold alike.
+    """
+
+    taken: frozenset[str]
+    part: int
+    num_parts: int
+
+    @classmethod
+    def find(cls, engine: Trained, stores: tuple[Store, ...], ranks: Ranks) -> Portion:
+        """That of this rank; a collective call."""
+        mine = {name for name, _ in engine.module.named_global_parameters()} | _buffers(engine).keys()
+        members = store_of(stores, engine.global_rank).members
+        near: dict[int, list[int]] = {}
+        names_of: dict[int, set[str]] = {}
+        for rank, (pipe_rank, names) in enumerate(ranks.gather((engine.pipe_rank, mine))):
+            if rank in members:
+                near.setdefault(pipe_rank, []).append(rank)
+                names_of[pipe_rank] = names
+        before = [p for p in near if p < engine.pipe_rank and len(near[p]) == engine.num_replicas]
+        replicas = near[engine.pipe_rank]
+        taken = frozenset().union(*(names_of[p] for p in before))
+        return cls(taken, replicas.index(engine.global_rank), len(replicas))
+
+    def pieces(self, engine: Trained, held: Iterable[Fragment], moment: Moment) -> list[Piece]:
+        """The pieces of the engine's state that this rank stores."""
+        buffers = {name: tensor for name, tensor in moment.buffers.items() if name not in self.taken}
+        stored = optimizer_state.collect(
+            [fragment for fragment in held if fragment.name not in self.taken],
+            engine.basic_optimizer,
+            [Piece.whole(f"{BUFFER}/{name}", tensor) for name, tensor in buffers.items()],
+            part=self.part,
+            num_parts=self.num_parts,
+        )
+        return stored + [Piece.whole(name, state) for name, state in moment.random_states.items()]
+
+
+def num_bytes_to_come(pieces: Iterable[Piece], held: Iterable[Fragment]) -> int:
+    """Bytes of pieces once the optimiser has stepped: before, it has no state, and Adam's is twice its fp32 weights."""
+    pieces = list(pieces)
+    stepped = any(piece.name.startswith(f"{OPTIM}/") for piece in pieces)
+    grows = set() if stepped else {f"{WEIGHT}/{fragment.name}" for fragment in held if fragment.trained}
+    return sum(piece.num_bytes * (3 if piece.name in grows else 1) for piece in pieces)
+
+
+def _buffers(engine: Trained) -> dict[str, torch.Tensor]:
+    """The persistent buffers of the model, by their names in the whole model."""
+    found: dict[str, torch.Tensor] = {}
+    for stage in engine.module.stages.values():
+        parameters = {name for name, _ in stage.model.named_parameters(remove_duplicate=False)}
+        for name, tensor in stage.model.state_dict().items():
+            if name not in parameters:
+                found[stage.prefix + name] = tensor
+    return found
+
+
+def _random_states(engine: Trained) -> dict[str, torch.Tensor]:
+    states = {f"rng/cpu/{engine.global_rank}": torch.get_rng_state()}
+    if engine.device.type != "cpu":
+        states[f"rng/{engine.device.type}/{engine.global_rank}"] = get_accelerator().get_rng_state()
+    return states
+
+
+# -- restoring ------------------------------------------------------------------------------------
+
+
+def check_form(checkpoint: Checkpoint) -> Checkpoint:
+    """Check the form of what an engine's checkpoint holds beside tensors.
+
+    Raises:
+        CheckpointError: it is not an engine's.
+    """
+    try:
+        meta = checkpoint.meta
+        for part in ("client_state", "groups", "lr_scheduler", "loss_scale", "layout"):
+            form.mapping(meta, part)
+        counters = form.mapping(meta, "counters")
+        if set(counters) != set(COUNTERS):
+            raise form.FormError(f"counters: {', '.join(counters)[:200]}")
+        for name in COUNTERS:
+            form.number(counters, name)
+        for name in meta["groups"]:
+            form.mapping(meta["groups"], name)
+    except form.FormError as error:
+        raise damaged(checkpoint.path / MANIFEST, f"meta is not an engine's: {error}") from error
+    return checkpoint
+
+
+def check_names(checkpoint: Checkpoint, held: Iterable[Fragment], ranks: Ranks) -> None:
+    """Check that the model has every weight of the checkpoint, so that none is silently lost; a collective call.
+
+    Raises:
+        CheckpointError: on every rank, if it lacks one.
+    """
+    known = {f"{WEIGHT}/{name}" for of_rank in ranks.gather([f.name for f in held]) for name in of_rank}
+    lost = sorted(name for name in checkpoint.names if name.startswith(f"{WEIGHT}/") and name not in known)
+    if lost:
+        raise CheckpointError(
+            f"{checkpoint.path}: it holds {len(lost)} tensors that this model lacks, such as {lost[0]}; give the "
+            "model and lora settings with which the checkpoint was written"
+        )
+
+
+def restore_local(engine: Trained, held: Sequence[Fragment], checkpoint: Checkpoint, wanted: Wanted) -> None:
+    """Restore everything but what replicas tell each other.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or of another model.
+    """
+    meta = checkpoint.meta
+    optimizer_state.restore(held, engine.basic_optimizer, checkpoint, with_state=wanted.optimizer)
+    for name, tensor in _buffers(engine).items():
+        tensor.copy_(checkpoint.load([f"{BUFFER}/{name}"])[f"{BUFFER}/{name}"])
+    scalars = optimizer_state.OF_STATE * wanted.optimizer + optimizer_state.OF_SCHEDULE * wanted.scheduler
+    optimizer_state.restore_group_scalars(held, engine.basic_optimizer, meta["groups"], scalars)
+    if engine.lr_scheduler and meta["lr_scheduler"] and wanted.scheduler:
+        _restore_scheduler(engine, meta["lr_scheduler"])
+    if wanted.progress:
+        _restore_progress(engine, checkpoint)
+
+
+def _restore_progress(engine: Trained, checkpoint: Checkpoint) -> None:
+    meta = checkpoint.meta
+    optimizer_state.restore_loss_scale(engine.optimizer, meta["loss_scale"])
+    for name, value in meta["counters"].items():
+        setattr(engine, name, value)
+    if meta["layout"] == layout(engine):
+        states = {name: checkpoint.read(name) for name in _random_states(engine)}
+        torch.set_rng_state(states.pop(f"rng/cpu/{engine.global_rank}"))
+        for state in states.values():
+            get_accelerator().set_rng_state(state)
+    else:
+        torch.manual_seed((checkpoint.step << 20) + engine.global_rank)
+
+
+def _without_groups(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A scheduler's state without the entries per parameter group, which differ between layouts."""
+    return {key: value for key, value in state.items() if key not in _PER_GROUP}
+
+
+def _restore_scheduler(engine: Trained, saved: Mapping[str, Any]) -> None:
+    scheduler = engine.lr_scheduler
+    own = {key: value for key, value in scheduler.state_dict().items() if key in _PER_GROUP}
+    if "_last_lr" in own:
+        own["_last_lr"] = [group["lr"] for group in engine.optimizer.param_groups]
+    scheduler.load_state_dict({**saved, **own})
