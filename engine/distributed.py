@@ -81,6 +81,11 @@ def init_distributed(timeout_s: float = CommConfig.timeout_s) -> torch.device:
     return torch.device(accelerator.device_name(local_rank) if accelerator.device_name() != "cpu" else "cpu")
 
 
+def attempt_number() -> int:
+    """How often a supervisor has started the ranks of this run anew; 0 the first time, and without a supervisor."""
+    return int(os.environ.get("WEFT_ATTEMPT", "0"))
+
+
 def leave_out_shm_operator() -> None:
     """Have DeepSpeed do without an operator that it would compile for CPUs when it starts.
 

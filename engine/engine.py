@@ -22,6 +22,7 @@ from weft.comm.collectives.eager_connect import connect_groups
 from weft.comm.wan.network import WanNetwork
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import BackgroundWriter, Wanted, load_newest, load_tagged, save_engine
+from weft.engine.checkpoint.memory import HostMemory, MemoryCheckpoints
 from weft.engine.distributed import close_groups, from_rank_zero
 from weft.engine.execution.batches import prepare_batch
 from weft.engine.execution.compute import Compute
@@ -106,6 +107,8 @@ class WeftEngine(PipelineEngine):
         self._clock = clock_for(self.device)
         self._records: deque[StepRecord] = deque(maxlen=RECORDS_KEPT)
         self._writer: BackgroundWriter | None = None
+        self.memory: MemoryCheckpoints | None = None
+        """Checkpoints in host memory, once `open_memory` was called."""
         self._state: StepState | None = None
         self._loss_sum: ReplicaSum | None = None
         last = self.schedule.placement.num_stages - 1
@@ -289,6 +292,8 @@ class WeftEngine(PipelineEngine):
     def _step_optimizer(self, action: Action) -> None:
         """``STEP``: clip, step, advance the learning rate."""
         assert self._state is not None, "a step is being executed"
+        if self.memory is not None:
+            self.memory.before_step()
         self._loss_sum = self.step_loss.sum(self._state)
         self._exec_optimizer_step()
 
@@ -371,6 +376,8 @@ class WeftEngine(PipelineEngine):
         if self._destroyed:
             return
         self._destroyed = True
+        if self.memory is not None:
+            self.memory.close()
         self.sharding.settle()  # no group goes while a gathering of the last step runs over it
         super().destroy()
         if self._froze:
@@ -456,6 +463,20 @@ class WeftEngine(PipelineEngine):
         """
         if self._writer is not None:
             self._writer.wait()
+        if self.memory is not None:
+            self.memory.finish()
+
+    def open_memory(self, memory: HostMemory) -> MemoryCheckpoints:
+        """Let this run take checkpoints in host memory; a collective call.
+
+        Raises:
+            CheckpointError: on every rank: a host has too little memory.
+        """
+        layout = self.plan.layout
+        sites = [layout.position(rank).site for rank in range(layout.world_size)]
+        self.memory = MemoryCheckpoints.open(self, memory, sites=sites, timeout_s=self.weft.comm.timeout_s)
+        self.groups = [*self.groups, self.memory.group]
+        return self.memory
 
     def load_checkpoint(
         self,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
 from weft.conf.private import make_run_folder, write_private
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import to_tree
+from weft.engine.distributed import attempt_number
 
 STEP = "train/global_step"
 """The step axis at Weights & Biases, named as in transformers' Trainer."""
@@ -40,7 +41,7 @@ def open_logs(config: WeftConfig, folder: Path, start: int) -> list[Log]:
     make_run_folder(folder)
     logs: list[Log] = []
     if config.logging.jsonl:
-        logs.append(JsonLines(folder / "metrics.jsonl"))
+        logs.append(JsonLines(folder / "metrics.jsonl", start if start or attempt_number() else None))
     if config.logging.tensorboard:
         logs.append(TensorBoard(folder, start))
     if config.logging.wandb:
@@ -51,9 +52,18 @@ def open_logs(config: WeftConfig, folder: Path, start: int) -> list[Log]:
 class JsonLines:
     """One JSON object per line, flushed after every line; a number that is not finite becomes null."""
 
-    def __init__(self, path: Path) -> None:
-        """Append to ``path``."""
+    def __init__(self, path: Path, start: int | None = None) -> None:
+        """Append to ``path``.
+
+        Args:
+            start: steps that were done when the run was resumed: lines of later steps go, for they are
+                trained again. None keeps all lines.
+        """
         self._path = path
+        if start is not None and path.exists():
+            with open(path) as file:
+                kept = [line for line in file if _step_of(line) <= start]
+            write_private(path, "".join(kept))
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line."""
@@ -63,6 +73,14 @@ class JsonLines:
 
     def close(self) -> None:
         """Do nothing: every line is flushed."""
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of metrics; infinite if a crash has cut it."""
+    try:
+        return json.loads(line)["step"] if line.endswith("\n") else inf
+    except (ValueError, KeyError, TypeError):
+        return inf
 
 
 class TensorBoard:

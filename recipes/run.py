@@ -7,12 +7,13 @@ from itertools import islice
 from math import nan
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from weft.conf.schema import WeftConfig
-from weft.engine.checkpoint import CheckpointError, open_checkpoint, tagged
+from weft.engine.checkpoint import CheckpointError, open_checkpoint, tagged, to_resume
 from weft.engine.data import MicrobatchLoader
 from weft.engine.distributed import from_rank_zero, together
 from weft.engine.engine import WeftEngine
@@ -58,6 +59,8 @@ class TrainingRun:
             if self.evaluation is not None and (step + 1) % train.eval_every == 0:
                 with heartbeat.within(Phase.evaluation):
                     self._evaluate(step + 1, self.evaluation, progress)
+            if self.engine.memory is not None and (step + 1) % self.config.checkpoint.memory_every == 0:
+                self.engine.memory.take(self._state())
             if every and (step + 1) % every == 0 and step + 1 < train.steps:
                 with heartbeat.within(Phase.checkpoint):
                     self.save()
@@ -86,11 +89,28 @@ class TrainingRun:
 
     def save(self, tag: str | None = None) -> None:
         """Write a checkpoint, including the loader's position and the evaluations; a collective call."""
-        state = {"loader": self.loader.state_dict(), "evaluations": asdict(self.evaluations)}
-        self.engine.save_checkpoint(str(self._checkpoints), tag=tag, client_state=state)
+        self.engine.save_checkpoint(str(self._checkpoints), tag=tag, client_state=self._state())
+
+    def _state(self) -> dict[str, Any]:
+        return {"loader": self.loader.state_dict(), "evaluations": asdict(self.evaluations)}
 
     def resume(self) -> int:
-        """Resume from a checkpoint if there is one; returns the number of steps done. A collective call."""
+        """Resume from the nearest checkpoint if there is one; returns the number of steps done. A collective call.
+
+        Memory of this host or its partner's comes first, unless storage has a later step.
+        """
+        memory = self.engine.memory
+        if memory is not None:
+            found = memory.recover(least_step=from_rank_zero(self._step_in_storage))
+            if found is not None:
+                step, state = found
+                return self._go_on(state, f"resumed after step {step} from memory")
+        done = self._resume_from_storage()
+        if memory is not None:
+            memory.forget()
+        return done
+
+    def _resume_from_storage(self) -> int:
         resume, engine = self.config.checkpoint.resume, self.engine
         if resume == "never":
             return 0
@@ -100,15 +120,23 @@ class TrainingRun:
             if resume != "auto":
                 raise ValueError(f"checkpoint.resume={where}: no complete checkpoint there; give its folder, or auto")
             return 0
+        return self._go_on(state, f"resumed after step {engine.global_steps} from {path}")
+
+    def _go_on(self, state: dict[str, Any], done: str) -> int:
+        """Restore what is not the engine's; ``done`` says from where."""
+        engine = self.engine
         self.loader.load_state_dict(state["loader"])
         self.evaluations = Evaluations(**state.get("evaluations", {}))
-        done = f"resumed after step {engine.global_steps} from {path}"
         steps = self.config.train.steps
         print_once(f"{done}; train.steps={steps} are done" if engine.global_steps >= steps else done)
         if self.config.checkpoint.load_best_model_at_end and self._step_of_best() != self.evaluations.best_step:
             print_once(f"{self._checkpoints / BEST} is from another run: it is ignored and will be replaced")
             self.evaluations = Evaluations()
         return engine.global_steps
+
+    def _step_in_storage(self) -> int:
+        """Step of the newest checkpoint of the run folder; 0 if there is none."""
+        return next((manifest.step for _, manifest in to_resume(self._checkpoints)), 0)
 
     def load_best(self) -> None:
         """Load the weights of the lowest evaluation loss; a collective call."""

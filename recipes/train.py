@@ -22,6 +22,7 @@ from weft.conf.run_lock import RunLock
 from weft.conf.schema import Attention, WeftConfig
 from weft.conf.trees import to_yaml
 from weft.engine.checkpoint import check_folder
+from weft.engine.checkpoint.memory import HostMemory
 from weft.engine.data import MicrobatchLoader, build_loader, check_source, load_tokenizer
 from weft.engine.distributed import (
     SharedError,
@@ -99,6 +100,7 @@ def train(config: WeftConfig, heartbeat: Heartbeat | None = None) -> WeftEngine:
     together(lambda: _write_plan(engine, folder / "plan.json") if engine.global_rank == 0 else None)
     check_folder(engine, folder / "checkpoints", keep=config.checkpoint.keep + config.checkpoint.load_best_model_at_end)
     engine.set_dataloader(loader)
+    _open_memory(config, engine)
     run = TrainingRun(config, engine, loader, evaluation, folder, Evaluations())
     start = run.resume()
     with reported(run.where), Progress(config, engine, folder, loader, start) as progress:
@@ -117,6 +119,20 @@ def train(config: WeftConfig, heartbeat: Heartbeat | None = None) -> WeftEngine:
     if lock is not None:
         lock.release()
     return engine
+
+
+def _open_memory(config: WeftConfig, engine: WeftEngine) -> None:
+    """Have checkpoints taken in host memory, where somebody keeps it when ranks end."""
+    if not config.checkpoint.memory_every:
+        return
+    memory = together(HostMemory.of_environment)
+    if memory is not None:
+        engine.open_memory(memory)
+    else:
+        print_once(
+            f"checkpoint.memory_every={config.checkpoint.memory_every}: only a supervisor keeps memory checkpoints; "
+            "set supervise.enabled=true with weft launch"
+        )
 
 
 def _lock_folder(config: WeftConfig, folder: Path) -> RunLock:

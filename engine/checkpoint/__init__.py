@@ -11,7 +11,7 @@ from weft.engine.checkpoint.engine_checkpoint import (
 from weft.engine.checkpoint.engine_state import Wanted
 from weft.engine.checkpoint.errors import CheckpointError
 from weft.engine.checkpoint.exporting import export
-from weft.engine.checkpoint.folder import check_space, newest, tagged
+from weft.engine.checkpoint.folder import check_space, newest, tagged, to_resume
 from weft.engine.checkpoint.pieces import Piece
 from weft.engine.checkpoint.ranks import Ranks
 from weft.engine.checkpoint.reader import Checkpoint, open_checkpoint
@@ -35,4 +35,5 @@ __all__ = [
     "save",
     "save_engine",
     "tagged",
+    "to_resume",
 ]

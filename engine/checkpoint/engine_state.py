@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from weft.engine.checkpoint import manifest_form as form
 from weft.engine.checkpoint import optimizer_state
+from weft.engine.checkpoint.client_state import CLIENT
 from weft.engine.checkpoint.errors import CheckpointError
 from weft.engine.checkpoint.manifest import MANIFEST
 from weft.engine.checkpoint.optimizer_state import OPTIM, WEIGHT
@@ -205,6 +206,26 @@ def check_form(checkpoint: Checkpoint) -> Checkpoint:
     except form.FormError as error:
         raise damaged(checkpoint.path / MANIFEST, f"meta is not an engine's: {error}") from error
     return checkpoint
+
+
+def sources(engine: Trained, held: Iterable[Fragment], checkpoint: Checkpoint) -> set[str]:
+    """Names of the files that this rank reads to restore everything."""
+    parts: dict[str, list[Fragment]] = {}
+    for fragment in held:
+        parts.setdefault(fragment.name, []).append(fragment)
+    buffers, states = _buffers(engine), _random_states(engine)
+    files: set[str] = set()
+    for name in checkpoint.names:
+        kind, _, rest = name.partition("/")
+        parameter = rest.partition("/")[2] if kind == OPTIM else rest
+        if kind in (WEIGHT, OPTIM):
+            for fragment in parts.get(parameter, ()):
+                part = checkpoint.shape(name) == tuple(fragment.parameter.shape)
+                span = (fragment.start, fragment.start + fragment.tensor.numel()) if part else (0, None)
+                files |= checkpoint.files(name, *span)
+        elif name in states or (kind == BUFFER and rest in buffers) or kind == CLIENT:
+            files |= checkpoint.files(name)
+    return files
 
 
 def check_names(checkpoint: Checkpoint, held: Iterable[Fragment], ranks: Ranks) -> None:

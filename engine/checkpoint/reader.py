@@ -74,6 +74,20 @@ class Checkpoint:
             start = end
         return torch.cat(parts[1:]) if len(parts) > 2 else parts[-1]
 
+    def files(self, name: str, start: int = 0, stop: int | None = None) -> set[str]:
+        """Names of the files that `read` would read.
+
+        Raises:
+            CheckpointError: the name is unknown.
+        """
+        tensor, found = self._stored(name), set()
+        stop = tensor.num_elements if stop is None else stop
+        while start < stop:
+            piece = self._nearest(tensor, start)
+            found.add(piece.file)
+            start = piece.stop
+        return found
+
     def verify(self) -> None:
         """Read everything that is in this folder.
 

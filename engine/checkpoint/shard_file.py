@@ -68,7 +68,7 @@ def write_shard(path: Path, pieces: Sequence[Piece]) -> ShardEntry:
     Raises:
         OSError: the disk is full, or the file exists.
     """
-    header = _header(pieces)
+    header = header_of(pieces)
     checksums: list[str] = []
     num_bytes = durable.write(path, _stream(header, pieces, checksums))
     tensors = {
@@ -87,9 +87,9 @@ def _key(piece: Piece) -> str:
     return piece.name if piece.is_whole else f"{piece.name}@{piece.start}"
 
 
-def _header(pieces: Iterable[Piece]) -> bytes:
+def header_of(pieces: Iterable[Piece], **metadata: str) -> bytes:
     """Safetensors' header with its length before it, padded so that the data is aligned."""
-    entries: dict[str, object] = {}
+    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     at = 0
     for piece in pieces:
         shape = piece.shape if piece.is_whole else (piece.data.numel(),)

@@ -1,0 +1,236 @@
+"""Memory checkpoints of a rank: copied while training goes on, kept by a partner too, restored from either."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm.exchange import gather
+from weft.engine.checkpoint import engine_state
+from weft.engine.checkpoint.client_state import encode
+from weft.engine.checkpoint.engine_state import Moment, Portion, fragments, num_bytes_to_come
+from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.memory.exchange import receive_copies, send_copy
+from weft.engine.checkpoint.memory.host_memory import HostMemory
+from weft.engine.checkpoint.memory.hosts import Hosts
+from weft.engine.checkpoint.memory.recovery import recover
+from weft.engine.checkpoint.memory.slot import Slot, in_order
+from weft.engine.checkpoint.pieces import Piece
+from weft.engine.checkpoint.ranks import Ranks
+from weft.engine.checkpoint.stores import find_stores, store_of
+from weft.engine.checkpoint.trained import Trained
+from weft.engine.distributed import attempt_number
+
+COPIES = 2
+"""Memory checkpoints of a rank that a host holds: a whole one, and one that is being written."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What is noted of a step before training goes on."""
+
+    step: int
+    moment: Moment
+    tree: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+class MemoryCheckpoints:
+    """Takes memory checkpoints of an engine, by all ranks after the same steps.
+
+    Two stages (MegaScale section 4.4): while the forwards and backwards of the next step run, which
+    leave weights and optimiser state alone, a thread copies them to host memory; then it hashes what
+    it has copied, sends it to the partner, and learns whether all ranks have got so far. Only then may
+    the memory checkpoint before this one be overwritten. The step waits if the optimiser is about to
+    change what is not copied yet, and when a checkpoint is due before the last one is whole everywhere.
+    """
+
+    def __init__(
+        self,
+        engine: Trained,
+        memory: HostMemory,
+        hosts: Hosts,
+        portion: Portion,
+        group: dist.ProcessGroup,
+        *,
+        lineage: int,
+        token: str,
+    ) -> None:
+        """Made by `open`.
+
+        Args:
+            group: of all ranks, in host memory; nothing else may use it.
+            lineage, token: as of `Commit`.
+        """
+        self.memory, self.hosts, self.group = memory, hosts, group
+        self.stalled_s = 0.0
+        """Seconds that training has waited for memory checkpoints."""
+        self.num_whole = 0
+        """Memory checkpoints of this attempt that became whole on all hosts."""
+        self._engine, self._portion = engine, portion
+        self._lineage, self._token = lineage, token
+        self._held = fragments(engine)
+        self._slots: dict[tuple[int, int], Slot] = {}
+        self._last = 1  # the index of the last whole one, so that the first takes the other
+        self._copied = threading.Event()
+        self._copied.set()
+        self._work: Future[bool] | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="weft-memory")
+        self._stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None
+
+    @classmethod
+    def open(cls, engine: Trained, memory: HostMemory, *, sites: Sequence[int], timeout_s: float) -> MemoryCheckpoints:
+        """Find out which ranks share a host, and whether their memory checkpoints fit; a collective call.
+
+        Args:
+            sites: the site of each rank.
+            timeout_s: seconds after which a rank that does not answer counts as lost.
+
+        Raises:
+            CheckpointError: on every rank: a host has too little memory for two memory checkpoints.
+        """
+        ranks = Ranks(dist.get_rank(), gather)
+        stores = find_stores(memory.root, ranks)
+        hosts, portion = Hosts.of(stores, sites), Portion.find(engine, stores, ranks)
+        held = fragments(engine)
+        sizes = ranks.gather(num_bytes_to_come(portion.pieces(engine, held, Moment.now(engine)), held))
+        store = store_of(stores, ranks.rank)
+        needed = COPIES * sum(sizes[rank] for rank in hosts.kept_by(store))
+        ranks.together(memory.root, lambda: memory.check_room(needed) if ranks.rank == store.leader else None)
+        # More than any lineage before it, and than those of hosts that are away.
+        last = max([commit.lineage for _, commit in memory.whole()] + [attempt_number()])
+        told = ranks.gather((last, secrets.token_hex(8)))
+        lineage, token = 1 + max(number for number, _ in told), told[0][1]
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return cls(engine, memory, hosts, portion, group, lineage=lineage, token=token)
+
+    # -- between steps ---------------------------------------------------------------------------
+
+    def take(self, client_state: Mapping[str, Any]) -> None:
+        """Begin a memory checkpoint of the step that has just ended, by all ranks after the same step.
+
+        Args:
+            client_state: as of `save_engine`.
+
+        Raises:
+            RuntimeError: another rank was lost while the last one was sent.
+        """
+        begun = perf_counter()
+        self.finish()
+        tree, tensors = encode(client_state)
+        taken = _Taken(self._engine.global_steps, Moment.now(self._engine, copy=True), tree, tensors)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._engine.device))
+        self._copied.clear()
+        self._work = self._worker.submit(self._store, taken, 1 - self._last)
+        self.stalled_s += perf_counter() - begun
+
+    def before_step(self) -> None:
+        """Wait until the state has been copied that the optimiser is about to change."""
+        if not self._copied.is_set():
+            begun = perf_counter()
+            self._copied.wait()
+            self.stalled_s += perf_counter() - begun
+        if self._stream is not None:
+            torch.cuda.current_stream(self._engine.device).wait_stream(self._stream)
+
+    def finish(self) -> None:
+        """Wait until the last memory checkpoint is whole on all hosts, or is known not to be; errors as of `take`."""
+        work, self._work = self._work, None
+        if work is not None and work.result():
+            self._last = 1 - self._last
+            self.num_whole += 1
+
+    def recover(self, *, least_step: int = 0) -> tuple[int, dict[str, Any]] | None:
+        """Restore the newest memory checkpoint that is whole among all hosts; a collective call.
+
+        Args:
+            least_step: of older ones something newer is in storage.
+
+        Returns:
+            Its step and the caller's state; None if there is none.
+        """
+        return recover(self._engine, self.memory, self.hosts, self.group, least_step=least_step)
+
+    def forget(self) -> None:
+        """Remove what all hosts remember, because its steps are taken back; a collective call."""
+        self.finish()
+        gather(None)  # no partner is still writing
+        if self._engine.global_rank in self.hosts.leaders:
+            self.memory.forget()
+
+    def close(self) -> None:
+        """End the thread and give the mappings back; what is whole stays."""
+        self._worker.shutdown()
+        for slot in self._slots.values():
+            slot.close()
+        self._slots.clear()
+
+    # -- on the thread -----------------------------------------------------------------------------
+
+    def _store(self, taken: _Taken, index: int) -> bool:
+        """Copy, commit, send to the partner; returns whether all ranks have come so far."""
+        rank, problem, text = self._engine.global_rank, "", b""
+        slot = self._slot(index, rank)
+        try:
+            text = self._copy(taken, slot)
+            slot.commit(text)
+        except (OSError, CheckpointError) as error:
+            problem = f"rank {rank}: {error}"
+        finally:
+            self._copied.set()
+        sent = send_copy(self.group, slot, text, self.hosts.keepers[rank])
+        failed = receive_copies(self.group, self.hosts.guests(rank), lambda guest: self._slot(index, guest))
+        for work in sent:
+            work.wait()
+        if failed:
+            problem = f"rank {rank}: no copy of rank {failed[0][0]}: {failed[0][1]}"
+        problems = [told for told in gather(problem, group=self.group) if told]
+        if problems:
+            log.warning("memory checkpoint after step %d: %s; the one before it stays", taken.step, problems[0])
+        elif rank in self.hosts.leaders:
+            self.memory.forget({self.memory.folder(self._lineage, number) for number in range(COPIES)})
+        return not problems
+
+    def _copy(self, taken: _Taken, slot: Slot) -> bytes:
+        """Copy the state, and let the optimiser change it; returns the text of the commit."""
+        pieces = self._portion.pieces(self._engine, self._held, taken.moment)
+        if self._engine.global_rank in self.hosts.leaders:
+            pieces += [Piece.whole(name, tensor) for name, tensor in taken.tensors.items()]
+        pieces = in_order(pieces)
+        places = slot.places(pieces)
+        with torch.cuda.stream(self._stream):  # does nothing without a GPU
+            for place, piece in zip(places, pieces, strict=True):
+                place.copy_(piece.data, non_blocking=True)
+        meta = engine_state.meta(self._engine, self._held, taken.moment, taken.tree)
+        self._copied.set()
+        if self._stream is not None:
+            self._stream.synchronize()
+        return slot.sealed(
+            lineage=self._lineage,
+            token=self._token,
+            step=taken.step,
+            rank=self._engine.global_rank,
+            num_ranks=len(self.hosts.keepers),
+            meta=meta,
+        ).text()
+
+    def _slot(self, index: int, rank: int) -> Slot:
+        if (index, rank) not in self._slots:
+            folder = self.memory.folder(self._lineage, index)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            self._slots[index, rank] = Slot(folder, rank, pinned=self._stream is not None)
+        return self._slots[index, rank]

@@ -1,0 +1,65 @@
+"""Slots sent from host to host: what a rank's partner keeps, and what a host lacks when it restores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.engine.checkpoint.memory.slot import Slot
+
+Transfer = tuple[int, int]
+"""The rank that sends, and the one that receives."""
+
+
+def send_copy(group: dist.ProcessGroup, slot: Slot, text: bytes, partner: int | None) -> list[dist.Work]:
+    """Begin to send a slot; nothing but its size if ``text``, its commit, is empty.
+
+    Returns:
+        What to wait for. The slot must not change until then.
+    """
+    if partner is None:
+        return []
+    sizes = torch.tensor([len(text), slot.bytes.numel() if text else 0])
+    parts = [sizes, _bytes(text), slot.bytes] if text else [sizes]
+    return [_started(dist.isend(part, partner, group=group)) for part in parts]
+
+
+def receive_copies(
+    group: dist.ProcessGroup, guests: Sequence[int], slot_of: Callable[[int], Slot]
+) -> list[tuple[int, OSError]]:
+    """Receive the slots of ``guests``, and commit them here.
+
+    Returns:
+        The guests of whose slots there is no copy, because this host has no room left.
+    """
+    failed = []
+    for guest in guests:
+        sizes = torch.zeros(2, dtype=torch.int64)
+        dist.recv(sizes, guest, group=group)
+        if not int(sizes[0]):
+            continue
+        text = torch.empty(int(sizes[0]), dtype=torch.uint8)
+        slot = slot_of(guest)
+        try:
+            slot.open(int(sizes[1]))
+            target = slot.bytes
+        except OSError as error:
+            failed.append((guest, error))
+            target = torch.empty(int(sizes[1]), dtype=torch.uint8)  # what was sent has to be taken
+        dist.recv(text, guest, group=group)
+        dist.recv(target, guest, group=group)
+        if target is slot.bytes:
+            slot.commit(text.numpy().tobytes())
+    return failed
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "every rank is a member of the group"
+    return work
+
+
+def _bytes(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)

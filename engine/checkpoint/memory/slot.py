@@ -1,0 +1,203 @@
+"""The slot: one rank's part of a memory checkpoint, a mapped file that is whole only once it is committed."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.engine.checkpoint import manifest_form as form
+from weft.engine.checkpoint.pieces import Piece, StoredPiece, StoredTensor, checksum
+from weft.engine.checkpoint.shard_file import DTYPES, TYPES, ShardEntry, StoredFile, check_size, file_name, header_of
+
+COMMIT = ".commit"
+"""Suffix of the file that says that a slot is whole, and what is in it."""
+_WHOLES = "wholes"
+"""Entry of the header's metadata: the name, shape and first element of each piece."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a slot holds.
+
+    Attributes:
+        lineage: counts the attempts at training that took memory checkpoints, with ``token``, which no two share.
+        step: optimiser steps done.
+        rank, num_ranks: of the job that wrote it.
+        num_bytes, header_bytes, header_checksum: as of `StoredFile`.
+        checksums: of the pieces, in the order of the header.
+        meta: JSON values that do not belong to a tensor.
+    """
+
+    lineage: int
+    token: str
+    step: int
+    rank: int
+    num_ranks: int
+    num_bytes: int
+    header_bytes: int
+    header_checksum: str
+    checksums: Sequence[str]
+    meta: Mapping[str, Any]
+
+    def text(self) -> bytes:
+        """The contents of the commit file: a checksum, then JSON."""
+        body = json.dumps(asdict(self), separators=(",", ":")).encode()
+        return checksum(body).encode() + b"\n" + body
+
+    @classmethod
+    def parse(cls, text: bytes) -> Commit | None:
+        """The opposite of `text`; None if it is torn or damaged."""
+        digest, _, body = text.partition(b"\n")
+        if checksum(body).encode() != digest:
+            return None
+        with suppress(ValueError, TypeError, RecursionError):
+            return cls(**json.loads(body))
+        return None
+
+    @property
+    def of(self) -> tuple[int, str, int]:
+        """The memory checkpoint that it is a part of; the highest is the newest."""
+        return self.lineage, self.token, self.step
+
+
+class Slot:
+    """A rank's file and its commit in a folder of host memory; written anew again and again."""
+
+    def __init__(self, folder: Path, rank: int, *, pinned: bool = False) -> None:
+        """Take the place of ``rank`` in a folder that is there; nothing is written yet.
+
+        Args:
+            pinned: let a GPU copy into the memory by itself.
+        """
+        self._pinned = pinned
+        self.path = folder / file_name(rank)
+        self._commit = self.path.with_suffix(COMMIT)
+        self._header = b""
+        self._places: list[Tensor] = []
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        """The whole file, mapped, shape [n]."""
+
+    def open(self, num_bytes: int) -> None:
+        """Withdraw the commit, and make room for ``num_bytes``.
+
+        Raises:
+            OSError: the host has not so much memory left.
+        """
+        self._commit.unlink(missing_ok=True)
+        if self.bytes.numel() == num_bytes:
+            return
+        self.close()
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.posix_fallocate(file, 0, num_bytes)  # writing to a hole that cannot be filled would be a SIGBUS
+        finally:
+            os.close(file)
+        self.map()
+
+    def map(self) -> None:
+        """Map the file that is there.
+
+        Raises:
+            OSError: there is none.
+        """
+        with open(self.path, "r+b") as file:
+            self.bytes = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+        if self._pinned:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0))
+
+    def places(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """Where the elements of each piece go; withdraws the commit.
+
+        Args:
+            pieces: ordered so that each is aligned to its elements: the wider types first.
+        """
+        wholes = json.dumps([(piece.name, piece.shape, piece.start) for piece in pieces], separators=(",", ":"))
+        header = header_of(pieces, **{_WHOLES: wholes})
+        self.open(len(header) + sum(piece.num_bytes for piece in pieces))
+        if header != self._header:
+            self.bytes[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+            self._places, at = [], len(header)
+            for piece in pieces:
+                place = self.bytes[at : at + piece.num_bytes].view(piece.data.dtype)
+                self._places.append(place.view(piece.data.shape))
+                at += piece.num_bytes
+            self._header = header
+        return self._places
+
+    def sealed(self, **given: Any) -> Commit:
+        """The commit over what lies in the places; ``given`` are its fields that the slot does not know."""
+        return Commit(
+            num_bytes=self.bytes.numel(),
+            header_bytes=len(self._header),
+            header_checksum=checksum(self._header),
+            checksums=[checksum(place.view(-1).view(torch.uint8).numpy().data) for place in self._places],
+            **given,
+        )
+
+    def commit(self, text: bytes) -> None:
+        """Declare the slot whole: ``text`` is that of a `Commit`."""
+        temporary = self._commit.with_suffix(".tmp")
+        temporary.write_bytes(text)
+        os.rename(temporary, self._commit)
+
+    def close(self) -> None:
+        """Give the mapping back; the file stays."""
+        if self._pinned and self.bytes.numel():
+            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+        self._header, self._places, self.bytes = b"", [], torch.empty(0, dtype=torch.uint8)
+
+
+def read_commit(path: Path) -> Commit | None:
+    """What the slot of a commit file holds; None if it is not whole."""
+    try:
+        commit = Commit.parse(path.read_bytes())
+        if commit is not None:
+            check_size(path.with_suffix(".safetensors"), _file(commit))
+    except (OSError, ValueError):
+        return None
+    return commit
+
+
+def entry(commit: Commit, path: Path) -> ShardEntry:
+    """What the manifest has to know of the slot of ``commit``, whose file is ``path``.
+
+    Raises:
+        ValueError: the file's header is not the one that was committed.
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as stream:
+        header = stream.read(commit.header_bytes)
+    if checksum(header) != commit.header_checksum:
+        raise form.FormError(f"{path}: its header does not match its checksum")
+    entries = json.loads(header[8:])
+    wholes = json.loads(entries.pop("__metadata__")[_WHOLES])
+    tensors = {}
+    for (name, shape, start), (key, said), digest in zip(wholes, entries.items(), commit.checksums, strict=True):
+        low, high = said["data_offsets"]
+        stop = start + (high - low) // TYPES[said["dtype"]].itemsize
+        piece = StoredPiece(start, stop, file_name(commit.rank), key, digest)
+        tensors[name] = StoredTensor(said["dtype"], tuple(shape), (piece,))
+    return ShardEntry(_file(commit), tensors)
+
+
+def _file(commit: Commit) -> StoredFile:
+    return StoredFile(file_name(commit.rank), commit.num_bytes, commit.header_bytes, commit.header_checksum)
+
+
+def in_order(pieces: Sequence[Piece]) -> list[Piece]:
+    """Pieces in an order in which each is aligned to its elements.
+
+    Raises:
+        KeyError: a type that checkpoints do not hold.
+    """
+    assert all(piece.data.dtype in DTYPES for piece in pieces)
+    return sorted(pieces, key=lambda piece: -piece.data.element_size())
