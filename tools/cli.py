@@ -18,7 +18,7 @@ COMMANDS = {
     "plan": ("weft.tools.plan", "show how collectives would be partitioned and overlapped, and why"),
     "schedule": ("weft.tools.schedule", "generate a schedule and print, draw or export it"),
     "simulate": ("weft.tools.simulate", "time a schedule without a GPU"),
-    "doctor": ("weft.tools.doctor", "check the environment of a run: the links between sites"),
+    "doctor": ("weft.tools.doctor", "check the environment of a run: hosts, ranks' connections, links between sites"),
     "evict": ("weft.tools.evict", "keep hosts out of runs, or list those that are"),
     "readmit": ("weft.tools.readmit", "let evicted hosts back in"),
     "netbed": ("weft.tools.netbed.command", "build a WAN in a box: nodes, real TCP, delays, faults"),

@@ -1,4 +1,4 @@
-"""`weft doctor`: check the environment of a run, and suggest improvements."""
+"""`weft doctor`: check the links between sites, a host, the connections between ranks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.key import WanKey
 from weft.comm.wan.library import load
 from weft.comm.wan.probe import LinkProfile, ProfileCache, probe_both
+from weft.tools.diagnostics import node, ring
 from weft.tools.netbed import NetBed, Topology
 from weft.tools.netbed import load as load_topology
 from weft.tools.netbed.probing import probe_nodes
@@ -27,6 +28,10 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="weft doctor", description=__doc__)
     checks = parser.add_subparsers(dest="check", required=True)
     _net_options(checks.add_parser("net", help="probe the links between sites", description=_NET))
+    node.add_options(checks.add_parser("node", help="check this host", description=node.DESCRIPTION))
+    ring.add_options(
+        checks.add_parser("ring", help="check the connections between ranks", description=ring.DESCRIPTION)
+    )
     args = parser.parse_args(argv)
     return _CHECKS[args.check](args)
 
@@ -147,7 +152,7 @@ def hints(profiles: Collection[LinkProfile], settings: Path) -> list[str]:
     return found
 
 
-_CHECKS: dict[str, Callable[[argparse.Namespace], int]] = {"net": _net}
+_CHECKS: dict[str, Callable[[argparse.Namespace], int]] = {"net": _net, "node": node.run, "ring": ring.run}
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -14,15 +15,33 @@ log = logging.getLogger(__name__)
 
 EFFICIENCY = 0.4
 """Share of its peak that a device is taken to reach before anything is measured."""
-# Dense bf16 peak in FLOP/s, from the vendors' data sheets.
-_PEAKS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A40": 150e12,
-    "L40S": 362e12,
-    "B200": 2250e12,
+
+
+@dataclass(frozen=True)
+class DataSheet:
+    """What a vendor says of a device.
+
+    Attributes:
+        flops_per_s: dense bf16.
+        bytes_per_s: memory bandwidth.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+
+
+# By a part of the name that torch gives the device; the first that fits counts.
+_DATA_SHEETS = {
+    "H200": DataSheet(989e12, 4.8e12),
+    "H100 PCIe": DataSheet(756e12, 2.0e12),
+    "H100": DataSheet(989e12, 3.35e12),
+    "A100-SXM4-40GB": DataSheet(312e12, 1.555e12),
+    "A100-PCIE-40GB": DataSheet(312e12, 1.555e12),
+    "A100": DataSheet(312e12, 1.935e12),
+    "A800": DataSheet(312e12, 1.935e12),
+    "A40": DataSheet(150e12, 0.696e12),
+    "L40S": DataSheet(362e12, 0.864e12),
+    "B200": DataSheet(2250e12, 7.7e12),
 }
 
 
@@ -34,8 +53,8 @@ def usable_flops(device: torch.device, threads: int, cache: JsonCache) -> tuple[
     Args:
         threads: of a rank, where the device is the host's processor.
     """
-    if (peak := _data_sheet(device)) is not None:
-        return EFFICIENCY * peak, f"estimated: {EFFICIENCY:.0%} of the data sheet"
+    if (sheet := data_sheet(device)) is not None:
+        return EFFICIENCY * sheet.flops_per_s, f"estimated: {EFFICIENCY:.0%} of the data sheet"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, threads={threads}"
     name = f"{name}, {os.uname().nodename}"
     known = cache.read().get(name)
@@ -56,13 +75,14 @@ def usable_flops(device: torch.device, threads: int, cache: JsonCache) -> tuple[
 
 def peak_flops(device: torch.device) -> float:
     """FLOP/s of one device: its data sheet's on known GPUs, a short measurement elsewhere."""
-    peak = _data_sheet(device)
-    return _measured_flops(device) if peak is None else peak
+    sheet = data_sheet(device)
+    return _measured_flops(device) if sheet is None else sheet.flops_per_s
 
 
-def _data_sheet(device: torch.device) -> float | None:
+def data_sheet(device: torch.device) -> DataSheet | None:
+    """What is known of a device; None for processors and GPUs that are not in the table."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for part, peak in _PEAKS.items() if part in name), None)
+    return next((sheet for part, sheet in _DATA_SHEETS.items() if part in name), None)
 
 
 def _measured_flops(device: torch.device) -> float:

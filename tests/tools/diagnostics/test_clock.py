@@ -1,0 +1,74 @@
+"""The clock check: what a driver that is ahead, right or silent looks like from a host."""
+
+import asyncio
+import threading
+import time
+import uuid
+
+import pytest
+
+from weft.comm.control import ControlServer
+from weft.engine.supervision import clock as driver_clock
+from weft.engine.supervision.finding import Verdict
+from weft.tools.diagnostics import clock
+
+
+class Driver:
+    """A driver that answers nothing but what the time is, on a thread of its own."""
+
+    def __init__(self, ahead_s):
+        self.address, self.ahead_s = f"weft-test-{uuid.uuid4().hex}", ahead_s
+        self._listening, self._end = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        assert self._listening.wait(60)
+        return self
+
+    def __exit__(self, *_):
+        self._end.set()
+        self._thread.join(60)
+
+    async def _serve(self):
+        def on_message(peer, message):
+            assert peer.startswith(driver_clock.ASKER)
+            answer = driver_clock.answer_clock(message)
+            server.send(peer, answer | {"at": answer["at"] + self.ahead_s})
+
+        server = ControlServer(on_message=on_message)
+        await server.listen(self.address)
+        self._listening.set()
+        while not self._end.is_set():
+            await asyncio.sleep(0.02)
+        await server.close()
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "verdict"), [(0.0, Verdict.passed), (60.0, Verdict.failed), (-60.0, Verdict.failed)]
+)
+def test_offset(ahead_s, verdict):
+    with Driver(ahead_s) as driver:
+        finding = clock.check_clock(driver.address)
+    assert finding.verdict is verdict
+    assert ("behind" if ahead_s > 0 else "ms") in finding.says
+
+
+def test_a_shifted_clock_is_seen():
+    with Driver(0.0) as driver:
+        assert clock.check_clock(driver.address, shift_s=60.0).verdict is Verdict.failed
+
+
+def test_nobody_answers(monkeypatch):
+    monkeypatch.setattr(clock, "clock_offset", lambda address: driver_clock.clock_offset(address, most_s=0.3))
+    finding = clock.check_clock("weft-test-nobody")
+    assert finding.verdict is Verdict.failed and "does not answer" in finding.says
+
+
+def test_no_driver_is_no_fault():
+    assert clock.check_clock("").verdict is Verdict.does_not_apply
+
+
+def test_other_messages_are_not_answered():
+    assert driver_clock.answer_clock({"host": "a"}) is None
+    assert abs(driver_clock.answer_clock({"clock": 3})["at"] - time.time()) < 60

@@ -1,0 +1,82 @@
+"""`weft doctor ring`: it covers every neighbour, and names the pair that is slow, wrong or silent."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from weft.engine.supervision.finding import Verdict
+from weft.tools.diagnostics.ring import _Seen, judge_pairs, rounds
+
+
+@pytest.mark.parametrize("size", range(2, 12))
+def test_rounds_cover_the_ring(size):
+    met = []
+    for pairs in rounds(size):
+        busy = [rank for pair in pairs for rank in pair]
+        assert len(busy) == len(set(busy))
+        met += pairs
+    ring = {frozenset((rank, (rank + 1) % size)) for rank in range(size)}
+    assert {frozenset(pair) for pair in met} == ring and len(met) == len(ring)
+
+
+def judged(rates, hosts, problems=()):
+    seen = [_Seen(pair, rate, dict(problems).get(pair, "")) for pair, rate in rates.items() for _ in range(2)]
+    return {finding.check: finding for finding in judge_pairs(seen, hosts, 0.3)}
+
+
+def test_a_pair_is_compared_with_its_kind():
+    hosts = ["a", "a", "b", "b", "c", "c", "d", "d"]
+    inside = {(0, 1): 8e9, (2, 3): 9e9, (4, 5): 8e9, (6, 7): 1e9}
+    between = {(1, 2): 1e9, (3, 4): 1e9, (5, 6): 0.1e9, (7, 0): 1.1e9}
+    found = judged(inside | between, hosts)
+    bad = [name for name, finding in found.items() if finding.verdict is Verdict.failed]
+    assert bad == ["pair 5-6", "pair 6-7"]
+    assert "b and c: 1 GB/s, 100% of the median" in found["pair 3-4"].says
+
+
+def test_few_pairs_are_not_compared():
+    found = judged({(0, 1): 1e9, (1, 2): 1e3}, ["a", "b", "c"])
+    assert all(finding.verdict is Verdict.passed and finding.least is None for finding in found.values())
+
+
+def test_a_problem_of_one_side_is_the_pairs():
+    seen = [_Seen((0, 1), 1e9), _Seen((0, 1), 1e9, "rank 1 received wrong numbers from rank 0")]
+    (finding,) = judge_pairs(seen, ["a", "b"], 0.3)
+    assert finding.verdict is Verdict.failed and finding.says == "a and b: rank 1 received wrong numbers from rank 0"
+
+
+def ring(*options):
+    command = [sys.executable, "-m", "weft.tools.doctor", "ring", "--ranks", "4", "--json", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.stdout, done.stderr[-3000:]
+    findings = json.loads(done.stdout)
+    return done.returncode, {entry["check"]: entry for entry in findings if entry["verdict"] == "failed"}, findings
+
+
+@pytest.mark.slow
+def test_healthy_ranks():
+    code, failed, findings = ring("--share", "0", "--timeout", "120")
+    assert code == 0 and not failed
+    assert [entry["check"] for entry in findings] == ["pair 0-1", "pair 1-2", "pair 2-3", "pair 3-0", "all ranks"]
+
+
+@pytest.mark.slow
+def test_wrong_numbers():
+    code, failed, _ = ring("--share", "0", "--timeout", "120", "--inject", "wrong=2")
+    assert code == 1 and list(failed) == ["pair 2-3"]
+    assert "rank 3 received wrong numbers from rank 2" in failed["pair 2-3"]["says"]
+
+
+@pytest.mark.slow
+def test_a_slow_pair():
+    code, failed, _ = ring("--timeout", "120", "--inject", "slow=1")
+    assert code == 1 and "pair 1-2" in failed
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs():
+    code, failed, _ = ring("--share", "0", "--timeout", "20", "--inject", "hung=1")
+    assert code == 1
+    assert "did not answer" in failed["pair 1-2"]["says"] and "rank 1" in failed["pair 1-2"]["says"]

@@ -1,0 +1,1 @@
+"""Checks of a host and of the connections between ranks, light enough to run after every fault."""

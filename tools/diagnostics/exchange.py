@@ -1,0 +1,115 @@
+"""Collectives whose results are known: sums and exchanges of whole numbers, timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+_NUMBERS = 1 << 21  # int32, 8 MiB
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What a rank saw of an operation.
+
+    Attributes:
+        bytes_per_s: that the rank sent; the best of a few rounds.
+        wrong_from: ranks whose contribution came wrong, as far as the operation tells; all of them where it does not.
+    """
+
+    bytes_per_s: float
+    wrong_from: tuple[int, ...] = ()
+
+
+def all_to_all(device: torch.device, *, rounds: int = 3, damage: bool = False) -> Exchanged:
+    """Every rank sends every rank numbers of its own; a collective call.
+
+    Args:
+        damage: for tests: this rank sends one wrong number.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    share = _NUMBERS // size
+    sent = torch.cat([_numbers(rank, other, share, device) for other in range(size)])
+    if damage:
+        sent[-1 if rank != size - 1 else 0] ^= 1
+    received = torch.empty_like(sent)
+    seconds = _best(device, rounds, lambda: dist.all_to_all_single(received, sent))
+    wrong = tuple(
+        other
+        for other, piece in enumerate(received.split(share))
+        if not torch.equal(piece, _numbers(other, rank, share, device))
+    )
+    return Exchanged(4 * share * (size - 1) / seconds, wrong)
+
+
+def all_reduce(device: torch.device, *, rounds: int = 3, damage: bool = False) -> Exchanged:
+    """The sum over all ranks; a collective call. See `all_to_all`."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    begun = _numbers(rank, 0, _NUMBERS, device) & 0xFFFF
+    if damage:
+        begun[_NUMBERS // 2] ^= 1
+    wanted = sum((_numbers(other, 0, _NUMBERS, device) & 0xFFFF for other in range(size)), torch.zeros_like(begun))
+    held = begun.clone()
+
+    def reduce() -> None:
+        held.copy_(begun)
+        dist.all_reduce(held)
+
+    seconds = _best(device, rounds, reduce)
+    wrong = () if torch.equal(held, wanted) else tuple(range(size))
+    return Exchanged(2 * 4 * _NUMBERS * (size - 1) / size / seconds, wrong)
+
+
+def with_neighbour(
+    other: int, device: torch.device, *, rounds: int = 3, damage: bool = False, pause_s: float = 0.0
+) -> Exchanged:
+    """Send ``other`` numbers and receive its own, both at once; called by both.
+
+    Args:
+        damage: for tests: this rank sends one wrong number.
+        pause_s: for tests: seconds by which this rank is slower.
+    """
+    rank = dist.get_rank()
+    sent = _numbers(rank, other, _NUMBERS, device)
+    if damage:
+        sent[7] ^= 1
+    received = torch.empty_like(sent)
+
+    def swap() -> None:
+        time.sleep(pause_s)
+        works = [dist.isend(sent, other), dist.irecv(received, other)]
+        for work in works:
+            work.wait()
+
+    def swap_on_device() -> None:
+        time.sleep(pause_s)
+        pair = [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+
+    seconds = _best(device, rounds, swap_on_device if device.type == "cuda" else swap)
+    right = torch.equal(received, _numbers(other, rank, _NUMBERS, device))
+    return Exchanged(4 * _NUMBERS / seconds, () if right else (other,))
+
+
+def _numbers(sender: int, receiver: int, count: int, device: torch.device) -> torch.Tensor:
+    """What ``sender`` has for ``receiver``: int32 [count]."""
+    return torch.arange(count, dtype=torch.int32, device=device) * 2654435 + sender * 7919 + receiver * 104729
+
+
+def _best(device: torch.device, rounds: int, work: Callable[[], object]) -> float:
+    seconds = float("inf")
+    work()  # connections are made
+    for _ in range(rounds):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = min(seconds, time.perf_counter() - begun)
+    return seconds

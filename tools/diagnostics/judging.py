@@ -1,0 +1,62 @@
+"""What a figure is held against: the device's data sheet, or the best that this host has done before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from weft.conf.files import JsonCache
+from weft.engine.supervision.finding import Finding, Verdict
+
+TRIES = 3
+"""Measurements before a figure counts as too low: another process may have been in the way."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Compares figures, and remembers the best ones of this host.
+
+    Attributes:
+        cache: figures by check and device.
+    """
+
+    cache: JsonCache
+
+    def by_data_sheet(
+        self, check: str, measure: Callable[[], float], *, peak: float, share: float, unit: str
+    ) -> Finding:
+        """Passed if a measurement reaches ``share`` of what the vendor says."""
+        figure, least = _best(measure, share * peak), share * peak
+        says = f"{figure:.3g} {unit}, {figure / peak:.0%} of the data sheet's {peak:.3g}"
+        return Finding(check, _verdict(figure >= least), says, figure, unit, least)
+
+    def by_own_best(self, check: str, device: str, measure: Callable[[], float], *, share: float, unit: str) -> Finding:
+        """Passed if a measurement reaches ``share`` of the best that passed here before; the first one passes."""
+        name = f"{check}, {device}"
+        known = self.cache.read().get(name)
+        best = float(known) if isinstance(known, (int, float)) and known > 0 else 0.0
+        figure, least = _best(measure, share * best), share * best
+        if not best:
+            says = f"{figure:.3g} {unit}, the first figure of this host: later ones are held against it"
+        else:
+            says = f"{figure:.3g} {unit}, {figure / best:.0%} of the best here so far, {best:.3g}"
+        if figure > best:
+            try:
+                self.cache.add({name: figure})
+            except OSError as error:
+                says += f"; not kept: {self.cache.path}: {error.strerror}"
+        return Finding(check, _verdict(figure >= least), says, figure, unit, least if best else None)
+
+
+def _best(measure: Callable[[], float], least: float) -> float:
+    figure = -math.inf
+    for _ in range(TRIES):
+        figure = max(figure, measure())
+        if figure >= least:
+            break
+    return figure
+
+
+def _verdict(good: bool) -> Verdict:
+    return Verdict.passed if good else Verdict.failed

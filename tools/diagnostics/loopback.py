@@ -1,0 +1,74 @@
+"""TCP on this host's loopback: what the kernel carries, and whether it arrives as it was sent."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import threading
+import time
+
+from weft.engine.supervision.finding import Finding, Verdict
+from weft.tools.diagnostics.judging import Judge
+
+OWN_SHARE = 0.3
+"""Least share of the best rate of this host."""
+_PIECE, _PIECES = 1 << 20, 256
+_MOST_S = 10.0
+
+
+def check_loopback(judge: Judge, damage: bool = False) -> Finding:
+    """Gigabits per second over one connection.
+
+    Args:
+        damage: for tests: change a bit on the way.
+    """
+    arrived: list[bool] = []
+
+    def measure() -> float:
+        rate, same = _transfer(os.urandom(_PIECE), damage)
+        arrived.append(same)
+        return rate
+
+    try:
+        finding = judge.by_own_best("loopback", "TCP", measure, share=OWN_SHARE, unit="Gbit/s")
+    except OSError as error:
+        return Finding("loopback", Verdict.failed, f"127.0.0.1: {error}")
+    if not all(arrived):
+        return Finding("loopback", Verdict.failed, "bytes arrived that had not been sent", finding.figure, "Gbit/s")
+    return finding
+
+
+def _transfer(piece: bytes, damage: bool) -> tuple[float, bool]:
+    """Bits per second in units of 1e9, and whether the last piece came as it was sent."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(_MOST_S)
+        with socket.create_connection(listener.getsockname(), timeout=_MOST_S) as sender:
+            receiver, _ = listener.accept()
+            with receiver:
+                receiver.settimeout(_MOST_S)
+                room = bytearray(_PIECE)
+                begun = time.perf_counter()
+                feeding = threading.Thread(target=_send, args=(sender, piece), daemon=True)
+                feeding.start()
+                left = _PIECE * _PIECES
+                while left:
+                    at = (_PIECE * _PIECES - left) % _PIECE
+                    got = receiver.recv_into(memoryview(room)[at:])
+                    if not got:
+                        raise ConnectionError("the connection ended early")
+                    left -= got
+                took = time.perf_counter() - begun
+                feeding.join()
+    if damage:
+        room[_PIECE // 2] ^= 1
+    same = hashlib.sha256(room).digest() == hashlib.sha256(piece).digest()
+    return 8 * _PIECE * _PIECES / took / 1e9, same
+
+
+def _send(sender: socket.socket, piece: bytes) -> None:
+    try:
+        for _ in range(_PIECES):
+            sender.sendall(piece)
+    except OSError:
+        sender.close()  # the receiver sees it

@@ -1,0 +1,153 @@
+"""`weft doctor node`: check this host in under 20 seconds, so that it can be done after every fault."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from weft.conf.files import JsonCache
+from weft.conf.schema import DataConfig
+from weft.engine.supervision.finding import Finding, Verdict, failures
+from weft.tools.diagnostics.clock import check_clock
+from weft.tools.diagnostics.corruption import check_bits
+from weft.tools.diagnostics.disk import check_disk, check_free_space
+from weft.tools.diagnostics.gpu import check_gpus, check_xid
+from weft.tools.diagnostics.judging import Judge
+from weft.tools.diagnostics.local_ranks import check_local_collectives
+from weft.tools.diagnostics.loopback import check_loopback
+from weft.tools.diagnostics.speed import check_gemm, check_memory
+
+DESCRIPTION = """
+Checks this host: speed of memory and matrix products, products checked bit by bit, the disk of a folder, the clock,
+loopback, collectives between its devices, and what its GPUs report. Speeds are held against the data sheet where the
+device is known, and otherwise against the best that this host has done before. Exit code 1 if anything failed.
+"""
+FAULTS = (
+    "slow-memory",
+    "slow-gemm",
+    "gemm-bit",
+    "slow-disk",
+    "full-disk",
+    "clock",
+    "damaged-loopback",
+    "wrong-rank",
+    "hung-rank",
+)
+
+
+@dataclass(frozen=True)
+class Node:
+    """What is checked.
+
+    Attributes:
+        folder: whose disk is meant.
+        ranks: of this host.
+        driver: whose clock is meant; empty for none.
+        judge: of speeds.
+        faults: of `FAULTS`, to see that each check notices.
+    """
+
+    folder: Path
+    ranks: int
+    judge: Judge
+    driver: str = ""
+    faults: Collection[str] = ()
+
+    def devices(self) -> list[torch.device]:
+        """This host's GPUs, or its processor."""
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
+
+
+def _slow(node: Node, fault: str) -> float:
+    return 1e6 if fault in node.faults else 1.0
+
+
+def _rank_with(node: Node, fault: str) -> int:
+    return node.ranks - 1 if fault in node.faults else -1
+
+
+# To add a check: a function that returns findings, and a line here.
+CHECKS: Mapping[str, Callable[[Node], Sequence[Finding]]] = {
+    "collectives": lambda node: [
+        check_local_collectives(
+            node.ranks, node.judge, damaged=_rank_with(node, "wrong-rank"), hung=_rank_with(node, "hung-rank")
+        )
+    ],
+    "memory": lambda node: [check_memory(each, node.judge, _slow(node, "slow-memory")) for each in node.devices()],
+    "gemm": lambda node: [check_gemm(each, node.judge, _slow(node, "slow-gemm")) for each in node.devices()],
+    "bits": lambda node: [check_bits(each, "gemm-bit" in node.faults) for each in node.devices()],
+    "disk": lambda node: [check_disk(node.folder, node.judge, 0.6 if "slow-disk" in node.faults else 0.0)],
+    "space": lambda node: [check_free_space(node.folder, *([1 << 62] if "full-disk" in node.faults else []))],
+    "clock": lambda node: [check_clock(node.driver, 60.0 if "clock" in node.faults else 0.0)],
+    "loopback": lambda node: [check_loopback(node.judge, "damaged-loopback" in node.faults)],
+    "gpu": lambda node: [check_gpus()],
+    "xid": lambda node: [check_xid()],
+}
+
+
+def diagnose(node: Node, checks: Collection[str] = tuple(CHECKS)) -> list[Finding]:
+    """Run ``checks`` one after the other; one that breaks is a failure of the host."""
+    findings: list[Finding] = []
+    for name, check in CHECKS.items():
+        if name not in checks:
+            continue
+        try:
+            findings += check(node)
+        except (RuntimeError, OSError) as error:  # a device that is lost, out of memory, or refuses
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            findings.append(Finding(name, Verdict.failed, reason[0][:200]))
+    return findings
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``weft doctor node``."""
+    parser.add_argument("--folder", type=Path, default=Path("."), help="whose disk is checked; default: this one")
+    parser.add_argument("--ranks", type=int, default=0, help="of this host; default: its GPUs, or 2")
+    parser.add_argument("--driver", default="", help="whose clock is compared: HOST:PORT, or a Unix socket's name")
+    parser.add_argument("--cache", type=Path, help="file of this host's best figures")
+    parser.add_argument("--only", nargs="+", choices=list(CHECKS), metavar="CHECK", help=f"of {', '.join(CHECKS)}")
+    parser.add_argument("--json", action="store_true", help="the findings as a JSON list")
+    parser.add_argument(
+        "--inject", nargs="+", choices=FAULTS, default=[], metavar="FAULT", help=f"be faulty: {', '.join(FAULTS)}"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the checks that the options name; 1 if any failed."""
+    cache = args.cache or Path(DataConfig.cache_dir).expanduser() / "diagnostics.json"
+    node = Node(
+        folder=args.folder,
+        ranks=args.ranks or torch.cuda.device_count() or 2,
+        judge=Judge(JsonCache(cache)),
+        driver=args.driver,
+        faults=args.inject,
+    )
+    begun = perf_counter()
+    findings = diagnose(node, args.only or tuple(CHECKS))
+    if args.json:
+        print(json.dumps([finding.as_dict() for finding in findings]))
+    else:
+        Console().print(table(findings))
+        bad = failures(findings)
+        print(f"{len(bad)} of {len(findings)} checks failed, in {perf_counter() - begun:.1f} s")
+    return 1 if failures(findings) else 0
+
+
+def table(findings: Sequence[Finding]) -> Table:
+    """One line for each check."""
+    made = Table("check", "verdict", "what it says")
+    colours = {Verdict.passed: "green", Verdict.failed: "red", Verdict.does_not_apply: "dim"}
+    for finding in findings:
+        verdict = Text(finding.verdict.value, style=colours[finding.verdict])
+        made.add_row(Text(finding.check), verdict, Text(finding.says))  # as they are: brackets are no markup
+    return made

@@ -1,0 +1,249 @@
+"""`weft doctor ring`: exchanges between neighbouring ranks, then between all, to find a bad connection."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from weft.comm.rendezvous import open_store
+from weft.engine.supervision.finding import Finding, Verdict, failures
+from weft.tools.diagnostics.exchange import all_reduce, with_neighbour
+from weft.tools.diagnostics.node import table
+
+DESCRIPTION = """
+Run by all ranks of a job (`deepspeed --hostfile FILE --module weft.tools.doctor ring`, torchrun, srun), or with
+--ranks on this host alone. Each rank exchanges numbers with the next, all pairs that share no rank at once; then all
+sum. Rank 0 prints which pair is slower than others of its kind, brings wrong numbers, or does not answer. Exit code 1
+if anything failed.
+"""
+FAULTS = ("slow", "wrong", "hung")
+_COUNT = 3  # pairs of a kind that it takes to call one of them slow
+_JOIN_S = 120.0  # imports take a while on a busy host
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one rank saw of a pair."""
+
+    pair: tuple[int, int]
+    bytes_per_s: float
+    problem: str = ""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``weft doctor ring``."""
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="start so many ranks on this host; default: be one of a job"
+    )
+    parser.add_argument("--share", type=float, default=0.3, help="least share of the median of pairs of the same kind")
+    parser.add_argument("--timeout", type=float, default=20.0, help="seconds after which a rank does not answer")
+    parser.add_argument("--json", action="store_true", help="the findings as a JSON list")
+    parser.add_argument(
+        "--inject", default="", metavar="FAULT=RANK", help=f"be faulty towards the next rank: {', '.join(FAULTS)}"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Be a rank of the ring, or start all of them; 1 if any pair failed.
+
+    Raises:
+        ValueError: no job is there to be a rank of.
+    """
+    if args.ranks:
+        return _start(args)
+    if "RANK" not in os.environ:
+        raise ValueError("RANK is not set; start it as a job's ranks, or with --ranks on this host")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size < 2:
+        raise ValueError("a ring takes two ranks or more")
+    try:
+        store = open_store(rank, size, timedelta(seconds=_JOIN_S))
+    except dist.DistError as error:
+        print(f"rank {rank}: the ranks did not all come together: {error}", file=sys.stderr)
+        return 1
+    findings = _Ring(rank, size, store, args).run()
+    if rank == 0:
+        if args.json:
+            print(json.dumps([finding.as_dict() for finding in findings]))
+        else:
+            Console().print(table(findings))
+    return 1 if failures(findings) else 0
+
+
+def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
+    """Every rank with the next around the ring, in as few rounds of pairs without a common rank as there can be."""
+    yield [(rank, rank + 1) for rank in range(0, size - 1, 2)]
+    if size > 2:
+        yield [(rank, (rank + 1) % size) for rank in range(1, size - 1 + (size + 1) % 2, 2)]
+    if size > 2 and size % 2:
+        yield [(size - 1, 0)]
+
+
+def judge_pairs(seen: Sequence[_Seen], hosts: Sequence[str], share: float) -> list[Finding]:
+    """A finding for each pair.
+
+    Args:
+        seen: what both ranks of each pair told.
+        hosts: of each rank.
+        share: least share of the median rate of pairs of the same kind.
+    """
+    rates: dict[tuple[int, int], float] = {}
+    problems: dict[tuple[int, int], str] = {}
+    for one in seen:
+        rates[one.pair] = min(one.bytes_per_s, rates.get(one.pair, float("inf")))
+        if one.problem:
+            problems.setdefault(one.pair, one.problem)
+    by_kind: dict[bool, list[float]] = {True: [], False: []}
+    for pair, rate in rates.items():
+        by_kind[hosts[pair[0]] == hosts[pair[1]]] += [rate] if pair not in problems else []
+    findings = []
+    for (a, b), rate in sorted(rates.items()):
+        name = f"pair {a}-{b}"
+        where = f"on {hosts[a]}" if hosts[a] == hosts[b] else f"{hosts[a]} and {hosts[b]}"
+        if (a, b) in problems:
+            findings.append(Finding(name, Verdict.failed, f"{where}: {problems[a, b]}"))
+            continue
+        others = by_kind[hosts[a] == hosts[b]]
+        usual = median(others) if len(others) >= _COUNT else 0.0
+        says = f"{where}: {rate / 1e9:.3g} GB/s" + (f", {rate / usual:.0%} of the median" if usual else "")
+        verdict = Verdict.passed if rate >= share * usual else Verdict.failed
+        findings.append(Finding(name, verdict, says, rate / 1e9, "GB/s", share * usual / 1e9 if usual else None))
+    return findings
+
+
+class _Ring:
+    def __init__(self, rank: int, size: int, store: dist.Store, args: argparse.Namespace) -> None:
+        self._rank, self._size, self._store, self._args = rank, size, store, args
+        fault, _, whose = args.inject.partition("=")
+        self._fault = fault if whose == str(rank) else ""
+        on_gpu = torch.cuda.is_available()
+        self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+
+    def run(self) -> list[Finding]:
+        """Rank 0's findings, on every rank."""
+        timeout = timedelta(seconds=self._args.timeout)
+        self._store.set(f"host/{self._rank}", socket.gethostname())
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(self._device)
+        torch.set_num_threads(1)
+        group_store = dist.PrefixStore("ring", self._store)
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo", store=group_store, rank=self._rank, world_size=self._size, timeout=timeout
+        )
+        seen: list[_Seen] = []
+        for number, pairs in enumerate(rounds(self._size)):
+            seen += [self._exchange(pair) for pair in pairs if self._rank in pair]
+            self._meet(f"round{number}")
+        self._store.set(f"seen/{self._rank}", json.dumps([[*one.pair, one.bytes_per_s, one.problem] for one in seen]))
+        if self._rank == 0:
+            findings = self._judge()
+            self._store.set("pairs", json.dumps([finding.as_dict() for finding in findings]))
+        else:
+            findings = self._read("pairs", 2 * self._args.timeout)
+        if not failures(findings):
+            findings.append(self._all())
+        self._meet("end")  # rank 0 has the store
+        return findings
+
+    def _exchange(self, pair: tuple[int, int]) -> _Seen:
+        other = pair[1] if pair[0] == self._rank else pair[0]
+        forward = pair[0] == self._rank
+        try:
+            if forward and self._fault == "hung":
+                time.sleep(2 * self._args.timeout)
+            done = with_neighbour(
+                other,
+                self._device,
+                damage=forward and self._fault == "wrong",
+                rounds=5,
+                pause_s=1.0 if forward and self._fault == "slow" else 0.0,
+            )
+        except RuntimeError as error:
+            return _Seen(pair, 0.0, f"rank {other} did not answer rank {self._rank} ({_first_line(error)})")
+        problem = f"rank {self._rank} received wrong numbers from rank {other}" if done.wrong_from else ""
+        return _Seen(pair, done.bytes_per_s, problem)
+
+    def _judge(self) -> list[Finding]:
+        """From what all ranks told; those that tell nothing are named."""
+        seen: list[_Seen] = []
+        silent: list[Finding] = []
+        deadline = time.monotonic() + self._args.timeout
+        for rank in range(self._size):
+            try:
+                told = self._read_json(f"seen/{rank}", max(0.1, deadline - time.monotonic()))
+            except dist.DistError:
+                silent.append(
+                    Finding(f"rank {rank}", Verdict.failed, f"it had not ended after {self._args.timeout:g} s")
+                )
+                continue
+            seen += [_Seen((a, b), rate, problem) for a, b, rate, problem in told]
+        hosts = [self._store.get(f"host/{rank}").decode() for rank in range(self._size)]
+        return silent + judge_pairs(seen, hosts, self._args.share)
+
+    def _all(self) -> Finding:
+        try:
+            done = all_reduce(self._device)
+        except RuntimeError as error:
+            return Finding("all ranks", Verdict.failed, _first_line(error))
+        if done.wrong_from:
+            return Finding("all ranks", Verdict.failed, "the sum is wrong, though every pair is right")
+        rate = done.bytes_per_s / 1e9
+        return Finding("all ranks", Verdict.passed, f"all-reduce: {rate:.3g} GB/s per rank", rate, "GB/s")
+
+    def _meet(self, name: str) -> None:
+        """Wait for the others, but not for long: who is missing has a finding of its own."""
+        if self._store.add(f"met/{name}", 1) == self._size:
+            self._store.set(f"all/{name}", "")
+        with suppress(dist.DistError):
+            self._store.wait([f"all/{name}"], timedelta(seconds=self._args.timeout))
+
+    def _read(self, key: str, seconds: float) -> list[Finding]:
+        try:
+            return [Finding.from_dict(fields) for fields in self._read_json(key, seconds)]
+        except dist.DistError:
+            return [Finding("rank 0", Verdict.failed, "it did not say what it found")]
+
+    def _read_json(self, key: str, seconds: float) -> list:
+        self._store.wait([key], timedelta(seconds=seconds))
+        return json.loads(self._store.get(key))
+
+
+def _first_line(error: RuntimeError) -> str:
+    """What went wrong, without the place in gloo's sources."""
+    return str(error).strip().splitlines()[0].rpartition("] ")[2][:120]
+
+
+def _start(args: argparse.Namespace) -> int:
+    """All ranks on this host; the first one's code."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    options = ["--share", str(args.share), "--timeout", str(args.timeout), "--inject", args.inject]
+    command = [sys.executable, "-m", "weft.tools.doctor", "ring", *options, *(["--json"] if args.json else [])]
+    common = {**os.environ, "WORLD_SIZE": str(args.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started: list[subprocess.Popen] = []
+    try:
+        for rank in range(args.ranks):
+            started.append(subprocess.Popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+        return started[0].wait()
+    finally:
+        for process in started[1:]:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
+        for process in started:
+            process.kill()
+            process.wait()
