@@ -1,8 +1,20 @@
-"""Who holds everybody up: judged from each rank's place in its row."""
+"""Who holds everybody up: judged from each rank's place in its row.
+
+Every rank executes a known row, so its place says what it waits for. When nobody moves, a rank
+whose next action has all it needs and which does not run it is the culprit; where a transfer was
+sent and does not arrive though nothing else is missing, it is the link. (MegaScale section 5.2
+reads the same off logs that ranks leave behind.)
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
+
+from weft.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Op, Slot, receive_of, slot_text
+from weft.pipeline.schedule import Schedule
 
 
 class Place(NamedTuple):
@@ -12,10 +24,282 @@ class Place(NamedTuple):
         step: the step that it executes or has executed last; 0 before the first.
         done: slots of its row that have ended.
         begun: whether the next slot has begun.
-        waits: waits for others that it has entered and left since; odd while it is in one.
+        waits: waits for others that it has entered and left since, and phases twice; odd while it waits.
     """
 
     step: int
     done: int = 0
     begun: bool = False
     waits: int = 0
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A pipeline of the job.
+
+    Attributes:
+        schedule: its own, without relays; replicas that run the same one share the value.
+        ranks: the global rank of each row.
+    """
+
+    schedule: Schedule
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class JobRows:
+    """All ranks of a job, and what each does in a step.
+
+    Attributes:
+        replicas: pipelines; the same row of each holds the same stages.
+        cells: replicas, by number, that share their uplinks between sites; those that share none are left out.
+    """
+
+    replicas: tuple[Replica, ...]
+    cells: tuple[tuple[int, ...], ...] = ()
+
+    @cached_property
+    def seats(self) -> dict[int, tuple[int, int]]:
+        """Replica and row of each global rank."""
+        return {
+            rank: (number, row)
+            for number, replica in enumerate(self.replicas)
+            for row, rank in enumerate(replica.ranks)
+        }
+
+    def row(self, rank: int) -> tuple[Slot, ...]:
+        """What a global rank does in a step."""
+        number, row = self.seats[rank]
+        return self.replicas[number].schedule.rows[row]
+
+    def doing(self, rank: int, place: Place) -> str:
+        """What a rank is at, in words."""
+        row = self.row(rank)
+        if place.step == 0:
+            return "before its first step"
+        if place.done >= len(row):
+            return f"after its row of step {place.step}"
+        text = f"{slot_text(row[place.done])} (slot {place.done + 1} of {len(row)}) of step {place.step}"
+        return f"in {text}" if place.begun else f"before {text}"
+
+    def crosses(self, rank: int, other: int) -> bool:
+        """Whether two ranks are at different sites."""
+        (number, here), (_, there) = self.seats[rank], self.seats[other]
+        sites = self.replicas[number].schedule.placement.rank_sites
+        return sites[here] != sites[there]
+
+    @cached_property
+    def _cell_of(self) -> dict[int, tuple[int, ...]]:
+        return {replica: cell for cell in self.cells for replica in cell}
+
+    def carriers(self, sender: int, receiver: int) -> tuple[tuple[int, int], ...]:
+        """The links, as pairs of global ranks, that carry a transfer: in a DP-cell the uplinks of all its pipelines."""
+        (number, here), (_, there) = self.seats[sender], self.seats[receiver]
+        if number not in self._cell_of or not self.crosses(sender, receiver):
+            return ((sender, receiver),)
+        return tuple(
+            (self.replicas[other].ranks[here], self.replicas[other].ranks[there]) for other in self._cell_of[number]
+        )
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """One who holds the others up: a rank, or a link.
+
+    Attributes:
+        rank: its global rank; None if it is a link.
+        links: pairs of global ranks; several where a DP-cell's uplinks carry a transfer together and
+            nothing tells which of them fails.
+        doing: what a rank is at, or which transfer does not arrive.
+    """
+
+    rank: int | None
+    links: tuple[tuple[int, int], ...] = ()
+    doing: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the places say.
+
+    Attributes:
+        suspects: who holds everybody up; several if the places cannot tell them apart; none while ranks move.
+        running: ranks that moved, while any did: slow at most.
+    """
+
+    suspects: tuple[Suspect, ...]
+    running: tuple[int, ...] = ()
+
+
+@dataclass
+class _Candidate:
+    """A rank that has all it needs, or a transfer that was sent and does not arrive.
+
+    Attributes:
+        rank: the rank, or the receiver.
+        sender: of the transfer; None if it is the rank itself.
+        helpers: ranks whose processes it relies on, for they carry what it waits for; None is everyone.
+    """
+
+    rank: int
+    sender: int | None = None
+    helpers: Collection[int] | None = ()
+
+    def among(self, silent: frozenset[int]) -> frozenset[int]:
+        """Who of the silent ranks would explain it."""
+        return silent if self.helpers is None else silent.intersection((self.rank, *self.helpers))
+
+
+def find_culprits(
+    job: JobRows,
+    places: Mapping[int, Place],
+    *,
+    moved: Collection[int] = (),
+    silent: Collection[int] = (),
+    broken: Iterable[tuple[int, int]] = (),
+) -> Finding:
+    """Find who holds everybody up.
+
+    Args:
+        places: of every rank of the job.
+        moved: ranks that changed their place lately; while there are any, nobody is to blame.
+        silent: ranks without a sign of life: stopped, or with a thread that holds the interpreter's lock. Their
+            transfers and collectives stand still with them.
+        broken: links, as pairs of ranks in any order, without a connection.
+    """
+    if moved:
+        return Finding((), tuple(sorted(moved)))
+    judge = _Judge(job, places)
+    found = [candidate for rank in sorted(places) if (candidate := judge.candidate(rank)) is not None]
+    silent = frozenset(silent)
+    mute = frozenset().union(*(candidate.among(silent) for candidate in found)) if silent else silent
+    if mute or not found:
+        return Finding(tuple(Suspect(rank, doing=job.doing(rank, places[rank])) for rank in sorted(mute or silent)))
+    stuck = [candidate for candidate in found if candidate.sender is not None]
+    ranks = [Suspect(c.rank, doing=job.doing(c.rank, places[c.rank])) for c in found if c.sender is None]
+    return Finding((*ranks, *_links(job, places, stuck, {frozenset(pair) for pair in broken})))
+
+
+def _links(
+    job: JobRows, places: Mapping[int, Place], stuck: Sequence[_Candidate], broken: Collection[frozenset[int]]
+) -> list[Suspect]:
+    """The links that carry transfers which were sent and do not arrive, each once."""
+    crossings: dict[frozenset[frozenset[int]], list[_Candidate]] = {}
+    for candidate in stuck:
+        assert candidate.sender is not None
+        carriers = frozenset(map(frozenset, job.carriers(candidate.sender, candidate.rank)))
+        crossings.setdefault(carriers, []).append(candidate)
+    found = []
+    for carriers, candidates in crossings.items():
+        ends = frozenset[int]().union(*carriers)
+        pairs = [pair for pair in broken if pair <= ends] or carriers
+        text = ", ".join(f"rank {c.rank} {job.doing(c.rank, places[c.rank])}" for c in candidates[:3])
+        found.append(Suspect(None, tuple(sorted(_pair(pair) for pair in pairs)), text))
+    return found
+
+
+def _pair(ends: frozenset[int]) -> tuple[int, int]:
+    low, high = sorted(ends)
+    return low, high
+
+
+class _Judge:
+    """Judges ranks one by one; what several need is found once."""
+
+    def __init__(self, job: JobRows, places: Mapping[int, Place]) -> None:
+        self._job, self._places = job, places
+        self._far = {rank: self._from_end(rank) for rank in places}
+        self._least = min(self._far.values())
+        self._used: dict[tuple[int, int], list[int]] = {}
+        self._least_used: dict[tuple[int, int], tuple[int, int, int]] = {}
+
+    def _from_end(self, rank: int) -> tuple[int, int, bool, int]:
+        """How far a rank is, counted from the end of its row: rows of different lengths end together."""
+        step, done, begun, waits = self._places[rank]
+        return step, done - len(self._job.row(rank)), begun, waits
+
+    def candidate(self, rank: int) -> _Candidate | None:
+        """The rank, or what it waits for, if that alone is missing; None if it waits for others."""
+        place, row = self._places[rank], self._job.row(rank)
+        if place.done >= len(row) or place.step == 0 or (place.begun and row[place.done][0].op is Op.STEP):
+            return self._together(rank)
+        if not place.begun:
+            return _Candidate(rank)
+        number, _ = self._job.seats[rank]
+        for action in row[place.done]:
+            if action.op in RECEIVES:
+                return self._receive(number, rank, action)
+            if action.op not in SENDS and not self._replicas_are_there(rank, action.stage):
+                return None
+        return _Candidate(rank, helpers=self._helpers(number, row[place.done]))
+
+    def _together(self, rank: int) -> _Candidate | None:
+        """In ``STEP`` and after it ranks go from one sum over all of them to the next: the last holds up the rest."""
+        return _Candidate(rank, helpers=None) if self._far[rank] == self._least else None
+
+    def _receive(self, number: int, rank: int, action: Action) -> _Candidate | None:
+        replica = self._job.replicas[number]
+        stage = action.stage - 1 if action.op is Op.RECV_F else action.stage + 1
+        row = replica.schedule.placement.stage_ranks[stage]
+        sender = replica.ranks[row]
+        step = self._places[rank].step
+        sent = Place(step, self._slot_of(replica.schedule.rows[row], action) + 1)
+        if self._places[sender] < sent:
+            return None
+        carriers = self._job.carriers(sender, rank)
+        return _Candidate(rank, sender, [end for pair in carriers for end in pair])
+
+    @staticmethod
+    def _slot_of(row: Sequence[Slot], receive: Action) -> int:
+        """The slot of the send that a receive waits for."""
+        for index, slot in enumerate(row):
+            if slot[0].op in SENDS and receive_of(slot[0]) == receive:
+                return index
+        raise ValueError(f"{receive}: nobody sends it; is the schedule lowered?")
+
+    def _helpers(self, number: int, slot: Slot) -> Collection[int]:
+        """Ranks that carry what a computation or a send waits for: replicas' weights, the receiver's hand."""
+        replica, op = self._job.replicas[number], slot[0].op
+        ranks = replica.schedule.placement.stage_ranks
+        if op in SENDS:
+            return (replica.ranks[ranks[receive_of(slot[0]).stage]],)
+        rows = {ranks[action.stage] for action in slot}
+        return [other.ranks[row] for other in self._job.replicas for row in rows]
+
+    # -- replicas, which gather weights and reduce gradients together ------------------------------
+
+    def _replicas_are_there(self, rank: int, stage: int) -> bool:
+        """Whether all replicas have used a stage in this step as often as this rank has.
+
+        Weights are gathered for, and gradients reduced after, uses of a stage; how often a rank
+        may run ahead of its replicas depends on ZeRO's stage, and none has to be ahead to go on.
+        """
+        _, row = self._job.seats[rank]
+        if len(self._job.replicas) == 1:
+            return True
+        key = row, stage
+        if key not in self._least_used:
+            self._least_used[key] = min(self._use(replica.ranks[row], stage) for replica in self._job.replicas)
+        return self._least_used[key] >= self._use(rank, stage)
+
+    def _use(self, rank: int, stage: int) -> tuple[int, int, int]:
+        """Step, uses of a stage begun in it, and waits entered in the last of them."""
+        place, counts = self._places[rank], self._counts(rank, stage)
+        done = min(place.done, len(counts) - 1)
+        using = place.begun and counts[done + 1] > counts[done]
+        return (place.step, counts[done] + using, place.waits if using else _MANY_WAITS)
+
+    def _counts(self, rank: int, stage: int) -> list[int]:
+        """Uses of a stage before each slot of a rank's row."""
+        row = self._job.row(rank)
+        key = id(row), stage
+        if key not in self._used:
+            counts = [0]
+            for slot in row:
+                counts.append(counts[-1] + any(a.stage == stage and a.op in _USES for a in slot))
+            self._used[key] = counts
+        return self._used[key]
+
+
+_USES = COMPUTE | {Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD}
+_MANY_WAITS = 1 << 30

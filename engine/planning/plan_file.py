@@ -37,6 +37,10 @@ def plan_to_json(plan: RunPlan) -> str:
         "overlap": overlap,
         "schedules": {str(pipelines): _schedule(cell) for pipelines, cell in plan.cells.items()},
         "members": _tree(plan.members),
+        "ranks": [
+            [plan.layout.rank(stage=stage, replica=replica) for stage in range(plan.layout.stages)]
+            for replica in range(plan.layout.replicas)
+        ],
         "costs": _tree(plan.costs),
         "facts": facts,
     }

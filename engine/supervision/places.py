@@ -234,8 +234,10 @@ class PlaceWriter:
         words[Word.GENERATION] += 1
 
     def enter(self, phase: Phase) -> None:
-        """A phase begins."""
+        """A phase begins; after a first step, the place shows that, too."""
         self._words[Word.PHASE] = phase
+        if self._words[Word.PLACE]:
+            self._mark(2)
         self._words[Word.MOVED] = monotonic_ns()
 
     def begin_step(self, step: int, num_microbatches: int) -> None:
@@ -263,18 +265,18 @@ class PlaceWriter:
         """From here on the rank waits for others; waits may be nested, and the outermost counts."""
         self._depth += 1
         if self._depth == 1:
-            self._mark_wait()
+            self._mark(1)
 
     def end_wait(self) -> None:
         """What `begin_wait` announced is over."""
         self._depth -= 1
         if not self._depth:
-            self._mark_wait()
+            self._mark(1)
 
-    def _mark_wait(self) -> None:
+    def _mark(self, marks: int) -> None:
         word = self._words[Word.PLACE]
         # Once there is no room to count further, odd and even still tell waiting from work.
-        self._words[Word.PLACE] = word + 1 if word & _MOST_WAITS < _MOST_WAITS - 1 else word ^ 1
+        self._words[Word.PLACE] = word + marks if word & _MOST_WAITS < _MOST_WAITS - 2 else word ^ (marks & 1)
         self._words[Word.MOVED] = monotonic_ns()
 
     def gauge_device(self, allocated_bytes: Callable[[], int]) -> None:

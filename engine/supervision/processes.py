@@ -8,10 +8,8 @@ from typing import NamedTuple
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
-STOPPED = "Tt"
+STOPPED = frozenset("Tt")
 """States of a process that a signal or a debugger has stopped."""
-ENDED = "ZX"
-"""States of a process that has ended."""
 
 
 class ProcessState(NamedTuple):

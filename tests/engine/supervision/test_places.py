@@ -100,6 +100,17 @@ def test_waits_count_once_however_they_are_nested(page, writer):
     assert reader.read(1).place == Place(1, 1, False, 1)
 
 
+def test_a_phase_after_a_step_is_progress(page, writer):
+    reader = PlaceReader(page)
+    writer.begin_step(1, 2)
+    writer.slot_begins(F)
+    writer.slot_ends(F)
+    writer.enter(Phase.checkpoint)
+    writer.begin_wait()
+    assert reader.read(1).place == Place(1, 1, False, 3)
+    assert reader.read(1).phase is Phase.checkpoint
+
+
 def test_very_many_waits_still_tell_waiting_from_work(page, writer):
     reader = PlaceReader(page)
     writer.begin_step(9, 2)

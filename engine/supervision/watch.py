@@ -1,0 +1,293 @@
+"""What is wrong with an attempt whose ranks live: judged from their reports and a clock, without I/O.
+
+How ranks end, and hosts that fall silent, are not judged here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.engine.supervision.deadlines import Deadlines
+from weft.engine.supervision.places import Phase
+from weft.engine.supervision.processes import STOPPED
+from weft.engine.supervision.report import HostReport, RankReport
+from weft.pipeline.culprit import JobRows, Place, Suspect, find_culprits
+
+STOPPED_S = 1.0
+"""Seconds between two reports in which a process is stopped, and has not run in between, after which it counts."""
+SILENT_S = 1.0
+"""Seconds beyond two heartbeats without a tick after which a rank gives no sign of life."""
+BUSY = 0.5
+"""Share of a processor that a process takes which holds the interpreter's lock and computes."""
+MOST_NAMED = 8
+"""Ranks that are named in a text."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A fault of ranks that live.
+
+    Attributes:
+        kind: stopped (by a signal), lock_held (a thread has the interpreter's lock and computes), blocked (it has
+            it and waits), hung (a rank does not run what it could), link (a transfer does not arrive).
+        culprit: rank and host, or link: a pair of ranks; empty if nobody can be told apart.
+        evidence: one line.
+        step: the last rank's; None before training.
+        seconds: since the last good sign.
+    """
+
+    kind: str
+    culprit: Mapping[str, Any]
+    evidence: str
+    step: int | None
+    seconds: float
+
+
+@dataclass(slots=True)
+class Observed:
+    """What is known of a rank.
+
+    Attributes:
+        report: the last one.
+        host: that sent it.
+        heard_at: when it came, as all times by the driver's clock.
+        moved_at: when the rank came to its place.
+        phase_at: when it was first seen in its phase.
+        tick_at: when its background thread was last seen to have ticked.
+        tick_cpu_s: processor time that it had taken then.
+        stopped_at: since when its process is stopped; None while it runs.
+        pauses: times that it was stopped and ran again.
+    """
+
+    report: RankReport
+    host: str
+    heard_at: float
+    moved_at: float
+    phase_at: float
+    tick_at: float
+    tick_cpu_s: float
+    stopped_at: float | None = None
+    pauses: int = 0
+
+
+class Watch:
+    """Watches over the ranks of one attempt."""
+
+    def __init__(
+        self,
+        *,
+        attempt: int,
+        num_ranks: int,
+        deadlines: Deadlines,
+        heartbeat_s: float,
+        link_deadline_s: float,
+        now: float,
+    ) -> None:
+        """Begin with an attempt.
+
+        Args:
+            deadlines: of the run; what is learned goes into it.
+            heartbeat_s: seconds between reports.
+            link_deadline_s: seconds that a transfer between sites may stand still: links heal by themselves.
+            now: any clock that goes on, in seconds, as in the other calls.
+        """
+        self._attempt, self._num_ranks = attempt, num_ranks
+        self._deadlines, self._heartbeat_s = deadlines, heartbeat_s
+        self._link_deadline_s = link_deadline_s
+        self.ranks: dict[int, Observed] = {}
+        """What is known of each rank."""
+        self.rows: JobRows | None = None
+        """What every rank executes, once the attempt has left its plan."""
+        self._moved_at = now
+        self._step, self._step_at = 0, now
+        self._stopped: set[int] = set()
+
+    # -- observing ---------------------------------------------------------------------------------
+
+    def observe(self, report: HostReport, now: float) -> None:
+        """Take a host's report."""
+        for rank in report.ranks:
+            if rank.attempt == self._attempt:
+                self._observe(rank, report.host, now)
+
+    def _observe(self, rank: RankReport, host: str, now: float) -> None:
+        seen = self.ranks.get(rank.rank)
+        moved_at = now - rank.still_s
+        if seen is None:
+            self.ranks[rank.rank] = seen = Observed(rank, host, now, moved_at, now, now, rank.cpu_s)
+            self._moved_at = max(self._moved_at, moved_at)
+            before = rank
+        else:
+            before, seen.report, seen.heard_at = seen.report, rank, now
+            if before.place != rank.place or before.phase is not rank.phase:
+                self._note_move(seen, before, moved_at, now)
+        if rank.tick != before.tick:
+            seen.tick_at, seen.tick_cpu_s = now, rank.cpu_s
+        if rank.state in STOPPED:
+            if seen.stopped_at is None:
+                seen.stopped_at = now
+                self._stopped.add(rank.rank)
+            elif (rank.tick, rank.place, rank.cpu_s) != (before.tick, before.place, before.cpu_s):
+                seen.stopped_at = now  # it ran in between
+                seen.pauses += 1
+        elif seen.stopped_at is not None:
+            seen.stopped_at = None
+            seen.pauses += 1
+            self._stopped.discard(rank.rank)
+
+    def _note_move(self, seen: Observed, before: RankReport, moved_at: float, now: float) -> None:
+        seen.moved_at = moved_at
+        if moved_at > self._moved_at:
+            self._deadlines.saw_still(moved_at - self._moved_at)
+            self._moved_at = moved_at
+        if before.phase is not seen.report.phase:
+            self._deadlines.saw_phase(before.phase, now - seen.phase_at)
+            seen.phase_at = now
+        step = seen.report.place.step
+        if step > self._step:
+            if self._step and seen.report.phase is Phase.steady:
+                self._deadlines.saw_step((now - self._step_at) / (step - self._step))
+            self._step, self._step_at = step, now
+
+    # -- judging -----------------------------------------------------------------------------------
+
+    @property
+    def still_since(self) -> float:
+        """When a rank last moved."""
+        return self._moved_at
+
+    def verdict(self, now: float) -> Verdict | None:
+        """What is wrong; None if nothing is, or it is too early to say."""
+        for rank in sorted(self._stopped):
+            seen = self.ranks[rank]
+            if seen.stopped_at is not None and seen.heard_at - seen.stopped_at >= STOPPED_S:
+                return self._of_rank("stopped", rank, now - seen.moved_at, "its process is stopped by a signal")
+        still_s = now - self._moved_at
+        if still_s < self._deadlines.least_s or not self._is_heard(now):
+            return None
+        phases = {seen.report.phase for seen in self.ranks.values()}
+        if len(self.ranks) < self._num_ranks:
+            phases.add(Phase.imports)
+        if still_s < self._deadlines.deadline_s(phases):
+            return None
+        suspects = self.suspects(now)
+        between = [suspect for suspect in suspects if suspect.rank is None and self._crosses(suspect)]
+        if len(between) == len(suspects) and still_s < self._link_deadline_s:
+            return None
+        return self._judged(suspects, still_s, now)
+
+    def suspects(self, now: float) -> Sequence[Suspect]:
+        """Who holds the others up, as things stand; several where they cannot be told apart."""
+        silent = [rank for rank, seen in self.ranks.items() if self._is_silent(seen, now)]
+        places = {rank: seen.report.place for rank, seen in self.ranks.items()}
+        if self._knows_rows(places):
+            assert self.rows is not None
+            return find_culprits(self.rows, places, silent=silent, broken=self._broken()).suspects
+        return [Suspect(rank, doing=self._phase_text(rank)) for rank in sorted(silent or self._last(places))]
+
+    def stalled_link(self, now: float) -> Suspect | None:
+        """A link between sites over which nothing moves though nobody has reached the deadline for links."""
+        if now - self._moved_at < self._deadlines.steady_s() or not self._is_heard(now):
+            return None
+        suspects = self.suspects(now)
+        return suspects[0] if suspects and suspects[0].rank is None and self._crosses(suspects[0]) else None
+
+    def _judged(self, suspects: Sequence[Suspect], still_s: float, now: float) -> Verdict:
+        ranks = [suspect for suspect in suspects if suspect.rank is not None]
+        usual = f"nobody has moved for {still_s:.1f} s"
+        if not ranks:
+            texts = "; ".join(suspect.doing for suspect in suspects[:MOST_NAMED])
+            links = [pair for suspect in suspects for pair in suspect.links]
+            culprit = {"link": list(links[0])} if links else {}
+            named = ", ".join(f"{a} - {b}" for a, b in links[:MOST_NAMED])
+            return Verdict(
+                "link", culprit, f"{usual}: sent over {named}, not there: {texts}", self._step_now(), still_s
+            )
+        first = ranks[0].rank
+        assert first is not None
+        if len(ranks) > 1:
+            names = ", ".join(str(suspect.rank) for suspect in ranks[:MOST_NAMED])
+            more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+            kind = self._kind(first, now)
+            culprit = {} if kind == "hung" else self._named(first)
+            text = f"{usual}; ranks {names}{more} wait for each other or do nothing: rank {first} {ranks[0].doing}"
+            return Verdict(kind, culprit, text, self._step_now(), still_s)
+        return self._of_rank(self._kind(first, now), first, still_s, f"{usual}; it is {ranks[0].doing}")
+
+    def _of_rank(self, kind: str, rank: int, seconds: float, evidence: str) -> Verdict:
+        return Verdict(kind, self._named(rank), f"rank {rank}: {evidence}", self._step_now(), seconds)
+
+    def _named(self, rank: int) -> dict[str, Any]:
+        return {"rank": rank, "host": self.ranks[rank].host}
+
+    def _step_now(self) -> int | None:
+        return min((seen.report.place.step for seen in self.ranks.values()), default=0) or None
+
+    def _kind(self, rank: int, now: float) -> str:
+        """How a rank fails to go on, by what its process does."""
+        seen = self.ranks[rank]
+        if seen.report.state in STOPPED:
+            return "stopped"
+        if not self._is_silent(seen, now):
+            return "hung"
+        computed_s = seen.report.cpu_s - seen.tick_cpu_s
+        return "lock_held" if computed_s > BUSY * max(seen.heard_at - seen.tick_at, 1e-9) else "blocked"
+
+    def _is_silent(self, seen: Observed, now: float) -> bool:
+        """Whether a rank that has begun to tick does so no more."""
+        if seen.report.exit_code is not None:
+            return True
+        return (
+            seen.report.phase is not Phase.imports and seen.heard_at - seen.tick_at > 2 * self._heartbeat_s + SILENT_S
+        )
+
+    def _is_heard(self, now: float) -> bool:
+        """Whether reports are coming in: what stands still in them stands still."""
+        limit = now - 3 * self._heartbeat_s
+        return all(seen.heard_at >= limit for seen in self.ranks.values())
+
+    def _knows_rows(self, places: Mapping[int, Place]) -> bool:
+        """Whether the rows are known of the step that all ranks are in."""
+        if self.rows is None or len(places) < len(self.rows.seats) or not all(place.step for place in places.values()):
+            return False
+        kinds = {seen.report.num_microbatches for seen in self.ranks.values()}
+        return kinds == {replica.schedule.num_microbatches for replica in self.rows.replicas}
+
+    def _last(self, places: Mapping[int, Place]) -> list[int]:
+        """The ranks that are least far, as far as phases and steps tell."""
+        missing = [rank for rank in range(self._num_ranks) if rank not in places]
+        if missing or not places:
+            return missing
+        far = {rank: (seen.report.place.step, _ORDER[seen.report.phase]) for rank, seen in self.ranks.items()}
+        least = min(far.values())
+        return [rank for rank, at in far.items() if at == least]
+
+    def _phase_text(self, rank: int) -> str:
+        seen = self.ranks.get(rank)
+        if seen is None:
+            return "not heard of"
+        text = f"in {seen.report.phase.name.replace('_', ' ')}"
+        return f"{text} of step {seen.report.place.step}" if seen.report.place.step else text
+
+    def _broken(self) -> list[tuple[int, int]]:
+        """Links without a connection, as either end says."""
+        return [(rank, link.peer) for rank, seen in self.ranks.items() for link in seen.report.links if not link.ready]
+
+    def _crosses(self, suspect: Suspect) -> bool:
+        assert self.rows is not None
+        return self.rows.crosses(*suspect.links[0])
+
+
+_ORDER: Mapping[Phase, int] = {
+    Phase.imports: 0,
+    Phase.setup: 1,
+    Phase.parked: 1,
+    Phase.first_step: 2,
+    Phase.steady: 3,
+    Phase.evaluation: 4,
+    Phase.checkpoint: 4,
+    Phase.finishing: 5,
+}
+"""How far phases are, where places do not tell."""

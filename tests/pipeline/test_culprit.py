@@ -1,0 +1,114 @@
+"""The culprit: whoever stops in a job, the places of all ranks name that one."""
+
+import random
+from itertools import pairwise
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tests.pipeline.cases import FIXED, schedules
+from tests.pipeline.stalls import StallingJob
+from weft.pipeline.culprit import JobRows, Replica, find_culprits
+from weft.pipeline.lowering import lower, open_pairs
+
+EXAMPLES = 60
+
+
+@st.composite
+def jobs(draw, most_replicas=3):
+    """A job of any fixed schedule, its replicas alone or in DP-cells."""
+    zero_stage = draw(st.integers(0, 3))
+    schedule = draw(schedules(FIXED))
+    if draw(st.booleans()):
+        schedule = open_pairs(schedule)
+    schedule = lower(schedule, zero_stage=zero_stage)
+    count = draw(st.integers(1, most_replicas))
+    stages = schedule.placement.num_ranks
+    replicas = tuple(Replica(schedule, tuple(row * count + n for row in range(stages))) for n in range(count))
+    cell = draw(st.integers(1, count))
+    cells = [tuple(range(first, min(first + cell, count))) for first in range(0, count, cell)]
+    job = JobRows(replicas, tuple(cell for cell in cells if len(cell) > 1))
+    return StallingJob(
+        job,
+        random.Random(draw(st.integers(0, 2**32))),
+        zero_stage=zero_stage,
+        overlap=draw(st.booleans()),
+        clip=draw(st.booleans()),
+        log_every=draw(st.integers(1, 3)),
+    )
+
+
+def moves_of(stalling):
+    """So many moves that the fault may come in any of the first steps."""
+    return stalling.rng.randrange(3 * sum(2 * len(stalling.job.row(rank)) + 8 for rank in stalling.job.seats))
+
+
+def explain(stalling):
+    return "\n".join(f"{rank}: {stalling.job.doing(rank, place)} {place}" for rank, place in stalling.places.items())
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(jobs())
+def test_a_rank_that_does_nothing_more_is_named(stalling):
+    assert stalling.move(moves_of(stalling))
+    stalling.hung = stalling.rng.choice(list(stalling.places))
+    assert not stalling.move()
+    found = find_culprits(stalling.job, stalling.places)
+    assert [suspect.rank for suspect in found.suspects] == [stalling.hung], explain(stalling)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(jobs())
+def test_a_stopped_process_is_named(stalling):
+    assert stalling.move(moves_of(stalling))
+    stalling.stopped = stalling.rng.choice(list(stalling.places))
+    assert not stalling.move()
+    found = find_culprits(stalling.job, stalling.places, silent=[stalling.stopped])
+    assert [suspect.rank for suspect in found.suspects] == [stalling.stopped], explain(stalling)
+
+
+def hops(job):
+    """Pairs of ranks between which tensors move."""
+    found = set()
+    for replica in job.replicas:
+        ranks = [replica.ranks[row] for row in replica.schedule.placement.stage_ranks]
+        found |= {frozenset(pair) for pair in pairwise(ranks) if pair[0] != pair[1]}
+    return sorted(found, key=sorted)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(jobs())
+def test_a_dead_link_is_named(stalling):
+    pairs = hops(stalling.job)
+    assume(pairs)
+    assert stalling.move(moves_of(stalling))
+    dead = stalling.rng.choice(pairs)
+    stalling.cut = {dead}
+    assert not stalling.move()
+    (suspect,) = find_culprits(stalling.job, stalling.places).suspects
+    assert suspect.rank is None, explain(stalling)
+    assert set(suspect.links) == {tuple(sorted(pair)) for pair in stalling.job.carriers(*sorted(dead))}
+    (suspect,) = find_culprits(stalling.job, stalling.places, broken=[tuple(dead)]).suspects
+    assert suspect.links == (tuple(sorted(dead)),)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(jobs())
+def test_nobody_is_blamed_while_a_rank_moves(stalling):
+    assert stalling.move(moves_of(stalling))
+    before = dict(stalling.places)
+    assert stalling.move(30)
+    moved = [rank for rank, place in stalling.places.items() if place != before[rank]]
+    assume(moved)
+    found = find_culprits(stalling.job, stalling.places, moved=moved, silent=list(before))
+    assert found.suspects == () and list(found.running) == sorted(moved)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(jobs())
+def test_among_the_suspects_one_can_go_on_unless_a_fault_keeps_it(stalling):
+    assert stalling.move(moves_of(stalling))
+    suspects = find_culprits(stalling.job, stalling.places).suspects
+    named = {suspect.rank for suspect in suspects if suspect.rank is not None}
+    named |= {rank for suspect in suspects for link in suspect.links for rank in link}
+    assert any(map(stalling.can_move, named)), explain(stalling)
