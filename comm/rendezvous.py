@@ -80,7 +80,9 @@ def _address(rank: int, timeout: timedelta) -> AuthenticatedSocket:
     """The authenticated socket that the environment describes; on rank 0 it is listening when this returns."""
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if _alone_on_host(master):
-        return AuthenticatedUnixSocket(f"weft-{os.getuid()}-{master}-{port}", listens=rank == 0)
+        # A process that an earlier attempt has left behind, stopped for example, cannot hold this one's name.
+        attempt = os.environ.get("WEFT_ATTEMPT", "0")
+        return AuthenticatedUnixSocket(f"weft-{os.getuid()}-{master}-{port}-{attempt}", listens=rank == 0)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return AuthenticatedTcpSocket((own_address(), port) if rank == 0 else (master, port), listens=rank == 0)
     # torchrun's agent has its store at that port. It only tells the address of our socket: an unauthenticated peer

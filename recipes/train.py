@@ -211,18 +211,19 @@ def reports_error(error: ValueError) -> bool:
     return False
 
 
-if __name__ == "__main__":
+def run(argv: Sequence[str]) -> int:
+    """`main` as a process of its own: errors are printed once per job; returns the exit code."""
     try:
         with reported():
-            code = main(sys.argv[1:])
+            return main(argv)
     except ValueError as error:
         if reports_error(error):
             print(f"weft train: {error}", file=sys.stderr)
-        code = 2
+        return 2
     except NonFiniteError as error:
         if dist.get_rank() == 0:
             print(f"\nweft train: {error}", file=sys.stderr)
-        code = 1
+        return 1
     except RuntimeError as error:
         # A failed rank or link ends every rank; the first to notice reports it.
         first, lost = first_to_fail(), lost_peer(error)
@@ -230,5 +231,8 @@ if __name__ == "__main__":
             raise
         if first:
             print(f"\nweft train: {lost}", file=sys.stderr)  # not behind the progress bar
-        code = 1
-    sys.exit(code)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""`weft launch`: check a run, start its ranks through DeepSpeed's launcher, stop them together."""
+"""`weft launch`: check a run, start its ranks, under a supervisor or through DeepSpeed's launcher."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from weft.conf import load
 from weft.conf.batch import fit_batch
-from weft.conf.hosts import is_loopback, world_size
+from weft.conf.hosts import is_loopback, working_hosts, world_size
 from weft.conf.private import SECRETS, split_secrets, write_private
 from weft.conf.run_lock import RunLock
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import to_yaml
+from weft.engine.supervision import driver
+from weft.engine.supervision.driver import PRELOAD, TARGET, Spec, config_file
+from weft.engine.supervision.starting import forwarded
 from weft.tools.preflight import num_gpus, preflight
 from weft.tools.processes import run_group
 
@@ -34,8 +38,6 @@ VALUES = (
     "--bind_core_list",
     "--enable_each_rank_log",
 )
-# What ranks on other machines need of this environment, beyond what the launcher forwards.
-FORWARDED = ("DS_", "GLOO_", "HF_", "OMP_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "WANDB_", "WEFT_")
 GRACE_S = 30.0
 
 
@@ -45,7 +47,9 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ValueError: bad input, found before any process starts.
     """
-    options, overrides, recipe_file = _arguments(argv)
+    options, overrides, recipe_file, attach = _arguments(argv)
+    if attach:
+        return become_driver("attach", Path(attach).expanduser().absolute(), os.environ)
     config = load(overrides, recipe_file=recipe_file)
     config = fit_batch(config, world_size(config.cluster))
     if config.dry_run:
@@ -58,14 +62,55 @@ def main(argv: Sequence[str]) -> int:
     preflight(config, leave_out={"port"} if later else ())  # the first machine opens the port
     folder = (Path(config.train.output_dir).expanduser() / config.train.name).absolute()
     RunLock.check(folder)
-    file = write_config(config, folder / "config.yaml")
     env = environment(os.environ) | job_key(config, os.environ, options)
+    if is_supervised(config, options):
+        return supervise(config, folder, env)
+    file = write_config(config, folder / "config.yaml")
     try:
         if config.cluster.hostfile and "--no_ssh" not in options:
             env["DS_ENV_FILE"] = str(write_environment(env, folder / "deepspeed_env"))
         return run_group(command(config, file, options), env=env, grace_s=GRACE_S)
     finally:
         secrets_file(folder / "deepspeed_env").unlink(missing_ok=True)
+
+
+def is_supervised(config: WeftConfig, options: Sequence[str]) -> bool:
+    """Whether a supervisor starts the ranks: if it is asked for, or hosts are many and nothing asks for DeepSpeed's.
+
+    Raises:
+        ValueError: it is asked for, with options that are of DeepSpeed's launcher.
+    """
+    if config.supervise.enabled and options:
+        raise ValueError(f"supervise.enabled=true: {options[0]} is an option of DeepSpeed's launcher; leave it out")
+    if config.supervise.enabled is not None:
+        return config.supervise.enabled
+    hosts = working_hosts(config.cluster) if config.cluster.hostfile else {}
+    return len(hosts) > 1 and not options
+
+
+def supervise(config: WeftConfig, folder: Path, env: Mapping[str, str]) -> int:
+    """Leave in the run's folder what its driver needs, and become the driver.
+
+    Raises:
+        ValueError: a restart would resume from another run's checkpoints.
+    """
+    checkpoints = folder / "checkpoints"
+    if config.checkpoint.resume != "auto" and checkpoints.is_dir() and any(checkpoints.iterdir()):
+        raise ValueError(
+            f"checkpoint.resume={config.checkpoint.resume}: after a fault the run would resume from {checkpoints}, "
+            "which an earlier run has left; move it away, or choose another train.name"
+        )
+    RunLock.check(folder / "supervisor")
+    write_config(config, config_file(folder))
+    write_config(config, folder / "config.yaml")
+    Spec(TARGET, list(PRELOAD), forwarded({**own_environment(), **env})).write(folder)
+    return become_driver("launch", folder, env)
+
+
+def become_driver(word: str, folder: Path, env: Mapping[str, str]) -> NoReturn:
+    """Be the driver of the run in ``folder`` from here on; what this process has imported is given back."""
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-m", driver.__name__, word, str(folder)], dict(env))
 
 
 def command(config: WeftConfig, config_file: Path, options: Sequence[str] = ()) -> list[str]:
@@ -116,17 +161,23 @@ def write_environment(env: Mapping[str, str], path: Path) -> Path:
     DeepSpeed's launchers write them into command lines, where every user of every host reads them. So
     what is secret goes by a file of its own, whose name alone is in there.
     """
-    variables: dict[str, str] = {}
-    for own in (Path("~/.deepspeed_env").expanduser(), Path(".deepspeed_env")):
-        lines = own.read_text().splitlines() if own.is_file() else []
-        variables |= {name.strip(): value for name, sign, value in (line.partition("=") for line in lines) if sign}
-    variables |= {name: value for name, value in env.items() if name.startswith(FORWARDED) and "\n" not in value}
+    variables = own_environment()
+    variables |= {name: value for name, value in forwarded(env).items() if "\n" not in value}
     plain, secret = split_secrets(variables)
     if secret:
         plain[SECRETS] = str(secrets_file(path))
         write_private(secrets_file(path), _lines(secret))
     write_private(path, _lines(plain))
     return path
+
+
+def own_environment() -> dict[str, str]:
+    """The variables of the user's own `.deepspeed_env`, at home and in this folder."""
+    variables: dict[str, str] = {}
+    for own in (Path("~/.deepspeed_env").expanduser(), Path(".deepspeed_env")):
+        lines = own.read_text().splitlines() if own.is_file() else []
+        variables |= {name.strip(): value for name, sign, value in (line.partition("=") for line in lines) if sign}
+    return variables
 
 
 def secrets_file(path: Path) -> Path:
@@ -138,8 +189,8 @@ def _lines(variables: Mapping[str, str]) -> str:
     return "".join(f"{name}={value}\n" for name, value in variables.items())
 
 
-def _arguments(argv: Sequence[str]) -> tuple[list[str], list[str], str | None]:
-    """Launcher options, overrides, and a recipe's file."""
+def _arguments(argv: Sequence[str]) -> tuple[list[str], list[str], str | None, str | None]:
+    """Launcher options, overrides, a recipe's file, and the folder of a run to attach to."""
     parser = argparse.ArgumentParser(
         prog="weft launch",
         usage="weft launch [--config-file FILE] [launcher options] [recipe=NAME] [key=value ...]",
@@ -147,6 +198,7 @@ def _arguments(argv: Sequence[str]) -> tuple[list[str], list[str], str | None]:
         allow_abbrev=False,
     )
     parser.add_argument("--config-file", help="a recipe's YAML file, as recipe=FILE.yaml")
+    parser.add_argument("--attach", metavar="RUN_FOLDER", help="drive a supervised run whose driver has ended")
     group = parser.add_argument_group("passed to DeepSpeed's launcher")
     for name in FLAGS:
         group.add_argument(name, action="store_true")
@@ -158,7 +210,7 @@ def _arguments(argv: Sequence[str]) -> tuple[list[str], list[str], str | None]:
     for name in VALUES:
         if given[name[2:]] is not None:
             options.append(f"{name}={given[name[2:]]}")
-    return options, overrides, known.config_file
+    return options, overrides, known.config_file, known.attach
 
 
 def _free_port() -> int:

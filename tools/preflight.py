@@ -13,7 +13,7 @@ from pathlib import Path
 
 from weft.conf.batch import check_world
 from weft.conf.hosts import is_loopback, read_hostfile, world_size
-from weft.conf.schema import Attention, Precision, WeftConfig
+from weft.conf.schema import Attention, ClusterManager, Precision, WeftConfig
 from weft.conf.sites import ranks_per_site
 from weft.engine.planning.schedules import open_placements, read_costs
 
@@ -49,7 +49,7 @@ def check_cluster(config: WeftConfig) -> None:
     """Check that the processes to start fit the pipeline and can reach the rendezvous."""
     cluster = config.cluster
     check_world(config, world_size(cluster))
-    if cluster.hostfile and is_loopback(cluster.master_addr):
+    if cluster.hostfile and is_loopback(cluster.master_addr) and cluster.manager is not ClusterManager.local:
         away = [host for host in read_hostfile(cluster.hostfile) if not is_loopback(host)]
         if away:
             raise ValueError(

@@ -12,6 +12,7 @@ class ClusterManager(Enum):
     ssh = "ssh"
     slurm = "slurm"
     kubernetes = "kubernetes"
+    local = "local"
 
 
 @dataclass(kw_only=True)
@@ -59,7 +60,8 @@ class ClusterConfig:
     master_port: int = 29500
     """Rendezvous port of the ranks; 0 picks a free one (one machine only)."""
     manager: ClusterManager = ClusterManager.ssh
-    """What starts processes on the hosts: ssh (from the hostfile), slurm or kubernetes."""
+    """What starts processes on the hosts: ssh (from the hostfile), slurm or kubernetes; local takes every host
+    of the hostfile for this machine, which tries out a run of several."""
     spares: list[str] = field(default_factory=list)
     """Hosts of the hostfile that wait to take the place of one that is evicted."""
     deny_list: str = ""

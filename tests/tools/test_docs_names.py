@@ -24,6 +24,16 @@ FILE = re.compile(r"(?:[\w.-]+/)*[\w-]+\.(?:py|md|yaml|hpp|cpp|c|cfg|toml|txt|js
 FOREIGN = {
     "deepspeed": {"GatheredParameters"},
     "torch": {"add", "all_gather_object", "DTensor", "DeviceMesh", "fully_shard"},
+    "torch elastic": {
+        "DynamicRendezvousHandler",
+        "LocalElasticAgent",
+        "SimpleElasticAgent",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+        "_invoke_run",
+        "_monitor_workers",
+        "_restart_workers",
+        "monitor_interval",
+    },
     "transformers and accelerate": {"gather", "generate", "Trainer", "TrainingArguments", "from_pretrained"},
     "transformers' settings": {
         "label_smoothing_factor",
@@ -49,6 +59,8 @@ MADE = {
     "plan.json",
     "costs.yaml",
     "metrics.jsonl",
+    "supervisor/journal.jsonl",
+    "supervisor/logs/attemptN/rankR.log",
     "timeline.png",
     "timeline.json",
     "manifest.json",

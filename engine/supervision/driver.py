@@ -1,0 +1,273 @@
+"""The driver of a run: it hears the agents, decides by `Job`, and keeps the journal. Its loss stops nobody.
+
+Everything that it knows is in the run's folder, so that it can be started again at any time: by the agent of the first
+host, which notices that it has gone, or by `weft launch --attach`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from weft.comm.control import ControlServer
+from weft.conf import load
+from weft.conf.hosts import is_loopback, read_hostfile
+from weft.conf.private import write_private
+from weft.conf.run_lock import RunLock
+from weft.conf.schema import ClusterManager, WeftConfig
+from weft.conf.trees import to_yaml
+from weft.engine.supervision.agent import AgentOrder
+from weft.engine.supervision.hosts import choose_hosts, config_for, hostfile_text
+from weft.engine.supervision.job import Job, Layout, Stage
+from weft.engine.supervision.journal import NAME, Journal
+from weft.engine.supervision.starting import starter_for
+
+TICK_S = 0.05
+LEAVE_S = 10.0
+"""Seconds that agents have to end after the run has."""
+TARGET = "weft.recipes.train:run"
+PRELOAD = ("torch", "deepspeed", "transformers", "weft.recipes.train")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a driver needs besides the configuration.
+
+    Attributes:
+        target: what each rank runs, ``module:function``.
+        preload: modules that forkservers import.
+        environment: variables for agents on other hosts, some of them secret.
+        ssh_port: 0 for ssh's own choice.
+    """
+
+    target: str
+    preload: list[str]
+    environment: dict[str, str]
+    ssh_port: int = 0
+
+    def write(self, run_folder: Path) -> None:
+        """Leave it in the run's folder, for its owner alone."""
+        write_private(_spec_file(run_folder), json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, run_folder: Path) -> Spec:
+        """What `write` left.
+
+        Raises:
+            ValueError: nothing is there.
+        """
+        try:
+            return cls(**json.loads(_spec_file(run_folder).read_text()))
+        except OSError as error:
+            raise ValueError(f"{run_folder}: no supervised run is under way there ({error.strerror})") from error
+
+
+def _spec_file(run_folder: Path) -> Path:
+    return run_folder / "supervisor" / "job.json"
+
+
+def config_file(run_folder: Path) -> Path:
+    """The configuration that the run was started with; each attempt has its own beside it."""
+    return run_folder / "supervisor" / "config.yaml"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``launch RUN_FOLDER`` or ``attach RUN_FOLDER``; returns the run's exit code."""
+    word, folder = argv
+    try:
+        return asyncio.run(Driver(Path(folder), attach=word == "attach").run())
+    except ValueError as error:
+        for line in str(error).splitlines():
+            print(f"weft launch: {line}", file=sys.stderr)
+        return 2
+
+
+class Driver:
+    """A job with agents, a journal and a clock."""
+
+    def __init__(self, run_folder: Path, *, attach: bool) -> None:
+        """Take the run's folder.
+
+        Raises:
+            ValueError: another driver has it, or there is nothing to attach to.
+        """
+        self._folder, self._attach = run_folder, attach
+        self._lock = RunLock(run_folder / "supervisor")
+        self._spec = Spec.read(run_folder)
+        for name, value in self._spec.environment.items():
+            os.environ.setdefault(name, value)
+        self._config = load([], recipe_file=str(config_file(run_folder)))
+        self._journal = Journal(run_folder / NAME)
+        self._starter = starter_for(self._config.cluster.manager, self._spec.ssh_port)
+        self._processes: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
+        self._address: str | tuple[str, int] = ""
+        self._signals = 0
+        self.job = Job(
+            settings=self._config.supervise,
+            layouts=self._layout,
+            effects=self,
+            target=self._spec.target,
+            past=self._journal.past,
+        )
+        if attach and self.job.stage is Stage.ended:
+            raise ValueError(f"{run_folder}: the run has ended; `weft launch` starts it again")
+
+    async def run(self) -> int:
+        """Drive the run to its end."""
+        self._server = ControlServer(
+            on_message=self._hear,
+            on_connected=lambda peer: self.job.on_connected(*_parts(peer), monotonic()),
+            on_lost=lambda peer: self.job.on_lost(*_parts(peer)),
+        )
+        self._address = await self._server.listen(self._place())
+        self.record("driver", pid=os.getpid(), address=self._address)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        (self.job.attach if self._attach else self.job.launch)(monotonic())
+        while self.job.stage is not Stage.ended:
+            await asyncio.sleep(TICK_S)
+            self._poll()
+            self.job.tick(monotonic())
+            self._journal.flush()
+        await self._leave()
+        assert self.job.code is not None
+        return self.job.code
+
+    async def _leave(self) -> None:
+        """Wait for the agents to end; kill those of this machine that do not."""
+        limit = monotonic() + LEAVE_S
+        while (self._server.connected or self._processes) and monotonic() < limit and self._signals < 2:
+            await asyncio.sleep(TICK_S)
+            self._poll()
+        for process in self._processes.values():
+            process.kill()
+        await self._server.close()
+        _spec_file(self._folder).unlink(missing_ok=True)  # it holds the keys
+        self._journal.close()
+
+    def _on_signal(self, number: int) -> None:
+        self._signals += 1
+        if self._signals == 1:
+            self.say("stopping every rank; once more to kill them")
+            self.job.end(128 + number, f"stopped by {signal.Signals(number).name}")
+
+    def _poll(self) -> None:
+        for agent, process in list(self._processes.items()):
+            if process.poll() is not None:
+                del self._processes[agent]
+                self.job.on_exit(*agent)
+
+    def _hear(self, peer: str, message: dict[str, Any]) -> None:
+        self.job.on_report(*_parts(peer), message, monotonic())
+
+    def _place(self) -> str | tuple[str, int]:
+        """Where to listen: on this machine alone, if all hosts are; a run's later drivers where the first did."""
+        cluster, settings = self._config.cluster, self._config.supervise
+        if not cluster.hostfile or cluster.manager is ClusterManager.local:
+            return f"weft-{os.getuid()}-{hashlib.sha256(str(self._folder.absolute()).encode()).hexdigest()[:16]}"
+        past = [event["address"] for event in self._journal.past if event["event"] == "driver"]
+        port = settings.port or (past[-1][1] if past and not isinstance(past[-1], str) else 0)
+        return _own_address(cluster.master_addr), port
+
+    # Effects
+
+    def start_agent(self, host: str, generation: int) -> None:
+        """Start an agent on a host, with what it has to know."""
+        first = not self.job.hosts or host == next(iter(self.job.hosts))
+        settings = self._config.supervise
+        order = AgentOrder(
+            host=host,
+            generation=generation,
+            address=self._address,
+            run_folder=str(self._folder.absolute()),
+            slots=self._slots(host),
+            preload=list(self._spec.preload),
+            environment=self._spec.environment,
+            heartbeat_s=settings.heartbeat_s,
+            orphan_s=settings.setup_deadline_s,
+            driver=[sys.executable, "-m", __spec__.name, "attach", str(self._folder.absolute())] if first else [],
+        )
+        try:
+            self._processes[host, generation] = self._starter.start(host, json.dumps(asdict(order)))
+        except OSError as error:
+            self.say(f"{host}: {error.strerror}: {error.filename}")
+
+    def tell(self, host: str, generation: int, message: Mapping[str, Any]) -> None:
+        """Send a message to an agent."""
+        self._server.send(f"{host}#{generation}", dict(message), latest_of="wanted")
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Write into the journal."""
+        self._journal.record(event, **fields)
+
+    def say(self, text: str) -> None:
+        """A line for the user."""
+        with suppress(OSError):  # the terminal has gone
+            print(f"weft: {text}", file=sys.stderr, flush=True)
+
+    # Attempts
+
+    def _slots(self, host: str) -> int:
+        """Most ranks that a host may get."""
+        cluster = self._config.cluster
+        return read_hostfile(cluster.hostfile)[host] if cluster.hostfile else cluster.ranks
+
+    def _layout(self, attempt: int, away: Collection[str], before: Mapping[str, int] | None) -> Layout:
+        """The hosts of an attempt, and its configuration beside the run's."""
+        chosen = choose_hosts(self._config, away=away, current=before)
+        hostfile = self._folder / "supervisor" / f"hosts{attempt}"
+        if self._config.cluster.hostfile:
+            write_private(hostfile, hostfile_text(chosen.slots))
+        config = config_for(self._config, chosen, hostfile)
+        file = self._folder / "supervisor" / f"config{attempt}.yaml"
+        write_private(file, to_yaml(config))
+        return Layout(
+            slots=chosen.slots,
+            master=(config.cluster.master_addr, config.cluster.master_port),
+            arguments=("--config-file", str(file), *self._resume(config, before is not None)),
+        )
+
+    def _resume(self, config: WeftConfig, again: bool) -> tuple[str, ...]:
+        """Later attempts resume from what the run itself has saved, whatever the first resumed from."""
+        saved = any((self._folder / "checkpoints").glob("*"))
+        return ("checkpoint.resume=auto",) if again and saved else ()
+
+
+def _parts(peer: str) -> tuple[str, int]:
+    """Host and generation of an agent."""
+    host, _, generation = peer.rpartition("#")
+    return host, int(generation) if generation.isdecimal() else -1
+
+
+def _own_address(master: str) -> str:
+    """This host's address on the way to where the ranks meet.
+
+    Raises:
+        ValueError: the name is not known.
+    """
+    if is_loopback(master):
+        return "127.0.0.1"
+    try:
+        family, kind, *_, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as way:
+            way.connect(address)  # sends nothing: it only asks for the route
+            return way.getsockname()[0]
+    except OSError as error:
+        raise ValueError(f"cluster.master_addr={master}: {error.strerror}; set the first host's address") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

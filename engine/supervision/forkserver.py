@@ -1,0 +1,134 @@
+"""A process that has everything imported, and forks a rank from itself when told to.
+
+Importing torch, DeepSpeed and transformers takes seconds; a fork takes milliseconds. It runs no thread and touches no
+GPU, so that what it forks is whole. Nothing here outlives its parent: an agent's forkserver dies with it, and ranks die
+with the forkserver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 1 << 17
+"""Length of a message between agent and forkserver."""
+ENVIRONMENT = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Variables under which imports start no thread: pyarrow's allocator would."""
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when process ``parent``, which must be its parent, ends."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it ended before
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``PARENT SOCKET MODULE ...``: import the modules, then fork as the socket asks, until it closes."""
+    parent, descriptor, *modules = argv
+    die_with(int(parent))
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    for module in modules:
+        import_module(module)
+    gc.collect()
+    gc.freeze()  # a collection in a rank does not write to what all of them share
+    with socket.socket(fileno=int(descriptor)) as agent:
+        threads = [Path("/proc/self/task", task, "comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+        agent.send(json.dumps({"ready": True, "threads": threads}).encode())
+        order = _Children(agent).serve()
+    return _become(order) if order else 0
+
+
+class _Children:
+    """The ranks forked here, and their ends."""
+
+    def __init__(self, agent: socket.socket) -> None:
+        self._agent = agent
+        self._poll = select.poll()
+        self._poll.register(agent, select.POLLIN)
+        self._running: dict[int, tuple[str, int]] = {}  # by descriptor of the process: its name and number
+
+    def serve(self) -> dict[str, Any] | None:
+        """Fork and reap. Returns in the forked process, with its order; in this one when the agent has closed."""
+        while True:
+            for descriptor, _ in self._poll.poll():
+                if descriptor != self._agent.fileno():
+                    self._reap(descriptor)
+                    continue
+                data, files, _, _ = socket.recv_fds(self._agent, MOST_BYTES, 2)
+                if not data:
+                    return None
+                order = json.loads(data)
+                if "signal" in order:
+                    self._send_signal(order["name"], order["signal"])
+                elif self._fork(order, files):
+                    return order
+
+    def _fork(self, order: dict[str, Any], files: list[int]) -> bool:
+        """Whether this is the forked process."""
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            die_with(parent)
+            os.setsid()  # what a rank starts is in its group, and ends with it
+            for descriptor in self._running:
+                os.close(descriptor)
+            for target, descriptor in zip((1, 2), files, strict=True):
+                os.dup2(descriptor, target)
+                os.close(descriptor)
+            return True
+        for descriptor in files:
+            os.close(descriptor)
+        process = os.pidfd_open(pid)
+        self._running[process] = (order["name"], pid)
+        self._poll.register(process, select.POLLIN)
+        self._tell(name=order["name"], pid=pid)
+        return False
+
+    def _reap(self, descriptor: int) -> None:
+        name, pid = self._running.pop(descriptor)
+        self._poll.unregister(descriptor)
+        os.close(descriptor)
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # the group keeps the number from others until this rank is waited for
+        _, status = os.waitpid(pid, 0)
+        self._tell(name=name, pid=pid, code=os.waitstatus_to_exitcode(status))
+
+    def _send_signal(self, name: str, number: int) -> None:
+        for known, pid in self._running.values():
+            if known == name:
+                os.kill(pid, number)
+
+    def _tell(self, **fields: Any) -> None:
+        self._agent.send(json.dumps(fields).encode())
+
+
+def _become(order: dict[str, Any]) -> int:
+    """Be the process that ``order`` describes: its environment, its arguments, its function."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+    gc.unfreeze()
+    os.environ.update(order["environment"])
+    sys.argv = [order["target"], *order["arguments"]]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    module, _, function = order["target"].partition(":")
+    return getattr(import_module(module), function)(order["arguments"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

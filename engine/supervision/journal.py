@@ -1,0 +1,90 @@
+"""The driver's journal: what happened to a run, one JSON object a line, on disk before anyone acts on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from weft.conf.private import make_run_folder
+
+NAME = Path("supervisor", "journal.jsonl")
+"""Where a run's folder has it."""
+
+
+class Journal:
+    """Appends events and waits for the disk; a full disk delays lines and does not stop the run."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        """Open ``path`` to append, and cut off a last line that a crash has left unfinished.
+
+        Raises:
+            ValueError: a line before the last is damaged.
+            OSError: the file cannot be opened.
+        """
+        make_run_folder(path.parent)
+        self.path = path
+        self.past: list[dict[str, Any]] = read_journal(path)
+        self._clock = clock
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._size = _whole_bytes(path)
+        os.ftruncate(self._file, self._size)
+        self._waiting = b""
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Append an event with the time of day; when this returns it is on disk, or waits for room there."""
+        line = json.dumps({"at": round(self._clock(), 3), "event": event, **fields}) + "\n"
+        self._waiting += line.encode()
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what a full disk has delayed."""
+        if not self._waiting:
+            return
+        try:
+            written = 0
+            while written < len(self._waiting):
+                written += os.pwrite(self._file, self._waiting[written:], self._size + written)
+            os.fsync(self._file)
+        except OSError as error:
+            os.ftruncate(self._file, self._size)
+            print(f"weft: {self.path}: {error.strerror}; its next lines wait", file=sys.stderr, flush=True)
+            return
+        self._size += len(self._waiting)
+        self._waiting = b""
+
+    def close(self) -> None:
+        """Write what waits, and close the file."""
+        self.flush()
+        os.close(self._file)
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """The events of a journal, oldest first; none where there is no file. An unfinished last line is left out.
+
+    Raises:
+        ValueError: a line before the last is no JSON object.
+    """
+    try:
+        *lines, _ = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    events = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            event = json.loads(line)
+            if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+                raise ValueError("no event")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: line {number} is damaged ({error}); move the file away to begin anew") from error
+        events.append(event)
+    return events
+
+
+def _whole_bytes(path: Path) -> int:
+    """Length of the file up to its last whole line."""
+    return path.read_bytes().rfind(b"\n") + 1

@@ -1,0 +1,121 @@
+"""What a rank prints: passed on to the terminal, kept in a file, its last lines at hand for a report."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import sys
+import threading
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+
+KEPT_LINES = 20
+_MOST_OF_A_LINE = 500
+_PIECE = 1 << 16
+_MOST_WAITING = 1024
+
+
+class Writer:
+    """A thread that writes to terminals and files: neither a paused terminal nor a slow disk holds an agent up.
+
+    What they do not take in time is dropped, the oldest first.
+    """
+
+    def __init__(self) -> None:
+        """Start the thread."""
+        self._waiting: queue.Queue[tuple[int, bytes] | None] = queue.Queue(_MOST_WAITING)
+        self._thread = threading.Thread(target=self._run, name="weft-output", daemon=True)
+        self._thread.start()
+
+    def write(self, descriptor: int, data: bytes) -> None:
+        """Have ``data`` written; empty data closes the descriptor."""
+        while True:
+            try:
+                self._waiting.put_nowait((descriptor, data))
+                return
+            except queue.Full:
+                with suppress(queue.Empty):
+                    dropped = self._waiting.get_nowait()
+                    if dropped and not dropped[1]:
+                        os.close(dropped[0])
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Wait until everything is written, or ``timeout_s``."""
+        with suppress(queue.Full):
+            self._waiting.put_nowait(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            descriptor, data = item
+            with suppress(OSError):  # the terminal has gone, or the disk is full: training goes on
+                if not data:
+                    os.close(descriptor)
+                while data:
+                    data = data[os.write(descriptor, data) :]
+
+
+class Output:
+    """The two streams of one process."""
+
+    def __init__(self, path: Path, writer: Writer) -> None:
+        """Keep what is printed in ``path``."""
+        self._path = path
+        self._writer = writer
+        self._file = -1
+        self._reading: dict[int, int] = {}  # descriptor to read, and whether stdout or stderr gets it
+        self._lines: deque[bytes] = deque(maxlen=KEPT_LINES)
+        self._unfinished = b""
+
+    def open(self) -> tuple[int, int]:
+        """Begin to read; returns the ends for the process to write to, which the caller closes."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        with suppress(OSError):  # such as a full disk: then the terminal alone has it
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = os.open(self._path, flags, 0o600)
+        ends = []
+        for target in (sys.stdout, sys.stderr):
+            reading, writing = os.pipe2(os.O_CLOEXEC)
+            os.set_blocking(reading, False)
+            self._reading[reading] = target.fileno()
+            asyncio.get_running_loop().add_reader(reading, self._read, reading)
+            ends.append(writing)
+        return ends[0], ends[1]
+
+    def last_lines(self) -> list[str]:
+        """The last lines printed, oldest first."""
+        return [line.decode(errors="replace") for line in (*self._lines, self._unfinished) if line.strip()]
+
+    def drain(self) -> None:
+        """Read what the process had printed when it ended, and close."""
+        for descriptor in list(self._reading):
+            while self._read(descriptor):
+                pass
+            self._close(descriptor)
+        if self._file >= 0:
+            self._writer.write(self._file, b"")
+            self._file = -1
+
+    def _read(self, descriptor: int) -> bool:
+        """Whether there was something to read."""
+        try:
+            data = os.read(descriptor, _PIECE)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._close(descriptor)
+            return False
+        self._writer.write(self._reading[descriptor], data)
+        if self._file >= 0:
+            self._writer.write(self._file, data)
+        *whole, self._unfinished = (self._unfinished + data).replace(b"\r", b"\n").split(b"\n")
+        self._unfinished = self._unfinished[-_MOST_OF_A_LINE:]
+        self._lines.extend(line[-_MOST_OF_A_LINE:] for line in whole if line.strip())
+        return True
+
+    def _close(self, descriptor: int) -> None:
+        if self._reading.pop(descriptor, None) is not None:
+            asyncio.get_running_loop().remove_reader(descriptor)
+            os.close(descriptor)

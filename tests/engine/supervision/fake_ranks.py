@@ -1,0 +1,38 @@
+"""What a rank does in tests of agents: it writes down its environment, then does as its first argument says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+KEPT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "WEFT_ATTEMPT", "MASTER_ADDR", "MASTER_PORT", "SECRET")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run ``FOLDER MODE``, where mode is what an attempt does, by rank: ``wait``, ``wait 3:exit7``."""
+    folder, mode, *others = arguments
+    attempt, rank = os.environ["WEFT_ATTEMPT"], os.environ["RANK"]
+    facts = {name: os.environ.get(name) for name in KEPT} | {"pid": os.getpid(), "argv": sys.argv}
+    draft = Path(folder, f".{attempt}.{rank}")
+    draft.write_text(json.dumps(facts))
+    draft.rename(Path(folder, f"{attempt}.{rank}"))
+    own = dict(other.split(":") for other in others)
+    mode = own.get(rank, mode)
+    print(f"rank {rank} does {mode}")
+    print("and says so", file=sys.stderr)
+    if mode.startswith("exit"):
+        return int(mode[4:])
+    if mode == "leave":
+        child = subprocess.Popen(["sleep", "600"])
+        Path(folder, "child").write_text(str(child.pid))
+        return 0
+    if mode == "raise":
+        raise RuntimeError("a rank failed")
+    while mode == "wait":
+        time.sleep(60)
+    return 0

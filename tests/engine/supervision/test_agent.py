@@ -1,0 +1,264 @@
+"""An agent starts ranks, notices their ends, and leaves nothing behind, whoever ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import asdict
+from time import monotonic
+
+import psutil
+import pytest
+
+from weft.comm.control import ControlServer
+from weft.engine.supervision.agent import AgentOrder, page_path
+
+LIMIT_S = 60.0
+TARGET = "tests.engine.supervision.fake_ranks:run"
+
+
+class Bed:
+    """A driver's end of the wire, and an agent."""
+
+    def __init__(self, folder, **order):
+        self.folder = folder
+        self.order = AgentOrder(
+            **{
+                "host": "here",
+                "generation": 1,
+                "address": f"weft-test-{os.getpid()}-{folder.name}",
+                "run_folder": str(folder),
+                "slots": 3,
+                "preload": ["tests.engine.supervision.fake_ranks"],
+                "environment": {"SECRET": "s"},
+                "heartbeat_s": 0.2,
+                "orphan_s": 60.0,
+            }
+            | order
+        )
+        self.reports = []
+        self.agent = None
+
+    async def open(self):
+        self.server = ControlServer(on_message=lambda peer, message: self.reports.append(message))
+        await self.server.listen(self.order.address)
+
+    def start(self):
+        self.agent = subprocess.Popen(
+            [sys.executable, "-m", "weft.engine.supervision.agent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        self.agent.stdin.write(json.dumps(asdict(self.order)).encode() + b"\n")
+        self.agent.stdin.close()
+        self.agent.stdin = None  # for communicate()
+
+    def want(self, attempt, ranks, *arguments, run=True):
+        message = {
+            "attempt": attempt,
+            "run": run,
+            "ranks": ranks,
+            "target": TARGET,
+            "arguments": [str(self.folder), *arguments],
+            "environment": {"WORLD_SIZE": "9", "MASTER_ADDR": "m", "MASTER_PORT": "5"},
+        }
+        self.server.send(self.order.peer, message)
+
+    def codes(self, attempt):
+        """Exit codes by rank as last reported of an attempt; None if there is no report of it."""
+        if not self.reports or self.reports[-1]["attempt"] != attempt:
+            return None
+        return {rank[0]: rank[10] for rank in self.reports[-1]["report"]["ranks"]}
+
+    def facts(self, attempt, rank):
+        return json.loads((self.folder / f"{attempt}.{rank}").read_text())
+
+    def written(self, attempt, *ranks):
+        return all((self.folder / f"{attempt}.{rank}").exists() for rank in ranks)
+
+
+async def until(condition):
+    limit = monotonic() + LIMIT_S
+    while not condition():
+        assert monotonic() < limit, "waited in vain"
+        await asyncio.sleep(0.01)
+
+
+def gone(pid):
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def scenario(folder, play, **order):
+    """Play a scenario against a fresh agent."""
+
+    async def run():
+        bed = Bed(folder, **order)
+        await bed.open()
+        try:
+            bed.start()
+            await play(bed)
+        finally:
+            bed.agent.kill()
+            bed.agent.wait()
+            bed.agent.stdout.close()
+            await bed.server.close()
+
+    asyncio.run(run())
+
+
+def test_ranks_get_their_environment_and_their_ends_are_told(tmp_path):
+    async def play(bed):
+        bed.want(1, [4, 5, 6], "exit0", "5:exit7", "6:raise")
+        await until(lambda: bed.codes(1) == {4: 0, 5: 7, 6: 1})
+        facts = bed.facts(1, 5)
+        assert facts.pop("pid") and facts.pop("argv") == [TARGET, str(tmp_path), "exit0", "5:exit7", "6:raise"]
+        assert facts == {
+            "RANK": "5",
+            "LOCAL_RANK": "1",
+            "WORLD_SIZE": "9",
+            "LOCAL_WORLD_SIZE": "3",
+            "WEFT_ATTEMPT": "1",
+            "MASTER_ADDR": "m",
+            "MASTER_PORT": "5",
+            "SECRET": "s",
+        }
+        ends = bed.reports[-1]["ends"]
+        assert set(ends) == {"5", "6"} and ends["5"]["status"] == 7
+        assert "RuntimeError: a rank failed" in ends["6"]["lines"]
+        bed.server.send(bed.order.peer, {"end": True})
+        printed, _ = await asyncio.to_thread(bed.agent.communicate)
+        assert b"rank 4 does exit0\n" in printed and b"and says so\n" in printed
+        log = tmp_path / "supervisor" / "logs" / "attempt1" / "rank4.log"
+        assert sorted(log.read_text().splitlines()) == ["and says so", "rank 4 does exit0"]
+        assert bed.agent.returncode == 0 and not page_path(tmp_path, "here").exists()
+
+    scenario(tmp_path, play)
+
+
+def test_another_attempt_begins_when_the_ranks_of_the_last_have_ended(tmp_path):
+    async def play(bed):
+        bed.want(1, [0, 1], "wait")
+        await until(lambda: bed.written(1, 0, 1))
+        pids = [bed.facts(1, rank)["pid"] for rank in (0, 1)]
+        os.kill(pids[0], signal.SIGSTOP)
+        await until(lambda: psutil.Process(pids[0]).status() == psutil.STATUS_STOPPED)
+        bed.want(1, [0, 1], run=False)
+        await until(lambda: bed.codes(1) is not None and None not in bed.codes(1).values())
+        assert bed.codes(1)[0] == -signal.SIGKILL
+        bed.want(2, [7], "wait")
+        bed.want(1, [0, 1], "wait")  # late: it changes nothing
+        await until(lambda: bed.written(2, 7))
+        assert all(map(gone, pids))
+        await until(lambda: bed.codes(2) == {7: None})
+        assert bed.facts(2, 7)["LOCAL_RANK"] == "0"
+
+    scenario(tmp_path, play)
+
+
+def test_the_same_order_twice_starts_nothing_twice(tmp_path):
+    async def play(bed):
+        bed.want(1, [0], "wait")
+        await until(lambda: bed.written(1, 0))
+        pid = bed.facts(1, 0)["pid"]
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: bed.codes(1) == {0: -signal.SIGKILL})
+        (tmp_path / "1.0").unlink()
+        bed.want(1, [0], "wait")
+        seen = len(bed.reports)
+        await until(lambda: len(bed.reports) > seen + 3)
+        assert not bed.written(1, 0) and bed.codes(1) == {0: -signal.SIGKILL}
+
+    scenario(tmp_path, play)
+
+
+@contextmanager
+def a_tree(bed):
+    """The agent's forkserver and ranks, which have to end in the block."""
+    processes = psutil.Process(bed.agent.pid).children(recursive=True)
+    assert len(processes) == 3
+    yield
+    psutil.wait_procs(processes, timeout=LIMIT_S)
+    assert all(gone(process.pid) for process in processes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_ranks_end_with_their_agent(tmp_path, number):
+    async def play(bed):
+        bed.want(1, [0, 1], "wait")
+        await until(lambda: bed.written(1, 0, 1))
+        with a_tree(bed):
+            bed.agent.send_signal(number)
+
+    scenario(tmp_path, play)
+
+
+def test_ranks_end_with_their_forkserver_and_the_agent_has_another(tmp_path):
+    async def play(bed):
+        bed.want(1, [0, 1], "wait")
+        await until(lambda: bed.written(1, 0, 1))
+        (server,) = psutil.Process(bed.agent.pid).children()
+        server.kill()
+        await until(lambda: bed.codes(1) == {0: -signal.SIGKILL, 1: -signal.SIGKILL})
+        await until(lambda: all(gone(bed.facts(1, rank)["pid"]) for rank in (0, 1)))
+        bed.want(2, [0], "exit3")
+        await until(lambda: bed.codes(2) == {0: 3})
+
+    scenario(tmp_path, play)
+
+
+def test_what_a_rank_has_started_ends_with_it(tmp_path):
+    async def play(bed):
+        bed.want(1, [0], "leave")
+        await until(lambda: bed.codes(1) == {0: 0})
+        await until(lambda: gone(int((tmp_path / "child").read_text())))
+
+    scenario(tmp_path, play)
+
+
+def test_an_agent_without_a_driver_ends_in_time(tmp_path):
+    async def play(bed):
+        bed.want(1, [0, 1], "wait")
+        await until(lambda: bed.written(1, 0, 1))
+        with a_tree(bed):
+            await bed.server.close()
+        printed, _ = await asyncio.to_thread(bed.agent.communicate)
+        assert b"no driver for" in printed
+
+    scenario(tmp_path, play, orphan_s=0.5)
+
+
+def test_the_agent_that_guards_the_driver_starts_it_again(tmp_path):
+    mark = tmp_path / "started"
+
+    async def play(bed):
+        await until(lambda: bed.reports)
+        await bed.server.close()
+        await until(mark.exists)
+
+    scenario(tmp_path, play, driver=["touch", str(mark)])
+
+
+def test_an_agent_whose_imports_fail_says_so_and_ends(tmp_path):
+    async def play(bed):
+        printed, _ = await asyncio.to_thread(bed.agent.communicate)
+        assert b"No module named 'nowhere'" in printed and bed.agent.returncode == 1
+
+    scenario(tmp_path, play, preload=["nowhere"])
+
+
+def test_nothing_secret_is_in_a_command_line(tmp_path):
+    async def play(bed):
+        bed.want(1, [0], "wait")
+        await until(lambda: bed.written(1, 0))
+        me = psutil.Process(bed.agent.pid)
+        for process in (me, *me.children(recursive=True)):
+            assert "hidden" not in " ".join(process.cmdline())
+        assert bed.facts(1, 0)["SECRET"] == "hidden"
+
+    scenario(tmp_path, play, environment={"SECRET": "hidden"})

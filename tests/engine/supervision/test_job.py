@@ -1,0 +1,337 @@
+"""What a driver decides, with agents that are played and a clock that is set."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.conf.schema.supervision import SuperviseConfig
+from weft.engine.supervision.faults import FaultKind, RankEnd
+from weft.engine.supervision.job import CONNECT_S, SETTLE_S, Job, Layout, Stage
+from weft.engine.supervision.places import Phase
+from weft.engine.supervision.report import HostReport, RankReport
+from weft.pipeline.culprit import Place
+
+HOSTS = {"a": 2, "b": 2}
+
+
+class World:
+    """Hosts with agents that obey, a journal, and a clock."""
+
+    def __init__(self, hosts=HOSTS, past=(), **settings):
+        self.now = 100.0
+        self.journal = list(past)
+        self.started = []
+        self.told = {}
+        self.said = []
+        self.away_asked = []
+        self.layout_hosts = hosts
+        self.job = Job(
+            settings=SuperviseConfig(**settings), layouts=self.layouts, effects=self, target="m:f", past=past
+        )
+
+    def layouts(self, attempt, away, before):
+        self.away_asked.append(set(away))
+        left = {host: slots for host, slots in self.layout_hosts.items() if host not in away}
+        if not left:
+            raise ValueError("no host is left")
+        return Layout(left, ("127.0.0.1", 1), ("--x",))
+
+    def start_agent(self, host, generation):
+        self.started.append((host, generation))
+
+    def tell(self, host, generation, message):
+        self.told[host, generation] = message
+
+    def record(self, event, **fields):
+        self.journal.append({"at": 0.0, "event": event, **fields})
+
+    def say(self, text):
+        self.said.append(text)
+
+    def events(self, name):
+        return [event for event in self.journal if event["event"] == name]
+
+    def connect(self, *hosts):
+        for host in hosts or self.layout_hosts:
+            self.job.on_connected(host, self.generation(host), self.now)
+
+    def generation(self, host):
+        return self.job.hosts[host].generation
+
+    def report(self, host, phase=Phase.steady, step=1, codes=None, ends=None, attempt=None, done=0):
+        """The host says that its ranks are there, or have ended."""
+        attempt = self.job.attempt if attempt is None else attempt
+        ranks = self.told[host, self.generation(host)].get("ranks", [])
+        reports = tuple(
+            RankReport(rank, attempt, phase, Place(step, done), exit_code=(codes or {}).get(rank)) for rank in ranks
+        )
+        wire = HostReport(host, reports).to_wire()
+        said = {str(rank): {**vars(end), "kind": end.kind.value, "lines": []} for rank, end in (ends or {}).items()}
+        message = {"attempt": attempt, "ready": True, "report": wire, "ends": said}
+        self.job.on_report(host, self.generation(host), message, self.now)
+
+    def pass_time(self, seconds, *beating):
+        """Let time pass, in which some hosts report."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(self.now + 0.5, until)
+            for host in beating:
+                self.report(host)
+            self.job.tick(self.now)
+
+    def train(self):
+        """Come to a good step from the start."""
+        self.job.launch(self.now)
+        self.connect()
+        for host in self.layout_hosts:
+            self.report(host)
+
+    def kill(self, rank, kind=FaultKind.signal, status=-9, step=None):
+        """A rank ends badly."""
+        host = "a" if rank < 2 else "b"
+        end = RankEnd(kind=kind, message=f"rank {rank}: {kind.value}", status=status, step=step)
+        self.report(host, codes={rank: status}, ends={rank: end})
+
+    def settle(self):
+        """The time in which the most telling end may come."""
+        self.now += SETTLE_S
+        self.job.tick(self.now)
+
+    def stop_all(self):
+        """Every agent has ended its ranks."""
+        for host in self.layout_hosts:
+            ranks = self.told[host, self.generation(host)]["ranks"]
+            self.report(host, codes=dict.fromkeys(ranks, -15))
+        self.job.tick(self.now)
+
+
+def test_a_run_without_faults():
+    world = World()
+    world.job.launch(world.now)
+    assert world.started == [("a", 1), ("b", 1)]
+    assert world.events("attempt")[0]["ranks"] == {"0": "a", "1": "a", "2": "b", "3": "b"}
+    world.connect()
+    wanted = world.told["b", 1]
+    assert wanted["run"] and wanted["ranks"] == [2, 3] and wanted["attempt"] == 1
+    assert wanted["environment"] == {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    world.report("a", Phase.first_step)
+    world.report("b", Phase.steady)
+    assert world.job.stage is Stage.starting and not world.events("good_step")
+    world.report("a", Phase.steady)
+    assert world.job.stage is Stage.running
+    assert world.events("good_step") == [{"at": 0.0, "event": "good_step", "attempt": 1, "step": 1}]
+    world.report("a", codes={0: 0, 1: 0})
+    assert world.job.code is None
+    world.report("b", codes={2: 0, 3: 0})
+    assert world.job.code == 0 and world.told["a", 1] == {"end": True}
+
+
+def test_a_killed_rank_starts_another_attempt_when_all_others_have_ended():
+    world = World()
+    world.train()
+    world.kill(3)
+    world.settle()
+    (fault,) = world.events("fault")
+    assert fault["culprit"] == {"rank": 3, "host": "b"} and fault["kind"] == "signal" and fault["step"] == 1
+    assert not world.told["a", 1]["run"] and not world.told["b", 1]["run"]
+    world.report("a", codes={0: -15, 1: None})
+    world.report("b", codes={2: -15, 3: -9})
+    world.job.tick(world.now)
+    assert world.job.attempt == 1, "a rank is still there"
+    world.stop_all()
+    assert [event["reason"] for event in world.events("attempt")] == ["start", "restart"]
+    assert world.told["a", 1]["run"] and world.told["a", 1]["attempt"] == 2
+    assert world.started == [("a", 1), ("b", 1)], "agents stay"
+
+
+def test_the_most_telling_end_is_the_cause_whoever_is_heard_first():
+    world = World()
+    world.train()
+    world.kill(0, FaultKind.lost_peer, 1)
+    world.job.tick(world.now)
+    assert not world.events("fault"), "a lost peer is a consequence: what is the cause may still come"
+    world.kill(2)
+    world.settle()
+    assert world.events("fault")[0]["culprit"]["rank"] == 2
+
+
+def test_bad_input_ends_the_run_at_once():
+    world = World()
+    world.train()
+    world.kill(1, FaultKind.input_error, 2)
+    world.settle()
+    assert world.job.code == 2 and world.events("end") and len(world.events("attempt")) == 1
+
+
+@pytest.mark.parametrize("kind, most", [(FaultKind.signal, 3), (FaultKind.host_memory, 2), (FaultKind.bad_numbers, 1)])
+def test_the_same_fault_at_the_same_step_ends_the_run(kind, most):
+    world = World()
+    world.train()
+    for number in range(most):
+        assert world.job.code is None, f"{number} of {most}"
+        world.kill(1, kind, -9, step=7)
+        world.settle()
+        if world.job.stage is Stage.stopping:
+            world.stop_all()
+            for host in HOSTS:
+                world.report(host)
+    assert world.job.code == 1 and len(world.events("fault")) == most
+
+
+def test_faults_at_other_steps_go_on_until_the_budget_is_used_up():
+    world = World(max_restarts=4)
+    world.train()
+    for step in range(5):
+        assert world.job.code is None
+        world.kill(1, step=step)
+        world.settle()
+        if world.job.stage is Stage.stopping:
+            world.stop_all()
+            for host in HOSTS:
+                world.report(host)
+    assert world.job.code == 1 and "max_restarts=4" in world.events("end")[0]["reason"]
+
+
+def test_restarts_without_a_good_step_between_wait_longer_each_time():
+    world = World(backoff_s=10.0)
+    world.train()
+    waits = []
+    for step in range(4):
+        world.kill(1, step=step)
+        world.settle()
+        world.stop_all()
+        began = world.now
+        while world.job.stage is Stage.restarting:
+            world.now += 1.0
+            for host in HOSTS:
+                world.report(host, attempt=world.job.attempt)
+            world.job.tick(world.now)
+        waits.append(world.now - began)
+        for host in HOSTS:
+            world.report(host, Phase.setup)
+    assert waits == pytest.approx([0.0, 10.0, 20.0, 40.0])
+
+
+def test_a_silent_host_is_a_fault_of_that_host():
+    world = World(silence_s=5.0)
+    world.train()
+    world.pass_time(4.5, "a")
+    assert not world.events("fault")
+    world.pass_time(1.5, "a")
+    assert world.events("fault")[0]["culprit"] == {"host": "b"} and world.events("fault")[0]["kind"] == "host"
+    assert world.started[-1] == ("b", 2), "another agent is tried"
+
+
+def test_a_host_on_which_no_agent_starts_again_is_left_out():
+    world = World()
+    world.train()
+    world.pass_time(6.0, "a")
+    world.report("a", codes={0: -15, 1: -15})
+    until = world.now + CONNECT_S + 1
+    while world.now < until:
+        world.now += 0.5
+        world.report("a", attempt=1, codes={0: -15, 1: -15})
+        world.job.tick(world.now)
+        if world.job.attempt == 2:
+            break
+    assert [event["host"] for event in world.events("evict")] == ["b"]
+    assert world.told["a", 1]["ranks"] == [0, 1] and world.told["a", 1]["run"]
+    assert world.away_asked[-1] == {"b"}
+
+
+def test_an_agent_that_has_ended_is_noticed_at_once_and_started_again():
+    world = World()
+    world.train()
+    world.job.on_lost("b", 1)
+    world.job.tick(world.now)
+    assert not world.events("fault"), "a connection may come back"
+    world.job.on_exit("b", 1)
+    world.job.tick(world.now)
+    assert world.events("fault")[0]["kind"] == "agent" and world.started[-1] == ("b", 2)
+    world.report("a", codes={0: -15, 1: -15})
+    world.connect("b")
+    world.report("b", attempt=0)
+    world.job.tick(world.now)
+    assert world.job.attempt == 2 and world.told["b", 2]["run"]
+
+
+def test_an_agent_of_an_earlier_generation_is_ended():
+    world = World()
+    world.train()
+    world.job.on_exit("b", 1)
+    world.job.on_lost("b", 1)
+    world.job.tick(world.now)
+    world.job.on_connected("b", 1, world.now)
+    assert world.told["b", 1] == {"end": True}
+    heard = world.job.hosts["b"].heard
+    world.now += 1
+    world.job.on_report("b", 1, {}, world.now)
+    assert world.job.hosts["b"].heard == heard
+    world.job.on_connected("stranger", 5, world.now)
+    assert world.told["stranger", 5] == {"end": True}
+
+
+def test_a_driver_that_is_started_again_goes_on_where_the_journal_ends():
+    world = World()
+    world.train()
+    again = World(past=world.journal)
+    again.job.attach(again.now)
+    assert again.job.attempt == 1 and not again.started
+    again.connect()
+    assert again.told["a", 1]["run"] and again.told["a", 1]["attempt"] == 1
+    again.report("a", step=5)
+    again.report("b", step=5)
+    assert again.job.stage is Stage.running and len(again.events("good_step")) == 1
+    again.kill(2)
+    again.settle()
+    assert again.events("fault")
+    again.stop_all()
+    assert again.job.attempt == 2
+
+
+def test_a_driver_that_is_started_again_counts_what_was_before():
+    world = World()
+    world.train()
+    for _ in range(2):
+        world.kill(1, step=7)
+        world.settle()
+        world.stop_all()
+        for host in HOSTS:
+            world.report(host)
+    again = World(past=world.journal)
+    again.job.attach(again.now)
+    again.connect()
+    again.kill(1, step=7)
+    again.settle()
+    assert again.job.code == 1
+
+
+def test_a_driver_that_is_started_again_misses_a_host_that_has_gone_meanwhile():
+    world = World()
+    world.train()
+    again = World(past=world.journal, silence_s=5.0)
+    again.job.attach(again.now)
+    again.connect("a")
+    again.pass_time(4.0, "a")
+    assert not again.events("fault")
+    again.pass_time(CONNECT_S, "a")
+    assert again.events("fault")[0]["culprit"] == {"host": "b"}
+
+
+def test_a_new_launch_begins_anew_with_numbers_that_nobody_had():
+    world = World()
+    world.train()
+    world.job.end(130, "stopped")
+    again = World(past=world.journal)
+    again.job.launch(again.now)
+    assert again.job.attempt == 2 and again.events("attempt")[-1]["reason"] == "start"
+    assert again.started == [("a", 2), ("b", 2)]
+
+
+def test_messages_of_another_form_are_refused():
+    world = World()
+    world.train()
+    for message in ({}, {"report": {}, "ends": {}, "attempt": 1}, {"report": None, "ends": None, "attempt": None}):
+        with pytest.raises((ValueError, KeyError, TypeError)):
+            world.job.on_report("a", 1, message, world.now)
+    assert world.job.stage is Stage.running

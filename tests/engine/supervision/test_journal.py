@@ -1,0 +1,79 @@
+"""What the journal says survives its writer, and a torn line does not hold the next one up."""
+
+import errno
+import os
+import stat
+
+import pytest
+
+from weft.engine.supervision.journal import Journal, read_journal
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run" / "supervisor" / "journal.jsonl"
+
+
+def test_events_are_read_back_in_order(path):
+    journal = Journal(path, clock=lambda: 12.3456)
+    journal.record("attempt", attempt=1, ranks={"0": "a"})
+    journal.record("end", code=0)
+    journal.close()
+    assert read_journal(path) == [
+        {"at": 12.346, "event": "attempt", "attempt": 1, "ranks": {"0": "a"}},
+        {"at": 12.346, "event": "end", "code": 0},
+    ]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_journal_that_is_not_there_is_empty(path):
+    assert read_journal(path) == []
+
+
+@pytest.mark.parametrize("torn", ['{"at": 1, "eve', '{"at": 1, "event": "end"}', "\0\0\0"])
+def test_a_torn_last_line_is_left_out_and_cut_off(path, torn):
+    Journal(path).record("launch")
+    with open(path, "a") as file:
+        file.write(torn)
+    assert [event["event"] for event in read_journal(path)] == ["launch"]
+    again = Journal(path)
+    assert [event["event"] for event in again.past] == ["launch"]
+    again.record("attempt")
+    assert [event["event"] for event in read_journal(path)] == ["launch", "attempt"]
+
+
+@pytest.mark.parametrize("line", ["garbage", "[1]", '{"at": 1}', '{"event": 3}', "[" * 100_000])
+def test_a_damaged_line_before_the_last_is_an_error(path, line):
+    path.parent.mkdir(parents=True)
+    path.write_text(line + '\n{"event": "end"}\n')
+    with pytest.raises(ValueError, match="line 1 is damaged"):
+        Journal(path)
+
+
+def test_a_link_is_not_followed(path, tmp_path):
+    path.parent.mkdir(parents=True)
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError):
+        Journal(path)
+
+
+def test_lines_wait_while_the_disk_is_full(path, monkeypatch, capsys):
+    journal = Journal(path)
+    journal.record("launch")
+    pwrite, full = os.pwrite, [True]
+
+    def write(file, data, at):
+        if not full[0]:
+            return pwrite(file, data, at)
+        if len(data) > 10:
+            return pwrite(file, data[:10], at)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", write)
+    journal.record("fault")
+    journal.record("x")
+    assert [event["event"] for event in read_journal(path)] == ["launch"]
+    assert "its next lines wait" in capsys.readouterr().err
+    full[0] = False
+    journal.flush()
+    assert [event["event"] for event in read_journal(path)] == ["launch", "fault", "x"]

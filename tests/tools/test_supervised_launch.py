@@ -1,0 +1,157 @@
+"""A supervised run survives its ranks, and computes what it would have without faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.recipes.runs import prepare
+from weft.conf import load
+from weft.engine.supervision import driver
+from weft.engine.supervision.driver import PRELOAD, Spec, config_file
+from weft.engine.supervision.journal import NAME, read_journal
+from weft.tools import launch
+from weft.tools.launch import is_supervised, write_config
+
+LIMIT_S = 240.0
+STEPS = 12
+
+
+@pytest.fixture
+def settings(tmp_path):
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("left slots=2\nright slots=2\n")
+    return [
+        *prepare(tmp_path),
+        f"cluster.hostfile={hostfile}",
+        "cluster.manager=local",
+        "pipeline.stages=2",
+        f"train.steps={STEPS}",
+        "checkpoint.every=4",
+    ]
+
+
+def start(settings, name, faults=""):
+    """The driver of a run; returns it with its run's folder."""
+    config = load([*settings, f"train.name={name}"])
+    folder = config_folder(config)
+    write_config(config, config_file(folder))
+    Spec("tests.tools.faulty_ranks:run", [*PRELOAD, "tests.tools.faulty_ranks"], {"FAULTS": faults}).write(folder)
+    return subprocess.Popen([sys.executable, "-m", driver.__name__, "launch", str(folder)]), folder
+
+
+def config_folder(config):
+    return Path(config.train.output_dir) / config.train.name
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), "each step is there once"
+    return [line["loss"] for line in lines]
+
+
+def events(folder, name):
+    return [event for event in read_journal(folder / NAME) if event["event"] == name]
+
+
+def wait_for(condition):
+    limit = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < limit, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_run_with_faults_computes_what_one_without_does(settings):
+    process, calm = start(settings, "calm")
+    assert process.wait(LIMIT_S) == 0
+    process, folder = start(settings, "faulty", faults="1:2:6:SIGKILL 2:1:10:SIGKILL")
+    wait_for(lambda: (folder / NAME).exists() and events(folder, "good_step"))
+    os.kill(process.pid, signal.SIGKILL)  # ranks do not notice; an agent starts another driver
+    process.wait(LIMIT_S)
+    wait_for(lambda: events(folder, "end"))
+    assert events(folder, "end")[0]["code"] == 0
+    assert len(events(folder, "driver")) == 2
+    assert [fault["culprit"] for fault in events(folder, "fault")] == [
+        {"rank": 2, "host": "right"},
+        {"rank": 1, "host": "left"},
+    ]
+    assert [event["attempt"] for event in events(folder, "good_step")] == [1, 2, 3]
+    assert losses(folder) == losses(calm)
+    wait_for(lambda: not left_of(folder))
+
+
+def left_of(folder):
+    """Processes that name the run's folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if str(folder) in " ".join(process.info["cmdline"] or []):
+            found.append(process)
+    return found
+
+
+def test_who_is_supervised(tmp_path):
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=4\nb slots=4\n")
+    many = [f"cluster.hostfile={hostfile}"]
+    assert is_supervised(load(many), [])
+    assert not is_supervised(load(many), ["--no_ssh"])
+    assert not is_supervised(load([*many, "supervise.enabled=false"]), [])
+    assert not is_supervised(load(["cluster.ranks=4"]), [])
+    assert is_supervised(load(["cluster.ranks=4", "supervise.enabled=true"]), [])
+    hostfile.write_text("a slots=4\n")
+    assert not is_supervised(load(many), [])
+    with pytest.raises(ValueError, match="option of DeepSpeed's launcher"):
+        is_supervised(load(["supervise.enabled=true"]), ["--no_ssh"])
+
+
+def test_a_run_that_would_resume_from_another_is_not_supervised(tmp_path):
+    config = load(["recipe=quickstart", f"train.output_dir={tmp_path}", "checkpoint.resume=never"])
+    (tmp_path / "quickstart" / "checkpoints" / "step-00000050").mkdir(parents=True)
+    with pytest.raises(ValueError, match="which an earlier run has left"):
+        launch.supervise(config, tmp_path / "quickstart", {})
+
+
+def test_keys_are_for_the_owner_alone_and_in_no_command_line(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(os, "execve", lambda *call: seen.append(call))
+    config = load(["recipe=quickstart", f"train.output_dir={tmp_path}"])
+    launch.supervise(config, tmp_path / "quickstart", {"WEFT_KEY": "hidden", "PATH": "p"})
+    ((program, arguments, env),) = seen
+    assert program == sys.executable and "hidden" not in " ".join(arguments) and env["WEFT_KEY"] == "hidden"
+    spec = Spec.read(tmp_path / "quickstart")
+    assert spec.environment["WEFT_KEY"] == "hidden" and "PATH" not in spec.environment
+    file = tmp_path / "quickstart" / "supervisor" / "job.json"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_there_is_nothing_to_attach_to(tmp_path, capfd):
+    assert driver.main(["attach", str(tmp_path)]) == 2
+    assert "no supervised run is under way there" in capfd.readouterr().err
+
+
+def test_a_second_driver_is_told_of_the_first(tmp_path, capfd):
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from pathlib import Path; from weft.conf.run_lock import RunLock\n"
+            "lock = RunLock(Path(sys.argv[1])); print(flush=True); sys.stdin.read()",
+            str(tmp_path / "supervisor"),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    holder.stdout.readline()
+    assert driver.main(["attach", str(tmp_path)]) == 2
+    assert f"process {holder.pid}" in capfd.readouterr().err
+    holder.communicate()
