@@ -135,6 +135,7 @@ class WeftEngine(PipelineEngine):
     def tell(self, heartbeat: Heartbeat) -> None:
         """Have this rank's places told to whoever watches over the run."""
         self.heartbeat = heartbeat
+        self._collectives.waits = heartbeat.place
         self.slot_observers[:0] = heartbeat.observers(lambda: self.global_steps)
 
     # -- set-up --------------------------------------------------------------------------------

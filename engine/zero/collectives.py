@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,18 @@ from weft.engine.precision import DTYPES
 
 Choose = Callable[[Collective], Rewrite]
 """How a collective is carried out."""
+
+
+class Waits(Protocol):
+    """Told when this rank waits for its replicas; see `weft.engine.supervision.places.PlaceWriter`."""
+
+    def begin_wait(self) -> None:
+        """From here on it waits."""
+        ...
+
+    def end_wait(self) -> None:
+        """It goes on."""
+        ...
 
 
 class CompletedHandle:
@@ -44,6 +57,20 @@ class CastHandle:
     def wait(self) -> Tensor:
         """The filled target."""
         return self._target.copy_(self._handle.wait())
+
+
+class NotedHandle:
+    """Handle whose wait is told to whoever watches over the run."""
+
+    def __init__(self, handle: Handle, waits: Waits) -> None:
+        self._handle, self._waits = handle, waits
+
+    def wait(self) -> Tensor:
+        """What the collective has filled."""
+        self._waits.begin_wait()
+        tensor = self._handle.wait()
+        self._waits.end_wait()
+        return tensor
 
 
 class Collectives:
@@ -79,6 +106,8 @@ class Collectives:
         self._choose = choose
         self._gradient_format = gradient_format
         self._overlap = overlap
+        self.waits: Waits | None = None
+        """Told of waits; replicas wait equally often in a slot."""
 
     @classmethod
     def open(cls, config: WeftConfig, layout: RankLayout, device: torch.device) -> Collectives:
@@ -146,7 +175,9 @@ class Collectives:
             return CompletedHandle(target)
         size = max(source.numel(), target.numel())
         wish = Collective.flat(primitive, over.group, num_elements=size, itemsize=source.itemsize)
-        handle = over.start(self._choose(wish), source, target)
+        handle: Handle = over.start(self._choose(wish), source, target)
+        if self.waits is not None:
+            handle = NotedHandle(handle, self.waits)
         if not self._overlap:
             handle.wait()
         return handle
