@@ -32,7 +32,9 @@ from weft.engine.supervision.agent import AgentOrder
 from weft.engine.supervision.hosts import choose_hosts, config_for, hostfile_text
 from weft.engine.supervision.job import Job, Layout, Stage
 from weft.engine.supervision.journal import NAME, Journal
+from weft.engine.supervision.rows import read_rows
 from weft.engine.supervision.starting import starter_for
+from weft.pipeline.culprit import JobRows
 
 TICK_S = 0.05
 LEAVE_S = 10.0
@@ -119,6 +121,7 @@ class Driver:
             layouts=self._layout,
             effects=self,
             target=self._spec.target,
+            link_deadline_s=self._config.comm.deadline_s,
             past=self._journal.past,
         )
         if attach and self.job.stage is Stage.ended:
@@ -217,6 +220,14 @@ class Driver:
         """A line for the user."""
         with suppress(OSError):  # the terminal has gone
             print(f"weft: {text}", file=sys.stderr, flush=True)
+
+    def rows(self) -> JobRows | None:
+        """The rows of the plan that the ranks have left."""
+        try:
+            return read_rows((self._folder / "plan.json").read_text())
+        except (OSError, ValueError) as error:
+            self.say(f"the culprit of a stall will be told by its phase alone: {error}")
+            return None
 
     # Attempts
 

@@ -12,10 +12,13 @@ from enum import Enum
 from itertools import accumulate
 from typing import Any, Protocol
 
-from weft.conf.schema.supervision import SuperviseConfig
+from weft.conf.schema import CommConfig, SuperviseConfig
+from weft.engine.supervision.deadlines import Deadlines
 from weft.engine.supervision.faults import POLICIES, FaultKind, RankEnd, Response, cause
-from weft.engine.supervision.progress import Progress
+from weft.engine.supervision.progress import first_good_step, has_plan, step_under_way
 from weft.engine.supervision.report import HostReport
+from weft.engine.supervision.watch import Verdict, Watch
+from weft.pipeline.culprit import JobRows
 
 SETTLE_S = 0.3
 """Seconds between the first bad end of a rank and the judgement, in which a more telling one may be heard of."""
@@ -72,6 +75,9 @@ class Effects(Protocol):
     def say(self, text: str) -> None:
         """Tell the user."""
 
+    def rows(self) -> JobRows | None:
+        """What the ranks execute, by the plan that they have left; None if it cannot be read."""
+
 
 @dataclass
 class Host:
@@ -123,6 +129,7 @@ class Job:
         layouts: Callable[[int, Collection[str], Mapping[str, int] | None], Layout],
         effects: Effects,
         target: str,
+        link_deadline_s: float = CommConfig.deadline_s,
         past: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Nothing happens before `begin`.
@@ -130,10 +137,12 @@ class Job:
         Args:
             layouts: from the attempt's number, the hosts that are away and the ranks by host of the attempt before.
             target: ``module:function`` that a rank runs.
+            link_deadline_s: seconds that a transfer between sites may stand still.
             past: the journal so far.
         """
         self._settings, self._layouts, self._effects, self._target = settings, layouts, effects, target
-        self._progress = Progress(0, 0.0)
+        self._link_deadline_s = link_deadline_s
+        self._deadlines = Deadlines(least_s=settings.least_deadline_s, setup_s=settings.setup_deadline_s)
         self.stage = Stage.starting
         self.attempt = 0
         self.code: int | None = None
@@ -147,6 +156,7 @@ class Job:
         self._fruitless = 0
         self._seen: list[tuple[str, str, int | None]] = []
         self._resume_at = 0.0
+        self._watch = self._new_watch(0.0)
         self._replay(past)
 
     def _replay(self, past: Sequence[Mapping[str, Any]]) -> None:
@@ -180,6 +190,21 @@ class Job:
                 case "end":
                     self.stage = Stage.ended
 
+    def _new_watch(self, now: float) -> Watch:
+        self._has_rows = False
+        return Watch(
+            attempt=self.attempt,
+            num_ranks=self._num_ranks,
+            deadlines=self._deadlines,
+            heartbeat_s=self._settings.heartbeat_s,
+            link_deadline_s=self._link_deadline_s,
+            now=now,
+        )
+
+    @property
+    def _num_ranks(self) -> int:
+        return 0 if self._layout is None else sum(self._layout.slots.values())
+
     # Beginning
 
     def launch(self, now: float) -> None:
@@ -191,7 +216,7 @@ class Job:
     def attach(self, now: float) -> None:
         """Go on with a run whose driver has ended: its agents report within the time that hosts may be silent."""
         assert self._layout is not None
-        self._progress = Progress(sum(self._layout.slots.values()), now)
+        self._watch = self._new_watch(now)
         for host in self.hosts.values():
             host.heard = host.since = now
         self._moved = now
@@ -224,7 +249,7 @@ class Job:
         self.stage = Stage.starting
         self._ends.clear()
         self._moved = now
-        self._progress = Progress(sum(layout.slots.values()), now)
+        self._watch = self._new_watch(now)
         self._start_missing_agents(now)
         self._assign_all()
 
@@ -300,7 +325,7 @@ class Job:
         host.heard, host.attempt = now, int(message["attempt"])
         host.codes = {rank.rank: rank.exit_code for rank in report.ranks}
         if host.attempt == self.attempt and self.stage in (Stage.starting, Stage.running):
-            self._progress.observe(report, now)
+            self._watch.observe(report, now)
             self._take_ends(ends, now)
             self._note_progress()
 
@@ -316,10 +341,13 @@ class Job:
         assert self._layout is not None
         hosts = [self.hosts[name] for name in self._layout.slots]
         said = {rank: code for host in hosts if host.attempt == self.attempt for rank, code in host.codes.items()}
-        return [said.get(rank) for rank in range(sum(self._layout.slots.values()))]
+        return [said.get(rank) for rank in range(self._num_ranks)]
 
     def _note_progress(self) -> None:
-        step = self._progress.good_step()
+        if not self._has_rows and has_plan(self._watch):
+            self._has_rows = True
+            self._watch.rows = self._effects.rows()
+        step = first_good_step(self._watch, self._num_ranks)
         if self.stage is Stage.starting and step is not None:
             self.stage = Stage.running
             self._fruitless = 0
@@ -351,22 +379,26 @@ class Job:
             patience = CONNECT_S if host.attempt is None else self._settings.silence_s
             if silent > patience:
                 return self._fault_of("host", {"host": name}, f"no sign of its agent for {silent:.1f} s", now)
-        return None
+        verdict = self._watch.verdict(now)
+        return None if verdict is None else self._fault_of_verdict(verdict)
+
+    def _fault_of_verdict(self, verdict: Verdict) -> Fault:
+        return Fault(verdict.kind, verdict.culprit, verdict.evidence, verdict.step, verdict.seconds)
 
     def _fault_of(self, kind: str, culprit: Mapping[str, Any], evidence: str, now: float) -> Fault:
-        return Fault(kind, culprit, evidence, self._progress.step(), now - self._progress.moved_at)
+        return Fault(kind, culprit, evidence, step_under_way(self._watch), now - self._watch.still_since)
 
     def _fault_of_ends(self, now: float) -> Fault:
         rank = cause(self._ends)
         end = self._ends[rank]
         policy = POLICIES[end.kind]
-        step = self._progress.step() if end.step is None else end.step
+        step = step_under_way(self._watch) if end.step is None else end.step
         return Fault(
             end.kind.value,
             {"rank": rank, "host": self._host_of(rank)},
             end.message.splitlines()[0] if end.message else "",
             step,
-            now - self._progress.moved_at,
+            now - self._watch.still_since,
             policy.most,
             policy.response is Response.stop,
         )

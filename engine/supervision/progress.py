@@ -1,42 +1,26 @@
-"""How far an attempt has come, from what agents report of their ranks' places."""
+"""How far an attempt has come, by what is known of its ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from weft.engine.supervision.places import Phase
-from weft.engine.supervision.report import HostReport, RankReport
+from weft.engine.supervision.watch import Watch
 
 _BEFORE_A_STEP = (Phase.imports, Phase.setup, Phase.first_step, Phase.parked)
 
 
-@dataclass
-class Progress:
-    """The places of an attempt's ranks, as last heard of.
+def step_under_way(watch: Watch) -> int | None:
+    """The step of the rank that is least far, from 1; None before training."""
+    return min((seen.report.place.step for seen in watch.ranks.values()), default=0) or None
 
-    Attributes:
-        num_ranks: of the attempt.
-    """
 
-    num_ranks: int
-    moved_at: float
-    _ranks: dict[int, RankReport] = field(default_factory=dict)
+def first_good_step(watch: Watch, num_ranks: int) -> int | None:
+    """A step that every rank has done; None while the first of the attempt is still to come."""
+    ranks = watch.ranks.values()
+    if len(ranks) < num_ranks or any(seen.report.phase in _BEFORE_A_STEP for seen in ranks):
+        return None
+    return step_under_way(watch)
 
-    def observe(self, report: HostReport, now: float) -> None:
-        """Take a host's report."""
-        for rank in report.ranks:
-            before = self._ranks.get(rank.rank)
-            if before is None or (before.phase, before.place) != (rank.phase, rank.place):
-                self.moved_at = now
-            self._ranks[rank.rank] = rank
 
-    def step(self) -> int | None:
-        """The step under way, from 1; None before training."""
-        return min((rank.place.step for rank in self._ranks.values()), default=0) or None
-
-    def good_step(self) -> int | None:
-        """A step that every rank has done; None while the first of the attempt is still to come."""
-        ranks = self._ranks.values()
-        if len(ranks) < self.num_ranks or any(rank.phase in _BEFORE_A_STEP for rank in ranks):
-            return None
-        return self.step()
+def has_plan(watch: Watch) -> bool:
+    """Whether the ranks have begun to train, before which they leave their plan in the run's folder."""
+    return any(seen.report.phase not in (Phase.imports, Phase.setup, Phase.parked) for seen in watch.ranks.values())

@@ -74,7 +74,7 @@ def wait_for(condition):
 def test_a_run_with_faults_computes_what_one_without_does(settings):
     process, calm = start(settings, "calm")
     assert process.wait(LIMIT_S) == 0
-    process, folder = start(settings, "faulty", faults="1:2:6:SIGKILL 2:1:10:SIGKILL")
+    process, folder = start(settings, "faulty", faults="1:2:6:SIGKILL 2:1:10:SIGSTOP")
     wait_for(lambda: (folder / NAME).exists() and events(folder, "good_step"))
     os.kill(process.pid, signal.SIGKILL)  # ranks do not notice; an agent starts another driver
     process.wait(LIMIT_S)
@@ -85,6 +85,7 @@ def test_a_run_with_faults_computes_what_one_without_does(settings):
         {"rank": 2, "host": "right"},
         {"rank": 1, "host": "left"},
     ]
+    assert [fault["kind"] for fault in events(folder, "fault")] == ["signal", "stopped"]
     assert [event["attempt"] for event in events(folder, "good_step")] == [1, 2, 3]
     assert losses(folder) == losses(calm)
     wait_for(lambda: not left_of(folder))

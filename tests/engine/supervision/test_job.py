@@ -48,6 +48,9 @@ class World:
     def say(self, text):
         self.said.append(text)
 
+    def rows(self):
+        return None
+
     def events(self, name):
         return [event for event in self.journal if event["event"] == name]
 
@@ -58,12 +61,13 @@ class World:
     def generation(self, host):
         return self.job.hosts[host].generation
 
-    def report(self, host, phase=Phase.steady, step=1, codes=None, ends=None, attempt=None, done=0):
+    def report(self, host, phase=Phase.steady, step=1, codes=None, ends=None, attempt=None, state="S"):
         """The host says that its ranks are there, or have ended."""
         attempt = self.job.attempt if attempt is None else attempt
         ranks = self.told[host, self.generation(host)].get("ranks", [])
         reports = tuple(
-            RankReport(rank, attempt, phase, Place(step, done), exit_code=(codes or {}).get(rank)) for rank in ranks
+            RankReport(rank, attempt, phase, Place(step), state=state, exit_code=(codes or {}).get(rank))
+            for rank in ranks
         )
         wire = HostReport(host, reports).to_wire()
         said = {str(rank): {**vars(end), "kind": end.kind.value, "lines": []} for rank, end in (ends or {}).items()}
@@ -210,6 +214,20 @@ def test_restarts_without_a_good_step_between_wait_longer_each_time():
         for host in HOSTS:
             world.report(host, Phase.setup)
     assert waits == pytest.approx([0.0, 10.0, 20.0, 40.0])
+
+
+def test_a_stopped_rank_is_a_fault_though_nobody_has_ended():
+    world = World()
+    world.train()
+    for _ in range(30):
+        world.now += 0.1
+        world.report("a")
+        world.report("b", state="T")
+        world.job.tick(world.now)
+        if world.job.stage is Stage.stopping:
+            break
+    (fault,) = world.events("fault")
+    assert fault["kind"] == "stopped" and fault["culprit"] == {"rank": 2, "host": "b"}
 
 
 def test_a_silent_host_is_a_fault_of_that_host():
