@@ -6,6 +6,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,10 @@ class WeftEngine(PipelineEngine):
         """Have this rank's places told to whoever watches over the run."""
         self.heartbeat = heartbeat
         self._collectives.waits = heartbeat.place
+        position, endpoint = self.plan.layout.position, self.wan.endpoint if self.wan is not None else None
+        peers = [] if endpoint is None else list(endpoint.peers)
+        here = position(self.global_rank).site
+        heartbeat.follow(self.device, endpoint, [peer for peer in peers if position(peer).site != here])
         self.slot_observers[:0] = heartbeat.observers(lambda: self.global_steps)
 
     # -- set-up --------------------------------------------------------------------------------
@@ -262,6 +267,8 @@ class WeftEngine(PipelineEngine):
         self.executor.run(schedule, state, [*self.slot_observers, trace])
         self.step_loss.check(state.num_items)
         self._records.append(StepRecord(trace.start, trace.marks, state.peak_bytes, state.peak_chunks))
+        if len(self._records) > 1:
+            self.heartbeat.measured(partial(self._records[-2].busy_s, self._clock))
         if len(self._records) == 1 and not gc.get_freeze_count():
             # What lives after a step lives on: collections during later steps need not look
             # at it, which took a quarter of a second now and then (MegaScale section 6.3).

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from time import monotonic
 
+import torch
+
+from weft.comm.wan.endpoint import WanEndpoint
 from weft.engine.observability.slots import SlotObserver
-from weft.engine.supervision.places import Phase, PlaceWriter
+from weft.engine.supervision.places import LinkReading, Phase, PlaceWriter
 
 PLACES = "WEFT_PLACES"
 """Environment variable that names the page of places of this host."""
 ATTEMPT = "WEFT_ATTEMPT"
 """Environment variable that numbers the attempts of a run, from 0."""
+MEASURE_EVERY_S = 2.0
+"""Seconds between steps whose computations a device's clock is asked for: each of its marks takes microseconds."""
 
 
 class PlaceObserver:
@@ -34,6 +41,7 @@ class Heartbeat:
     def __init__(self, place: PlaceWriter | None = None) -> None:
         """Write to ``place``, if there is one."""
         self.place = place
+        self._on_device, self._measured_at = False, 0.0
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str]) -> Heartbeat:
@@ -74,7 +82,42 @@ class Heartbeat:
         """What the executor tells of slots; see `PlaceObserver`."""
         return [] if self.place is None else [PlaceObserver(self.place, steps_done)]
 
+    def follow(self, device: torch.device, endpoint: WanEndpoint | None, peers: Collection[int]) -> None:
+        """Tell the memory of ``device`` and the counters of the links to ``peers``, until `let_go`."""
+        if self.place is None:
+            return
+        if device.type == "cuda":
+            self._on_device = True
+            self.place.measure_device()
+            self.place.gauge_device(partial(torch.cuda.memory_allocated, device))
+        if endpoint is not None:
+            self.place.gauge_links(lambda: [_reading(endpoint, peer) for peer in peers])
+
+    def let_go(self) -> None:
+        """What is followed is going away."""
+        if self.place is not None:
+            self.place.drop_gauges()
+
+    def measured(self, busy_s: Callable[[], float]) -> None:
+        """A step whose work the device has done took ``busy_s()`` in computations, which is asked for now and then."""
+        if self.place is not None and self._on_device and monotonic() - self._measured_at > MEASURE_EVERY_S:
+            self._measured_at = monotonic()
+            self.place.add_busy(busy_s())
+
     def close(self) -> None:
         """The rank ends."""
         if self.place is not None:
             self.place.close()
+
+
+def _reading(endpoint: WanEndpoint, peer: int) -> LinkReading:
+    found = endpoint.counters(peer)
+    return LinkReading(
+        peer=peer,
+        sent_bytes=found.sent_bytes,
+        received_bytes=found.received_bytes,
+        resent_chunks=found.resent_chunks,
+        broken=found.broken,
+        ready=found.ready,
+        rtt_s=found.rtt_s,
+    )

@@ -62,10 +62,13 @@ class StepRecord:
 
     def idle_share(self, clock: Clock) -> float:
         """Share of the step in which this rank did not compute."""
-        busy_s = sum(
+        return 1.0 - self.busy_s(clock) / clock.seconds(self.start, self.marks[-1].end)
+
+    def busy_s(self, clock: Clock) -> float:
+        """Seconds of the step in which this rank computed."""
+        return sum(
             clock.seconds(mark.start, mark.end) for mark in self.marks if _LANES.get(mark.slot[0].op) == COMPUTE_LANE
         )
-        return 1.0 - busy_s / clock.seconds(self.start, self.marks[-1].end)
 
 
 _LANES = {

@@ -10,6 +10,7 @@ import mmap
 import os
 import stat
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 from weft.conf.private import private_folder
 from weft.engine.supervision.processes import own_start
-from weft.pipeline.action import COMPUTE, Slot
+from weft.pipeline.action import COMPUTE, Op, Slot
 from weft.pipeline.culprit import Place
 
 MAGIC = int.from_bytes(b"weftplac", "little")
@@ -26,8 +27,8 @@ VERSION = 1
 WORD_BYTES = 8
 TICK_S = 0.1
 """Seconds between ticks of a rank's background thread."""
-GAUGE_TICKS = 10
-"""Ticks between readings of gauges: memory of the device, counters of links."""
+PEAK_TICKS = 20
+"""Ticks whose rates the fastest of a link is taken from."""
 ATTEMPTS = 100
 """Readings of a record that is being handed to another attempt, before it counts as empty."""
 
@@ -62,10 +63,11 @@ class Word(IntEnum):
         KIND,
         TICK,
         BUSY,
+        MEASURED,
         BEGAN,
         DEVICE,
         LINKS,
-    ) = range(14)
+    ) = range(15)
 
 
 class Phase(IntEnum):
@@ -103,6 +105,7 @@ class LinkReading(NamedTuple):
         peer: global rank at the other end.
         ready: connections in use.
         rtt_s: shortest round trip; 0 before the first.
+        peak_bps: bits that the peer acknowledged in a second, at their fastest in the last seconds.
     """
 
     peer: int
@@ -112,6 +115,7 @@ class LinkReading(NamedTuple):
     broken: int
     ready: int
     rtt_s: float
+    peak_bps: int = 0
 
 
 class Reading(NamedTuple):
@@ -126,7 +130,8 @@ class Reading(NamedTuple):
         moved_ns: when it came there, by `time.monotonic_ns` of its host.
         num_microbatches: of the step; they tell which schedule it runs.
         tick: of the background thread; stands still while something holds the interpreter's lock.
-        busy_ns: time in computations, over all slots that ended.
+        busy_ns: time of the rank's own computations, over `measured_steps`.
+        measured_steps: steps whose computations have been measured.
         began_ns: when the step began; 0 before the first.
         device_bytes: memory that the process has allocated on its device.
         links: to ranks at other sites.
@@ -142,6 +147,7 @@ class Reading(NamedTuple):
     num_microbatches: int
     tick: int
     busy_ns: int
+    measured_steps: int
     began_ns: int
     device_bytes: int
     links: tuple[LinkReading, ...]
@@ -215,6 +221,8 @@ class PlaceWriter:
         self._words = page[first : first + RECORD]
         self._ended = self._moved = self._busy_ns = self._depth = 0
         self._gauges: list[Callable[[], None]] = []
+        self._gauging = threading.Lock()
+        self._own: frozenset[Op] = COMPUTE
         self._closing = threading.Event()
         self.begin_attempt(attempt, rank=rank)
         self._thread = threading.Thread(target=self._tick, name="weft-place", daemon=True)
@@ -227,7 +235,7 @@ class PlaceWriter:
         words[Word.ATTEMPT], words[Word.RANK] = attempt, rank
         words[Word.PID], words[Word.STARTED] = os.getpid(), own_start()
         self._ended = self._moved = self._busy_ns = self._depth = 0
-        for index in (Word.PLACE, Word.KIND, Word.BUSY, Word.BEGAN, Word.DEVICE, Word.LINKS):
+        for index in (Word.PLACE, Word.KIND, Word.BUSY, Word.MEASURED, Word.BEGAN, Word.DEVICE, Word.LINKS):
             words[index] = 0
         words[Word.PHASE], words[Word.MOVED] = Phase.setup, monotonic_ns()
         self.drop_gauges()
@@ -240,10 +248,23 @@ class PlaceWriter:
             self._mark(2)
         self._words[Word.MOVED] = monotonic_ns()
 
+    def measure_device(self) -> None:
+        """From now on the host's time tells nothing of computations; `add_busy` is told of the device's."""
+        self._own = frozenset()
+
+    def add_busy(self, seconds: float) -> None:
+        """A whole step has taken so long in computations."""
+        self._busy_ns += round(seconds * 1e9)
+        self._words[Word.BUSY] = self._busy_ns
+        self._words[Word.MEASURED] += 1
+
     def begin_step(self, step: int, num_microbatches: int) -> None:
         """A step begins; steps count from 1."""
         words = self._words
-        words[Word.KIND], words[Word.BUSY] = num_microbatches, self._busy_ns
+        words[Word.KIND] = num_microbatches
+        if self._own and self._ended >= _STEP:  # one has gone before
+            words[Word.BUSY] = self._busy_ns
+            words[Word.MEASURED] += 1
         self._ended = words[Word.PLACE] = (step & _MOST_STEP) * _STEP
         words[Word.MOVED] = words[Word.BEGAN] = monotonic_ns()
 
@@ -258,7 +279,7 @@ class PlaceWriter:
         words = self._words
         self._ended = words[_PLACE] = self._ended + _DONE
         words[_MOVED] = now = monotonic_ns()
-        if slot[0][0] in COMPUTE:
+        if slot[0][0] in self._own:
             self._busy_ns += now - self._moved
 
     def begin_wait(self) -> None:
@@ -280,37 +301,46 @@ class PlaceWriter:
         self._words[Word.MOVED] = monotonic_ns()
 
     def gauge_device(self, allocated_bytes: Callable[[], int]) -> None:
-        """Let the background thread ask for the memory of the device about once a second."""
+        """Let the background thread ask for the memory of the device."""
 
         def read() -> None:
             self._words[Word.DEVICE] = allocated_bytes()
 
-        self._gauges.append(read)
+        with self._gauging:
+            self._gauges.append(read)
 
     def gauge_links(self, counters: Callable[[], Sequence[LinkReading]]) -> None:
-        """Let the background thread ask for the counters of at most `MOST_LINKS` links about once a second."""
+        """Let the background thread ask for the counters of at most `MOST_LINKS` links, and see how fast they are."""
+        rates: dict[int, deque[float]] = {}
+        before: dict[int, tuple[int, int]] = {}
 
         def read() -> None:
-            found = counters()[:MOST_LINKS]
-            for number, link in enumerate(found):
-                at = FIRST_LINK + number * LINK
-                for offset, value in enumerate((*link[:-1], round(link.rtt_s * 1e9))):
-                    self._words[at + offset] = value
-            self._words[Word.LINKS] = len(found)
+            now = monotonic_ns()
+            for number, link in enumerate(counters()[:MOST_LINKS]):
+                sent, at_ns = before.get(link.peer, (link.sent_bytes, now - 1))
+                kept = rates.setdefault(link.peer, deque(maxlen=PEAK_TICKS))
+                kept.append((link.sent_bytes - sent) * 8e9 / (now - at_ns))
+                before[link.peer] = link.sent_bytes, now
+                values = (*link[:-2], round(link.rtt_s * 1e9), max(0, round(max(kept))))
+                for offset, value in enumerate(values):
+                    self._words[FIRST_LINK + number * LINK + offset] = value
+                self._words[Word.LINKS] = max(number + 1, self._words[Word.LINKS])
 
-        self._gauges.append(read)
+        with self._gauging:
+            self._gauges.append(read)
 
     def drop_gauges(self) -> None:
         """Ask no more: what the gauges read is going away."""
-        self._gauges.clear()
+        with self._gauging:
+            self._gauges.clear()
 
     def _tick(self) -> None:
         ticks = 0
         while not self._closing.wait(TICK_S):
             ticks += 1
             self._words[Word.TICK] = ticks
-            if ticks % GAUGE_TICKS == 0:
-                for read in tuple(self._gauges):
+            with self._gauging:
+                for read in self._gauges:
                     read()
 
     def close(self) -> None:
@@ -359,6 +389,7 @@ class PlaceReader:
             num_microbatches=values[Word.KIND],
             tick=values[Word.TICK],
             busy_ns=values[Word.BUSY],
+            measured_steps=values[Word.MEASURED],
             began_ns=values[Word.BEGAN],
             device_bytes=values[Word.DEVICE],
             links=tuple(links),
@@ -367,8 +398,8 @@ class PlaceReader:
     @staticmethod
     def _link(words: memoryview, number: int) -> LinkReading:
         at = FIRST_LINK + number * LINK
-        *counters, rtt_ns = words[at : at + len(LinkReading._fields)].tolist()
-        return LinkReading._make((*counters, rtt_ns / 1e9))
+        *counters, rtt_ns, peak_bps = words[at : at + len(LinkReading._fields)].tolist()
+        return LinkReading._make((*counters, rtt_ns / 1e9, peak_bps))
 
 
 _PHASES = frozenset(Phase)

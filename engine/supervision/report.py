@@ -24,7 +24,8 @@ class RankReport(NamedTuple):
         num_microbatches: of its step.
         still_s: seconds since it came there; 0 before it has written a place.
         tick: of its background thread; stands still while something holds the interpreter's lock.
-        busy_s: seconds of its own computations, over all whole steps of the attempt.
+        busy_s: seconds of its own computations, over `measured_steps`.
+        measured_steps: steps of the attempt whose computations have been measured.
         state: the process's letter in /proc; `GONE` once it has ended.
         cpu_s: processor time that it has taken.
         exit_code: how it ended, negative for a signal; None while it lives.
@@ -41,6 +42,7 @@ class RankReport(NamedTuple):
     still_s: float = 0.0
     tick: int = 0
     busy_s: float = 0.0
+    measured_steps: int = 0
     state: str = "S"
     cpu_s: float = 0.0
     exit_code: int | None = None
@@ -81,6 +83,7 @@ def rank_report(
         still_s=round(max(0, now_ns - reading.moved_ns) / 1e9, 3),
         tick=reading.tick,
         busy_s=round(reading.busy_ns / 1e9, 6),
+        measured_steps=reading.measured_steps,
         device_bytes=reading.device_bytes,
         links=reading.links,
     )
@@ -121,7 +124,7 @@ class HostReport(NamedTuple):
 
 
 _KINDS: tuple[tuple[type, ...], ...] = (
-    *((int,), (int,), (int,), (list, tuple), (int,), (int, float), (int,), (int, float), (str,), (int, float)),
+    *((int,), (int,), (int,), (list, tuple), (int,), (int, float), (int,), (int, float), (int,), (str,), (int, float)),
     *((int, type(None)), (int,), (int,), (list, tuple)),
 )
 

@@ -5,6 +5,7 @@ How ranks end, and hosts that fall silent, are not judged here.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ SILENT_S = 1.0
 """Seconds beyond two heartbeats without a tick after which a rank gives no sign of life."""
 BUSY = 0.5
 """Share of a processor that a process takes which holds the interpreter's lock and computes."""
+LINES_KEPT = 200
+"""Lines of logs that wait to be told."""
 MOST_NAMED = 8
 """Ranks that are named in a text."""
 
@@ -100,6 +103,10 @@ class Watch:
         """What is known of each rank."""
         self.rows: JobRows | None = None
         """What every rank executes, once the attempt has left its plan."""
+        self.vitals: dict[str, Mapping[str, Any]] = {}
+        """What each host has told of itself last."""
+        self.lines: deque[tuple[str, Any]] = deque(maxlen=LINES_KEPT)
+        """Hosts, with lines of logs that matched there, until somebody takes them."""
         self._moved_at = now
         self._step, self._step_at = 0, now
         self._stopped: set[int] = set()
@@ -108,6 +115,8 @@ class Watch:
 
     def observe(self, report: HostReport, now: float) -> None:
         """Take a host's report."""
+        self.vitals[report.host] = report.vitals
+        self.lines.extend((report.host, line) for line in report.vitals.get("patterns", ()))
         for rank in report.ranks:
             if rank.attempt == self._attempt:
                 self._observe(rank, report.host, now)

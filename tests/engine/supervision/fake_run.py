@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 from tests.pipeline.stalls import StallingJob
+from weft.engine.supervision.alerts import Alerts
 from weft.engine.supervision.deadlines import Deadlines
 from weft.engine.supervision.places import LinkReading, Phase
 from weft.engine.supervision.report import HostReport, RankReport
@@ -36,7 +37,9 @@ class FakeRun:
         locked: ranks one of whose threads has the interpreter's lock; ``computing`` tells whether it computes.
         away: hosts that do not report.
         idle: nobody moves, for a reason that is none of the watch's business.
+        slowed: how much longer computations of a rank take than others'.
         found: verdicts, with when they were given.
+        raised: alerts.
     """
 
     rows: JobRows = field(default_factory=rows_of)
@@ -60,6 +63,8 @@ class FakeRun:
             link_deadline_s=self.link_deadline_s,
             now=self.now,
         )
+        self.alerts = Alerts(self.watch)
+        self.raised: list = []
         self.phases = dict.fromkeys(self.ranks, Phase.imports)
         self.stopped: set[int] = set()
         self.locked: set[int] = set()
@@ -69,6 +74,8 @@ class FakeRun:
         self.links: dict[int, tuple[LinkReading, ...]] = {}
         self.slowed: dict[int, float] = {}
         self.found: list = []
+        self.uneven = 0.05
+        self.vitals: dict[str, dict] = {}
         self._ticks = dict.fromkeys(self.ranks, 0)
         self._cpu_s = dict.fromkeys(self.ranks, 0.0)
         self._busy_s = dict.fromkeys(self.ranks, 0.0)
@@ -111,6 +118,7 @@ class FakeRun:
             if self.now >= self._report_at - 1e-9:
                 self._report_at = self.now + self.heartbeat_s
                 self._report()
+                self.raised += self.alerts.look(self.now)
             verdict = self.watch.verdict(self.now)
             if verdict is not None:
                 self.found.append((self.now, verdict))
@@ -133,13 +141,13 @@ class FakeRun:
         for rank in self.ranks:
             if self.job.places[rank] != before[rank]:
                 self._moved_at[rank] = self.now
-            if self.job.places[rank].step > before[rank].step:
-                self._busy_s[rank] += self.slowed.get(rank, 1.0) * (1 + 0.02 * self.job.rng.random())
+            if self.job.places[rank].step > before[rank].step > 0:
+                self._busy_s[rank] += self.slowed.get(rank, 1.0) * (1 + self.uneven * self.job.rng.random())
 
     def _report(self) -> None:
         for host in sorted({self.host(rank) for rank in self.ranks} - self.away):
             mine = [rank for rank in self.ranks if self.host(rank) == host]
-            self.watch.observe(HostReport(host, tuple(map(self.report_of, mine))), self.now)
+            self.watch.observe(HostReport(host, tuple(map(self.report_of, mine)), self.vitals.pop(host, {})), self.now)
 
     def report_of(self, rank: int) -> RankReport:
         phase = self.phases[rank]
@@ -155,6 +163,7 @@ class FakeRun:
             still_s=round(self.now - self._moved_at[rank], 3),
             tick=self._ticks[rank],
             busy_s=self._busy_s[rank],
+            measured_steps=max(0, place.step - 1),
             state=self._state(rank),
             cpu_s=round(self._cpu_s[rank], 2),
             links=self.links.get(rank, ()),

@@ -1,5 +1,6 @@
 """Places in shared memory: written by ranks, read from outside."""
 
+import itertools
 import os
 import random
 import signal
@@ -80,6 +81,7 @@ def test_only_computations_count_as_busy(page, writer):
     writer.slot_ends(F)
     writer.begin_step(2, 2)
     found = PlaceReader(page).read(1)
+    assert found.measured_steps == 1
     assert 10_000_000 <= found.busy_ns <= found.began_ns - between + 10_000_000 + LIMIT_S * 1e9
 
 
@@ -147,6 +149,28 @@ def test_gauges_are_read_by_the_background_thread(page, writer):
     until(lambda: reader.read(1).links)
     assert reader.read(1).device_bytes == 123
     assert reader.read(1).links == tuple(links[:MOST_LINKS])
+
+
+def test_the_fastest_of_a_link_is_kept_for_a_while(page, writer):
+    reader, sent = PlaceReader(page), itertools.count(step=10_000_000)
+    writer.gauge_links(lambda: [LinkReading(5, next(sent), 0, 0, 0, 1, 0.1)])
+    until(lambda: reader.read(1).links and reader.read(1).links[0].peak_bps)
+    assert reader.read(1).links[0].peak_bps < 8e9
+    writer.drop_gauges()
+    last = reader.read(1)
+    until(lambda: reader.read(1).tick > last.tick + 2)
+    assert reader.read(1).links == last.links
+
+
+def test_computations_that_a_device_measures_are_told(page, writer):
+    writer.measure_device()
+    writer.begin_step(1, 2)
+    writer.slot_begins(F)
+    writer.slot_ends(F)
+    writer.begin_step(2, 2)
+    assert (PlaceReader(page).read(1).busy_ns, PlaceReader(page).read(1).measured_steps) == (0, 0)
+    writer.add_busy(0.5)
+    assert (PlaceReader(page).read(1).busy_ns, PlaceReader(page).read(1).measured_steps) == (500_000_000, 1)
 
 
 def test_a_held_lock_shows_from_outside(page):

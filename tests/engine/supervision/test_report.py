@@ -9,15 +9,17 @@ from weft.engine.supervision.processes import ProcessState
 from weft.engine.supervision.report import HostReport, RankReport, rank_report
 from weft.pipeline.culprit import Place
 
-LINK = LinkReading(3, 1, 2, 3, 4, 5, 0.5)
-READING = Reading(2, 9, 77, 5, Phase.steady, Place(4, 3, True, 1), 1_000_000_000, 8, 66, 2_500_000_000, 0, 7, (LINK,))
+LINK = LinkReading(3, 1, 2, 3, 4, 5, 0.5, 6)
+READING = Reading(
+    2, 9, 77, 5, Phase.steady, Place(4, 3, True, 1), 1_000_000_000, 8, 66, 2_500_000_000, 3, 0, 7, (LINK,)
+)
 PROCESS = ProcessState("R", 1.5, 5, 4096)
 
 
 def test_a_report_joins_place_and_process():
     found = rank_report(9, 2, READING, PROCESS, now_ns=3_000_000_000)
     assert found == RankReport(
-        9, 2, Phase.steady, Place(4, 3, True, 1), 8, 2.0, 66, 2.5, "R", 1.5, None, 4096, 7, (LINK,)
+        9, 2, Phase.steady, Place(4, 3, True, 1), 8, 2.0, 66, 2.5, 3, "R", 1.5, None, 4096, 7, (LINK,)
     )
 
 

@@ -1,0 +1,176 @@
+"""What is slow or wrong and stops nobody: stragglers, slow links, full disks, lines of a log. Alerts alone."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from weft.engine.supervision.watch import Observed, Watch
+
+WINDOW_STEPS = 10
+"""Steps over which a rank or a link has to be slow."""
+KEPT = 64
+"""Readings of a rank or a link that are remembered, those of the window included."""
+FEWEST = 3
+"""Readings in the window, and before it, below which nothing is said."""
+SLOWER = 1.1
+"""Times its usual that a straggler takes at least, however steady it was."""
+SLOWER_THAN_PEERS = 1.5
+"""Times the median of its replicas that a rank takes which was slow from the beginning."""
+LINK_SHARE = 0.5
+"""Share of its usual speed below which a link is slow."""
+FEWEST_PAUSES = 3
+"""Times that a process was stopped and ran again before it is told."""
+LOW_DISK_SHARE, LOW_DISK_BYTES = 0.03, 2 << 30
+"""A disk with less than both is nearly full."""
+REPEAT_S = 300.0
+"""Seconds after which an alert that still holds is raised again."""
+
+
+@dataclass(frozen=True)
+class Alert:
+    """Something that people should know, and that stops nobody.
+
+    Attributes:
+        kind: straggler, slow_link, stalled_link, disk or pattern.
+        culprit: rank and host, host, or link: a pair of ranks.
+        evidence: one line.
+    """
+
+    kind: str
+    culprit: Mapping[str, Any]
+    evidence: str
+
+
+@dataclass(slots=True)
+class _Series:
+    """Readings of something over steps: each with the step at which it was taken.
+
+    Attributes:
+        count, total: cumulative figures at the last reading.
+    """
+
+    count: int = 0
+    total: float = 0.0
+    readings: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    def parts(self) -> tuple[list[float], list[float]]:
+        """Readings of the last `WINDOW_STEPS` or more, and those before; both empty if they are too few."""
+        count = FEWEST
+        while count < len(self.readings) and self.readings[-1][0] - self.readings[-count - 1][0] < WINDOW_STEPS:
+            count += 1
+        values = [value for _, value in self.readings]
+        before = values[:-count]
+        return (values[-count:], before) if len(before) >= FEWEST else ([], [])
+
+
+class Alerts:
+    """Looks at a watch's ranks now and then."""
+
+    def __init__(self, watch: Watch) -> None:
+        """Look at the ranks of ``watch``."""
+        self._watch = watch
+        self._busy: dict[int, _Series] = {}
+        self._links: dict[tuple[int, int], _Series] = {}
+        self._raised: dict[tuple[str, str], float] = {}
+
+    def look(self, now: float) -> list[Alert]:
+        """Alerts that are new, or still hold after a while; to be called about as often as hosts report."""
+        self._read()
+        found = [*self._stragglers(), *self._slow_links(), *self._stalled(now), *self._hosts()]
+        return [alert for alert in found if self._is_new(alert, now)]
+
+    def _is_new(self, alert: Alert, now: float) -> bool:
+        text = alert.evidence if alert.kind == "pattern" else str(sorted(alert.culprit.items()))
+        key = alert.kind, text
+        if now - self._raised.get(key, -REPEAT_S) < REPEAT_S:
+            return False
+        self._raised[key] = now
+        return True
+
+    # -- what is slow ------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        for rank, seen in self._watch.ranks.items():
+            report, series = seen.report, self._busy.setdefault(rank, _Series())
+            if report.measured_steps > series.count:
+                steps = report.measured_steps - series.count
+                if series.count:  # the first steps of an attempt are slow
+                    series.readings.append((report.place.step, (report.busy_s - series.total) / steps))
+                series.count, series.total = report.measured_steps, report.busy_s
+            for link in report.links:
+                track = self._links.setdefault((rank, link.peer), _Series())
+                if link.sent_bytes > track.count and link.peak_bps:
+                    if track.count:
+                        track.readings.append((report.place.step, float(link.peak_bps)))
+                    track.count = link.sent_bytes
+
+    def _stragglers(self) -> Iterator[Alert]:
+        yield from self._paused()
+        parts = {rank: series.parts() for rank, series in self._busy.items()}
+        known = {rank: (recent, before) for rank, (recent, before) in parts.items() if recent and median(before) > 0}
+        slower = {rank: median(recent) / median(before) for rank, (recent, before) in known.items()}
+        usual = median(slower.values()) if slower else 1.0
+        for rank, (recent, before) in known.items():
+            # Beyond the spread of its own steps, and not because all steps have become longer.
+            if min(recent) > max(before) * max(1.0, usual) and slower[rank] > SLOWER * max(1.0, usual):
+                text = f"its computations take {median(recent):.4g} s a step, and took {median(before):.4g} s"
+                yield self._straggler(rank, text)
+        yield from self._slow_from_the_beginning({rank: recent for rank, (recent, _) in known.items()})
+
+    def _slow_from_the_beginning(self, recent: Mapping[int, list[float]]) -> Iterator[Alert]:
+        rows = self._watch.rows
+        if rows is None:
+            return
+        for position in zip(*(replica.ranks for replica in rows.replicas), strict=True):
+            for rank in position:
+                peers = [median(recent[peer]) for peer in position if peer != rank and peer in recent]
+                if rank in recent and peers and min(recent[rank]) > SLOWER_THAN_PEERS * median(peers):
+                    times = f"{median(recent[rank]):.4g} s a step, its replicas' {median(peers):.4g} s"
+                    text = f"its computations take {times}"
+                    yield self._straggler(rank, text)
+
+    def _paused(self) -> Iterator[Alert]:
+        for rank, seen in self._watch.ranks.items():
+            if seen.pauses >= FEWEST_PAUSES:
+                yield self._straggler(
+                    rank, f"its process was seen stopped by a signal, and running again, {seen.pauses} times"
+                )
+
+    def _straggler(self, rank: int, text: str) -> Alert:
+        return Alert("straggler", {"rank": rank, "host": self._seen(rank).host}, f"rank {rank}: {text}")
+
+    def _slow_links(self) -> Iterator[Alert]:
+        for (rank, peer), series in self._links.items():
+            recent, before = series.parts()
+            if recent and max(recent) < LINK_SHARE * median(before):
+                yield Alert(
+                    "slow_link",
+                    {"link": [rank, peer]},
+                    f"rank {rank} to rank {peer}: {max(recent) / 1e6:.3g} Mbit/s at its fastest, "
+                    f"and it was {median(before) / 1e6:.3g} Mbit/s",
+                )
+
+    def _stalled(self, now: float) -> Iterator[Alert]:
+        suspect = self._watch.stalled_link(now)
+        if suspect is not None:
+            names = ", ".join(f"{a} - {b}" for a, b in suspect.links)
+            yield Alert("stalled_link", {"link": [*suspect.links[0]]}, f"nothing comes over {names}: {suspect.doing}")
+
+    def _seen(self, rank: int) -> Observed:
+        return self._watch.ranks[rank]
+
+    # -- what hosts say ----------------------------------------------------------------------------
+
+    def _hosts(self) -> Iterator[Alert]:
+        for host, vitals in self._watch.vitals.items():
+            free, total = vitals.get("disk_free_bytes"), vitals.get("disk_bytes")
+            if isinstance(free, int) and isinstance(total, int) and free < min(LOW_DISK_SHARE * total, LOW_DISK_BYTES):
+                yield Alert("disk", {"host": host}, f"{host}: {free >> 20} MiB of {total >> 20} are free for the run")
+        while self._watch.lines:
+            match self._watch.lines.popleft():
+                case [str(host), [int(rank), str(name), str(line)]]:
+                    yield Alert("pattern", {"rank": rank, "host": host}, f"rank {rank}: {name}: {line}")
