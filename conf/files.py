@@ -28,7 +28,7 @@ def replacing(path: Path) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str) -> None:
     """Write a UTF-8 file, line ends as they are."""
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8", newline="")
@@ -63,4 +63,4 @@ class JsonCache:
 
     def add(self, entries: Mapping[str, Any]) -> None:
         """Put ``entries`` beside those that are there."""
-        write_whole(self.path, json.dumps({**self.read(), **entries}, indent=1))
+        write_atomic(self.path, json.dumps({**self.read(), **entries}, indent=1))

@@ -61,7 +61,7 @@ class WeftEngine(PipelineEngine):
       form, so that only hidden states travel;
     - losses are averaged over the tokens of the whole step, not over micro-batches;
     - transfers never stand between computations that do not depend on them;
-    - ZeRO is `weft.engine.zero` at every stage: gradients are reduced chunk by chunk while
+    - ZeRO is `weft.engine.zero` at every stage: gradients are reduced bucket by bucket while
       backwards run, and stages 2 and 3 go with a pipeline.
     """
 

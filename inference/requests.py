@@ -1,4 +1,4 @@
-"""Rules for requests from anybody: how deep a body nests, and what a prefill worker can serve."""
+"""Validation of untrusted requests: JSON nesting, and what a prefill worker can serve."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 class Refusal(Exception):
-    """A request that is answered with an error.
+    """A request that is answered with an HTTP error.
 
     Attributes:
         status: HTTP status.
-        retry_after_s: whole seconds after which the same request may succeed; 0 if it never will.
+        retry_after_s: seconds after which the same request may succeed; 0 if never.
     """
 
     def __init__(self, status: int, message: str, *, retry_after_s: int = 0) -> None:
@@ -27,39 +27,39 @@ class Refusal(Exception):
 
     @property
     def answer(self) -> dict[str, Any]:
-        """The body, in the form of OpenAI's errors."""
+        """The response body, in OpenAI's error format."""
         kind = "invalid_request_error" if self.status < 500 else "service_unavailable"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.status}}
 
 
 def parse(body: bytes, *, max_depth: int) -> dict[str, Any]:
-    """The JSON object in ``body``.
+    """Parse ``body`` as a JSON object.
 
     Raises:
-        Refusal: it is none, or nests deeper than ``max_depth``.
+        Refusal: invalid, or nested deeper than ``max_depth``.
     """
     if nests_deeper(body, max_depth):
-        raise Refusal(400, f"the body nests deeper than {max_depth}; flatten it")
+        raise Refusal(400, f"the body is nested deeper than {max_depth} levels")
     try:
         value = json.loads(body)
     except ValueError as error:
-        raise Refusal(400, f"the body is no JSON: {error}") from error
+        raise Refusal(400, f"the body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise Refusal(400, "the body is no JSON object")
+        raise Refusal(400, "the body is not a JSON object")
     return value
 
 
 def nests_deeper(body: bytes, depth: int) -> bool:
-    """Whether brackets nest deeper, found without a parser that could overflow."""
+    """Whether brackets are nested deeper than ``depth``, without a recursive parser."""
     brackets = _STRING.sub(b"", body).translate(None, _NOT_BRACKETS)
     return any(level > depth for level in accumulate(1 if bracket in b"[{" else -1 for bracket in brackets))
 
 
 def check_prefill_only(value: Mapping[str, Any]) -> None:
-    """Refuse a request that would have to be decoded here.
+    """Refuse a request that this worker would have to decode.
 
     Raises:
-        Refusal: with what to do.
+        Refusal: with a remedy.
     """
     transfer = value.get("kv_transfer_params")
     if isinstance(transfer, dict) and transfer.get("do_remote_decode"):

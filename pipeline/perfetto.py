@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.conf.files import write_whole
+from weft.conf.files import write_atomic
 from weft.pipeline.action import COMPUTE, Action, Op, Slot
 from weft.pipeline.timeline import COMPUTE_LANE, SEND_LANE, Span, Timeline
 
@@ -21,7 +21,7 @@ def write_perfetto(timelines: Sequence[Timeline], path: Path) -> None:
     A rank is a process and its lanes are threads; arrows lead from transfers to their consumers.
     """
     events = [event for number in range(len(timelines)) for event in _events(timelines, number)]
-    write_whole(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
+    write_atomic(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
 
 
 def _events(timelines: Sequence[Timeline], number: int) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from weft.conf.files import write_whole
+from weft.conf.files import write_atomic
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import export
 from weft.engine.engine import WeftEngine
@@ -60,7 +60,7 @@ def draw_timeline(engine: WeftEngine, folder: Path) -> None:
     if engine.global_rank != 0:
         return
     costs = fit_costs(timelines, engine.plan.costs)
-    write_whole(folder / "costs.yaml", costs_to_yaml(costs))
+    write_atomic(folder / "costs.yaml", costs_to_yaml(costs))
     predicted = engine.plan.predicted(costs=costs)
     measured = sorted(timelines, key=lambda timeline: timeline.step_s)[len(timelines) // 2]
     plot_timelines([measured, predicted], folder / "timeline.png")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from weft.conf.files import write_whole
+from weft.conf.files import write_atomic
 from weft.pipeline.cell import add_relays, side_by_side
 from weft.pipeline.choice import Choice, choose, placements
 from weft.pipeline.costs import CostModel
@@ -222,7 +222,7 @@ def emit(text: str, out: Path | None) -> None:
         sys.stdout.write(text)
     else:
         with _writing(out):
-            write_whole(out, text)
+            write_atomic(out, text)
 
 
 def draw(timeline: Timeline, form: str, out: Path | None) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from weft.inference.placement.bubble_pattern import BubblePattern
 from weft.inference.placement.replay import (
-    MOST_WINDOWS,
+    MAX_WINDOWS,
     Arrival,
     Replay,
     length_s,
@@ -66,7 +66,7 @@ def report(schedule: Schedule, costs: CostModel, args: argparse.Namespace) -> No
     for factor in (1.0, *(load * room / offered for load in args.loads)):
         found = _run(cell * args.cells, trace, factor, args, timeline.step_s)
         if not found.steady:
-            notes = [f"* still changing after {MOST_WINDOWS} windows"]
+            notes = [f"* still changing after {MAX_WINDOWS} windows"]
         share = f"{factor * offered / room:.1%}{'' if found.steady else '*'}"
         rows.append({"offered": share, **_cells(found, factor, timeline, usable)})
     title = f"{len(trace)} prompts of {args.prefill.name}, deadline {args.deadline:g} s"

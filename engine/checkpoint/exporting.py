@@ -23,7 +23,7 @@ def export(trained: Trained, folder: Path, *, tokenizer: PreTrainedTokenizerBase
     """
     trained.check_finite()
     stages = list(trained.module.stages.values()) if trained.replica == 0 else []
-    with trained.sharding.whole_weights():
+    with trained.sharding.full_weights():
         export_stages(stages, folder, rank=dist.get_rank(), gather=_gather_all, tokenizer=tokenizer)
 
 

@@ -20,8 +20,8 @@ class Trained(Protocol):
         replica: of the pipeline; `num_replicas` hold the same stages.
         global_steps: optimiser steps done.
         module: this rank's stages.
-        sharding: their weights, in chunks.
-        optimizer: what steps the chunks; ``basic_optimizer`` holds the state.
+        sharding: their weights, in buckets.
+        optimizer: what steps the buckets; ``basic_optimizer`` holds the state.
         lr_scheduler: with ``state_dict`` and ``load_state_dict``, or None.
     """
 

@@ -141,7 +141,7 @@ REFUSED: Mapping[str, Refusal] = {
     "zero_optimization.zero_quantized_weights": _QUANTISED,
 }
 
-_IN_CHUNKS = "gradients always lie in the buffer of their chunk, in the order of the parameters"
+_IN_CHUNKS = "gradients always lie in the buffer of their bucket, in the order of the parameters"
 _BY_COST = "the way of each collective is chosen by cost (`zero.partition`)"
 _BY_BLOCK = "at stage 3 a block is gathered while the one before it computes, and given back after it"
 _NO_OFFLOAD = "it tunes offloading, which is not there"
@@ -172,8 +172,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "zero_optimization.memory_efficient_linear": "autograd saves weights by reference at every stage",
     "zero_optimization.offload_optimizer": _NO_OFFLOAD,
     "zero_optimization.offload_param": _NO_OFFLOAD,
-    "zero_optimization.override_module_apply": "weights are made before they are cut into chunks",
-    "zero_optimization.parameter_alignment": "shards are aligned; parameters lie in a chunk without gaps",
+    "zero_optimization.override_module_apply": "weights are made before they are divided into buckets",
+    "zero_optimization.parameter_alignment": "shards are aligned; parameters lie in a bucket without gaps",
     "zero_optimization.pipeline_loading_checkpoint": "each rank reads the layers of its own stages",
     "zero_optimization.reduce_scatter": _BY_COST,
     "zero_optimization.round_robin_gradients": _NO_OFFLOAD,

@@ -64,7 +64,7 @@ def zero_memory(
             time, and at stages 2 and 3 the gradients of two, where each micro-batch is reduced.
             Parameters that stay whole are counted where all are small enough to.
 
-    A collective of shards puts its chunk together beside where it belongs: one that arrives and
+    A collective of shards puts its bucket together beside where it belongs: one that arrives and
     one that is being moved are counted.
     """
     share = parameters / replicas
@@ -78,14 +78,14 @@ def zero_memory(
     if zero.stage >= 2 and replicas > 1 and reduced == 1:
         gradients = share + blocks
     stepped = share if zero.stage else parameters
-    chunk = min(parameters, zero.reduce_bucket_size, zero.allgather_bucket_size)
+    bucket = min(parameters, zero.reduce_bucket_size, zero.allgather_bucket_size)
     if zero.stage == 3:
-        chunk = min(chunk, largest_block)
+        bucket = min(bucket, largest_block)
     return ZeroMemory(
         weights=weights * WEIGHT_BYTES[precision],
         gradients=gradients * GRADIENT_BYTES,
         optimizer=stepped * (OPTIMIZER_BYTES + MASTER_BYTES[precision]),
-        buffers=2 * chunk * GRADIENT_BYTES if zero.stage and replicas > 1 else 0,
+        buffers=2 * bucket * GRADIENT_BYTES if zero.stage and replicas > 1 else 0,
     )
 
 

@@ -73,10 +73,10 @@ class StageOverlap:
 
     @property
     def cuts(self) -> tuple[float, ...]:
-        """Where the stage's weights are cut into chunks, as shares of them.
+        """Where the stage's buckets end, as shares of its weights.
 
-        A chunk is reduced and gathered whole, so the finer of the two has its way: gathers are
-        launched from the front on, reductions from the back.
+        A bucket is reduced and gathered as a whole, so the finer plan of the two is used: gathers are
+        launched front to back, reductions back to front.
         """
         ahead, behind = self.gather.chunks.granularity, self.reduce.chunks.granularity[::-1]
         return tuple(accumulate((ahead if len(ahead) > len(behind) else behind)[:-1]))
@@ -84,13 +84,13 @@ class StageOverlap:
     def issued(self) -> Iterator[Collective]:
         """What a step issues: reductions from the back on, then gathers from the front on.
 
-        Chunks end at the parameters' ends that are nearest to the cuts; here they end at the
+        Real buckets end at the parameter boundaries nearest to the cuts; here they end at the
         cuts themselves. (At ZeRO stage 3 a block is gathered for each computation instead.)
         """
-        chunks = list(pairwise((0.0, *self.cuts, 1.0)))
-        for begin, end in reversed(chunks):
+        buckets = list(pairwise((0.0, *self.cuts, 1.0)))
+        for begin, end in reversed(buckets):
             yield _share(self.reduce.choice.rewrite.collective, end - begin)
-        for begin, end in chunks if self.gather.choice.cost_s else ():
+        for begin, end in buckets if self.gather.choice.cost_s else ():
             yield _share(self.gather.choice.rewrite.collective, end - begin)
 
     def lines(self) -> Iterator[str]:
@@ -100,7 +100,7 @@ class StageOverlap:
                 yield f"stage {self.stage}, {name}: {transfer.choice.rewrite}: {transfer.choice.reason}"
                 yield f"  operation tier: {_shares(transfer.chunks.granularity)}: {transfer.chunks.reason}"
         if self.cuts:
-            yield f"  chunks end at {', '.join(f'{cut:.3g}' for cut in self.cuts)} of the weights"
+            yield f"  buckets end at {', '.join(f'{cut:.3g}' for cut in self.cuts)} of the weights"
         yield f"  layer tier: {self.layer.first.value} first: {self.layer.reason}"
         yield f"  model tier: {self.model.reason}"
 

@@ -1,10 +1,10 @@
 """ZeRO: gradients, optimiser state and weights sharded over the replicas of a pipeline."""
 
-from weft.engine.zero.chunk import Chunk, Fragment
+from weft.engine.zero.bucket import Bucket, Fragment
 from weft.engine.zero.collectives import Collectives
 from weft.engine.zero.finite import NonFiniteError
 from weft.engine.zero.lamb import Lamb
 from weft.engine.zero.optimizer import ShardedOptimizer
 from weft.engine.zero.sharding import Sharding
 
-__all__ = ["Chunk", "Collectives", "Fragment", "Lamb", "NonFiniteError", "ShardedOptimizer", "Sharding"]
+__all__ = ["Bucket", "Collectives", "Fragment", "Lamb", "NonFiniteError", "ShardedOptimizer", "Sharding"]

@@ -1,4 +1,4 @@
-"""The collectives of chunks: reduce gradients and gather weights over the replicas of a rank."""
+"""The collectives of buckets: reduce gradients and gather weights over the replicas of a rank."""
 
 from __future__ import annotations
 

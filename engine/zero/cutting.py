@@ -1,4 +1,4 @@
-"""Divide a rank's virtual stages into blocks and chunks."""
+"""Divide a rank's virtual stages into blocks and buckets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.conf.schema import ZeroConfig
-from weft.engine.zero.chunk import Chunk
+from weft.engine.zero.bucket import Bucket
 from weft.engine.zero.collectives import Collectives
 
 Named = tuple[str, nn.Parameter]
@@ -50,19 +50,19 @@ def cut(
     collectives: Collectives,
     tied: Mapping[nn.Parameter, dist.ProcessGroup],
     cuts: Mapping[int, Sequence[float]],
-) -> list[Chunk]:
-    """Create the chunks of a rank, stage by stage in the order in which a forward uses them.
+) -> list[Bucket]:
+    """Create the buckets of a rank, stage by stage in the order in which a forward uses them.
 
-    A chunk has at most ``zero.reduce_bucket_size`` and ``zero.allgather_bucket_size`` elements, or a
-    single parameter, and ends at ``cuts``. At stage 3 a chunk stays within one block, so that it can
-    be released while others run; persistent parameters are in separate chunks, handled as at stage 2.
-    Weights that several virtual stages share, on one or several ranks, are separate chunks, so that
+    A bucket has at most ``zero.reduce_bucket_size`` and ``zero.allgather_bucket_size`` elements, or a
+    single parameter, and ends at ``cuts``. At stage 3 a bucket stays within one block, so that it can
+    be released while others run; persistent parameters are in separate buckets, handled as at stage 2.
+    Weights that several virtual stages share, on one or several ranks, are separate buckets, so that
     all holders divide them in the same way. Frozen weights are left alone, except at stage 3, which
     shards them.
 
     Args:
         tied: group of holders, for parameters that other pipeline ranks also hold.
-        cuts: by virtual stage, fractions of its elements at which chunks end, ascending; a
+        cuts: by virtual stage, fractions of its elements at which buckets end, ascending; a
             parameter belongs where its middle lies.
     """
     stages = list(stages)
@@ -72,7 +72,7 @@ def cut(
             users.setdefault(parameter, set()).add(stage.index)
     limit = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
     room = zero.model_persistence_threshold if zero.stage == 3 else 0
-    chunks: list[Chunk] = []
+    buckets: list[Bucket] = []
     seen: set[nn.Parameter] = set()
     for stage in stages:
         blocks = [
@@ -90,8 +90,8 @@ def cut(
         for group, zero_stage in groups:
             for run in _runs(group, limit):
                 first = run[0][1]
-                chunks.append(
-                    Chunk(
+                buckets.append(
+                    Bucket(
                         run,
                         stages=frozenset(users[first]),
                         zero_stage=zero_stage,
@@ -99,7 +99,7 @@ def cut(
                         tied=tied.get(first),
                     )
                 )
-    return chunks
+    return buckets
 
 
 def _stay_whole(stage: ShardedStage, blocks: Sequence[Sequence[Named]], below: int, room: int) -> list[Named]:
@@ -115,7 +115,7 @@ def _stay_whole(stage: ShardedStage, blocks: Sequence[Sequence[Named]], below: i
 def _groups(
     stage: ShardedStage, blocks: Sequence[Sequence[Named]], cuts: Mapping[int, Sequence[float]]
 ) -> Iterator[list[Named]]:
-    """Groups of parameters that may share a chunk: of one block, between two cuts; tied ones separately."""
+    """Groups of parameters that may share a bucket: of one block, between two cuts; tied ones separately."""
     total = sum(p.numel() for block in blocks for name, p in block if name not in stage.tied)
     offset, ends = 0, cuts.get(stage.index, ())
     for block in blocks:

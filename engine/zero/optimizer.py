@@ -118,8 +118,8 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         self._failure = None
         if not self.overflow:
             self._scale()
-            for chunk in self.sharding.trained:
-                chunk.assign_gradients()
+            for bucket in self.sharding.trained:
+                bucket.assign_gradients()
             self.optimizer.step()
             self.sharding.publish()
         self.loss_scaler.update_scale(self.overflow)
@@ -148,7 +148,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         if self._failure is not None:  # weights that led to it must not be saved even if they are finite
             raise self._failure
         self._watch.check()
-        held = [tensor for chunk in self.sharding.trained for tensor in chunk.held_weights]
+        held = [tensor for bucket in self.sharding.trained for tensor in bucket.held_weights]
         held += [x for state in self.state.values() for x in state.values() if isinstance(x, Tensor)]
         finite = all_finite(held, self.sharding.device)
         if dist.is_initialized():
@@ -185,7 +185,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
     def _local_square(self) -> Tensor:
         """This rank's part of the squared norm; each element counts on one rank."""
-        return squared_norm((chunk.counted_gradient for chunk in self.sharding.trained), self.sharding.device)
+        return squared_norm((bucket.counted_gradient for bucket in self.sharding.trained), self.sharding.device)
 
     def _scale(self) -> None:
         """Unscale the gradients, and clip them."""
@@ -194,13 +194,13 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             factor *= torch.clamp(clip / (self._awaited_norm() + 1e-6), max=1.0)
         elif self.cur_scale == 1.0:
             return
-        if gradients := [chunk.gradient for chunk in self.sharding.trained]:
+        if gradients := [bucket.gradient for bucket in self.sharding.trained]:
             torch._foreach_mul_(gradients, factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
-        for chunk in self.sharding.trained:
-            chunk.drop_gradient()
+        for bucket in self.sharding.trained:
+            bucket.drop_gradient()
 
     def state_dict(self) -> dict[str, Any]:
         """Not supported, because one rank's state by position fits no other layout."""

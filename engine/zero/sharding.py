@@ -1,4 +1,4 @@
-"""Sharding: when to reduce, gather and release the gradients and weights of a rank's chunks."""
+"""Sharding: when to reduce, gather and release the gradients and weights of a rank's buckets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.conf.schema import ZeroConfig
-from weft.engine.zero.chunk import Chunk, Fragment, Member
+from weft.engine.zero.bucket import Bucket, Fragment, Member
 from weft.engine.zero.collectives import Collectives
 from weft.engine.zero.cutting import ShardedStage, cut
 from weft.engine.zero.weights import StageWeights
@@ -21,9 +21,9 @@ from weft.pipeline.action import BACKWARD, Action, Op
 
 
 class Sharding:
-    """The chunks of a rank, and their collectives around the actions of a schedule.
+    """The buckets of a rank, and their collectives around the actions of a schedule.
 
-    A chunk's gradients are reduced as soon as its last weight gradient has been computed, inside the
+    A bucket's gradients are reduced as soon as its last weight gradient has been computed, inside the
     last backward of its stage. Its weights are gathered as soon as they are stepped, in the order in
     which the next step uses them, and waited for where they are used. (MegaScale section 3.2,
     Centauri section 4.)
@@ -37,38 +37,38 @@ class Sharding:
         tied: Iterable[tuple[nn.Parameter, dist.ProcessGroup]] = (),
         cuts: Mapping[int, Sequence[float]] = MappingProxyType({}),
     ) -> None:
-        """Move the parameters of ``stages`` into chunks.
+        """Move the parameters of ``stages`` into buckets.
 
         Args:
             collectives: collectives over this rank's replicas; None means a single replica.
             tied: parameters that other pipeline ranks also hold, with the group of their holders.
-            cuts: where to divide stages into chunks; see `cut`.
+            cuts: where to divide stages into buckets; see `cut`.
         """
         stages = sorted(stages, key=lambda stage: stage.index)
         self.collectives = collectives or Collectives()
         self.is_shared_out = zero.stage > 0 and self.collectives.num_replicas > 1
         """Whether replicas step different fragments."""
-        self.chunks = cut(stages, zero, self.collectives, dict(tied), cuts)
-        chunk_of = {member.parameter: chunk for chunk in self.chunks for member in chunk.members}
+        self.buckets = cut(stages, zero, self.collectives, dict(tied), cuts)
+        bucket_of = {member.parameter: bucket for bucket in self.buckets for member in bucket.members}
         self._named = {name: p for stage in stages for name, p in stage.named_global_parameters()}
-        self._weights = {stage.index: StageWeights(stage, chunk_of) for stage in stages}
+        self._weights = {stage.index: StageWeights(stage, bucket_of) for stage in stages}
         self._own = {
-            index: [chunk for chunk in self.chunks if chunk.trained and chunk.stages == {index}]
+            index: [bucket for bucket in self.buckets if bucket.trained and bucket.stages == {index}]
             for index in self._weights
         }
-        self._joint = [chunk for chunk in self.chunks if chunk.trained and len(chunk.stages) > 1]
+        self._joint = [bucket for bucket in self.buckets if bucket.trained and len(bucket.stages) > 1]
         self._reduce_every = zero.reduce_every if zero.stage >= 2 else 0
         self._closing: set[Action] = set()
         self._last: set[Action] = set()
         self._upcoming: dict[int, deque[Op]] = {}
-        self._unreduced: dict[int, deque[Chunk]] = {index: deque() for index in self._weights}
-        self._unended: dict[Chunk, set[int]] = {}
+        self._unreduced: dict[int, deque[Bucket]] = {index: deque() for index in self._weights}
+        self._unended: dict[Bucket, set[int]] = {}
         self._early: dict[int, set[nn.Parameter]] = {index: set() for index in self._weights}
         self._running: Action | None = None
-        self._reduced: set[Chunk] = set()
-        for chunk in self.chunks:
-            for member in chunk.members if chunk.trained else ():
-                member.parameter.register_post_accumulate_grad_hook(partial(self._gradient_arrived, chunk, member))
+        self._reduced: set[Bucket] = set()
+        for bucket in self.buckets:
+            for member in bucket.members if bucket.trained else ():
+                member.parameter.register_post_accumulate_grad_hook(partial(self._gradient_arrived, bucket, member))
 
     @property
     def device(self) -> torch.device:
@@ -76,16 +76,16 @@ class Sharding:
         return next(iter(self._named.values())).device
 
     @property
-    def trained(self) -> list[Chunk]:
+    def trained(self) -> list[Bucket]:
         """Chunks with gradients."""
-        return [chunk for chunk in self.chunks if chunk.trained]
+        return [bucket for bucket in self.buckets if bucket.trained]
 
     def fragments(self) -> Iterator[Fragment]:
         """This rank's part of every parameter, including frozen ones."""
-        held = {member.name for chunk in self.chunks for member in chunk.members}
-        for chunk in self.chunks:
-            yield from chunk.fragments
-        seen = {member.parameter for chunk in self.chunks for member in chunk.members}
+        held = {member.name for bucket in self.buckets for member in bucket.members}
+        for bucket in self.buckets:
+            yield from bucket.fragments
+        seen = {member.parameter for bucket in self.buckets for member in bucket.members}
         for name, parameter in self._named.items():
             if name not in held and parameter not in seen:
                 seen.add(parameter)
@@ -98,7 +98,7 @@ class Sharding:
         self._upcoming = {index: deque() for index in self._weights}
         self._closing.clear()
         self._last.clear()
-        self._unended = {chunk: set(chunk.stages) for chunk in self._joint}
+        self._unended = {bucket: set(bucket.stages) for bucket in self._joint}
         for index in self._weights:
             own = [action for action in row if action.stage == index]
             self._upcoming[index].extend(a.op for a in own if a.op in (Op.F, Op.B, Op.I))
@@ -124,20 +124,20 @@ class Sharding:
         if action in self._closing and action not in self._last:
             self._reduce_rest(action.stage)
         if action.op is Op.F:
-            assert all(chunk.is_settled for chunk in weights.chunks), "a forward has passed a block by"
+            assert all(bucket.is_settled for bucket in weights.buckets), "a forward has passed a block by"
 
     def _close(self, action: Action) -> None:
-        """From now on, reduce each chunk when all of its gradients have arrived."""
+        """From now on, reduce each bucket when all of its gradients have arrived."""
         early = self._early[action.stage] if action.op is Op.W else set()
-        for chunk in self._own[action.stage]:
-            parameters = (member.parameter for member in chunk.members)
+        for bucket in self._own[action.stage]:
+            parameters = (member.parameter for member in bucket.members)
             # A vector's gradient came with the input gradient, unless it was deferred.
-            chunk.missing = {p for p in parameters if p.ndim >= 2 or p not in early}
+            bucket.missing = {p for p in parameters if p.ndim >= 2 or p not in early}
         self._unreduced[action.stage].extend(reversed(self._own[action.stage]))
 
-    def _gradient_arrived(self, chunk: Chunk, member: Member, parameter: nn.Parameter) -> None:
-        assert chunk not in self._reduced, f"{member.name}: a gradient came after the last one"
-        chunk.add_gradient(parameter, chunk.gradient_place(member))
+    def _gradient_arrived(self, bucket: Bucket, member: Member, parameter: nn.Parameter) -> None:
+        assert bucket not in self._reduced, f"{member.name}: a gradient came after the last one"
+        bucket.add_gradient(parameter, bucket.gradient_place(member))
         if self._running is None:
             return
         stage = self._running.stage
@@ -155,11 +155,11 @@ class Sharding:
     def reduce(self, stage: int) -> None:
         """``REDUCE_GRAD``: start the remaining reductions of ``stage``."""
         self._reduce_rest(stage)
-        for chunk, stages in self._unended.items():
+        for bucket, stages in self._unended.items():
             stages.discard(stage)
             if not stages:
-                self._unreduced[stage].append(chunk)
-        self._unended = {chunk: stages for chunk, stages in self._unended.items() if stages}
+                self._unreduced[stage].append(bucket)
+        self._unended = {bucket: stages for bucket, stages in self._unended.items() if stages}
         self._reduce_rest(stage)
 
     def unshard(self, stage: int) -> None:
@@ -175,26 +175,26 @@ class Sharding:
 
     def finish_gradients(self) -> None:
         """Wait until every gradient has been reduced."""
-        for chunk in self.trained:
-            chunk.finish_gradient()
+        for bucket in self.trained:
+            bucket.finish_gradient()
 
     def publish(self) -> None:
         """Copy stepped fragments into the model, in the order in which forwards use them."""
-        for chunk in self.chunks:
-            if chunk.trained:
-                chunk.publish()
+        for bucket in self.buckets:
+            if bucket.trained:
+                bucket.publish()
         self._weights[min(self._weights)].prefetch()
 
     def settle(self) -> None:
         """Wait for all collectives in progress."""
-        for chunk in self.chunks:
-            chunk.settle_weights()
+        for bucket in self.buckets:
+            bucket.settle_weights()
 
     @contextmanager
-    def whole_weights(self) -> Iterator[None]:
+    def full_weights(self) -> Iterator[None]:
         """Context in which every parameter has its full value; a collective call over the replicas."""
-        for chunk in self.chunks:
-            chunk.wait()
+        for bucket in self.buckets:
+            bucket.wait()
         yield
-        for chunk in self.chunks:
-            chunk.release()
+        for bucket in self.buckets:
+            bucket.release()

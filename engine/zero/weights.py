@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.engine.zero.chunk import Chunk
+from weft.engine.zero.bucket import Bucket
 from weft.engine.zero.cutting import ShardedStage, outside_blocks
 
 
@@ -21,46 +21,47 @@ class StageWeights:
     so the tensors that autograd saved stay valid.
     """
 
-    def __init__(self, stage: ShardedStage, chunk_of: Mapping[nn.Parameter, Chunk]) -> None:
+    def __init__(self, stage: ShardedStage, bucket_of: Mapping[nn.Parameter, Bucket]) -> None:
         """Hook the stage's blocks.
 
         Args:
-            chunk_of: the chunk of each parameter that belongs to one.
+            bucket_of: the bucket of each parameter that belongs to one.
         """
         blocks = list(stage.blocks())
         outside = outside_blocks(stage)
-        self._rest = _chunks((p for _, p in stage.named_global_parameters() if p in outside), chunk_of)
+        self._rest = _buckets((p for _, p in stage.named_global_parameters() if p in outside), bucket_of)
         self._blocks = [
-            [chunk for chunk in _chunks(block.parameters(), chunk_of) if chunk not in self._rest] for block in blocks
+            [bucket for bucket in _buckets(block.parameters(), bucket_of) if bucket not in self._rest]
+            for block in blocks
         ]
         self._backward = False
-        sharded = any(chunk.sharded for chunk in self.chunks)
+        sharded = any(bucket.sharded for bucket in self.buckets)
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._before_forward, number))
             if sharded:
                 block.register_forward_hook(partial(self._after_forward, number))
 
     @property
-    def chunks(self) -> list[Chunk]:
-        """Every chunk that the stage uses, in the order in which a forward uses them."""
-        return list(dict.fromkeys([*self._rest, *(chunk for block in self._blocks for chunk in block)]))
+    def buckets(self) -> list[Bucket]:
+        """Every bucket that the stage uses, in the order in which a forward uses them."""
+        return list(dict.fromkeys([*self._rest, *(bucket for block in self._blocks for bucket in block)]))
 
     def prefetch(self, *, backward: bool = False) -> None:
         """Start to gather the weights that the next computation uses first."""
-        for chunk in (*self._rest, *(self._blocks[-1 if backward else 0] if self._blocks else ())):
-            chunk.gather()
+        for bucket in (*self._rest, *(self._blocks[-1 if backward else 0] if self._blocks else ())):
+            bucket.gather()
 
     def begin(self, *, backward: bool) -> None:
         """Prepare a computation: wait for the weights outside of the blocks."""
         self._backward = backward
         self.prefetch(backward=backward)
-        for chunk in self._rest:
-            chunk.wait()
+        for bucket in self._rest:
+            bucket.wait()
 
     def release(self) -> None:
         """Release all weights that are only gathered on demand."""
-        for chunk in self.chunks:
-            chunk.release()
+        for bucket in self.buckets:
+            bucket.release()
 
     def _before_forward(self, number: int, module: nn.Module, args: Any) -> None:
         self._wait(number)
@@ -83,21 +84,21 @@ class StageWeights:
 
     def _gather(self, number: int) -> None:
         if 0 <= number < len(self._blocks):
-            for chunk in self._blocks[number]:
-                chunk.gather()
+            for bucket in self._blocks[number]:
+                bucket.gather()
 
     def _wait(self, number: int) -> None:
-        for chunk in self._blocks[number]:
-            chunk.wait()
+        for bucket in self._blocks[number]:
+            bucket.wait()
 
     def _release(self, number: int) -> None:
         if number < len(self._blocks):
-            for chunk in self._blocks[number]:
-                chunk.release()
+            for bucket in self._blocks[number]:
+                bucket.release()
 
 
-def _chunks(parameters: Iterable[nn.Parameter], chunk_of: Mapping[nn.Parameter, Chunk]) -> list[Chunk]:
-    return list(dict.fromkeys(chunk_of[p] for p in parameters if p in chunk_of))
+def _buckets(parameters: Iterable[nn.Parameter], bucket_of: Mapping[nn.Parameter, Bucket]) -> list[Bucket]:
+    return list(dict.fromkeys(bucket_of[p] for p in parameters if p in bucket_of))
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

@@ -1,1 +1,1 @@
-"""The bubble board: what a rank computes and when it waits, in shared memory."""
+"""The bubble board: when a rank computes and when it is idle, in shared memory."""

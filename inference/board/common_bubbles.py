@@ -1,4 +1,4 @@
-"""Time that is free on all ranks whose devices one worker uses: now, and as it is predicted."""
+"""Bubbles common to all ranks whose devices one worker shares, current and predicted."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Spans = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Opening:
-    """Time that is free on all of a worker's devices; seconds of CLOCK_MONOTONIC.
+    """A bubble on all of a worker's devices; seconds of CLOCK_MONOTONIC.
 
     Attributes:
-        opened_s: since when.
-        closes_s: the first rank's bubble to close.
+        opened_s: when it opened.
+        closes_s: when the first rank's bubble is predicted to close.
         step: the training step.
-        index: the bubble's place in the step, on the rank that closes first.
+        index: the bubble's index in the step, on the rank whose bubble closes first.
     """
 
     opened_s: float
@@ -29,7 +29,7 @@ class Opening:
 
 
 def opening(states: Sequence[BoardState]) -> Opening | None:
-    """The bubble that all ranks share now; None if one of them computes or is not known to be idle."""
+    """The current common bubble; None if a rank computes or its state is unknown."""
     bubbles = [state.bubble for state in states]
     known = [bubble for bubble in bubbles if bubble is not None]
     if not known or len(known) < len(bubbles):
@@ -39,20 +39,20 @@ def opening(states: Sequence[BoardState]) -> Opening | None:
 
 
 class CommonBubbles:
-    """The bubbles to come of a group of ranks."""
+    """The predicted bubbles of a group of ranks."""
 
     def __init__(self, boards: Sequence[BoardReader]) -> None:
-        """Of the ranks that write ``boards``; at least one."""
+        """Of the ranks that write ``boards`` (at least one)."""
         self._boards = boards
 
     def upcoming(self, horizon_s: float) -> Spans:
-        """Bubbles that all ranks share in the next ``horizon_s``, as `BoardReader.upcoming` gives one rank's."""
+        """Common bubbles within the next ``horizon_s``; see `BoardReader.upcoming`."""
         found = reduce(intersection, [board.upcoming(horizon_s) for board in self._boards])
         return [(start_s, end_s) for start_s, end_s in found if end_s - start_s >= SHORTEST_S]
 
 
 def intersection(spans: Spans, others: Spans) -> list[tuple[float, float]]:
-    """Time that lies in both; each is in order and without overlaps of its own."""
+    """The intersection of two sorted lists of disjoint spans."""
     found, one, other = [], 0, 0
     while one < len(spans) and other < len(others):
         start = max(spans[one][0], others[other][0])

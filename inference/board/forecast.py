@@ -1,4 +1,4 @@
-"""What a rank's next bubbles will be, from its last steps."""
+"""Prediction of a rank's bubbles from its last steps."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from statistics import median
 
 @dataclass(frozen=True)
 class Forecast:
-    """When the edges of a step are expected, in seconds from its begin.
+    """Predicted edges of a step, in seconds from its begin.
 
     Attributes:
         typical_s: median time of each edge; even ones open bubbles, odd ones close them.
-        earliest_s: first time at which each edge was seen.
-        shortest_s: shortest time seen between each edge and the one before it; 0 for edge 0.
-        period_s: median time from begin to begin; 0 if unknown.
-        num_steps: measured steps that it rests on; 0 is the schedule's own prediction.
+        earliest_s: minimum time of each edge.
+        shortest_s: minimum time between each edge and the previous one; 0 for edge 0.
+        period_s: median time between step begins; 0 if unknown.
+        num_steps: number of measured steps; 0 for the schedule's prediction.
     """
 
     typical_s: tuple[float, ...]
@@ -29,9 +29,8 @@ class Forecast:
     def closes_s(self, edge: int, at_s: float) -> float | None:
         """The earliest end of the bubble that ``edge`` opened ``at_s`` after the begin; None if unknown.
 
-        It is counted from the begin of the step and from the edge itself, and the sooner is
-        taken: a step that runs late as a whole and one that runs late on this rank alone look
-        the same from here.
+        The minimum of two predictions, from the step's begin and from the edge itself: a step that
+        is late on all ranks cannot be told from one that is late on this rank only.
         """
         if edge + 1 >= len(self.typical_s):
             return None
@@ -41,7 +40,7 @@ class Forecast:
         """Bubbles from ``now_s`` to ``until_s``, as (start, end) after the begin of the running step.
 
         Args:
-            edge: the last edge of the running step, reached ``at_s`` after its begin.
+            edge: the latest edge of the running step, ``at_s`` after its begin.
         """
         if not self.typical_s:
             return
@@ -61,11 +60,11 @@ class Forecast:
 
 
 def forecast(steps: Sequence[Sequence[float]], begins_s: Sequence[float]) -> Forecast:
-    """Learn from measured steps that are alike.
+    """A forecast from measured steps of one kind.
 
     Args:
-        steps: edges of each step, in seconds from its begin; equally many in each.
-        begins_s: begins of steps that followed each other.
+        steps: edges of each step, in seconds from its begin; the same number in each.
+        begins_s: begins of consecutive steps.
     """
     columns = list(zip(*steps, strict=True))
     gaps = [[later - earlier for earlier, later in zip(a, b, strict=True)] for a, b in pairwise(columns)]
@@ -80,7 +79,7 @@ def forecast(steps: Sequence[Sequence[float]], begins_s: Sequence[float]) -> For
 
 
 def planned(edges_s: Sequence[float], period_s: float = 0.0) -> Forecast:
-    """The schedule's own prediction, before a step has been measured."""
+    """A forecast from the schedule, before any step was measured."""
     edges = tuple(edges_s)
     gaps = tuple(later - earlier for earlier, later in pairwise(edges))
     return Forecast(edges, edges, (0.0, *gaps) if edges else (), period_s, 0)

@@ -1,9 +1,9 @@
-"""The bubble board's memory: 64-bit words in native order, in a file of the owner alone.
+"""The memory layout of a bubble board: 64-bit words in native byte order, in a file private to its owner.
 
-A board is a header, a predicted step and a ring of measured ones. A step is a row of *edges*:
-edge 0 is the moment at which the step begins and the rank has nothing to compute; from then on
-odd edges start work and even edges end it. The work that the last edge starts (the optimiser's
-step, reading the next batch) lasts until the next step begins.
+A board is a header, a predicted step and a ring buffer of measured steps. A step is a row of *edges*
+(times): edge 0 is the begin of the step, when the rank is idle; after that odd edges start work and
+even edges end it. The work started by the last edge (the optimiser's step, reading the next batch)
+lasts until the next step begins.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ VERSION = 1
 WORD_BYTES = 8
 
 HEADER = 16
-"""Words before the predicted step."""
+"""Number of words before the predicted step."""
 ROW_HEADER = 4
-"""Words of a row before its edges."""
+"""Number of words of a row before its edges."""
 
 
 class Header:
@@ -32,44 +32,44 @@ class Header:
 
 
 class RowHeader:
-    """Indices of a row's words; a row is a seqlock, whose generation is odd while it is cleared for another step."""
+    """Indices of a row's words. A row is a seqlock: its generation is odd while the row is being reset."""
 
     GENERATION, STEP, KIND, COUNT = range(4)
 
 
 ROWS = 8
-"""Steps that are remembered, the running one included."""
+"""Number of steps kept, including the running one."""
 
 
 def num_words(rows: int, edges: int) -> int:
-    """Words of a whole board."""
+    """Number of words of a board."""
     return HEADER + edges + rows * (ROW_HEADER + edges)
 
 
 def row_at(step: int, rows: int, edges: int) -> int:
-    """The first word of the row of a step; steps count from 1."""
+    """Index of the first word of a step's row; steps count from 1."""
     return HEADER + edges + (step % rows) * (ROW_HEADER + edges)
 
 
 def board_path(folder: str | Path, rank: int) -> Path:
-    """The board of a rank in a run's folder of boards."""
+    """Path of a rank's board in a run's folder of boards."""
     return Path(folder) / f"rank{rank}.board"
 
 
 def map_board(path: Path) -> tuple[mmap.mmap, tuple[int, int]]:
-    """An existing board's memory, and the identity of its file.
+    """Map an existing board; returns its memory and its file's (device, inode).
 
     Raises:
         OSError: it cannot be opened.
-        ValueError: it belongs to someone else, is open to others, or is no board of this version.
+        ValueError: wrong owner or permissions, or not a board of this version.
     """
     file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(file)
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            raise ValueError(f"{path}: not a file of this user alone; remove it, or run as the user who trains")
+            raise ValueError(f"{path}: not private to this user; remove it, or run as the user who trains")
         if found.st_size < HEADER * WORD_BYTES:
-            raise ValueError(f"{path}: {found.st_size} bytes are no bubble board; remove it")
+            raise ValueError(f"{path}: {found.st_size} bytes are too few for a bubble board; remove it")
         memory = mmap.mmap(file, 0)
     finally:
         os.close(file)
@@ -84,10 +84,10 @@ def map_board(path: Path) -> tuple[mmap.mmap, tuple[int, int]]:
 
 
 def make_board(path: Path, words: int) -> mmap.mmap:
-    """Zeroed memory behind a file that gets its name by `publish`.
+    """Create a board under a temporary name, zeroed; `publish` gives it its final name.
 
     Raises:
-        ValueError: the folder belongs to someone else or is open to others.
+        ValueError: the folder is not private to this user.
     """
     private_folder(path.parent)
     draft = _draft(path)
@@ -101,7 +101,7 @@ def make_board(path: Path, words: int) -> mmap.mmap:
 
 
 def publish(path: Path) -> None:
-    """Give a board that `make_board` made its name; one that had it before loses it."""
+    """Rename a board of `make_board` to its final name, replacing an older one."""
     _draft(path).replace(path)
 
 

@@ -1,4 +1,4 @@
-"""Which process it is, for good: ids alone are used again."""
+"""Unique identity of a process: process ids alone are reused."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if there is none, or it has ended.
+    """When a process started, in clock ticks since boot; None if it does not exist or has exited.
 
-    With the process id it names a process for good: ids are used again.
+    Together with the process id this identifies a process uniquely.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -19,7 +19,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def own_identity() -> tuple[int, int]:
-    """This process's id and start."""
+    """This process's id and start time in ticks."""
     pid = os.getpid()
     ticks = start_ticks(pid)
     assert ticks is not None

@@ -1,7 +1,6 @@
-"""One board as it lies in memory, seen by a reader: its rows, read whole, and whether its writer lives.
+"""A read-only view of one mapped board: consistent reads of its rows, and its writer's liveness.
 
-A view never changes: of several threads that read, each keeps the one that it began with, whatever
-the name in the file system stands for meanwhile.
+A view stays bound to its file: threads keep using it even if the path is replaced meanwhile.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from weft.inference.board.layout import HEADER, ROW_HEADER, WORD_BYTES, Header, 
 from weft.inference.board.process_identity import start_ticks
 
 SILENCE_S = 0.5
-"""A writer that has given no sign of life for this long is taken for dead."""
+"""Seconds without a heartbeat after which a writer counts as dead."""
 ATTEMPTS = 100
-"""Reads of a row that a writer is changing."""
+"""Retries of a seqlock read."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A step's row.
+    """The row of a step.
 
     Attributes:
         step: the training step.
-        kind: steps of one kind are alike.
-        edges: marks in nanoseconds of CLOCK_MONOTONIC, at least one; see `board_layout`.
+        kind: steps of the same kind have similar timing.
+        edges: times in nanoseconds of CLOCK_MONOTONIC, at least one; see `weft.inference.board.layout`.
     """
 
     step: int
@@ -36,14 +35,14 @@ class Row:
 
 
 class BoardView:
-    """The board behind one file, for as long as anyone keeps the view."""
+    """A mapped board."""
 
     def __init__(self, path: Path) -> None:
-        """Map the board that ``path`` names now.
+        """Map the board at ``path``.
 
         Raises:
             OSError: it cannot be opened.
-            ValueError: it is no board of this user's; see `map_board`.
+            ValueError: it is not a board of this user; see `map_board`.
         """
         self.path = path
         memory, self.file = map_board(path)
@@ -54,16 +53,16 @@ class BoardView:
 
     @property
     def writer(self) -> int:
-        """The process id of its writer; 0 once training has ended."""
+        """The writer's process id; 0 after training has ended."""
         return self._words[Header.PID]
 
     @property
     def rank(self) -> int:
-        """The global rank whose board it is."""
+        """The board's global rank."""
         return self._words[Header.RANK]
 
     def why_dead(self, now_s: float) -> str:
-        """Why its writer is not alive; empty if it is."""
+        """Why its writer is not alive, or empty."""
         words = self._words
         if not words[Header.PID]:
             return f"{self.path}: training has ended"
@@ -78,24 +77,24 @@ class BoardView:
         return f"{self.path}: the trainer (process {words[Header.PID]}) has been silent for {silent_s:.1f} s"
 
     def running(self) -> Row | None:
-        """The step under way; None before the first."""
+        """The running step; None before the first."""
         return self._row(self._words[Header.STEP])
 
     def rows(self) -> list[Row]:
-        """The remembered steps, in order, the running one last."""
+        """The recorded steps, in order; the running one is last."""
         newest = self._words[Header.STEP]
         steps = range(max(1, newest - self._num_rows + 1), newest + 1)
         return [row for row in map(self._row, steps) if row is not None]
 
-    def learn(self, running: Row) -> Forecast:
-        """From the steps before this one that are of its kind, and like the last of them."""
+    def forecast(self, running: Row) -> Forecast:
+        """The forecast from earlier steps of the same kind with as many edges as the latest of them."""
         known = self._forecast
         if known is None or known[0] != running.step:
             self._forecast = known = running.step, self._forecast_for(running)
         return known[1]
 
     def _row(self, step: int) -> Row | None:
-        """A step's row, read whole; None before the first, or if another step has taken its place."""
+        """A consistent read of a step's row; None if it does not exist or was overwritten."""
         words, first = self._words, row_at(step, self._num_rows, self._num_edges)
         for _ in range(ATTEMPTS if step else 0):
             generation = words[first + RowHeader.GENERATION]
@@ -109,8 +108,7 @@ class BoardView:
                 continue
             if found != step:
                 return None
-            # An edge that is not there yet although it is counted: another core saw the stores
-            # in another order.
+            # An edge may be counted before it is visible: this core may see stores in another order.
             if edges and all(edges):
                 return Row(step, kind, tuple(edges))
         return None

@@ -1,7 +1,7 @@
-"""The bubble board, as the training engine writes it: when this rank computes, and when it does not.
+"""The writer of a bubble board, used by the training engine to publish when this rank is idle.
 
-Nothing here waits for a reader, and nothing a reader does can be noticed. A mark is two stores
-into shared memory; readers are woken when a bubble opens that is long enough to be of use.
+The writer never waits for readers. A mark is two stores to shared memory; readers are woken when a
+bubble opens that is long enough to be useful.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from weft.inference.board.process_identity import own_identity
 __all__ = ["HEARTBEAT_S", "BoardWriter", "board_path"]
 
 HEARTBEAT_S = 0.1
-"""Seconds between signs of life."""
+"""Seconds between heartbeats."""
 WAKING_GAP_NS = 1_000_000
-"""Gaps that were shorter than this in the step before wake nobody."""
+"""Bubbles that were shorter than this in the previous step do not wake readers."""
 
 
 class BoardWriter:
-    """One rank's board; the calls of a step are `begin`, then `busy` and `idle` in turn.
+    """One rank's board; the calls of a step are `begin`, then alternating `busy` and `idle`.
 
-    A `busy` while busy, or an `idle` while idle, does nothing, so marks may be nested.
+    `busy` while busy and `idle` while idle are no-ops, so marks may be nested.
     """
 
     def __init__(self, path: Path, *, rank: int, plan: Sequence[tuple[float, float]], max_edges: int) -> None:
-        """Publish a new board in place of an older one.
+        """Publish a new board, replacing an older one.
 
         Args:
-            path: its file; see `board_path`.
+            path: of the file; see `board_path`.
             rank: global rank.
-            plan: predicted work of a step, (start, end) in seconds from its begin, in order.
-            max_edges: most marks of a step; later ones are left out, and nothing is predicted there.
+            plan: predicted work of a step: (start, end) in seconds from its begin, in order.
+            max_edges: maximum number of marks per step; later ones are dropped, and nothing is predicted there.
 
         Raises:
-            OSError: no shared memory, or no futex.
-            ValueError: the folder is not this user's alone.
+            OSError: shared memory or futexes are not available.
+            ValueError: the folder is not private to this user.
         """
         self.path = path
         max_edges = max(max_edges, 2 * len(plan) + 1)
@@ -64,7 +64,7 @@ class BoardWriter:
         words[Header.PID], words[Header.STARTED] = own_identity()
         words[Header.HEARTBEAT] = monotonic_ns()
         edges = [0, *(round(time_s * 1e9) for work in plan for time_s in work)]
-        words[Header.PLANNED] = len(edges) - 1 if plan else 0  # the last work has no end of its own
+        words[Header.PLANNED] = len(edges) - 1 if plan else 0  # the last work ends with the step
         for index, edge in enumerate(edges[: words[Header.PLANNED]]):
             words[HEADER + index] = edge
         words[Header.VERSION], words[Header.MAGIC] = VERSION, MAGIC
@@ -80,11 +80,11 @@ class BoardWriter:
         threading.Thread(target=self._beat, name="weft-board", daemon=True).start()
 
     def begin(self, kind: int, at_ns: int | None = None) -> None:
-        """A step begins: nothing to compute until the first `busy`.
+        """A step begins; the rank is idle until the first `busy`.
 
         Args:
-            kind: steps of one kind are alike; the number of micro-batches is a good one.
-            at_ns: when, by `time.monotonic_ns`; None is now.
+            kind: steps of the same kind have similar timing, such as those with as many micro-batches.
+            at_ns: time by `time.monotonic_ns`; None is now.
         """
         now = monotonic_ns() if at_ns is None else at_ns
         words, before, count = self._words, self._row, self._count
@@ -107,7 +107,7 @@ class BoardWriter:
             self._mark(at_ns)
 
     def idle(self, at_ns: int | None = None) -> None:
-        """The rank has nothing to compute until the next `busy`; ``at_ns`` as in `begin`."""
+        """The rank is idle until the next `busy`; ``at_ns`` as in `begin`."""
         if self._count and not self._count & 1:
             self._mark(at_ns)
             self._wake()
@@ -128,7 +128,7 @@ class BoardWriter:
             self._words[Header.HEARTBEAT] = monotonic_ns()
 
     def close(self) -> None:
-        """Take the board away: readers find no writer at once."""
+        """Remove the board; readers see immediately that the writer is gone."""
         self._closing.set()
         self._words[Header.PID] = 0
         self._bell.ring()

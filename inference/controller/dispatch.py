@@ -1,8 +1,8 @@
-"""The dispatch: a prompt's way to a worker and back, and which workers are alive.
+"""Dispatch: sends prompts to workers, and probes which workers are alive.
 
-Slow is not dead. A worker that takes longer than was predicted keeps its prompts for as long as it
-answers when it is asked how it is; one that refuses connections, or has said nothing for
-`inference.controller.silence_s`, is down, and its prompts go to the next best.
+A slow worker is not dead: it keeps its prompts as long as its health check answers. A worker that
+refuses connections, or has not answered for `inference.controller.silence_s`, is down, and its
+prompts are retried on the next best one.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from weft.inference.requests import Refusal
 
 logger = logging.getLogger(__name__)
 
-MOST_TRIES = 2
-"""Workers that a prompt may fail on: what kills or breaks two may break all of them."""
+MAX_FAILURES = 2
+"""Number of workers that a prompt may fail on: a prompt that crashes two might crash all."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a worker is asked.
+class PrefillRequest:
+    """A prefill request to a worker.
 
     Attributes:
-        path: of the worker's API.
-        body: passed on as it came.
-        headers: of the caller's, those that the worker gets.
-        tokens: of the prompt.
-        deadline_s: seconds from now in which the first token has to be predicted.
+        path: in the worker's API.
+        body: forwarded unchanged.
+        headers: the client headers to forward.
+        tokens: number of prompt tokens.
+        deadline_s: seconds from now within which the first token must be predicted.
     """
 
     path: str
@@ -47,119 +47,121 @@ class Asked:
 
 
 class Dispatch:
-    """Prompts on their way, and the look at each worker that goes on meanwhile."""
+    """Requests in flight, and periodic health probes of all workers."""
 
     def __init__(self, fleet: Fleet, settings: ControllerConfig, metrics: Metrics, client: httpx.AsyncClient) -> None:
-        """Reach the workers of ``fleet`` by ``client``."""
+        """``client`` connects to the workers of ``fleet``."""
         self._fleet, self._settings, self._metrics, self._client = fleet, settings, metrics, client
 
-    async def look(self) -> None:
-        """See once which workers answer, and read their bubbles."""
+    async def probe_all(self) -> None:
+        """Probe all workers once, and read their bubbles."""
         await asyncio.gather(*map(self.probe, self._fleet.workers))
         self._fleet.refresh()
 
     async def watch(self) -> None:
-        """Look again and again; a worker that is slow to answer delays no other's look."""
+        """Probe periodically, each worker independently."""
         async with asyncio.TaskGroup() as group:
             for worker in self._fleet.workers:
-                group.create_task(self._again_and_again(partial(self.probe, worker)))
-            group.create_task(self._again_and_again(self._refresh))
+                group.create_task(self._periodically(partial(self.probe, worker)))
+            group.create_task(self._periodically(self._refresh))
 
     async def _refresh(self) -> None:
         self._fleet.refresh()
 
-    async def _again_and_again(self, act: Callable[[], Awaitable[None]]) -> None:
+    async def _periodically(self, act: Callable[[], Awaitable[None]]) -> None:
         while True:
             await asyncio.sleep(self._settings.probe_s)
             try:
                 await act()
-            except Exception:  # whatever it was, the next look may find it mended
-                logger.exception("the look at the workers failed; again in %g s", self._settings.probe_s)
+            except Exception:  # the next round may succeed
+                logger.exception("probing the workers failed; retrying in %g s", self._settings.probe_s)
 
     async def probe(self, worker: Worker) -> None:
-        """Ask a worker how it is."""
+        """Check a worker's health."""
         timeout_s = min(self._settings.silence_s, max(1.0, self._settings.probe_s))
         try:
-            found = await self._client.get(f"{worker.url}/health", timeout=timeout_s)
+            response = await self._client.get(f"{worker.url}/health", timeout=timeout_s)
         except httpx.ConnectError:
             self._fleet.set_up(worker, False)
-        except httpx.TransportError:  # slow, or it closed a connection that it held idle; dead, it refuses the next one
+        except httpx.TransportError:  # slow, or closed an idle connection; if dead it refuses the next one
             if time.monotonic() - worker.heard_s > self._settings.silence_s:
                 self._fleet.set_up(worker, False)
         else:
-            self._fleet.set_up(worker, found.is_success)
+            self._fleet.set_up(worker, response.is_success)
 
-    async def prefill(self, asked: Asked) -> tuple[httpx.Response, Ticket]:
-        """Have a prompt prefilled: by the best worker, and if that fails by the next best.
+    async def prefill(self, request: PrefillRequest) -> tuple[httpx.Response, Ticket]:
+        """Prefill a prompt on the best worker, and on failure on the next best.
 
         Raises:
-            Refusal: no worker would end it in time, or two have failed on it.
+            Refusal: no worker would finish in time, or two failed on it.
         """
-        begun_s, failed = time.monotonic(), set[int]()
+        start_s, failed = time.monotonic(), set[int]()
         while True:
-            ticket = self._fleet.place(asked.tokens, asked.deadline_s - (time.monotonic() - begun_s), without=failed)
+            ticket = self._fleet.place(
+                request.tokens, request.deadline_s - (time.monotonic() - start_s), without=failed
+            )
             self._metrics.granted(ticket)
             worker = self._fleet.workers[ticket.worker]
             try:
-                found = await self._ask(worker, asked, ticket)
-            except httpx.ConnectError:  # it has not seen the prompt
+                response = await self._send(worker, request, ticket)
+            except httpx.ConnectError:  # the worker has not received the prompt
                 self._fleet.set_up(worker, False)
                 self._metrics.moved(ticket)
                 continue
             except httpx.TransportError:
-                found = None
+                response = None
             finally:
                 self._fleet.done(ticket)
-            if found is not None and found.status_code < 500:
-                self._fleet.learn_pace(ticket)
+            if response is not None and response.status_code < 500:
+                self._fleet.learn_slowdown(ticket)
                 self._metrics.answered(ticket, time.monotonic())
-                return found, ticket
+                return response, ticket
             failed.add(worker.index)
-            await self.probe(worker)  # the prompt may be at fault as well as the worker
-            if len(failed) == MOST_TRIES or (found is not None and len(failed) == len(self._fleet.workers)):
-                if found is not None:
-                    return found, ticket
+            await self.probe(worker)  # the cause may be the prompt or the worker
+            if len(failed) == MAX_FAILURES or (response is not None and len(failed) == len(self._fleet.workers)):
+                if response is not None:
+                    return response, ticket
                 raise Refusal(
                     502,
-                    f"{len(failed)} workers stopped answering while they had this prompt, and it is not tried on "
-                    "another; see their logs before it is sent again",
+                    f"{len(failed)} workers stopped answering while processing this prompt, and it is not retried; "
+                    "check their logs before sending it again",
                 )
             self._metrics.moved(ticket)
 
-    async def _ask(self, worker: Worker, asked: Asked, ticket: Ticket) -> httpx.Response:
-        """The worker's answer, however long it takes while the worker lives and has bubbles ahead.
+    async def _send(self, worker: Worker, request: PrefillRequest, ticket: Ticket) -> httpx.Response:
+        """The worker's response, waiting as long as the worker is healthy and has bubbles ahead.
 
         Raises:
-            Refusal: training has ended meanwhile, or it took longer than anyone should wait.
-            httpx.TransportError: it is dead or hung.
+            Refusal: training has ended, or `answer_timeout_s` passed.
+            httpx.TransportError: the worker is dead or hangs.
         """
         settings = self._settings
         timeout = httpx.Timeout(None, connect=settings.silence_s)
         post = self._client.post(
-            f"{worker.url}{asked.path}", content=asked.body, headers=asked.headers, timeout=timeout
+            f"{worker.url}{request.path}", content=request.body, headers=request.headers, timeout=timeout
         )
         answer = asyncio.create_task(post)
-        patience_s = max(0.0, ticket.expected_s - time.monotonic())
+        wait_s = max(0.0, ticket.expected_s - time.monotonic())
         try:
             while True:
-                await asyncio.wait((answer,), timeout=patience_s + settings.answer_slack_s)
+                await asyncio.wait((answer,), timeout=wait_s + settings.answer_slack_s)
                 if answer.done():
                     worker.heard_s = time.monotonic()
                     return answer.result()
-                await self._check_patience(worker, ticket)
-                patience_s = 0.0
+                await self._check_progress(worker, ticket)
+                wait_s = 0.0
         finally:
             answer.cancel()
 
-    async def _check_patience(self, worker: Worker, ticket: Ticket) -> None:
-        if time.monotonic() - worker.heard_s > self._settings.answer_slack_s:  # else another look has just been
+    async def _check_progress(self, worker: Worker, ticket: Ticket) -> None:
+        if time.monotonic() - worker.heard_s > self._settings.answer_slack_s:  # otherwise it was probed recently
             await self.probe(worker)
         if not worker.up:
-            raise httpx.ReadTimeout("it does not answer when asked how it is either")
+            raise httpx.ReadTimeout("its health check does not answer either")
         waited_s = time.monotonic() - ticket.placed_s
         if not worker.bubbles:
             raise Refusal(
-                503, f"training has published no bubbles for a while; {waited_s:.0f} s waited", retry_after_s=1
+                503, f"training has published no bubbles for a while; waited {waited_s:.0f} s", retry_after_s=1
             )
         if waited_s > self._settings.answer_timeout_s:
             raise Refusal(504, f"no answer after {waited_s:.0f} s (inference.controller.answer_timeout_s)")

@@ -1,4 +1,4 @@
-"""The fleet: what is known of each worker, and which one finishes a prompt soonest."""
+"""The fleet: the state of each worker, and which one finishes a prompt first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from weft.conf.schema import ControllerConfig, PrefillConfig, PrefillWorkerConfig
-from weft.inference.controller.pace import Pace
+from weft.inference.controller.slowdown import Slowdown
 from weft.inference.placement.bubble_pattern import BubblePattern
 from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
 from weft.inference.placement.prefill_placement import PrefillPlacement, Slot
@@ -19,19 +19,19 @@ from weft.inference.placement.prompt_work import PromptWork
 from weft.inference.requests import Refusal
 
 GAP_S = 0.05
-"""Idle time before a chunk that predictions are made for: a bubble's first step comes after training's work."""
+"""Idle time before a chunk that predictions assume: a bubble's first step follows training's work."""
 QUIET_S = 5.0
-"""How long a board may predict nothing before its trainer is taken to have ended: on a busy host, or while it
-loads or saves, a trainer gives no sign of life for a moment."""
+"""Seconds that a board may predict nothing before its trainer is considered ended: on a busy host, or while it
+loads or saves, a trainer may pause its heartbeats."""
 NO_BUBBLES_S = 2
-"""When to come again if nothing is predicted at all."""
+"""Retry-After if no bubbles are predicted."""
 
 
 class Bubbles(Protocol):
-    """Where a worker's bubbles are read, as `CommonBubbles` does it."""
+    """Source of a worker's predicted bubbles, such as `CommonBubbles`."""
 
     def upcoming(self, horizon_s: float) -> Sequence[tuple[float, float]]:
-        """Bubbles of the next ``horizon_s``: (start, end) on the monotonic clock, in order."""
+        """Bubbles within the next ``horizon_s``: (start, end) on the monotonic clock, in order."""
         ...
 
 
@@ -40,8 +40,8 @@ class Ticket:
     """A request placed on a worker. Seconds of the monotonic clock.
 
     Attributes:
-        begin_s, end_s: when it would run if the worker were as fast as its cost model.
-        expected_s: when it is expected to end, as the worker's last answers came.
+        begin_s, end_s: when it runs according to the cost model.
+        expected_s: expected end, corrected by the worker's recent slowdown.
     """
 
     worker: int
@@ -61,26 +61,26 @@ class Worker:
         self.board = board
         self.up = False
         self.heard_s = -inf
-        """When it last answered anything."""
-        self.pace = Pace()
+        """Time of its last response."""
+        self.slowdown = Slowdown()
         self.tickets: list[Ticket] = []
         self.bubbles: Sequence[tuple[float, float]] = ()
         self.bubble_s = 0.0
-        """Seconds of bubbles that have passed."""
+        """Total length of past bubbles."""
         self._cost_file = Path(address.cost) if address.cost else None
         self._cost_stamp = 0.0
         self._published_s = -inf
         self.cost = PrefillCost()
 
-    def see(self, bubbles: Sequence[tuple[float, float]], now_s: float) -> None:
-        """Take in what its board predicts; a board that says nothing for a moment is believed a little longer."""
+    def update_bubbles(self, bubbles: Sequence[tuple[float, float]], now_s: float) -> None:
+        """Update the predicted bubbles; the last ones remain valid for a moment if there are none."""
         if bubbles:
             self._published_s = now_s
         if bubbles or now_s - self._published_s > QUIET_S:
             self.bubbles = bubbles
 
-    def learn(self, quantile: float) -> None:
-        """Read the worker's cost model again if it has changed."""
+    def reload_cost(self, quantile: float) -> None:
+        """Reload the worker's cost model if its file has changed."""
         if self._cost_file is None:
             return
         try:
@@ -88,27 +88,27 @@ class Worker:
             if stamp != self._cost_stamp:
                 self.cost, self._cost_stamp = PrefillCost.load(self._cost_file, quantile=quantile), stamp
         except (OSError, ValueError):
-            return  # not written yet, or by another version: what is known stays
+            return  # not written yet, or by another version: keep the current one
 
     @property
     def learning(self) -> bool:
-        """Whether its cost model rests on too few steps to refuse anyone by."""
+        """Whether its cost model has seen too few steps to refuse requests by it."""
         return self._cost_file is not None and self.cost.steps < TRUSTED
 
     def left_s(self, now_s: float) -> float:
-        """Seconds of work that it has not done yet, as far as can be predicted."""
+        """Estimated seconds of work left."""
         return sum(_left_s(ticket, now_s) for ticket in self.tickets)
 
 
 def _left_s(ticket: Ticket, now_s: float) -> float:
     if now_s <= ticket.begin_s:
         return ticket.work_s
-    # What should have ended may end any moment.
+    # Overdue work may finish at any moment.
     return ticket.work_s * max(0.05, (ticket.end_s - now_s) / (ticket.end_s - ticket.begin_s))
 
 
 class Fleet:
-    """All workers. Not safe for threads; nothing in it waits."""
+    """All workers. Not thread-safe; never blocks."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Fleet:
         prefill: PrefillConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Know of these workers; none is up yet."""
+        """All workers start as down."""
         self.workers = [Worker(index, address, board) for index, (address, board) in enumerate(workers)]
         self._settings, self._prefill, self._clock = settings, prefill, clock
         self._horizon_s = settings.deadline_s
@@ -130,14 +130,14 @@ class Fleet:
         return sum(1 for worker in self.workers if worker.up and worker.bubbles)
 
     def refresh(self) -> None:
-        """Look at every board and cost model, and predict anew."""
+        """Read every board and cost model, and update predictions."""
         now_s = self._clock()
         for worker in self.workers:
             worker.bubble_s += sum(
                 max(0.0, min(end_s, now_s) - max(start_s, self._looked_s)) for start_s, end_s in worker.bubbles
             )
-            worker.see(worker.board.upcoming(self._horizon_s), now_s)
-            worker.learn(self._prefill.quantile)
+            worker.update_bubbles(worker.board.upcoming(self._horizon_s), now_s)
+            worker.reload_cost(self._prefill.quantile)
         self._looked_s = now_s
         self._work = self._slowest()
         self._placement = PrefillPlacement(self._horizon_s)
@@ -146,14 +146,14 @@ class Fleet:
             self._update(worker)
 
     def place(self, tokens: int, deadline_s: float, *, without: Collection[int] = ()) -> Ticket:
-        """Give a prompt to the worker that finishes it soonest.
+        """Place a prompt on the worker that finishes it first.
 
         Args:
-            deadline_s: seconds from now in which it has to end.
-            without: workers that do not get it.
+            deadline_s: seconds from now within which it must finish.
+            without: workers to exclude.
 
         Raises:
-            Refusal: no worker would; with when to come again.
+            Refusal: no worker would finish in time; has `retry_after_s`.
         """
         now_s, work_s = self._clock(), self._work.work_s(tokens)
         for index in without:
@@ -175,7 +175,7 @@ class Fleet:
             raise Refusal(
                 503,
                 f"the first token would come after {expected_s - now_s:.1f} s, the deadline is {deadline_s:g} s; "
-                f"come again in {ceil(late_s)} s, or go elsewhere",
+                f"retry in {ceil(late_s)} s, or elsewhere",
                 retry_after_s=ceil(late_s),
             )
         return self._take(slot, now_s, work_s, expected_s)
@@ -200,42 +200,44 @@ class Fleet:
     def _expected_s(self, slot: Slot, now_s: float, trial: Slot | None) -> float:
         if slot is trial:
             return slot.end_s
-        return now_s + (slot.end_s - now_s) * self.workers[slot.worker].pace.factor(now_s)
+        return now_s + (slot.end_s - now_s) * self.workers[slot.worker].slowdown.factor(now_s)
 
     def _trial(self, now_s: float, deadline_s: float, without: Collection[int], *, only_learning: bool) -> Slot | None:
-        """A worker that may take a prompt although nothing says that it can: only by working does it learn how fast
-        it is.
+        """A worker that may take a prompt without a prediction, because it learns its speed only from work.
 
-        One that has hardly learnt takes as many as its queue holds; one whose bubbles seem too
-        short takes one at a time, and only where no other can take any.
+        A worker with few measurements takes as many as its queue holds; one whose bubbles seem too
+        short takes one at a time, and only if no other worker can take any.
         """
-        open_to_all = [
+        candidates = [
             worker
             for worker in self.workers
-            if worker.up and worker.bubbles and worker.index not in without and len(worker.tickets) < self._most(worker)
+            if worker.up
+            and worker.bubbles
+            and worker.index not in without
+            and len(worker.tickets) < self._max_queue(worker)
         ]
         if only_learning:
-            open_to_all = [worker for worker in open_to_all if worker.learning]
-        if not open_to_all or deadline_s <= 0.0:
+            candidates = [worker for worker in candidates if worker.learning]
+        if not candidates or deadline_s <= 0.0:
             return None
-        least = min(open_to_all, key=lambda worker: len(worker.tickets))
+        least = min(candidates, key=lambda worker: len(worker.tickets))
         return Slot(least.index, now_s, now_s + deadline_s)
 
-    def _most(self, worker: Worker) -> int:
+    def _max_queue(self, worker: Worker) -> int:
         return self._settings.max_queue if worker.learning else 1
 
-    def learn_pace(self, ticket: Ticket) -> None:
-        """A ticket has been answered now: how much later than the cost model had it."""
-        self.workers[ticket.worker].pace.learn(self._clock(), ticket.placed_s, ticket.end_s)
+    def learn_slowdown(self, ticket: Ticket) -> None:
+        """Learn from a ticket that was answered now, how late it was."""
+        self.workers[ticket.worker].slowdown.learn(self._clock(), ticket.placed_s, ticket.end_s)
 
     def done(self, ticket: Ticket) -> None:
-        """The request of a ticket has been answered, or given up."""
+        """The request was answered or abandoned."""
         worker = self.workers[ticket.worker]
         worker.tickets.remove(ticket)
         self._update(worker)
 
     def set_up(self, worker: Worker, up: bool) -> None:
-        """Whether the worker answers; one that does not gets nothing."""
+        """Set whether the worker is up; only workers that are up get requests."""
         if up:
             worker.heard_s = self._clock()
         if worker.up != up:
@@ -251,7 +253,7 @@ class Fleet:
         self._placement.set(worker.index, pattern, pattern.end(now_s, left_s) if left_s else now_s)
 
     def _pattern(self, worker: Worker, now_s: float) -> BubblePattern:
-        """The bubbles ahead, as if they came again and again."""
+        """The predicted bubbles, repeated periodically."""
         ahead = [(max(0.0, start_s - now_s), min(self._horizon_s, end_s - now_s)) for start_s, end_s in worker.bubbles]
         return BubblePattern(
             [(start_s, end_s) for start_s, end_s in ahead if start_s < end_s],
@@ -262,7 +264,7 @@ class Fleet:
         )
 
     def _slowest(self) -> PromptWork:
-        """A prompt's work on the slowest worker that has learnt what it is."""
+        """The cost of prompts on the slowest worker with a trusted cost model."""
         most = self._prefill.max_tokens
         known = [worker for worker in self.workers if not worker.learning] or self.workers
         works = [PromptWork.of(w.cost, gap_s=GAP_S, chunk_tokens=most, max_tokens=most) for w in known]

@@ -1,4 +1,4 @@
-"""What the controller tells Prometheus."""
+"""The controller's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ _LATE_SECONDS = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0,
 
 
 class Metrics:
-    """One controller's figures."""
+    """Metrics of one controller."""
 
     def __init__(self, fleet: Fleet) -> None:
-        """Of this fleet."""
+        """Register the metrics."""
         self._registry = registry = CollectorRegistry()
         self._grants = Counter("weft_prefill_grants", "requests placed", ["worker"], registry=registry)
         self._refusals = Counter(
             "weft_prefill_refusals", "requests refused, by HTTP status", ["status"], registry=registry
         )
         self._moved = Counter(
-            "weft_prefill_moved", "requests taken from a worker that failed", ["worker"], registry=registry
+            "weft_prefill_moved", "requests moved away from a failed worker", ["worker"], registry=registry
         )
         self._work = Counter(
-            "weft_prefill_work_seconds", "predicted work of what was answered", ["worker"], registry=registry
+            "weft_prefill_work_seconds", "predicted work of answered requests", ["worker"], registry=registry
         )
         self._predicted = Histogram("weft_prefill_ttft_predicted_seconds", "", buckets=_SECONDS, registry=registry)
         self._real = Histogram("weft_prefill_ttft_seconds", "", buckets=_SECONDS, registry=registry)
         self._late = Histogram(
-            "weft_prefill_lateness_seconds", "answer after its prediction", buckets=_LATE_SECONDS, registry=registry
+            "weft_prefill_lateness_seconds",
+            "how much later than predicted a response was",
+            buckets=_LATE_SECONDS,
+            registry=registry,
         )
         registry.register(_FleetMetrics(fleet))
 
@@ -42,34 +45,34 @@ class Metrics:
         self._predicted.observe(ticket.expected_s - ticket.placed_s)
 
     def answered(self, ticket: Ticket, now_s: float) -> None:
-        """Its worker has answered it."""
+        """A request was answered."""
         self._work.labels(ticket.worker).inc(ticket.work_s)
         self._real.observe(now_s - ticket.placed_s)
         self._late.observe(max(0.0, now_s - ticket.expected_s))
 
     def moved(self, ticket: Ticket) -> None:
-        """Its worker failed before it had answered."""
+        """A worker failed before it answered."""
         self._moved.labels(ticket.worker).inc()
 
     def refused(self, status: int) -> None:
-        """A request was answered with an error of ours."""
+        """The controller refused a request."""
         self._refusals.labels(status).inc()
 
     def text(self) -> bytes:
-        """Prometheus's text form."""
+        """Prometheus's text format."""
         return generate_latest(self._registry)
 
 
 class _FleetMetrics:
-    """Figures that are read when asked for."""
+    """Metrics computed at collection time."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
     def collect(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily("weft_prefill_worker_up", "whether it answers", labels=["worker"])
-        queue = GaugeMetricFamily("weft_prefill_queue", "requests placed and not answered", labels=["worker"])
-        bubbles = CounterMetricFamily("weft_prefill_bubble_seconds", "bubbles that have passed", labels=["worker"])
+        up = GaugeMetricFamily("weft_prefill_worker_up", "whether the worker answers", labels=["worker"])
+        queue = GaugeMetricFamily("weft_prefill_queue", "requests in flight", labels=["worker"])
+        bubbles = CounterMetricFamily("weft_prefill_bubble_seconds", "total length of past bubbles", labels=["worker"])
         for worker in self._fleet.workers:
             name = [str(worker.index)]
             up.add_metric(name, float(worker.up))

@@ -1,4 +1,4 @@
-"""How many tokens a request prefills, as far as can be told without the worker."""
+"""Counts or estimates the prompt tokens of a request."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from weft.inference.requests import Refusal
 
 BYTES_PER_TOKEN = 3
-"""Cautious for text; a tokenizer counts."""
+"""A conservative estimate for text without a tokenizer."""
 MESSAGE_TOKENS = 8
-"""What a chat template puts around a message, about."""
+"""Approximate overhead of a chat template per message."""
 
 Count = Callable[[str], int]
-"""Tokens of a text."""
+"""Maps a text to its number of tokens."""
 
 
 def counter(tokenizer: str) -> Count:
-    """Counts with a tokenizer.json (or a folder with one); estimates if ``tokenizer`` is empty.
+    """A counter that uses a tokenizer.json (or a folder with one); it estimates if ``tokenizer`` is empty.
 
     Raises:
         ValueError: there is no such tokenizer.
@@ -30,16 +30,16 @@ def counter(tokenizer: str) -> Count:
     path = Path(tokenizer).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(f"inference.controller.tokenizer={tokenizer}: there is no such file; give a tokenizer.json")
+        raise ValueError(f"inference.controller.tokenizer={tokenizer}: no such file; give a tokenizer.json")
     loaded = Tokenizer.from_file(str(path))
     return lambda text: len(loaded.encode(text))
 
 
 def prompt_tokens(request: Mapping[str, Any], count: Count) -> int:
-    """Tokens of a completion's or a chat's prompt; at least 1.
+    """Number of tokens of a completion's or a chat's prompt; at least 1.
 
     Raises:
-        Refusal: there is no prompt in any of the forms that OpenAI's API takes.
+        Refusal: the prompt is in none of the formats of OpenAI's API.
     """
     if "messages" in request:
         texts = list(_message_texts(request["messages"]))
@@ -55,12 +55,12 @@ def _completion_tokens(prompt: object, count: Count) -> int:
             return len(prompt)
         if all(isinstance(part, str | list) for part in prompt):
             return sum(_completion_tokens(part, count) for part in prompt)
-    raise Refusal(400, "prompt: neither a text nor tokens, nor a list of those; give one")
+    raise Refusal(400, "prompt: give a string, a list of tokens, or a list of those")
 
 
 def _message_texts(messages: object) -> Iterator[str]:
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise Refusal(400, "messages: no list of {role, content}; give one")
+        raise Refusal(400, "messages: give a list of {role, content}")
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):

@@ -1,4 +1,4 @@
-"""The controller as a process: its HTTP server, and limits on connections."""
+"""The controller process: its HTTP server and connection limits."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ LARGEST_HEADER = 16_384
 
 
 def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
-    """The application for the workers of a configuration.
+    """The application that serves a configuration's workers.
 
     Raises:
-        ValueError: others could reach it without a key, or the tokenizer cannot be read.
+        ValueError: it would be reachable by others without a key, or the tokenizer cannot be read.
     """
     settings, prefill = config.inference.controller, config.inference.prefill
     api_key = environment.get(settings.api_key_env, "")
     if not api_key and not is_loopback(settings.host):
         raise ValueError(
-            f"inference.controller.host={settings.host}: others can reach it, and there is no API key; set the "
+            f"inference.controller.host={settings.host}: reachable by others, and there is no API key; set the "
             f"environment variable {settings.api_key_env}, or inference.controller.host=127.0.0.1"
         )
     count = counter(settings.tokenizer)
@@ -50,16 +50,16 @@ def serve(app: FastAPI, settings: ControllerConfig) -> None:
 
 
 def server_config(app: FastAPI, settings: ControllerConfig) -> uvicorn.Config:
-    """The HTTP server, with limits on what callers can hold."""
+    """The HTTP server's configuration, with limits per client."""
 
-    class Impatient(_Impatient):
+    class Protocol(_HeaderTimeout):
         header_timeout_s = settings.receive_timeout_s
 
     return uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        http=Impatient,
+        http=Protocol,
         ws="none",
         limit_concurrency=settings.max_connections,
         timeout_keep_alive=KEEP_ALIVE_S,
@@ -70,8 +70,8 @@ def server_config(app: FastAPI, settings: ControllerConfig) -> uvicorn.Config:
     )
 
 
-class _Impatient(H11Protocol):
-    """Closes a connection whose caller takes too long to send a request's header; uvicorn waits for ever."""
+class _HeaderTimeout(H11Protocol):
+    """Closes connections whose client takes too long to send a request header; uvicorn has no such limit."""
 
     header_timeout_s = 10.0
 
@@ -82,7 +82,7 @@ class _Impatient(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # IDLE with bytes left: the begin of a header.
+        # IDLE with bytes left: the start of a header.
         if self.conn.their_state is not h11.IDLE:
             self._stop_waiting()
         elif self.conn.trailing_data[0]:

@@ -1,4 +1,4 @@
-"""The service: OpenAI's API on the prefill side, in front of all workers."""
+"""The HTTP service: OpenAI's API for prefill, in front of all workers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from weft.conf.schema import ControllerConfig
-from weft.inference.controller.dispatch import Asked, Dispatch
+from weft.inference.controller.dispatch import Dispatch, PrefillRequest
 from weft.inference.controller.fleet import Fleet, Ticket
 from weft.inference.controller.metrics import Metrics
 from weft.inference.controller.prompts import Count, prompt_tokens
 from weft.inference.requests import Refusal, check_prefill_only, parse
 
 KEEP_ALIVE_S = 2.0
-"""How long connections to workers are kept for another request; vLLM's server closes them after 5 s, and a
-request that crosses that on its way fails."""
+"""Keep-alive of idle connections to workers, in seconds; less than the 5 s of vLLM's server, because a request
+sent while the server closes the connection fails."""
 DEADLINE_HEADER = "X-Weft-Deadline-S"
 CLIENT_GONE = 499
-"""Status in the metrics of requests whose caller went away, as nginx has it."""
+"""Status in the metrics of requests whose client disconnected, as in nginx."""
 _OPEN = ("/health", "/ready")
-_PASSED_ON = ("content-type", "x-request-id", "x-data-parallel-rank")
-"""Headers of the caller that the worker gets."""
+_FORWARDED = ("content-type", "x-request-id", "x-data-parallel-rank")
+"""Client headers that are forwarded to the worker."""
 
 
 def make_app(
@@ -42,17 +42,17 @@ def make_app(
     """The ASGI application.
 
     Args:
-        count: tokens of a text.
-        api_key: what callers have to send; empty asks for none.
+        count: counts the tokens of a text.
+        api_key: required of clients; empty requires none.
         allow_decode: whether the workers decode.
-        transport: how the workers are reached; by default over TCP.
+        transport: of the client that reaches the workers; TCP by default.
     """
     service = _Service(fleet, settings, count, api_key, allow_decode, transport)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with service.client:
-            await service.dispatch.look()
+            await service.dispatch.probe_all()
             watching = asyncio.create_task(service.dispatch.watch())
             yield
             watching.cancel()
@@ -69,7 +69,7 @@ def make_app(
 
 
 class _Service:
-    """Requests on their way from a caller to a worker and back."""
+    """The request handlers."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class _Service:
         self._key = f"Bearer {api_key}" if api_key else ""
         self._metrics = Metrics(fleet)
         headers = {"Authorization": self._key} if self._key else {}
-        # Workers are near: no proxy of the environment's stands between.
+        # Workers are local: ignore the environment's proxy settings.
         self.client = httpx.AsyncClient(
             transport=transport,
             headers=headers,
@@ -95,47 +95,49 @@ class _Service:
         self.dispatch = Dispatch(fleet, settings, self._metrics, self.client)
 
     async def generate(self, request: Request) -> Response:
-        """Place a prompt, have it prefilled, and hand on the worker's answer."""
+        """Place a prompt, have it prefilled, and return the worker's response."""
         self._authorize(request)
         body = await self._receive(request)
         deadline_s = self._deadline_s(request)
-        tokens = await asyncio.to_thread(self._judge, body)
-        headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
-        asked = Asked(path=request.url.path, body=body, headers=headers, tokens=tokens, deadline_s=deadline_s)
-        answer = asyncio.create_task(self.dispatch.prefill(asked))
-        gone = asyncio.create_task(_gone(request))
+        tokens = await asyncio.to_thread(self._validate, body)
+        headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
+        prefill = PrefillRequest(
+            path=request.url.path, body=body, headers=headers, tokens=tokens, deadline_s=deadline_s
+        )
+        answer = asyncio.create_task(self.dispatch.prefill(prefill))
+        disconnected = asyncio.create_task(_disconnected(request))
         try:
-            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((answer, disconnected), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                raise Refusal(CLIENT_GONE, "the caller has gone")
+                raise Refusal(CLIENT_GONE, "the client has disconnected")
             return _answer(*answer.result())
         finally:
             answer.cancel()
-            gone.cancel()
+            disconnected.cancel()
 
     async def models(self, request: Request) -> Response:
-        """What the workers serve, as the first that answers says."""
+        """The model list of the first worker that answers."""
         self._authorize(request)
         for worker in [worker for worker in self._fleet.workers if worker.up]:
             try:
-                found = await self.client.get(f"{worker.url}/v1/models", timeout=self._settings.answer_slack_s)
+                response = await self.client.get(f"{worker.url}/v1/models", timeout=self._settings.answer_slack_s)
             except httpx.TransportError:
                 self._fleet.set_up(worker, False)
                 continue
-            return _handed_on(found, {})
+            return _forwarded(response, {})
         raise Refusal(503, "no worker answers", retry_after_s=1)
 
     async def metrics_text(self, request: Request) -> Response:
-        """For Prometheus."""
+        """Metrics in Prometheus's text format."""
         self._authorize(request)
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def health(self) -> Response:
-        """That the controller runs."""
+        """Liveness of the controller."""
         return Response()
 
     async def ready(self) -> Response:
-        """Whether a prompt could be placed now."""
+        """Readiness: whether a worker can take a prompt."""
         workers = self._fleet.workers
         state = {
             "workers": len(workers),
@@ -145,7 +147,7 @@ class _Service:
         return JSONResponse(state, status_code=200 if self._fleet.serving else 503)
 
     async def refused(self, _: Request, refusal: Exception) -> Response:
-        """An error of ours, in the form of OpenAI's."""
+        """A `Refusal` as a response in OpenAI's error format."""
         assert isinstance(refusal, Refusal)
         self._metrics.refused(refusal.status)
         headers = {"Retry-After": str(refusal.retry_after_s)} if refusal.retry_after_s else {}
@@ -158,16 +160,16 @@ class _Service:
     def _authorize(self, request: Request) -> None:
         given = request.headers.get("authorization", "")
         if self._key and not hmac.compare_digest(given.encode(), self._key.encode()):
-            raise Refusal(401, "no API key, or a wrong one; send it as `Authorization: Bearer KEY`")
+            raise Refusal(401, "missing or invalid API key; send it as `Authorization: Bearer KEY`")
 
-    def _judge(self, body: bytes) -> int:
-        """Tokens of a request that may be served."""
+    def _validate(self, body: bytes) -> int:
+        """The number of prompt tokens of a valid request."""
         value = parse(body, max_depth=self._settings.max_json_depth)
         if not self._allow_decode:
             check_prefill_only(value)
         tokens, most = prompt_tokens(value, self._count), self._settings.max_prompt_tokens
         if tokens > most:
-            raise Refusal(400, f"the prompt has about {tokens} tokens; at most {most} are taken")
+            raise Refusal(400, f"the prompt has about {tokens} tokens; the limit is {most}")
         return tokens
 
     def _deadline_s(self, request: Request) -> float:
@@ -179,7 +181,7 @@ class _Service:
         except ValueError:
             deadline_s = 0.0
         if not 0.0 < deadline_s < 86_400:
-            raise Refusal(400, f"{DEADLINE_HEADER}={text}: not a number of seconds above 0 and below a day; correct it")
+            raise Refusal(400, f"{DEADLINE_HEADER}={text}: not a number of seconds above 0 and below a day; give one")
         return deadline_s
 
     async def _receive(self, request: Request) -> bytes:
@@ -194,21 +196,23 @@ class _Service:
                     if len(body) > most:
                         raise too_large
         except TimeoutError:
-            raise Refusal(408, f"the request took longer than {self._settings.receive_timeout_s:g} s to come") from None
+            raise Refusal(
+                408, f"the request took longer than {self._settings.receive_timeout_s:g} s to arrive"
+            ) from None
         return bytes(body)
 
 
-async def _gone(request: Request) -> None:
-    """Ends when the caller closes its connection."""
+async def _disconnected(request: Request) -> None:
+    """Returns when the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def _answer(found: httpx.Response, ticket: Ticket) -> Response:
+def _answer(response: httpx.Response, ticket: Ticket) -> Response:
     expected_ms = (ticket.expected_s - ticket.placed_s) * 1e3
-    return _handed_on(found, {"X-Weft-Worker": str(ticket.worker), "X-Weft-Predicted-Ms": f"{expected_ms:.0f}"})
+    return _forwarded(response, {"X-Weft-Worker": str(ticket.worker), "X-Weft-Predicted-Ms": f"{expected_ms:.0f}"})
 
 
-def _handed_on(found: httpx.Response, headers: dict[str, Any]) -> Response:
-    media_type = found.headers.get("content-type", "application/json")
-    return Response(found.content, status_code=found.status_code, headers=headers, media_type=media_type)
+def _forwarded(response: httpx.Response, headers: dict[str, Any]) -> Response:
+    media_type = response.headers.get("content-type", "application/json")
+    return Response(response.content, status_code=response.status_code, headers=headers, media_type=media_type)

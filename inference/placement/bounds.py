@@ -1,4 +1,4 @@
-"""Bounds of the placement: for many bubble patterns at once, a time before which work cannot end."""
+"""Lower bounds for placement, vectorised over bubble patterns: times before which work cannot end."""
 
 from __future__ import annotations
 
@@ -6,57 +6,58 @@ import numpy as np
 
 from weft.inference.placement.bubble_pattern import BubblePattern
 
-MOST_ROWS = 1024
-"""Rows of a table: as many as can be looked at in about twice the time of one."""
+MAX_ROWS = 1024
+"""Rows of a table: evaluating this many takes about twice as long as one."""
 _STEPS = 512
-"""Parts of a period in the tables."""
+"""Number of parts that a period is divided into."""
 _CELLS = 2048
-"""Parts of its capacity. Ranks of one place in the pipeline often come to the end of a bubble in the same part."""
+"""Number of parts that the capacity is divided into. Ranks of one stage often end a bubble in the same part."""
 _ROUNDS = 4
-"""Periods from the one before the present on, in which bounds are exact; what ends later is only
-known to end later than those."""
+"""Number of periods, from the previous one, in which bounds are tight; work that ends later is only known to
+end after them."""
 _NEVER_S = 2.0**40
 """Position of a row without a candidate."""
 _SLACK_S = 1e-9
-"""What positions stay below the truth, so that rounding cannot put them above it."""
+"""Positions are reduced by this, so that rounding cannot make bounds too high."""
 
 
 class PlacementBounds:
-    """A row for each of up to `MOST_ROWS` patterns; positions are `BubblePattern.position`'s, in this cycle.
+    """A table with one row for each of up to `MAX_ROWS` patterns.
 
-    A candidate's position is at least where it last was, and at least where the bubbles are
-    by now; work moves it on. Within a step a position stays, then grows with time, then stays:
-    that is exact unless more than one bubble begins or ends there. Within a cell time grows with
-    the position, so that bounds are exact but for cells in which a bubble ends.
+    Positions are those of `BubblePattern.position`, relative to the current cycle. A candidate's
+    position is at least its last one, and at least that of the bubbles until now; work advances it.
+    Within a step the position is constant, then grows with time, then is constant: exact unless
+    several bubbles begin or end in that step. Within a cell time grows with the position, so bounds
+    are exact except for cells in which a bubble ends.
     """
 
     def __init__(self, period_s: float) -> None:
-        """No rows yet; all patterns repeat after ``period_s``."""
+        """An empty table; all patterns have the period ``period_s``."""
         self._period_s = period_s
         self._cycle = 0.0
-        """The period that positions are counted from; the one before the present."""
+        """The cycle that positions are relative to; the one before the current."""
         self._spare: list[int] = []
         self._position_s = np.empty(0)
         self._capacity_s = np.empty(0)
         self._cells_per_s = np.empty(0)
         """Cells per second of work."""
         self._passed_s = np.empty((_STEPS, 0))
-        """Positions of the bubbles at equal steps through the present period."""
+        """Positions of the bubbles at equal steps through the current period."""
         self._growth_s = np.empty((_STEPS, 0))
-        """How much they grow until the next step."""
+        """Their growth until the next step."""
         self._pause_s = np.empty((_STEPS, 0))
-        """For how long they stay before that, at most."""
+        """How long they are constant before they grow, at most."""
         self._delay_s = np.empty((0, _ROUNDS * _CELLS), np.float32)
-        """How much later than its position a cell of the capacity begins, round after round."""
+        """Time minus position at the begin of each cell, for each round."""
         self._allot(16)
 
     @property
     def full(self) -> bool:
-        """Whether it has no row to spare."""
-        return not self._spare and len(self._position_s) >= MOST_ROWS
+        """Whether there is no free row."""
+        return not self._spare and len(self._position_s) >= MAX_ROWS
 
     def add(self, pattern: BubblePattern) -> int:
-        """A row for a pattern with some capacity; returns its index."""
+        """Add a row for a pattern with nonzero capacity; returns its index."""
         if not self._spare:
             self._allot(2 * len(self._position_s))
         row = self._spare.pop()
@@ -72,27 +73,27 @@ class PlacementBounds:
         self._pause_s[:, row] = np.where(at_once, 0.0, step_s - growth_s)
         positions_s = np.arange(_CELLS) / _CELLS * capacity_s
         delay_s = pattern.times(positions_s) - positions_s
-        # Each period that passes whole adds what of it is no room for work.
+        # Each full period adds the part of it that has no room for work.
         rounds = np.arange(_ROUNDS)[:, None] * (self._period_s - capacity_s)
         self._delay_s[row] = np.nextafter((delay_s + rounds).astype(np.float32), np.float32(-np.inf)).ravel()
         return row
 
     def drop(self, row: int) -> None:
-        """The row has no candidate, and is free for another pattern."""
+        """Free a row."""
         self._position_s[row], self._capacity_s[row] = _NEVER_S, 0.0
         self._spare.append(row)
 
     def at(self, row: int, position_s: float) -> None:
-        """The row's candidate begins at this position or later."""
+        """Set the minimum position of the row's candidate."""
         self._position_s[row] = position_s - self._cycle * self._capacity_s.item(row) - _SLACK_S
 
     def reach_s(self, now_s: float, work_s: float) -> tuple[np.ndarray, float]:
-        """Per row, a time before which work that arrives now cannot end, and the time that it counts from.
+        """Per row, a lower bound on when work that arrives now ends; and the time that it is relative to.
 
         The array is valid until the next call.
         """
         cycle, phase_s = divmod(now_s, self._period_s)
-        cycle -= 1  # keeps positions above 0, however the patterns are shifted
+        cycle -= 1  # keeps positions positive for any shift of patterns
         if cycle != self._cycle:
             self._position_s -= (cycle - self._cycle) * self._capacity_s
             self._cycle = cycle
@@ -129,8 +130,8 @@ class PlacementBounds:
         width = self._delay_s.shape[1]
         self._delay_s = np.append(self._delay_s, np.zeros((more, width), np.float32), axis=0)
         self._first_cell = np.arange(size) * float(width)
-        # As arrays: numpy takes twice as long over the greater of an array and a number.
+        # As arrays: numpy.maximum of an array and a scalar takes twice as long.
         self._zeros, self._last_cells = np.zeros(size), np.full(size, width - 1.0)
         floats, singles, wholes = np.empty((2, size)), np.empty(size, np.float32), np.empty(size, np.int64)
-        # The last of no axes: numpy takes half as long over a sum with such an array as with a number.
+        # The last is zero-dimensional: adding it takes half as long as adding a Python scalar.
         self._buffers = (*floats, singles, wholes, np.array(0.0))

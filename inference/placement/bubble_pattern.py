@@ -1,4 +1,4 @@
-"""The bubble pattern: a worker's bubbles, repeating with the training step, as room for work."""
+"""A worker's bubbles as a periodic pattern of capacity for work."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import numpy as np
 
 
 class BubblePattern:
-    """When a worker may run, and when work that it is given ends.
+    """When a worker may run, and when given work ends.
 
-    Work is measured in seconds and can be cut anywhere (chunked prefill). Each bubble that
-    a piece of work runs in costs it ``overhead_s`` more. Two patterns are equal if they
-    answer every question alike.
+    Work is measured in seconds and divisible (chunked prefill). It takes ``overhead_s`` more for each
+    bubble that it runs in. Patterns are equal if all their results are.
 
     Raises:
-        ValueError: the bubbles are not in order, overlap, or leave the period.
+        ValueError: the bubbles are not sorted, overlap, or exceed the period.
     """
 
     __slots__ = ("_done", "_ends", "_key", "_origin_s", "_overhead_s", "_period_s", "_starts", "_total_s")
@@ -36,16 +35,16 @@ class BubblePattern:
 
         Args:
             period_s: length of a step.
-            origin_s: when some step begins.
-            overhead_s: lost to each piece of work in each bubble; see `PromptWork.overhead_s`.
-            guard_s: left free at the end of each bubble.
+            origin_s: begin of some step.
+            overhead_s: lost by work in each bubble; see `PromptWork.overhead_s`.
+            guard_s: kept free at the end of each bubble.
         """
         edges = [edge for bubble in bubbles for edge in bubble]
         if not 0 < period_s < inf or edges != sorted(edges) or (edges and (edges[0] < 0 or edges[-1] > period_s)):
             raise ValueError(f"bubbles {list(bubbles)}: not in order within a step of {period_s:g} s")
         rows = list(bubbles)
         if len(rows) > 1 and rows[0][0] == 0.0 and rows[-1][1] == period_s:
-            # The last bubble of a step goes on in the next one: begin the period behind it.
+            # The last bubble continues in the next step: start the period after it.
             shift_s = rows[0][1]
             rows = [(start - shift_s, end - shift_s) for start, end in rows[1:-1]] + [(rows[-1][0] - shift_s, period_s)]
             origin_s += shift_s
@@ -61,22 +60,22 @@ class BubblePattern:
 
     @property
     def capacity_s(self) -> float:
-        """Seconds of work that fit into one period."""
+        """Seconds of work that fit into a period."""
         return self._total_s
 
     @property
     def open_s(self) -> float:
-        """Seconds of a period in which work can run, what it loses at each begin included."""
+        """Seconds of a period in which work can run, including overheads."""
         return sum(self._ends) - sum(self._starts)
 
     @property
     def overhead_s(self) -> float:
-        """Seconds that each bubble loses to a piece of work."""
+        """Seconds of overhead per bubble."""
         return self._overhead_s
 
     @property
     def period_s(self) -> float:
-        """Seconds after which the pattern repeats."""
+        """The period in seconds."""
         return self._period_s
 
     def __eq__(self, other: object) -> bool:
@@ -86,10 +85,10 @@ class BubblePattern:
         return hash(self._key)
 
     def position(self, time_s: float) -> float:
-        """Work that the bubbles up to ``time_s`` have room for, as seen by work that begins no
-        earlier; the first `capacity_s` are those of the period from the origin on."""
+        """Cumulative capacity of the bubbles until ``time_s``, for work that begins at that time or later;
+        `capacity_s` per period from the origin."""
         cycle, phase_s = divmod(time_s - self._origin_s, self._period_s)
-        # The first bubble that has room beyond the overhead.
+        # The first bubble with more room than the overhead.
         index = bisect_right(self._ends, phase_s + self._overhead_s)
         if index == len(self._ends):
             return (cycle + 1) * self._total_s
@@ -97,23 +96,23 @@ class BubblePattern:
         return cycle * self._total_s + self._done[index + 1] - room_s
 
     def time(self, position_s: float) -> float:
-        """When work that ends at this position ends."""
+        """The inverse of `position`: the time at which work that ends at this position ends."""
         cycle, rest_s = divmod(position_s, self._total_s)
-        if rest_s == 0.0:  # the end of a bubble, not the beginning of the next
+        if rest_s == 0.0:  # the end of a bubble, not the begin of the next
             cycle, rest_s = cycle - 1, self._total_s
         index = bisect_left(self._done, rest_s) - 1
         open_s = self._starts[index] + self._overhead_s
         return self._origin_s + cycle * self._period_s + open_s + rest_s - self._done[index]
 
     def positions(self, times_s: np.ndarray) -> np.ndarray:
-        """`position` of many times at once."""
+        """Vectorised `position`."""
         cycles, phases_s = np.divmod(times_s - self._origin_s, self._period_s)
         knots_s = [(start, end - self._overhead_s) for start, end in zip(self._starts, self._ends, strict=True)]
         reached_s = list(pairwise(self._done))
         return cycles * self._total_s + np.interp(phases_s, np.ravel(knots_s), np.ravel(reached_s))
 
     def times(self, positions_s: np.ndarray) -> np.ndarray:
-        """`time` of many positions at once."""
+        """Vectorised `time`."""
         cycles, rests_s = np.divmod(positions_s, self._total_s)
         cycles, rests_s = np.where(
             rests_s == 0.0, (cycles - 1, np.full_like(rests_s, self._total_s)), (cycles, rests_s)
@@ -123,7 +122,7 @@ class BubblePattern:
         return self._origin_s + cycles * self._period_s + opens_s + rests_s - np.array(self._done)[index]
 
     def begin(self, free_s: float) -> float:
-        """When work begins on a worker that is free from ``free_s``; inf if never."""
+        """When work begins on a worker that is free at ``free_s``; inf if never."""
         if not self._ends:
             return inf
         cycle, phase_s = divmod(free_s - self._origin_s, self._period_s)
@@ -133,11 +132,11 @@ class BubblePattern:
         return self._origin_s + cycle * self._period_s + max(phase_s, self._starts[index])
 
     def end(self, free_s: float, work_s: float) -> float:
-        """When work ends on a worker that is free from ``free_s``; inf if never."""
+        """When work ends on a worker that is free at ``free_s``; inf if never."""
         return self.time(self.position(free_s) + work_s) if self._ends else inf
 
     def spans(self, free_s: float, work_s: float) -> Iterator[tuple[float, float]]:
-        """The times at which the work runs, overhead included: (start, end), in order."""
+        """When the work runs, including overhead: (start, end), in order."""
         left_s = work_s
         while left_s > 0.0:
             begin_s, end_s = self.begin(free_s), self.end(free_s, left_s)

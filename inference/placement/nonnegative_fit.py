@@ -1,4 +1,4 @@
-"""Least squares for the three coefficients of a chunk's cost, none of them below zero."""
+"""Non-negative least squares for the three coefficients of a chunk's cost."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ Coefficients = tuple[float, float, float]
 """Seconds, seconds per token, seconds per pair of tokens."""
 
 PRIOR: Coefficients = (0.03, 5e-4, 1e-7)
-"""Before anything was measured: too slow for almost any machine, so that first grants are small."""
+"""Coefficients before any measurement: slower than almost any machine, so that the first grants are small."""
 PSEUDO = ((1, 0), (512, 0), (512, 4096))
-"""Chunks (tokens, context) whose cost by the prior counts a little, until others have been seen."""
+"""Pseudo-observations (tokens, context) of the prior, with a small weight."""
 PSEUDO_WEIGHT = 0.01
 FORGETTING = 0.998
-"""Weight of a measurement relative to the one after it."""
+"""Weight of a measurement relative to the next one."""
 
 
 def features(tokens: int, context: float) -> Coefficients:
-    """What the coefficients are multiplied by."""
+    """The features, multiplied by the coefficients."""
     return 1.0, float(tokens), tokens * context + tokens * tokens / 2.0
 
 
@@ -28,7 +28,7 @@ def _prior_s(tokens: int, context: int) -> float:
 
 @dataclass
 class Sums:
-    """Normal equations of ``row . coefficients = 1``, where a row is the features over the seconds taken.
+    """Normal equations of ``row . coefficients = 1``, where a row is the features divided by the measured seconds.
 
     Attributes:
         square: [3, 3], sums of products of rows, in units of the prior.
@@ -44,7 +44,7 @@ class Sums:
                 self.add(tokens, context, _prior_s(tokens, context), weight=PSEUDO_WEIGHT)
 
     def add(self, tokens: int, context: float, seconds: float, *, weight: float = 1.0) -> None:
-        """Take in a chunk that took ``seconds``, and forget a little of the ones before."""
+        """Add a chunk that took ``seconds``, and discount earlier ones."""
         row = [x * unit / seconds for x, unit in zip(features(tokens, context), PRIOR, strict=True)]
         for i, x in enumerate(row):
             self.right[i] = FORGETTING * self.right[i] + weight * x
@@ -52,14 +52,14 @@ class Sums:
                 self.square[i][j] = FORGETTING * self.square[i][j] + weight * x * y
 
     def fit(self) -> Coefficients:
-        """The best coefficients that are not negative: of all sets of zeros, the one with the least error."""
+        """The best non-negative coefficients, over all choices of which are zero."""
         best, least = [0.0, 0.0, 0.0], 0.0
         for size in (3, 2, 1):
             for used in combinations(range(3), size):
                 found = _solve([[self.square[i][j] for j in used] for i in used], [self.right[i] for i in used])
                 if found is None or min(found) < 0.0:
                     continue
-                # The squared error less its constant, at the minimum of a least-squares problem.
+                # The squared error at the minimum, up to a constant.
                 error = -sum(a * self.right[i] for a, i in zip(found, used, strict=True))
                 if error < least:
                     least, best = error, [0.0, 0.0, 0.0]
@@ -69,7 +69,7 @@ class Sums:
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
-    """Solve a small positive system by elimination; None if it is singular."""
+    """Solve a small positive definite system by elimination; None if singular."""
     rows = [[*line, value] for line, value in zip(matrix, right, strict=True)]
     size = len(rows)
     for i in range(size):

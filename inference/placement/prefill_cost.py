@@ -1,9 +1,9 @@
-"""What a prefill chunk costs: learnt from the chunks that ran, and cautious.
+"""The cost model of prefill chunks: learnt online, and conservative.
 
-A chunk of n tokens after c tokens of context takes ``A + B n + C (n c + n^2 / 2)``: a step's
-fixed cost, the matrices, the attention. The three are fitted by least squares over relative
-errors, none below zero. A step after an idle gap is slower than its like back to back (caches
-and clocks have gone cold), so a high quantile of the fit's errors is kept per class of gap.
+A chunk of n tokens after c tokens of context takes ``A + B n + C (n c + n^2 / 2)`` seconds: a step's
+fixed cost, matrix products, attention. The coefficients are fitted by non-negative least squares of
+relative errors. A step after an idle gap is slower than one back to back (cold caches and clocks), so
+predictions are scaled by a high quantile of the relative errors, per class of gap.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from math import ceil, sqrt
 from pathlib import Path
 from typing import Any
 
-from weft.conf.files import write_whole
+from weft.conf.files import write_atomic
 from weft.inference.placement.nonnegative_fit import PRIOR, Coefficients, Sums, features
 
 GAPS_S = (0.001, 0.005, 0.02, 0.1, 0.5)
-"""Borders between classes of idle time before a step."""
+"""Boundaries between classes of idle time before a step."""
 MEMORY = 128
-"""Steps per class of gap whose errors are kept."""
+"""Number of recent steps kept per class of gap."""
 PRIOR_SCALE = 1.5
-"""Factor on the fit for a class of gap without measurements."""
+"""Scale of a class of gap without enough measurements."""
 TRUSTED = 8
-"""Measurements that make a class of gap's own quantile count."""
+"""Number of measurements from which a class of gap uses its own quantile."""
 FORMAT = 1
 
 Chunk = tuple[int, float, float]
@@ -35,11 +35,11 @@ Chunk = tuple[int, float, float]
 
 @dataclass(kw_only=True)
 class PrefillCost:
-    """The cost of chunks on one machine for one model; `observe` teaches it.
+    """The cost of chunks on one machine for one model; learns by `observe`.
 
     Attributes:
-        quantile: share of chunks that are to take no longer than predicted.
-        steps: chunks learnt from.
+        quantile: share of chunks that should take no longer than predicted.
+        steps: number of observed chunks.
     """
 
     quantile: float = 0.98
@@ -50,21 +50,21 @@ class PrefillCost:
     _scales: list[float] = field(default_factory=lambda: [PRIOR_SCALE] * (len(GAPS_S) + 1))
 
     def typical_s(self, tokens: int, context: float) -> float:
-        """Seconds that a chunk of ``tokens`` after ``context`` tokens takes on average."""
+        """Expected seconds of a chunk of ``tokens`` after ``context`` tokens."""
         return sum(a * x for a, x in zip(self._fit, features(tokens, context), strict=True))
 
     def predict_s(self, tokens: int, context: int, gap_s: float) -> float:
-        """Seconds that such a chunk is unlikely to exceed.
+        """The `quantile` of the seconds that such a chunk takes.
 
         Args:
-            tokens: of the chunk; of all requests' chunks together, if several run as one step.
+            tokens: of the chunk, or of all chunks of the step.
             context: tokens computed before it.
-            gap_s: how long the worker was idle before.
+            gap_s: idle time before it.
         """
         return self.typical_s(tokens, context) * self._scales[bisect_right(GAPS_S, gap_s)]
 
     def tokens_within(self, seconds: float, context: int, gap_s: float, most: int) -> int:
-        """The longest chunk, up to ``most`` tokens, that is predicted to end within ``seconds``; 0 if none is."""
+        """The longest chunk, up to ``most`` tokens, that is predicted to finish within ``seconds``; 0 if none."""
         a, b, c = self._fit
         budget_s = seconds / self._scales[bisect_right(GAPS_S, gap_s)] - a
         linear = b + c * context
@@ -76,8 +76,8 @@ class PrefillCost:
             tokens = budget_s / linear if linear > 0.0 else float(most)
         return min(most, int(tokens))
 
-    def whole_s(self, tokens: int, *, context: int = 0, chunk: int, gap_s: float = 0.0) -> float:
-        """Seconds that a prompt takes in chunks of ``chunk`` tokens, one after the other."""
+    def prompt_s(self, tokens: int, *, context: int = 0, chunk: int, gap_s: float = 0.0) -> float:
+        """Seconds of a prompt in consecutive chunks of ``chunk`` tokens."""
         chunks = ceil(tokens / chunk) if tokens > 0 else 0
         total_s = 0.0
         for index in range(chunks):
@@ -110,7 +110,7 @@ class PrefillCost:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON value from which `from_dict` makes an equal model."""
+        """The model as a JSON value."""
         return {
             "format": FORMAT,
             "quantile": self.quantile,
@@ -124,13 +124,15 @@ class PrefillCost:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> PrefillCost:
-        """The model that `to_dict` wrote.
+        """The inverse of `to_dict`.
 
         Raises:
-            ValueError: written by another version.
+            ValueError: the format is of another version.
         """
         if value.get("format") != FORMAT:
-            raise ValueError(f"format={value.get('format')}: this Weft reads {FORMAT}; remove the file to learn anew")
+            raise ValueError(
+                f"format={value.get('format')}: this version of Weft reads {FORMAT}; remove the file to start over"
+            )
         return cls(
             quantile=value["quantile"],
             steps=value["steps"],
@@ -141,15 +143,15 @@ class PrefillCost:
         )
 
     def save(self, path: Path) -> None:
-        """Write to a file, whole or not at all."""
-        write_whole(path, json.dumps(self.to_dict()))
+        """Write to a file, atomically."""
+        write_atomic(path, json.dumps(self.to_dict()))
 
     @classmethod
     def load(cls, path: Path, *, quantile: float) -> PrefillCost:
-        """What was learnt in earlier runs; a new model if there is no such file.
+        """Load the model of earlier runs; a new model if there is no such file.
 
         Raises:
-            ValueError: the file is no cost model, or one of another version.
+            ValueError: the file is not a cost model, or of another version.
         """
         try:
             text = path.read_text()

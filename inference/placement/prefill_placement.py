@@ -1,4 +1,4 @@
-"""The placement of prefills: which worker's bubbles finish a prompt soonest."""
+"""Placement of prefills: finds the worker whose bubbles finish a prompt first."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from weft.inference.placement.bounds import PlacementBounds
 from weft.inference.placement.bubble_pattern import BubblePattern
 
 _EQUAL_S = 1e-6
-"""Ends that are closer than this are equally good."""
-_FEW = 4
-"""Entries of a heap; where there are more, one that is free is likely to be the next."""
+"""End times closer than this are ties."""
+_SMALL_HEAP = 4
+"""In larger heaps the next worker is likely to be free as well."""
 
 
 class Slot(NamedTuple):
-    """Where and when a prompt would run, in seconds on the clock of the patterns."""
+    """Where and when a prompt would run, in seconds of the patterns' clock."""
 
     worker: int
     begin_s: float
@@ -24,7 +24,7 @@ class Slot(NamedTuple):
 
 
 class _Group:
-    """Workers with equal patterns: a heap of (when it is free, worker), and entries that no longer hold."""
+    """Workers with equal patterns: a heap of (free time, worker), with lazily deleted entries."""
 
     __slots__ = ("heap", "pattern", "row", "table")
 
@@ -36,7 +36,7 @@ class _Group:
 
 
 class _Table:
-    """Bounds of some groups, and the group of each row."""
+    """Bounds of several groups, and the group of each row."""
 
     __slots__ = ("bounds", "groups")
 
@@ -46,17 +46,16 @@ class _Table:
 
 
 class PrefillPlacement:
-    """The workers of one training run, by their bubbles and by when they are free.
+    """The workers of one training run, by bubble pattern and free time.
 
-    Of workers with equal patterns the one that is free first finishes first, so that a heap
-    for each pattern leaves one candidate of each. `find` looks closely at the candidate that
-    could finish first by its bound, then at the next, until what it has found is no later
-    than what any other could reach. Patterns lie in tables of a thousand; where one has a
-    worker that is free in a bubble long enough, nothing in the others can be better.
+    Of workers with equal patterns the one that is free first finishes first, so a heap per pattern
+    yields one candidate each. `find` is a best-first search: it evaluates candidates in order of
+    their lower bounds until no other bound is below the best end found. Patterns are in tables of a
+    thousand; a worker that is free in a long enough bubble ends the search early.
     """
 
     def __init__(self, period_s: float) -> None:
-        """No workers yet; the run's steps take ``period_s``."""
+        """Without workers; the run's step time is ``period_s``."""
         self._period_s = period_s
         self._tables = [_Table(period_s)]
         self._first = 0
@@ -72,16 +71,16 @@ class PrefillPlacement:
         return len(self._of_worker)
 
     def set(self, worker: int, pattern: BubblePattern, free_s: float) -> None:
-        """Add a worker, or change what is known of it.
+        """Add or update a worker.
 
         Args:
-            free_s: when what it has been given is done.
+            free_s: when its current work ends.
 
         Raises:
-            ValueError: the pattern's period is not the run's.
+            ValueError: the pattern has another period.
         """
         if pattern.period_s != self._period_s:
-            raise ValueError(f"a pattern of {pattern.period_s:g} s in a run with steps of {self._period_s:g} s")
+            raise ValueError(f"the pattern's period is {pattern.period_s:g} s, the run's {self._period_s:g} s")
         if not pattern.capacity_s:
             self.remove(worker)
             return
@@ -92,23 +91,23 @@ class PrefillPlacement:
         group.table.bounds.at(group.row, pattern.position(group.heap[0][0]))
 
     def remove(self, worker: int) -> None:
-        """Give a worker nothing more; one that is not here is no error."""
+        """Remove a worker, if present."""
         self._of_worker.pop(worker, None)
 
     def find(self, now_s: float, work_s: float) -> Slot | None:
-        """The slot that ends first for work that arrives now; None if no worker has bubbles.
+        """The slot with the earliest end for work that arrives now; None if no worker has bubbles.
 
         Args:
-            now_s: never before an earlier call's.
+            now_s: must not decrease between calls.
             work_s: above 0; see `PromptWork.work_s`.
         """
         floor_s = now_s + work_s + self._overhead_s + _EQUAL_S
-        if (slot := self._as_before(now_s, work_s, floor_s)) is not None:
+        if (slot := self._repeat_last(now_s, work_s, floor_s)) is not None:
             return slot
         best: _Group | None = None
         best_s, best_free_s, worker = inf, 0.0, 0
-        for table in self._in_turn():
-            if best_s <= floor_s:  # it runs at once and without a break
+        for table in self._rotated():
+            if best_s <= floor_s:  # it runs immediately, within one bubble
                 break
             reach_s, from_s = table.bounds.reach_s(now_s, work_s)
             while best_s > floor_s:
@@ -130,8 +129,8 @@ class PrefillPlacement:
         self._last = best
         return Slot(worker, best.pattern.begin(best_free_s), best_s) if best else None
 
-    def _as_before(self, now_s: float, work_s: float, floor_s: float) -> Slot | None:
-        """Another worker with the pattern of the last answer, if it is free and the same bubble is long enough."""
+    def _repeat_last(self, now_s: float, work_s: float, floor_s: float) -> Slot | None:
+        """Another worker with the last result's pattern, if it is free and its current bubble is long enough."""
         group = self._last
         head = self._head(group) if group is not None and len(group.heap) > 1 else None
         if group is None or head is None or head[0] > now_s:
@@ -139,17 +138,17 @@ class PrefillPlacement:
         end_s = group.pattern.end(now_s, work_s)
         return Slot(head[1], group.pattern.begin(now_s), end_s) if end_s <= floor_s else None
 
-    def _in_turn(self) -> list[_Table]:
-        """All tables; each in turn is the first, so that work is spread."""
+    def _rotated(self) -> list[_Table]:
+        """All tables, starting with another one each time, to spread work."""
         if len(self._tables) > 1:
             self._first = (self._first + 1) % len(self._tables)
         return self._tables[self._first :] + self._tables[: self._first]
 
     def take(self, slot: Slot) -> None:
-        """The work of ``slot`` is its worker's."""
+        """Assign the work of ``slot`` to its worker."""
         group = self._of_worker[slot.worker][0]
         self._assign(slot.worker, group, slot.end_s)
-        if len(group.heap) <= _FEW:
+        if len(group.heap) <= _SMALL_HEAP:
             head = self._head(group)
             assert head is not None  # that worker
             group.table.bounds.at(group.row, group.pattern.position(head[0]))

@@ -1,4 +1,4 @@
-"""The replay: a trace of prompts against the bubbles of many ranks, as discrete events."""
+"""Discrete-event simulation of a trace of prompts against the bubbles of many ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from weft.inference.placement.prefill_placement import PrefillPlacement
 from weft.inference.placement.prompt_work import PromptWork
 
 SAME_SHARE = 0.005
-"""Difference between windows, of all prompts, of the deadline and of the ranks' time, that counts as none."""
-MOST_WINDOWS = 60
-"""Windows after which no steady state is waited for."""
+"""Tolerance of the steady-state test, relative to prompts, deadline and the ranks' time."""
+MAX_WINDOWS = 60
+"""Number of windows after which the search for a steady state stops."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A prompt: when it comes, counted from the first, and how long it is."""
+    """A prompt: arrival time after the first one, and length."""
 
     at_s: float
     tokens: int
@@ -32,18 +32,17 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What came of the prompts that arrived in a window of time.
+    """Statistics of the prompts that arrived in a time window.
 
     Attributes:
         seconds: length of the window.
-        waits_s: of each prompt taken, from its arrival to the begin of its first chunk: other
-            prompts before it, and bubbles that open later but finish it sooner.
-        queued_s: of each prompt taken, how much later it ends than if it were the only one.
-        ttfts_s: of each prompt taken, from its arrival to its end.
-        refused: prompts that no worker would have ended in time.
-        prefill_share: of all ranks' time in the window, what they spent on prefills.
-        places_us: microseconds that each placement took.
-        steady: whether the windows before were like this one.
+        waits_s: for each accepted prompt, from arrival to the begin of its first chunk.
+        queued_s: for each accepted prompt, how much later it ends than on an idle fleet.
+        ttfts_s: for each accepted prompt, from arrival to end (time to first token).
+        refused: number of prompts that would have missed the deadline.
+        prefill_share: share of all ranks' time in the window spent on prefills.
+        places_us: microseconds of each placement decision.
+        steady: whether the previous windows were similar.
     """
 
     seconds: float
@@ -57,26 +56,26 @@ class Replay:
 
     @property
     def refused_share(self) -> float:
-        """Of the prompts that arrived; 0.0 if none did."""
+        """Share of arrived prompts that were refused; 0.0 if none arrived."""
         return self.refused / max(1, self.refused + len(self.ttfts_s))
 
     @property
     def mean_queued_s(self) -> float:
-        """Of the prompts taken; 0.0 if none was."""
+        """Mean of `queued_s`; 0.0 if no prompt was accepted."""
         return sum(self.queued_s) / max(1, len(self.queued_s))
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """The prompts of a CSV file with the columns TIMESTAMP and ContextTokens, as Azure publishes them.
+    """Read a CSV file with columns TIMESTAMP and ContextTokens, the format of Azure's traces.
 
     Raises:
-        ValueError: it cannot be read, or is no such file; names the line.
+        ValueError: it cannot be read or is invalid; names the line.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = csv.DictReader(file)
             if not {"TIMESTAMP", "ContextTokens"} <= set(rows.fieldnames or ()):
-                raise ValueError(f"trace {path}: no columns TIMESTAMP and ContextTokens; give a trace of that form")
+                raise ValueError(f"trace {path}: needs columns TIMESTAMP and ContextTokens")
             found = [_row(path, rows.line_num, row) for row in rows]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"trace {path}: cannot be read ({error})") from error
@@ -90,7 +89,7 @@ def read_trace(path: Path) -> list[Arrival]:
 
 def _row(path: Path, line: int, row: dict[str, str]) -> tuple[float, int]:
     try:
-        # Seven decimals of a second in the file, of which a datetime takes six.
+        # The file has seven decimals of a second, a datetime six.
         time = datetime.fromisoformat(row["TIMESTAMP"][:26])
         tokens = int(row["ContextTokens"])
     except (TypeError, ValueError) as error:
@@ -101,15 +100,15 @@ def _row(path: Path, line: int, row: dict[str, str]) -> tuple[float, int]:
 
 
 def length_s(trace: Sequence[Arrival]) -> float:
-    """Seconds after which a trace can begin again, with a usual pause behind its last prompt."""
+    """Length of a trace when repeated, with the mean inter-arrival time after its last prompt."""
     return trace[-1].at_s * len(trace) / (len(trace) - 1)
 
 
 def sped_up(trace: Sequence[Arrival], factor: float) -> Iterator[Arrival]:
-    """The trace ``factor`` times as fast, from the beginning again and again.
+    """The trace, repeated forever and sped up by ``factor``.
 
     Raises:
-        ValueError: the factor is not above 0, or the trace has no length: it would never get anywhere.
+        ValueError: the factor is not positive, or the trace has length 0.
     """
     if not 0.0 < factor < inf or length_s(trace) <= 0.0:
         raise ValueError(f"a trace of {length_s(trace):g} s cannot be sped up {factor:g} times")
@@ -126,15 +125,15 @@ def replay(
     window_s: float,
     deadline_s: float = inf,
 ) -> Iterator[Replay]:
-    """Place every prompt when it arrives, on the worker that finishes it soonest; one result for each window.
+    """Place every prompt on arrival on the worker that finishes it first; yields statistics per window.
 
-    A window is told when a prompt beyond it arrives, or none does any more.
+    A window is yielded when a later prompt arrives, or at the end.
 
     Args:
-        patterns: of each rank's worker; its overhead is that of ``work``.
+        patterns: of each rank's worker, with the overhead of ``work``.
         arrivals: in order.
         window_s: length of a window.
-        deadline_s: longest time to the first token; what takes longer is refused.
+        deadline_s: maximum time to first token; slower prompts are refused.
     """
     placement, idle = (PrefillPlacement(patterns[0].period_s) for _ in range(2))
     for worker, pattern in enumerate(patterns):
@@ -144,7 +143,7 @@ def replay(
     window = _Window(0)
     for arrival in arrivals:
         while arrival.at_s >= (window.number + 1) * window_s:
-            yield window.told(window_s, busy_s.pop(window.number, 0.0) / (window_s * len(patterns)))
+            yield window.result(window_s, busy_s.pop(window.number, 0.0) / (window_s * len(patterns)))
             window = _Window(window.number + 1)
         work_s = work.work_s(arrival.tokens)
         begun_ns = perf_counter_ns()
@@ -162,12 +161,12 @@ def replay(
             for number in range(int(start_s // window_s), int(end_s // window_s) + 1):
                 shared_s = min(end_s, (number + 1) * window_s) - max(start_s, number * window_s)
                 busy_s[number] += max(0.0, shared_s)
-    yield window.told(window_s, busy_s.pop(window.number, 0.0) / (window_s * len(patterns)))
+    yield window.result(window_s, busy_s.pop(window.number, 0.0) / (window_s * len(patterns)))
 
 
 @dataclass
 class _Window:
-    """A window under way."""
+    """Statistics of the current window."""
 
     number: int
     waits_s: list[float] = field(default_factory=list)
@@ -176,7 +175,7 @@ class _Window:
     refused: int = 0
     places_us: list[float] = field(default_factory=list)
 
-    def told(self, window_s: float, prefill_share: float) -> Replay:
+    def result(self, window_s: float, prefill_share: float) -> Replay:
         return Replay(
             seconds=window_s,
             waits_s=self.waits_s,
@@ -188,11 +187,11 @@ class _Window:
         )
 
 
-def steady_state(windows: Iterable[Replay], *, deadline_s: float, most: int = MOST_WINDOWS) -> Replay:
-    """The first window whose two predecessors were like it; the last of ``most`` if there is none.
+def steady_state(windows: Iterable[Replay], *, deadline_s: float, most: int = MAX_WINDOWS) -> Replay:
+    """The first window similar to its two predecessors; the last of ``most`` if there is none.
 
-    Queues that are overloaded fill until callers are refused, which may take many deadlines;
-    what is seen before says little about what comes after.
+    Overloaded queues fill until requests are refused, which may take many deadlines; earlier windows
+    are not representative.
     """
     alike, last = 0, None
     for window in islice(windows, most):

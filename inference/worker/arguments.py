@@ -1,11 +1,11 @@
-"""Arguments of the vLLM server that are Weft's to set, or that cannot work in bubbles."""
+"""vLLM arguments that Weft sets itself, or that are incompatible with bubbles."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 REMEDIES = {
-    "pipeline-parallel-size": "a step would be granted while others are on their way through the stages; span ranks "
+    "pipeline-parallel-size": "a step would be granted while others are still in the stages; span ranks "
     "with inference.prefill.ranks_per_worker",
     "data-parallel-size": "its engines step together, also outside of bubbles; start one worker per rank",
     "tensor-parallel-size": "set inference.prefill.ranks_per_worker",
@@ -13,10 +13,10 @@ REMEDIES = {
     "no-enable-chunked-prefill": "prompts could not be split over bubbles; leave it out",
     "scheduler-cls": "Weft's scheduler is what keeps prompts inside bubbles; leave it out",
     "additional-config": "Weft's scheduler gets its settings by it; leave it out",
-    "middleware": "the worker's door has to be the only one; leave it out",
-    "root-path": "the worker's door knows its paths as they are; leave it out",
+    "middleware": "Weft's middleware must be the only one; leave it out",
+    "root-path": "Weft's middleware expects the original paths; leave it out",
     "config": "a file could set any of these; give the arguments themselves",
-    "api-key": "it would stand in the process list; set the environment variable of inference.controller.api_key_env",
+    "api-key": "it would be visible in the process list; set the variable named by inference.controller.api_key_env",
     "host": "set inference.prefill.host",
     "port": "set inference.prefill.first_port",
     "uds": "the controller reaches workers by TCP; leave it out",
@@ -24,12 +24,12 @@ REMEDIES = {
     "gpu-memory-utilization": "set inference.prefill.memory_share",
     "kv-transfer-config": "set inference.prefill.connector",
 }
-"""Why not, and what to do, by the argument's name."""
+"""Reason and remedy, by argument name."""
 SHORT = {"-pp": "pipeline-parallel-size", "-dp": "data-parallel-size", "-tp": "tensor-parallel-size"}
 
 
 def problems_of(arguments: Sequence[str]) -> Iterator[str]:
-    """What is wrong with further arguments of the server, each with a remedy."""
+    """Problems with additional server arguments, each with a remedy."""
     for argument in arguments:
         option = argument.partition("=")[0]
         name = SHORT.get(option, option.removeprefix("--").replace("_", "-") if option.startswith("--") else "")

@@ -1,4 +1,4 @@
-"""The vLLM servers of a run: which ranks each shares devices with, where it listens, how it is started."""
+"""The vLLM servers of a run: their ranks, addresses and command lines."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from weft.inference.board.layout import board_path
 from weft.inference.worker.settings import WorkerSettings
 
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""Runs the model in the engine's own process. vLLM's default on a CPU is a process more, which
-polls for a second after each step, in training's time."""
+"""Runs the model in the engine's process. vLLM's default on a CPU is a separate process, which polls
+for a second after each step and takes time from training."""
 
 LEASE_S = 120
-"""Seconds for which a prompt's KV cache is kept for a decode instance that has not fetched it yet; vLLM's 30 are
-short for one that shares a busy host."""
+"""Seconds that a prompt's KV cache is kept until a decode instance has fetched it; vLLM's default of 30 is too
+short on a busy host."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Worker:
     Attributes:
         index: its number on this host.
         ranks: training ranks whose devices it uses.
-        port: where it listens.
-        side_port: where its NIXL connector meets decode instances.
-        status: where its engine says that it lives.
-        boards: their bubble boards.
+        port: of its HTTP server.
+        side_port: of its NIXL connector's side channel.
+        status: path of its engine's `WorkerStatus`.
+        boards: the ranks' bubble boards.
     """
 
     index: int
@@ -67,7 +67,7 @@ def workers_of(config: WeftConfig) -> tuple[Worker, ...]:
 
 
 def addresses(config: WeftConfig) -> list[PrefillWorkerConfig]:
-    """The workers as the controller sees them: those that are named, or those that `weft serve` starts."""
+    """The workers of the controller: those configured, or those that `weft serve` starts."""
     return list(config.inference.controller.workers) or [
         PrefillWorkerConfig(
             url=f"http://{config.inference.prefill.host}:{worker.port}",
@@ -79,7 +79,7 @@ def addresses(config: WeftConfig) -> list[PrefillWorkerConfig]:
 
 
 def settings_of(config: WeftConfig, worker: Worker, *, trace_file: str = "") -> WorkerSettings:
-    """What the scheduler plug-in of a worker is told."""
+    """The settings of a worker's scheduler plug-in."""
     prefill = config.inference.prefill
     return WorkerSettings(
         boards=tuple(map(str, worker.boards)),
@@ -93,7 +93,7 @@ def settings_of(config: WeftConfig, worker: Worker, *, trace_file: str = "") -> 
 
 
 def cost_file(config: WeftConfig, worker: Worker) -> Path:
-    """Where the cost model of this model, machine and worker is kept."""
+    """Path of the cost model for this model, machine and worker."""
     prefill = config.inference.prefill
     digest = hashlib.sha256(prefill.model.encode()).hexdigest()[:8]
     name = re.sub(r"[^A-Za-z0-9.-]+", "_", f"{Path(prefill.model).name}-{digest}-{platform.node()}-{worker.index}")
@@ -101,15 +101,16 @@ def cost_file(config: WeftConfig, worker: Worker) -> Path:
 
 
 def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, trace_file: str = "") -> list[str]:
-    """The call that starts a worker: a stock vLLM server with Weft's plug-ins.
+    """The command line of a worker: a stock vLLM server with Weft's plug-ins.
 
     Args:
-        python: the one that has vLLM.
+        python: an interpreter with vLLM.
         num_gpus: 0 serves on the CPU.
-        trace_file: where each step is noted; empty is nowhere.
+        trace_file: log of steps; empty for none.
     """
     prefill = config.inference.prefill
     settings = settings_of(config, worker, trace_file=trace_file)
+    middleware = "ApiMiddleware" if prefill.allow_decode else "PrefillOnlyMiddleware"
     options = {
         "--model": prefill.model,
         "--host": prefill.host,
@@ -118,7 +119,7 @@ def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, t
         "--max-num-batched-tokens": prefill.max_tokens,
         "--scheduler-cls": "weft.inference.worker.vllm_scheduler.BubbleScheduler",
         "--additional-config": json.dumps(settings.to_additional_config()),
-        "--middleware": f"weft.inference.worker.vllm_door.{'Door' if prefill.allow_decode else 'PrefillOnly'}",
+        "--middleware": f"weft.inference.worker.vllm_middleware.{middleware}",
     }
     if num_gpus:
         options["--gpu-memory-utilization"] = prefill.memory_share
@@ -128,20 +129,19 @@ def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, t
         options["--distributed-executor-backend"] = IN_PROCESS
     if prefill.connector is KvConnector.nixl:
         options["--kv-transfer-config"] = json.dumps(kv_transfer(on_cpu=not num_gpus))
-    # Compiling and capturing graphs would take the device for minutes at each restart, in
-    # training's time.
+    # Compiling and capturing graphs would take device time from training for minutes at each restart.
     flags = ["--no-async-scheduling", "--enforce-eager"]
     listed = [text for name, value in options.items() for text in (name, str(value))]
     return [python, "-m", "vllm.entrypoints.openai.api_server", *listed, *flags, *prefill.arguments]
 
 
 def kv_transfer(*, on_cpu: bool) -> dict[str, object]:
-    """The value of `--kv-transfer-config`, for prefill and decode instances alike."""
+    """The value of `--kv-transfer-config`, for prefill and decode instances."""
     config: dict[str, object] = {
         "kv_connector": "QuietNixlConnector",
         "kv_connector_module_path": "weft.inference.worker.vllm_nixl",
         "kv_role": "kv_both",
-        # Its hash includes the path by which each instance names the model.
+        # Its hash would include each instance's path of the model.
         "kv_connector_extra_config": {"enforce_handshake_compat": False, "kv_lease_duration": LEASE_S},
     }
     return config | ({"kv_buffer_device": "cpu"} if on_cpu else {})
@@ -150,15 +150,15 @@ def kv_transfer(*, on_cpu: bool) -> dict[str, object]:
 def environment(
     config: WeftConfig, worker: Worker, outer: Mapping[str, str], *, package: Path, devices: Sequence[str] = ()
 ) -> dict[str, str]:
-    """The variables that a worker is started with.
+    """The environment of a worker.
 
     Args:
-        package: a folder that holds the package `weft`, for a Python that does not have it.
+        package: a folder that contains the package `weft`, for an interpreter without it.
         devices: GPUs of this host as CUDA_VISIBLE_DEVICES names them, in the order of its ranks; none serves on
             the CPU.
 
     Raises:
-        ValueError: a rank has no GPU here.
+        ValueError: a rank has no GPU on this host.
     """
     env = dict(outer)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), env.get("PYTHONPATH", "")]))
@@ -175,7 +175,7 @@ def environment(
 
 
 def devices_of(config: WeftConfig, worker: Worker, devices: Sequence[str]) -> list[str]:
-    """The GPUs of a worker's ranks: of the host's, in order, those that the ranks train on.
+    """The GPUs that a worker's ranks train on.
 
     Raises:
         ValueError: there are fewer.
@@ -190,7 +190,7 @@ def devices_of(config: WeftConfig, worker: Worker, devices: Sequence[str]) -> li
 
 
 def _first_rank(config: WeftConfig, worker: Worker) -> int:
-    """The first rank of the host that a worker's ranks are on."""
+    """The first rank on the host of a worker's ranks."""
     first = 0
     for slots in working_hosts(config.cluster).values() if config.cluster.hostfile else ():
         if worker.ranks[0] < first + slots:

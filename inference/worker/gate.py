@@ -1,4 +1,4 @@
-"""The gate: how many prompt tokens may be computed now, so that training never waits for them."""
+"""The gate: grants as many prompt tokens as fit into the current bubble, so that training never waits."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from weft.inference.worker.status import WorkerStatus
 
 logger = logging.getLogger(__name__)
 
-LEAST_TOKENS = 16
-"""Smaller grants are made only for what is left of a prompt: a step's fixed cost outweighs them."""
-TRIAL_S, LONGEST_TRIAL_S = 0.5, 30.0
-"""Shortest and longest pause of `Trials`."""
-FRESH = 0.8
-"""Share of a bubble that must be left for such a trial."""
-LOOK_AGAIN_S = 0.25
-"""Longest sleep of the waker: how late a board that comes, goes or dies is noticed."""
+MIN_TOKENS = 16
+"""Minimum grant, except for the rest of a prompt: below it a step's fixed cost dominates."""
+MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+"""Bounds of the pause of `Trials`."""
+MIN_REMAINING = 0.8
+"""Share of a bubble that must remain for a trial."""
+CHECK_S = 0.25
+"""Maximum sleep of the waker: the latency of noticing a board that appears, disappears or dies."""
 
 
 class Gate:
-    """Grants tokens inside bubbles, by the boards of the ranks whose devices the worker uses."""
+    """Grants tokens inside bubbles of the ranks whose devices the worker shares."""
 
     def __init__(self, boards: Sequence[BoardReader], cost: PrefillCost, *, guard_s: float) -> None:
-        """Watch ``boards``.
+        """Grant by ``boards``.
 
         Args:
-            cost: predicts a step; the worker teaches it.
-            guard_s: kept free before training is expected back.
+            cost: predicts the duration of a step; updated by `ended`.
+            guard_s: seconds kept free before training is predicted to continue.
 
         Raises:
             ValueError: no boards.
         """
         if not boards:
-            raise ValueError("boards=[]: nothing says when this worker may run; name the board of each rank it shares")
+            raise ValueError("boards=[]: name the board of each rank whose device this worker shares")
         self.boards = boards
         self.cost = cost
         self.guard_s = guard_s
@@ -47,16 +47,16 @@ class Gate:
         self._trials = Trials()
         self._warm = False
         self.why_not = ""
-        """Why a board's writer is not alive, as the last `grant` found it; empty if all are."""
+        """Why a board's writer was not alive at the last `grant`; empty if all were."""
 
     def grant(self, wanted: int, context: int) -> tuple[int, Opening | None]:
-        """Tokens that are predicted to be through before the bubble closes less the guard; 0 if none.
+        """How many tokens are predicted to finish before the bubble closes, less the guard; 0 if none.
 
         Args:
-            wanted: tokens that could be computed now.
-            context: tokens that the first of them attend to.
+            wanted: the number of pending tokens.
+            context: tokens that they attend to.
         """
-        self._trials.under_way = False
+        self._trials.in_progress = False
         states = [board.state() for board in self.boards]
         self.why_not = next((state.why_not for state in states if not state.alive), "")
         found = opening(states)
@@ -66,28 +66,28 @@ class Gate:
         tokens = self.cost.tokens_within(
             found.closes_s - self.guard_s - now_s, context, max(0.0, now_s - self.last_end_s), wanted
         )
-        if tokens >= min(wanted, LEAST_TOKENS):
+        if tokens >= min(wanted, MIN_TOKENS):
             return tokens, found
         if not self._may_try(found, now_s):
             return 0, found
-        self._trials.under_way = True
-        return min(wanted, LEAST_TOKENS), found
+        self._trials.in_progress = True
+        return min(wanted, MIN_TOKENS), found
 
     def _may_try(self, found: Opening, now_s: float) -> bool:
-        pause_s = TRIAL_S if self.cost.steps < TRUSTED else self._trials.pause_s
+        pause_s = MIN_PAUSE_S if self.cost.steps < TRUSTED else self._trials.pause_s
         left_s = found.closes_s - now_s
         return (
             now_s - self.last_end_s >= pause_s
-            and left_s >= FRESH * (found.closes_s - found.opened_s)
+            and left_s >= MIN_REMAINING * (found.closes_s - found.opened_s)
             and left_s > 2 * self.guard_s
         )
 
     def ended(self, start_s: float, end_s: float, tokens: int, context: float) -> float:
-        """Learn from a step; returns the seconds by which it ran into training's time, 0.0 if it did not.
+        """Learn from a step; returns by how many seconds it overlapped with training, 0.0 if it did not.
 
-        They count from the first moment of the step at which a rank computed, whether it still does
-        or has gone on to its next bubble meanwhile. A process's first step is nothing to learn from:
-        it loads and allocates what later ones find.
+        The overlap counts from the first time during the step at which a rank computed, even if that
+        rank has reached its next bubble meanwhile. The first step of a process is not used for
+        learning, because it includes loading and allocation.
         """
         if self._warm:
             self.cost.observe(tokens, context, max(0.0, start_s - self.last_end_s), end_s - start_s)
@@ -100,64 +100,64 @@ class Gate:
 
 
 class Trials:
-    """How long nothing may have been granted before a few tokens are tried all the same.
+    """Exponential back-off of trial grants, made when the cost model finds all bubbles too short.
 
-    Costs that are believed too high would never be corrected otherwise: a few steps that the host held up
-    are enough for the cost model to find every bubble too short. A trial that ends in its bubble
-    cost training nothing and halves the pause; one that was late doubles it.
+    Overestimated costs would never be corrected otherwise: a few steps delayed by the host can make
+    every bubble look too short. A trial that finishes in its bubble halves the pause; a late one
+    doubles it.
 
     Attributes:
-        pause_s: in seconds.
-        under_way: whether what was granted last is a trial.
+        pause_s: seconds without a grant before the next trial.
+        in_progress: whether the last grant was a trial.
     """
 
     def __init__(self) -> None:
-        """As if the last had ended well."""
-        self.pause_s = TRIAL_S
-        self.under_way = False
+        """Start with the shortest pause."""
+        self.pause_s = MIN_PAUSE_S
+        self.in_progress = False
 
     def ended(self, late_s: float) -> None:
-        """A step has ended, ``late_s`` after training began to compute; 0.0 if before."""
-        if self.under_way:
-            self.pause_s = min(2 * self.pause_s, LONGEST_TRIAL_S) if late_s else max(self.pause_s / 2, TRIAL_S)
-        self.under_way = False
+        """A step has finished, ``late_s`` after training continued; 0.0 if before."""
+        if self.in_progress:
+            self.pause_s = min(2 * self.pause_s, MAX_PAUSE_S) if late_s else max(self.pause_s / 2, MIN_PAUSE_S)
+        self.in_progress = False
 
 
 class Waker:
-    """A thread that calls back when a bubble opens while there is work, and every `period_s` besides.
+    """A thread that calls back when a bubble opens while there is work, and every `period_s`.
 
-    It sleeps on the first board's bell; bubbles of a group of ranks open with any of them, so
-    with several boards it also looks every few milliseconds. Without it nothing would be computed
-    any more, so it goes on whatever it meets, and is started again if it has ended all the same.
+    It blocks on the first board's futex; a common bubble may open with any rank, so with several
+    boards it also polls every few milliseconds. The worker depends on it, so it survives exceptions,
+    and is restarted if it dies.
     """
 
     def __init__(
         self, gate: Gate, wake: Callable[[], None], *, period_s: float, status: WorkerStatus | None = None
     ) -> None:
-        """Start; ``wake`` is called on the waker's thread and must not block.
+        """Start the thread; it calls ``wake``, which must not block.
 
         Args:
             period_s: also wake this often while armed, for chores outside of bubbles.
-            status: where it says that it lives.
+            status: publishes its liveness.
         """
         self._gate = gate
         self._wake = wake
         self.period_s = period_s
         self._status = status or WorkerStatus(None)
         self._armed = threading.Event()
-        self._told: Opening | None = None
-        self._told_s = 0.0
+        self._announced: Opening | None = None
+        self._last_wake_s = 0.0
         self._start()
 
     def arm(self, has_work: bool) -> None:
-        """Say whether there is anything to wake for."""
+        """Set whether there is work to wake for."""
         self._status.arm(has_work)
         if not has_work:
             self._armed.clear()
             return
         self._armed.set()
         if not self._thread.is_alive():
-            logger.error("the thread that waits for bubbles has ended; starting another")
+            logger.error("the thread that waits for bubbles has died; restarting it")
             self._start()
 
     def _start(self) -> None:
@@ -169,19 +169,19 @@ class Waker:
         while True:
             self._armed.wait()
             try:
-                self._look()
+                self._check()
             except Exception:
-                logger.exception("a look at the boards failed; again in %g s", LOOK_AGAIN_S)
-                time.sleep(LOOK_AGAIN_S)
+                logger.exception("checking the boards failed; retrying in %g s", CHECK_S)
+                time.sleep(CHECK_S)
 
-    def _look(self) -> None:
-        pause_s = LOOK_AGAIN_S if len(self._gate.boards) == 1 else 0.005
+    def _check(self) -> None:
+        pause_s = CHECK_S if len(self._gate.boards) == 1 else 0.005
         states = [board.state() for board in self._gate.boards]
         found, now_s = opening(states), states[0].now_s
-        new = found is not None and (self._told is None or found.opened_s != self._told.opened_s)
-        if new or now_s - self._told_s >= self.period_s:
-            self._told, self._told_s = found if new else self._told, now_s
+        new = found is not None and (self._announced is None or found.opened_s != self._announced.opened_s)
+        if new or now_s - self._last_wake_s >= self.period_s:
+            self._announced, self._last_wake_s = found if new else self._announced, now_s
             self._status.woke()
             self._wake()
-        self._status.looked()
+        self._status.checked()
         self._gate.boards[0].wait(states[0], min(pause_s, self.period_s))

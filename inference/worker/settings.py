@@ -1,4 +1,4 @@
-"""What a prefill worker is told: one JSON value inside vLLM's own `--additional-config`."""
+"""A prefill worker's settings, passed as JSON in vLLM's `--additional-config`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ SECTION = "weft"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """One prefill worker."""
+    """Settings of one prefill worker."""
 
     boards: tuple[str, ...]
     """Bubble boards of the ranks whose devices it shares."""
     guard_s: float
-    """Seconds kept free before training is expected back."""
+    """Seconds kept free before training is predicted to continue."""
     quantile: float
-    """Share of its steps that are to end when predicted."""
+    """Share of steps that should finish within the prediction."""
     cost_file: str
-    """Where the cost model is kept between runs."""
+    """Path of the cost model, kept between runs."""
     allow_decode: bool = False
     """Whether it also decodes."""
     status_file: str = ""
-    """Where the engine says that it lives, for the process that answers `/health`; empty is nowhere."""
+    """Path of the engine's `WorkerStatus`, for the process that answers `/health`; empty for none."""
     trace_file: str = ""
-    """Where each step is noted, one JSON line; empty is nowhere."""
+    """Log of steps as JSON lines; empty for none."""
 
     def to_additional_config(self) -> dict[str, Any]:
         """The value of `--additional-config`."""
@@ -34,10 +34,10 @@ class WorkerSettings:
 
     @classmethod
     def of(cls, additional_config: object) -> WorkerSettings:
-        """The settings in what vLLM was given.
+        """Parse the settings from vLLM's additional config.
 
         Raises:
-            ValueError: there is no such section, or it names fields that do not exist.
+            ValueError: the section is missing, or has unknown fields.
         """
         section = additional_config.get(SECTION) if isinstance(additional_config, Mapping) else None
         if not isinstance(section, Mapping):
@@ -45,7 +45,7 @@ class WorkerSettings:
         known = {field.name for field in fields(cls)}
         if unknown := set(section) - known:
             raise ValueError(
-                f"additional_config.weft: unknown {', '.join(sorted(unknown))}; has {', '.join(sorted(known))}"
+                f"additional_config.weft: unknown {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}"
             )
         try:
             return cls(**{**section, "boards": tuple(section.get("boards", ()))})

@@ -1,7 +1,7 @@
-"""What a worker's engine says of itself to the process that answers `/health`: four words in a file.
+"""Liveness of a worker's engine, published to the process that answers `/health`: four words in a file.
 
-vLLM's own health says that the engine's process lives. Whether it would compute anything also hangs
-on the thread that waits for bubbles, and on the loop that this thread wakes.
+vLLM's own health check covers the engine's process only. Progress also depends on the thread that
+waits for bubbles, and on the engine loop that this thread wakes.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from time import monotonic_ns
 from weft.inference.board.layout import WORD_BYTES, make_board, publish
 
 STALE_S = 15.0
-"""A waker looks around every quarter of a second; after this long it is taken for dead, not for slow."""
+"""Seconds after which a waker, which checks every quarter of a second, counts as dead."""
 STUCK_S = 120.0
-"""Longest time in which an engine that was woken may do nothing: more than any step takes."""
+"""Seconds after which a woken engine counts as hung; longer than any step."""
 
-_ARMED, _LOOKED, _WOKEN = range(3)
+_ARMED, _CHECKED, _WOKEN = range(3)
 _WORDS = 4
 
 
 class WorkerStatus:
-    """The engine's side; each method is a store or two."""
+    """The engine's side; each method is one or two stores."""
 
     def __init__(self, path: Path | None) -> None:
-        """Publish at ``path``; None publishes nothing.
+        """Publish at ``path``; None disables publishing.
 
         Raises:
             OSError: it cannot be written.
-            ValueError: its folder is not this user's alone.
+            ValueError: its folder is not private to this user.
         """
         memory = make_board(path, _WORDS) if path is not None else bytearray(_WORDS * WORD_BYTES)
         self._words = memoryview(memory).cast("Q")
@@ -38,27 +38,27 @@ class WorkerStatus:
             publish(path)
 
     def arm(self, has_work: bool) -> None:
-        """Whether there is anything to wait for bubbles with."""
+        """Set whether there are requests that wait for bubbles."""
         if has_work and not self._words[_ARMED]:
-            self._words[_LOOKED] = monotonic_ns()
+            self._words[_CHECKED] = monotonic_ns()
         self._words[_ARMED] = has_work
 
-    def looked(self) -> None:
-        """The waker has looked around."""
-        self._words[_LOOKED] = monotonic_ns()
+    def checked(self) -> None:
+        """The waker has checked the boards."""
+        self._words[_CHECKED] = monotonic_ns()
 
     def woke(self) -> None:
-        """The waker has sent the engine a message."""
+        """The waker has woken the engine."""
         if not self._words[_WOKEN]:
             self._words[_WOKEN] = monotonic_ns()
 
-    def passed(self) -> None:
-        """The engine's loop has come round."""
+    def looped(self) -> None:
+        """The engine's loop has made an iteration."""
         self._words[_WOKEN] = 0
 
 
 def problem_of(path: Path, now_ns: int) -> str:
-    """Why the engine that publishes at ``path`` computes nothing; empty if it does, or says nothing yet."""
+    """Why the engine that publishes at ``path`` makes no progress; empty if it does, or has not published yet."""
     try:
         words = _read(path)
     except OSError:
@@ -66,9 +66,9 @@ def problem_of(path: Path, now_ns: int) -> str:
     if len(words) < _WORDS:
         return f"{path}: not the status of a prefill worker; remove it"
     if words[_WOKEN] and (silent_s := (now_ns - words[_WOKEN]) / 1e9) > STUCK_S:
-        return f"the engine has not come round for {silent_s:.0f} s after it was woken"
-    if words[_ARMED] and (silent_s := (now_ns - words[_LOOKED]) / 1e9) > STALE_S:
-        return f"the thread that waits for bubbles has not looked for {silent_s:.0f} s"
+        return f"the engine has not responded for {silent_s:.0f} s since it was woken"
+    if words[_ARMED] and (silent_s := (now_ns - words[_CHECKED]) / 1e9) > STALE_S:
+        return f"the thread that waits for bubbles has not run for {silent_s:.0f} s"
     return ""
 
 

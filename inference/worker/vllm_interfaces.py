@@ -1,6 +1,6 @@
-"""Everything private that the prefill worker leans on in vLLM 0.32.0, and the one method that it wraps.
+"""The private interfaces of vLLM 0.32.0 that the prefill worker relies on, and the one method that it wraps.
 
-`PRIVATE` is checked by tests/vllm/test_contract.py against the vLLM that is installed.
+`PRIVATE` is checked by tests/vllm/test_contract.py against the installed vLLM.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "Scheduler.__init__": ("vllm_config", "its first argument; `additional_config` of it holds our settings"),
     "Scheduler.schedule": ("max_num_scheduled_tokens", "read at each call; 0 schedules nothing"),
     "Scheduler.has_requests": ("has_unfinished_requests", "whether the engine's loop steps or blocks"),
-    "Scheduler.has_finished_requests": ("finished_req_ids", "ended requests that the model runner must be told of"),
-    "Scheduler.add_request": ("requests", "called for each request before it waits"),
-    "Scheduler.update_from_output": ("model_runner_output", "called when a step's result is there"),
+    "Scheduler.has_finished_requests": ("finished_req_ids", "finished requests to report to the model runner"),
+    "Scheduler.add_request": ("requests", "called for each request before it is queued"),
+    "Scheduler.update_from_output": ("model_runner_output", "called with a step's result"),
     "Scheduler.get_request_counts": ("running", "`running` and `waiting` hold requests"),
-    "KVCacheManager.get_computed_blocks": ("find_longest_cache_hit", "a look-up; its second value counts tokens"),
+    "KVCacheManager.get_computed_blocks": (
+        "find_longest_cache_hit",
+        "a lookup; its second value is a number of tokens",
+    ),
     "EngineCore.step": ("has_requests", "steps only if `has_requests` says so"),
     "EngineCoreProc.has_work": ("has_requests", "likewise before it blocks in its input queue"),
     "EngineCoreProc._process_input_queue": ("input_queue", "blocks in `input_queue.get` without work"),
-    "EngineCoreProc._handle_client_request": ("WAKEUP", "a message that does nothing but end the wait"),
+    "EngineCoreProc._handle_client_request": ("WAKEUP", "a message that only ends the wait"),
     "EngineCoreProc.run_busy_loop": ("_process_input_queue", "the loop itself, entered once after start-up"),
 }
-"""Method: (a name that its source must use, what we take for granted)."""
+"""Method: (a name that its source must use, the assumption)."""
 
 CLASSES = {
     "Scheduler": Scheduler,
@@ -42,10 +45,10 @@ CLASSES = {
 
 
 def call_when_serving(attach: Callable[[Any, Callable[[], None]], None]) -> None:
-    """Have ``attach(scheduler, wake)`` called when an engine enters its loop.
+    """Call ``attach(scheduler, wake)`` when an engine enters its loop.
 
-    vLLM has no hook by which a scheduler learns of its engine's input queue, and without it the
-    loop could only be kept awake by spinning. So the loop's entry is wrapped: here, nowhere else.
+    vLLM gives a scheduler no access to its engine's input queue, and without it the loop could only
+    be woken by polling. So this wraps the loop's entry.
     """
     original = EngineCoreProc.run_busy_loop
 

@@ -1,8 +1,8 @@
-"""vLLM's NIXL connector without a progress thread: one that polls would take a core from training.
+"""vLLM's NIXL connector without a progress thread, whose polling would take a core from training.
 
 `--kv-transfer-config '{"kv_connector": "QuietNixlConnector", "kv_connector_module_path":
-"weft.inference.worker.vllm_nixl", ...}'`. Reads by decode instances then advance in engine steps, which
-`BubbleScheduler` keeps making, without tokens, while there are blocks to hand over.
+"weft.inference.worker.vllm_nixl", ...}'`. Reads by decode instances then progress in engine steps, which
+`BubbleScheduler` continues to make, without tokens, while blocks are to be transferred.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPull
 
 
 class QuietNixlConnector(NixlPullConnector):
-    """As vLLM's `NixlConnector`, with `enable_prog_thread=False` for its agent."""
+    """vLLM's `NixlConnector` with `enable_prog_thread=False` for its agent."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's. Its worker makes the agent's configuration inside its constructor and takes
-        no argument for it, so the name that it calls stands for ours while it runs (vLLM 0.32.0)."""
+        """Its worker creates the agent's configuration in its constructor and takes no argument for it,
+        so the constructor it calls is patched meanwhile (vLLM 0.32.0)."""
         original = base_worker.nixl_agent_config
         base_worker.nixl_agent_config = partial(original, enable_prog_thread=False)
         try:

@@ -4,20 +4,20 @@ import json
 
 import pytest
 
-from weft.conf.files import JsonCache, replacing, write_whole
+from weft.conf.files import JsonCache, replacing, write_atomic
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path):
     path = tmp_path / "new" / "file.txt"
-    write_whole(path, "a\n")
-    write_whole(path, "b\r\n")
+    write_atomic(path, "a\n")
+    write_atomic(path, "b\r\n")
     assert path.read_bytes() == b"b\r\n"
     assert [each.name for each in path.parent.iterdir()] == ["file.txt"]
 
 
 def test_an_error_leaves_the_file_as_it_was(tmp_path):
     path = tmp_path / "file.txt"
-    write_whole(path, "a")
+    write_atomic(path, "a")
     with pytest.raises(RuntimeError), replacing(path) as draft:
         draft.write_text("half")
         raise RuntimeError

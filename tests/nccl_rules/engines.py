@@ -26,7 +26,7 @@ def losses_under_rules(configs: list[WeftConfig], steps: int, bound: bool) -> tu
     return many_losses(configs, steps), dict(waits)
 
 
-def without_first_contact(config: WeftConfig, limit_s: float) -> str:
+def without_eager_connection(config: WeftConfig, limit_s: float) -> str:
     """What stops a step whose hops nobody has used before."""
     from tests.engine.tiny import weft_losses
     from weft.comm import torch_channel

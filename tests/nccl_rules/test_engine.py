@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 
 from tests.engine.tiny import reference_losses, tiny_config
-from tests.nccl_rules.engines import a_run, losses_under_rules, without_first_contact
+from tests.nccl_rules.engines import a_run, losses_under_rules, without_eager_connection
 from tests.quickstart import TINY_QUICKSTART
 from weft.tools.ranks import run_ranks
 
@@ -84,8 +84,8 @@ def test_pipelines_and_replicas_on_eight_ranks_of_a_job_that_has_bound_its_devic
     _check(EIGHT, 8, bound=True)
 
 
-def test_without_a_first_contact_the_first_send_waits_for_ever():
-    said = run_ranks(2, without_first_contact, tiny_config(), 4.0, timeout_s=100)
+def test_without_eager_connection_the_first_send_deadlocks():
+    said = run_ranks(2, without_eager_connection, tiny_config(), 4.0, timeout_s=100)
     assert any("rank 0 waits for first exchange: the send to rank 1" in text for text in said), said
     assert any("comm/rts_channel.py" in text and "execution/executor.py" in text for text in said), said
 

@@ -30,7 +30,7 @@ def test_every_tier_gives_its_reason(capsys):
         assert part in text
     assert text.count("operation tier:") == 4
     assert text.count("layer tier:") == text.count("model tier:") == 2
-    assert "micro-batches launched together" in text and "chunks end at" in text
+    assert "micro-batches launched together" in text and "buckets end at" in text
 
 
 def test_measured_costs_are_taken_from_the_cache(capsys, tmp_path):

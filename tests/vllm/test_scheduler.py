@@ -8,7 +8,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from weft.inference.worker.vllm_scheduler import LOOKED_UP, BubbleScheduler
+from weft.inference.worker.vllm_scheduler import MAX_LOOKUPS, BubbleScheduler
 
 pytestmark = pytest.mark.vllm
 
@@ -40,8 +40,8 @@ def test_requests_under_way_are_counted_from_where_they_are():
 
 def test_no_more_is_wanted_than_a_step_takes_and_few_look_ups_are_made():
     assert wanted(waiting=[request(1000)] * 50, most=2048) == (2048, 0)
-    many = [request(10, cached=8)] * (LOOKED_UP + 4)
-    assert wanted(waiting=many) == (2 * LOOKED_UP + 10 * 4, 8)
+    many = [request(10, cached=8)] * (MAX_LOOKUPS + 4)
+    assert wanted(waiting=many) == (2 * MAX_LOOKUPS + 10 * 4, 8)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
-from weft.conf.files import write_whole
+from weft.conf.files import write_atomic
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDING = 1 + 1e-9
@@ -66,7 +66,7 @@ def write_json(args: argparse.Namespace, bench: str, figures: Any, *, met: bool 
         return
     given = {name: value for name, value in vars(args).items() if name != "json"}
     found = {"bench": bench, "arguments": given, "met": met, **_measured_on(), "figures": _plain(figures)}
-    write_whole(args.json, json.dumps(found, indent=1, default=str) + "\n")
+    write_atomic(args.json, json.dumps(found, indent=1, default=str) + "\n")
 
 
 def _plain(figures: Any) -> Any:

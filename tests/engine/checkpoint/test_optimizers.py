@@ -68,8 +68,8 @@ class Trained:
     def step(self) -> float:
         loss = self.stage(torch.ones(2, 7, dtype=self.stage[0].weight.dtype)).float().square().sum()
         (loss * self.optimizer.cur_scale).backward()
-        for chunk in self.sharding.trained:
-            chunk.reduce()
+        for bucket in self.sharding.trained:
+            bucket.reduce()
         self.optimizer.step()
         return loss.item()
 

@@ -1,4 +1,4 @@
-"""Replicas as threads of one process: ZeRO's chunks over collectives that meet at a barrier."""
+"""Replicas as threads of one process: ZeRO's buckets over collectives that meet at a barrier."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Meetings(Collectives):
 
 
 class MeetingOptimizer(ShardedOptimizer):
-    """Sums the norm where its chunks meet."""
+    """Sums the norm where its buckets meet."""
 
     def _summed(self, square: Tensor) -> ReplicaSum:
         collectives = self.sharding.collectives

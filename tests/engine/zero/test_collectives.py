@@ -1,4 +1,4 @@
-"""What a chunk's sums and gathers ask of their communicators, and in which number format they travel."""
+"""What a bucket's sums and gathers ask of their communicators, and in which number format they travel."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which chunks and blocks a stage is cut into."""
+"""Which buckets and blocks a stage is cut into."""
 
 import pytest
 import torch
@@ -30,23 +30,23 @@ class TiedStage(nn.Module):
 
 
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("bucket", [1, 20, 45, 1000])
+@pytest.mark.parametrize("bucket_size", [1, 20, 45, 1000])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_chunks(stage, bucket, replicas):
-    """Every parameter keeps its values and lies in one chunk; fragments of all replicas make it whole once."""
+def test_buckets(stage, bucket_size, replicas):
+    """Every parameter keeps its values and lies in one bucket; fragments of all replicas make it whole once."""
     module = TiedStage()
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    zero = ZeroConfig(stage=stage, reduce_bucket_size=bucket)
+    zero = ZeroConfig(stage=stage, reduce_bucket_size=bucket_size)
     found: dict[str, dict[int, torch.Tensor]] = {}
     for replica in range(replicas):
         copy = TiedStage()
         copy.load_state_dict(module.state_dict())
-        chunks = cut([copy], zero, Collectives(replica=replica, num_replicas=replicas), {}, {})
-        members = [member.name for chunk in chunks for member in chunk.members]
+        buckets = cut([copy], zero, Collectives(replica=replica, num_replicas=replicas), {}, {})
+        members = [member.name for bucket in buckets for member in bucket.members]
         assert sorted(members) == sorted(before)
-        for chunk in chunks:
-            assert len(chunk.members) == 1 or sum(m.parameter.numel() for m in chunk.members) <= bucket
-            for fragment in chunk.fragments:
+        for bucket in buckets:
+            assert len(bucket.members) == 1 or sum(m.parameter.numel() for m in bucket.members) <= bucket_size
+            for fragment in bucket.fragments:
                 assert fragment.shared is (stage == 0)
                 found.setdefault(fragment.name, {})[fragment.start] = fragment.tensor.flatten()
     for name, parts in found.items():
@@ -60,19 +60,21 @@ def test_what_is_tied_to_a_block_lies_outside_of_it():
     assert [member.name for member in first.members] == ["embed.weight"]
 
 
-def test_chunks_end_where_the_plan_says():
+def test_buckets_end_where_the_plan_says():
     module = TiedStage()  # 40 elements of embedding and head, then twice 16 + 4
     cuts = {0: (0.5, 0.75)}
     for stage, names in ((1, ["embed", "layers.0", "layers.1"]), (3, ["embed", "layers.0", "layers.1"])):
-        chunks = cut([module], ZeroConfig(stage=stage), Collectives(num_replicas=2), {}, cuts)
-        assert [sorted({m.name.rsplit(".", 1)[0] for m in chunk.members}) for chunk in chunks] == [[n] for n in names]
+        buckets = cut([module], ZeroConfig(stage=stage), Collectives(num_replicas=2), {}, cuts)
+        assert [sorted({m.name.rsplit(".", 1)[0] for m in bucket.members}) for bucket in buckets] == [
+            [n] for n in names
+        ]
 
 
 def test_what_stays_whole_at_stage_3():
     module = TiedStage()
     zero = ZeroConfig(stage=3, param_persistence_threshold=20, model_persistence_threshold=36)
-    chunks = cut([module], zero, Collectives(num_replicas=2), {}, {})
-    found = [(chunk.sharded, [member.name for member in chunk.members]) for chunk in chunks]
+    buckets = cut([module], zero, Collectives(num_replicas=2), {}, {})
+    found = [(bucket.sharded, [member.name for member in bucket.members]) for bucket in buckets]
     assert found == [
         (False, ["layers.0.weight", "layers.0.bias", "layers.1.weight"]),
         (True, ["embed.weight"]),

@@ -16,7 +16,7 @@ def special(
     whole: int = 0,
     **keywords,
 ):
-    """Small buckets, so that stages hold many chunks."""
+    """Small buckets, so that stages hold many buckets."""
     config = tiny_config(zero=zero, layers=4, **keywords)
     config.zero.reduce_bucket_size = 3000
     config.model.gradient_checkpointing = checkpointed
@@ -28,7 +28,7 @@ def special(
 
 
 SPECIAL = {
-    "many chunks": special(2, stages=2),
+    "many buckets": special(2, stages=2),
     "reduced after each micro-batch": special(2, reduce_every=1, stages=2, schedule="w", placement="fold"),
     "reduced after three of four": special(3, reduce_every=3, stages=2, schedule="zbv", placement="fold"),
     "some weights stay whole": special(3, whole=10_000, stages=2, schedule="w", placement="fold", tied=True),
@@ -49,7 +49,7 @@ def test_settings():
     allowed = {name: TOLERANCE[config.zero.communication_data_type.value] for name, config in SPECIAL.items()}
     assert not {name: found for name, found in differences.items() if not found < allowed[name]}
     rounded = [name for name in SPECIAL if "bf16" in name]
-    assert all(differences[name] > 3 * differences["many chunks"] for name in rounded), differences
+    assert all(differences[name] > 3 * differences["many buckets"] for name in rounded), differences
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The engine issues the collectives of the overlap plan, chunk by chunk and in its order."""
+"""The engine issues the collectives of the overlap plan, bucket by bucket and in its order."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -83,7 +83,7 @@ def test_a_step_issues_what_is_planned(nodes, zero_stage, num_stages, bytes_per_
 
 
 class HeadlessStage(SmallStage):
-    """Its head is there and not used, so that the head's chunk waits for a gradient that does not come."""
+    """Its head is there and not used, so that the head's bucket waits for a gradient that does not come."""
 
     def forward(self, ids):
         hidden = self.embed(ids)
@@ -104,8 +104,8 @@ def test_what_has_no_gradient_is_reduced_after_every_backward_but_the_last():
         counts.append(sum(primitive is Primitive.reduce_scatter for primitive, _ in collectives.started))
     sharding.reduce(0)
     sums = sum(primitive is Primitive.reduce_scatter for primitive, _ in collectives.started)
-    chunks = len(sharding.trained)
-    assert [*counts, sums] == [chunks, 2 * chunks, 3 * chunks - 1, 3 * chunks]
+    buckets = len(sharding.trained)
+    assert [*counts, sums] == [buckets, 2 * buckets, 3 * buckets - 1, 3 * buckets]
 
 
 def test_slow_links_are_cut_for_and_fast_ones_are_not():

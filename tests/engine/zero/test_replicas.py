@@ -47,7 +47,7 @@ def resident(sharding):
 
 
 class Replica:
-    """A replica's model, chunks and optimiser."""
+    """A replica's model, buckets and optimiser."""
 
     def __init__(self, meeting, number, zero, make, *, clip=0.0, scale=1.0, tied=False, frozen=(), split=False):
         self.number, self.count, self.split, self.scale = number, meeting.count, split, scale
@@ -86,7 +86,7 @@ class Replica:
         return float(self.optimizer.gradient_norm)
 
     def weights(self):
-        with self.sharding.whole_weights():
+        with self.sharding.full_weights():
             return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
 
@@ -175,9 +175,9 @@ def test_what_stays_in_memory_between_steps():
             for layer in replica.model.layers:
                 layer.register_forward_hook(lambda *_: highest.append(resident(replica.sharding)))
             replica.step(0)
-            for chunk in replica.sharding.chunks:
-                chunk.release()
-            assert all(chunk._gradient is None and chunk._buffer is None for chunk in replica.sharding.trained)
+            for bucket in replica.sharding.buckets:
+                bucket.release()
+            assert all(bucket._gradient is None and bucket._buffer is None for bucket in replica.sharding.trained)
             return resident(replica.sharding), max(highest)
 
         kept[stage] = in_threads(2, run)

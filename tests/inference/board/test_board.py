@@ -50,7 +50,7 @@ def test_a_board_that_others_could_write_is_not_read(writer, path):
     path.chmod(0o660)
     state = BoardReader(path).state()
     assert not state.alive
-    assert "this user alone" in state.why_not
+    assert "not private to this user" in state.why_not
 
 
 def test_a_folder_that_others_could_write_is_refused(tmp_path):

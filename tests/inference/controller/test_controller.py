@@ -8,7 +8,7 @@ import pytest
 from tests.inference.controller.fake_workers import TOKEN_S, FakeBoard, FakeWorkers, controller
 from weft.conf.schema import ControllerConfig, PrefillConfig, PrefillWorkerConfig
 from weft.inference.controller.fleet import Fleet
-from weft.inference.controller.pace import HALVING_S, Pace
+from weft.inference.controller.slowdown import HALVING_S, Slowdown
 from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
 
 PATH = "/v1/completions"
@@ -60,13 +60,13 @@ def test_the_worker_that_finishes_soonest_gets_it():
 @pytest.mark.parametrize(
     ("body", "status", "part"),
     [
-        (b"", 400, "no JSON"),
-        (b"[]", 400, "no JSON object"),
-        (b'{"prompt": ' + b"[" * 10**5, 400, "nests deeper than 32"),
+        (b"", 400, "not valid JSON"),
+        (b"[]", 400, "not a JSON object"),
+        (b'{"prompt": ' + b"[" * 10**5, 400, "nested deeper than 32"),
         (json.dumps(PREFILL | {"max_tokens": 7}), 400, "set max_tokens=1, or kv_transfer_params"),
         (json.dumps(PREFILL | {"prompt": [1] * 10**6}), 400, "the prompt has about 1000000 tokens"),
-        (json.dumps(PREFILL | {"prompt": {"a": 1}}), 400, "neither a text nor tokens"),
-        (json.dumps({"messages": "hi", "max_tokens": 1}), 400, "no list of {role, content}"),
+        (json.dumps(PREFILL | {"prompt": {"a": 1}}), 400, "give a string, a list of tokens"),
+        (json.dumps({"messages": "hi", "max_tokens": 1}), 400, "give a list of {role, content}"),
         (b" " * 5_000_000, 413, "larger than 4194304"),
     ],
 )
@@ -117,7 +117,7 @@ def test_what_would_be_late_is_refused_at_once_with_when_to_come_again():
             answer = await client.post(PATH, json=PREFILL, headers={"X-Weft-Deadline-S": "2"})
             assert answer.status_code == 503
             assert 2 <= int(answer.headers["retry-after"]) <= 4
-            assert "or go elsewhere" in answer.json()["error"]["message"]
+            assert "or elsewhere" in answer.json()["error"]["message"]
             assert (await client.post(PATH, json=PREFILL)).status_code == 200
             for text in ("soon", "-1", "nan", "inf"):
                 assert (await client.post(PATH, json=PREFILL, headers={"X-Weft-Deadline-S": text})).status_code == 400
@@ -165,7 +165,7 @@ def test_when_all_workers_fail_the_caller_is_told(fault):
             answer = await client.post(PATH, json=PREFILL)
             if fault == "hung":  # it may have been the prompt's fault
                 assert answer.status_code == 502
-                assert "2 workers stopped answering while they had this prompt" in answer.json()["error"]["message"]
+                assert "2 workers stopped answering while processing this prompt" in answer.json()["error"]["message"]
                 answer = await client.post(PATH, json=PREFILL)
             assert answer.status_code == 503
             assert "no worker answers" in answer.json()["error"]["message"]
@@ -312,7 +312,7 @@ def test_a_prompt_that_is_never_answered_is_given_up():
 
 
 def test_a_pace_is_learnt_and_forgotten():
-    pace = Pace()
+    pace = Slowdown()
     assert pace.factor(5.0) == 1.0
     for _ in range(50):
         pace.learn(10.0, 0.0, 1.0)

@@ -107,13 +107,13 @@ def test_who_listens_to_others_needs_a_key(tmp_path):
     controller = config.inference.controller
     controller.workers = [PrefillWorkerConfig(url="http://127.0.0.1:1", boards=[str(tmp_path / "board")])]
     controller.host = "0.0.0.0"
-    with pytest.raises(ValueError, match=r"others can reach it, and there is no API key; set the .* WEFT_API_KEY"):
+    with pytest.raises(ValueError, match=r"reachable by others, and there is no API key; set the .* WEFT_API_KEY"):
         app_of(config, {})
     assert app_of(config, {"WEFT_API_KEY": "x"})
     controller.host = "127.0.0.1"
     assert app_of(config, {})
     controller.tokenizer = str(tmp_path)
-    with pytest.raises(ValueError, match="there is no such file; give a tokenizer"):
+    with pytest.raises(ValueError, match="no such file; give a tokenizer"):
         app_of(config, {})
 
 

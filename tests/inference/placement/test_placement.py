@@ -189,7 +189,7 @@ def test_bubbles_in_disorder_are_refused(rows):
 
 def test_many_patterns_are_as_exact_as_few(monkeypatch):
     """More patterns than a table has rows: workers in any table are found, whichever is looked at first."""
-    monkeypatch.setattr("weft.inference.placement.bounds.MOST_ROWS", 16)
+    monkeypatch.setattr("weft.inference.placement.bounds.MAX_ROWS", 16)
     patterns = [BubblePattern([(n % 61, n % 61 + 3)], PERIOD, origin_s=float(n % 7)) for n in range(100)]
     placement, free = PrefillPlacement(PERIOD), dict.fromkeys(range(100), 0.0)
     for worker, pattern in enumerate(patterns):

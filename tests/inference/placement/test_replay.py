@@ -32,7 +32,7 @@ def test_a_trace_is_read_in_order_and_told_what_is_wrong_with_it(tmp_path):
     for text, part in (
         (TRACE.replace("2000", "many"), "line 2"),
         (TRACE.replace("2000", "0"), "at least 1 token"),
-        (TRACE.replace("TIMESTAMP", "TIME"), "no columns TIMESTAMP"),
+        (TRACE.replace("TIMESTAMP", "TIME"), "needs columns TIMESTAMP"),
         (TRACE.splitlines()[0], "at least 2"),
         (TRACE.splitlines()[0] + 2 * ("\n" + TRACE.splitlines()[1]), "all 2 prompts have one TIMESTAMP"),
     ):

@@ -8,7 +8,7 @@ import pytest
 from weft.inference.board.reader import BoardReader
 from weft.inference.board.writer import BoardWriter, board_path
 from weft.inference.placement.prefill_cost import PrefillCost
-from weft.inference.worker.gate import LEAST_TOKENS, LONGEST_TRIAL_S, TRIAL_S, Gate, Trials, Waker
+from weft.inference.worker.gate import MAX_PAUSE_S, MIN_PAUSE_S, MIN_TOKENS, Gate, Trials, Waker
 from weft.inference.worker.status import WorkerStatus, problem_of
 
 
@@ -43,7 +43,7 @@ def test_nothing_is_granted_while_the_rank_computes(writer, gate):
 def test_what_is_granted_fits_the_bubble_less_the_guard(writer, gate):
     writer.begin(8)
     tokens, found = gate.grant(10**6, 0)
-    assert found is not None and tokens > LEAST_TOKENS
+    assert found is not None and tokens > MIN_TOKENS
     assert gate.cost.predict_s(tokens, 0, 0.0) <= found.closes_s - found.opened_s - gate.guard_s
 
 
@@ -62,7 +62,7 @@ def test_a_short_rest_is_granted_and_a_short_piece_of_much_is_not(writer, gate):
     writer.begin(8)
     assert gate.grant(3, 0)[0] == 3
     bubble = gate.boards[0].state().bubble
-    gate.guard_s = bubble.closes_s - time.monotonic() - gate.cost.predict_s(LEAST_TOKENS - 1, 0, 0.0)
+    gate.guard_s = bubble.closes_s - time.monotonic() - gate.cost.predict_s(MIN_TOKENS - 1, 0, 0.0)
     assert gate.grant(10**6, 0)[0] == 0
 
 
@@ -76,23 +76,23 @@ def test_costs_that_are_believed_too_high_are_tried_now_and_then(writer, gate):
     gate.cost = PrefillCost()
     too_long = 10**9
     writer.begin(8)
-    assert gate.cost.predict_s(LEAST_TOKENS, too_long, 0.0) > 60.0
+    assert gate.cost.predict_s(MIN_TOKENS, too_long, 0.0) > 60.0
     gate.last_end_s = time.monotonic() + 60.0
     assert gate.grant(1000, too_long)[0] == 0
-    gate.last_end_s = time.monotonic() - TRIAL_S
-    assert gate.grant(1000, too_long)[0] == LEAST_TOKENS
+    gate.last_end_s = time.monotonic() - MIN_PAUSE_S
+    assert gate.grant(1000, too_long)[0] == MIN_TOKENS
 
 
 def test_trials_that_end_in_time_follow_each_other_and_late_ones_pause(writer, gate, monkeypatch):
     """A worker that learnt its costs while the host was busy goes on, and less often where training waits for it."""
     shortest_s = 1e4  # longer than a slow machine takes between two lines
-    monkeypatch.setattr("weft.inference.worker.gate.TRIAL_S", shortest_s)
-    monkeypatch.setattr("weft.inference.worker.gate.LONGEST_TRIAL_S", 100 * shortest_s)
+    monkeypatch.setattr("weft.inference.worker.gate.MIN_PAUSE_S", shortest_s)
+    monkeypatch.setattr("weft.inference.worker.gate.MAX_PAUSE_S", 100 * shortest_s)
     gate._trials = Trials()
 
     def tried_after(pause_s):
         gate.last_end_s = time.monotonic() - pause_s
-        return gate.grant(1000, too_long)[0] == LEAST_TOKENS
+        return gate.grant(1000, too_long)[0] == MIN_TOKENS
 
     too_long = 10**9
     writer.begin(8)
@@ -109,11 +109,11 @@ def test_trials_that_end_in_time_follow_each_other_and_late_ones_pause(writer, g
 def test_only_trials_change_their_pause_and_it_has_an_end():
     trials = Trials()
     trials.ended(1.0)
-    assert trials.pause_s == TRIAL_S
+    assert trials.pause_s == MIN_PAUSE_S
     for _ in range(10):
-        trials.under_way = True
+        trials.in_progress = True
         trials.ended(1.0)
-    assert trials.pause_s == LONGEST_TRIAL_S and not trials.under_way
+    assert trials.pause_s == MAX_PAUSE_S and not trials.in_progress
 
 
 def test_a_dead_writer_grants_nothing_and_is_named(writer, gate):
@@ -176,7 +176,7 @@ def test_the_waker_wakes_for_a_bubble_and_only_while_armed(writer, gate):
 @pytest.mark.parametrize("error", [OSError("no futex"), SystemExit(1)])
 def test_the_waker_outlives_what_it_meets(writer, gate, error, monkeypatch):
     """Errors do not end it; what does is noticed when there is work again."""
-    monkeypatch.setattr("weft.inference.worker.gate.LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr("weft.inference.worker.gate.CHECK_S", 0.01)
     woken, failed = threading.Event(), threading.Event()
     waker = Waker(gate, woken.set, period_s=1000.0)
     waker._told_s = time.monotonic()
@@ -204,8 +204,8 @@ def test_the_waker_says_that_it_looks_and_when_it_wakes(writer, gate, tmp_path):
     waker.arm(True)
     writer.begin(8)
     assert woken.wait(30.0)
-    # Nobody has come round since it was woken.
+    # The loop has not run since it was woken.
     hours = time.monotonic_ns() + 7200 * 10**9
-    assert "come round" in problem_of(tmp_path / "boards" / "worker0.status", hours)
-    status.passed()
-    assert "not looked" in problem_of(tmp_path / "boards" / "worker0.status", hours)
+    assert "has not responded" in problem_of(tmp_path / "boards" / "worker0.status", hours)
+    status.looped()
+    assert "has not run" in problem_of(tmp_path / "boards" / "worker0.status", hours)

@@ -67,9 +67,9 @@ def test_a_worker_is_told_its_settings(config, gpus):
     assert settings.guard_s == 0.0125
     assert "--no-async-scheduling" in words
     assert ("--gpu-memory-utilization" in words) == bool(gpus)
-    assert option(words, "--middleware") == "weft.inference.worker.vllm_door.PrefillOnly"
+    assert option(words, "--middleware") == "weft.inference.worker.vllm_middleware.PrefillOnlyMiddleware"
     config.inference.prefill.allow_decode = True
-    assert option(command(config, worker, python="python", num_gpus=gpus), "--middleware").endswith(".Door")
+    assert option(command(config, worker, python="python", num_gpus=gpus), "--middleware").endswith(".ApiMiddleware")
 
 
 def test_kv_caches_leave_by_the_connector_that_is_set(config):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from weft.conf.files import write_whole
+from weft.conf.files import write_atomic
 from weft.conf.schema import (
     DataConfig,
     OptimizerConfig,
@@ -80,5 +80,5 @@ def _config(case: ZeroCase, technique: Technique, folder: Path) -> WeftConfig:
         config.pipeline.schedule_file = str(folder / "schedule.json")
         schedule = generate("1f1b", Placement.straight(technique.num_stages), microbatches)
         halved = split_backwards(schedule, range(technique.num_stages))
-        write_whole(Path(config.pipeline.schedule_file), schedule_to_json(halved))
+        write_atomic(Path(config.pipeline.schedule_file), schedule_to_json(halved))
     return config

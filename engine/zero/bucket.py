@@ -1,4 +1,4 @@
-"""The chunk: parameters of a virtual stage in one flat buffer, divided into equal shards over the replicas."""
+"""The bucket: parameters of a virtual stage in one flat buffer, divided into equal shards over the replicas."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ class Fragment:
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A parameter and its offset in the chunk."""
+    """A parameter and its offset in the bucket."""
 
     name: str
     parameter: nn.Parameter
     offset: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """The parameter's view, in its own shape, of a flat buffer of the whole chunk."""
+        """The parameter's view, in its own shape, of a flat buffer of the whole bucket."""
         return flat[self.offset : self.offset + self.parameter.numel()].view(self.parameter.shape)
 
 
-class Chunk:
+class Bucket:
     """Weights and gradients of several parameters, all of one dtype, and all trained or all frozen.
 
     What a replica keeps permanently (ZeRO, Rajbhandari et al. 2020, section 5): at stage 0
@@ -74,7 +74,7 @@ class Chunk:
         collectives: Collectives,
         tied: dist.ProcessGroup | None = None,
     ) -> None:
-        """Move the parameters into the chunk's buffer.
+        """Move the parameters into the bucket's buffer.
 
         Args:
             parameters: the parameters, with their names in the whole model.
@@ -181,7 +181,7 @@ class Chunk:
     def finish_gradient(self) -> None:
         """Wait for the reduction; gradients of tied weights are then summed over their holders."""
         self._settle()
-        assert self._gradient is not None, "every chunk is reduced in every step"
+        assert self._gradient is not None, "every bucket is reduced in every step"
         if self.tied is not None:
             dist.all_reduce(self._gradient, group=self.tied)
 

@@ -1,4 +1,4 @@
-"""The worker's door: what it does not serve is refused with what to do, and never reaches vLLM."""
+"""The worker's middleware: what it does not serve is refused with what to do, and never reaches vLLM."""
 
 import asyncio
 import json
@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from weft.inference.requests import Refusal
 from weft.inference.worker import status as worker_status
 from weft.inference.worker.status import WorkerStatus, problem_of
-from weft.inference.worker.vllm_door import KEY_VARIABLE, MOST_BYTES, MOST_DEPTH, STATUS_VARIABLE, Door, PrefillOnly
+from weft.inference.worker.vllm_middleware import (
+    KEY_VARIABLE,
+    MOST_BYTES,
+    MOST_DEPTH,
+    STATUS_VARIABLE,
+    ApiMiddleware,
+    PrefillOnlyMiddleware,
+)
 
 PREFILL = {"prompt": "hello", "max_tokens": 1}
 REMOTE = {"kv_transfer_params": {"do_remote_decode": True}}
@@ -49,7 +56,7 @@ def no_environment(monkeypatch):
 
 
 def judge(body):
-    PrefillOnly(None).judge(body)
+    PrefillOnlyMiddleware(None).validate(body)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +99,7 @@ def test_any_text_in_a_flat_body_passes(value):
     judge(json.dumps(PREFILL | {"user": json.dumps(value)}).encode())
 
 
-def call(body_parts, path="/v1/completions", method="POST", headers=(), door=PrefillOnly, kind="http"):
+def call(body_parts, path="/v1/completions", method="POST", headers=(), middleware=PrefillOnlyMiddleware, kind="http"):
     """What the app behind saw, and what was answered."""
     seen, sent = [], []
 
@@ -111,23 +118,23 @@ def call(body_parts, path="/v1/completions", method="POST", headers=(), door=Pre
         return {"type": "http.request", "body": part, "more_body": True} if part else {"type": "http.request"}
 
     scope = {"type": kind, "method": method, "path": path, "headers": list(headers)}
-    asyncio.run(door(app)(scope, receive, send))
+    asyncio.run(middleware(app)(scope, receive, send))
     return seen, sent
 
 
 WHOLE = json.dumps(PREFILL).encode()
 
 
-@pytest.mark.parametrize("door", [Door, PrefillOnly])
+@pytest.mark.parametrize("middleware", [ApiMiddleware, PrefillOnlyMiddleware])
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"])
-def test_what_is_not_listed_is_not_there(door, method):
+def test_what_is_not_listed_is_not_there(middleware, method):
     for path in ELSEWHERE:
-        seen, sent = call([WHOLE, b""], path=path, method=method, door=door)
+        seen, sent = call([WHOLE, b""], path=path, method=method, middleware=middleware)
         assert not seen and sent[0]["status"] == 404, path
-        assert b"not served by a prefill worker; it answers GET /health" in sent[1]["body"]
+        assert b"not served by a prefill worker; available: GET /health" in sent[1]["body"]
     for path in ("/v1/completions", "/v1/chat/completions"):
         if method != "POST":
-            assert not call([WHOLE, b""], path=path, method=method, door=door)[0]
+            assert not call([WHOLE, b""], path=path, method=method, middleware=middleware)[0]
 
 
 def test_what_is_listed_is():
@@ -144,9 +151,9 @@ def test_websockets_are_closed():
 
 def test_one_that_decodes_takes_longer_answers_and_no_other_paths():
     body = json.dumps(PREFILL | {"max_tokens": 100}).encode()
-    assert call([body, b""], door=Door) == ([body], [])
+    assert call([body, b""], middleware=ApiMiddleware) == ([body], [])
     assert call([body, b""])[1][0]["status"] == 400
-    assert call([b"[", b""], door=Door)[1][0]["status"] == 400
+    assert call([b"[", b""], middleware=ApiMiddleware)[1][0]["status"] == 400
 
 
 def test_who_has_no_key_learns_nothing_but_health(monkeypatch):
@@ -181,13 +188,13 @@ def test_a_status_says_what_is_wrong_with_an_engine(tmp_path):
     assert problem_of(path, now + hour) == ""  # nothing to do
     status.arm(True)
     assert problem_of(path, now) == ""
-    assert "has not looked for 3600 s" in problem_of(path, now + hour)
+    assert "has not run for 3600 s" in problem_of(path, now + hour)
     status.arm(False)
     assert problem_of(path, now + hour) == ""
     status.woke()
     status.woke()
-    assert "has not come round for 3600 s" in problem_of(path, now + hour)
-    status.passed()
+    assert "has not responded for 3600 s" in problem_of(path, now + hour)
+    status.looped()
     assert problem_of(path, now + hour) == ""
     assert problem_of(tmp_path / "none", now) == ""
     path.write_bytes(b"x" * 9)

@@ -1,9 +1,9 @@
-"""ASGI middleware at the door of a worker's API: what is not on its list is not there.
+"""ASGI middleware that restricts a worker's API to an allow-list of routes.
 
-`--middleware weft.inference.worker.vllm_door.PrefillOnly`, or `.Door` for workers that also decode. vLLM's
-server answers some sixty paths, of which a dozen generate and others change the engine; its own key
-check guards those below four prefixes. Here a list says what is served, the key is asked for
-everything but `/health`, and a prompt is judged before anything is queued.
+Set by `--middleware` to `PrefillOnlyMiddleware`, or to `ApiMiddleware` for workers that also decode.
+vLLM's server has some sixty routes, of which a dozen generate and others change the engine; its own
+key check covers four prefixes only. This middleware serves allowed routes only, requires the key for
+everything but `/health`, and validates prompts before they are queued.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ Send = Callable[[Message], Awaitable[None]]
 
 HEALTH = ("GET", "/health")
 GENERATING = (("POST", "/v1/completions"), ("POST", "/v1/chat/completions"))
-LISTED = (HEALTH, ("GET", "/v1/models"), ("GET", "/metrics"), *GENERATING)
+ALLOWED = (HEALTH, ("GET", "/v1/models"), ("GET", "/metrics"), *GENERATING)
 KEY_VARIABLE = "VLLM_API_KEY"
 STATUS_VARIABLE = "WEFT_WORKER_STATUS"
-"""Environment variable with the file of the engine's `WorkerStatus`."""
+"""Environment variable with the path of the engine's `WorkerStatus`."""
 MOST_BYTES = 8 * 2**20
-"""Largest request body."""
+"""Maximum size of a request body."""
 MOST_DEPTH = 64
-"""Deepest nesting of a body."""
+"""Maximum nesting of a body."""
 RECEIVE_S = 60.0
-"""Longest time that a body may take to come."""
+"""Time limit for receiving a body."""
 
 
-class Door:
-    """Lets through what is listed, for those who have the key; the rest is answered here."""
+class ApiMiddleware:
+    """Forwards authorized requests to allowed routes, and answers all others itself."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
-        """In front of ``app``; key and status file come by the environment."""
+        """Wrap ``app``; key and status file are read from the environment."""
         self._app = app
         self._key = os.environ.get(KEY_VARIABLE, "").encode()
         status = os.environ.get(STATUS_VARIABLE, "")
         self._status = Path(status) if status else None
 
-    def judge(self, body: bytes) -> None:
+    def validate(self, body: bytes) -> None:
         """Refuse a prompt that this worker cannot serve.
 
         Raises:
-            Refusal: with what to do.
+            Refusal: with a remedy.
         """
         parse(body, max_depth=MOST_DEPTH)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Judge one request, as ASGI has it."""
+        """Handle one request (the ASGI interface)."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -66,29 +66,29 @@ class Door:
             return
         asked = scope["method"], scope["path"]
         try:
-            self._admit(scope, asked)
+            self._authorize(scope, asked)
             if asked in GENERATING:
                 async with asyncio.timeout(RECEIVE_S):
                     body = await _read(receive)
-                self.judge(body)
-                receive = _again(body, receive)
+                self.validate(body)
+                receive = _replay(body, receive)
         except TimeoutError:
-            await _answer(send, Refusal(408, f"the request took longer than {RECEIVE_S:g} s to come"))
+            await _answer(send, Refusal(408, f"the request took longer than {RECEIVE_S:g} s to arrive"))
             return
         except Refusal as refusal:
             await _answer(send, refusal)
             return
         await self._app(scope, receive, send)
 
-    def _admit(self, scope: Message, asked: tuple[str, str]) -> None:
-        if asked not in LISTED:
-            listed = ", ".join(f"{method} {path}" for method, path in LISTED)
-            raise Refusal(404, f"{asked[0]} {asked[1]}: not served by a prefill worker; it answers {listed}")
+    def _authorize(self, scope: Message, asked: tuple[str, str]) -> None:
+        if asked not in ALLOWED:
+            allowed = ", ".join(f"{method} {path}" for method, path in ALLOWED)
+            raise Refusal(404, f"{asked[0]} {asked[1]}: not served by a prefill worker; available: {allowed}")
         if asked == HEALTH:
             if self._status is not None and (problem := problem_of(self._status, time.monotonic_ns())):
                 raise Refusal(503, problem)
         elif self._key and not self._has_key(scope):
-            raise Refusal(401, "no API key, or a wrong one; send it as `Authorization: Bearer KEY`")
+            raise Refusal(401, "missing or invalid API key; send it as `Authorization: Bearer KEY`")
 
     def _has_key(self, scope: Message) -> bool:
         given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
@@ -96,26 +96,26 @@ class Door:
         return scheme.lower() == b"bearer" and hmac.compare_digest(key, self._key)
 
 
-class PrefillOnly(Door):
-    """Also refuses prompts that would have to be decoded here."""
+class PrefillOnlyMiddleware(ApiMiddleware):
+    """Also refuses requests that would have to be decoded here."""
 
-    def judge(self, body: bytes) -> None:
-        """As `Door.judge`."""
+    def validate(self, body: bytes) -> None:
+        """See `ApiMiddleware.validate`."""
         check_prefill_only(parse(body, max_depth=MOST_DEPTH))
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
-    """What hands on a body that was read, and then what comes after it."""
-    handed_on = False
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A ``receive`` that replays a body that was read already."""
+    replayed = False
 
-    async def again() -> Message:
-        nonlocal handed_on
-        if handed_on:
+    async def receive_again() -> Message:
+        nonlocal replayed
+        if replayed:
             return await receive()
-        handed_on = True
+        replayed = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return again
+    return receive_again
 
 
 async def _read(receive: Receive) -> bytes:
@@ -123,7 +123,7 @@ async def _read(receive: Receive) -> bytes:
     while True:
         message = await receive()
         if message["type"] != "http.request":
-            raise Refusal(400, "the connection was closed before the body had come")
+            raise Refusal(400, "the connection was closed before the body was complete")
         body += message.get("body", b"")
         if len(body) > MOST_BYTES:
             raise Refusal(413, f"the body is larger than {MOST_BYTES} bytes")
