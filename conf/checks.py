@@ -242,6 +242,14 @@ def _checkpoint(config: WeftConfig) -> Iterator[str]:
         yield f"checkpoint.resume={resume!r}: there is no such folder; give a checkpoint's folder, auto or never"
 
 
+def _supervision(config: WeftConfig) -> Iterator[str]:
+    supervise = config.supervise
+    if supervise.spike and not supervise.spike > 1:
+        yield f"supervise.spike={supervise.spike:g}: every norm would be one; choose a value above 1, or 0"
+    if supervise.spike and supervise.max_skips == 0:
+        yield f"supervise.spike={supervise.spike:g}: supervise.max_skips=0 skips no step; set it to 3 or so"
+
+
 def _prefill(config: WeftConfig) -> Iterator[str]:
     prefill, count = config.inference.prefill, config.cluster.ranks
     ranks = prefill.ranks or list(range(count))
@@ -281,6 +289,7 @@ CHECKS = (
     _optimizer,
     _train,
     _checkpoint,
+    _supervision,
     _prefill,
     _controller,
 )

@@ -131,10 +131,10 @@ def value_of(config: WeftConfig, name: str) -> Any:
 
 
 def out_of_range(config: WeftConfig) -> Iterator[str]:
-    """One line for each number outside its range."""
+    """One line for each number outside its range; null is none."""
     for name, allowed in RANGES.items():
         value = value_of(config, name)
-        if value not in allowed:
+        if value is not None and value not in allowed:
             yield f"{name}={_short(value)}: outside its range; choose a value {allowed.remedy(value)}"
 
 

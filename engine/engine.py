@@ -42,7 +42,7 @@ from weft.engine.observability.slots import SlotObserver
 from weft.engine.planning.run_plan import RunPlan
 from weft.engine.planning.schedules import RankSchedule, plan_evaluation
 from weft.engine.stages.objective import Minimised, Objective
-from weft.engine.zero import Collectives, Lamb, ShardedOptimizer, Sharding
+from weft.engine.zero import Collectives, Lamb, ShardedOptimizer, Sharding, Skips
 from weft.pipeline.action import Action, Op
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import Timeline
@@ -182,6 +182,7 @@ class WeftEngine(PipelineEngine):
             clip=self.gradient_clipping,
             waiting=self._waiting,
             steps_done=lambda: self.global_steps,
+            skips=Skips(self.weft.supervise.max_skips or 0, self.weft.supervise.spike),
             check_overflow=fp16 or (self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow),
             replicas=grid.get_data_parallel_group() if grid.get_data_parallel_world_size() > 1 else None,
             pipeline=grid.get_pipe_parallel_group() if grid.get_pipe_parallel_world_size() > 1 else None,
@@ -256,6 +257,24 @@ class WeftEngine(PipelineEngine):
         self._plans[cell.num_microbatches] = plan
         return plan
 
+    def train_batch(self, data_iter: Iterator | None = None) -> Tensor:
+        """Train on the next batch, of every replica; a collective call.
+
+        Args:
+            data_iter: micro-batches from now on, as `set_dataiterator` takes them.
+
+        Returns:
+            The loss, averaged over the tokens of the step.
+
+        Raises:
+            NonFiniteError: on every rank: training has diverged.
+            SkippedTooOften: on every rank: as many steps in a row were skipped as ``supervise.max_skips``
+                allows; the engine is as it was before them, but for its counters.
+        """
+        loss = super().train_batch(data_iter)
+        self.optimizer.skips.check()
+        return loss
+
     def _exec_schedule(self, schedule: Schedule) -> None:
         batches = self._read(schedule.num_microbatches)
         state = StepState(batches=batches, training=True, **self.step_loss.count(batches))
@@ -302,6 +321,8 @@ class WeftEngine(PipelineEngine):
         assert self._state is not None, "a step is being executed"
         if self.memory is not None:
             self.memory.before_step()
+        if self.optimizer.skips.most:
+            self.optimizer.tell_loss(self.step_loss.held(self._state))
         self._loss_sum = self.step_loss.sum(self._state)
         self._exec_optimizer_step()
 

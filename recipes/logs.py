@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from itertools import takewhile
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,9 @@ class Log(Protocol):
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics after ``step`` steps; ``kind`` is train or eval."""
+
+    def go_back(self, step: int) -> None:
+        """Forget what was recorded after ``step`` steps, as far as the destination can."""
 
     def close(self) -> None:
         """Flush and close."""
@@ -60,10 +64,8 @@ class JsonLines:
                 trained again. None keeps all lines.
         """
         self._path = path
-        if start is not None and path.exists():
-            with open(path) as file:
-                kept = [line for line in file if _step_of(line) <= start]
-            write_private(path, "".join(kept))
+        if start is not None:
+            self.go_back(start)
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line."""
@@ -71,14 +73,21 @@ class JsonLines:
         with open(os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a") as file:
             file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
 
+    def go_back(self, step: int) -> None:
+        """Cut the file off where later steps begin, which takes no room on a full disk."""
+        if not self._path.exists():
+            return
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        os.truncate(self._path, sum(map(len, takewhile(lambda line: _step_of(line) <= step, lines))))
+
     def close(self) -> None:
         """Do nothing: every line is flushed."""
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     """The step of a line of metrics; infinite if a crash has cut it."""
     try:
-        return json.loads(line)["step"] if line.endswith("\n") else inf
+        return json.loads(line)["step"] if line.endswith(b"\n") else inf
     except (ValueError, KeyError, TypeError):
         return inf
 
@@ -90,6 +99,7 @@ class TensorBoard:
         """Open a writer that hides events after ``start`` from an earlier attempt."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
+        self._folder = folder
         self._writer = SummaryWriter(log_dir=str(folder), purge_step=start + 1)
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -97,6 +107,11 @@ class TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(f"{kind}/{name}", value, step)
         self._writer.flush()
+
+    def go_back(self, step: int) -> None:
+        """Hide later events."""
+        self.close()
+        self._writer = type(self._writer)(log_dir=str(self._folder), purge_step=step + 1)
 
     def close(self) -> None:
         """Close the file."""
@@ -142,6 +157,9 @@ class WeightsAndBiases:
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """Log metrics together with the step."""
         self._run.log({STEP: step, **{f"{kind}/{name}": value for name, value in metrics.items()}})
+
+    def go_back(self, step: int) -> None:
+        """Do nothing: the step is an axis of ours, so that later records take the place of earlier ones."""
 
     def close(self) -> None:
         """Finish the run."""

@@ -73,6 +73,15 @@ class Progress:
         self._rate = self._engine.get_lr()[0]
         self._bar.update(1)
 
+    def go_back(self, step: int) -> None:
+        """Forget steps after ``step``, which are to be repeated."""
+        for log in self._logs:
+            log.go_back(step)
+        self._bar.n = step
+        self._bar.refresh()
+        self._rate = self._engine.get_lr()[0]
+        self._last = perf_counter()
+
     def _metrics(self, loss: Tensor) -> dict[str, float]:
         now = perf_counter()
         seconds, self._last = (now - self._last) / self._config.logging.every, now

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from math import nan
 from pathlib import Path
@@ -18,6 +18,8 @@ from weft.engine.data import MicrobatchLoader
 from weft.engine.distributed import from_rank_zero, together
 from weft.engine.engine import WeftEngine
 from weft.engine.supervision.places import Phase
+from weft.engine.zero import REMEDY, NonFiniteError, SkippedTooOften
+from weft.recipes.bad_data import BadData
 from weft.recipes.evaluations import Evaluations
 from weft.recipes.finish import print_once
 from weft.recipes.progress import Progress
@@ -36,37 +38,73 @@ class TrainingRun:
     evaluation: MicrobatchLoader | None
     folder: Path
     evaluations: Evaluations
-    began: tuple[int, int] = (0, 0)
-    """The last step that began, and the sequences of the data before it."""
+    bad_data: BadData = field(default_factory=BadData)
 
     def where(self) -> tuple[int, tuple[int, int]]:
         """The last step that began, and the sequences of the data, over all replicas, that it has read so far."""
-        step, drawn = self.began
-        return step, (drawn, self.loader.consumed)
+        step, first = self.bad_data.last
+        return step, (first, self.loader.consumed)
 
     def train(self, start: int, progress: Progress) -> None:
         """Train from step ``start`` on, with evaluations and checkpoints in between; a collective call."""
         train, every, heartbeat = self.config.train, self.config.checkpoint.every, self.engine.heartbeat
-        began = perf_counter()
+        began, step = perf_counter(), start
         heartbeat.enter(Phase.first_step)
-        for step in range(start, train.steps):
+        while step < train.steps:
             if self._has_stopped(progress):
                 return
-            self.began = step + 1, self.loader.consumed
-            progress.step(step + 1, self.engine.train_batch())
-            if step == start:
+            read = self.loader.consumed
+            self.bad_data.begin(step + 1, read)
+            try:
+                loss = self.engine.train_batch()
+            except SkippedTooOften as error:
+                step = self._go_back(error, progress)
+                continue
+            if not self.engine.optimizer.overflow:
+                self.bad_data.trained(read)
+            step += 1
+            progress.step(step, loss)
+            if step == start + 1:
                 heartbeat.enter(Phase.steady)
-            if self.evaluation is not None and (step + 1) % train.eval_every == 0:
+            if self.evaluation is not None and step % train.eval_every == 0:
                 with heartbeat.within(Phase.evaluation):
-                    self._evaluate(step + 1, self.evaluation, progress)
-            if self.engine.memory is not None and (step + 1) % self.config.checkpoint.memory_every == 0:
+                    self._evaluate(step, self.evaluation, progress)
+            if self.engine.memory is not None and step % self.config.checkpoint.memory_every == 0:
                 self.engine.memory.take(self._state())
-            if every and (step + 1) % every == 0 and step + 1 < train.steps:
+            if every and step % every == 0 and step < train.steps:
                 with heartbeat.within(Phase.checkpoint):
                     self.save()
             if train.max_seconds and _from_rank_0(perf_counter() - began > train.max_seconds, self.engine.device):
-                progress.note(f"train.max_seconds={train.max_seconds:g} reached after step {step + 1}")
+                progress.note(f"train.max_seconds={train.max_seconds:g} reached after step {step}")
                 return
+
+    def _go_back(self, error: SkippedTooOften, progress: Progress) -> int:
+        """Return to the newest checkpoint, and leave out what the skipped steps read; the number of steps done.
+
+        Raises:
+            NonFiniteError: on every rank: there is no checkpoint, or going back has not helped.
+        """
+        first, after = self.bad_data.of(error, self.loader.consumed)
+        read = f"they read sequences {first} to {after - 1} of the data"
+        if self.bad_data.is_hopeless(after):
+            raise NonFiniteError(
+                f"{error.summary}; {read}, and others were no better: training has diverged. {REMEDY}"
+            ) from error
+        left_out = self.loader.left_out
+        with self.engine.heartbeat.within(Phase.checkpoint):
+            path = self._restore(self._checkpoints)
+            if self.engine.memory is not None:
+                self.engine.memory.forget()  # what it has is of the steps that are taken back
+        if path is None:
+            raise NonFiniteError(
+                f"{error.summary}; {read}, and there is no checkpoint to go back to: set checkpoint.every. {REMEDY}"
+            ) from error
+        for each in (*left_out, (first, after)):
+            self.loader.leave_out(*each)
+        done = self.engine.global_steps
+        progress.go_back(done)
+        progress.note(f"{error.summary}; {read}, which are left out from step {done} on, where {path} was written")
+        return done
 
     def _evaluate(self, step: int, loader: MicrobatchLoader, progress: Progress) -> None:
         train = self.config.train
@@ -94,6 +132,10 @@ class TrainingRun:
     def _state(self) -> dict[str, Any]:
         return {"loader": self.loader.state_dict(), "evaluations": asdict(self.evaluations)}
 
+    def _set_state(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state["loader"])
+        self.evaluations = Evaluations(**state.get("evaluations", {}))
+
     def resume(self) -> int:
         """Resume from the nearest checkpoint if there is one; returns the number of steps done. A collective call.
 
@@ -104,7 +146,8 @@ class TrainingRun:
             found = memory.recover(least_step=from_rank_zero(self._step_in_storage))
             if found is not None:
                 step, state = found
-                return self._go_on(state, f"resumed after step {step} from memory")
+                self._set_state(state)
+                return self._went_on(f"resumed after step {step} from memory")
         done = self._resume_from_storage()
         if memory is not None:
             memory.forget()
@@ -115,18 +158,16 @@ class TrainingRun:
         if resume == "never":
             return 0
         where = self._checkpoints if resume == "auto" else Path(resume)
-        path, state = together(lambda: engine.load_checkpoint(str(where)))
+        path = self._restore(where)
         if path is None:
             if resume != "auto":
                 raise ValueError(f"checkpoint.resume={where}: no complete checkpoint there; give its folder, or auto")
             return 0
-        return self._go_on(state, f"resumed after step {engine.global_steps} from {path}")
+        return self._went_on(f"resumed after step {engine.global_steps} from {path}")
 
-    def _go_on(self, state: dict[str, Any], done: str) -> int:
-        """Restore what is not the engine's; ``done`` says from where."""
+    def _went_on(self, done: str) -> int:
+        """Say from where the run goes on; returns the number of steps done."""
         engine = self.engine
-        self.loader.load_state_dict(state["loader"])
-        self.evaluations = Evaluations(**state.get("evaluations", {}))
         steps = self.config.train.steps
         print_once(f"{done}; train.steps={steps} are done" if engine.global_steps >= steps else done)
         if self.config.checkpoint.load_best_model_at_end and self._step_of_best() != self.evaluations.best_step:
@@ -137,6 +178,13 @@ class TrainingRun:
     def _step_in_storage(self) -> int:
         """Step of the newest checkpoint of the run folder; 0 if there is none."""
         return next((manifest.step for _, manifest in to_resume(self._checkpoints)), 0)
+
+    def _restore(self, where: Path) -> str | None:
+        """Restore the newest checkpoint at ``where``, if there is one, and return its path; a collective call."""
+        path, state = together(lambda: self.engine.load_checkpoint(str(where)))
+        if path is not None:
+            self._set_state(state)
+        return path
 
     def load_best(self) -> None:
         """Load the weights of the lowest evaluation loss; a collective call."""

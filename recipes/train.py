@@ -26,6 +26,7 @@ from weft.engine.checkpoint.memory import HostMemory
 from weft.engine.data import MicrobatchLoader, build_loader, check_source, load_tokenizer
 from weft.engine.distributed import (
     SharedError,
+    attempt_number,
     first_to_fail,
     init_distributed,
     lost_peer,
@@ -49,6 +50,8 @@ from weft.recipes.run import TrainingRun
 
 PATIENCE_S = 5.0
 """Seconds that a rank waits for the first rank of its host to report an error that both found."""
+SKIPS = 3
+"""``supervise.max_skips`` of a supervised run that does not set it."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -95,6 +98,7 @@ def train(config: WeftConfig, heartbeat: Heartbeat | None = None) -> WeftEngine:
     loader, evaluation = _loaders(config, tokenizer)
     config = _with_steps(config, loader)
     torch.manual_seed(config.train.seed)
+    config = _with_skips(config)
     engine, *_ = initialize(config=replace(config, model=replace(config.model, self_check=False)))
     engine.tell(heartbeat)
     together(lambda: _write_plan(engine, folder / "plan.json") if engine.global_rank == 0 else None)
@@ -194,6 +198,14 @@ def _with_steps(config: WeftConfig, loader: MicrobatchLoader) -> WeftConfig:
     steps = ceil(sequences / (config.train.microbatch_size * config.pipeline.microbatches * replicas))
     print_once(f"{config.train.epochs:g} epochs of {loader.description}: {sequences} sequences, {steps} steps")
     return replace(config, train=replace(config.train, steps=steps))
+
+
+def _with_skips(config: WeftConfig) -> WeftConfig:
+    """The configuration with ``supervise.max_skips`` settled: runs that somebody watches over skip bad steps."""
+    if config.supervise.max_skips is not None:
+        return config
+    most = SKIPS if attempt_number() or config.supervise.spike else 0
+    return replace(config, supervise=replace(config.supervise, max_skips=most))
 
 
 def reports_error(error: ValueError) -> bool:

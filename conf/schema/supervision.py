@@ -29,9 +29,10 @@ class SuperviseConfig:
     """Seconds before the second restart in a row without a good step between; each further one doubles them."""
     in_process: bool = True
     """Let the ranks that survive a fault keep their process, and build only the groups and the state anew."""
-    max_skips: int = 3
+    max_skips: int | None = None
     """Steps in a row with a loss or gradient norm that is not finite, or a spike, to skip before the run goes
-    back to a checkpoint and leaves their batches out; 0 ends the run at the first."""
+    back to a checkpoint and leaves their batches out; 0 ends the run at the first. null is 3 in a supervised
+    run, and 0 otherwise."""
     spike: float = 0.0
     """Skip a step whose gradient norm is this many times the median of the last 32; 0 looks for no spikes."""
     compare_every: int = 0

@@ -122,7 +122,7 @@ def restore(engine: Trained, checkpoint: Checkpoint, ranks: Ranks, wanted: Wante
     held, path = fragments(engine), checkpoint.path
     check_names(checkpoint, held, ranks)
     ranks.together(path, lambda: restore_local(engine, held, checkpoint, wanted))
-    engine.optimizer.restored()
+    engine.optimizer.restored(checkpoint.meta.get("norms", []) if wanted.progress else [])
     engine.sharding.publish()
     return ranks.together(path, lambda: decode(checkpoint.meta["client_state"], checkpoint))
 

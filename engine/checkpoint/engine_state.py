@@ -42,7 +42,7 @@ class Wanted:
     Attributes:
         optimizer: the optimiser's state; otherwise the current state is kept.
         scheduler: learning rates and their schedule.
-        progress: counters, random states and the loss scale.
+        progress: counters, random states, the loss scale, and the norms that spikes are judged by.
     """
 
     optimizer: bool = True
@@ -97,6 +97,7 @@ def meta(engine: Trained, held: Iterable[Fragment], moment: Moment, client_state
         "groups": optimizer_state.group_scalars(held, engine.basic_optimizer),
         "lr_scheduler": _without_groups(engine.lr_scheduler.state_dict()) if engine.lr_scheduler else {},
         "loss_scale": optimizer_state.loss_scale(engine.optimizer),
+        "norms": engine.optimizer.skips.norms,
         "layout": layout(engine),
         "versions": _versions(),
     }
@@ -201,6 +202,8 @@ def check_form(checkpoint: Checkpoint) -> Checkpoint:
             raise form.FormError(f"counters: {', '.join(counters)[:200]}")
         for name in COUNTERS:
             form.number(counters, name)
+        if "norms" in meta:  # older checkpoints have none
+            form.numbers(meta, "norms")
         for name in meta["groups"]:
             form.mapping(meta["groups"], name)
     except form.FormError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from math import isfinite, prod
 from typing import Any, TypeVar
 
 from weft.engine.checkpoint.pieces import StoredPiece, StoredTensor
@@ -35,6 +35,14 @@ def number(body: Mapping[str, Any], name: str, *, least: int = 0) -> int:
 def text(body: Mapping[str, Any], name: str) -> str:
     """A text."""
     return _field(body, name, str)
+
+
+def numbers(body: Mapping[str, Any], name: str) -> list[float]:
+    """Finite numbers."""
+    values = _field(body, name, list)
+    if not all(type(value) in (int, float) and isfinite(value) for value in values):
+        raise FormError(f"{name}={_short(values)}: not all of them are finite numbers")
+    return [float(value) for value in values]
 
 
 def mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:

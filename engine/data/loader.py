@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.conf.schema import DataConfig, DataKind
 from weft.engine.data.batch import Batch, collate
 from weft.engine.data.open import open_source
-from weft.engine.data.order import Cursor, Order, sequences
+from weft.engine.data.order import Cursor, Order, Ranges, sequences
 from weft.engine.data.packing import lay_out_contiguous, lay_out_single, lay_out_whole
 from weft.engine.data.prefetch import Prefetch
 from weft.engine.data.source import StreamedSource
@@ -36,13 +36,16 @@ class Share:
     packing: bool
     pad: int
 
-    def microbatches(self, cursor: Cursor) -> Iterator[tuple[Batch, Cursor]]:
+    def microbatches(self, cursor: Cursor, left_out: Ranges = ()) -> Iterator[tuple[Batch, Cursor]]:
         """This replica's micro-batches from ``cursor`` on, each with the cursor after it.
 
         Rows that the end of a pass cannot fill hold only padding.
+
+        Args:
+            left_out: sequences of the global order to go past.
         """
         blocks = Prefetch(self.order.blocks(cursor), BLOCKS_AHEAD)
-        upcoming = sequences(blocks, cursor)
+        upcoming = sequences(blocks, cursor, left_out)
         first = self.replica * self.microbatch_size
         try:
             while drawn := list(islice(upcoming, self.microbatch_size * self.num_replicas)):
@@ -59,15 +62,16 @@ class MicrobatchLoader(Iterator[Batch]):
     """Iterates over the micro-batches of one replica; every rank of its pipeline builds an equal loader.
 
     The k-th micro-batch after the start, or after resuming at sequence n, holds the global sequences
-    n + (k R + r) B to n + (k R + r + 1) B for replica r of R. Training data is endless. For
-    evaluation, ``iter`` starts one pass over the data, filled up with rows without labels so that
-    every replica gets the same number of micro-batches.
+    n + (k R + r) B to n + (k R + r + 1) B for replica r of R, counted without those that are `left_out`.
+    Training data is endless. For evaluation, ``iter`` starts one pass over the data, filled up with
+    rows without labels so that every replica gets the same number of micro-batches.
     """
 
     def __init__(self, share: Share) -> None:
         """Start at the first sequence; reading starts with the first ``next``."""
         self._share = share
         self._cursor = Cursor()
+        self._left_out: list[tuple[int, int]] = []
         self._lengths: dict[int, int] = {}
         self._ahead: Prefetch[tuple[Batch, Cursor]] | None = None
 
@@ -79,7 +83,11 @@ class MicrobatchLoader(Iterator[Batch]):
     @property
     def consumed(self) -> int:
         """Sequences of the global order before the next micro-batch, over all replicas and passes."""
-        return self._cursor.consumed
+        consumed = self._cursor.consumed
+        for first, after in self._left_out:
+            if first <= consumed < after:
+                consumed = after
+        return consumed
 
     @property
     def epoch(self) -> float:
@@ -116,13 +124,28 @@ class MicrobatchLoader(Iterator[Batch]):
             ValueError: the source has a row that cannot be encoded, or no document.
         """
         if self._ahead is None:
-            self._ahead = Prefetch(self._share.microbatches(self._cursor), BATCHES_AHEAD)
+            self._ahead = Prefetch(self._share.microbatches(self._cursor, self.left_out), BATCHES_AHEAD)
         batch, self._cursor = next(self._ahead)
         return batch
 
+    @property
+    def left_out(self) -> Ranges:
+        """Ranges of the global order that are gone past, by the number of their first sequence and the one after."""
+        return tuple(self._left_out)
+
+    def leave_out(self, first: int, after: int) -> None:
+        """From the next micro-batch on, go past the sequences from ``first`` to before ``after``.
+
+        They are numbered in the global order over all passes, as `consumed` counts; what has been read
+        stays read.
+        """
+        self._seek(self._cursor)
+        self._left_out = sorted({*self._left_out, (first, after)})
+
     def state_dict(self) -> dict[str, Any]:
         """The position after the last micro-batch, as JSON values; equal on all replicas after the same number."""
-        return {"order": self._share.order.identity, **asdict(self._cursor)}
+        left_out = [list(each) for each in self._left_out]
+        return {"order": self._share.order.identity, "left_out": left_out, **asdict(self._cursor)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position; the number of replicas and the micro-batch size may have changed.
@@ -135,7 +158,9 @@ class MicrobatchLoader(Iterator[Batch]):
                 f"data.path: {self.description}: the checkpoint was written with other data, or another train.seed "
                 "or data setting; restore them, or start over with checkpoint.resume=never"
             )
-        self._seek(Cursor(**{name: value for name, value in state.items() if name != "order"}))
+        cursor = {name: value for name, value in state.items() if name not in ("order", "left_out")}
+        self._seek(Cursor(**cursor))
+        self._left_out = [(first, after) for first, after in state.get("left_out", ())]
 
     def close(self) -> None:
         """Stop reading ahead; a later ``next`` resumes at the same position."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -15,6 +15,10 @@ from weft.engine.data.source import Block, Source
 
 LayOut = Callable[[np.ndarray, int, "np.random.Generator | None"], Layout]
 """Maps document lengths, sequence length and a random generator for shuffling to the layout of a block."""
+
+
+Ranges = Sequence[tuple[int, int]]
+"""Sequences by their numbers in the global order: the first of each range, and the one after its last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +115,12 @@ class Order:
         return self.lay_out(block.documents.lengths, self.sequence_length, generator)
 
 
-def sequences(blocks: Iterator[Placed], cursor: Cursor) -> Iterator[tuple[Placed, int]]:
-    """Each sequence from ``cursor`` on, as its block and its index in the block."""
+def sequences(blocks: Iterator[Placed], cursor: Cursor, left_out: Ranges = ()) -> Iterator[tuple[Placed, int]]:
+    """Each sequence from ``cursor`` on that is not ``left_out``, as its block and its index in the block."""
     first = cursor.sequence
     for placed in blocks:
         for sequence in range(first, len(placed.layout)):
-            yield placed, sequence
+            number = placed.cursor.consumed + sequence
+            if not any(start <= number < stop for start, stop in left_out):
+                yield placed, sequence
         first = 0

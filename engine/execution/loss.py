@@ -88,11 +88,14 @@ class StepLoss:
             self._looked_at = True
             together(self._minimised.require_sums)
 
+    def held(self, state: StepState) -> Tensor | None:
+        """The loss of this rank's micro-batches, fp32; None on ranks that compute none."""
+        return torch.stack([loss.float() for loss in state.losses.values()]).sum() if state.losses else None
+
     def sum(self, state: StepState) -> ReplicaSum | None:
         """Start to sum the loss over micro-batches and replicas, on ranks that compute it."""
-        if not state.losses:
-            return None
-        return ReplicaSum(torch.stack([loss.float() for loss in state.losses.values()]).sum(), self._replicas)
+        loss = self.held(state)
+        return None if loss is None else ReplicaSum(loss, self._replicas)
 
     def share(self, loss: ReplicaSum | None) -> Tensor:
         """The loss of the whole step on every rank of the pipeline, from the one that holds the last stage."""

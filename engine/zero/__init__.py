@@ -2,9 +2,21 @@
 
 from weft.engine.zero.bucket import Bucket, Fragment
 from weft.engine.zero.collectives import Collectives
-from weft.engine.zero.finite import NonFiniteError
+from weft.engine.zero.finite import REMEDY, NonFiniteError
 from weft.engine.zero.lamb import Lamb
 from weft.engine.zero.optimizer import ShardedOptimizer
 from weft.engine.zero.sharding import Sharding
+from weft.engine.zero.skipping import SkippedTooOften, Skips
 
-__all__ = ["Bucket", "Collectives", "Fragment", "Lamb", "NonFiniteError", "ShardedOptimizer", "Sharding"]
+__all__ = [
+    "REMEDY",
+    "Bucket",
+    "Collectives",
+    "Fragment",
+    "Lamb",
+    "NonFiniteError",
+    "ShardedOptimizer",
+    "Sharding",
+    "SkippedTooOften",
+    "Skips",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from math import isfinite
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from weft.engine.zero.finite import REMEDY, NonFiniteError, NormWatch, all_finit
 from weft.engine.zero.lamb import Lamb
 from weft.engine.zero.norm import squared_norm
 from weft.engine.zero.sharding import Sharding
+from weft.engine.zero.skipping import Skips
 
 MOST_SKIPPED = 50
 """Most steps in a row that may be skipped; fp16's loss scale reaches its minimum before."""
@@ -38,6 +40,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         loss_scaler: LossScalerBase,
         clip: Callable[[], float],
         check_overflow: bool,
+        skips: Skips | None = None,
         steps_done: Callable[[], int] = lambda: 0,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         replicas: dist.ProcessGroup | None = None,
@@ -52,6 +55,8 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             check_overflow: skip steps whose gradients are not finite, for which the host waits in
                 every step. Otherwise such gradients are an error, which is detected one step later
                 unless the norm is known anyway.
+            skips: which steps to skip besides those that overflow, for which the host waits in every
+                step, too; None skips none.
             steps_done: returns the number of steps before this one, for messages.
             waiting: context that is entered while waiting for other ranks.
             replicas: group of this rank and its replicas; None means this rank alone.
@@ -63,14 +68,18 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         self.overflow = False
         self._clip = clip
         self._check_overflow = check_overflow
+        self.skips = skips or Skips()
         self._steps_done = steps_done
         self._skipped = 0
+        self._is_bad = False
+        """Whether this step is skipped for another reason than the loss scale, which then stays as it is."""
         self._failure: NonFiniteError | None = None
         self._watch = NormWatch(sharding.device)
         self._waiting = waiting
         self._groups = {"replicas": replicas, "pipeline": pipeline}
         self._square: ReplicaSum | None = None
         self._square_scale = 1.0
+        self._loss: Tensor | None = None
         held = [fragment for fragment in sharding.fragments() if fragment.trained]
         fragments: dict[nn.Parameter, list[Tensor]] = {}
         for fragment in held:
@@ -97,6 +106,10 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         """The loss scale: the factor of losses before their backward."""
         return self.loss_scaler.cur_scale
 
+    def tell_loss(self, loss: Tensor | None) -> None:
+        """This rank's part of the loss of the step to come, where it has one: a scalar, judged with the gradient."""
+        self._loss = loss
+
     @torch.no_grad()
     def step(self) -> None:
         """Wait for the gradients, step, and start to gather the new weights; a collective call.
@@ -122,13 +135,20 @@ class ShardedOptimizer(DeepSpeedOptimizer):
                 bucket.assign_gradients()
             self.optimizer.step()
             self.sharding.publish()
-        self.loss_scaler.update_scale(self.overflow)
+        if not self._is_bad:
+            self.loss_scaler.update_scale(self.overflow)
         self.zero_grad()
 
     def _check_gradient(self) -> None:
         """Check that the gradient is finite, now or at the end of the next step."""
         assert self._square is not None
         step = self._steps_done() + 1
+        if self.skips.most:
+            norm = float(self._awaited_norm())
+            overflows = not isfinite(norm) and self._can_lower_scale()
+            self._is_bad = not overflows and not self.skips.judge(step, norm)
+            self.overflow = overflows or self._is_bad
+            return
         if not self._check_overflow:
             self._watch.watch(step, self._square, self._square_scale)
             if self._clip() and self.sharding.device.type == "cpu":
@@ -138,6 +158,11 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         self._skipped = self._skipped + 1 if self.overflow else 0
         if self._skipped > MOST_SKIPPED:
             raise nonfinite_gradient(step, float(self._awaited_norm()))
+
+    def _can_lower_scale(self) -> bool:
+        """Whether a gradient that is not finite may be due to the loss scale."""
+        scaler = self.loss_scaler
+        return self._check_overflow and scaler.dynamic and scaler.cur_scale > scaler.min_scale
 
     def check_finite(self) -> None:
         """Check that weights and optimiser state may be saved; a collective call that synchronises the device.
@@ -158,10 +183,15 @@ class ShardedOptimizer(DeepSpeedOptimizer):
                 f"step {self._steps_done()}: weights or the optimiser's state are no longer finite. {REMEDY}"
             )
 
-    def restored(self) -> None:
-        """Reset the checks after weights and state were restored from a checkpoint."""
+    def restored(self, norms: list[float]) -> None:
+        """Reset the checks after weights and state were restored from a checkpoint.
+
+        Args:
+            norms: of gradients before it, as `Skips.norms` gave them.
+        """
         self._watch.reset()
         self._failure = None
+        self.skips.restore(norms)
 
     @property
     def gradient_norm(self) -> Tensor | None:
@@ -172,7 +202,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         return None if self._square is None else self._square.wait().sqrt() / self._square_scale
 
     def _summed(self, square: Tensor) -> ReplicaSum:
-        if not (self._clip() or self._check_overflow):  # the sum may overlap with the next step
+        if not (self._clip() or self._check_overflow or self.skips.most):  # the sum may overlap with the next step
             return ReplicaSum(square, dist.group.WORLD if dist.is_initialized() else None)
         with self._waiting():
             return ReplicaSum(sum_now(square, **self._groups), None)
@@ -185,7 +215,11 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
     def _local_square(self) -> Tensor:
         """This rank's part of the squared norm; each element counts on one rank."""
-        return squared_norm((bucket.counted_gradient for bucket in self.sharding.trained), self.sharding.device)
+        square = squared_norm((bucket.counted_gradient for bucket in self.sharding.trained), self.sharding.device)
+        loss, self._loss = self._loss, None
+        if self.skips.most and loss is not None:
+            square += 0 * loss  # NaN if the loss is not finite
+        return square
 
     def _scale(self) -> None:
         """Unscale the gradients, and clip them."""

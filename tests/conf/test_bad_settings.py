@@ -103,6 +103,8 @@ BAD = [
     (["train.hub_model_id=https://hub/me/mine"], "write NAME or ORGANISATION/NAME"),
     (["train.sample=x", "train.export=false"], "set train.export=true"),
     (["checkpoint.resume=/nowhere"], "there is no such folder"),
+    (["supervise.spike=1"], "choose a value above 1, or 0"),
+    (["supervise.spike=20", "supervise.max_skips=0"], "skips no step; set it to 3"),
     # serving
     (["inference.controller.workers=[{url: localhost, boards: [x]}]"], "give it as in http://127.0.0.1:8001"),
     (["inference.controller.workers=[{url: http://localhost}]"], "give the bubble board of each rank"),

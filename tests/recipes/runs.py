@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from math import nan
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from weft.conf import load
 
@@ -43,20 +46,52 @@ def prepare(folder: Path) -> list[str]:
     ]
 
 
-def run(settings: Sequence[str], *, losses: Mapping[int, float] | None = None, killed_at: int = 0) -> dict[str, Any]:
+def run(
+    settings: Sequence[str],
+    *,
+    losses: Mapping[int, float] | None = None,
+    killed_at: int = 0,
+    spoilt: range = range(0),
+    value: float = nan,
+    left_out: range = range(0),
+) -> dict[str, Any]:
     """Train on this rank.
 
     Args:
         losses: what evaluations say, by step, instead of what they are.
         killed_at: step in which the process "dies".
+        spoilt: sequences of the data whose gradients become ``value`` times as large.
+        left_out: sequences of the data that the run goes past.
+
+    Returns:
+        The steps done and the sequences left out, or the error that ended the run.
     """
     import torch
 
     from weft.engine.engine import WeftEngine
+    from weft.engine.zero import NonFiniteError
     from weft.recipes import run as recipe
     from weft.recipes.train import train
 
-    step, evaluate = WeftEngine.train_batch, recipe.evaluate
+    step, evaluate, resume = WeftEngine.train_batch, recipe.evaluate, recipe.TrainingRun.resume
+    read, seed = WeftEngine._read, WeftEngine._seed_gradient
+    now = [False]
+
+    def read_spoilt(engine: WeftEngine, count: int) -> Any:
+        batches = read(engine, count)
+        loader: Any = engine.training_dataloader
+        size = count * engine.num_replicas * engine.weft.train.microbatch_size
+        now[0] = not set(range(loader.consumed - size, loader.consumed)).isdisjoint(spoilt)
+        return batches
+
+    def seed_spoilt(engine: WeftEngine, loss: torch.Tensor) -> torch.Tensor:
+        return seed(engine, loss) * (value if now[0] else 1.0)
+
+    def resume_and_leave_out(each: recipe.TrainingRun) -> int:
+        done = resume(each)
+        if left_out:
+            each.loader.leave_out(left_out.start, left_out.stop)
+        return done
 
     def train_batch(engine: WeftEngine, *args: Any) -> torch.Tensor:
         if killed_at and engine.global_steps + 1 == killed_at:
@@ -66,14 +101,23 @@ def run(settings: Sequence[str], *, losses: Mapping[int, float] | None = None, k
     def scripted(engine: WeftEngine, *args: Any) -> float:
         return evaluate(engine, *args) if losses is None else losses[engine.global_steps]
 
-    WeftEngine.train_batch, recipe.evaluate = train_batch, scripted  # type: ignore[method-assign]
-    try:
-        engine = train(load(settings))
-    except Killed:
-        return {}
-    finally:
-        WeftEngine.train_batch, recipe.evaluate = step, evaluate  # type: ignore[method-assign]
-    return {"steps": engine.global_steps}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeftEngine, "train_batch", train_batch)
+        patch.setattr(WeftEngine, "_read", read_spoilt)
+        patch.setattr(WeftEngine, "_seed_gradient", seed_spoilt)
+        patch.setattr(recipe, "evaluate", scripted)
+        patch.setattr(recipe.TrainingRun, "resume", resume_and_leave_out)
+        try:
+            engine = train(load(settings))
+        except Killed:
+            return {}
+        except NonFiniteError as error:
+            return {"error": str(error)}
+    return {
+        "steps": engine.global_steps,
+        "skipped": engine.skipped_steps,
+        "left_out": list(engine.training_dataloader.left_out),  # type: ignore[union-attr]
+    }
 
 
 def run_all(attempts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -87,10 +87,30 @@ def test_every_log_holds_every_metric_at_its_step(tmp_path):
 
 
 def test_a_number_that_is_none_stays_json(tmp_path):
-    JsonLines(tmp_path / "m.jsonl").write("train", 1, {"loss": nan, "lr": 0.5})
+    JsonLines(tmp_path / "m.jsonl", 0).write("train", 1, {"loss": nan, "lr": 0.5})
 
     def refuse(text):
         raise AssertionError(text)
 
     line = json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=refuse)
     assert line == {"step": 1, "kind": "train", "loss": None, "lr": 0.5}
+
+
+@pytest.mark.parametrize("rest", ["", '{"step": 4, "kind": "tr', "no line of ours\n"])
+def test_steps_that_are_repeated_leave_one_line_each(tmp_path, rest):
+    path = tmp_path / "m.jsonl"
+    first = JsonLines(path, 0)
+    for step in (1, 2, 3, 4):
+        first.write("train", step, {"loss": float(step)})
+    first.write("eval", 4, {"loss": 0.5})
+    with path.open("a") as file:
+        file.write(rest)
+    second = JsonLines(path, 2)
+    second.write("train", 3, {"loss": 30.0})
+    second.write("train", 4, {"loss": 40.0})
+    second.go_back(3)
+    second.write("train", 4, {"loss": 41.0})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 41.0)]
+    JsonLines(path, 4)
+    assert len(path.read_text().splitlines()) == 4

@@ -80,6 +80,47 @@ def test_a_resumed_run_goes_on_with_any_number_of_replicas(blocks, drawn, size, 
 
 
 @settings(deadline=None, max_examples=40)
+@given(SOURCES, st.integers(0, 6), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=3), st.data())
+def test_what_is_left_out_is_the_same_for_any_number_of_replicas(blocks, drawn, ranges, data):
+    """In the run that leaves it out, and in one that resumes it."""
+    counts = st.integers(1, 3)
+    size, replicas, new_size, new_replicas = (data.draw(counts) for _ in range(4))
+    source, steps = Blocks(*blocks), 3
+    out = {number for first, count in ranges for number in range(first, first + count)}
+    last = (drawn * size * replicas) + steps * new_size * new_replicas + len(out)
+    alone = rows(share(source, size=1), last)
+    kept = [row for number, row in enumerate(alone) if number not in out]
+    numbers = [number for number in range(last + 1) if number not in out]
+
+    before = share(source, size=size, replicas=replicas)
+    for first, count in ranges:
+        before.leave_out(first, first + count)
+    assert rows(before, drawn) == [kept[k * replicas * size + row] for k in range(drawn) for row in range(size)]
+    done = drawn * size * replicas
+    assert before.consumed == numbers[done]
+    state = json.loads(json.dumps(before.state_dict()))
+    for replica in range(new_replicas):
+        after = share(source, size=new_size, replica=replica, replicas=new_replicas)
+        after.load_state_dict(state)
+        own = [kept[done + (k * new_replicas + replica) * new_size + r] for k in range(steps) for r in range(new_size)]
+        assert rows(after, steps) == own
+
+
+def test_what_was_read_stays_read():
+    loader = share(Blocks([8] * 40), size=1)
+    expected = rows(share(Blocks([8] * 40), size=1), 10)
+    assert rows(loader, 3) == expected[:3]
+    loader.leave_out(1, 5)
+    loader.leave_out(1, 5)
+    assert (loader.left_out, loader.consumed) == (((1, 5),), 5)
+    assert rows(loader, 2) == expected[5:7]
+    state = loader.state_dict()
+    del state["left_out"]  # a checkpoint from before there was any
+    loader.load_state_dict(state)
+    assert loader.left_out == ()
+
+
+@settings(deadline=None, max_examples=40)
 @given(SOURCES, st.integers(0, 3), st.sampled_from([lay_out_contiguous, lay_out_whole]))
 def test_the_sequences_of_some_passes_are_known_before_they_are_read(blocks, epochs, lay_out):
     loader = share(Blocks(blocks[0]), size=1, lay_out=lay_out)

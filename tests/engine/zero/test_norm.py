@@ -63,7 +63,7 @@ def test_all_finite(dtype):
 class Trained:
     """One replica of a small stage, whose gradients can be spoilt."""
 
-    def __init__(self, *, clip=0.0, check_overflow=False, scaler=None, make=None, dtype=torch.float32):
+    def __init__(self, *, clip=0.0, check_overflow=False, skips=None, scaler=None, make=None, dtype=torch.float32):
         self.model = SmallStage(dtype=dtype)
         self.done = 0
         (self.sharding,) = in_threads(1, lambda m, n: Sharding([self.model], ZeroConfig(), Meetings(m, n)))
@@ -73,6 +73,7 @@ class Trained:
             loss_scaler=scaler or LossScaler(1.0),
             clip=lambda: clip,
             check_overflow=check_overflow,
+            skips=skips,
             steps_done=lambda: self.done,
         )
 
@@ -110,7 +111,7 @@ def test_what_is_restored_may_be_kept():
     trained = Trained(clip=1.0)
     with pytest.raises(NonFiniteError):
         trained.step(spoilt=NAN)
-    trained.optimizer.restored()
+    trained.optimizer.restored([])
     trained.optimizer.check_finite()
     unclipped = Trained()
     unclipped.step(spoilt=NAN)
@@ -118,7 +119,7 @@ def test_what_is_restored_may_be_kept():
     for mine, other in zip(unclipped.model.parameters(), before.model.parameters(), strict=True):
         mine.data.copy_(other)
     unclipped.optimizer.state.clear()
-    unclipped.optimizer.restored()
+    unclipped.optimizer.restored([])
     unclipped.optimizer.check_finite()
     unclipped.step()
 

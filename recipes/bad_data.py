@@ -1,0 +1,48 @@
+"""Which data steps have read, so that a run which goes back can leave out what was bad."""
+
+from __future__ import annotations
+
+from weft.engine.zero import SkippedTooOften
+
+MOST_TIMES = 3
+"""Times that the training may come to bad data before it has learnt from any beyond; the last of them ends it."""
+_REMEMBERED = 64
+"""Steps whose positions in the data are kept: more than may be skipped in a row."""
+
+
+class BadData:
+    """Positions of the last steps in the data, and how often the training has gone back without getting on."""
+
+    def __init__(self) -> None:
+        """Begin, with no step."""
+        self._before: dict[int, int] = {}
+        self._beyond, self._times = 0, 0
+
+    @property
+    def last(self) -> tuple[int, int]:
+        """The last step that began, and the number of sequences before it, over all replicas."""
+        return next(reversed(self._before.items()), (0, 0))
+
+    def begin(self, step: int, consumed: int) -> None:
+        """Note where in the data a step begins to read."""
+        kept = [known for known in self._before if step - _REMEMBERED < known < step]
+        self._before = {known: self._before[known] for known in kept} | {step: consumed}
+
+    def of(self, error: SkippedTooOften, consumed: int) -> tuple[int, int]:
+        """What skipped steps have read: their first sequence in the global order, and the one after the last.
+
+        Args:
+            consumed: sequences that were read by now.
+        """
+        return self._before[error.steps[0].step], self._before.get(error.steps[-1].step + 1, consumed)
+
+    def trained(self, read: int) -> None:
+        """Note a step that was not skipped, which had ``read`` sequences before it."""
+        if read >= self._beyond:
+            self._times = 0
+
+    def is_hopeless(self, after: int) -> bool:
+        """Whether it does not help to leave out more, now up to the sequence before ``after``; this time is counted."""
+        self._times += 1
+        self._beyond = after
+        return self._times >= MOST_TIMES
