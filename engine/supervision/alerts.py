@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from statistics import median
 from typing import Any
 
@@ -12,6 +13,8 @@ from weft.engine.supervision.watch import Observed, Watch
 
 WINDOW_STEPS = 10
 """Steps over which a rank or a link has to be slow."""
+READ_S = 5.0
+"""Seconds between readings of ranks and links."""
 KEPT = 64
 """Readings of a rank or a link that are remembered, those of the window included."""
 FEWEST = 3
@@ -75,12 +78,16 @@ class Alerts:
         self._watch = watch
         self._busy: dict[int, _Series] = {}
         self._links: dict[tuple[int, int], _Series] = {}
+        self._read_at = -inf
         self._raised: dict[tuple[str, str], float] = {}
 
     def look(self, now: float) -> list[Alert]:
         """Alerts that are new, or still hold after a while; to be called about as often as hosts report."""
-        self._read()
-        found = [*self._stragglers(), *self._slow_links(), *self._stalled(now), *self._hosts()]
+        found = [*self._stalled(now), *self._hosts()]
+        if now - self._read_at >= READ_S:
+            self._read_at = now
+            self._read()
+            found += [*self._paused(), *self._stragglers(), *self._slow_links()]
         return [alert for alert in found if self._is_new(alert, now)]
 
     def _is_new(self, alert: Alert, now: float) -> bool:
@@ -95,7 +102,9 @@ class Alerts:
 
     def _read(self) -> None:
         for rank, seen in self._watch.ranks.items():
-            report, series = seen.report, self._busy.setdefault(rank, _Series())
+            report, series = seen.report, self._busy.get(rank)
+            if series is None:
+                series = self._busy[rank] = _Series()
             if report.measured_steps > series.count:
                 steps = report.measured_steps - series.count
                 if series.count:  # the first steps of an attempt are slow
@@ -109,7 +118,6 @@ class Alerts:
                     track.count = link.sent_bytes
 
     def _stragglers(self) -> Iterator[Alert]:
-        yield from self._paused()
         parts = {rank: series.parts() for rank, series in self._busy.items()}
         known = {rank: (recent, before) for rank, (recent, before) in parts.items() if recent and median(before) > 0}
         slower = {rank: median(recent) / median(before) for rank, (recent, before) in known.items()}

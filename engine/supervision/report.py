@@ -123,6 +123,7 @@ class HostReport(NamedTuple):
         return cls(host, ranks, vitals)
 
 
+_PHASES = {int(phase): phase for phase in Phase}
 _KINDS: tuple[tuple[type, ...], ...] = (
     *((int,), (int,), (int,), (list, tuple), (int,), (int, float), (int,), (int, float), (int,), (str,), (int, float)),
     *((int, type(None)), (int,), (int,), (list, tuple)),
@@ -135,4 +136,4 @@ def _rank_from_wire(fields: Any) -> RankReport:
     rank, attempt, phase, (step, done, begun, waits), *rest, links = fields
     place = Place(int(step), int(done), bool(begun), int(waits))
     joined = tuple(map(LinkReading._make, links))
-    return RankReport._make((rank, attempt, Phase(phase), place, *rest, joined))
+    return RankReport._make((rank, attempt, _PHASES[phase], place, *rest, joined))

@@ -110,6 +110,7 @@ class Watch:
         self._moved_at = now
         self._step, self._step_at = 0, now
         self._stopped: set[int] = set()
+        self._found: tuple[tuple[float, float], Sequence[Suspect]] | None = None
 
     # -- observing ---------------------------------------------------------------------------------
 
@@ -189,6 +190,12 @@ class Watch:
 
     def suspects(self, now: float) -> Sequence[Suspect]:
         """Who holds the others up, as things stand; several where they cannot be told apart."""
+        key = self._moved_at, now // (self._heartbeat_s / 2)
+        if self._found is None or self._found[0] != key:  # thousands of ranks are not judged twenty times a second
+            self._found = key, self._find(now)
+        return self._found[1]
+
+    def _find(self, now: float) -> Sequence[Suspect]:
         silent = [rank for rank, seen in self.ranks.items() if self._is_silent(seen, now)]
         places = {rank: seen.report.place for rank, seen in self.ranks.items()}
         if self._knows_rows(places):

@@ -10,7 +10,7 @@ from weft.engine.supervision.places import LinkReading, Phase
 @pytest.fixture
 def run():
     made = FakeRun()
-    made.begin()
+    made.begin(60.0)
     return made
 
 
@@ -30,7 +30,7 @@ def test_a_rank_that_becomes_slower_is_told_once(run, rank):
 def test_one_that_is_slow_from_the_beginning_is_told_by_its_replicas():
     run = FakeRun(rows_of(replicas=3))
     run.slowed = {4: 2.0}
-    run.begin(60.0)
+    run.begin(80.0)
     assert kinds(run) == [("straggler", {"rank": 4, "host": run.host(4)})]
     assert "its replicas'" in run.raised[0].evidence
 
@@ -91,9 +91,9 @@ def link_run(speed):
 def test_a_link_that_becomes_slower_is_told():
     speed = {0: 1e9, 1: 1e9}
     run = link_run(speed)
-    run.begin()
+    run.begin(60.0)
     speed[1] = 1e8
-    run.advance(30.0)
+    run.advance(60.0)
     assert kinds(run) == [("slow_link", {"link": [1, 3]})]
     assert "Mbit/s" in run.raised[0].evidence
 
@@ -101,8 +101,8 @@ def test_a_link_that_becomes_slower_is_told():
 def test_a_link_that_is_busier_at_times_is_not_slow():
     speed = {0: 1e9, 1: 1e9}
     run = link_run(speed)
-    run.begin()
-    for _ in range(30):
+    run.begin(60.0)
+    for _ in range(40):
         speed[0] = 3e8 if speed[0] == 1e9 else 1e9
         run.advance(2.0)
     assert not run.raised
@@ -110,7 +110,7 @@ def test_a_link_that_is_busier_at_times_is_not_slow():
 
 def test_a_link_that_stands_still_is_told_before_it_is_a_fault():
     run = FakeRun(rows_of(sites=(1, 1)))
-    run.begin()
+    run.begin(60.0)
     run.job.cut = {frozenset((1, 3))}
     run.advance(12.0)
     assert kinds(run) == [("stalled_link", {"link": [1, 3]})] and not run.found
@@ -142,7 +142,7 @@ def test_vitals_of_another_form_are_passed_over(run, vitals):
 
 def test_an_evaluation_does_not_look_like_a_slow_link():
     run = link_run({0: 1e9, 1: 1e9})
-    run.begin()
+    run.begin(60.0)
     run.idle = True
     run.enter(Phase.evaluation)
     report_of = run.report_of
