@@ -10,23 +10,32 @@ import asyncio
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import monotonic, monotonic_ns
 from typing import Any
 
 from weft.comm.control import ControlClient
-from weft.engine.supervision.faults import ERROR_FILE, OomKills, classify, read_report
+from weft.engine.supervision.faults import ERROR_FILE, OomKills, RankEnd, classify, read_report
+from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.output import Output, Writer
+from weft.engine.supervision.parking import AGENT, Assignment, Parking
 from weft.engine.supervision.places import PlaceReader, make_page
 from weft.engine.supervision.processes import process_state
 from weft.engine.supervision.ranks import Rank, Ranks
 from weft.engine.supervision.report import HostReport, RankReport, rank_report
+from weft.engine.supervision.vitals import LogMatches, host_vitals
 
+PARK_S = 3.0
+"""Seconds that ranks have to leave an attempt; a process that does not is killed."""
+MEMORY = "WEFT_MEMORY"
+"""Environment variable of ranks: the folder in which their memory checkpoints outlive them."""
 LOOK_S = 0.1
 """Seconds between looks at the ranks' places; a change of phase is told at once."""
 _GUARD_S = 1.0
@@ -47,6 +56,7 @@ class AgentOrder:
         environment: variables to set, some of them secret.
         heartbeat_s: seconds between reports.
         orphan_s: seconds without a driver after which it ends its ranks and itself.
+        launch: number of this start of the run; memory that an earlier one has left is given back.
         driver: command that starts the driver again; empty if another agent does.
     """
 
@@ -59,6 +69,7 @@ class AgentOrder:
     environment: dict[str, str]
     heartbeat_s: float
     orphan_s: float
+    launch: int = 0
     driver: list[str] = field(default_factory=list)
 
     @classmethod
@@ -92,19 +103,26 @@ class Agent:
         self._wanted: dict[str, Any] = {"attempt": 0, "run": False}
         self._attempt = 0
         self._mine: list[Rank] = []
-        self._said: dict[int, dict[str, Any]] = {}
+        self._said: dict[int, RankEnd] = {}
         self._phases: list[Any] = []
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()
         self._writer = Writer()
+        self._matches = LogMatches()
+        self._vitals: dict[str, Any] = {}
         self._lost_since: float | None = monotonic()
         self._guarding: asyncio.subprocess.Process | None = None
         self._page = page_path(Path(order.run_folder), order.host)
+        self._memory = self._page.with_name(f"{self._page.name}.memory{order.launch}")
+        self._parking = Parking(self._page.with_name(f"{self._page.name}.agent"), self._changed.set)
 
     async def run(self) -> int:
         """Serve the driver until it ends this agent, or has been away for too long."""
         make_page(self._page, self._order.slots)
+        for left in set(self._page.parent.glob(f"{self._page.name}.memory*")) - {self._memory}:
+            shutil.rmtree(left, ignore_errors=True)
         self._places = PlaceReader(self._page)
+        self._parking.open()
         self._ranks = Ranks(self._order.preload, self._changed.set)
         self._client = ControlClient(
             self._order.address,
@@ -126,6 +144,8 @@ class Agent:
         self._send_report()
         await self._client.close()
         self._ranks.close()
+        self._parking.close()
+        shutil.rmtree(self._memory, ignore_errors=True)
         for file in (self._page, *self._errors()):
             file.unlink(missing_ok=True)
         self._writer.close()
@@ -153,40 +173,85 @@ class Agent:
             await self._changed.wait()
             self._changed.clear()
             wanted = self._wanted
-            alive = [rank for rank in self._mine if rank.code is None]
-            if alive and (wanted["attempt"] > self._attempt or not wanted["run"]):
-                await self._ranks.stop(alive)
+            if wanted["attempt"] > self._attempt or not wanted["run"]:
+                await self._end_attempt(wanted.get("drop"))
             if wanted["run"] and wanted["attempt"] > self._attempt:
                 await self._start(wanted)
             self._send_report()
 
+    async def _end_attempt(self, drop: Sequence[int] | None) -> None:
+        """End the ranks that take part in an attempt, or have them park.
+
+        Args:
+            drop: ranks that must not go on; None if no rank may, and all processes end.
+        """
+        if drop is None:
+            await self._ranks.stop([rank for rank in self._mine if rank.code is None])
+            return
+        await self._ranks.stop([rank for rank in self._mine if rank.code is None and rank.rank in drop])
+        await self._ranks.stop([rank for rank in self._busy() if rank.pid not in self._parking.processes])
+        for rank in self._busy():
+            self._parking.leave(rank.pid)
+        limit = monotonic() + PARK_S
+        while self._busy() and monotonic() < limit:
+            await asyncio.sleep(0.01)
+        await self._ranks.stop(self._busy())
+
+    def _busy(self) -> list[Rank]:
+        """The ranks that take part in an attempt."""
+        return [rank for rank in self._mine if rank.code is None and self._parking.parked(rank.pid) is None]
+
     async def _start(self, wanted: Mapping[str, Any]) -> None:
+        """Begin an attempt, with parked processes as far as they go."""
         self._attempt = wanted["attempt"]
-        folder = Path(self._order.run_folder, "supervisor", "logs", f"attempt{self._attempt}")
-        ranks = wanted["ranks"]
-        common = {**wanted["environment"], "LOCAL_WORLD_SIZE": str(len(ranks)), "WEFT_PLACES": str(self._page)}
-        self._mine = [Rank(rank, self._attempt, Output(folder / f"rank{rank}.log", self._writer)) for rank in ranks]
+        # By local rank, for a process stays with its GPU.
+        parked = {local: rank for local, rank in enumerate(self._mine) if rank.code is None}
+        self._mine, self._said = [], {}
         self._oom_kills = OomKills(os.getpid())
-        self._said.clear()
-        for local, (rank, error) in enumerate(zip(self._mine, self._errors(), strict=False)):
-            error.unlink(missing_ok=True)
-            own = {
-                "RANK": str(rank.rank),
-                "LOCAL_RANK": str(local),
-                "WEFT_ATTEMPT": str(self._attempt),
-                ERROR_FILE: str(error),
-            }
-            await self._ranks.start(rank, wanted["target"], wanted["arguments"], {**common, **own})
+        for local, number in enumerate(wanted["ranks"]):
+            self._errors()[local].unlink(missing_ok=True)
+            environment = self._environment(wanted, local)
+            log = Path(self._order.run_folder, "supervisor", "logs", f"attempt{self._attempt}", f"rank{number}.log")
+            kept = parked.pop(local, None)
+            if kept is not None:
+                kept.rank, kept.attempt = number, self._attempt
+                kept.output.go_on_in(log)
+                self._mine.append(kept)
+                self._parking.assign(kept.pid, Assignment(environment, wanted["arguments"]))
+                continue
+            output = Output(log, self._writer, partial(self._matches.take, number))
+            rank = Rank(number, self._attempt, output, f"{self._attempt}/{number}")
+            self._mine.append(rank)
+            await self._ranks.start(rank, wanted["target"], wanted["arguments"], environment)
+        await self._ranks.stop(list(parked.values()))
+
+    def _environment(self, wanted: Mapping[str, Any], local: int) -> dict[str, str]:
+        ranks = wanted["ranks"]
+        in_process = {AGENT: str(self._parking.path)} if wanted["in_process"] else {}
+        return {
+            **wanted["environment"],
+            **in_process,
+            "RANK": str(ranks[local]),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(len(ranks)),
+            "WEFT_ATTEMPT": str(self._attempt),
+            "WEFT_PLACES": str(self._page),
+            MEMORY: str(self._memory),
+            ERROR_FILE: str(self._errors()[local]),
+        }
 
     async def _report(self) -> None:
         """Tell the driver where the ranks are: regularly, and when a phase begins."""
         due = monotonic()
         while True:
             phases = [self._phase(local) for local in range(len(self._mine))]
-            if monotonic() >= due or phases != self._phases:
+            regular = monotonic() >= due
+            if regular:
+                due = monotonic() + self._order.heartbeat_s
+                self._vitals = host_vitals(Path(self._order.run_folder), self._matches)
+            if regular or phases != self._phases:
                 self._phases = phases
                 self._send_report()
-                due = monotonic() + self._order.heartbeat_s
             await asyncio.sleep(LOOK_S)
 
     def _phase(self, local: int) -> tuple[int, int] | None:
@@ -199,11 +264,21 @@ class Agent:
 
     def _send_report(self) -> None:
         report = HostReport(
-            self._order.host, tuple(self._rank_report(local, rank) for local, rank in enumerate(self._mine))
+            self._order.host,
+            tuple(self._rank_report(local, rank) for local, rank in enumerate(self._mine)),
+            self._vitals,
         )
-        ends = {str(rank.rank): self._end(local, rank) for local, rank in enumerate(self._mine) if rank.code}
-        message = {"attempt": self._attempt, "ready": self._ranks.ready, "report": report.to_wire(), "ends": ends}
-        self._client.send(message, latest_of="report")
+        self._vitals = {**self._vitals, "patterns": []}  # a line is told once
+        ended = [(local, rank) for local, rank in enumerate(self._mine) if rank.code]
+        parked = {rank.rank: self._parking.parked(rank.pid) for rank in self._mine if rank.code is None}
+        message = AgentMessage(
+            attempt=self._attempt,
+            report=report,
+            ends={rank.rank: self._end(local, rank) for local, rank in ended},
+            parked={rank: reason for rank, reason in parked.items() if reason is not None},
+            lines={rank.rank: rank.output.last_lines() for _, rank in ended},
+        )
+        self._client.send(message.to_wire(), latest_of="report")
 
     def _rank_report(self, local: int, rank: Rank) -> RankReport:
         return rank_report(
@@ -215,13 +290,13 @@ class Agent:
             exit_code=rank.code,
         )
 
-    def _end(self, local: int, rank: Rank) -> dict[str, Any]:
-        """How a rank ended badly, as `RankEnd` has it, and what it printed last."""
+    def _end(self, local: int, rank: Rank) -> RankEnd:
+        """How a rank ended badly, found out once."""
         if rank.rank not in self._said:
             assert rank.code
             end = classify(rank.code, read_report(self._errors()[local]), oom_killed=self._oom_kills.seen())
             assert end is not None
-            self._said[rank.rank] = {**vars(end), "kind": end.kind.value, "lines": rank.output.last_lines()}
+            self._said[rank.rank] = end
         return self._said[rank.rank]
 
     async def _watch_driver(self) -> None:

@@ -29,9 +29,11 @@ from weft.conf.run_lock import RunLock
 from weft.conf.schema import ClusterManager, WeftConfig
 from weft.conf.trees import to_yaml
 from weft.engine.supervision.agent import AgentOrder
+from weft.engine.supervision.deny_list import DenyList
 from weft.engine.supervision.hosts import choose_hosts, config_for, hostfile_text
-from weft.engine.supervision.job import Job, Layout, Stage
+from weft.engine.supervision.job import Job, Stage
 from weft.engine.supervision.journal import NAME, Journal
+from weft.engine.supervision.layout import Layout
 from weft.engine.supervision.rows import read_rows
 from weft.engine.supervision.starting import starter_for
 from weft.pipeline.culprit import JobRows
@@ -112,6 +114,7 @@ class Driver:
             os.environ.setdefault(name, value)
         self._config = load([], recipe_file=str(config_file(run_folder)))
         self._journal = Journal(run_folder / NAME)
+        self._deny_list = DenyList.of(self._config)
         self._starter = starter_for(self._config.cluster.manager, self._spec.ssh_port)
         self._processes: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
         self._address: str | tuple[str, int] = ""
@@ -189,7 +192,7 @@ class Driver:
 
     def start_agent(self, host: str, generation: int) -> None:
         """Start an agent on a host, with what it has to know."""
-        first = not self.job.hosts or host == next(iter(self.job.hosts))
+        first = host == next(iter(self.job.fleet.hosts))
         settings = self._config.supervise
         order = AgentOrder(
             host=host,
@@ -201,6 +204,7 @@ class Driver:
             environment=self._spec.environment,
             heartbeat_s=settings.heartbeat_s,
             orphan_s=settings.setup_deadline_s,
+            launch=sum(event["event"] == "launch" for event in self._journal.past) + (not self._attach),
             driver=[sys.executable, "-m", __spec__.name, "attach", str(self._folder.absolute())] if first else [],
         )
         try:
@@ -228,6 +232,19 @@ class Driver:
         except (OSError, ValueError) as error:
             self.say(f"the culprit of a stall will be told by its phase alone: {error}")
             return None
+
+    def denied(self) -> Mapping[str, str]:
+        """Hosts on the deny-list; as it was, while it cannot be read."""
+        try:
+            denied = self._deny_list.read()
+        except ValueError as error:
+            self.say(str(error))
+            return self.job.fleet.away
+        return {host: denial.reason for host, denial in denied.items()}
+
+    def newest_checkpoint(self) -> str:
+        """By name, which numbers the steps."""
+        return max((path.name for path in (self._folder / "checkpoints").glob("step-*")), default="")
 
     # Attempts
 

@@ -8,6 +8,7 @@ import queue
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,10 +61,11 @@ class Writer:
 class Output:
     """The two streams of one process."""
 
-    def __init__(self, path: Path, writer: Writer) -> None:
-        """Keep what is printed in ``path``."""
+    def __init__(self, path: Path, writer: Writer, on_lines: Callable[[list[str]], None] = lambda lines: None) -> None:
+        """Keep what is printed in ``path``, and hand over whole lines as they come."""
         self._path = path
         self._writer = writer
+        self._on_lines = on_lines
         self._file = -1
         self._reading: dict[int, int] = {}  # descriptor to read, and whether stdout or stderr gets it
         self._lines: deque[bytes] = deque(maxlen=KEPT_LINES)
@@ -71,10 +73,7 @@ class Output:
 
     def open(self) -> tuple[int, int]:
         """Begin to read; returns the ends for the process to write to, which the caller closes."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        with suppress(OSError):  # such as a full disk: then the terminal alone has it
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file = os.open(self._path, flags, 0o600)
+        self._open_file()
         ends = []
         for target in (sys.stdout, sys.stderr):
             reading, writing = os.pipe2(os.O_CLOEXEC)
@@ -83,6 +82,24 @@ class Output:
             asyncio.get_running_loop().add_reader(reading, self._read, reading)
             ends.append(writing)
         return ends[0], ends[1]
+
+    def go_on_in(self, path: Path) -> None:
+        """Keep what is printed from now on in another file."""
+        self._close_file()
+        self._path = path
+        self._open_file()
+        self._lines.clear()
+
+    def _open_file(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        with suppress(OSError):  # such as a full disk: then the terminal alone has it
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = os.open(self._path, flags, 0o600)
+
+    def _close_file(self) -> None:
+        if self._file >= 0:
+            self._writer.write(self._file, b"")
+            self._file = -1
 
     def last_lines(self) -> list[str]:
         """The last lines printed, oldest first."""
@@ -94,9 +111,7 @@ class Output:
             while self._read(descriptor):
                 pass
             self._close(descriptor)
-        if self._file >= 0:
-            self._writer.write(self._file, b"")
-            self._file = -1
+        self._close_file()
 
     def _read(self, descriptor: int) -> bool:
         """Whether there was something to read."""
@@ -112,7 +127,9 @@ class Output:
             self._writer.write(self._file, data)
         *whole, self._unfinished = (self._unfinished + data).replace(b"\r", b"\n").split(b"\n")
         self._unfinished = self._unfinished[-_MOST_OF_A_LINE:]
-        self._lines.extend(line[-_MOST_OF_A_LINE:] for line in whole if line.strip())
+        lines = [line[-_MOST_OF_A_LINE:] for line in whole if line.strip()]
+        self._lines.extend(lines)
+        self._on_lines([line.decode(errors="replace") for line in lines])
         return True
 
     def _close(self, descriptor: int) -> None:

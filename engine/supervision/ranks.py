@@ -26,6 +26,8 @@ class Rank:
     """A process of a rank.
 
     Attributes:
+        rank: its global number in the attempt that it takes part in.
+        name: what agent and forkserver call it, as long as it lives.
         pid: its number; 0 until it runs.
         code: its exit code, negative for a signal; None while it runs.
     """
@@ -33,13 +35,9 @@ class Rank:
     rank: int
     attempt: int
     output: Output
+    name: str
     pid: int = 0
     code: int | None = None
-
-    @property
-    def name(self) -> str:
-        """What agent and forkserver call it."""
-        return f"{self.attempt}/{self.rank}"
 
 
 @dataclass

@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from weft.engine.supervision.parking import AgentLink
 
 KEPT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "WEFT_ATTEMPT", "MASTER_ADDR", "MASTER_PORT", "SECRET")
 
@@ -31,7 +34,17 @@ def run(arguments: Sequence[str]) -> int:
         child = subprocess.Popen(["sleep", "600"])
         Path(folder, "child").write_text(str(child.pid))
         return 0
+    if mode == "park":
+        agent, asked = AgentLink.from_environment(os.environ), threading.Event()
+        agent.begin(int(attempt), asked.set)
+        asked.wait()
+        assignment = agent.park("asked")
+        if assignment is None:
+            return 1
+        os.environ.update(assignment.environment)
+        return run(assignment.arguments)
     if mode == "raise":
+        print("Segmentation fault")
         raise RuntimeError("a rank failed")
     while mode == "wait":
         time.sleep(60)

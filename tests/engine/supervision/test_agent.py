@@ -17,6 +17,7 @@ import pytest
 
 from weft.comm.control import ControlServer
 from weft.engine.supervision.agent import AgentOrder, page_path
+from weft.engine.supervision.report import HostReport
 
 LIMIT_S = 60.0
 TARGET = "tests.engine.supervision.fake_ranks:run"
@@ -59,13 +60,15 @@ class Bed:
         self.agent.stdin.close()
         self.agent.stdin = None  # for communicate()
 
-    def want(self, attempt, ranks, *arguments, run=True):
+    def want(self, attempt, ranks, *arguments, run=True, drop=None):
         message = {
             "attempt": attempt,
             "run": run,
             "ranks": ranks,
             "target": TARGET,
             "arguments": [str(self.folder), *arguments],
+            "in_process": True,
+            "drop": drop,
             "environment": {"WORLD_SIZE": "9", "MASTER_ADDR": "m", "MASTER_PORT": "5"},
         }
         self.server.send(self.order.peer, message)
@@ -74,7 +77,8 @@ class Bed:
         """Exit codes by rank as last reported of an attempt; None if there is no report of it."""
         if not self.reports or self.reports[-1]["attempt"] != attempt:
             return None
-        return {rank[0]: rank[10] for rank in self.reports[-1]["report"]["ranks"]}
+        report = HostReport.from_wire(self.reports[-1]["report"])
+        return {rank.rank: rank.exit_code for rank in report.ranks}
 
     def facts(self, attempt, rank):
         return json.loads((self.folder / f"{attempt}.{rank}").read_text())
@@ -129,8 +133,11 @@ def test_ranks_get_their_environment_and_their_ends_are_told(tmp_path):
             "SECRET": "s",
         }
         ends = bed.reports[-1]["ends"]
+        await until(lambda: any(report["report"]["vitals"].get("patterns") for report in bed.reports))
         assert set(ends) == {"5", "6"} and ends["5"]["status"] == 7
-        assert "RuntimeError: a rank failed" in ends["6"]["lines"]
+        assert "RuntimeError: a rank failed" in bed.reports[-1]["lines"]["6"]
+        lines = [line for report in bed.reports for line in report["report"]["vitals"].get("patterns", [])]
+        assert lines == [[6, "crash", "Segmentation fault"]]
         bed.server.send(bed.order.peer, {"end": True})
         printed, _ = await asyncio.to_thread(bed.agent.communicate)
         assert b"rank 4 does exit0\n" in printed and b"and says so\n" in printed
@@ -173,6 +180,23 @@ def test_the_same_order_twice_starts_nothing_twice(tmp_path):
         seen = len(bed.reports)
         await until(lambda: len(bed.reports) > seen + 3)
         assert not bed.written(1, 0) and bed.codes(1) == {0: -signal.SIGKILL}
+
+    scenario(tmp_path, play)
+
+
+def test_survivors_keep_their_process_and_the_others_are_new(tmp_path):
+    async def play(bed):
+        bed.want(1, [0, 1, 2], "wait", "0:park", "1:park")
+        await until(lambda: bed.written(1, 0, 1, 2))
+        bed.want(1, [0, 1, 2], run=False, drop=[1])
+        await until(lambda: bed.codes(1) == {0: None, 1: -signal.SIGTERM, 2: -signal.SIGTERM})
+        await until(lambda: bed.reports[-1]["parked"] == {"0": "asked"})
+        bed.want(2, [0, 1], "wait", drop=[1])
+        await until(lambda: bed.written(2, 0, 1))
+        assert bed.facts(2, 0)["pid"] == bed.facts(1, 0)["pid"] and bed.facts(2, 1)["pid"] != bed.facts(1, 1)["pid"]
+        assert bed.facts(2, 0)["LOCAL_WORLD_SIZE"] == "2"
+        bed.want(2, [0, 1], run=False)
+        await until(lambda: bed.codes(2) == {0: -signal.SIGTERM, 1: -signal.SIGTERM})
 
     scenario(tmp_path, play)
 

@@ -6,7 +6,10 @@ import pytest
 
 from weft.conf.schema.supervision import SuperviseConfig
 from weft.engine.supervision.faults import FaultKind, RankEnd
-from weft.engine.supervision.job import CONNECT_S, SETTLE_S, Job, Layout, Stage
+from weft.engine.supervision.fleet import CONNECT_S, PROBE_S
+from weft.engine.supervision.job import SETTLE_S, Job, Stage
+from weft.engine.supervision.layout import Layout
+from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.places import Phase
 from weft.engine.supervision.report import HostReport, RankReport
 from weft.pipeline.culprit import Place
@@ -25,6 +28,8 @@ class World:
         self.said = []
         self.away_asked = []
         self.layout_hosts = hosts
+        self.on_deny_list = {}
+        self.checkpoint = ""
         self.job = Job(
             settings=SuperviseConfig(**settings), layouts=self.layouts, effects=self, target="m:f", past=past
         )
@@ -51,6 +56,12 @@ class World:
     def rows(self):
         return None
 
+    def denied(self):
+        return self.on_deny_list
+
+    def newest_checkpoint(self):
+        return self.checkpoint
+
     def events(self, name):
         return [event for event in self.journal if event["event"] == name]
 
@@ -59,9 +70,9 @@ class World:
             self.job.on_connected(host, self.generation(host), self.now)
 
     def generation(self, host):
-        return self.job.hosts[host].generation
+        return self.job.fleet.hosts[host].generation
 
-    def report(self, host, phase=Phase.steady, step=1, codes=None, ends=None, attempt=None, state="S"):
+    def report(self, host, phase=Phase.steady, step=1, codes=None, ends=None, attempt=None, state="S", parked=None):
         """The host says that its ranks are there, or have ended."""
         attempt = self.job.attempt if attempt is None else attempt
         ranks = self.told[host, self.generation(host)].get("ranks", [])
@@ -69,9 +80,7 @@ class World:
             RankReport(rank, attempt, phase, Place(step), state=state, exit_code=(codes or {}).get(rank))
             for rank in ranks
         )
-        wire = HostReport(host, reports).to_wire()
-        said = {str(rank): {**vars(end), "kind": end.kind.value, "lines": []} for rank, end in (ends or {}).items()}
-        message = {"attempt": attempt, "ready": True, "report": wire, "ends": said}
+        message = AgentMessage(attempt, HostReport(host, reports), ends or {}, parked or {}, {}).to_wire()
         self.job.on_report(host, self.generation(host), message, self.now)
 
     def pass_time(self, seconds, *beating):
@@ -146,6 +155,41 @@ def test_a_killed_rank_starts_another_attempt_when_all_others_have_ended():
     assert [event["reason"] for event in world.events("attempt")] == ["start", "restart"]
     assert world.told["a", 1]["run"] and world.told["a", 1]["attempt"] == 2
     assert world.started == [("a", 1), ("b", 1)], "agents stay"
+
+
+def test_survivors_park_for_the_next_attempt_once():
+    world = World()
+    world.train()
+    world.kill(3)
+    world.settle()
+    assert world.told["a", 1]["drop"] == [3]
+    world.report("a", parked={0: "link", 1: "link"})
+    world.report("b", codes={3: -9})
+    world.job.tick(world.now)
+    assert world.job.attempt == 1, "rank 2 takes part still"
+    world.report("b", codes={3: -9}, parked={2: "link"})
+    world.job.tick(world.now)
+    assert world.job.attempt == 2 and world.told["a", 1]["run"]
+    world.kill(3)
+    world.settle()
+    assert world.told["a", 1]["drop"] is None, "no good step since: now all processes are new"
+
+
+def test_ranks_that_park_though_none_has_ended_are_a_fault():
+    world = World()
+    world.train()
+    world.report("a", parked={0: "link rank 0 -> rank 2 is silent"})
+    world.settle()
+    (fault,) = world.events("fault")
+    assert fault["kind"] == "lost_peer" and "is silent" in fault["evidence"]
+
+
+def test_without_in_process_restarts_every_process_ends():
+    world = World(in_process=False)
+    world.train()
+    world.kill(3)
+    world.settle()
+    assert world.told["a", 1]["drop"] is None and not world.told["a", 1]["in_process"]
 
 
 def test_the_most_telling_end_is_the_cause_whoever_is_heard_first():
@@ -255,6 +299,12 @@ def test_a_host_on_which_no_agent_starts_again_is_left_out():
     assert [event["host"] for event in world.events("evict")] == ["b"]
     assert world.told["a", 1]["ranks"] == [0, 1] and world.told["a", 1]["run"]
     assert world.away_asked[-1] == {"b"}
+    before = len(world.started)
+    world.pass_time(PROBE_S + 5.0, "a")
+    assert [host for host, _ in world.started[before:]] == ["b"], "it is tried again"
+    world.connect("b")
+    world.pass_time(3.0, "a")
+    assert [event["host"] for event in world.events("readmit")] == ["b"]
 
 
 def test_an_agent_that_has_ended_is_noticed_at_once_and_started_again():
@@ -281,10 +331,10 @@ def test_an_agent_of_an_earlier_generation_is_ended():
     world.job.tick(world.now)
     world.job.on_connected("b", 1, world.now)
     assert world.told["b", 1] == {"end": True}
-    heard = world.job.hosts["b"].heard
+    heard = world.job.fleet.hosts["b"].heard
     world.now += 1
     world.job.on_report("b", 1, {}, world.now)
-    assert world.job.hosts["b"].heard == heard
+    assert world.job.fleet.hosts["b"].heard == heard
     world.job.on_connected("stranger", 5, world.now)
     assert world.told["stranger", 5] == {"end": True}
 
@@ -350,6 +400,46 @@ def test_messages_of_another_form_are_refused():
     world = World()
     world.train()
     for message in ({}, {"report": {}, "ends": {}, "attempt": 1}, {"report": None, "ends": None, "attempt": None}):
-        with pytest.raises((ValueError, KeyError, TypeError)):
+        with pytest.raises(ValueError, match="not of this form"):
             world.job.on_report("a", 1, message, world.now)
     assert world.job.stage is Stage.running
+
+
+def test_a_host_that_is_evicted_goes_with_the_next_attempt_and_comes_back_when_it_is_readmitted():
+    world = World()
+    world.train()
+    world.on_deny_list = {"b": "by hand", "elsewhere": "not ours"}
+    world.pass_time(3.0, "a", "b")
+    assert [event["host"] for event in world.events("evict")] == ["b"] and world.job.attempt == 1
+    world.kill(1)
+    world.settle()
+    world.stop_all()
+    assert world.told["a", 1]["run"] and not world.told["b", 1]["run"]
+    assert world.events("attempt")[-1]["reason"] == "shrink"
+    world.report("a")
+    world.on_deny_list = {}
+    world.checkpoint = "step-00000004"
+    world.pass_time(5.0, "a")
+    assert [event["host"] for event in world.events("readmit")] == ["b"]
+    assert world.job.attempt == 2, "steps since the last checkpoint would be lost"
+    world.checkpoint = "step-00000008"
+    world.pass_time(3.0, "a")
+    assert not world.told["a", 1]["run"]
+    world.report("a", codes={0: -15, 1: -15})
+    world.job.tick(world.now)
+    assert world.told["b", 1]["run"] and world.events("attempt")[-1]["reason"] == "grow"
+    assert len(world.events("fault")) == 1
+
+
+def test_without_hosts_the_run_waits():
+    world = World(hosts={"a": 2})
+    world.train()
+    world.on_deny_list = {"a": "by hand"}
+    world.kill(1)
+    world.settle()
+    world.stop_all()
+    assert world.job.stage is Stage.restarting and any("waiting for hosts" in line for line in world.said)
+    world.on_deny_list = {}
+    world.now += CONNECT_S
+    world.job.tick(world.now)
+    assert world.job.attempt == 2

@@ -1,0 +1,166 @@
+"""The hosts of a run as its driver knows them: their agents, what these said last, and who is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+CONNECT_S = 30.0
+"""Seconds that a host has to start an agent, and the agent to reach the driver."""
+PROBE_S = 30.0
+"""Seconds between attempts to start an agent on a host that could not be reached."""
+
+
+@dataclass
+class Host:
+    """What the driver knows of a host.
+
+    Attributes:
+        generation: of its newest agent.
+        connected: whether that agent has a connection.
+        exited: whether its process is known to have ended.
+        heard: when it was last heard of.
+        since: when the agent was started.
+        attempt: whose ranks it has; None before it has said so.
+        codes: exit codes of these ranks, None of those that run.
+        parked: those of them that have left the attempt and keep their process, and why.
+    """
+
+    generation: int = 0
+    connected: bool = False
+    exited: bool = False
+    heard: float = 0.0
+    since: float = 0.0
+    attempt: int | None = None
+    codes: dict[int, int | None] = field(default_factory=dict)
+    parked: dict[int, str] = field(default_factory=dict)
+
+    def has_stopped(self, attempt: int) -> bool:
+        """Whether no rank takes part in an attempt any more."""
+        running = [rank for rank, code in self.codes.items() if code is None and rank not in self.parked]
+        return self.attempt is not None and not (self.attempt == attempt and running)
+
+
+class Fleet:
+    """All hosts that a run has had to do with.
+
+    Attributes:
+        hosts: by name.
+        away: why a host is left out, by name.
+    """
+
+    def __init__(
+        self, start_agent: Callable[[str, int], None], record: Callable[..., None], say: Callable[[str], None]
+    ) -> None:
+        """No host yet."""
+        self._start_agent, self._record, self._say = start_agent, record, say
+        self.hosts: dict[str, Host] = {}
+        self.away: dict[str, str] = {}
+        self._unreachable: dict[str, float] = {}
+
+    # The journal
+
+    def replay(self, event: Mapping[str, Any]) -> None:
+        """Take an event of the journal."""
+        match event["event"]:
+            case "launch":
+                self.away.clear()
+                for host in self.hosts.values():
+                    host.exited = True
+            case "agent":
+                self.hosts[event["host"]] = Host(generation=event["generation"])
+            case "evict":
+                self.away[event["host"]] = event["reason"]
+            case "readmit":
+                self.away.pop(event["host"], None)
+
+    # Agents
+
+    def newest(self, name: str, generation: int) -> Host | None:
+        """The host whose newest agent this is; None if it is another, or none of this run."""
+        host = self.hosts.get(name)
+        return host if host is not None and host.generation == generation else None
+
+    def start_missing(self, names: Iterable[str], now: float) -> None:
+        """Start agents on the hosts that have none."""
+        for name in names:
+            host = self.hosts.setdefault(name, Host())
+            if not host.generation or (host.exited and not host.connected):
+                self._start(name, now)
+
+    def _start(self, name: str, now: float) -> None:
+        generation = self.hosts[name].generation + 1
+        self.hosts[name] = Host(generation=generation, since=now, heard=now)
+        self._record("agent", host=name, generation=generation)
+        self._start_agent(name, generation)
+
+    def give_up(self, name: str) -> None:
+        """Its agent counts as ended, whatever may be left of it."""
+        self.hosts[name].connected, self.hosts[name].exited = False, True
+
+    def attach(self, now: float) -> None:
+        """A new driver waits for the agents that there are, from now on."""
+        for host in self.hosts.values():
+            host.heard = host.since = now
+
+    def lost(self, names: Iterable[str], silence_s: float, now: float) -> tuple[str, str, str] | None:
+        """The first host that has no agent any more: agent or host, its name, and the evidence."""
+        for name in names:
+            host = self.hosts[name]
+            if not host.connected and host.exited:
+                return "agent", name, "its agent has ended"
+            silent_s = now - host.heard
+            if silent_s > (CONNECT_S if host.attempt is None else silence_s):
+                return "host", name, f"no sign of its agent for {silent_s:.1f} s"
+        return None
+
+    def have_stopped(self, names: Iterable[str], attempt: int, silence_s: float, now: float) -> bool:
+        """Whether no rank of an attempt is left, as far as can be known.
+
+        A host that does not answer gets another agent; one on which none starts in time is left out.
+        """
+        done = True
+        for name in names:
+            host = self.hosts[name]
+            if host.connected and now - host.heard > silence_s:
+                self.give_up(name)
+                self.start_missing([name], now)
+                done = False
+            elif host.connected:
+                done &= host.has_stopped(attempt)
+            elif now - host.since > CONNECT_S:
+                self._unreachable[name] = now
+                self.evict(name, "no agent could be started or reached")
+            else:
+                done = False
+        return done
+
+    # Who is left out
+
+    def evict(self, name: str, reason: str) -> None:
+        """Leave a host out of the attempts to come."""
+        if name not in self.away:
+            self.away[name] = reason
+            self._record("evict", host=name, reason=reason)
+            self._say(f"host {name} is left out: {reason}")
+
+    def readmit(self, name: str) -> None:
+        """Take a host into account again."""
+        if self.away.pop(name, None) is not None:
+            self._unreachable.pop(name, None)
+            self._record("readmit", host=name, reason="it answers again")
+            self._say(f"host {name} is back")
+
+    def follow(self, denied: Mapping[str, str], now: float) -> None:
+        """Leave out who is denied; try those again that are not, and could not be reached."""
+        for name, reason in denied.items():
+            if name in self.hosts or name in self.away:
+                self.evict(name, reason)
+        for name in [name for name in self.away if name not in denied]:
+            host = self.hosts[name] = self.hosts.get(name) or Host()
+            if host.connected:
+                self.readmit(name)
+            elif now - self._unreachable.get(name, -PROBE_S) >= PROBE_S:
+                self._unreachable[name] = now
+                self._start(name, now)

@@ -1,0 +1,37 @@
+"""Which host has which ranks in an attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The hosts of an attempt.
+
+    Attributes:
+        slots: ranks by host, in the order of their numbers.
+        master: address and port at which the ranks meet.
+        arguments: of each rank.
+    """
+
+    slots: Mapping[str, int]
+    master: tuple[str, int]
+    arguments: tuple[str, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all hosts."""
+        return sum(self.slots.values())
+
+    def ranks(self) -> dict[str, list[int]]:
+        """Global ranks by host."""
+        ends = accumulate(self.slots.values())
+        pairs = zip(self.slots.items(), ends, strict=True)
+        return {host: list(range(end - count, end)) for (host, count), end in pairs}
+
+    def host_of(self, rank: int) -> str:
+        """The host of a rank."""
+        return next(host for host, ranks in self.ranks().items() if rank in ranks)

@@ -1,0 +1,223 @@
+"""Parking: a rank that survives a fault keeps its process, and waits at its agent for its place in the next attempt.
+
+One Unix socket per rank carries one JSON message per packet. The agent asks a rank to leave its attempt; the rank says
+that it has left, by itself or because it was asked; the agent gives it its next environment and arguments, or closes
+the socket, which ends it. No torch here: both sides import it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+AGENT = "WEFT_AGENT"
+"""Environment variable of a rank: path of its agent's socket."""
+MOST_BYTES = 1 << 17
+"""Length of a message."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A rank's place in the next attempt.
+
+    Attributes:
+        environment: variables that differ from those that the process was started with.
+        arguments: as of the command line.
+    """
+
+    environment: Mapping[str, str]
+    arguments: Sequence[str]
+
+
+class AgentLink:
+    """A rank's connection to its agent."""
+
+    def __init__(self, path: Path) -> None:
+        """Connect.
+
+        Raises:
+            OSError: nobody listens there.
+            ValueError: it is another user's.
+        """
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(str(path))
+        if _peer(self._socket)[1] != os.getuid():
+            raise ValueError(f"{AGENT}={path}: another user listens there")
+        self._assignments: queue.SimpleQueue[Assignment | None] = queue.SimpleQueue()
+        self._on_leave: Callable[[], None] | None = None
+        self._leaving = False
+        self._changing = threading.Lock()
+        threading.Thread(target=self._hear, name="weft-agent", daemon=True).start()
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> AgentLink | None:
+        """The one that ``WEFT_AGENT`` names; None where no agent would start this rank again in its process."""
+        path = environment.get(AGENT)
+        return cls(Path(path)) if path else None
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the agent has asked this rank to leave the attempt that it is in."""
+        return self._leaving
+
+    def begin(self, attempt: int, on_leave: Callable[[], None]) -> None:
+        """Take part in an attempt.
+
+        Args:
+            on_leave: called on a thread, at most once, when the agent asks to leave it.
+        """
+        with self._changing:
+            self._leaving, self._on_leave = False, on_leave
+        self._send(joined=attempt)
+
+    def park(self, reason: str) -> Assignment | None:
+        """Say that this rank has left its attempt, and wait; None if the process shall end."""
+        with self._changing:
+            self._on_leave = None
+        try:
+            self._send(parked=reason[:4000])
+        except OSError:
+            return None
+        return self._assignments.get()
+
+    def _send(self, **fields: Any) -> None:
+        self._socket.send(json.dumps(fields).encode())
+
+    def _hear(self) -> None:
+        while True:
+            try:
+                data = self._socket.recv(MOST_BYTES)
+            except OSError:
+                data = b""
+            if not data:
+                return self._assignments.put(None)
+            said = json.loads(data)
+            if "leave" in said:
+                with self._changing:
+                    act, self._on_leave = self._on_leave, None
+                    self._leaving = True
+                if act is not None:
+                    act()
+            else:
+                self._assignments.put(Assignment(said["environment"], said["arguments"]))
+
+
+@dataclass
+class Parked:
+    """What an agent knows of a rank's process.
+
+    Attributes:
+        attempt: that it has taken part in last; None before its first.
+        reason: why it has left that attempt; None while it takes part.
+    """
+
+    link: socket.socket
+    attempt: int | None = None
+    reason: str | None = None
+
+
+@dataclass
+class Parking:
+    """The agent's side, in its event loop.
+
+    Attributes:
+        path: of the socket, in a folder of this user alone.
+        on_change: called when a rank has joined, parked or gone.
+        processes: of ranks, by the number of their process, as the kernel tells it.
+    """
+
+    path: Path
+    on_change: Callable[[], None]
+    processes: dict[int, Parked] = field(default_factory=dict)
+
+    def open(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the socket cannot be made.
+        """
+        self.path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(self.path))
+        self._listener.listen(socket.SOMAXCONN)
+        self._listener.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def leave(self, pid: int) -> None:
+        """Ask a rank to leave its attempt; nothing happens if it has, or is not connected."""
+        known = self.processes.get(pid)
+        if known is not None and known.reason is None:
+            self._send(pid, leave=True)
+
+    def assign(self, pid: int, assignment: Assignment) -> None:
+        """Give a parked rank its place in the next attempt."""
+        self.processes[pid].reason = None
+        self._send(pid, environment=dict(assignment.environment), arguments=list(assignment.arguments))
+
+    def parked(self, pid: int) -> str | None:
+        """Why a rank has left its attempt; None if it has not."""
+        known = self.processes.get(pid)
+        return None if known is None else known.reason
+
+    def close(self) -> None:
+        """End every parked rank, and listen no more."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._listener)
+        self._listener.close()
+        for pid in list(self.processes):
+            self._drop(pid)
+        self.path.unlink(missing_ok=True)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            link, _ = self._listener.accept()
+            pid, user = _peer(link)
+            if user != os.getuid():
+                link.close()
+                return
+            link.setblocking(False)
+            self.processes[pid] = Parked(link)
+            asyncio.get_running_loop().add_reader(link, self._hear, pid)
+
+    def _hear(self, pid: int) -> None:
+        known = self.processes[pid]
+        try:
+            data = known.link.recv(MOST_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(pid)
+        else:
+            said = json.loads(data)
+            known.attempt, known.reason = said.get("joined", known.attempt), said.get("parked")
+        self.on_change()
+
+    def _send(self, pid: int, **fields: Any) -> None:
+        try:
+            self.processes[pid].link.send(json.dumps(fields).encode())
+        except OSError:
+            self._drop(pid)
+
+    def _drop(self, pid: int) -> None:
+        known = self.processes.pop(pid, None)
+        if known is not None:
+            asyncio.get_running_loop().remove_reader(known.link)
+            known.link.close()
+
+
+def _peer(end: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, as the kernel knows them."""
+    pid, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return pid, user
