@@ -12,13 +12,15 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from weft.comm.sites.joining import GLOO
+
 Hop = tuple[int, int]
 """Sender and receiver, as global ranks."""
 
 
 def on_host(group: dist.ProcessGroup | None = None) -> bool:
     """Whether the group communicates from host memory (gloo, which connects when the group is created)."""
-    return dist.get_backend(group) == "gloo"
+    return dist.get_backend(group) in ("gloo", GLOO)
 
 
 def connect_pairs(hops: Sequence[tuple[Hop, dist.ProcessGroup]], device: torch.device) -> None:

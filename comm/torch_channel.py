@@ -21,6 +21,7 @@ from torch import Tensor
 from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.eager_connect import Hop, connect_pairs, edge_colors, in_color_order, on_host
 from weft.comm.rts_channel import RtsReceiver, RtsSender, shorten_switch_interval
+from weft.comm.sites.joining import in_host_memory
 
 RTS_TIMEOUT = timedelta(days=7)
 """An RTS may take as long as a step; the receiver enforces its own deadline."""
@@ -117,7 +118,7 @@ def connect(hops: Collection[Hop], *, device: torch.device, timeout_s: float) ->
     if hops and not on_host():
         # Over the whole world: with bound devices, creating a gloo group of a subset makes the other ranks
         # of torch 2.13 wait for a communicator split that the members never perform.
-        rts_group = dist.new_group(timeout=RTS_TIMEOUT, backend="gloo")
+        rts_group = dist.new_group(timeout=RTS_TIMEOUT, backend=in_host_memory(dist.get_backend()))
     mine = [(hop, groups[hop]) for hop in in_color_order(hops) if me in hop]
     if rts_group is not None:
         shorten_switch_interval()

@@ -18,6 +18,8 @@ from weft.comm import rendezvous
 from weft.comm.agreement import attempt
 from weft.comm.channel import ChannelError
 from weft.comm.exchange import broadcast
+from weft.comm.sites.joining import backend_of
+from weft.comm.sites.links import Sites
 from weft.conf.schema import CommConfig
 
 T = TypeVar("T")
@@ -38,11 +40,14 @@ class SharedError(ValueError):
         self.kind = kind
 
 
-def init_distributed(timeout_s: float = CommConfig.timeout_s) -> torch.device:
+def init_distributed(timeout_s: float = CommConfig.timeout_s, *, sites: Sites | None = None) -> torch.device:
     """Join the process group that the launcher's environment describes; idempotent.
 
     A process without a launcher becomes a world of one. A group that is there already is taken as it
     is: torch's own rendezvous listens on every address, and does what any peer tells it.
+
+    Args:
+        sites: of a job over several; ranks of different sites then talk over authenticated links alone.
 
     Returns:
         This rank's device.
@@ -70,7 +75,13 @@ def init_distributed(timeout_s: float = CommConfig.timeout_s) -> torch.device:
     if not dist.is_initialized():
         # Not by DeepSpeed, which would bind a GPU to the group: NCCL then makes the communicator of every
         # group with the whole world, and all messages of a group share one stream.
-        dist.init_process_group(backend, init_method=rendezvous.METHOD, timeout=timeout)
+        across = sites is not None and len(set(sites.of_ranks)) > 1
+        dist.init_process_group(
+            backend_of(backend) if across else backend,
+            init_method=rendezvous.METHOD,
+            timeout=timeout,
+            pg_options=sites if across else None,
+        )
     deepspeed.init_distributed(
         dist_backend=backend,
         auto_mpi_discovery=False,

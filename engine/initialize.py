@@ -23,7 +23,6 @@ from weft.engine.deepspeed.keys import split_deepspeed_config
 from weft.engine.deepspeed.optimization import learning_rate, parameter_groups
 from weft.engine.distributed import (
     from_rank_zero,
-    init_distributed,
     leave_out_shm_operator,
     process_groups,
     together,
@@ -33,6 +32,7 @@ from weft.engine.execution.neighbours import open_wan
 from weft.engine.module import WeftModule
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.gathering import facts_of_ranks, with_collectives
+from weft.engine.planning.joining import join
 from weft.engine.planning.run_plan import RunPlan, plan_run, settle_placement
 from weft.engine.precision import DTYPES
 from weft.engine.stages import (
@@ -193,7 +193,7 @@ def _engine(
     refuse_partitioning(model)
     if model is not None:
         hf_model(model)
-    device = init_distributed(config.comm.timeout_s)
+    device = join(config)
     earlier = set(process_groups())
     check_world(config, dist.get_world_size())
     config = fit_batch(config, dist.get_world_size())

@@ -28,7 +28,6 @@ from weft.engine.distributed import (
     SharedError,
     attempt_number,
     first_to_fail,
-    init_distributed,
     lost_peer,
     rank_zero_first,
     together,
@@ -36,6 +35,7 @@ from weft.engine.distributed import (
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import initialize
 from weft.engine.observability.heartbeat import Heartbeat
+from weft.engine.planning.joining import join
 from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.plan_file import plan_to_json
 from weft.engine.stages import check_flash_packing, load_hf_config, refuse_packing, self_check
@@ -86,7 +86,7 @@ def train(config: WeftConfig, heartbeat: Heartbeat | None = None) -> WeftEngine:
     """
     heartbeat = heartbeat or Heartbeat()
     heartbeat.enter(Phase.setup)
-    init_distributed(config.comm.timeout_s)
+    join(config)
     config = fit_batch(config, dist.get_world_size())
     folder = Path(config.train.output_dir).expanduser() / config.train.name
     lock = together(lambda: _lock_folder(config, folder) if dist.get_rank() == 0 else None)

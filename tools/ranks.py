@@ -101,9 +101,13 @@ def _rank(
     )
     import torch
 
+    from weft.comm.sites.joining import leave
+
     torch.set_num_threads(1)
     try:
-        pipe.send((True, function(*args)))
+        result = function(*args)
+        leave()
+        pipe.send((True, result))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
     finally:

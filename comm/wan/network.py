@@ -127,7 +127,7 @@ def _listen(rank: int, attempt: str, comm: CommConfig, device: torch.device) -> 
     return WanEndpoint(
         rank=rank,
         job=attempt,
-        bind=_address(comm.interface),
+        bind=listening_address(comm.interface),
         key=WanKey.from_environment(),
         connections=comm.connections or MOST,
         deadline_s=comm.deadline_s,
@@ -138,7 +138,7 @@ def _listen(rank: int, attempt: str, comm: CommConfig, device: torch.device) -> 
     )
 
 
-def _address(interface: str) -> str:
+def listening_address(interface: str) -> str:
     """This host's address on ``interface``; by default on the route to rank 0."""
     if interface:
         found = psutil.net_if_addrs()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from weft.comm.sites.joining import in_host_memory
 from weft.engine.checkpoint.pieces import Piece
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class BackgroundWriter:
     @classmethod
     def open(cls) -> BackgroundWriter:
         """Create a writer for all ranks of the job; a collective call."""
-        return cls(dist.new_group(backend="gloo"))
+        return cls(dist.new_group(backend=in_host_memory(dist.get_backend())))
 
     def submit(self, write: Callable[[], Path]) -> None:
         """Start a write after the previous one has ended.

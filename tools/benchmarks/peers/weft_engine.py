@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from weft.conf.deepspeed import deepspeed_config
 from weft.conf.schema import CommConfig, PipelineConfig, PlacementKind, ScheduleKind, WeftConfig
-from weft.engine.distributed import device_bytes, from_rank_zero, init_distributed
+from weft.engine.distributed import device_bytes, from_rank_zero
 from weft.engine.emulation.stage import EmulatedStage
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import PreparedRun
 from weft.engine.module import WeftModule
 from weft.engine.planning.facts import Facts, Links
+from weft.engine.planning.joining import join
 from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.run_plan import settle_placement
 from weft.engine.stages.sizes import ModelSizes, PartSize
@@ -66,7 +67,7 @@ def run(
 
 def emulated_engine(case: Case, config: WeftConfig) -> WeftEngine:
     """Weft's engine on the emulated layers of ``case``, laid out and scheduled as ``config`` says."""
-    device = init_distributed(config.comm.timeout_s)
+    device = join(config)
 
     facts = _facts(case, config, device)
     placement = from_rank_zero(lambda: settle_placement(config, facts), Placement)

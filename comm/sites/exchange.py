@@ -1,0 +1,146 @@
+"""The three legs of a collective over several sites: members to their leader, leaders to each other, and back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm.channel import ChannelError, TensorSpec
+from weft.comm.wan.channel import WanChannel, WanHandle
+
+_TEXT_BYTES = 256
+"""Of an error, in front of what a leader tells its site; 0 bytes are no error."""
+_MOST_UNDER_WAY = 16
+_TAG = 1 << 30  # of gloo's messages; those of the group's users count from 0
+
+
+class SiteExchange:
+    """Tells a group's members at each site what comes of the members' bytes at all sites; one call at a time.
+
+    The first member at a site is its leader. Between two leaders a call takes one exchange. An error at a
+    leader becomes its site's; after an error there is no other call.
+
+    Attributes:
+        blocks: positions in the group of the members at each site, in order of the sites' numbers.
+        site: this rank's.
+    """
+
+    def __init__(
+        self,
+        *,
+        position: int,
+        sites: Sequence[int],
+        inside: dist.ProcessGroup | None,
+        channels: Mapping[int, WanChannel],
+    ) -> None:
+        """Every member makes its own.
+
+        Args:
+            position: this rank's in the group.
+            sites: of each member.
+            inside: the members at this site, in their order; None where there is only one.
+            channels: of a leader, to the leaders of the other sites.
+        """
+        self.blocks = {site: [at for at, there in enumerate(sites) if there == site] for site in sorted(set(sites))}
+        self.site = sites[position]
+        self.position = position
+        self.size = len(sites)
+        self._inside, self._channels = inside, channels
+        self._number = 0
+        self._sent: deque[WanHandle] = deque()
+
+    @property
+    def mine(self) -> list[int]:
+        """Positions of the members at this site."""
+        return self.blocks[self.site]
+
+    @property
+    def others(self) -> list[int]:
+        """The other sites."""
+        return [site for site in self.blocks if site != self.site]
+
+    def run(self, said: Tensor, sizes: Sequence[int], lead: Callable[[list[Tensor]], Tensor], num_bytes: int) -> Tensor:
+        """Hand this rank's bytes to the leader, and get what it makes of its site's.
+
+        Args:
+            said: this rank's bytes, uint8 [its entry of ``sizes``].
+            sizes: how many bytes each member at this site says.
+            lead: called at the leader with what was said, in order of members; it may `swap` once.
+            num_bytes: how many bytes ``lead`` returns.
+
+        Returns:
+            What ``lead`` returned, uint8 [num_bytes].
+
+        Raises:
+            ChannelError: a link between sites has failed; it names the link, on every member of the site.
+            RuntimeError: a member at this site has ended.
+        """
+        self._number += 1
+        if self.mine[0] == self.position:
+            return self._lead(said, sizes, lead, num_bytes)
+        assert self._inside is not None
+        if said.numel():
+            self._inside.send([said], 0, _TAG).wait()
+        return self._told(torch.empty(_TEXT_BYTES + num_bytes, dtype=torch.uint8))
+
+    def swap(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> dict[int, Tensor]:
+        """Send bytes to leaders of other sites, and receive theirs.
+
+        Args:
+            outgoing: what each site is told; it must not be changed any more.
+            incoming: how many bytes each site tells.
+        """
+        tag = str(self._number)
+        receives = {
+            site: self._channels[site].recv(tag, TensorSpec((num_bytes,), torch.uint8))
+            for site, num_bytes in incoming.items()
+        }
+        self._sent += [self._channels[site].send(tag, data) for site, data in outgoing.items()]
+        while len(self._sent) > _MOST_UNDER_WAY:
+            self._sent.popleft().wait()
+        return {site: receive.wait() for site, receive in receives.items()}
+
+    def _lead(
+        self, mine: Tensor, sizes: Sequence[int], lead: Callable[[list[Tensor]], Tensor], num_bytes: int
+    ) -> Tensor:
+        told = torch.zeros(_TEXT_BYTES + num_bytes, dtype=torch.uint8)
+        try:
+            said = [mine.clone()]  # it may be on its way to other sites after the call
+            for member, size in enumerate(sizes[1:], start=1):
+                said.append(torch.empty(size, dtype=torch.uint8))
+                if size:
+                    assert self._inside is not None
+                    self._inside.recv([said[-1]], member, _TAG).wait()
+            told[_TEXT_BYTES:] = lead(said)
+        except RuntimeError as error:
+            self._tell_error(told, error)
+            raise
+        return self._told(told)
+
+    def _tell_error(self, told: Tensor, error: RuntimeError) -> None:
+        text = str(error).partition("\n")[0].encode()[:_TEXT_BYTES]
+        told[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        try:
+            self._broadcast(told)
+        except RuntimeError:  # it was a member of this site that has ended, perhaps
+            return
+
+    def _told(self, told: Tensor) -> Tensor:
+        self._broadcast(told)
+        if told[0] and self.mine[0] != self.position:
+            raise ChannelError(told[:_TEXT_BYTES].numpy().tobytes().rstrip(b"\0").decode(errors="replace"))
+        return told[_TEXT_BYTES:]
+
+    def _broadcast(self, told: Tensor) -> None:
+        if self._inside is not None:
+            self._inside.broadcast([told], _from_first()).wait()
+
+
+def _from_first() -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return options

@@ -1,0 +1,257 @@
+"""A process group whose members are at several sites."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm.channel import TensorSpec
+from weft.comm.sites import collectives
+from weft.comm.sites.exchange import SiteExchange
+from weft.comm.sites.links import SiteLinks
+from weft.comm.sites.work import Arrival, CollectiveWork, HostCopy, Progress, TransferWork
+from weft.comm.wan.channel import WanChannel
+
+_SUM = dist.ReduceOp(dist.ReduceOp.SUM)
+
+
+class SiteGroup(dist.ProcessGroup):
+    """The interface of gloo's and NCCL's groups, as `torch.distributed` and others call it.
+
+    Collectives run on a thread of the group, in launch order, by `SiteExchange`: members of a site talk over
+    gloo, and the leaders of the sites over authenticated links. Messages between two members go over gloo
+    inside a site, and over a link of the two otherwise. Tensors of a GPU pass through pinned memory: whoever
+    waits for a collective then holds up the host.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        links: SiteLinks,
+        *,
+        ranks: Sequence[int],
+        position: int,
+        sites: Sequence[int],
+        timeout: timedelta,
+        inside: Callable[[dist.Store, int, int], Any],
+        owns_links: bool = False,
+    ) -> None:
+        """A collective call over the members.
+
+        Args:
+            store: of this group alone.
+            ranks: global ranks of the members.
+            position: this rank's among them.
+            sites: of each member.
+            timeout: of an operation.
+            inside: makes a gloo group of a store, this rank's place and the number of members.
+            owns_links: whether the links end with this group.
+        """
+        super().__init__(position, len(ranks))
+        self._ranks, self._position, self._timeout = list(ranks), position, timeout
+        self.links, self._owns_links, self._name, self._description = links, owns_links, "", ""
+        here = [member for member, site in enumerate(sites) if site == sites[position]]
+        self._here, self._inside = here, None
+        if len(here) > 1:
+            store_here = dist.PrefixStore(f"site {sites[position]}", store)
+            self._inside = inside(store_here, here.index(position), len(here))
+        self._lane = links.lane(store, first=position == 0)
+        leaders = {site: ranks[sites.index(site)] for site in set(sites)}
+        channels = {}
+        if position == here[0]:
+            channels = {site: self._channel(leader) for site, leader in leaders.items() if site != sites[position]}
+        self._exchange = SiteExchange(position=position, sites=sites, inside=self._inside, channels=channels)
+        self._progress = Progress(f"weft sites {','.join(map(str, ranks[:4]))}")
+        self._closer = weakref.finalize(self, self._progress.close)
+
+    # -- what torch asks of a group --------------------------------------------------------------
+
+    def size(self) -> int:
+        """Number of members."""
+        return len(self._ranks)
+
+    def rank(self) -> int:
+        """This rank's position."""
+        return self._position
+
+    def getBackendName(self) -> str:
+        """Name of the backend."""
+        return "weft"
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    @property
+    def group_name(self) -> str:
+        """Torch's name."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for."""
+        return self._description
+
+    def shutdown(self) -> None:
+        """Run what was launched, and nothing more."""
+        self._closer()
+        self._inside = None
+        if self._owns_links:
+            self.links.close()
+
+    abort = shutdown
+
+    # -- point to point --------------------------------------------------------------------------
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
+        """Start sending to a member."""
+        if self._inside is not None and peer in self._here:
+            return self._inside.send([tensor.cpu() for tensor in tensors], self._here.index(peer), tag)
+        (tensor,) = tensors
+        return TransferWork(self._channel(self._ranks[peer]).send(f"message {tag}", tensor.contiguous().cpu()), None)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
+        """Start receiving from a member."""
+        (tensor,) = tensors
+        if self._inside is None or peer not in self._here:
+            spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
+            return TransferWork(self._channel(self._ranks[peer]).recv(f"message {tag}", spec), tensor)
+        host = torch.empty_like(tensor, device="cpu") if tensor.is_cuda else tensor
+        work = self._inside.recv([host], self._here.index(peer), tag)
+        return TransferWork(Arrival(work, host), tensor) if tensor.is_cuda else work
+
+    # -- collectives -----------------------------------------------------------------------------
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """See `ProcessGroup`."""
+        op = opts.reduceOp if opts is not None else _SUM
+        return self._each(partial(collectives.all_reduce, op=op), tensors)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """See `ProcessGroup`."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        """See `ProcessGroup`."""
+        return self._each(partial(collectives.reduce, op=opts.reduceOp, root=opts.rootRank), tensors)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        """See `ProcessGroup`."""
+        return self._each(partial(collectives.broadcast, root=opts.rootRank), tensors)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """See `ProcessGroup`."""
+        return self._all("all_gather", collectives.all_gather, outputs[0], inputs)
+
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
+        """See `ProcessGroup`."""
+        return self._all("all_gather", collectives.all_gather, [output], [source])
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
+        """See `ProcessGroup`."""
+        run = partial(collectives.gather, root=opts.rootRank)
+        return self._all("gather", run, outputs[0] if outputs else [], inputs)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
+        """See `ProcessGroup`."""
+        op = opts.reduceOp if opts is not None else _SUM
+        return self._from_parts("reduce_scatter", partial(collectives.reduce_scatter, op=op), outputs, inputs[0])
+
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
+        """See `ProcessGroup`."""
+        return self.reduce_scatter([output], [[source]], opts)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
+        """See `ProcessGroup`."""
+        run = partial(collectives.scatter, root=opts.rootRank)
+        return self._from_parts("scatter", run, outputs, inputs[0] if inputs else [])
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """See `ProcessGroup`."""
+        return self._to_all(outputs, inputs, alike=False)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+        opts: Any = None,
+    ) -> dist.Work:
+        """See `ProcessGroup`; sizes are given by all members or by none."""
+        alike = not output_splits and not input_splits
+        outputs, inputs = self._split(output, output_splits), self._split(source, input_splits)
+        return self._to_all(outputs, inputs, alike=alike)
+
+    # The names of torch 2.11.
+    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """See `ProcessGroup`."""
+        return self._launch("barrier", collectives.barrier, [], [], [])
+
+    # -- launching -------------------------------------------------------------------------------
+
+    def _each(self, run: Callable[..., None], tensors: list[Tensor]) -> dist.Work:
+        def all_of_them(exchange: SiteExchange, *hosts: Tensor) -> None:
+            for host in hosts:
+                run(exchange, host)
+
+        return self._launch(run.func.__name__, all_of_them, tensors, tensors, tensors)  # type: ignore[attr-defined]
+
+    def _all(self, name: str, run: Callable[..., None], outputs: list[Tensor], inputs: list[Tensor]) -> dist.Work:
+        def gathered(exchange: SiteExchange, source: Tensor, *targets: Tensor) -> None:
+            run(exchange, targets, source)
+
+        return self._launch(name, gathered, [inputs[0], *outputs], outputs, outputs)
+
+    def _from_parts(self, name: str, run: Callable[..., None], outputs: list[Tensor], parts: list[Tensor]) -> dist.Work:
+        def taken(exchange: SiteExchange, target: Tensor, *sources: Tensor) -> None:
+            run(exchange, target, sources)
+
+        return self._launch(name, taken, [outputs[0], *parts], outputs, outputs)
+
+    def _split(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """The part of each member."""
+        if sizes:
+            return list(tensor.split(list(sizes)))
+        return list(tensor.chunk(self.size())) if tensor.numel() else [tensor] * self.size()
+
+    def _to_all(self, outputs: list[Tensor], inputs: list[Tensor], *, alike: bool) -> dist.Work:
+        def exchanged(exchange: SiteExchange, *hosts: Tensor) -> None:
+            collectives.all_to_all(exchange, hosts[: len(outputs)], hosts[len(outputs) :], alike=alike)
+
+        return self._launch("all_to_all", exchanged, [*outputs, *inputs], outputs, outputs)
+
+    def _launch(
+        self,
+        name: str,
+        run: Callable[..., None],
+        tensors: Sequence[Tensor],
+        written: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+    ) -> dist.Work:
+        """Have ``run`` called on the exchange and ``tensors`` in host memory."""
+        copies, exchange = [HostCopy(tensor) for tensor in tensors], self._exchange
+
+        def on_thread() -> None:
+            for copy in copies:
+                copy.wait()
+            run(exchange, *(copy.host for copy in copies))
+
+        back = [copy for copy, tensor in zip(copies, tensors, strict=True) if any(tensor is one for one in written)]
+        label = f"{name} of ranks {', '.join(map(str, self._ranks))}"
+        done = self._progress.submit(on_thread)
+        return CollectiveWork(done, label=label, written=back, outputs=outputs, timeout=self._timeout)
+
+    def _channel(self, peer: int) -> WanChannel:
+        return self.links.channel(peer, self._lane, self._timeout)

@@ -1,0 +1,96 @@
+"""The backend of torch.distributed for jobs over several sites: gloo or NCCL inside a site, `SiteGroup` across."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from weft.comm.sites.group import SiteGroup
+from weft.comm.sites.links import SiteLinks, Sites
+from weft.comm.sites.sealing import sealed_afterwards
+
+GLOO = "weft_gloo"
+"""Backend whose groups inside a site are gloo's."""
+NCCL = "weft_nccl"
+"""Backend whose groups inside a site are NCCL's."""
+_DEVICES = ["cpu", "cuda"]
+
+
+def backend_of(inside: str) -> str:
+    """The backend for a job over several sites, where a site's is ``inside``: gloo or nccl.
+
+    Once it is the job's, every group that `torch.distributed.new_group` makes, whoever calls it, is one of
+    ``inside`` if its ranks are of one site, and a `SiteGroup` otherwise.
+    """
+    name = {"gloo": GLOO, "nccl": NCCL}[inside]
+    if name.upper() not in dist.Backend._plugins:
+        create = partial(_create, inside=_MAKERS[inside])
+        dist.Backend.register_backend(name, create, extended_api=True, devices=_DEVICES)
+    return name
+
+
+def spans_sites() -> bool:
+    """Whether the job's process group was made for several sites."""
+    return isinstance(dist.distributed_c10d._get_default_group(), SiteGroup)
+
+
+def leave() -> None:
+    """Before the process ends without cleaning up: have the other sites get what they were told."""
+    if dist.is_initialized() and spans_sites():
+        dist.distributed_c10d._get_default_group().links.close()
+
+
+def in_host_memory(backend: str) -> str:
+    """The backend for groups of tensors in host memory, in a job whose backend is ``backend``."""
+    return backend_of("gloo") if backend in (GLOO, NCCL) else "gloo"
+
+
+def _create(options: Any, given: Any, *, inside: Callable[..., Any]) -> Any:
+    """As `torch.distributed.Backend.register_backend` wants it; ``given`` are the `Sites`, for the first group."""
+    store, ranks, me = options.store, options.global_ranks_in_group, options.group_rank
+    first = isinstance(given, Sites)
+    if first:
+        ranks = list(range(options.group_size))
+        links = SiteLinks(dist.PrefixStore("sites", store), given, rank=me)
+    else:
+        default = dist.distributed_c10d._get_default_group()
+        ranks, links = ranks or list(range(default.size())), default.links
+    of_members = [links.sites.of_ranks[rank] for rank in ranks]
+    if len(set(of_members)) == 1:
+        return inside(store, me, len(ranks), options)
+    group = SiteGroup(
+        store,
+        links,
+        ranks=ranks,
+        position=me,
+        sites=of_members,
+        timeout=options.timeout,
+        inside=partial(_gloo, options=options),
+        owns_links=first,
+    )
+    if first:
+        links.await_contact()
+    return group
+
+
+def _gloo(store: dist.Store, rank: int, size: int, options: Any) -> Any:
+    with sealed_afterwards():
+        group = dist.ProcessGroupGloo(store, rank, size, timeout=options.timeout)
+    group._set_sequence_number_for_group()
+    return group
+
+
+def _nccl(store: dist.Store, rank: int, size: int, options: Any) -> Any:
+    settings = dist.ProcessGroupNCCL.Options()
+    settings._timeout = options.timeout
+    settings.global_ranks_in_group = options.global_ranks_in_group
+    settings.group_name = options.group_id
+    group = dist.ProcessGroupNCCL(store, rank, size, settings)
+    group._set_sequence_number_for_group()
+    return group
+
+
+_MAKERS = {"gloo": _gloo, "nccl": _nccl}

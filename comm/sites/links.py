@@ -1,0 +1,121 @@
+"""A rank's links to ranks of other sites, for what process groups say: opened when a group needs them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import weakref
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from time import monotonic, sleep
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.channel import ChannelError
+from weft.comm.wan.channel import WanChannel
+from weft.comm.wan.endpoint import WanEndpoint
+from weft.comm.wan.key import WanKey
+from weft.comm.wan.network import listening_address
+from weft.conf.schema import CommConfig
+
+_CONNECTIONS = 2
+"""Of a link: what groups say is small, and one connection may have to be replaced."""
+_LINGER_S = 5.0
+
+
+@dataclass(frozen=True)
+class Sites:
+    """The sites of a job over several, which the default process group is made of.
+
+    Attributes:
+        of_ranks: the site of each global rank.
+        comm: how ranks of different sites talk.
+    """
+
+    of_ranks: tuple[int, ...]
+    comm: CommConfig
+
+
+class SiteLinks:
+    """An endpoint for process groups, whose address the other ranks find in the job's store.
+
+    The store is asked when a link is made, and never after.
+    """
+
+    def __init__(self, store: dist.Store, sites: Sites, *, rank: int) -> None:
+        """Listen; a collective call, for rank 0 draws the attempt's name.
+
+        Raises:
+            ValueError: no key, or an interface that is not there.
+        """
+        comm = sites.comm
+        self.sites, self._store, self._rank, self._deadline_s = sites, store, rank, comm.deadline_s
+        if rank == 0:
+            store.set("attempt", secrets.token_hex(16))
+        self._endpoint = WanEndpoint(
+            rank=rank,
+            job=f"groups of {store.get('attempt').decode()}",
+            bind=listening_address(comm.interface),
+            key=WanKey.from_environment(),
+            connections=_CONNECTIONS,
+            deadline_s=comm.deadline_s,
+            timeout_s=comm.timeout_s,
+            tls=comm.tls,
+            device=torch.device("cpu"),
+        )
+        store.set(f"address/{rank}", json.dumps(self._endpoint.address))
+        self._closer = weakref.finalize(self, self._endpoint.close, linger_s=_LINGER_S)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where this rank listens."""
+        return self._endpoint.address
+
+    def channel(self, peer: int, lane: int, timeout: timedelta) -> WanChannel:
+        """The channel to ``peer`` on a lane, over the one link between the two; both call this.
+
+        Raises:
+            ChannelError: the store does not say where the peer is.
+        """
+        if not self._endpoint.linked(peer):
+            self._endpoint.link(peer, address=self._address(peer) if self._rank < peer else None)
+        return replace(self._endpoint.channel(peer, lane=lane), timeout_s=timeout.total_seconds())
+
+    def lane(self, store: dist.Store, *, first: bool) -> int:
+        """A lane for a group, on all links between its members.
+
+        Args:
+            store: of the group alone.
+            first: whether this rank is its first member, which takes a lane.
+        """
+        if first:
+            store.set("lane", str(self._store.add("lanes", 1)))
+        return int(store.get("lane"))
+
+    def await_contact(self) -> None:
+        """Until all links are there.
+
+        Raises:
+            ChannelError: one is not within ``comm.deadline_s``.
+        """
+        limit = monotonic() + self._deadline_s
+        for peer, name in self._endpoint.peers.items():
+            while not self._endpoint.counters(peer).ready:
+                if monotonic() > limit:
+                    raise ChannelError(
+                        f"link {name}: no contact within comm.deadline_s={self._deadline_s:g}; is comm.interface the "
+                        "one that other sites reach, and WEFT_KEY the same everywhere?"
+                    )
+                sleep(0.01)
+
+    def close(self) -> None:
+        """Send what is left, and stop listening."""
+        self._closer()
+
+    def _address(self, peer: int) -> tuple[str, int]:
+        try:
+            host, port = json.loads(self._store.get(f"address/{peer}"))
+        except (RuntimeError, ValueError) as error:
+            raise ChannelError(f"rank {peer} of another site has not said where it listens: {error}") from error
+        return host, port

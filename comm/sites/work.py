@@ -1,0 +1,203 @@
+"""Operations of a group over several sites: a thread that runs them in launch order, and what waits for one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm.channel import ChannelError, SendHandle
+
+_SLACK_S = 5.0
+"""That the channel beneath has to say itself what it waits for in vain."""
+
+
+class Progress:
+    """Runs one function after the other on a thread of its own; after an error it runs no other."""
+
+    def __init__(self, name: str) -> None:
+        """Start the thread, which never holds the process up."""
+        self._queue: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        self._error: Exception | None = None
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, function: Callable[[], None]) -> Future[None]:
+        """Run ``function`` when those before it have ended."""
+        future: Future[None] = Future()
+        self._queue.put((function, future))
+        return future
+
+    def close(self) -> None:
+        """End the thread, after what was submitted."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            function, future = item
+            try:
+                if self._error is not None:
+                    raise self._error
+                with torch.no_grad():
+                    function()
+            except Exception as error:
+                self._error = error
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            del item, function, future
+
+
+class HostCopy:
+    """A tensor of a collective in host memory: itself on a CPU, a pinned copy of a GPU's.
+
+    The copy comes after what the current stream has queued; the result goes back on the stream that waits.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Begin to copy."""
+        self._tensor = self.host = tensor
+        self._copied: torch.cuda.Event | None = None
+        self._back: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.host.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.current_stream(tensor.device).record_event()
+
+    def wait(self) -> None:
+        """Until the host has it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def give_back(self) -> None:
+        """Copy the result to the device, once; the current stream waits for it, and the host does not."""
+        if self._copied is None:
+            return
+        stream = torch.cuda.current_stream(self._tensor.device)
+        if self._back is None:
+            self._tensor.copy_(self.host, non_blocking=True)
+            self._back = stream.record_event()
+        stream.wait_event(self._back)
+
+
+class CollectiveWork(dist.Work):
+    """A collective that was launched."""
+
+    def __init__(
+        self,
+        done: Future[None],
+        *,
+        label: str,
+        written: Sequence[HostCopy],
+        outputs: Sequence[Tensor],
+        timeout: timedelta,
+    ) -> None:
+        """Made by the group.
+
+        Args:
+            label: what it is, in errors.
+            written: what it writes.
+            outputs: what `result` returns.
+        """
+        super().__init__()
+        self._done, self._label, self._written = done, label, written
+        self._outputs, self._timeout = list(outputs), timeout
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block the host until it has ended; on a GPU the current stream then waits for the copy of the result.
+
+        Raises:
+            ChannelError: a link between sites has failed, or the time is over.
+            RuntimeError: a member at this site has ended.
+        """
+        limit = (timeout or self._timeout).total_seconds()
+        try:
+            self._done.result(limit + _SLACK_S)
+        except TimeoutError as error:
+            raise ChannelError(f"{self._label} did not end within {limit:g} s") from error
+        for copy in self._written:
+            copy.give_back()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or badly."""
+        return self._done.done()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._done.done() and self._done.exception() is None
+
+    def exception(self) -> Any:
+        """Its error, if it has ended badly."""
+        return self._done.exception() if self._done.done() else None
+
+    def result(self) -> list[Tensor]:
+        """What it writes."""
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future:
+        """Of `result`."""
+        future: torch.futures.Future = torch.futures.Future()
+
+        def tell(done: Future[None]) -> None:
+            error = done.exception()
+            if error is None:
+                self.wait()
+                future.set_result(self._outputs)
+            else:
+                future.set_exception(error)
+
+        self._done.add_done_callback(tell)
+        return future
+
+
+class Arrival:
+    """A message of gloo that arrives in host memory; see `weft.comm.channel.SendHandle`."""
+
+    def __init__(self, work: dist.Work, host: Tensor) -> None:
+        """``work`` fills ``host``."""
+        self._work, self._host = work, host
+
+    def wait(self) -> Tensor:
+        """Block until it has arrived."""
+        self._work.wait()
+        return self._host
+
+    def ended(self) -> bool:
+        """Whether it has."""
+        return bool(self._work.is_completed())
+
+
+class TransferWork(dist.Work):
+    """A message to another site, or from one."""
+
+    def __init__(self, handle: SendHandle, target: Tensor | None) -> None:
+        """``target`` is where what arrives shall be."""
+        super().__init__()
+        self._handle, self._target = handle, target
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until it is there.
+
+        Raises:
+            ChannelError: the link has failed, or the time is over.
+        """
+        arrived = self._handle.wait()
+        if self._target is not None:
+            self._target.copy_(arrived)
+            self._target = None
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._handle.ended()
+
+    def is_success(self) -> bool:
+        """As far as is known."""
+        return self.is_completed()

@@ -1,0 +1,46 @@
+"""Joining the job that a configuration describes, with its sites."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.sites.joining import spans_sites
+from weft.comm.sites.links import Sites
+from weft.conf.schema import WeftConfig
+from weft.conf.sites import ranks_per_site
+from weft.engine.distributed import init_distributed
+from weft.engine.planning.layout import RankLayout
+
+log = logging.getLogger(__name__)
+
+
+def join(config: WeftConfig) -> torch.device:
+    """Join the process group that the launcher's environment describes; idempotent.
+
+    Where ``config.cluster`` has several sites, groups of ranks of different sites talk over authenticated
+    links, and no other connection leaves a site.
+
+    Returns:
+        This rank's device.
+    """
+    sites = _sites(config, int(os.environ.get("WORLD_SIZE", "1")))
+    device = init_distributed(config.comm.timeout_s, sites=sites)
+    if sites is not None and not spans_sites() and dist.get_rank() == 0:
+        log.warning(
+            "cluster.sites: the process group was there before weft knew of them, and connects every rank to every "
+            "other in the clear; have weft.initialize make it, and do not call init_distributed() first"
+        )
+    return device
+
+
+def _sites(config: WeftConfig, world_size: int) -> Sites | None:
+    """None where there is one, or where the ranks do not fit: that is said when all have joined."""
+    stages = config.pipeline.stages
+    if len(ranks_per_site(config)) < 2 or world_size % stages or sum(ranks_per_site(config)) != stages:
+        return None
+    layout = RankLayout(ranks_per_site(config), world_size // stages)
+    return Sites(tuple(layout.position(rank).site for rank in range(world_size)), config.comm)

@@ -1,0 +1,198 @@
+"""What ranks of two or three sites do with groups that span them, beside the same over gloo."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm.sites.links import Sites
+from weft.conf.schema import CommConfig
+from weft.engine.distributed import init_distributed
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (3,), (2, 5), (7, 1, 3), (33, 129))
+
+Run = Callable[[Any], list[Tensor]]
+
+
+def join(sites: tuple[int, ...], **comm: Any) -> None:
+    """Join a job whose ranks are at ``sites``."""
+    init_distributed(60.0, sites=Sites(sites, CommConfig(connections=2, timeout_s=60.0, **comm)))
+
+
+def small(generator: torch.Generator, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Whole numbers, whose sums and products are exact in every dtype; not contiguous."""
+    return torch.randint(0, 3, (*shape, 2), generator=generator).to(dtype)[..., 0]
+
+
+def reduction(rng: random.Random, dtype: torch.dtype) -> Any:
+    """One that gloo has for ``dtype``."""
+    return rng.choice([dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX])
+
+
+def operations(
+    rng: random.Random, generator: torch.Generator, size: int
+) -> Iterator[tuple[str, Callable[[Any], list[Tensor]]]]:
+    """One of each collective on random tensors; each is called with a group, and returns what it wrote."""
+    me = dist.get_rank()
+    dtype, shape = rng.choice(DTYPES), rng.choice(SHAPES)
+    tensor = small(generator, dtype, shape)
+    parts = [small(generator, dtype, shape).contiguous() for _ in range(size)]
+    root, op = rng.randrange(size), reduction(rng, dtype)
+    length = rng.choice([1, 2, 5])
+    flat = small(generator, dtype, (size * length, 3)).contiguous()
+    splits = [[rng.choice([0, 1, 3]) for _ in range(size)] for _ in range(size)]
+
+    def all_reduce(group: Any) -> list[Tensor]:
+        mine = tensor.clone()
+        dist.all_reduce(mine, op=op, group=group)
+        return [mine]
+
+    def reduce(group: Any) -> list[Tensor]:
+        mine = tensor.clone()
+        dist.reduce(mine, root, op=op, group=group)
+        return [mine] if me == root else []
+
+    def broadcast(group: Any) -> list[Tensor]:
+        mine = tensor.clone()
+        dist.broadcast(mine, root, group=group)
+        return [mine]
+
+    def all_gather(group: Any) -> list[Tensor]:
+        outputs = [torch.empty_like(tensor) for _ in range(size)]
+        dist.all_gather(outputs, tensor, group=group)
+        return outputs
+
+    def all_gather_single(group: Any) -> list[Tensor]:
+        output = flat.new_empty((size * len(flat), 3))
+        dist.all_gather_into_tensor(output, flat, group=group)
+        return [output]
+
+    def reduce_scatter_single(group: Any) -> list[Tensor]:
+        output = flat.new_empty((length, 3))
+        dist.reduce_scatter_tensor(output, flat, op=op, group=group)
+        return [output]
+
+    def reduce_scatter(group: Any) -> list[Tensor]:
+        output = torch.empty_like(parts[0])
+        dist.reduce_scatter(output, parts, op=op, group=group)
+        return [output]
+
+    def gather(group: Any) -> list[Tensor]:
+        outputs = [torch.empty_like(parts[0]) for _ in range(size)] if me == root else None
+        dist.gather(parts[0], outputs, dst=root, group=group)
+        return outputs or []
+
+    def scatter(group: Any) -> list[Tensor]:
+        output = torch.empty_like(parts[0])
+        dist.scatter(output, parts if me == root else None, src=root, group=group)
+        return [output]
+
+    def all_to_all_single(group: Any) -> list[Tensor]:
+        output = torch.empty_like(flat)
+        dist.all_to_all_single(output, flat, group=group)
+        return [output]
+
+    def all_to_all_uneven(group: Any) -> list[Tensor]:
+        sizes, theirs = splits[me], [row[me] for row in splits]
+        output = flat.new_empty((sum(theirs), 3))
+        source = small(generator, dtype, (sum(sizes), 3)).contiguous() if sum(sizes) else flat[:0]
+        dist.all_to_all_single(output, source, theirs, sizes, group=group)
+        return [output]
+
+    def send_and_receive(group: Any) -> list[Tensor]:
+        arrived = torch.empty_like(parts[0])
+        works = [
+            dist.isend(parts[0], (me + 1) % size, group=group),
+            dist.irecv(arrived, (me - 1) % size, group=group),
+        ]
+        for work in works:
+            work.wait()
+        return [arrived]
+
+    def barrier(group: Any) -> list[Tensor]:
+        dist.barrier(group=group)
+        return []
+
+    chosen = [all_reduce, reduce, broadcast, all_gather, all_gather_single, reduce_scatter_single, reduce_scatter]
+    chosen += [gather, scatter, all_to_all_single, all_to_all_uneven, send_and_receive, barrier]
+    for operation in chosen:
+        yield f"{operation.__name__} {dtype} {shape} {op} root {root}", operation
+
+
+def compare(sites: tuple[int, ...], seeds: int) -> list[str]:
+    """Which collectives gave something else than gloo's."""
+    join(sites)
+    world = dist.group.WORLD
+    gloo = dist.new_group(backend="gloo")
+    assert type(world).__name__ == "SiteGroup" and dist.get_backend(gloo) == "gloo"
+    wrong = []
+    for seed in range(seeds):
+        for group, results in ((world, ours := []), (gloo, theirs := [])):
+            rng, generator = random.Random(seed), torch.Generator().manual_seed(100 * seed + dist.get_rank())
+            for name, operation in operations(rng, generator, dist.get_world_size()):
+                results.append((name, operation(group)))
+        for (name, mine), (_, expected) in zip(ours, theirs, strict=True):
+            if len(mine) != len(expected) or not all(map(torch.equal, mine, expected)):
+                wrong.append(f"seed {seed}: {name}: {mine}, gloo {expected}")
+    dist.destroy_process_group()
+    return wrong
+
+
+def groups(sites: tuple[int, ...]) -> dict[str, Any]:
+    """What kind of group each set of ranks gets, and what comes of operations that several have under way."""
+    join(sites)
+    me = dist.get_rank()
+    made = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (1, 2), (0, 1, 2), (3,))}
+    kinds = {ranks: type(group).__name__ for ranks, group in made.items() if me in ranks}
+    everyone = tuple(range(dist.get_world_size()))
+    launched = []
+    for turn in range(5):
+        for ranks, group in (made | {everyone: None}).items():
+            if me in ranks:
+                number = torch.full((5,), float(me + 10 * turn))
+                work = dist.all_reduce(number, group=group, async_op=True)
+                launched.append((work, number, float(sum(rank + 10 * turn for rank in ranks))))
+    for work, _, _ in reversed(launched):
+        work.wait()
+    dist.destroy_process_group()
+    return {"kinds": kinds, "sums": [(float(number[0]), expected) for _, number, expected in launched]}
+
+
+def lose_a_link(sites: tuple[int, ...]) -> list[str]:
+    """What each rank hears of an all-reduce after a leader has hung up, and of the next one."""
+    join(sites, deadline_s=5.0)
+    dist.all_reduce(torch.ones(3))
+    if dist.get_rank() == sites.index(1):
+        dist.distributed_c10d._get_default_group().links.close()
+    heard = []
+    for _ in range(2):
+        try:
+            dist.all_reduce(torch.ones(3))
+        except RuntimeError as error:
+            heard.append(f"{type(error).__name__}: {error}")
+    return heard
+
+
+def lose_a_member(sites: tuple[int, ...]) -> list[str]:
+    """What the others hear when a member that leads nobody ends in the middle."""
+    join(sites, deadline_s=5.0)
+    dist.all_reduce(torch.ones(3))
+    group = dist.distributed_c10d._get_default_group()
+    if dist.get_rank() == 1:
+        group.shutdown()
+        del group._exchange
+        return []
+    try:
+        dist.all_reduce(torch.ones(3))
+    except RuntimeError as error:
+        return [str(error)]
+    finally:
+        if dist.get_rank() == 0:
+            group.links.close()
+    return ["nothing"]

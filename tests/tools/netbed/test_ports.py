@@ -1,0 +1,144 @@
+"""What the ranks of a run across sites listen on, and what each port says to one without the key."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.quickstart import TINY_QUICKSTART, losses_of
+from weft.tools.netbed import NetBed, missing
+
+DOCS = Path(__file__).parents[3] / "docs" / "wan.md"
+RENDEZVOUS, ENDPOINT, GROUP = "rendezvous", "WAN endpoint", "gloo"
+SETTINGS = [*TINY_QUICKSTART, "cluster.ranks=8", "train.steps=100000", "checkpoint.every=0", "comm.connections=2"]
+
+KNOCK = """
+import concurrent.futures, json, os, socket, sys
+
+def knock(address):
+    try:
+        with socket.create_connection(tuple(address), timeout=3) as client:
+            client.settimeout(20)
+            client.sendall(os.urandom(200))
+            answer = 0
+            try:
+                while more := client.recv(4096):
+                    answer += len(more)
+            except ConnectionError:
+                pass
+            except TimeoutError:
+                return "left open", answer
+            return "closed", answer
+    except TimeoutError:
+        return "no answer", 0
+    except OSError as error:
+        return "refused", 0
+
+addresses = json.loads(sys.argv[1])
+with concurrent.futures.ThreadPoolExecutor(64) as pool:
+    print(json.dumps(list(pool.map(knock, addresses))))
+"""
+
+
+def listening(bed, node):
+    """Addresses beyond loopback on which ``node`` listens."""
+    said = bed.run(node, ["ss", "-ltnH"], capture_output=True, text=True, check=True, timeout=30).stdout
+    found = []
+    for line in said.splitlines():
+        address = address_of(line.split()[3])
+        if not address[0].startswith("127.") and address[0] != "::1":
+            found.append(address)
+    return found
+
+
+def connected(bed, node):
+    """The two addresses of each connection of ``node`` that leaves it."""
+    said = bed.run(node, ["ss", "-tnH", "state", "established"], capture_output=True, text=True, check=True, timeout=30)
+    ends = [line.split()[2:4] for line in said.stdout.splitlines()]
+    pairs = [tuple(address_of(end) for end in pair) for pair in ends]
+    return [pair for pair in pairs if not pair[0][0].startswith("127.")]
+
+
+def address_of(text):
+    """Host and port of what ss prints."""
+    host, _, port = text.rpartition(":")
+    return host.strip("[]").removeprefix("::ffff:").partition("%")[0], int(port)
+
+
+def site(address):
+    """A node's address is 10.77.SITE.NUMBER."""
+    return address[0].split(".")[2]
+
+
+def knock(bed, node, addresses):
+    """What each address answers to an unauthenticated peer in ``node``."""
+    command = [sys.executable, "-c", KNOCK, json.dumps(addresses)]
+    return json.loads(bed.run(node, command, capture_output=True, text=True, check=True, timeout=120).stdout)
+
+
+def documented():
+    """The rows of the table of ports, by their first column."""
+    section = DOCS.read_text().partition("## Ports")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    return {row[0]: row for row in rows[2:]}
+
+
+def row_of(address, answer):
+    """The row of the table that an address belongs to."""
+    if address[1] == 29500:
+        return RENDEZVOUS
+    return GROUP if answer == "no answer" else ENDPOINT
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.skipif(bool(missing()), reason=f"weft netbed: {missing()}")
+def test_every_port_of_a_run_is_in_the_table_and_refuses_who_has_no_key(tmp_path):
+    rows = documented()
+    assert {RENDEZVOUS, ENDPOINT, GROUP} <= set(rows)
+    command = [sys.executable, "-m", "weft.tools.cli", "netbed", "launch", "cluster=three_sites", *SETTINGS]
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        run = subprocess.Popen([*command, f"train.output_dir={tmp_path}"], stdout=output, stderr=output)
+    try:
+        steps_after(run, tmp_path, 2, log)
+        bed = NetBed(f"run{run.pid}")
+        ports = {node: listening(bed, node) for node in bed.nodes}
+        first, second = bed.nodes[0], bed.nodes[-1]
+        found, known = Counter(), {}
+        for node, addresses in ports.items():
+            for address, (answer, length) in zip(
+                addresses, knock(bed, second if node == first else first, addresses), strict=True
+            ):
+                row = row_of(address, answer)
+                found[row] += 1
+                assert address[0] == bed.address(node), f"{node} listens on {address}"
+                assert re.search(rf"\b{answer}\b", rows[row][-1]), f"{node} {address}: {answer} after {length} bytes"
+                assert length <= 200
+                known.setdefault(row, set()).add(address)
+        assert found[RENDEZVOUS] == 1
+        assert 1 <= found[ENDPOINT] <= 2 * len(bed.nodes)
+        print(f"listening sockets beyond loopback: {dict(found)}")
+        between = [pair for node in bed.nodes for pair in connected(bed, node) if site(pair[0]) != site(pair[1])]
+        assert between
+        for pair in between:
+            assert {*pair} & (known[RENDEZVOUS] | known[ENDPOINT]), (
+                f"{pair} crosses sites, and is in no row of the table"
+            )
+        steps_after(run, tmp_path, 3, log)
+    finally:
+        run.terminate()
+        run.wait(timeout=60)
+
+
+def steps_after(run, folder, count, log):
+    """Wait until the run has taken ``count`` further steps."""
+    limit, before = time.monotonic() + 200, len(losses_of(folder))
+    while len(losses_of(folder)) < before + count:
+        assert run.poll() is None and time.monotonic() < limit, log.read_text()[-3000:]
+        time.sleep(0.1)
