@@ -1,0 +1,1 @@
+"""Faults for `weft bench survive`, and how they are done to a run."""

@@ -1,0 +1,267 @@
+"""The faults of `weft bench survive`: how each is inflicted, and what a supervisor should make of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import psutil
+
+from weft.engine.supervision.places import Phase
+from weft.engine.supervision.rows import read_rows
+from weft.pipeline.action import Op, Slot
+from weft.tools.benchmarks.survival.run import HOSTS, RankProcess, SupervisedRun
+
+Culprit = dict[str, Any]
+"""As a journal's fault has it: rank and host, or a link."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens to a run.
+
+    Attributes:
+        inflict: does it; returns who is to blame, in the journal's words, of which every entry counts;
+            None where nobody should be blamed, for nothing has to be restarted.
+        alert: kind of the alert that is to be raised, where it is no fault.
+        ends: whether the run should end, because nothing can help it.
+    """
+
+    name: str
+    inflict: Callable[[SupervisedRun], Culprit | None]
+    alert: str = ""
+    ends: bool = False
+
+
+def _blame(rank: RankProcess) -> Culprit:
+    return {"rank": rank.rank, "host": rank.host}
+
+
+# ---- one rank
+
+
+def _row(run: SupervisedRun, rank: RankProcess) -> list[Slot]:
+    """The row that a rank executes, from the run's plan."""
+    return list(read_rows((run.folder / "plan.json").read_text()).row(rank.rank))
+
+
+def _kill_in(run: SupervisedRun, number: int, *ops: Op) -> Culprit:
+    """SIGKILL while the rank is in a slot of such an operation."""
+    rank = run.rank(number)
+    row, page = _row(run, rank), run.page(rank.host)
+    wanted = {index for index, slot in enumerate(row) if any(action.op in ops for action in slot)}
+    limit = monotonic() + 30.0
+    while monotonic() < limit:
+        reading = page.read(rank.local_rank)
+        if reading and reading.place.begun and reading.place.done in wanted:
+            os.kill(rank.pid, signal.SIGKILL)
+            return _blame(rank)
+    raise RuntimeError(f"rank {number} was never seen in {', '.join(op.name for op in ops)}")
+
+
+def _kill_in_save(run: SupervisedRun, number: int) -> Culprit:
+    rank = run.rank(number)
+    page = run.page(rank.host)
+    limit = monotonic() + 60.0
+    while monotonic() < limit:
+        reading = page.read(rank.local_rank)
+        if reading and reading.phase is Phase.checkpoint:
+            os.kill(rank.pid, signal.SIGKILL)
+            return _blame(rank)
+    raise RuntimeError(f"rank {number} was never seen saving")
+
+
+def _stop(run: SupervisedRun, number: int) -> Culprit:
+    rank = run.rank(number)
+    os.kill(rank.pid, signal.SIGSTOP)
+    return _blame(rank)
+
+
+def _stop_and_go(run: SupervisedRun, number: int) -> None:
+    """Half of the time stopped, for 15 s."""
+    rank = run.rank(number)
+
+    def turns() -> None:
+        limit = monotonic() + 15.0
+        with suppress(ProcessLookupError):
+            while monotonic() < limit:
+                os.kill(rank.pid, signal.SIGSTOP)
+                sleep(0.1)
+                os.kill(rank.pid, signal.SIGCONT)
+                sleep(0.1)
+
+    threading.Thread(target=turns, daemon=True).start()
+    sleep(15.5)
+
+
+def _hold_lock(run: SupervisedRun, number: int) -> Culprit:
+    rank = run.rank(number)
+    run.order(number, "hold_lock", seconds=60)
+    return _blame(rank)
+
+
+def _exhaust_memory(run: SupervisedRun, number: int) -> Culprit:
+    """Let the rank fill more than its control group may have."""
+    rank = run.rank(number)
+    version1 = Path("/sys/fs/cgroup/memory")
+    group = (version1 if version1.is_dir() else version1.parent) / f"weft-survive-{rank.pid}"
+    group.mkdir()
+    (group / ("memory.limit_in_bytes" if version1.is_dir() else "memory.max")).write_text(str(256 << 20))
+    (group / "cgroup.procs").write_text(str(rank.pid))
+    run.order(number, "take_memory", num_bytes=1 << 30)
+    return _blame(rank)
+
+
+def _flip(run: SupervisedRun, number: int) -> Culprit:
+    rank = run.rank(number)
+    run.order(number, "flip")
+    return _blame(rank)
+
+
+# ---- hosts and those who watch
+
+
+def _kill_hosts(run: SupervisedRun, *hosts: str) -> Culprit:
+    """All processes of hosts at once, and what would start them again there finds nothing for a while."""
+    victims = run.agents(hosts)
+    everyone = [child for agent in victims for child in agent.children(recursive=True)] + victims
+    for process in everyone:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    return {"host": hosts[0]}
+
+
+def _kill_agent(run: SupervisedRun, host: str) -> Culprit:
+    for process in run.agents([host]):
+        process.kill()
+    return {"host": host}
+
+
+def _kill_driver(run: SupervisedRun) -> None:
+    run.process.kill()
+    sleep(3.0)
+
+
+def _shout_at_ports(run: SupervisedRun) -> None:
+    """Garbage on every port on which any process of the run listens."""
+    pids = {each.pid for each in run.ranks()} | {agent.pid for agent in run.agents()} | {run.process.pid}
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.pid in pids:
+            with suppress(OSError), socket.create_connection(connection.laddr[:2], timeout=1.0) as caller:
+                caller.sendall(os.urandom(4096))
+                caller.settimeout(1.0)
+                while caller.recv(4096):
+                    pass
+    sleep(2.0)
+
+
+def _shift_clocks(run: SupervisedRun) -> None:
+    for number, rank in enumerate(run.ranks()):
+        run.order(rank.rank, "shift_clock", seconds=60.0 if number % 2 else -60.0)
+    sleep(3.0)
+
+
+# ---- checkpoints in storage; a rank is killed so that they are read
+
+
+@contextmanager
+def _held_still(run: SupervisedRun) -> Iterator[None]:
+    """Nobody writes meanwhile."""
+    pids = [each.pid for each in run.ranks()]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def _damaged(damage: Callable[[Path], object], run: SupervisedRun) -> Culprit:
+    """Damage the newest checkpoint, and have it read: no copy in memory outlives the run's folder in there."""
+    rank = run.rank(5)
+    with _held_still(run):
+        newest = max(
+            (run.folder / "checkpoints").glob("step-*"), key=lambda path: int(path.name.split("-")[1].split(".")[0])
+        )
+        damage(newest)
+        forget_memory(run)
+        os.kill(rank.pid, signal.SIGKILL)
+    return _blame(rank)
+
+
+def forget_memory(run: SupervisedRun) -> None:
+    """Take the copies in hosts' memory away."""
+    for path in Path("/dev/shm", f"weft-{os.getuid()}").glob("**/*.safetensors"):
+        path.unlink(missing_ok=True)
+
+
+def _shard(checkpoint: Path) -> Path:
+    return sorted(checkpoint.glob("**/*.safetensors"))[0]
+
+
+def _truncate(checkpoint: Path) -> None:
+    with open(_shard(checkpoint), "r+b") as file:
+        file.truncate(file.seek(0, os.SEEK_END) // 2)
+
+
+def _flip_stored_bit(checkpoint: Path) -> None:
+    with open(_shard(checkpoint), "r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def _plant_pickle(checkpoint: Path) -> None:
+    import pickle
+
+    _shard(checkpoint).write_bytes(pickle.dumps({"weights": print}))
+
+
+def _empty_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").write_bytes(b"")
+
+
+ONE_RANK = (
+    Fault("SIGKILL in F", lambda run: _kill_in(run, 4, Op.F)),
+    Fault("SIGKILL in B", lambda run: _kill_in(run, 3, Op.B, Op.I)),
+    Fault("SIGKILL in a send", lambda run: _kill_in(run, 2, Op.SEND_F, Op.SEND_B)),
+    Fault("SIGKILL in the reduction", lambda run: _kill_in(run, 5, Op.REDUCE_GRAD)),
+    Fault("SIGKILL in the step", lambda run: _kill_in(run, 6, Op.STEP)),
+    Fault("SIGKILL in a save", lambda run: _kill_in_save(run, 1)),
+    Fault("SIGSTOP for good", lambda run: _stop(run, 3)),
+    Fault("SIGSTOP half of the time", lambda run: _stop_and_go(run, 2), alert="straggler"),
+    Fault("interpreter lock held for 60 s", lambda run: _hold_lock(run, 6)),
+    Fault("out of memory in a control group", lambda run: _exhaust_memory(run, 4)),
+    Fault("a bit flipped in a replica's weights", lambda run: _flip(run, 5)),
+)
+HOSTS_AND_WATCHERS = (
+    Fault("a whole host killed", lambda run: _kill_hosts(run, HOSTS[1])),
+    Fault("the host of rank 0 killed", lambda run: _kill_hosts(run, HOSTS[0])),
+    Fault("an agent killed", lambda run: _kill_agent(run, HOSTS[2])),
+    Fault("the driver killed", _kill_driver),
+    Fault("wall clocks of ranks wrong by +-60 s", _shift_clocks),
+    Fault("garbage on every open port", _shout_at_ports),
+)
+STORAGE = (
+    Fault("newest checkpoint: a shard truncated", partial(_damaged, _truncate)),
+    Fault("newest checkpoint: a bit flipped", partial(_damaged, _flip_stored_bit)),
+    Fault("newest checkpoint: a shard missing", partial(_damaged, lambda path: _shard(path).unlink())),
+    Fault("newest checkpoint: empty manifest", partial(_damaged, _empty_manifest)),
+    Fault("newest checkpoint: a pickle in the place of a shard", partial(_damaged, _plant_pickle)),
+)
+ONE_NAN = (Fault("one batch gives NaN", lambda run: run.order(7, "poison", times=1)),)
+EVERY_NAN = (Fault("every batch gives NaN", lambda run: run.order(7, "poison", times=1 << 30), ends=True),)
+SESSIONS = (ONE_RANK, HOSTS_AND_WATCHERS, STORAGE, ONE_NAN, EVERY_NAN)
+"""Faults of one run after the other; what changes the losses, or ends the run, has a run of its own."""

@@ -1,0 +1,182 @@
+"""A supervised run of 8 ranks on 4 hosts of 2 sites, all on this machine, as `weft bench survive` sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep, time
+from typing import Any
+
+import psutil
+
+from weft.engine.supervision.agent import page_path
+from weft.engine.supervision.journal import NAME, read_journal
+from weft.engine.supervision.places import PlaceReader, Reading
+
+HOSTS = ("east0", "east1", "west0", "west1")
+RANKS_PER_HOST = 2
+_POLL_S = 0.02
+_AGENT = "weft.engine.supervision.agent"
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A rank that runs.
+
+    Attributes:
+        host: where.
+        local_rank: its record in the host's page.
+    """
+
+    rank: int
+    host: str
+    local_rank: int
+    pid: int
+
+
+class SupervisedRun:
+    """A `weft launch` of its own session, its journal, its losses and the places of its ranks."""
+
+    def __init__(self, folder: Path, settings: Sequence[str], *, hosts: bool) -> None:
+        """Start it.
+
+        Args:
+            folder: gets the run, its hostfile and the orders for its ranks.
+            hosts: whether this machine plays `HOSTS`; otherwise it is one.
+        """
+        self.folder = folder / "survive"
+        self.orders = folder / "orders"
+        self.orders.mkdir(parents=True)
+        hostfile = folder / "hostfile"
+        hostfile.write_text("".join(f"{host} slots={RANKS_PER_HOST}\n" for host in HOSTS))
+        command = [sys.executable, "-m", "weft.tools.cli", "launch", *settings]
+        command += [f"train.output_dir={folder}", "train.name=survive"]
+        if hosts:
+            command += [f"cluster.hostfile={hostfile}", "cluster.manager=local"]
+        here = Path(__file__).parent
+        own = {"PYTHONPATH": str(here), "WEFT_SURVIVE_ORDERS": str(self.orders), "OMP_NUM_THREADS": "1"}
+        self._log = open(folder / "output.log", "w")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | own,
+        )
+
+    # -- what is seen ----------------------------------------------------------------------------
+
+    def events(self, kind: str = "", *, since: float = 0.0) -> list[dict[str, Any]]:
+        """Of the journal, of one kind, from the time of day ``since`` on."""
+        found = read_journal(self.folder / NAME)
+        return [event for event in found if event["at"] >= since and kind in ("", event["event"])]
+
+    def losses(self) -> dict[int, float]:
+        """By step."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        records = []
+        for line in lines:
+            with suppress(ValueError):  # the last one is being written
+                records.append(json.loads(line))
+        return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+
+    @property
+    def step(self) -> int:
+        """The last that has ended."""
+        return max(self.losses(), default=0)
+
+    def ranks(self) -> list[RankProcess]:
+        """Those that run now."""
+        found = []
+        for host in HOSTS:
+            with suppress(ValueError):
+                page = PlaceReader(page_path(self.folder, host))
+                for local in range(len(page)):
+                    reading = page.read(local)
+                    if reading and psutil.pid_exists(reading.pid):
+                        found.append(RankProcess(reading.rank, host, local, reading.pid))
+        return sorted(found, key=lambda each: each.rank)
+
+    def rank(self, number: int) -> RankProcess:
+        """A rank that runs."""
+        return next(each for each in self.ranks() if each.rank == number)
+
+    def page(self, host: str) -> PlaceReader:
+        """A host's page of places."""
+        return PlaceReader(page_path(self.folder, host))
+
+    def reading(self, rank: RankProcess) -> Reading | None:
+        """Where a rank is."""
+        return self.page(rank.host).read(rank.local_rank)
+
+    def agents(self, hosts: Sequence[str] = HOSTS) -> list[psutil.Process]:
+        """The agents of hosts, by their ranks' ancestors."""
+        found = {}
+        for each in self.ranks():
+            if each.host in hosts:
+                with suppress(psutil.NoSuchProcess):
+                    for process in psutil.Process(each.pid).parents():
+                        if any(_AGENT in word for word in process.cmdline()):
+                            found[process.pid] = process
+        return list(found.values())
+
+    # -- waiting ---------------------------------------------------------------------------------
+
+    def wait_for(self, done: Callable[[], Any], what: str, *, timeout_s: float = 120.0) -> Any:
+        """What ``done`` returns as soon as it is true.
+
+        Raises:
+            RuntimeError: the run has ended, or it does not come.
+        """
+        limit = monotonic() + timeout_s
+        while True:
+            if found := done():
+                return found
+            if self.process.poll() is not None and not (found := done()):
+                raise RuntimeError(f"the run has ended with {self.process.returncode}: {self.tail()}")
+            if monotonic() > limit:
+                raise RuntimeError(f"waited {timeout_s:g} s in vain for {what} at step {self.step}: {self.tail()}")
+            sleep(_POLL_S)
+
+    def wait_for_step(self, step: int, *, timeout_s: float = 180.0) -> None:
+        """Let steps end until there is this one."""
+        self.wait_for(lambda: self.step >= step, f"step {step}", timeout_s=timeout_s)
+
+    def tail(self) -> str:
+        """The end of what the run has printed."""
+        return (self.folder.parent / "output.log").read_text(errors="replace")[-1500:]
+
+    # -- what is done to it ----------------------------------------------------------------------
+
+    def order(self, rank: int, do: str, **arguments: Any) -> None:
+        """Have a rank do something to itself; see `sitecustomize`."""
+        draft = self.orders / f".{rank}"
+        draft.write_text(json.dumps({"do": do, **arguments}))
+        draft.replace(self.orders / str(rank))
+
+    def close(self) -> None:
+        """End it, and everything that it has started."""
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=20)
+        for process in psutil.process_iter(["environ"]):
+            if (process.info["environ"] or {}).get("WEFT_SURVIVE_ORDERS") == str(self.orders):
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
+        for group in Path("/sys/fs/cgroup").glob("**/weft-survive-*"):
+            with suppress(OSError):
+                group.rmdir()
+        self._log.close()
+
+
+def now() -> float:
+    """The time of day, as the journal has it."""
+    return time()

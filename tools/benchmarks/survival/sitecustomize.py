@@ -1,0 +1,90 @@
+"""What happens inside a rank in `weft bench survive`: Python imports this first in every process of the run.
+
+A fault inside of a process, such as a held interpreter lock or a flipped bit, cannot be caused from outside.
+The bench puts this file's folder on PYTHONPATH and leaves an order for a rank in a folder; a thread of
+the rank carries it out. Nothing of Weft knows of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+FOLDER = "WEFT_SURVIVE_ORDERS"
+"""Environment variable with the folder of the orders."""
+_POLL_S = 0.02
+
+
+def _listen() -> None:
+    threading.Thread(target=_obey, name="orders", daemon=True).start()
+
+
+def _obey() -> None:
+    while True:
+        time.sleep(_POLL_S)
+        engine_module = sys.modules.get("weft.engine.engine")
+        path = Path(os.environ[FOLDER], os.environ.get("RANK", "none"))
+        if engine_module is None or not path.exists():
+            continue
+        order = json.loads(path.read_text())
+        path.unlink()
+        globals()[f"_{order.pop('do')}"](engine_module, **order)
+
+
+def _hold_lock(_: Any, seconds: int) -> None:
+    """Hold the interpreter's lock: functions of a PyDLL are called with it."""
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+def _engine(module: Any) -> Any:
+    """The engine of this rank, in its present attempt."""
+    return [found for found in gc.get_objects() if isinstance(found, module.WeftEngine)][-1]
+
+
+def _flip(module: Any) -> None:
+    """Flip a bit of this replica's weights."""
+    import torch
+
+    parameter = next(iter(_engine(module).module.parameters()))
+    with torch.no_grad():
+        parameter.view(-1).view(torch.int32)[0] ^= 1 << 20
+
+
+def _poison(module: Any, times: int) -> None:
+    """Let the next ``times`` steps begin their backwards with NaN."""
+    import torch
+
+    seed, left, seen = module.WeftEngine._seed_gradient, [times], [-1]
+
+    def poisoned(engine: Any, loss: torch.Tensor) -> torch.Tensor:
+        if engine.global_steps != seen[0]:
+            seen[0] = engine.global_steps
+            left[0] -= 1
+        return seed(engine, loss) * (float("nan") if left[0] >= 0 else 1.0)
+
+    module.WeftEngine._seed_gradient = poisoned
+
+
+def _shift_clock(_: Any, seconds: float) -> None:
+    """Let the wall clock of this process be wrong."""
+    true = time.time
+    time.time = lambda: true() + seconds
+
+
+def _take_memory(_: Any, num_bytes: int) -> None:
+    """Fill so much memory; a control group with less kills this process."""
+    held.append(bytearray(os.urandom(1 << 20) * (num_bytes >> 20)))
+
+
+held: list[bytearray] = []
+
+
+if FOLDER in os.environ:
+    os.register_at_fork(after_in_child=_listen)
