@@ -102,13 +102,20 @@ class SiteGroup(dist.ProcessGroup):
         return self._description
 
     def shutdown(self) -> None:
-        """Run what was launched, and nothing more."""
+        """Run what was launched, and nothing more; of the job's first group, end the links, too."""
+        self._closer()
+        self._inside = None
+        if self._owns_links and self._progress.failed:
+            self.links.close(linger_s=0.0)
+        elif self._owns_links:
+            self.links.close()
+
+    def abort(self) -> None:
+        """End at once; what is under way fails."""
         self._closer()
         self._inside = None
         if self._owns_links:
-            self.links.close()
-
-    abort = shutdown
+            self.links.close(linger_s=0.0)
 
     # -- point to point --------------------------------------------------------------------------
 

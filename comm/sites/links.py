@@ -109,9 +109,10 @@ class SiteLinks:
                     )
                 sleep(0.01)
 
-    def close(self) -> None:
-        """Send what is left, and stop listening."""
-        self._closer()
+    def close(self, *, linger_s: float = _LINGER_S) -> None:
+        """Send what is left, for at most ``linger_s``, and stop listening."""
+        if self._closer.detach():
+            self._endpoint.close(linger_s=linger_s)
 
     def _address(self, peer: int) -> tuple[str, int]:
         try:

@@ -34,6 +34,11 @@ class Progress:
         self._queue.put((function, future))
         return future
 
+    @property
+    def failed(self) -> bool:
+        """Whether there was an error."""
+        return self._error is not None
+
     def close(self) -> None:
         """End the thread, after what was submitted."""
         self._queue.put(None)

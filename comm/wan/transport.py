@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import threading
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import NamedTuple, Protocol
@@ -100,59 +102,77 @@ class Transport:
             raise ValueError(f"WAN endpoint of rank {rank}: {error.value.decode()}")
         self._rank, self._owner = rank, os.getpid()
         self._held: set[InFlight] = set()
+        self._calls = threading.Condition()  # held during calls, except for those that wait
+        self._waiting = 0
         self._sweep_at = 256
         self._closer = weakref.finalize(self, _close, self._library, self._native, self._owner)
 
     def close(self, linger_s: float) -> None:
         """Send what is queued, for at most ``linger_s``, close the links and stop the thread."""
         if self._closer.detach():
-            _close(self._library, self._native, self._owner, linger_s)
-            self._native = None
+            native, self._native = self._native, None
+            if os.getpid() == self._owner:
+                with self._calls:
+                    self._calls.wait_for(lambda: not self._waiting)  # other threads' waits fail within their next poll
+            _close(self._library, native, self._owner, linger_s)
             self._held.clear()
 
     def hold(self, transfer: InFlight) -> None:
         """Keep a transfer alive until the transport has finished with its memory."""
+        with self._calls:
+            self._sweep()
+            self._held.add(transfer)
+
+    def _sweep(self) -> None:
         if len(self._held) > self._sweep_at:  # some may never have been waited for
             self._held = {other for other in self._held if not other.ended()}
             self._sweep_at = max(256, 2 * len(self._held))
-        self._held.add(transfer)
 
     def release(self, transfer: InFlight) -> None:
         """Release a finished transfer."""
-        self._held.discard(transfer)
+        with self._calls:
+            self._held.discard(transfer)
 
     @property
     def port(self) -> int:
         """The port that it listens on."""
-        return int(self._library.weft_wan_port(self._open()))
+        with self._using() as native:
+            return int(self._library.weft_wan_port(native))
 
     @property
     def refused(self) -> int:
         """Number of connections that were refused."""
-        return int(self._library.weft_wan_refused(self._open()))
+        with self._using() as native:
+            return int(self._library.weft_wan_refused(native))
 
     def link(self, peer: int, name: str, address: tuple[str, int] | None, connections: int) -> None:
         """Create the link to ``peer``; with an ``address``, this side opens the connections."""
         host, port = address or ("", 0)
-        if self._library.weft_wan_link(self._open(), peer, name.encode(), host.encode(), port, connections):
+        with self._using() as native:
+            failed = self._library.weft_wan_link(native, peer, name.encode(), host.encode(), port, connections)
+        if failed:
             raise ValueError(f"WAN address {host!r} of rank {peer}: give an IP address")
 
     def open_lane(self, path: Path, buffer_bytes: int) -> None:
         """Accept messages on ``path``."""
-        self._library.weft_wan_lane(self._open(), *path, buffer_bytes)
+        with self._using() as native:
+            self._library.weft_wan_lane(native, *path, buffer_bytes)
 
     def relay(self, source: Path, target: Path, buffer_bytes: int) -> None:
         """Forward all messages from ``source`` to ``target``."""
-        self._library.weft_wan_relay(self._open(), *source, *target, buffer_bytes)
+        with self._using() as native:
+            self._library.weft_wan_relay(native, *source, *target, buffer_bytes)
 
     def use(self, peer: int, connections: int) -> None:
         """Send over the first ``connections`` of the link only."""
-        self._library.weft_wan_use(self._open(), peer, connections)
+        with self._using() as native:
+            self._library.weft_wan_use(native, peer, connections)
 
     def counters(self, peer: int) -> LinkCounters:
         """Counters of the link to ``peer``."""
         counters = Counters()
-        self._library.weft_wan_counters(self._open(), peer, ctypes.byref(counters))
+        with self._using() as native:
+            self._library.weft_wan_counters(native, peer, ctypes.byref(counters))
         return LinkCounters(**{field.name: getattr(counters, field.name) for field in fields(LinkCounters)})
 
     def send(self, path: Path, tag: bytes, priority: int, address: int, num_bytes: int) -> int:
@@ -161,15 +181,24 @@ class Transport:
         Args:
             priority: among the messages queued for one link, lower goes first.
         """
-        return self._library.weft_wan_send(self._open(), *path, tag, priority, address, num_bytes)
+        with self._using() as native:
+            return self._library.weft_wan_send(native, *path, tag, priority, address, num_bytes)
 
     def receive(self, path: Path, tag: bytes, address: int, num_bytes: int) -> int:
         """Start receiving into memory; returns the request, as `send` does."""
-        return self._library.weft_wan_receive(self._open(), *path, tag, address, num_bytes)
+        with self._using() as native:
+            return self._library.weft_wan_receive(native, *path, tag, address, num_bytes)
 
     def wait(self, request: int, timeout_s: float) -> State:
         """Wait for a request."""
-        return State(self._library.weft_wan_wait(self._open(), request, timeout_s))
+        with self._using() as native:
+            self._waiting += 1
+        try:
+            return State(self._library.weft_wan_wait(native, request, timeout_s))
+        finally:
+            with self._calls:
+                self._waiting -= 1
+                self._calls.notify_all()
 
     def error(self, request: int) -> str:
         """The error of a failed request; otherwise empty."""
@@ -178,6 +207,13 @@ class Transport:
     def free(self, request: int) -> None:
         """Free a finished request."""
         self._library.weft_wan_free(request)
+
+    @contextmanager
+    def _using(self) -> Iterator[int]:
+        """The native endpoint, which no other thread closes meanwhile."""
+        self._open()
+        with self._calls:
+            yield self._open()
 
     def _open(self) -> int:
         if self._native is None:

@@ -3,6 +3,7 @@
 import gc
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -250,6 +251,19 @@ def test_a_peer_that_closes_is_named_at_once(stack):
         receive.wait()
     with pytest.raises(ChannelError, match="is closed"):
         pair.channels[1].send("a", noise(8))
+
+
+def test_closing_ends_what_another_thread_waits_for(stack):
+    pair = Pair(stack)
+    pair.exchange("a", noise(8))
+    receives = [pair.channels[0].recv(f"b{n}", TensorSpec((8,), torch.uint8)) for n in range(4)]
+    with ThreadPoolExecutor(len(receives)) as threads:
+        waits = [threads.submit(receive.wait) for receive in receives]
+        until(lambda: pair.ends[0]._transport._waiting == len(receives))
+        pair.ends[0].close()
+        for wait in waits:
+            with pytest.raises(ChannelError, match="is closed"):
+                wait.result(timeout=30)
 
 
 def test_closing_sends_what_is_left(stack):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -196,3 +197,19 @@ def lose_a_member(sites: tuple[int, ...]) -> list[str]:
         if dist.get_rank() == 0:
             group.links.close()
     return ["nothing"]
+
+
+def tear_down(sites: tuple[int, ...]) -> float:
+    """Rank 0 ends its groups while a collective waits for the others, and all begin anew in the same processes."""
+    total = 0.0
+    for attempt in range(3):
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + (attempt > 0))
+        join(sites, deadline_s=5.0)
+        group = dist.new_group([0, len(sites) - 1])
+        number = torch.full((2,), float(dist.get_rank()))
+        dist.all_reduce(number)
+        total += float(number[0])
+        if dist.get_rank() == 0:
+            dist.all_reduce(number, group=group, async_op=True)  # nobody else comes to it
+        dist.destroy_process_group()
+    return total

@@ -38,3 +38,8 @@ def test_a_lost_member_is_noticed_at_every_site():
     heard = run_ranks(4, ranks.lose_a_member, (0, 0, 1, 1))
     assert "Connection closed by peer" in heard[0][0] or "gloo" in heard[0][0]
     assert all("link rank 2 - rank 0" in error or "link rank 0 - rank 2" in error for (error,) in heard[2:])
+
+
+@pytest.mark.slow
+def test_groups_are_torn_down_with_a_collective_under_way_and_made_anew():
+    assert run_ranks(4, ranks.tear_down, (0, 0, 1, 1)) == [18.0] * 4
