@@ -29,6 +29,7 @@ from weft.conf.run_lock import RunLock
 from weft.conf.schema import ClusterManager, WeftConfig
 from weft.conf.trees import to_yaml
 from weft.engine.supervision.agent import AgentOrder
+from weft.engine.supervision.clock import ASKER, answer_clock
 from weft.engine.supervision.deny_list import DenyList
 from weft.engine.supervision.hosts import choose_hosts, config_for, hostfile_text
 from weft.engine.supervision.job import Job, Stage
@@ -134,7 +135,7 @@ class Driver:
         """Drive the run to its end."""
         self._server = ControlServer(
             on_message=self._hear,
-            on_connected=lambda peer: self.job.on_connected(*_parts(peer), monotonic()),
+            on_connected=self._meet,
             on_lost=lambda peer: self.job.on_lost(*_parts(peer)),
         )
         self._address = await self._server.listen(self._place())
@@ -176,7 +177,16 @@ class Driver:
                 del self._processes[agent]
                 self.job.on_exit(*agent)
 
+    def _meet(self, peer: str) -> None:
+        if not peer.startswith(ASKER):
+            self.job.on_connected(*_parts(peer), monotonic())
+
     def _hear(self, peer: str, message: dict[str, Any]) -> None:
+        if peer.startswith(ASKER):
+            answer = answer_clock(message)
+            if answer is not None:
+                self._server.send(peer, answer)
+            return
         self.job.on_report(*_parts(peer), message, monotonic())
 
     def _place(self) -> str | tuple[str, int]:

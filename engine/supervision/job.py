@@ -18,12 +18,14 @@ from weft.engine.supervision.faults import POLICIES, FaultKind, RankEnd, Respons
 from weft.engine.supervision.fleet import CONNECT_S, Fleet
 from weft.engine.supervision.layout import Layout
 from weft.engine.supervision.message import AgentMessage
-from weft.engine.supervision.progress import first_good_step, has_plan, step_under_way
+from weft.engine.supervision.progress import Progress, step_under_way
 from weft.engine.supervision.watch import Watch
 from weft.pipeline.culprit import JobRows
 
 SETTLE_S = 0.3
 """Seconds between the first bad end of a rank and the judgement, in which a more telling one may be heard of."""
+LOOK_S = 0.2
+"""Seconds between looks at all hosts: whether each has an agent that is heard of."""
 HOSTS_S = 2.0
 """Seconds between looks at the deny-list, and at hosts that may have come back."""
 
@@ -135,7 +137,8 @@ class Job:
                 self.stage = Stage.ended
 
     def _watch_anew(self, now: float) -> None:
-        self._has_rows, self._alerts_at = False, now
+        self._has_rows, self._alerts_at, self._looked_at = False, now, now - LOOK_S
+        self._progress = Progress(self._layout)
         self._watch = Watch(
             attempt=self.attempt,
             num_ranks=self._layout.num_ranks,
@@ -179,7 +182,7 @@ class Job:
         event = {
             "attempt": self.attempt + 1,
             "reason": self._kind_of_start(reason, layout),
-            "ranks": {str(rank): host for host, ranks in layout.ranks().items() for rank in ranks},
+            "ranks": {str(rank): host for host, ranks in layout.ranks.items() for rank in ranks},
             "slots": dict(layout.slots),
             "master": list(layout.master),
             "arguments": list(layout.arguments),
@@ -204,7 +207,7 @@ class Job:
 
     def _assign(self, name: str) -> None:
         """Tell a host what is wanted of it now."""
-        ranks = self._layout.ranks().get(name, [])
+        ranks = self._layout.ranks.get(name, [])
         address, port = self._layout.master
         message = {
             "attempt": self.attempt,
@@ -255,33 +258,30 @@ class Job:
         if host is None or self.stage is Stage.ended:
             return
         said = AgentMessage.from_wire(message)
-        # That a rank has parked is a consequence, of what may be known later or elsewhere.
-        left = {
-            rank: RankEnd(kind=FaultKind.lost_peer, message=reason, status=1) for rank, reason in said.parked.items()
-        }
+        ends = dict(said.ends)
+        for rank, reason in said.parked.items():  # a consequence, of what may be known later or elsewhere
+            ends.setdefault(rank, RankEnd(kind=FaultKind.lost_peer, message=reason, status=1))
         host.heard, host.attempt, host.parked = now, said.attempt, dict(said.parked)
         host.codes = {rank.rank: rank.exit_code for rank in said.report.ranks}
         if said.attempt == self.attempt and self.stage in (Stage.starting, Stage.running):
             self._watch.observe(said.report, now)
-            self._take_ends({**left, **said.ends}, now)
+            self._progress.observe(said.report)
+            self._take_ends(ends, now)
             self._note_progress()
 
     def _take_ends(self, ends: Mapping[int, RankEnd], now: float) -> None:
         if ends and not self._ends:
             self._ends_since = now
         self._ends |= ends
-        hosts = [self.fleet.hosts[name] for name in self._layout.slots]
-        said = {rank: code for host in hosts if host.attempt == self.attempt for rank, code in host.codes.items()}
-        if all(said.get(rank) == 0 for rank in range(self._layout.num_ranks)):
+        if self._progress.has_finished:
             self.end(0, "every rank has finished")
 
     def _note_progress(self) -> None:
-        if not self._has_rows and has_plan(self._watch):
+        if not self._has_rows and self._progress.has_plan:
             self._has_rows = True
             self._watch.rows = self._effects.rows()
-        step = first_good_step(self._watch, self._layout.num_ranks)
-        if self.stage is Stage.starting and step is not None:
-            self._effects.record("good_step", attempt=self.attempt, step=step)
+        if self.stage is Stage.starting and self._progress.has_stepped:
+            self._effects.record("good_step", attempt=self.attempt, step=step_under_way(self._watch))
             self._replay({"event": "good_step"})
 
     # Time
@@ -307,7 +307,10 @@ class Job:
     def _fault(self, now: float) -> Fault | None:
         if self._ends:
             return self._fault_of_ends(now) if now >= self._ends_since + SETTLE_S else None
-        lost = self.fleet.lost(self._layout.slots, self._settings.silence_s, now)
+        lost = None
+        if now >= self._looked_at + LOOK_S:
+            self._looked_at = now
+            lost = self.fleet.lost(self._layout.slots, self._settings.silence_s, now)
         if lost is not None:
             kind, name, evidence = lost
             return Fault(kind, {"host": name}, evidence, step_under_way(self._watch), now - self._watch.still_since)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 
@@ -21,12 +22,13 @@ class Layout:
     master: tuple[str, int]
     arguments: tuple[str, ...]
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """Of all hosts."""
         return sum(self.slots.values())
 
-    def ranks(self) -> dict[str, list[int]]:
+    @cached_property
+    def ranks(self) -> Mapping[str, list[int]]:
         """Global ranks by host."""
         ends = accumulate(self.slots.values())
         pairs = zip(self.slots.items(), ends, strict=True)
@@ -34,4 +36,4 @@ class Layout:
 
     def host_of(self, rank: int) -> str:
         """The host of a rank."""
-        return next(host for host, ranks in self.ranks().items() if rank in ranks)
+        return next(host for host, ranks in self.ranks.items() if rank in ranks)

@@ -1,26 +1,55 @@
-"""How far an attempt has come, by what is known of its ranks."""
+"""How far an attempt has come, by what its hosts report; each report is looked at once."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from weft.engine.supervision.layout import Layout
 from weft.engine.supervision.places import Phase
+from weft.engine.supervision.report import HostReport
 from weft.engine.supervision.watch import Watch
 
-_BEFORE_A_STEP = (Phase.imports, Phase.setup, Phase.first_step, Phase.parked)
+_BEFORE_TRAINING = (Phase.imports, Phase.setup, Phase.parked)
+_BEFORE_A_STEP = (*_BEFORE_TRAINING, Phase.first_step)
+
+
+class Progress:
+    """Which hosts are still to come to a step, and which to their end.
+
+    Attributes:
+        has_plan: whether a rank has begun to train, before which ranks leave their plan in the run's folder.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        """All of them."""
+        self._layout = layout
+        self._without_step, self._unfinished = set(layout.slots), set(layout.slots)
+        self.has_plan = False
+
+    def observe(self, report: HostReport) -> None:
+        """Take a host's report of this attempt."""
+        host = report.host
+        complete = len(report.ranks) == self._layout.slots.get(host)
+        if host in self._without_step:
+            phases = [rank.phase for rank in report.ranks]
+            self.has_plan = self.has_plan or any(phase not in _BEFORE_TRAINING for phase in phases)
+            if complete and not any(phase in _BEFORE_A_STEP for phase in phases):
+                self._without_step.discard(host)
+        if complete and all(rank.exit_code == 0 for rank in report.ranks):
+            self._unfinished.discard(host)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether every rank has done the first step of the attempt."""
+        return not self._without_step
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether every rank has ended well."""
+        return not self._unfinished
 
 
 def step_under_way(watch: Watch) -> int | None:
     """The step of the rank that is least far, from 1; None before training."""
-    return min((seen.report.place.step for seen in watch.ranks.values()), default=0) or None
-
-
-def first_good_step(watch: Watch, num_ranks: int) -> int | None:
-    """A step that every rank has done; None while the first of the attempt is still to come."""
-    ranks = watch.ranks.values()
-    if len(ranks) < num_ranks or any(seen.report.phase in _BEFORE_A_STEP for seen in ranks):
-        return None
-    return step_under_way(watch)
-
-
-def has_plan(watch: Watch) -> bool:
-    """Whether the ranks have begun to train, before which they leave their plan in the run's folder."""
-    return any(seen.report.phase not in (Phase.imports, Phase.setup, Phase.parked) for seen in watch.ranks.values())
+    steps: Iterable[int] = (seen.report.place.step for seen in watch.ranks.values())
+    return min(steps, default=0) or None

@@ -21,6 +21,7 @@ from weft.pipeline.culprit import JobRows, Place, Replica, find_culprits
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
+from weft.tools.benchmarks.driver_load import driver_load
 from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.tables import show, table_of
 
@@ -61,6 +62,7 @@ def main(argv: Sequence[str]) -> int:
     args = parse(parser, argv)
     figures = [slot_cost(args.repeat)]
     figures += [heartbeat_cost(args.agents, ranks, args.repeat) for ranks in args.ranks_per_agent]
+    figures.append(driver_cost(args.agents, args.repeat))
     for stages in (8, 64):
         for name, places, rows, expected in standing_jobs(stages, args.agents // stages):
             figures.append(culprit_cost(f"{name}, {stages} stages", rows, places, expected, args.repeat))
@@ -130,6 +132,11 @@ def heartbeat_cost(agents: int, ranks: int, repeat: int) -> Figure:
             taken += _processor_time(lambda texts=texts, second=second: handle(texts, second))  # type: ignore[misc]
         found.append(taken / between)
     return Figure.of(f"a second of heartbeats, {ranks} rank(s) per agent", "of a core", found, MOST_SHARE)
+
+
+def driver_cost(agents: int, repeat: int) -> Figure:
+    """Share of a core that a driver takes whose agents, of a rank each, are at the other end of a socket."""
+    return Figure.of("a second of the driver with its sockets", "of a core", driver_load(agents, repeat), MOST_SHARE)
 
 
 def _reports(agent: int, ranks: int, second: int) -> Iterator[RankReport]:

@@ -7,7 +7,7 @@ import pytest
 from weft.conf.schema.supervision import SuperviseConfig
 from weft.engine.supervision.faults import FaultKind, RankEnd
 from weft.engine.supervision.fleet import CONNECT_S, PROBE_S
-from weft.engine.supervision.job import SETTLE_S, Job, Stage
+from weft.engine.supervision.job import LOOK_S, SETTLE_S, Job, Stage
 from weft.engine.supervision.layout import Layout
 from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.places import Phase
@@ -314,6 +314,7 @@ def test_an_agent_that_has_ended_is_noticed_at_once_and_started_again():
     world.job.tick(world.now)
     assert not world.events("fault"), "a connection may come back"
     world.job.on_exit("b", 1)
+    world.now += LOOK_S
     world.job.tick(world.now)
     assert world.events("fault")[0]["kind"] == "agent" and world.started[-1] == ("b", 2)
     world.report("a", codes={0: -15, 1: -15})
