@@ -326,3 +326,73 @@ def test_strands_of_one_stage_keep_their_products_apart(reentrant, first, split_
         split.weight_backward(newer)
     for name, gradient in collect(layer).items():
         torch.testing.assert_close(gradient, expected[name])
+
+
+class _OnAThreadOfItsOwn(torch.autograd.Function):
+    """Recomputes a module in the backward on another thread, as autograd's thread of a device does."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.save_for_backward(x)
+        ctx.module = module
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        found = []
+
+        def recompute():
+            again = x.detach().requires_grad_()
+            with torch.enable_grad():
+                output = ctx.module(again)
+            output.backward(gradient)
+            found.append(again.grad)
+
+        thread = threading.Thread(target=recompute)
+        thread.start()
+        thread.join()
+        return found[0], None
+
+
+class _Recomputed(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return _OnAThreadOfItsOwn.apply(x, self.module)
+
+
+def test_products_recomputed_on_another_thread_are_deferred_too():
+    plain = Bag("linear")
+    split = SplitBackward(_Recomputed(copy.deepcopy(plain)))
+    module = split._module.module
+    x = torch.randn(2, 3, 6)
+    plain(x).sum().backward()
+    leaf = x.clone().requires_grad_()
+    output, saved = split.forward(lambda: split._module(leaf).sum(), leaf, split=True)
+    split.input_backward(saved, torch.ones_like(output))
+    assert module.weight.grad is None
+    split.weight_backward(saved)
+    torch.testing.assert_close(module.weight.grad, plain.weight.grad)
+
+
+def test_a_thread_that_computes_nothing_records_nothing():
+    split = SplitBackward(Bag("linear"))
+    x = torch.randn(2, 3, 6)
+    found = []
+
+    def other():
+        split._module(x).sum().backward()
+        found.append(split._module.weight.grad.clone())
+
+    leaf = x.clone().requires_grad_()
+    output, saved = split.forward(lambda: split._module(leaf).sum(), leaf, split=True)
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert found[0].abs().sum() > 0
+    split.full_backward(saved, torch.ones_like(output))
+    torch.testing.assert_close(split._module.weight.grad, 2 * found[0])

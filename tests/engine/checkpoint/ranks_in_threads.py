@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weft.engine.checkpoint import CheckpointError, Piece, Ranks, durable, save
+from weft.engine.checkpoint import CheckpointError, Piece, Ranks, durable, newest, open_checkpoint, save
 from weft.engine.checkpoint.pieces import share
 
 NUM_RANKS = 3
@@ -88,6 +88,21 @@ def save_step(
     for thread in threads:
         thread.join()
     return outcomes
+
+
+def check(folder: Path, steps: set[int]) -> int:
+    """The newest checkpoint is complete and one of ``steps``; returns its step."""
+    path = newest(folder)
+    assert path is not None
+    checkpoint = open_checkpoint(path)
+    checkpoint.verify()
+    assert checkpoint.step in steps
+    assert checkpoint.meta == {"value": checkpoint.step}
+    for name, expected in tensors(checkpoint.step).items():
+        loaded = checkpoint.load([name])[name]
+        assert loaded.dtype == expected.dtype
+        assert torch.equal(loaded, expected)
+    return checkpoint.step
 
 
 @contextmanager

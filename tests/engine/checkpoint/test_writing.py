@@ -1,35 +1,16 @@
 """A checkpoint is whole or absent, whatever happens while it is written."""
 
 import errno
-import itertools
-import multiprocessing
-import random
 import resource
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.engine.checkpoint.ranks_in_threads import NUM_RANKS, Crash, failing, save_step, tensors
+from tests.engine.checkpoint.ranks_in_threads import NUM_RANKS, Crash, check, failing, save_step
 from weft.engine.checkpoint import BackgroundWriter, CheckpointError, Piece, check_space, newest, open_checkpoint, save
-from weft.engine.checkpoint.folder import candidates, whole
-
-
-def check(folder: Path, steps: set[int]) -> int:
-    """The newest checkpoint is whole and one of ``steps``; returns its step."""
-    path = newest(folder)
-    assert path is not None
-    checkpoint = open_checkpoint(path)
-    checkpoint.verify()
-    assert checkpoint.step in steps
-    assert checkpoint.meta == {"value": checkpoint.step}
-    for name, expected in tensors(checkpoint.step).items():
-        loaded = checkpoint.load([name])[name]
-        assert loaded.dtype == expected.dtype
-        assert torch.equal(loaded, expected)
-    return checkpoint.step
+from weft.engine.checkpoint.folder import whole
 
 
 def names(folder: Path) -> list[str]:
@@ -129,41 +110,6 @@ def test_too_little_space_is_said_beforehand(tmp_path):
     with pytest.raises(CheckpointError, match=r"needs 3 GiB, 1.5 MiB are free.*checkpoint.keep"):
         check_space(tmp_path / "not" / "yet", 3 << 30, free_bytes=3 << 19)
     check_space(tmp_path / "not" / "yet", 1)
-
-
-def _save_for_ever(folder: str, first: int) -> None:
-    torch.set_num_threads(1)
-    for step in itertools.count(first):
-        save_step(Path(folder), step, keep=2)
-
-
-@pytest.mark.slow
-def test_sigkill(tmp_path):
-    """A process that is killed at random moments while it writes one checkpoint after the other."""
-    rng = random.Random(0)
-    save_step(tmp_path, 0)
-    last = 0
-    for _ in range(15):
-        child = multiprocessing.get_context("forkserver").Process(
-            target=_save_for_ever, args=(str(tmp_path), last + 1), daemon=True
-        )
-        child.start()
-        deadline = time.monotonic() + 30
-        while check_started(tmp_path, last) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.1))
-        child.kill()
-        child.join()
-        path = newest(tmp_path)
-        step = check(tmp_path, set(range(last, 10**6)))
-        assert step > last, "the child wrote nothing"
-        assert path is not None
-        last = step
-        assert len([p for p in candidates(tmp_path) if not p.name.endswith(".old")]) <= 3
-
-
-def check_started(folder: Path, last: int) -> bool:
-    return not any(int(path.name[5:13]) > last + 1 for path in candidates(folder))
 
 
 SITES = ["a", "b", "a", "b", "c"]

@@ -142,9 +142,14 @@ class SmallStage(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return list(self.layers)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def hidden(self, ids: Tensor) -> Tensor:
+        """What the head takes."""
         hidden = self.embed(ids)
         for layer in self.layers:
             output = layer(hidden)
             hidden = hidden + {1: lambda o: o[0], 2: lambda o: o["hidden"]}.get(layer.number % 3, lambda o: o)(output)
+        return hidden
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.hidden(ids)
         return nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), ids.flatten(), reduction="sum")

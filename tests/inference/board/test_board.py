@@ -2,8 +2,6 @@
 
 import itertools
 import os
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -212,36 +210,6 @@ def test_threads_that_share_a_reader_outlive_boards_that_come_and_go(path):
         sys.setswitchinterval(interval_s)
     assert not errors
     assert len(seen) > 2
-
-
-WRITER = """
-import sys, time
-from pathlib import Path
-from weft.inference.board.writer import BoardWriter
-writer = BoardWriter(Path(sys.argv[1]), rank=0, plan=[], max_edges=8)
-writer.begin(1)
-print("up", flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize(("blow", "word"), [(signal.SIGKILL, "dead"), (signal.SIGSTOP, "silent")])
-def test_a_writer_that_dies_or_stops_is_recognised(path, blow, word):
-    path.parent.mkdir(mode=0o700)
-    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) as child:
-        try:
-            assert child.stdout is not None and child.stdout.readline() == "up\n"
-            reader = BoardReader(path)
-            assert reader.state().alive
-            child.send_signal(blow)
-            if blow is signal.SIGKILL:
-                child.wait()
-            deadline = time.monotonic() + 10
-            while reader.state().alive and time.monotonic() < deadline:
-                time.sleep(0.02)
-            assert word in reader.state().why_not
-        finally:
-            child.kill()
 
 
 def test_a_row_that_is_being_rewritten_is_not_read(writer, path):

@@ -1,0 +1,88 @@
+"""Ranks restore one and the same checkpoint, or none."""
+
+import pytest
+import torch
+
+from weft.engine.checkpoint import CheckpointError, Piece, Ranks, engine_checkpoint, save
+from weft.engine.checkpoint.folder import LATEST
+
+
+def write(folder, step):
+    return save(folder, step, [Piece.whole("weight/a", torch.full((5,), float(step)))], {LATEST: True})
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """Two ranks that restore: this one, and another whose answers `other` makes of this one's."""
+    answers = {"other": lambda value: value}
+    ranks = Ranks(0, lambda value: [value, answers["other"](value)])
+    monkeypatch.setattr(engine_checkpoint, "_ranks", lambda group=None: ranks)
+    monkeypatch.setattr(engine_checkpoint, "check_form", lambda checkpoint: checkpoint)
+    restored = []
+
+    def restore(engine, checkpoint, ranks, wanted):
+        restored.append(checkpoint.step)
+        return {}
+
+    monkeypatch.setattr(engine_checkpoint, "restore", restore)
+    return answers, restored
+
+
+def test_ranks_that_see_different_checkpoints_of_one_name_restore_none(tmp_path, two_ranks):
+    answers, restored = two_ranks
+    path = write(tmp_path, 3)
+    assert engine_checkpoint.load_engine(None, path) == {}
+    assert restored == [3]
+    answers["other"] = lambda value: f"another {value}" if isinstance(value, str) else value
+    with pytest.raises(CheckpointError, match="ranks see different checkpoints of that name"):
+        engine_checkpoint.load_engine(None, path)
+    assert restored == [3]
+
+
+def test_the_newest_that_every_rank_has_is_restored(tmp_path, two_ranks):
+    answers, restored = two_ranks
+    paths = {step: write(tmp_path, step) for step in (2, 5, 8)}
+    assert engine_checkpoint.load_newest(None, tmp_path) == (paths[8], {})
+
+    def without(*lost):
+        """The other rank lacks these steps."""
+        names = {engine_checkpoint.open_checkpoint(paths[step]).manifest.name for step in lost}
+
+        def other(value):
+            if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+                return tuple(name for name in value[0] if name not in names), value[1]
+            return value
+
+        return other
+
+    answers["other"] = without(8)
+    assert engine_checkpoint.load_newest(None, tmp_path) == (paths[5], {})
+    answers["other"] = without(5, 8)
+    assert engine_checkpoint.load_newest(None, tmp_path) == (paths[2], {})
+    answers["other"] = without(2, 5, 8)
+    with pytest.raises(CheckpointError, match="on every rank; repair or copy one"):
+        engine_checkpoint.load_newest(None, tmp_path)
+    assert restored == [8, 5, 2]
+
+
+def test_without_checkpoints_there_is_nothing_to_restore(tmp_path, two_ranks):
+    assert engine_checkpoint.load_newest(None, tmp_path) is None
+
+
+def test_one_that_cannot_be_restored_gives_way_to_the_one_before(tmp_path, two_ranks, monkeypatch):
+    _, restored = two_ranks
+    paths = {step: write(tmp_path, step) for step in (2, 5)}
+    whole = engine_checkpoint.restore
+
+    def restore(engine, checkpoint, ranks, wanted):
+        if checkpoint.step in broken:
+            raise CheckpointError("on purpose")
+        return whole(engine, checkpoint, ranks, wanted)
+
+    monkeypatch.setattr(engine_checkpoint, "restore", restore)
+    broken = {5}
+    assert engine_checkpoint.load_newest(None, tmp_path) == (paths[2], {})
+    broken = {2, 5}
+    with pytest.raises(CheckpointError, match="on purpose"):
+        engine_checkpoint.load_newest(None, tmp_path)
+    assert restored == [2]
