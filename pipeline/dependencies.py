@@ -7,6 +7,17 @@ from collections.abc import Set
 from weft.pipeline.action import Action, Op
 from weft.pipeline.placement import Placement
 
+_ONE = {
+    Op.W: (Op.I, 0),
+    Op.SEND_F: (Op.F, 0),
+    Op.RECV_F: (Op.SEND_F, -1),
+    Op.SEND_B: (Op.I, 0),
+    Op.RECV_B: (Op.SEND_B, 1),
+    Op.RELAY_F: (Op.SEND_F, 0),
+    Op.RELAY_B: (Op.SEND_B, 0),
+}
+"""The one fact that these operations depend on, and its stage relative to theirs."""
+
 
 def dependencies(action: Action, placement: Placement, num_microbatches: int, ops: Set[Op]) -> tuple[Action, ...]:
     """The facts that ``action`` depends on, each named by the action that establishes it.
@@ -20,6 +31,9 @@ def dependencies(action: Action, placement: Placement, num_microbatches: int, op
             input.
     """
     op, stage, microbatch = action
+    if op in _ONE:
+        needed, step = _ONE[op]
+        return (Action(needed, stage + step, microbatch),)
     ranks = placement.stage_ranks
     if op is Op.F:
         needs = [Action(Op.UNSHARD, stage)] if Op.UNSHARD in ops else []
@@ -35,20 +49,6 @@ def dependencies(action: Action, placement: Placement, num_microbatches: int, op
             moved = Op.RECV_B in ops and ranks[stage + 1] != ranks[stage]
             needs.append(Action(Op.RECV_B if moved else Op.I, stage if moved else stage + 1, microbatch))
         return tuple(needs)
-    if op is Op.W:
-        return (Action(Op.I, stage, microbatch),)
-    if op is Op.SEND_F:
-        return (Action(Op.F, stage, microbatch),)
-    if op is Op.RECV_F:
-        return (Action(Op.SEND_F, stage - 1, microbatch),)
-    if op is Op.SEND_B:
-        return (Action(Op.I, stage, microbatch),)
-    if op is Op.RECV_B:
-        return (Action(Op.SEND_B, stage + 1, microbatch),)
-    if op is Op.RELAY_F:
-        return (Action(Op.SEND_F, stage, microbatch),)
-    if op is Op.RELAY_B:
-        return (Action(Op.SEND_B, stage, microbatch),)
     if op is Op.REDUCE_GRAD:
         return tuple(Action(Op.W, stage, m) for m in range(num_microbatches))
     if op is Op.STEP:

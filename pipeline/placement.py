@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 
 from weft.pipeline.limits import MOST_LEGS, MOST_RANKS, short_repr
 
@@ -150,11 +149,6 @@ class Placement:
         """Whether the hop from ``stage`` to ``stage + 1`` of its pipeline joins two sites."""
         here, there = self.stage_ranks[stage], self.stage_ranks[stage + 1]
         return self.rank_sites[here] != self.rank_sites[there]
-
-    @cached_property
-    def site_offsets(self) -> tuple[int, ...]:
-        """The first rank of each site."""
-        return tuple(accumulate(self.sites, initial=0))[:-1]
 
 
 def _finest_groups(stage_ranks: tuple[int, ...], num_legs: int) -> tuple[int, ...]:

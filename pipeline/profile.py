@@ -114,8 +114,8 @@ def costs_to_yaml(costs: CostModel) -> str:
         name: [getattr(stage, field) * scale for stage in costs.stages]
         for field, (name, scale) in _STAGE_FIELDS.items()
     }
-    local = {name: value for name, value in _link_to_dict(costs.local).items() if name != "pair_mbps"}
-    links: dict[str, Any] = {"local": local, "wan": _link_to_dict(costs.wan)}
+    links: dict[str, Any] = {"local": _link_to_dict(costs.local), "wan": _link_to_dict(costs.wan)}
+    del links["local"]["pair_mbps"]
     links["pairs"] = [{"sites": list(pair), "one_way": True, **_link_to_dict(link)} for pair, link in costs.wan_links]
     return yaml.safe_dump(
         {"stages": stages, "links": links, "pair_scale": costs.pair_scale}, sort_keys=False, default_flow_style=None

@@ -1,11 +1,10 @@
-"""Read and write schedules and timelines: Weft's JSON, and the CSV of torch.distributed.pipelining."""
+"""Read and write schedules: Weft's JSON, and the CSV of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
 import csv
 import json
 from collections.abc import Iterable, Iterator
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from weft.pipeline.limits import check_size, count, read_text, short_repr
 from weft.pipeline.order import time_slots
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.timeline import Lane, Span, Timeline
 
 _VERSION = 1
 
@@ -66,39 +64,6 @@ def schedule_from_json(text: str) -> Schedule:
             f"rows: {len(rows)} rows, its placement has {placement.num_ranks} ranks; write one row per rank"
         )
     return Schedule(_field(data, "name", str), placement, num_microbatches, slots)
-
-
-def timeline_to_json(timeline: Timeline) -> str:
-    """JSON with one line per span: rank, lane, slot, and start and end in seconds."""
-    spans = ",\n".join(
-        "    " + json.dumps([s.rank, s.lane, slot_text(s.slot), s.start_s, s.end_s]) for s in timeline.spans
-    )
-    head = {
-        "format": "weft.timeline",
-        "version": _VERSION,
-        "name": timeline.name,
-        "num_ranks": timeline.num_ranks,
-        "peak_bytes": timeline.peak_bytes,
-        "live_microbatches": timeline.live_microbatches,
-    }
-    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items())
-    return f'{{\n{lines},\n  "spans": [\n{spans}\n  ]\n}}\n'
-
-
-def timeline_from_json(text: str) -> Timeline:
-    """Parse the output of `timeline_to_json`.
-
-    Raises:
-        ValueError: a field is missing or wrong; the message names it.
-    """
-    data = _read(text, "weft.timeline")
-    return Timeline(
-        name=_field(data, "name", str),
-        num_ranks=_field(data, "num_ranks", int),
-        spans=tuple(_parse_span(entry, number) for number, entry in enumerate(_field(data, "spans", list))),
-        peak_bytes=tuple(_field(data, "peak_bytes", list)),
-        live_microbatches=_whole_numbers(data, "live_microbatches"),
-    )
 
 
 def schedule_to_csv(schedule: Schedule) -> str:
@@ -170,15 +135,6 @@ def _parse_row(cells: Iterable[tuple[int, object]], rank: int) -> list[Slot]:
             seen.add(action)
         row.append(slot)
     return row
-
-
-def _parse_span(entry: object, number: int) -> Span:
-    match entry:
-        case [int(rank), str(lane), str(slot), float() | int() as start_s, float() | int() as end_s] if isfinite(
-            start_s
-        ) and isfinite(end_s):
-            return Span(rank, Lane(lane), parse_slot(slot), start_s, end_s)
-    raise ValueError(f"spans[{number}]={short_repr(entry)}: expected [rank, lane, slot, start, end]")
 
 
 def _placement_to_dict(placement: Placement) -> dict[str, Any]:

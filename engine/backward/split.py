@@ -77,11 +77,6 @@ class SplitBackward:
                 ]
 
     @property
-    def can_split(self) -> bool:
-        """Whether the stage has weight gradients that can be deferred; otherwise W is empty."""
-        return any(p.requires_grad and p.dim() >= 2 for p in self._module.parameters())
-
-    @property
     def unsplit(self) -> tuple[str, ...]:
         """Trainable parameters whose gradient is computed in I; known after the first split forward."""
         return self._unsplit or ()

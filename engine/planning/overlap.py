@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import inf
 
 from weft.comm.collectives import Choice, Collective, CollectiveCosts, Group, LinkClass, Primitive, choose
@@ -80,18 +80,6 @@ class StageOverlap:
         """
         ahead, behind = self.gather.chunks.granularity, self.reduce.chunks.granularity[::-1]
         return tuple(accumulate((ahead if len(ahead) > len(behind) else behind)[:-1]))
-
-    def issued(self) -> Iterator[Collective]:
-        """What a step issues: reductions from the back on, then gathers from the front on.
-
-        Real buckets end at the parameter boundaries nearest to the cuts; here they end at the
-        cuts themselves. (At ZeRO stage 3 a block is gathered for each computation instead.)
-        """
-        buckets = list(pairwise((0.0, *self.cuts, 1.0)))
-        for begin, end in reversed(buckets):
-            yield _share(self.reduce.choice.rewrite.collective, end - begin)
-        for begin, end in buckets if self.gather.choice.cost_s else ():
-            yield _share(self.gather.choice.rewrite.collective, end - begin)
 
     def lines(self) -> Iterator[str]:
         """The choices with their reasons."""
@@ -206,12 +194,6 @@ def _plan_stage(
         layer,
         model,
     )
-
-
-def _share(whole: Collective, share: float) -> Collective:
-    """The collective over so much of the elements, in whole shards."""
-    elements = share * whole.dims[0]
-    return replace(whole, dims=(round(elements / whole.group.size) * whole.group.size,))
 
 
 def _choose(work: ZeroWork, primitive: Primitive, stage: int, itemsize: int) -> Choice:

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from weft.conf.checks import chunks_of, settled_placement
 from weft.conf.schema import PipelineConfig, PlacementKind
@@ -178,25 +179,10 @@ def plan_cells(
     config: PipelineConfig,
     placement: Placement,
     sizes: Collection[int],
-    *,
-    costs: CostModel,
-    num_microbatches: int = 0,
-    zero_stage: int = 0,
-    overlap: OverlapPlan | None = None,
+    **how: Any,
 ) -> dict[int, Schedule]:
-    """The schedules of DP-cells of these sizes; see `plan_schedule`."""
-    return {
-        size: plan_schedule(
-            config,
-            placement,
-            num_microbatches=num_microbatches,
-            costs=costs,
-            pipelines=size,
-            zero_stage=zero_stage,
-            overlap=overlap,
-        )
-        for size in sorted(set(sizes))
-    }
+    """The schedules of DP-cells of these sizes; ``how`` is as of `plan_schedule`."""
+    return {size: plan_schedule(config, placement, pipelines=size, **how) for size in sorted(set(sizes))}
 
 
 @dataclass(frozen=True)

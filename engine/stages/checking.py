@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -120,22 +120,18 @@ def check_stages(
     loss = None if own_loss else next_token_loss
     if loss is not None:
         stages[-1].objective = Minimised(Objective.of(loss))
-    try:
+    with _refusing(f"Hugging Face's own run of {name} fails"):
         want = whole_outcome(small, batches, num_items, loss)
-    except Exception as error:  # any: it is Hugging Face's or the model's own code
-        _refuse(f"Hugging Face's own run of {name} fails ({_one_line(error)})", error)
-    try:
+    with _refusing(f"{name} does not run in stages"):
         got = staged_outcome(stages, batches, num_items)
         with torch.no_grad():
             half = torch.stack([run_stages(stages, batch, 2 * num_items) for batch in batches]).sum()
-    except Exception as error:  # any: it is Hugging Face's code, run in a way it does not know
-        _refuse(f"{name} does not run in stages ({_one_line(error)})", error)
     off = difference(got, want)
     for what, much in (("logits", off.logits), ("loss", off.loss), (f"gradient of {off.gradient}", off.gradients)):
         if not much <= TOLERANCE:
-            _refuse(f"{name} in stages differs from Hugging Face's own run, {what} by {much:.2g}")
+            raise _refusal(f"{name} in stages differs from Hugging Face's own run, {what} by {much:.2g}")
     if not torch.allclose(2 * half, got.loss):
-        _refuse(
+        raise _refusal(
             f"{name} does not divide its loss by num_items_in_batch, so micro-batches cannot be weighed by tokens; "
             "give a loss of your own, weft.initialize(loss=weft.next_token_loss)"
         )
@@ -146,31 +142,22 @@ def check_stages(
 def _require_same_evaluation(small: PreTrainedModel, stages: Sequence[Stage], batch: Batch) -> None:
     """What stages do in evaluation, where some models compute otherwise."""
     name = type(small).__name__
-    try:
-        with torch.no_grad():
-            for stage in stages:
-                stage.eval()
-            got = stages[-1].logits(run_stages(stages[:-1], batch), batch)
-            want = small.eval()(**stages[0].accepted(batch), use_cache=False).logits
-    except Exception as error:  # any: it is Hugging Face's code, run in a way it does not know
-        _refuse(f"{name} does not run in stages in evaluation ({_one_line(error)})", error)
-    finally:
-        small.train()
-    for stage in stages:
-        stage.train()
+    for model in (*stages, small):
+        model.eval()
+    with _refusing(f"{name} does not run in stages in evaluation"), torch.no_grad():
+        got = stages[-1].logits(run_stages(stages[:-1], batch), batch)
+        want = small(**stages[0].accepted(batch), use_cache=False).logits
+    for model in (*stages, small):
+        model.train()
     if not (much := distance(got, want)) <= TOLERANCE:
-        _refuse(f"{name} in stages differs from Hugging Face's own run in evaluation, logits by {much:.2g}")
+        raise _refusal(f"{name} in stages differs from Hugging Face's own run in evaluation, logits by {much:.2g}")
 
 
 def _stages(small: PreTrainedModel, split: StageSplit, given: bool) -> list[Stage]:
     if given:
         return stages_from_model(copy.deepcopy(small), split, range(split.num_stages))
-    try:
+    with _refusing(f"{type(small).__name__} cannot be made in stages", passed=ValueError):
         stages = new_stages(type(small), small.config, split, range(split.num_stages), dtype=torch.float32, seed=0)
-    except ValueError:
-        raise
-    except Exception as error:  # any: it is Hugging Face's code, which meets layers that are not there
-        _refuse(f"{type(small).__name__} cannot be made in stages ({_one_line(error)})", error)
     roughen(stages)
     return stages
 
@@ -256,10 +243,8 @@ def _logits(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> Tensor | 
     training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with _refusing(f"Hugging Face's own run of {type(model).__name__} fails"), torch.no_grad():
             return getattr(model(**{k: v for k, v in given.items() if takes is None or k in takes}), "logits", None)
-    except Exception as error:  # any: it is Hugging Face's or the model's own code
-        _refuse(f"Hugging Face's own run of {type(model).__name__} fails ({_one_line(error)})", error)
     finally:
         model.train(training)
 
@@ -268,7 +253,7 @@ def _require_same_weights(small: PreTrainedModel, stages: Sequence[Stage]) -> No
     whole, staged = ({name for name, _ in all_parameters(models)} for models in ([small], stages))
     if whole != staged:
         odd = ", ".join(sorted(whole ^ staged)[:4])
-        _refuse(f"{type(small).__name__} in stages has other weights than the whole: {odd}")
+        raise _refusal(f"{type(small).__name__} in stages has other weights than the whole: {odd}")
 
 
 def _require_apart(model: PreTrainedModel, *, told: bool = False) -> None:
@@ -293,9 +278,20 @@ def _require_apart(model: PreTrainedModel, *, told: bool = False) -> None:
         )
 
 
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+@contextmanager
+def _refusing(what: str, *, passed: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """Refuse the model for any error in the block, which runs Hugging Face's or the model's own code.
+
+    Args:
+        passed: errors that name the reason themselves.
+    """
+    try:
+        yield
+    except passed:
+        raise
+    except Exception as error:
+        raise _refusal(f"{what} ({type(error).__name__}: {' '.join(str(error).split())})") from error
 
 
-def _refuse(reason: str, error: Exception | None = None) -> NoReturn:
-    raise ValueError(f"model: {reason}; {REMEDY}") from error
+def _refusal(reason: str) -> ValueError:
+    return ValueError(f"model: {reason}; {REMEDY}")

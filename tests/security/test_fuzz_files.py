@@ -1,4 +1,4 @@
-"""Damaged schedules, timelines and costs: each file is read, or is one `ValueError`, in bounded memory."""
+"""Damaged schedules and costs: each file is read, or is one `ValueError`, in bounded memory."""
 
 import multiprocessing
 import random
@@ -17,10 +17,7 @@ from weft.pipeline.serialization import (
     load_schedule,
     schedule_to_csv,
     schedule_to_json,
-    timeline_from_json,
-    timeline_to_json,
 )
-from weft.pipeline.simulation import simulate
 
 FILES = 400
 MOST_BYTES = 4 << 30  # of address space, beside what the process has
@@ -29,7 +26,6 @@ COSTS = CostModel.unit(4)
 KINDS = {
     "schedule.csv": (schedule_to_csv(SCHEDULE), load_schedule),
     "schedule.json": (schedule_to_json(SCHEDULE), load_schedule),
-    "timeline.json": (timeline_to_json(simulate(SCHEDULE, COSTS)), lambda path: timeline_from_json(path.read_text())),
     "costs.yaml": (costs_to_yaml(COSTS), lambda path: load_costs(path, 4)),
     "pieces.yaml": (costs_to_yaml(COSTS), load_pieces),
 }
