@@ -193,48 +193,18 @@ class LoopbackProxy:
         for end in (client, upstream):
             if end.family != socket.AF_UNIX:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        done = self._loop.create_future()
-        for source, target in ((client, upstream), (upstream, client)):
-            self._loop.add_reader(source, self._forward_bytes, source, target, done)
+        ways = [self._loop.create_task(self._forward_bytes(*way)) for way in ((client, upstream), (upstream, client))]
         try:
-            await done
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for end in (client, upstream):
-                self._loop.remove_reader(end)
-                self._loop.remove_writer(end)
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
 
-    def _forward_bytes(self, source: socket.socket, target: socket.socket, done: asyncio.Future[None]) -> None:
-        """Forward what has arrived; while the target's buffer is full, nothing is read (backpressure)."""
-        data, sent = b"", 0
-        try:
-            data = source.recv(_BUFFER_BYTES)
-            sent = target.send(data)
-        except BlockingIOError:
-            if not data:
-                return
-        except OSError:
-            data = b""
-        if not data:
-            if not done.done():
-                done.set_result(None)
-        elif sent < len(data):
-            self._loop.remove_reader(source)
-            self._loop.add_writer(target, self._send_rest, memoryview(data)[sent:], source, target, done)
-
-    def _send_rest(
-        self, data: memoryview, source: socket.socket, target: socket.socket, done: asyncio.Future[None]
-    ) -> None:
-        self._loop.remove_writer(target)
-        try:
-            sent = target.send(data)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            return  # the other direction, or the next read, sees the error too
-        if sent < len(data):
-            self._loop.add_writer(target, self._send_rest, data[sent:], source, target, done)
-        else:
-            self._loop.add_reader(source, self._forward_bytes, source, target, done)
+    async def _forward_bytes(self, source: socket.socket, target: socket.socket) -> None:
+        """Forward what arrives, until either end closes; while the target's buffer is full, nothing is read."""
+        while data := await self._loop.sock_recv(source, _BUFFER_BYTES):
+            await self._loop.sock_sendall(target, data)
 
     async def _check_own_process(self, client: socket.socket) -> None:
         """Accept connections of this process only: its sockets are those among its open files."""

@@ -71,16 +71,17 @@ class WanEndpoint:
         self._links: dict[int, str] = {}
         self._lanes: set[Path] = set()
         self._transport = Transport(
-            rank=rank,
-            bind=bind,
+            rank,
+            key,
+            job,
+            host=bind.encode(),
             port=port,
-            key=key,
-            job=job,
             tls=tls,
             deadline_s=deadline_s,
-            timeout_s=timeout_s,
+            patience_s=timeout_s,
             chunk_bytes=chunk_bytes,
-            congestion=congestion,
+            unsent_bytes=chunk_bytes,
+            congestion=congestion.encode(),
         )
         self.address = (bind, self._transport.port)
 

@@ -23,79 +23,63 @@ public:
     using PskClient = unsigned (*)(Ssl *, const char *, char *, unsigned, unsigned char *, unsigned);
     using PskServer = unsigned (*)(Ssl *, const char *, unsigned char *, unsigned);
 
-    OpenSsl(const std::string &crypto, const std::string &ssl) {
-        void *library = open(crypto);
-        find(library, "HMAC", HMAC);
-        find(library, "EVP_sha256", EVP_sha256);
-        find(library, "CRYPTO_memcmp", CRYPTO_memcmp);
-        find(library, "ERR_clear_error", ERR_clear_error);
-        find(library, "BIO_new", BIO_new);
-        find(library, "BIO_meth_new", BIO_meth_new);
-        find(library, "BIO_meth_set_write", BIO_meth_set_write);
-        find(library, "BIO_meth_set_read", BIO_meth_set_read);
-        find(library, "BIO_meth_set_ctrl", BIO_meth_set_ctrl);
-        find(library, "BIO_set_data", BIO_set_data);
-        find(library, "BIO_get_data", BIO_get_data);
-        find(library, "BIO_set_init", BIO_set_init);
-        find(library, "BIO_set_flags", BIO_set_flags);
-        find(library, "BIO_clear_flags", BIO_clear_flags);
-        library = open(ssl);
-        find(library, "TLS_method", TLS_method);
-        find(library, "SSL_CTX_new", SSL_CTX_new);
-        find(library, "SSL_CTX_free", SSL_CTX_free);
-        find(library, "SSL_CTX_ctrl", SSL_CTX_ctrl);
-        find(library, "SSL_CTX_set_default_read_buffer_len", SSL_CTX_set_default_read_buffer_len);
-        find(library, "SSL_CTX_set_ciphersuites", SSL_CTX_set_ciphersuites);
-        find(library, "SSL_CTX_set_psk_client_callback", SSL_CTX_set_psk_client_callback);
-        find(library, "SSL_CTX_set_psk_server_callback", SSL_CTX_set_psk_server_callback);
-        find(library, "SSL_CTX_set_num_tickets", SSL_CTX_set_num_tickets);
-        find(library, "SSL_new", SSL_new);
-        find(library, "SSL_free", SSL_free);
-        find(library, "SSL_set_bio", SSL_set_bio);
-        find(library, "SSL_set_ex_data", SSL_set_ex_data);
-        find(library, "SSL_get_ex_data", SSL_get_ex_data);
-        find(library, "SSL_set_connect_state", SSL_set_connect_state);
-        find(library, "SSL_set_accept_state", SSL_set_accept_state);
-        find(library, "SSL_do_handshake", SSL_do_handshake);
-        find(library, "SSL_read", SSL_read);
-        find(library, "SSL_write", SSL_write);
-        find(library, "SSL_get_error", SSL_get_error);
+    OpenSsl(const std::string &crypto, const std::string &ssl) : libraries_{open(crypto), open(ssl)} {}
+
+private:
+    void *libraries_[2];  // before the functions, which are found in them
+
+    // A function of either library, of whatever signature it is declared with.
+    struct Found {
+        void *symbol;
+
+        template <class Signature>
+        operator Signature *() const {
+            return reinterpret_cast<Signature *>(symbol);
+        }
+    };
+
+    Found find(const char *name) const {
+        for (void *library : libraries_)
+            if (void *symbol = dlsym(library, name)) return {symbol};
+        throw std::runtime_error(std::string("OpenSSL lacks ") + name);
     }
 
-    unsigned char *(*HMAC)(const void *, const void *, int, const unsigned char *, size_t, unsigned char *, unsigned *);
-    const void *(*EVP_sha256)();
-    int (*CRYPTO_memcmp)(const void *, const void *, size_t);
-    void (*ERR_clear_error)();
-    Bio *(*BIO_new)(const void *);
-    void *(*BIO_meth_new)(int, const char *);
-    int (*BIO_meth_set_write)(void *, int (*)(Bio *, const char *, int));
-    int (*BIO_meth_set_read)(void *, int (*)(Bio *, char *, int));
-    int (*BIO_meth_set_ctrl)(void *, long (*)(Bio *, int, long, void *));
-    void (*BIO_set_data)(Bio *, void *);
-    void *(*BIO_get_data)(Bio *);
-    void (*BIO_set_init)(Bio *, int);
-    void (*BIO_set_flags)(Bio *, int);
-    void (*BIO_clear_flags)(Bio *, int);
-    const void *(*TLS_method)();
-    SslCtx *(*SSL_CTX_new)(const void *);
-    void (*SSL_CTX_free)(SslCtx *);
-    long (*SSL_CTX_ctrl)(SslCtx *, int, long, void *);
-    void (*SSL_CTX_set_default_read_buffer_len)(SslCtx *, size_t);
-    int (*SSL_CTX_set_ciphersuites)(SslCtx *, const char *);
-    void (*SSL_CTX_set_psk_client_callback)(SslCtx *, PskClient);
-    void (*SSL_CTX_set_psk_server_callback)(SslCtx *, PskServer);
-    int (*SSL_CTX_set_num_tickets)(SslCtx *, size_t);
-    Ssl *(*SSL_new)(SslCtx *);
-    void (*SSL_free)(Ssl *);
-    void (*SSL_set_bio)(Ssl *, Bio *, Bio *);
-    int (*SSL_set_ex_data)(Ssl *, int, void *);
-    void *(*SSL_get_ex_data)(const Ssl *, int);
-    void (*SSL_set_connect_state)(Ssl *);
-    void (*SSL_set_accept_state)(Ssl *);
-    int (*SSL_do_handshake)(Ssl *);
-    int (*SSL_read)(Ssl *, void *, int);
-    int (*SSL_write)(Ssl *, const void *, int);
-    int (*SSL_get_error)(const Ssl *, int);
+public:
+    unsigned char *(*HMAC)(const void *, const void *, int, const unsigned char *, size_t, unsigned char *,
+                           unsigned *) = find("HMAC");
+    const void *(*EVP_sha256)() = find("EVP_sha256");
+    int (*CRYPTO_memcmp)(const void *, const void *, size_t) = find("CRYPTO_memcmp");
+    void (*ERR_clear_error)() = find("ERR_clear_error");
+    Bio *(*BIO_new)(const void *) = find("BIO_new");
+    void *(*BIO_meth_new)(int, const char *) = find("BIO_meth_new");
+    int (*BIO_meth_set_write)(void *, int (*)(Bio *, const char *, int)) = find("BIO_meth_set_write");
+    int (*BIO_meth_set_read)(void *, int (*)(Bio *, char *, int)) = find("BIO_meth_set_read");
+    int (*BIO_meth_set_ctrl)(void *, long (*)(Bio *, int, long, void *)) = find("BIO_meth_set_ctrl");
+    void (*BIO_set_data)(Bio *, void *) = find("BIO_set_data");
+    void *(*BIO_get_data)(Bio *) = find("BIO_get_data");
+    void (*BIO_set_init)(Bio *, int) = find("BIO_set_init");
+    void (*BIO_set_flags)(Bio *, int) = find("BIO_set_flags");
+    void (*BIO_clear_flags)(Bio *, int) = find("BIO_clear_flags");
+    const void *(*TLS_method)() = find("TLS_method");
+    SslCtx *(*SSL_CTX_new)(const void *) = find("SSL_CTX_new");
+    void (*SSL_CTX_free)(SslCtx *) = find("SSL_CTX_free");
+    long (*SSL_CTX_ctrl)(SslCtx *, int, long, void *) = find("SSL_CTX_ctrl");
+    void (*SSL_CTX_set_default_read_buffer_len)(SslCtx *, size_t) = find("SSL_CTX_set_default_read_buffer_len");
+    int (*SSL_CTX_set_ciphersuites)(SslCtx *, const char *) = find("SSL_CTX_set_ciphersuites");
+    void (*SSL_CTX_set_psk_client_callback)(SslCtx *, PskClient) = find("SSL_CTX_set_psk_client_callback");
+    void (*SSL_CTX_set_psk_server_callback)(SslCtx *, PskServer) = find("SSL_CTX_set_psk_server_callback");
+    int (*SSL_CTX_set_num_tickets)(SslCtx *, size_t) = find("SSL_CTX_set_num_tickets");
+    Ssl *(*SSL_new)(SslCtx *) = find("SSL_new");
+    void (*SSL_free)(Ssl *) = find("SSL_free");
+    void (*SSL_set_bio)(Ssl *, Bio *, Bio *) = find("SSL_set_bio");
+    int (*SSL_set_ex_data)(Ssl *, int, void *) = find("SSL_set_ex_data");
+    void *(*SSL_get_ex_data)(const Ssl *, int) = find("SSL_get_ex_data");
+    void (*SSL_set_connect_state)(Ssl *) = find("SSL_set_connect_state");
+    void (*SSL_set_accept_state)(Ssl *) = find("SSL_set_accept_state");
+    int (*SSL_do_handshake)(Ssl *) = find("SSL_do_handshake");
+    int (*SSL_read)(Ssl *, void *, int) = find("SSL_read");
+    int (*SSL_write)(Ssl *, const void *, int) = find("SSL_write");
+    int (*SSL_get_error)(const Ssl *, int) = find("SSL_get_error");
 
     enum { WANT_READ = 2, ZERO_RETURN = 6 };  // SSL_ERROR_*
 
@@ -154,12 +138,6 @@ private:
         void *library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
         if (!library) throw std::runtime_error(dlerror());
         return library;
-    }
-
-    template <class Function>
-    static void find(void *library, const char *name, Function &function) {
-        function = reinterpret_cast<Function>(dlsym(library, name));
-        if (!function) throw std::runtime_error(std::string("OpenSSL lacks ") + name);
     }
 };
 

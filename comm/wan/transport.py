@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from weft.comm.channel import ChannelError
 from weft.comm.wan.key import WanKey
@@ -67,21 +67,11 @@ class InFlight(Hashable, Protocol):
 class Transport:
     """The native thread of one endpoint; see `weft.comm.wan.WanEndpoint` for the arguments."""
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        bind: str,
-        port: int,
-        key: WanKey,
-        job: str,
-        tls: bool,
-        deadline_s: float,
-        timeout_s: float,
-        chunk_bytes: int,
-        congestion: str,
-    ) -> None:
+    def __init__(self, rank: int, key: WanKey, job: str, **settings: Any) -> None:
         """Start the thread.
+
+        Args:
+            settings: further fields of `Options`.
 
         Raises:
             ValueError: the address cannot be bound, or the transport cannot be compiled.
@@ -90,11 +80,9 @@ class Transport:
         authentication, encryption = key.derived("authentication"), key.derived("encryption")
         crypto, ssl = openssl()
         options = Options(
-            id=rank, chunk_bytes=chunk_bytes, unsent_bytes=chunk_bytes, tls=tls, port=port,
-            key_bytes=len(authentication), tls_key_bytes=len(encryption), deadline_s=deadline_s, patience_s=timeout_s,
-            job=hashlib.sha256(job.encode()).digest(), host=bind.encode(), key=authentication, tls_key=encryption,
-            congestion=congestion.encode(),
-            crypto=crypto.encode(), ssl=ssl.encode(),
+            id=rank, job=hashlib.sha256(job.encode()).digest(),
+            key=authentication, key_bytes=len(authentication), tls_key=encryption, tls_key_bytes=len(encryption),
+            crypto=crypto.encode(), ssl=ssl.encode(), **settings,
         )  # fmt: skip
         error = ctypes.create_string_buffer(512)
         self._native = self._library.weft_wan_open(ctypes.byref(options), error, len(error))

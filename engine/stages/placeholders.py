@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from weft.engine.stages.port import Port
 
@@ -116,9 +117,9 @@ class Upstream(Placeholder):
         hidden = self._port.hidden
         assert hidden is not None
         with torch.no_grad(), torch.device("meta"):
-            bare = _mapped((args, kwargs), lambda tensor: torch.empty_like(tensor, device="meta"))
+            bare = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), (args, kwargs))
             answer = function(*bare[0], **bare[1])
-        return _mapped(answer, lambda tensor: self._zero(tensor, hidden).expand(tensor.shape).clone())
+        return tree_map_only(Tensor, lambda tensor: self._zero(tensor, hidden).expand(tensor.shape).clone(), answer)
 
     def __getattr__(self, name: str) -> Any:
         """For code that looks into an embedding's weight, zeros that take up no memory; for methods, as `forward`."""
@@ -132,17 +133,6 @@ class Upstream(Placeholder):
     def _zero(self, like: Tensor, hidden: Tensor) -> Tensor:
         dtype = self._port.dtype if like.is_floating_point() else like.dtype
         return torch.zeros((), dtype=dtype, device=hidden.device)
-
-
-def _mapped(tree: Any, function: Any) -> Any:
-    """A nested value with each of its tensors replaced."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, tuple | list) and not isinstance(tree, torch.Size):
-        return type(tree)(_mapped(value, function) for value in tree)
-    if isinstance(tree, dict):
-        return {name: _mapped(value, function) for name, value in tree.items()}
-    return tree
 
 
 class Downstream(Placeholder):

@@ -86,26 +86,20 @@ def causal_types() -> list[str]:
 def examine(model_type: str) -> Finding:
     """Try one architecture in this process."""
     name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    refused = Verdict.untried  # what a ValueError of the step at hand means; other errors may come from any library
     try:
         config = small_config(model_type)
-    except Exception as error:  # any: configs validate with errors of several libraries
-        return Finding(model_type, name, Verdict.untried, _reason(error))
-    try:
+        refused = Verdict.refused
         cls, config = architecture(config)
-    except ValueError as error:
-        return Finding(model_type, name, Verdict.refused, _reason(error))
-    try:
+        refused = Verdict.untried
         whole = skeleton(cls, config)
-    except ValueError as error:
-        return Finding(model_type, name, Verdict.untried, _reason(error))
-    try:
+        refused = Verdict.refused
         cuttable_layers(whole)
-    except ValueError as error:
-        return Finding(model_type, name, Verdict.refused, _reason(error))
-    try:
+        refused = Verdict.untried
         small = small_copy(cls, config, min_layers=2)
-    except Exception as error:  # any: see above
-        return Finding(model_type, name, Verdict.untried, _reason(error))
+    except Exception as error:
+        verdict = refused if isinstance(error, ValueError) else Verdict.untried
+        return Finding(model_type, name, verdict, _reason(error))
     reason = ""
     try:
         try:

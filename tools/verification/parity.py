@@ -19,22 +19,14 @@ from weft.tools.verification.parity_engine import through_engine
 from weft.tools.verification.tiny_models import TINY
 
 
-@dataclass(frozen=True)
-class Row:
-    """Differences between a backend and Hugging Face's own run; see `Difference`."""
+@dataclass(frozen=True, kw_only=True)
+class Row(Difference):
+    """How far a backend is from Hugging Face's own run."""
 
     arch: str
     variant: str
     stages: int
     backend: str
-    logits: float
-    loss: float
-    gradients: float
-
-    @property
-    def worst(self) -> float:
-        """As `Difference.worst`."""
-        return Difference(self.logits, self.loss, self.gradients, "").worst
 
 
 Backend = Callable[[Sequence[Case]], Iterator[Outcome]]
@@ -86,8 +78,8 @@ def compare(case: Case, backend: str, got: Outcome) -> Row:
     """Hold what a backend made of a case against Hugging Face's own run."""
     want = hugging_face(case)
     assert got.gradients.keys() == want.gradients.keys(), got.gradients.keys() ^ want.gradients.keys()
-    off = difference(got, want)
-    return Row(case.arch, case.variant, case.num_stages, backend, off.logits, off.loss, off.gradients)
+    off = vars(difference(got, want))
+    return Row(**off, arch=case.arch, variant=case.variant, stages=case.num_stages, backend=backend)
 
 
 def main(argv: Sequence[str]) -> int:

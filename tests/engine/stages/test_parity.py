@@ -60,7 +60,7 @@ def test_a_difference_shows(part, capsys, monkeypatch):
 
 
 def test_not_a_number_shows():
-    row = parity.Row("llama", "tied", 2, "in-process", logits=float("nan"), loss=0.0, gradients=0.0)
+    row = parity.Row(float("nan"), 0.0, 0.0, "", arch="llama", variant="tied", stages=2, backend="in-process")
     assert row.worst == float("inf")
 
 

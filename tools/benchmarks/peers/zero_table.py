@@ -36,7 +36,7 @@ class ZeroPeer(Peer):
 
 def _deepspeed(stage: int) -> ZeroPeer:
     moves = ON_DEMAND if stage == 3 else SHARDED
-    return ZeroPeer(f"DeepSpeed ZeRO-{stage}", "zero_deepspeed", "run_sharded", {"stage": stage}, moves=moves)
+    return ZeroPeer(f"DeepSpeed ZeRO-{stage}", "deepspeed_engines", "run_sharded", {"stage": stage}, moves=moves)
 
 
 def _weft(title: str, technique: Technique) -> ZeroPeer:
@@ -53,7 +53,12 @@ ENGINES: Mapping[str, ZeroPeer] = {
     "deepspeed-2": _deepspeed(2),
     "deepspeed-3": _deepspeed(3),
     "deepspeed-pipeline": ZeroPeer(
-        "DeepSpeed ZeRO-1, 2 stages", "zero_deepspeed", "run_pipelined", {"num_stages": 2}, moves=SHARDED, across=True
+        "DeepSpeed ZeRO-1, 2 stages",
+        "deepspeed_engines",
+        "run_pipelined",
+        {"num_stages": 2},
+        moves=SHARDED,
+        across=True,
     ),
     "weft-1": _weft("Weft ZeRO-1", Technique()),
     "weft-2": _weft("Weft ZeRO-2", Technique(zero_stage=2)),
