@@ -117,8 +117,8 @@ class WeftEngine(PipelineEngine):
         if self.holds_loss:
             self.module.stages[last].objective = minimised
         self.step_loss = StepLoss(
-            minimised,
-            held=self.holds_loss,
+            minimised=minimised,
+            holds=self.holds_loss,
             source=self.grid.stage_to_global(self.schedule.placement.stage_ranks[-1]),
             replicas=self.grid.get_data_parallel_group() if self.num_replicas > 1 else None,
             pipeline=self.grid.get_pipe_parallel_group() if self.is_pipe_parallel else None,

@@ -31,13 +31,13 @@ class _Axis:
     executor: InOrderExecutor
 
 
+@dataclass(frozen=True, eq=False)
 class Handle:
     """A collective in flight; see `weft.comm.channel.Handle`."""
 
-    def __init__(self, rewrite: Rewrite, target: Tensor, chunks: list[Pending]) -> None:
-        self.rewrite = rewrite
-        self._target = target
-        self._chunks = chunks
+    rewrite: Rewrite
+    target: Tensor
+    chunks: list[Pending]
 
     def wait(self) -> Tensor:
         """Block until the target is complete, and return it; on a GPU only the current stream waits.
@@ -46,15 +46,15 @@ class Handle:
             ChannelError: a rank did not participate in time, or has exited.
         """
         try:
-            for chunk in self._chunks:
+            for chunk in self.chunks:
                 chunk.result()
         except RuntimeError as error:
             raise ChannelError(f"{self.rewrite.collective}: {self.rewrite} failed: {error}") from error
-        return self._target
+        return self.target
 
     def done(self) -> bool:
         """Whether `wait` would return immediately."""
-        return all(chunk.done() for chunk in self._chunks)
+        return all(chunk.done() for chunk in self.chunks)
 
 
 class Communicator:
@@ -68,7 +68,6 @@ class Communicator:
     def __init__(self, group: Group, axes: Mapping[tuple[tuple[int, ...], int], _Axis]) -> None:
         """Use `open`."""
         self.group = group
-        self._position = group.ranks.index(dist.get_rank())
         self._axes = axes
 
     @classmethod
@@ -123,7 +122,7 @@ class Communicator:
         length = target.numel() if primitive is not Primitive.all_gather else source.numel()
         bounds = rewrite.bounds(length)
         pending = [completed(source) for _ in bounds]
-        flows = [_Flow(rewrite, self._position, source, target, begin, end, size) for begin, end in bounds]
+        flows = [_Flow(rewrite, target, begin, end, size) for begin, end in bounds]
         # Submit step by step, not chunk by chunk: where steps share an axis, the first step of a
         # later chunk must not queue behind the last step of an earlier one.
         for number, step in enumerate(rewrite.steps):
@@ -163,6 +162,7 @@ class Communicator:
             )
 
 
+@dataclass
 class _Flow:
     """One chunk going through the steps.
 
@@ -170,15 +170,16 @@ class _Flow:
     axis, a gathering step prepends it.
     """
 
-    def __init__(
-        self, rewrite: Rewrite, position: int, source: Tensor, target: Tensor, begin: int, end: int, size: int
-    ) -> None:
-        self._steps = rewrite.steps
-        self._shape = rewrite.mesh.shape
-        self._target = target
-        self._begin, self._end, self._size = begin, end, size
-        self._primitive = rewrite.collective.primitive
-        self._sharding = any(step.primitive in GATHERING | REDUCING for step in rewrite.steps)
+    rewrite: Rewrite
+    target: Tensor
+    begin: int
+    end: int
+    size: int
+
+    def __post_init__(self) -> None:
+        self._steps, self._shape = self.rewrite.steps, self.rewrite.mesh.shape
+        self._primitive = self.rewrite.collective.primitive
+        self._sharding = any(step.primitive in GATHERING | REDUCING for step in self._steps)
         self._axes: list[int] = []
 
     def run(self, number: int, group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
@@ -192,7 +193,7 @@ class _Flow:
         tensor = self._along(step, tensor, group)
         if number == len(self._steps) - 1:
             self._place(tensor)
-            return self._target
+            return self.target
         return tensor
 
     def _along(self, step: Step, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -207,27 +208,27 @@ class _Flow:
     def _cut(self, source: Tensor) -> Tensor:
         """The chunk of the source: [*mesh, elements] of a full tensor, [elements] of a shard."""
         if self._primitive is Primitive.all_gather:
-            return source.view(-1)[self._begin : self._end]
+            return source.view(-1)[self.begin : self.end]
         self._axes = list(range(len(self._shape)))
         if self._primitive is Primitive.reduce_scatter:
-            return source.view(*self._shape, -1)[..., self._begin : self._end]
-        chunk = source.view(-1)[self._begin : self._end]
+            return source.view(*self._shape, -1)[..., self.begin : self.end]
+        chunk = source.view(-1)[self.begin : self.end]
         if not self._sharding:
             self._axes = []
             return chunk
-        if missing := -chunk.numel() % self._size:
+        if missing := -chunk.numel() % self.size:
             chunk = torch.cat([chunk, chunk.new_zeros(missing)])
         return chunk.view(*self._shape, -1)
 
     def _place(self, tensor: Tensor) -> None:
         if self._primitive is Primitive.reduce_scatter:
-            self._target.view(-1)[self._begin : self._end] = tensor
+            self.target.view(-1)[self.begin : self.end] = tensor
             return
         in_order = tensor.permute(*(self._axes.index(axis) for axis in range(len(self._axes))), -1)
         if self._primitive is Primitive.all_gather:
-            self._target.view(*self._shape, -1)[..., self._begin : self._end] = in_order
+            self.target.view(*self._shape, -1)[..., self.begin : self.end] = in_order
         elif self._sharding:  # otherwise it was summed in place
-            self._target.view(-1)[self._begin : self._end] = in_order.reshape(-1)[: self._end - self._begin]
+            self.target.view(-1)[self.begin : self.end] = in_order.reshape(-1)[: self.end - self.begin]
 
 
 def _open_axis(mesh: Mesh, axis: int, device: torch.device, timeout_s: float, name: str) -> _Axis | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,31 +18,27 @@ from weft.pipeline.action import Action
 from weft.pipeline.placement import Placement
 
 
+@dataclass(kw_only=True, eq=False)
 class Compute:
-    """Runs F, B, I and W; a hop between two stages of one rank is a dictionary entry."""
+    """Runs F, B, I and W; a hop between two stages of one rank is a dictionary entry.
 
-    def __init__(
-        self,
-        *,
-        stages: Mapping[int, Stage],
-        placement: Placement,
-        seed_gradient: Callable[[Tensor], Tensor],
-        around: Callable[[Action], AbstractContextManager[None]] = lambda _: nullcontext(),
-    ) -> None:
-        """Take this rank's stages by number.
+    Attributes:
+        stages: this rank's, by number.
+        seed_gradient: the gradient that a loss's backward starts from (loss scale).
+        around: entered while an action computes; it has the stage's weights there.
+    """
 
-        Args:
-            seed_gradient: the gradient that a loss's backward starts from (loss scale).
-            around: entered while an action computes; it has the stage's weights there.
-        """
-        self._stages = stages
-        self._backward = {index: SplitBackward(stage) for index, stage in stages.items()}
-        self._last = placement.num_stages - 1
-        self._seed_gradient = seed_gradient
-        self._around = around
+    stages: Mapping[int, Stage]
+    placement: Placement
+    seed_gradient: Callable[[Tensor], Tensor]
+    around: Callable[[Action], AbstractContextManager[None]] = lambda _: nullcontext()
+
+    def __post_init__(self) -> None:
+        self._backward = {index: SplitBackward(stage) for index, stage in self.stages.items()}
+        self._last = self.placement.num_stages - 1
         self._counting: LabelCount | None = None
-        if self._last in stages:
-            last = stages[self._last]
+        if self._last in self.stages:
+            last = self.stages[self._last]
             # The count is waited for where the loss begins, so that the layers before hide its way.
             (last.blocks() or [last])[-1].register_forward_pre_hook(lambda *_: self._await_count())
 
@@ -50,15 +47,15 @@ class Compute:
         stage, microbatch = key(action)
         batch = state.batches[microbatch]
         hidden = state.inputs.pop((stage, microbatch)) if stage else None
-        module = self._stages[stage]
+        module = self.stages[stage]
         if not state.training:
-            with torch.no_grad(), self._around(action):
+            with torch.no_grad(), self.around(action):
                 self._evaluate(state, module, hidden, microbatch)
             return
         if hidden is not None:
             hidden = hidden.detach().requires_grad_()
         counting = self._counting_of(state, microbatch) if stage == self._last else {}
-        with self._around(action):
+        with self.around(action):
             output, state.saved[stage, microbatch] = self._backward[stage].forward(
                 lambda: module(hidden, batch, **counting), hidden, split=(stage, microbatch) in state.split
             )
@@ -66,7 +63,7 @@ class Compute:
         if stage == self._last:
             assert state.num_items is None or state.num_items.is_known, "a loss before its tokens were counted"
             state.losses[microbatch] = output.detach()
-            state.gradients[stage, microbatch] = self._seed_gradient(output)
+            state.gradients[stage, microbatch] = self.seed_gradient(output)
         else:
             self._pass_on(state, stage, microbatch, output.detach())
 
@@ -91,27 +88,27 @@ class Compute:
             self._counting.wait()
 
     def _pass_on(self, state: StepState, stage: int, microbatch: int, output: Tensor) -> None:
-        local = stage + 1 in self._stages
+        local = stage + 1 in self.stages
         (state.inputs if local else state.outputs)[stage + local, microbatch] = output
 
     def backward(self, state: StepState, action: Action) -> None:
         """``B``: both gradients at once."""
         saved, gradient = state.saved.pop(key(action)), state.gradients.pop(key(action))
-        with self._around(action):
+        with self.around(action):
             below = self._backward[action.stage].full_backward(saved, gradient)
         self._pass_back(state, action, below)
 
     def input_backward(self, state: StepState, action: Action) -> None:
         """``I``: the gradient for the stage before; what ``W`` needs is kept."""
         saved, gradient = state.saved[key(action)], state.gradients.pop(key(action))
-        with self._around(action):
+        with self.around(action):
             below = self._backward[action.stage].input_backward(saved, gradient)
         self._pass_back(state, action, below)
         state.note_peak()
 
     def weight_backward(self, state: StepState, action: Action) -> None:
         """``W``: the weight gradients that ``I`` has left."""
-        with self._around(action):
+        with self.around(action):
             self._backward[action.stage].weight_backward(state.saved.pop(key(action)))
 
     def _pass_back(self, state: StepState, action: Action, gradient: Tensor | None) -> None:
@@ -119,5 +116,5 @@ class Compute:
         if stage == 0:
             return
         assert gradient is not None
-        local = stage - 1 in self._stages
+        local = stage - 1 in self.stages
         (state.gradients if local else state.input_gradients)[stage - local, microbatch] = gradient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from weft.comm.channel import Receiver, Sender, TensorSpec
@@ -20,53 +21,44 @@ def _run_stage_wide(run: Callable[[Action], None], _: StepState, action: Action,
     run(action)
 
 
+@dataclass(kw_only=True, eq=False)
 class Executor:
     """Executes rows of lowered schedules on one rank.
 
     Sends start as soon as their tensor exists, and are waited for when the row has ended, if
     they have not ended before; receives are posted ahead of need. So neither stands between
     two computations that do not depend on it (MegaScale section 3.2).
+
+    Attributes:
+        rank: this pipeline rank, as in the schedule's rows.
+        send_to: channels to neighbouring pipeline ranks.
+        receive_from: channels from neighbouring pipeline ranks.
+        receive_ahead: receives posted ahead of need, per neighbour.
+        stage_wide: what to do for ``UNSHARD``, ``REDUCE_GRAD`` and ``STEP``.
+        debug: assert before each action that its dependencies on this rank have ended.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        stages: Mapping[int, Stage],
-        compute: Compute,
-        send_to: Mapping[int, Sender],
-        receive_from: Mapping[int, Receiver],
-        receive_ahead: int,
-        stage_wide: Mapping[Op, Callable[[Action], None]],
-        debug: bool,
-    ) -> None:
-        """Tie a rank's stages to its channels.
+    rank: int
+    stages: Mapping[int, Stage]
+    compute: Compute
+    send_to: Mapping[int, Sender]
+    receive_from: Mapping[int, Receiver]
+    receive_ahead: int
+    stage_wide: Mapping[Op, Callable[[Action], None]]
+    debug: bool
 
-        Args:
-            rank: this pipeline rank, as in the schedule's rows.
-            send_to: channels to neighbouring pipeline ranks.
-            receive_from: channels from neighbouring pipeline ranks.
-            receive_ahead: receives posted ahead of need, per neighbour.
-            stage_wide: what to do for ``UNSHARD``, ``REDUCE_GRAD`` and ``STEP``.
-            debug: assert before each action that its dependencies on this rank have ended.
-        """
-        self._rank = rank
-        self._stages = stages
-        self._send_to = send_to
-        self._receive_from = receive_from
-        self._receive_ahead = receive_ahead
-        self._debug = debug
+    def __post_init__(self) -> None:
         self._table: dict[Op, Callable[[StepState, Action, Schedule], None]] = {
-            Op.F: lambda state, action, _: compute.forward(state, action),
-            Op.B: lambda state, action, _: compute.backward(state, action),
-            Op.I: lambda state, action, _: compute.input_backward(state, action),
-            Op.W: lambda state, action, _: compute.weight_backward(state, action),
+            Op.F: lambda state, action, _: self.compute.forward(state, action),
+            Op.B: lambda state, action, _: self.compute.backward(state, action),
+            Op.I: lambda state, action, _: self.compute.input_backward(state, action),
+            Op.W: lambda state, action, _: self.compute.weight_backward(state, action),
             Op.SEND_F: self._send,
             Op.SEND_B: self._send,
             Op.RECV_F: self._receive,
             Op.RECV_B: self._receive,
+            **{op: partial(_run_stage_wide, run) for op, run in self.stage_wide.items()},
         }
-        self._table.update({op: partial(_run_stage_wide, run) for op, run in stage_wide.items()})
 
     def run(self, schedule: Schedule, state: StepState, observers: Sequence[SlotObserver] = ()) -> None:
         """Execute this rank's row, exactly in its order.
@@ -81,10 +73,10 @@ class Executor:
         """
         for observer in observers:
             observer.step_begins(schedule.num_microbatches)
-        state.split = {key(action) for action in schedule.actions(self._rank) if action.op is Op.W}
+        state.split = {key(action) for action in schedule.actions(self.rank) if action.op is Op.W}
         self._post_receives(schedule, state)
         done: set[Action] = set()
-        for slot in schedule.rows[self._rank]:
+        for slot in schedule.rows[self.rank]:
             for observer in observers:
                 observer.slot_begins(slot)
             self._run_slot(schedule, state, slot, done)
@@ -101,34 +93,34 @@ class Executor:
         goes first, for it frees what the forward will save.
         """
         for action in reversed(slot):
-            if self._debug:
+            if self.debug:
                 self._assert_ready(schedule, action, done)
             self._table[action.op](state, action, schedule)
-            if self._debug:
+            if self.debug:
                 done.update(establishes(action))
 
     def _assert_ready(self, schedule: Schedule, action: Action, done: set[Action]) -> None:
         ranks = schedule.placement.stage_ranks
-        missing = [n for n in schedule.dependencies(action) if ranks[n.stage] == self._rank and n not in done]
-        assert not missing, f"{action} on rank {self._rank} ran before {', '.join(map(str, missing))}"
+        missing = [n for n in schedule.dependencies(action) if ranks[n.stage] == self.rank and n not in done]
+        assert not missing, f"{action} on rank {self.rank} ran before {', '.join(map(str, missing))}"
 
     def _post_receives(self, schedule: Schedule, state: StepState) -> None:
         """Queue every receive of the step, per neighbour, in the order of that neighbour's sends."""
-        mine = {action for action in schedule.actions(self._rank) if action.op in RECEIVES}
-        for peer, channel in self._receive_from.items():
+        mine = {action for action in schedule.actions(self.rank) if action.op in RECEIVES}
+        for peer, channel in self.receive_from.items():
             fed = [receive_of(action) for action in schedule.actions(peer) if action.op in SENDS]
             messages = [(action, self._spec(state, action)) for action in fed if action in mine]
-            state.receives[peer] = ReceiveQueue(channel, messages, ahead=self._receive_ahead)
+            state.receives[peer] = ReceiveQueue(channel, messages, ahead=self.receive_ahead)
 
     def _spec(self, state: StepState, action: Action) -> TensorSpec:
         batch = state.batches[key(action)[1]]
-        shape, dtype = self._stages[action.stage].hidden_spec(batch, leaving=action.op is not Op.RECV_F)
+        shape, dtype = self.stages[action.stage].hidden_spec(batch, leaving=action.op is not Op.RECV_F)
         return TensorSpec(tuple(shape), dtype)
 
     def _send(self, state: StepState, action: Action, schedule: Schedule) -> None:
         receive = receive_of(action)
         tensors = state.outputs if action.op is Op.SEND_F else state.input_gradients
-        channel = self._send_to[schedule.placement.stage_ranks[receive.stage]]
+        channel = self.send_to[schedule.placement.stage_ranks[receive.stage]]
         while state.sends and state.sends[0].ended():  # its tensor is held no longer
             state.sends.popleft().wait()
         state.sends.append(channel.send(str(receive), tensors.pop(key(action))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,57 +17,52 @@ from weft.engine.stages.batch import count_label_tokens, label_tokens
 from weft.engine.stages.objective import Minimised, tell_items, told_items
 
 
+@dataclass(kw_only=True, eq=False)
 class StepLoss:
     """Counts and sums for a rank. Ranks of the last stage hold losses; the others are told.
 
     Token losses are divided by the number of items of the whole step, so micro-batches and
     replicas are summed, never averaged.
+
+    Attributes:
+        minimised: the objective, where it is not the model's own loss.
+        holds: whether this rank holds the last stage.
+        source: global rank that does, in this rank's pipeline.
+        replicas: ranks that hold the same stages; None is this rank alone.
+        pipeline: ranks that hold a model together; None is this rank alone.
     """
 
-    def __init__(
-        self,
-        minimised: Minimised | None,
-        *,
-        held: bool,
-        source: int,
-        replicas: dist.ProcessGroup | None,
-        pipeline: dist.ProcessGroup | None,
-        device: torch.device,
-    ) -> None:
-        """Tie the rank to those that it shares losses with.
+    minimised: Minimised | None
+    holds: bool
+    source: int
+    replicas: dist.ProcessGroup | None
+    pipeline: dist.ProcessGroup | None
+    device: torch.device
 
-        Args:
-            minimised: the objective, where it is not the model's own loss.
-            held: whether this rank holds the last stage.
-            source: global rank that does, in this rank's pipeline.
-            replicas: ranks that hold the same stages; None is this rank alone.
-            pipeline: ranks that hold a model together; None is this rank alone.
-        """
-        self._minimised, self._looked_at = minimised, False
-        self._held, self._source = held, source
-        self._replicas, self._pipeline, self._device = replicas, pipeline, device
+    def __post_init__(self) -> None:
+        self._looked_at = False
         self._counted: LabelCount | None = None
 
     def tell(self, prepared: dict[str, Tensor], batch: Mapping[str, Tensor]) -> None:
         """Note on a prepared micro-batch how many items an objective counts in it, as it was in host memory."""
-        if self._minimised is not None and self._held:
-            tell_items(prepared, self._minimised.items(batch))
+        if self.minimised is not None and self.holds:
+            tell_items(prepared, self.minimised.items(batch))
 
     def items(self, batch: Mapping[str, Tensor]) -> int:
         """What of a micro-batch the loss is averaged over: tokens with labels, or what the objective says."""
-        return count_label_tokens(batch) if self._minimised is None else self._minimised.items(batch)
+        return count_label_tokens(batch) if self.minimised is None else self.minimised.items(batch)
 
     def count(self, batches: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
         """Start to count what the loss is averaged over, on ranks that compute it; fields of `StepState`."""
-        if not self._held:
+        if not self.holds:
             return {"num_items": None}
-        if self._minimised is None:
+        if self.minimised is None:
             counted, empty = torch.stack([label_tokens(batch) for batch in batches]).sum(), frozenset[int]()
         else:
             items = [told_items(batch) for batch in batches]
-            counted = torch.tensor(sum(items)).to(self._device, non_blocking=True)
+            counted = torch.tensor(sum(items)).to(self.device, non_blocking=True)
             empty = frozenset(m for m, count in enumerate(items) if not count)
-        return {"num_items": LabelCount(counted, self._replicas), "empty": empty}
+        return {"num_items": LabelCount(counted, self.replicas), "empty": empty}
 
     def check(self, count: LabelCount | None) -> None:
         """Refuse a step without labels; on a GPU in the step after it, whose host need not wait for it.
@@ -84,9 +80,9 @@ class StepLoss:
         Raises:
             ValueError: on every rank: it is not.
         """
-        if self._minimised is not None and not self._looked_at:
+        if self.minimised is not None and not self._looked_at:
             self._looked_at = True
-            together(self._minimised.require_sums)
+            together(self.minimised.require_sums)
 
     def held(self, state: StepState) -> Tensor | None:
         """The loss of this rank's micro-batches, fp32; None on ranks that compute none."""
@@ -95,11 +91,11 @@ class StepLoss:
     def sum(self, state: StepState) -> ReplicaSum | None:
         """Start to sum the loss over micro-batches and replicas, on ranks that compute it."""
         loss = self.held(state)
-        return None if loss is None else ReplicaSum(loss, self._replicas)
+        return None if loss is None else ReplicaSum(loss, self.replicas)
 
     def share(self, loss: ReplicaSum | None) -> Tensor:
         """The loss of the whole step on every rank of the pipeline, from the one that holds the last stage."""
-        shared = torch.zeros((), device=self._device) if loss is None else loss.wait()
-        if self._pipeline is not None:
-            dist.broadcast(shared, src=self._source, group=self._pipeline)
+        shared = torch.zeros((), device=self.device) if loss is None else loss.wait()
+        if self.pipeline is not None:
+            dist.broadcast(shared, src=self.source, group=self.pipeline)
         return shared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -36,78 +37,68 @@ class Waits(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class CompletedHandle:
     """Handle of a collective that is already complete, as on a single replica."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+    tensor: Tensor
 
     def wait(self) -> Tensor:
         """The tensor."""
-        return self._tensor
+        return self.tensor
 
 
+@dataclass(frozen=True)
 class CastHandle:
     """Handle of a reduction whose number format differs from that of its target."""
 
-    def __init__(self, handle: Handle, target: Tensor) -> None:
-        self._handle = handle
-        self._target = target
+    handle: Handle
+    target: Tensor
 
     def wait(self) -> Tensor:
         """The filled target."""
-        return self._target.copy_(self._handle.wait())
+        return self.target.copy_(self.handle.wait())
 
 
+@dataclass(frozen=True)
 class NotedHandle:
     """Handle whose wait is told to whoever watches over the run."""
 
-    def __init__(self, handle: Handle, waits: Waits) -> None:
-        self._handle, self._waits = handle, waits
+    handle: Handle
+    waits: Waits
 
     def wait(self) -> Tensor:
         """What the collective has filled."""
-        self._waits.begin_wait()
-        tensor = self._handle.wait()
-        self._waits.end_wait()
+        self.waits.begin_wait()
+        tensor = self.handle.wait()
+        self.waits.end_wait()
         return tensor
 
 
+@dataclass(kw_only=True, eq=False)
 class Collectives:
-    """Starts collectives; gradients and weights have separate communicators, so that neither waits for the other."""
+    """Starts collectives; gradients and weights have separate communicators, so that neither waits for the other.
 
-    def __init__(
-        self,
-        *,
-        replica: int = 0,
-        num_replicas: int = 1,
-        gradients: Communicator | None = None,
-        weights: Communicator | None = None,
-        choose: Choose = plain,
-        costs: CollectiveCosts | None = None,
-        source: str = "",
-        gradient_format: torch.dtype = torch.float32,
-        overlap: bool = True,
-    ) -> None:
-        """Use `open`; without arguments, the collectives of a single replica.
+    Attributes:
+        gradients, weights: None on a single replica, as without arguments; see `open`.
+        choose: how a collective is carried out.
+        costs: measured costs over this rank's replicas, if any.
+        source: origin of the costs.
+        gradient_format: number format in which gradients are sent.
+        overlap: whether to overlap with compute; otherwise each collective blocks.
+    """
 
-        Args:
-            costs: measured costs over this rank's replicas, if any.
-            source: origin of the costs.
-            gradient_format: number format in which gradients are sent.
-            overlap: whether to overlap with compute; otherwise each collective blocks.
-        """
-        self.replica = replica
-        self.num_replicas = num_replicas
-        self._gradients = gradients
-        self._weights = weights
-        self.costs = costs
-        self.source = source
-        self._choose = choose
-        self._gradient_format = gradient_format
-        self._overlap = overlap
-        self.waits: Waits | None = None
-        """Told of waits; replicas wait equally often in a slot."""
+    replica: int = 0
+    num_replicas: int = 1
+    gradients: Communicator | None = None
+    weights: Communicator | None = None
+    choose: Choose = plain
+    costs: CollectiveCosts | None = None
+    source: str = ""
+    gradient_format: torch.dtype = torch.float32
+    overlap: bool = True
+    waits: Waits | None = None
+    """Told of waits; replicas wait equally often in a slot."""
 
     @classmethod
     def open(cls, config: WeftConfig, layout: RankLayout, device: torch.device) -> Collectives:
@@ -144,46 +135,46 @@ class Collectives:
     @property
     def group(self) -> Group:
         """The group of this rank's replicas."""
-        return Group((dist.get_rank(),), (0,)) if self._gradients is None else self._gradients.group
+        return Group((dist.get_rank(),), (0,)) if self.gradients is None else self.gradients.group
 
     def reduce(self, whole: Tensor, target: Tensor) -> Handle:
         """Start to sum ``whole`` over replicas into ``target``: this rank's shard of it, or ``whole`` itself.
 
         Use neither tensor before waiting for the handle.
         """
-        if self._gradients is None or whole.dtype == self._gradient_format:
+        if self.gradients is None or whole.dtype == self.gradient_format:
             return self._reduce(whole, target)
-        low = whole.to(self._gradient_format)
+        low = whole.to(self.gradient_format)
         shard = low if target.numel() == low.numel() else low.new_empty(target.numel())
         return CastHandle(self._reduce(low, shard), target)
 
     def _reduce(self, whole: Tensor, target: Tensor) -> Handle:
         if target.numel() == whole.numel():
-            return self._start(self._gradients, Primitive.all_reduce, whole, whole)
-        return self._start(self._gradients, Primitive.reduce_scatter, whole, target)
+            return self._start(self.gradients, Primitive.all_reduce, whole, whole)
+        return self._start(self.gradients, Primitive.reduce_scatter, whole, target)
 
     def sum(self, tensor: Tensor) -> None:
         """Sum a contiguous tensor over replicas in place; blocks."""
-        self._start(self._gradients, Primitive.all_reduce, tensor, tensor).wait()
+        self._start(self.gradients, Primitive.all_reduce, tensor, tensor).wait()
 
     def gather(self, shard: Tensor, whole: Tensor) -> Handle:
         """Start to all-gather the shards of all replicas into ``whole``."""
-        return self._start(self._weights, Primitive.all_gather, shard, whole)
+        return self._start(self.weights, Primitive.all_gather, shard, whole)
 
     def _start(self, over: Communicator | None, primitive: Primitive, source: Tensor, target: Tensor) -> Handle:
         if over is None:
             return CompletedHandle(target)
         size = max(source.numel(), target.numel())
         wish = Collective.flat(primitive, over.group, num_elements=size, itemsize=source.itemsize)
-        handle: Handle = over.start(self._choose(wish), source, target)
+        handle: Handle = over.start(self.choose(wish), source, target)
         if self.waits is not None:
             handle = NotedHandle(handle, self.waits)
-        if not self._overlap:
+        if not self.overlap:
             handle.wait()
         return handle
 
     def close(self) -> None:
         """Stop the communicators' threads."""
-        for communicator in (self._gradients, self._weights):
+        for communicator in (self.gradients, self.weights):
             if communicator is not None:
                 communicator.close()
