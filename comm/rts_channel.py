@@ -50,31 +50,38 @@ class RtsSend:
         return self.work.is_completed()
 
 
-class RtsSender:
-    """The sending end; see `weft.comm.channel.Sender`."""
+@dataclass(kw_only=True, eq=False)
+class _RtsEnd:
+    """One end of a direction; both ends use the same groups, which are connected already.
 
-    def __init__(
-        self,
-        *,
-        peer: int,
-        group: dist.ProcessGroup,
-        rts_group: dist.ProcessGroup,
-        device: torch.device,
-        timeout_s: float,
-    ) -> None:
-        """Both ends use the same groups, which are connected already.
+    Attributes:
+        peer: global rank of the other end.
+        group: carries tensors of ``device``, in this direction only.
+        rts_group: carries the RTS messages, from host memory.
+        timeout_s: seconds after which a receiver's `wait` fails.
+    """
 
-        Args:
-            peer: global rank of the other end.
-            group: carries tensors of ``device``, in this direction only.
-            rts_group: carries the RTS messages, from host memory.
-            timeout_s: unused; the receiver enforces the deadline.
-        """
-        self._peer, self._group, self._rts_group, self._device = peer, group, rts_group, device
-        self._link = f"rank {dist.get_rank()} -> rank {peer}"
-        self._num_sent = 0
+    peer: int
+    group: dist.ProcessGroup
+    rts_group: dist.ProcessGroup
+    device: torch.device
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        self._count = 0
         self._error: Exception | None = None
-        self._rts_thread = _Worker(f"weft rts to {peer}", self._failed)
+        self._rts_thread = _Worker(f"weft rts with {self.peer}", self._failed)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._rts_thread.close()
+
+    def _failed(self, error: Exception) -> None:
+        self._error = error
+
+
+class RtsSender(_RtsEnd):
+    """The sending end; see `weft.comm.channel.Sender`."""
 
     def send(self, tag: str, tensor: Tensor) -> RtsSend:
         """Launch the send of ``tensor``, which must not be changed until the handle is waited for.
@@ -83,75 +90,48 @@ class RtsSender:
             ChannelError: the peer has exited.
         """
         if self._error is not None:
-            raise ChannelError(f"link {self._link}: the peer has exited: {self._error}") from self._error
+            link = f"rank {dist.get_rank()} -> rank {self.peer}"
+            raise ChannelError(f"link {link}: the peer has exited: {self._error}") from self._error
         tensor = tensor.contiguous()
-        device_reached = _reached(self._device)
-        work = dist.isend(tensor, self._peer, group=self._group)
+        device_reached = _reached(self.device)
+        work = dist.isend(tensor, self.peer, group=self.group)
         assert work is not None, "this rank is a member of the pair's group"
-        rts = _rts(self._num_sent, tag, tensor.nbytes)
-        self._num_sent += 1
+        rts = _rts(self._count, tag, tensor.nbytes)
+        self._count += 1
         self._rts_thread.put(lambda: self._send_rts(device_reached, rts))
         return RtsSend(work, tensor)
 
-    def close(self) -> None:
-        """End the thread."""
-        self._rts_thread.close()
-
     def _send_rts(self, device_reached: Callable[[], None], rts: Tensor) -> None:
         device_reached()
-        dist.send(rts, self._peer, group=self._rts_group)
-
-    def _failed(self, error: Exception) -> None:
-        self._error = error
+        dist.send(rts, self.peer, group=self.rts_group)
 
 
-class RtsReceiver:
+class RtsReceiver(_RtsEnd):
     """The receiving end; see `weft.comm.channel.Receiver`."""
 
-    def __init__(
-        self,
-        *,
-        peer: int,
-        group: dist.ProcessGroup,
-        rts_group: dist.ProcessGroup,
-        device: torch.device,
-        timeout_s: float,
-    ) -> None:
-        """See `RtsSender`.
-
-        Args:
-            peer, group, rts_group: as there.
-            timeout_s: seconds after which `wait` fails.
-        """
-        self._peer, self._group, self._rts_group, self._device = peer, group, rts_group, device
-        self._link = f"rank {peer} -> rank {dist.get_rank()}"
-        self._timeout_s = timeout_s
-        self._num_posted = 0
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._rts_thread = _Worker(f"weft rts from {peer}", lambda _: None)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._link = f"rank {self.peer} -> rank {dist.get_rank()}"
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def recv(self, tag: str, spec: TensorSpec) -> RtsReceive:
         """Post a receive of a tensor of ``spec``; its memory is allocated when the RTS arrives."""
         launched: Future[tuple[dist.Work, Tensor]] = Future()
-        rts = _rts(self._num_posted, tag, spec.dtype.itemsize * torch.Size(spec.shape).numel())
-        self._num_posted += 1
+        rts = _rts(self._count, tag, spec.dtype.itemsize * torch.Size(spec.shape).numel())
+        self._count += 1
         self._rts_thread.put(lambda: self._receive(rts, spec, launched))
-        return RtsReceive(launched, self._link, tag, self._timeout_s)
-
-    def close(self) -> None:
-        """End the thread."""
-        self._rts_thread.close()
+        return RtsReceive(launched, self._link, tag, self.timeout_s)
 
     def _receive(self, expected: Tensor, spec: TensorSpec, launched: Future) -> None:
         try:
             rts = torch.empty_like(expected)
-            dist.recv(rts, self._peer, group=self._rts_group)
+            dist.recv(rts, self.peer, group=self.rts_group)
             assert torch.equal(rts, expected), (
                 f"link {self._link}: received RTS {rts.tolist()}, expected {expected.tolist()}"
             )
             with self._on_receive_stream():
-                buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
-                work = dist.irecv(buffer, self._peer, group=self._group)
+                buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+                work = dist.irecv(buffer, self.peer, group=self.group)
             launched.set_result((work, buffer))
         except Exception as error:
             launched.set_exception(error)

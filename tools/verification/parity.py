@@ -9,10 +9,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
-from weft.conf.schema import SplitKind
-from weft.engine.stages import build_model, load_hf_config, load_stages, split_layers
 from weft.engine.stages.comparison import Difference, Outcome, difference, staged_outcome, whole_outcome
 from weft.tools.verification.parity_cases import VARIANTS, Case, cases
 from weft.tools.verification.parity_engine import through_engine
@@ -31,47 +27,23 @@ class Row(Difference):
 
 Backend = Callable[[Sequence[Case]], Iterator[Outcome]]
 """Runs cases in order."""
-SEED = 1
-
-
-def hugging_face(case: Case) -> Outcome:
-    """The whole model, run by transformers (and peft)."""
-    model = build_model(case.model, dtype=case.dtype, seed=SEED)
-    _wake_adapters(model)
-    return whole_outcome(model, case.microbatches, case.num_items)
 
 
 def in_process(cases: Sequence[Case]) -> Iterator[Outcome]:
     """Every stage in this process, one after the other."""
-    return map(_in_process, cases)
-
-
-def _in_process(case: Case) -> Outcome:
-    split = split_layers(load_hf_config(case.model), case.num_stages, SplitKind.even)
-    stages = load_stages(case.model, split, range(case.num_stages), dtype=case.dtype, seed=SEED)
-    for stage in stages:
-        _wake_adapters(stage)
-    return staged_outcome(stages, case.microbatches, case.num_items)
-
-
-def engine(kind: str, cases: Sequence[Case]) -> Iterator[Outcome]:
-    """Every stage in a process of its own, under a schedule."""
-    return through_engine(cases, kind, _wake_adapters, SEED)
+    return (staged_outcome(case.stages(range(case.num_stages)), case.microbatches, case.num_items) for case in cases)
 
 
 BACKENDS: dict[str, Backend] = {
     "in-process": in_process,
-    "gpipe": partial(engine, "gpipe"),
-    "1f1b": partial(engine, "1f1b"),
+    "gpipe": partial(through_engine, "gpipe"),
+    "1f1b": partial(through_engine, "1f1b"),
 }
 
 
-def _wake_adapters(model: torch.nn.Module) -> None:
-    """New adapters add nothing yet; give their second matrix weights, the same in every split."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(torch.linspace(-0.1, 0.1, parameter.numel()).view_as(parameter))
+def hugging_face(case: Case) -> Outcome:
+    """Hugging Face's own run of the whole model."""
+    return whole_outcome(case.whole(), case.microbatches, case.num_items)
 
 
 def compare(case: Case, backend: str, got: Outcome) -> Row:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from weft.conf.schema import ModelConfig
-from weft.engine.stages import Batch
+from weft.conf.schema import ModelConfig, SplitKind
+from weft.engine.stages import Batch, Stage, build_model, load_hf_config, load_stages, split_layers
 from weft.tools.verification.tiny_models import VOCABULARY, tiny_model
+
+SEED = 1
+"""Of new weights."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +36,30 @@ class Case:
         count = len(self.batch["input_ids"])
         return [{name: tensor[m : m + 1] for name, tensor in self.batch.items()} for m in range(count)]
 
+    def whole(self) -> nn.Module:
+        """The whole model, as transformers (and peft) make it."""
+        model = build_model(self.model, dtype=self.dtype, seed=SEED)
+        _wake_adapters([model])
+        return model
 
-def _plain(arch: str) -> ModelConfig:
-    return tiny_model(arch, tie_word_embeddings=False)
+    def stages(self, held: Sequence[int]) -> list[Stage]:
+        """Stages of the same model."""
+        split = split_layers(load_hf_config(self.model), self.num_stages, SplitKind.even)
+        stages = load_stages(self.model, split, held, dtype=self.dtype, seed=SEED)
+        _wake_adapters(stages)
+        return stages
 
 
-def _tied(arch: str) -> ModelConfig:
-    return tiny_model(arch, tie_word_embeddings=True)
+def _wake_adapters(models: Sequence[nn.Module]) -> None:
+    """New adapters add nothing yet; give their second matrix weights, the same in every split."""
+    with torch.no_grad():
+        for model in models:
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.copy_(torch.linspace(-0.1, 0.1, parameter.numel()).view_as(parameter))
+
+
+_plain = partial(tiny_model, tie_word_embeddings=False)
 
 
 def _adapted(arch: str) -> ModelConfig:
@@ -51,7 +72,7 @@ def _adapted(arch: str) -> ModelConfig:
 TARGETS = {"gpt2": ["c_attn"], "phi3": ["qkv_proj", "down_proj"]}
 VARIANTS: dict[str, tuple[Callable[[str], ModelConfig], torch.dtype, bool]] = {
     "untied": (_plain, torch.float32, False),
-    "tied": (_tied, torch.float32, False),
+    "tied": (partial(tiny_model, tie_word_embeddings=True), torch.float32, False),
     "lora": (_adapted, torch.float32, False),
     "packed": (_plain, torch.float32, True),
     "bf16": (_plain, torch.bfloat16, False),

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
 from weft.comm.torch_channel import TorchChannel, connect
-from weft.conf.schema import SplitKind
 from weft.engine.distributed import init_distributed
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
 from weft.engine.execution.step_state import StepState
 from weft.engine.execution.sums import LabelCount
 from weft.engine.planning.schedules import plan_evaluation
-from weft.engine.stages import Stage, load_hf_config, load_stages, split_layers
 from weft.engine.stages.comparison import Outcome
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import add_transfers
@@ -28,17 +26,11 @@ from weft.tools.verification.parity_cases import cases as make_cases
 TIMEOUT_S = 1800.0
 
 
-def through_engine(cases: Sequence[Case], kind: str, prepare: Callable[[Stage], None], seed: int) -> Iterator[Outcome]:
-    """Run every case on ranks of one job, one micro-batch a sequence.
-
-    Args:
-        kind: of the schedule.
-        prepare: called on every new stage; importable.
-        seed: of new weights.
-    """
+def through_engine(kind: str, cases: Sequence[Case]) -> Iterator[Outcome]:
+    """Run every case under a schedule of ``kind``, on ranks of one job, one micro-batch a sequence."""
     num_ranks = max(case.num_stages for case in cases)
     names = [(case.arch, case.variant, case.num_stages) for case in cases]  # tensors would need a file each
-    by_rank = run_ranks(num_ranks, _run_cases, names, kind, prepare, seed, timeout_s=TIMEOUT_S)
+    by_rank = run_ranks(num_ranks, _run_cases, names, kind, timeout_s=TIMEOUT_S)
     for parts in zip(*by_rank, strict=True):
         gradients: dict[str, torch.Tensor] = {}
         for _, _, of_rank in parts:
@@ -48,32 +40,22 @@ def through_engine(cases: Sequence[Case], kind: str, prepare: Callable[[Stage], 
         yield Outcome(torch.from_numpy(logits), torch.tensor(loss), gradients)
 
 
-def _run_cases(
-    names: list[tuple[str, str, int]], kind: str, prepare: Callable[[Stage], None], seed: int
-) -> list[tuple]:
+def _run_cases(names: list[tuple[str, str, int]], kind: str) -> list[tuple]:
     cases = [next(make_cases([arch], [variant], [num_stages])) for arch, variant, num_stages in names]
     init_distributed(TIMEOUT_S)
     channels: dict[int, dict[tuple[int, int], TorchChannel]] = {}
     for count in sorted({case.num_stages for case in cases}):
         hops = {hop for a, b in pairwise(range(count)) for hop in ((a, b), (b, a))}
         channels[count] = connect(hops, device=torch.device("cpu"), timeout_s=TIMEOUT_S)
-    return [_run_case(case, kind, prepare, seed, channels[case.num_stages]) for case in cases]
+    return [_run_case(case, kind, channels[case.num_stages]) for case in cases]
 
 
-def _run_case(
-    case: Case,
-    kind: str,
-    prepare: Callable[[Stage], None],
-    seed: int,
-    channels: dict[tuple[int, int], TorchChannel],
-) -> tuple:
+def _run_case(case: Case, kind: str, channels: dict[tuple[int, int], TorchChannel]) -> tuple:
     rank, rows = dist.get_rank(), case.microbatches
     if rank >= case.num_stages:
         return None, None, {}
     placement = Placement.straight(case.num_stages)
-    split = split_layers(load_hf_config(case.model), case.num_stages, SplitKind.even)
-    (stage,) = load_stages(case.model, split, [rank], dtype=case.dtype, seed=seed)
-    prepare(stage)
+    (stage,) = case.stages([rank])
     executor = Executor(
         rank=rank,
         stages={rank: stage},
