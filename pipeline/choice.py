@@ -12,7 +12,7 @@ from weft.pipeline.generators.auto_bound import lower_bound_s
 from weft.pipeline.generators.auto_problem import Problem
 from weft.pipeline.lowering import lower
 from weft.pipeline.memory import peak_bytes
-from weft.pipeline.placement import Placement
+from weft.pipeline.placement import LAYOUTS, Placement
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.simulation import simulate
 
@@ -65,21 +65,14 @@ def placements(num_ranks: int, sites: tuple[int, ...] = (), chunks: int = 2) -> 
     both directions share that rank's uplink; an interleaved site is entered by its first rank
     and left by its last.
     """
-    sites = sites or (num_ranks,)
-    every = {"straight": Placement.straight(num_ranks, sites)}
-    if chunks > 1:
-        every["fold"] = Placement.fold(num_ranks, chunks, sites)
-        every["interleaved"] = Placement.interleaved(num_ranks, chunks, sites)
-    if chunks > 1 and len(sites) > 1:
-        every["site_fold"] = Placement.site_fold(sites, chunks)
-        every["site_interleaved"] = Placement(sites, "d" * chunks, sites)
     found: dict[str, Placement] = {}
-    for name, placement in every.items():
+    for name in LAYOUTS:
+        placement = Placement.named(name, num_ranks, sites, chunks)
         known = (other.stage_ranks for other in found.values())
         # Two successive stages on one rank are one stage cut in two, which straight already covers.
         if num_ranks > 1 and placement.stage_ranks not in known:
             found[name] = placement
-    return found or {"straight": every["straight"]}
+    return found or {"straight": Placement.straight(num_ranks, sites)}
 
 
 def choose(

@@ -7,6 +7,9 @@ from functools import cached_property
 
 from weft.pipeline.limits import MOST_LEGS, MOST_RANKS, short_repr
 
+LAYOUTS = ("straight", "fold", "interleaved", "site_fold", "site_interleaved")
+"""Names of layouts; those of a site go through one site after the other."""
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -57,6 +60,13 @@ class Placement:
             raise ValueError(f"placement.legs: {len(self.legs)} legs, more than {MOST_LEGS}; use fewer")
         if self.num_ranks > MOST_RANKS:
             raise ValueError(f"placement.groups: {self.num_ranks} ranks, more than {MOST_RANKS}; use fewer")
+
+    @classmethod
+    def named(cls, layout: str, num_ranks: int, sites: tuple[int, ...] = (), chunks: int = 2) -> Placement:
+        """One of `LAYOUTS`, with ``chunks`` virtual stages per rank where it is not straight."""
+        legs = {"straight": "d", "interleaved": "d" * chunks, "fold": ("du" * chunks)[:chunks]}
+        sites = sites or (num_ranks,)
+        return cls(sites if layout.startswith("site_") else (num_ranks,), legs[layout.removeprefix("site_")], sites)
 
     @classmethod
     def straight(cls, num_ranks: int, sites: tuple[int, ...] = ()) -> Placement:

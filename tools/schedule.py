@@ -18,7 +18,7 @@ from weft.pipeline.generators import generate, generators
 from weft.pipeline.limits import MOST_LEGS, MOST_RANKS, check_size, count, number
 from weft.pipeline.lowering import as_run, lower
 from weft.pipeline.perfetto import write_perfetto
-from weft.pipeline.placement import Placement
+from weft.pipeline.placement import LAYOUTS, Placement
 from weft.pipeline.plot import plot_timelines
 from weft.pipeline.profile import load_costs, load_pieces
 from weft.pipeline.schedule import Schedule
@@ -28,7 +28,6 @@ from weft.pipeline.text import answer_text, bytes_text, grid_text, timeline_text
 from weft.pipeline.timeline import Timeline
 from weft.pipeline.validation import validate
 
-LAYOUTS = ("straight", "interleaved", "fold", "site_fold", "site_interleaved")
 MOST_CELL = 64
 
 
@@ -159,19 +158,12 @@ def place(kind: str, num_ranks: int, layout: str | None, sites: tuple[int, ...],
         layout = generators()[kind].placements[0].name
     if layout == "straight" and (generators()[kind].goes_in_rounds or (chunks or 1) > 1):
         layout = "interleaved"
-    if layout == "straight":
-        return Placement.straight(num_ranks, sites)
-    if layout == "interleaved":
-        return Placement.interleaved(num_ranks, chunks or 2, sites)
-    if layout == "fold":
-        return Placement.fold(num_ranks, chunks or 2, sites)
-    if not sites:
+    assert layout is not None, "it is settled above"
+    if layout.startswith("site_") and not sites:
         raise ValueError(
             f"--placement={layout}: it goes through one site after the other; give them, as in --sites 4,4"
         )
-    if layout == "site_interleaved":
-        return Placement(sites, "d" * (chunks or 2), sites)
-    return Placement.site_fold(sites, chunks or 2)
+    return Placement.named(layout, num_ranks, sites, chunks or 2)
 
 
 def _checked_sites(sites: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:

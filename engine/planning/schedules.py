@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.conf.checks import chunks_of, settled_placement
-from weft.conf.schema import PipelineConfig, PlacementKind
+from weft.conf.schema import PipelineConfig
 from weft.engine.planning.overlap import OverlapPlan
 from weft.pipeline.action import SENDS, Op, receive_of
 from weft.pipeline.cell import add_relays, pipeline_of, side_by_side, uplink_order
@@ -52,22 +52,10 @@ def open_placements(config: PipelineConfig, sites: tuple[int, ...] = ()) -> dict
                 f"pipeline.stages={config.stages}; make them alike"
             )
         return {"file": replace(placement, sites=sites or (placement.num_ranks,))}
-    kind, stages = settled_placement(config), config.stages
+    kind = settled_placement(config)
     if kind is None:
-        return placements(stages, sites)
-    chunks = chunks_of(kind, config)
-    match kind:
-        case PlacementKind.interleaved:
-            placement = Placement.interleaved(stages, chunks, sites)
-        case PlacementKind.fold:
-            placement = Placement.fold(stages, sites=sites)
-        case PlacementKind.site_fold:
-            placement = Placement.site_fold(sites or (stages,))
-        case PlacementKind.site_interleaved:
-            placement = Placement(sites or (stages,), "d" * chunks, sites or (stages,))
-        case _:
-            placement = Placement.straight(stages, sites)
-    return {kind.name: placement}
+        return placements(config.stages, sites)
+    return {kind.name: Placement.named(kind.name, config.stages, sites, chunks_of(kind, config))}
 
 
 def plan_placement(

@@ -83,7 +83,7 @@ OVER: Mapping[str, tuple[str, ...]] = {
 """For each of ours, DeepSpeed's that it is measured by."""
 RACE = tuple(name for name in ENGINES if name not in ABLATION)
 """What is run unless engines are named."""
-_PLAIN = ZeroPeer("plain collectives", "zero_plain", "run_plain", moves=())
+_PLAIN = ZeroPeer("plain collectives", "zero_torch", "run_plain", moves=())
 
 
 def run_peer(

@@ -1,9 +1,11 @@
-"""torch's DistributedDataParallel and fully_shard (FSDP2) on emulated layers."""
+"""torch's own on emulated layers: plain collectives, DistributedDataParallel, and fully_shard (FSDP2)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -14,9 +16,31 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from weft.comm.collectives.collective import Primitive
+from weft.comm.collectives.primitives import PRIMITIVES
 from weft.engine.distributed import init_distributed
 from weft.engine.emulation.stage import EmulatedLayer, emulated_hidden, emulated_loss
 from weft.tools.benchmarks.peers.zero_case import ZeroCase, ZeroRun, time_computes
+
+
+def run_plain(case: ZeroCase) -> dict[str, float]:
+    """Seconds of an all-reduce, a reduce-scatter and an all-gather of all weights, layer by layer."""
+    init_distributed(case.timeout_s)
+    world = dist.group.WORLD
+    assert world is not None, "init_distributed has made it"
+    whole = torch.zeros(dist.get_world_size(), case.layer_elements // dist.get_world_size())
+    inputs = {Primitive.all_reduce: whole, Primitive.reduce_scatter: whole, Primitive.all_gather: whole[0].clone()}
+    found = {}
+    for primitive, tensor in inputs.items():
+        seconds = []
+        for _ in range(1 + case.num_steps):
+            dist.barrier()
+            start = perf_counter()
+            for _ in range(case.num_layers):
+                PRIMITIVES[primitive](tensor, world)
+            seconds.append(perf_counter() - start)
+        found[primitive.value] = median(seconds[1:])
+    return found
 
 
 def run_ddp(case: ZeroCase) -> list[ZeroRun]:
