@@ -8,6 +8,18 @@ from itertools import accumulate, pairwise
 
 from weft.pipeline.action import Op
 
+SECONDS_OF = {
+    Op.F: "forward_s",
+    Op.I: "input_s",
+    Op.W: "weight_s",
+    Op.REDUCE_GRAD: "reduce_s",
+    Op.UNSHARD: "unshard_s",
+    Op.STEP: "step_s",
+    Op.SEND_F: "send_s",
+    Op.SEND_B: "send_s",
+}
+"""The field of `StageCost` with the seconds of an operation; a full backward takes those of its halves."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
@@ -51,24 +63,9 @@ class StageCost:
 
     def seconds(self, op: Op) -> float:
         """Seconds for which ``op`` occupies its rank; `LinkCost` holds the time on the link."""
-        match op:
-            case Op.F:
-                return self.forward_s
-            case Op.I:
-                return self.input_s
-            case Op.W:
-                return self.weight_s
-            case Op.B:
-                return self.input_s + self.weight_s
-            case Op.REDUCE_GRAD:
-                return self.reduce_s
-            case Op.UNSHARD:
-                return self.unshard_s
-            case Op.STEP:
-                return self.step_s
-            case Op.SEND_F | Op.SEND_B:
-                return self.send_s
-        return 0.0
+        if op is Op.B:
+            return self.input_s + self.weight_s
+        return getattr(self, SECONDS_OF[op]) if op in SECONDS_OF else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import median
 
 from weft.pipeline.action import SENDS, Op
-from weft.pipeline.costs import CostModel, StageCost
+from weft.pipeline.costs import SECONDS_OF, CostModel, StageCost
 from weft.pipeline.timeline import SEND_LANE, Timeline
 
 
@@ -34,17 +34,6 @@ def fit_costs(timelines: Sequence[Timeline], costs: CostModel) -> CostModel:
 
 
 def _fit_stage(stage: int, cost: StageCost, medians: dict[tuple[Op, int], float]) -> StageCost:
-    def measured(op: Op, fallback: float) -> float:
-        return medians.get((op, stage), fallback)
-
-    whole = measured(Op.B, cost.input_s + cost.weight_s)
-    return replace(
-        cost,
-        forward_s=measured(Op.F, cost.forward_s),
-        input_s=measured(Op.I, whole / 2),
-        weight_s=measured(Op.W, whole / 2),
-        reduce_s=measured(Op.REDUCE_GRAD, cost.reduce_s),
-        unshard_s=measured(Op.UNSHARD, cost.unshard_s),
-        step_s=measured(Op.STEP, cost.step_s),
-        send_s=measured(Op.SEND_F, cost.send_s),
-    )
+    whole = medians.get((Op.B, stage), cost.input_s + cost.weight_s)
+    measured = {SECONDS_OF[op]: s for (op, at), s in medians.items() if at == stage and op in SECONDS_OF}
+    return replace(cost, **{"input_s": whole / 2, "weight_s": whole / 2} | measured)
