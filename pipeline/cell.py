@@ -21,11 +21,7 @@ _RELAY_OF = {Op.SEND_F: Op.RELAY_F, Op.SEND_B: Op.RELAY_B}
 def side_by_side(schedule: Schedule, pipelines: int) -> Schedule:
     """A cell of ``pipelines`` pipelines that all run ``schedule``, each on its own micro-batches."""
     stages = schedule.placement.num_stages
-    rows = [
-        [tuple(action._replace(stage=action.stage + number * stages) for action in slot) for slot in row]
-        for number in range(pipelines)
-        for row in schedule.rows
-    ]
+    rows = [[_moved(slot, number * stages) for slot in row] for number in range(pipelines) for row in schedule.rows]
     return replace(schedule, placement=replace(schedule.placement, pipelines=pipelines)).with_rows(rows)
 
 
@@ -33,15 +29,14 @@ def pipeline_of(cell: Schedule, local_rank: int) -> Schedule:
     """The schedule of one pipeline of a cell, by its LocalDPRank, without relays (the transport's part)."""
     single = cell.placement.single
     first_row, first_stage = local_rank * single.num_ranks, local_rank * single.num_stages
-    rows = [
-        [
-            tuple(action._replace(stage=action.stage - first_stage) for action in slot)
-            for slot in row
-            if slot[0].op not in RELAYS
-        ]
-        for row in cell.rows[first_row : first_row + single.num_ranks]
-    ]
+    own = cell.rows[first_row : first_row + single.num_ranks]
+    rows = [[_moved(slot, -first_stage) for slot in row if slot[0].op not in RELAYS] for row in own]
     return replace(cell, placement=single).with_rows(rows)
+
+
+def _moved(slot: Slot, stages: int) -> Slot:
+    """The same slot of another pipeline, so many virtual stages further."""
+    return tuple(action._replace(stage=action.stage + stages) for action in slot)
 
 
 def predict(cell: Schedule, costs: CostModel, local_rank: int) -> Timeline:
@@ -63,7 +58,7 @@ def predict(cell: Schedule, costs: CostModel, local_rank: int) -> Timeline:
             span,
             rank=span.rank - ranks.start,
             lane=span.lane.counted_from(ranks.start),
-            slot=tuple(action._replace(stage=action.stage - first_stage) for action in span.slot),
+            slot=_moved(span.slot, -first_stage),
         )
         for span in whole.spans
         if span.rank in ranks and span.slot[0].op not in RELAYS

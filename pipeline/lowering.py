@@ -8,6 +8,10 @@ from weft.pipeline.action import RECEIVES, SENDS, WEIGHT_USERS, Action, Op, Slot
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
 
+_RECEIVES = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}
+_SENDS = {Op.F: Op.SEND_F, Op.B: Op.SEND_B, Op.I: Op.SEND_B}
+"""The transfers into and out of a forward or an (input-gradient) backward."""
+
 
 def lower(schedule: Schedule, *, zero_stage: int = 0) -> Schedule:
     """Add gradient reductions, optimiser steps, transfers, and ZeRO's weight all-gathers.
@@ -28,29 +32,20 @@ def add_transfers(schedule: Schedule) -> Schedule:
     if schedule.ops & (SENDS | RECEIVES):
         return schedule
     placement = schedule.placement
-    received = {op: _transfer(op, incoming=True) for op in (Op.F, Op.B, Op.I)}
-    sent = {op: _transfer(op, incoming=False) for op in (Op.F, Op.B, Op.I)}
     crossed = crossings(placement)
     rows: list[list[Slot]] = []
     for row in schedule.rows:
         lowered: list[Slot] = []
         for slot in row:
             for op, stage, microbatch in slot:
-                if op in received and (received[op], stage) in crossed:
-                    lowered.append((Action(received[op], stage, microbatch),))
+                if op in _RECEIVES and (_RECEIVES[op], stage) in crossed:
+                    lowered.append((Action(_RECEIVES[op], stage, microbatch),))
             lowered.append(slot)
             for op, stage, microbatch in slot:
-                if op in sent and (sent[op], stage) in crossed:
-                    lowered.append((Action(sent[op], stage, microbatch),))
+                if op in _SENDS and (_SENDS[op], stage) in crossed:
+                    lowered.append((Action(_SENDS[op], stage, microbatch),))
         rows.append(lowered)
     return schedule.with_rows(rows)
-
-
-def _transfer(op: Op, *, incoming: bool) -> Op:
-    """The transfer into or out of a forward or an (input-gradient) backward."""
-    if incoming:
-        return Op.RECV_F if op is Op.F else Op.RECV_B
-    return Op.SEND_F if op is Op.F else Op.SEND_B
 
 
 def crossings(placement: Placement) -> frozenset[tuple[Op, int]]:
