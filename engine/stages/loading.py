@@ -142,12 +142,7 @@ def load_stages(
     hf_config = load_hf_config(config)
     if split.num_stages == 1:
         return [Stage(build_model(config, dtype=dtype, seed=seed), index=0, num_stages=1, port=Port())]
-    cls = model_class(hf_config)
-    outline = outline_of(cls, hf_config)
-    assert split.num_layers == outline.num_layers
-    made = [_load_stage(config, cls, hf_config, outline, split, index, dtype=dtype, seed=seed) for index in stages]
-    share_tied(made)
-    return made
+    return new_stages(model_class(hf_config), hf_config, split, stages, dtype=dtype, seed=seed, source=config)
 
 
 def new_stages(
@@ -158,12 +153,13 @@ def new_stages(
     *,
     dtype: torch.dtype,
     seed: int,
+    source: ModelConfig | None = None,
 ) -> list[Stage]:
-    """As `load_stages` of more than one stage, for a new model of a class and its config."""
+    """As `load_stages` of more than one stage, for a class and its config; a new model, if it has no ``source``."""
     outline = outline_of(cls, hf_config)
-    made = [
-        _load_stage(ModelConfig(), cls, hf_config, outline, split, index, dtype=dtype, seed=seed) for index in stages
-    ]
+    assert split.num_layers == outline.num_layers
+    given = source or ModelConfig()
+    made = [_load_stage(given, cls, hf_config, outline, split, index, dtype=dtype, seed=seed) for index in stages]
     share_tied(made)
     return made
 
