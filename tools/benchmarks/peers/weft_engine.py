@@ -50,8 +50,6 @@ def run(
     config.comm = replace(comm or CommConfig(), timeout_s=timeout_s)
     config.optimizer.clip = 0.0  # as in the other engines
     engine = emulated_engine(case, config)
-    ids = torch.zeros(1, 2, dtype=torch.long)
-    engine.set_dataiterator(repeat({"input_ids": ids, "labels": ids}))
     time_steps(replace(case, num_warmup=0, num_steps=case.num_warmup), engine.train_batch)
     profile = fit_costs(engine.measured_timelines()[1:], engine.plan.costs)
     step_s, ended_s = time_steps(replace(case, num_warmup=0), engine.train_batch), perf_counter()
@@ -66,7 +64,7 @@ def run(
 
 
 def emulated_engine(case: Case, config: WeftConfig) -> WeftEngine:
-    """Weft's engine on the emulated layers of ``case``, laid out and scheduled as ``config`` says."""
+    """Weft's engine on the emulated layers of ``case``, laid out and scheduled as ``config`` says, with its data."""
     device = join(config)
 
     facts = _facts(case, config, device)
@@ -78,7 +76,7 @@ def emulated_engine(case: Case, config: WeftConfig) -> WeftEngine:
         for index in held
     ]
     module = WeftModule(stages, placement, facts.layout)
-    return opened.engine(
+    engine = opened.engine(
         config,
         deepspeed_config(config, dist.get_world_size()),
         module,
@@ -89,6 +87,9 @@ def emulated_engine(case: Case, config: WeftConfig) -> WeftEngine:
         lr_scheduler=None,
         collate_fn=None,
     )
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    engine.set_dataiterator(repeat({"input_ids": ids, "labels": ids}))
+    return engine
 
 
 def _facts(case: Case, config: WeftConfig, device: torch.device) -> Facts:

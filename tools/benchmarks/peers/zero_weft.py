@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
-from itertools import repeat
 from pathlib import Path
-
-import torch
 
 from weft.conf.files import write_atomic
 from weft.conf.schema import (
@@ -49,8 +46,6 @@ def _run(case: ZeroCase, technique: Technique) -> ZeroRun:
             ),
             config,
         )
-    ids = torch.zeros(1, 2, dtype=torch.long)
-    engine.set_dataiterator(repeat({"input_ids": ids, "labels": ids}))
     layers = [layer for layer in engine.module.modules() if isinstance(layer, EmulatedLayer)]
     (found,) = time_computes(case, layers, engine.train_batch)
     engine.destroy()
