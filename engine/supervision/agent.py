@@ -22,6 +22,7 @@ from time import monotonic, monotonic_ns
 from typing import Any
 
 from weft.comm.control import ControlClient
+from weft.engine.supervision.examination import examine
 from weft.engine.supervision.faults import ERROR_FILE, OomKills, RankEnd, classify, read_report
 from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.output import Output, Writer
@@ -103,6 +104,7 @@ class Agent:
         self._wanted: dict[str, Any] = {"attempt": 0, "run": False}
         self._attempt = 0
         self._mine: list[Rank] = []
+        self._examined, self._failed = 0, list[str]()
         self._said: dict[int, RankEnd] = {}
         self._phases: list[Any] = []
         self._ended = asyncio.Event()
@@ -177,6 +179,10 @@ class Agent:
                 await self._end_attempt(wanted.get("drop"))
             if wanted["run"] and wanted["attempt"] > self._attempt:
                 await self._start(wanted)
+            if wanted.get("examine") and wanted["attempt"] > self._examined:
+                order = self._order
+                self._failed = await examine(Path(order.run_folder), order.slots, order.address)
+                self._examined = wanted["attempt"]
             self._send_report()
 
     async def _end_attempt(self, drop: Sequence[int] | None) -> None:
@@ -277,6 +283,8 @@ class Agent:
             ends={rank.rank: self._end(local, rank) for local, rank in ended},
             parked={rank: reason for rank, reason in parked.items() if reason is not None},
             lines={rank.rank: rank.output.last_lines() for _, rank in ended},
+            examined=self._examined,
+            failed=self._failed,
         )
         self._client.send(message.to_wire(), latest_of="report")
 

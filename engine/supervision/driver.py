@@ -252,6 +252,13 @@ class Driver:
             return self.job.fleet.away
         return {host: denial.reason for host, denial in denied.items()}
 
+    def deny(self, host: str, reason: str) -> None:
+        """Put a host on the deny-list, for this run and others."""
+        try:
+            self._deny_list.evict(host, reason, by=self._config.train.name)
+        except (OSError, ValueError) as error:
+            self.say(f"{host} is left out of this run alone: {error}")
+
     def newest_checkpoint(self) -> str:
         """By name, which numbers the steps."""
         return max((path.name for path in (self._folder / "checkpoints").glob("step-*")), default="")

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from weft.conf.schema import CommConfig, SuperviseConfig
 from weft.engine.supervision.alerts import Alerts
 from weft.engine.supervision.budget import Budget, Fault
 from weft.engine.supervision.deadlines import Deadlines
+from weft.engine.supervision.effects import Effects
+from weft.engine.supervision.examination import DOCTOR_S, Suspicions, reason_to_evict
 from weft.engine.supervision.faults import POLICIES, FaultKind, RankEnd, Response, cause
 from weft.engine.supervision.fleet import CONNECT_S, Fleet
 from weft.engine.supervision.layout import Layout
 from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.progress import Progress, step_under_way
 from weft.engine.supervision.watch import Watch
-from weft.pipeline.culprit import JobRows
 
 SETTLE_S = 0.3
 """Seconds between the first bad end of a rank and the judgement, in which a more telling one may be heard of."""
@@ -36,33 +37,9 @@ class Stage(Enum):
     starting = "starting"
     running = "running"
     stopping = "stopping"
+    examining = "examining"
     restarting = "restarting"
     ended = "ended"
-
-
-class Effects(Protocol):
-    """What a job does to the world, and what it asks of it."""
-
-    def start_agent(self, host: str, generation: int) -> None:
-        """Start an agent on a host."""
-
-    def tell(self, host: str, generation: int, message: Mapping[str, Any]) -> None:
-        """Send a message to an agent, now or when it connects."""
-
-    def record(self, event: str, **fields: Any) -> None:
-        """Write into the journal."""
-
-    def say(self, text: str) -> None:
-        """Tell the user."""
-
-    def rows(self) -> JobRows | None:
-        """What the ranks execute, by the plan that they have left; None if it cannot be read."""
-
-    def denied(self) -> Mapping[str, str]:
-        """Hosts that are to be left out, and why."""
-
-    def newest_checkpoint(self) -> str:
-        """The name of the run's newest checkpoint; empty if there is none."""
 
 
 class Job:
@@ -108,6 +85,7 @@ class Job:
         self._most_ranks = 0
         self._grows_after: str | None = None
         self._reason = "restart"
+        self._suspicions, self._suspect = Suspicions(), ""
         self._watch_anew(0.0)
         for event in past:
             self._replay(event)
@@ -217,6 +195,7 @@ class Job:
             "arguments": list(self._layout.arguments),
             "in_process": self._settings.in_process,
             "drop": self._drop,
+            "examine": self.stage is Stage.examining and name == self._suspect,
             "environment": {
                 "WORLD_SIZE": str(self._layout.num_ranks),
                 "MASTER_ADDR": address,
@@ -268,6 +247,8 @@ class Job:
             self._progress.observe(said.report)
             self._take_ends(ends, now)
             self._note_progress()
+        if self.stage is Stage.examining and name == self._suspect and said.examined == self.attempt:
+            self._take_findings(name, said.failed, now)
 
     def _take_ends(self, ends: Mapping[int, RankEnd], now: float) -> None:
         if ends and not self._ends:
@@ -295,14 +276,34 @@ class Job:
             elif now >= self._hosts_at + HOSTS_S:
                 self._follow_hosts(now)
         if self.stage is Stage.stopping and self._have_stopped(now):
-            self._resume_at = now + (self._budget.wait_s() if self._reason == "restart" else 0.0)
-            self.stage = Stage.restarting
+            self._examine_or_restart(now)
+        if self.stage is Stage.examining and now >= self._resume_at:
+            self._take_findings(self._suspect, ["its agent did not answer"], now)
         if self.stage is Stage.restarting and now >= self._resume_at:
             self.fleet.follow(self._effects.denied(), now)
             self._begin_attempt(self._reason, now)
 
     def _have_stopped(self, now: float) -> bool:
         return self.fleet.have_stopped(self._layout.slots, self.attempt, self._settings.silence_s, now)
+
+    def _examine_or_restart(self, now: float) -> None:
+        suspect = self._suspicions.take()
+        if suspect is not None and self.fleet.hosts[suspect].connected and len(self.fleet.hosts) > 1:
+            self._suspect, self.stage, self._resume_at = suspect, Stage.examining, now + 2 * DOCTOR_S
+            self._effects.say(f"examining host {suspect}, whose ranks keep on failing")
+            self._assign(suspect)
+        else:
+            self._wait_to_restart(now)
+
+    def _wait_to_restart(self, now: float) -> None:
+        self._resume_at = now + (self._budget.wait_s() if self._reason == "restart" else 0.0)
+        self.stage = Stage.restarting
+
+    def _take_findings(self, host: str, failed: Sequence[str], now: float) -> None:
+        if failed:
+            self._effects.deny(host, reason_to_evict(failed))
+            self.fleet.evict(host, reason_to_evict(failed))
+        self._wait_to_restart(now)
 
     def _fault(self, now: float) -> Fault | None:
         if self._ends:
@@ -362,6 +363,7 @@ class Job:
         if end is not None:
             self.end(*end)
             return
+        self._suspicions.saw_fault(fault.kind, fault.culprit)
         if fault.kind in ("agent", "host"):
             self.fleet.give_up(fault.culprit["host"])
         # Where starting again in the same processes has not led to a good step, new ones may.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ class AgentMessage:
         ends: of those that have ended badly.
         parked: why ranks have left the attempt and keep their process.
         lines: what ranks that have ended badly printed last.
+        examined: the attempt after which the host has been examined last; 0 before the first time.
+        failed: what was wrong with it then.
     """
 
     attempt: int
@@ -27,6 +29,8 @@ class AgentMessage:
     ends: Mapping[int, RankEnd]
     parked: Mapping[int, str]
     lines: Mapping[int, list[str]]
+    examined: int = 0
+    failed: Sequence[str] = ()
 
     def to_wire(self) -> dict[str, Any]:
         """As JSON can hold it."""
@@ -36,6 +40,8 @@ class AgentMessage:
             "ends": {str(rank): {**vars(end), "kind": end.kind.value} for rank, end in self.ends.items()},
             "parked": {str(rank): reason for rank, reason in self.parked.items()},
             "lines": {str(rank): lines for rank, lines in self.lines.items()},
+            "examined": self.examined,
+            "failed": list(self.failed),
         }
 
     @classmethod
@@ -52,6 +58,8 @@ class AgentMessage:
                 ends={int(rank): _end(end) for rank, end in message["ends"].items()},
                 parked={int(rank): str(reason) for rank, reason in message["parked"].items()},
                 lines={int(rank): [str(line) for line in lines] for rank, lines in message["lines"].items()},
+                examined=int(message["examined"]),
+                failed=[str(line) for line in message["failed"]],
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(

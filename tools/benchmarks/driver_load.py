@@ -75,6 +75,9 @@ class _World:
         """Nobody."""
         return {}
 
+    def deny(self, host: str, reason: str) -> None:
+        """Nobody."""
+
     def newest_checkpoint(self) -> str:
         """None."""
         return ""

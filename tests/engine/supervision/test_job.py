@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weft.conf.schema.supervision import SuperviseConfig
+from weft.engine.supervision.examination import DOCTOR_S
 from weft.engine.supervision.faults import FaultKind, RankEnd
 from weft.engine.supervision.fleet import CONNECT_S, PROBE_S
 from weft.engine.supervision.job import LOOK_S, SETTLE_S, Job, Stage
@@ -59,6 +60,9 @@ class World:
     def denied(self):
         return self.on_deny_list
 
+    def deny(self, host, reason):
+        self.on_deny_list[host] = reason
+
     def newest_checkpoint(self):
         return self.checkpoint
 
@@ -72,7 +76,19 @@ class World:
     def generation(self, host):
         return self.job.fleet.hosts[host].generation
 
-    def report(self, host, phase=Phase.steady, step=1, codes=None, ends=None, attempt=None, state="S", parked=None):
+    def report(
+        self,
+        host,
+        phase=Phase.steady,
+        step=1,
+        codes=None,
+        ends=None,
+        attempt=None,
+        state="S",
+        parked=None,
+        examined=0,
+        failed=(),
+    ):
         """The host says that its ranks are there, or have ended."""
         attempt = self.job.attempt if attempt is None else attempt
         ranks = self.told[host, self.generation(host)].get("ranks", [])
@@ -80,7 +96,9 @@ class World:
             RankReport(rank, attempt, phase, Place(step), state=state, exit_code=(codes or {}).get(rank))
             for rank in ranks
         )
-        message = AgentMessage(attempt, HostReport(host, reports), ends or {}, parked or {}, {}).to_wire()
+        message = AgentMessage(
+            attempt, HostReport(host, reports), ends or {}, parked or {}, {}, examined, failed
+        ).to_wire()
         self.job.on_report(host, self.generation(host), message, self.now)
 
     def pass_time(self, seconds, *beating):
@@ -110,12 +128,17 @@ class World:
         self.now += SETTLE_S
         self.job.tick(self.now)
 
-    def stop_all(self):
-        """Every agent has ended its ranks."""
+    def stop_all(self, doctor=True):
+        """Every agent has ended its ranks, and finds its host well if it has to look."""
         for host in self.layout_hosts:
             ranks = self.told[host, self.generation(host)]["ranks"]
             self.report(host, codes=dict.fromkeys(ranks, -15))
         self.job.tick(self.now)
+        if doctor and self.job.stage is Stage.examining:
+            for host in self.layout_hosts:
+                ranks = self.told[host, self.generation(host)]["ranks"]
+                self.report(host, codes=dict.fromkeys(ranks, -15), examined=self.job.attempt)
+            self.job.tick(self.now)
 
 
 def test_a_run_without_faults():
@@ -444,3 +467,58 @@ def test_without_hosts_the_run_waits():
     world.now += CONNECT_S
     world.job.tick(world.now)
     assert world.job.attempt == 2
+
+
+def fail_twice(world):
+    """Two faults of the same host."""
+    world.train()
+    for step in (3, 4):
+        world.kill(3, step=step)
+        world.settle()
+        world.stop_all(doctor=False)
+        if step == 3:
+            for host in HOSTS:
+                world.report(host)
+
+
+def test_a_host_that_keeps_on_failing_is_examined_and_goes_on_if_it_is_well():
+    world = World()
+    fail_twice(world)
+    assert world.job.stage is Stage.examining
+    assert world.told["b", 1]["examine"] and not world.told["b", 1]["run"] and not world.told["a", 1]["examine"]
+    codes = {2: -15, 3: -15}
+    world.report("b", codes=codes, examined=1)
+    assert world.job.stage is Stage.examining, "that was after another attempt"
+    world.report("b", codes=codes, examined=world.job.attempt)
+    world.job.tick(world.now)
+    assert world.job.attempt == 3 and not world.events("evict")
+
+
+def test_a_host_that_fails_its_examination_is_left_out():
+    world = World()
+    fail_twice(world)
+    world.report("b", codes={2: -15, 3: -15}, examined=world.job.attempt, failed=["GEMM: wrong bits"])
+    world.job.tick(world.now)
+    assert world.on_deny_list == {"b": "weft doctor node: GEMM: wrong bits"}
+    assert world.events("evict")[0]["reason"] == "weft doctor node: GEMM: wrong bits"
+    assert world.job.attempt == 3 and not world.told["b", 1]["run"] and world.told["a", 1]["run"]
+
+
+def test_an_examination_that_does_not_end_is_one_that_failed():
+    world = World()
+    fail_twice(world)
+    world.now += 2 * DOCTOR_S
+    world.report("a", codes={0: -15, 1: -15})
+    world.job.tick(world.now)
+    assert list(world.on_deny_list) == ["b"] and world.job.attempt == 3
+
+
+def test_the_only_host_is_not_examined():
+    world = World(hosts={"a": 2})
+    world.train()
+    for step in (3, 4, 5):
+        world.kill(1, step=step)
+        world.settle()
+        world.stop_all()
+        world.report("a")
+    assert world.job.attempt == 4

@@ -1,0 +1,63 @@
+"""Whether hosts on which ranks keep on failing are fit to work: a doctor looks at them between two attempts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
+from typing import Any
+
+from weft.comm.control.address import Address
+from weft.engine.supervision.faults import FaultKind
+from weft.engine.supervision.finding import doctor_command, failures, read_findings
+
+SUSPICIOUS = 2
+"""Faults of a host after which it is examined, and again after as many more."""
+DOCTOR_S = 60.0
+"""Seconds that an examination may take; a host on which it takes longer has failed it."""
+_OF_OTHERS = (FaultKind.lost_peer.value, FaultKind.disk_full.value, FaultKind.checkpoint.value)
+"""Faults for which a host is not to blame, or whose reason is known."""
+
+
+class Suspicions:
+    """Counts the faults of each host."""
+
+    def __init__(self) -> None:
+        """Nobody is suspected."""
+        self._faults: Counter[str] = Counter()
+
+    def saw_fault(self, kind: str, culprit: Mapping[str, Any]) -> None:
+        """A fault has been found."""
+        if "host" in culprit and kind not in _OF_OTHERS:
+            self._faults[culprit["host"]] += 1
+
+    def take(self) -> str | None:
+        """A host to examine, which then counts as if nothing had happened; None if there is none."""
+        host = next((host for host, count in self._faults.items() if count >= SUSPICIOUS), None)
+        if host is not None:
+            del self._faults[host]
+        return host
+
+
+async def examine(run_folder: Path, ranks: int, driver: Address) -> list[str]:
+    """Have `weft doctor node` look at this host; returns what it found wrong, a line each."""
+    where = "" if isinstance(driver, str) else "{}:{}".format(*driver)  # a driver on this machine has its clock
+    command = doctor_command(run_folder, ranks=ranks, driver=where)
+    process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL)
+    try:
+        printed, _ = await asyncio.wait_for(process.communicate(), DOCTOR_S)
+        code: int | None = process.returncode
+    except TimeoutError:
+        printed, code = b"", None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return [f"{finding.check}: {finding.says}" for finding in failures(read_findings(printed.decode(), code))]
+
+
+def reason_to_evict(failed: Sequence[str]) -> str:
+    """The line for the deny-list."""
+    return f"weft doctor node: {'; '.join(failed)}"
