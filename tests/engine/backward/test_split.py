@@ -395,3 +395,19 @@ def test_a_thread_that_computes_nothing_records_nothing():
     assert found[0].abs().sum() > 0
     split.full_backward(saved, torch.ones_like(output))
     torch.testing.assert_close(split._module.weight.grad, 2 * found[0])
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_full_backward_returns_the_input_gradient(split):
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    x = torch.randn(3, 4)
+    plain = x.clone().requires_grad_()
+    out = module(plain)
+    seed = torch.randn_like(out)
+    out.backward(seed)
+    want = collect(module)
+    owner = SplitBackward(module)
+    leaf = x.clone().requires_grad_()
+    _, saved = owner.forward(lambda: module(leaf), leaf, split=split)
+    torch.testing.assert_close(owner.full_backward(saved, seed), plain.grad)
+    torch.testing.assert_close(collect(module), want)

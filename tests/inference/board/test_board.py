@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.inference.board.forecast import forecast, planned
@@ -335,3 +335,25 @@ def test_foretold_bubbles_are_in_order_and_in_the_future(step, now_s, horizon_s)
     times = [time_s for span in spans for time_s in span]
     assert times == sorted(times)
     assert all(start_s >= now_s and end_s > start_s for start_s, end_s in spans)
+
+
+@given(works=st.integers(0, 12), max_edges=st.integers(0, 30))
+@settings(deadline=None, max_examples=30)
+def test_a_board_has_room_for_its_whole_plan(tmp_path_factory, works, max_edges):
+    """However few marks are asked for: every planned bubble is predicted, and a step like the plan is recorded."""
+    path = board_path(tmp_path_factory.mktemp("boards") / "boards", 0)
+    plan = [(number + 0.5, number + 1.0) for number in range(works)]
+    writer = BoardWriter(path, rank=0, plan=plan, max_edges=max_edges)
+    try:
+        reader = BoardReader(path)
+        assert reader.state().step == 0 and reader.state().busy_since_s == 0.0
+        writer.begin(1)
+        assert len(reader.upcoming(100.0)) == works
+        for _ in plan:
+            writer.busy()
+            writer.idle()
+        writer.begin(1)
+        ((step, work),) = reader.work()
+        assert step == 1 and len(work) == works
+    finally:
+        writer.close()

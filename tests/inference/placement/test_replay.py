@@ -158,3 +158,15 @@ def test_prompts_that_are_all_refused_leave_dashes(tmp_path, capsys):
     options = ["--gpus=8", "--cells=2", "--deadline=0.001", "--loads=0.5"]
     assert main(["simulate", str(schedule), f"--prefill={trace}", *options]) == 0
     assert "100.0%" in capsys.readouterr().out
+
+
+def test_a_prompt_is_queued_by_as_much_as_it_ends_later_than_on_an_idle_fleet():
+    tokens = [900, 2500, 700, 1800]
+    (alone,) = replay(fleet(1), [Arrival(0.0, tokens[0])], WORK, window_s=60.0)
+    (crowd,) = replay(fleet(1), [Arrival(0.0, each) for each in tokens], WORK, window_s=60.0)
+    assert list(alone.queued_s) == [0.0]
+    singles = [next(replay(fleet(1), [Arrival(0.0, each)], WORK, window_s=60.0)).ttfts_s[0] for each in tokens]
+    for queued_s, ttft_s, single_s in zip(crowd.queued_s, crowd.ttfts_s, singles, strict=True):
+        assert queued_s == pytest.approx(ttft_s - single_s, abs=1e-5)
+    assert list(crowd.queued_s) == sorted(crowd.queued_s)
+    assert crowd.queued_s[1] > 0.0
