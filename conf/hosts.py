@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from weft.conf.schema import ClusterConfig
+from weft.conf.schema import ClusterConfig, ClusterManager
 
 LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)\s*(#.*)?")
 
@@ -46,8 +46,15 @@ def working_hosts(cluster: ClusterConfig) -> dict[str, int]:
     return {host: slots for host, slots in hosts.items() if host not in cluster.spares}
 
 
+def asks_for_nodes(cluster: ClusterConfig) -> bool:
+    """Whether a cluster manager chooses the hosts, so that only their number is known before the run."""
+    return not cluster.hostfile and cluster.manager in (ClusterManager.slurm, ClusterManager.kubernetes)
+
+
 def world_size(cluster: ClusterConfig) -> int:
     """Number of processes of the run."""
+    if asks_for_nodes(cluster):
+        return cluster.ranks * sum(site.nodes for site in cluster.sites)
     return sum(working_hosts(cluster).values()) if cluster.hostfile else cluster.ranks
 
 

@@ -8,7 +8,7 @@ from itertools import chain
 from math import inf
 from pathlib import Path
 
-from weft.conf.hosts import read_hostfile, working_hosts
+from weft.conf.hosts import asks_for_nodes, read_hostfile, working_hosts, world_size
 from weft.conf.schema import WeftConfig
 
 
@@ -21,6 +21,9 @@ def ranks_per_site(config: WeftConfig) -> tuple[int, ...]:
         config: a configuration without `site_problems`.
     """
     sites = config.cluster.sites
+    if asks_for_nodes(config.cluster):
+        replicas = world_size(config.cluster) // config.pipeline.stages
+        return tuple(site.nodes * config.cluster.ranks // replicas for site in sites)
     if not any(site.hosts for site in sites):
         return tuple(site.ranks for site in sites)
     slots = working_hosts(config.cluster)
@@ -35,7 +38,9 @@ def site_problems(config: WeftConfig) -> Iterator[str]:
     for name, count in Counter(names).items():
         if not name or count > 1:
             yield f"cluster.sites.name={name!r}: {count} sites have this name; give every site a unique name"
-    if not any(site.hosts for site in sites):
+    if asks_for_nodes(config.cluster):
+        yield from _by_nodes(config)
+    elif not any(site.hosts for site in sites):
         yield from _by_ranks(config)
     elif not config.cluster.hostfile:
         yield "cluster.sites.hosts: they need a hostfile, and there is none; set cluster.hostfile"
@@ -60,6 +65,37 @@ def _by_ranks(config: WeftConfig) -> Iterator[str]:
             f"pipeline.stages={stages}: the sites hold {listed} = {sum(site.ranks for site in sites)} pipeline ranks; "
             "make cluster.sites add up to it"
         )
+
+
+def _by_nodes(config: WeftConfig) -> Iterator[str]:
+    cluster, stages = config.cluster, config.pipeline.stages
+    manager = cluster.manager.name
+    if not cluster.sites:
+        yield (
+            f"cluster.sites=[]: {manager} is asked for hosts site by site; set cluster.sites=[{{name: here, nodes: "
+            "2}], or cluster.hostfile"
+        )
+    wrong = False
+    for site in cluster.sites:
+        for field, least in (("nodes", 1), ("spares", 0)):
+            if (number := getattr(site, field)) < least:
+                wrong = True
+                yield f"cluster.sites.{field}={number}: site {site.name!r} needs at least {least}"
+        for field in ("hosts", "ranks"):
+            if given := getattr(site, field):
+                yield (
+                    f"cluster.sites.{field}={given}: {manager} chooses the hosts; give site {site.name!r} nodes instead"
+                )
+    world = world_size(cluster)
+    if wrong or not cluster.sites or world % stages:
+        return
+    for site in cluster.sites:
+        if site.nodes * cluster.ranks % (world // stages):
+            yield (
+                f"cluster.sites.nodes={site.nodes}: {cluster.ranks} ranks on each host of site {site.name!r} are not a "
+                f"multiple of the {world // stages} replicas of a stage, which must share a site; change "
+                "cluster.sites.nodes, cluster.ranks or pipeline.stages"
+            )
 
 
 def _by_hosts(config: WeftConfig) -> Iterator[str]:

@@ -14,14 +14,15 @@ from typing import NoReturn
 
 from weft.conf import load
 from weft.conf.batch import fit_batch
-from weft.conf.hosts import is_loopback, working_hosts, world_size
+from weft.conf.hosts import asks_for_nodes, is_loopback, working_hosts, world_size
 from weft.conf.private import SECRETS, split_secrets, write_private
 from weft.conf.run_lock import RunLock
-from weft.conf.schema import WeftConfig
+from weft.conf.schema import ClusterManager, WeftConfig
 from weft.conf.trees import to_yaml
 from weft.engine.supervision import driver
 from weft.engine.supervision.driver import PRELOAD, TARGET, Spec, config_file
 from weft.engine.supervision.starting import forwarded
+from weft.tools.managers.asking import hosts_or_request
 from weft.tools.preflight import num_gpus, preflight
 from weft.tools.processes import run_group
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ValueError: bad input, found before any process starts.
     """
-    options, overrides, recipe_file, attach = _arguments(argv)
+    options, overrides, recipe_file, attach, write = _arguments(argv)
     if attach:
         return become_driver("attach", Path(attach).expanduser().absolute(), os.environ)
     config = load(overrides, recipe_file=recipe_file)
@@ -57,10 +58,16 @@ def main(argv: Sequence[str]) -> int:
 
         print(report(config))
         return 0
+    folder = (Path(config.train.output_dir).expanduser() / config.train.name).absolute()
+    if asks_for_nodes(config.cluster):
+        words = [*(["--config-file", str(Path(recipe_file).absolute())] if recipe_file else []), *overrides]
+        given = hosts_or_request(config, words, folder, write, os.environ)
+        if given is None:
+            return 0
+        config = given
     config = replace(config, cluster=replace(config.cluster, master_port=config.cluster.master_port or _free_port()))
     later = any(option.startswith("--node_rank=") and option != "--node_rank=0" for option in options)
     preflight(config, leave_out={"port"} if later else ())  # the first machine opens the port
-    folder = (Path(config.train.output_dir).expanduser() / config.train.name).absolute()
     RunLock.check(folder)
     env = environment(os.environ) | job_key(config, os.environ, options)
     if is_supervised(config, options):
@@ -84,6 +91,8 @@ def is_supervised(config: WeftConfig, options: Sequence[str]) -> bool:
         raise ValueError(f"supervise.enabled=true: {options[0]} is an option of DeepSpeed's launcher; leave it out")
     if config.supervise.enabled is not None:
         return config.supervise.enabled
+    if config.cluster.manager in (ClusterManager.slurm, ClusterManager.kubernetes):
+        return True
     hosts = working_hosts(config.cluster) if config.cluster.hostfile else {}
     return len(hosts) > 1 and not options
 
@@ -189,8 +198,8 @@ def _lines(variables: Mapping[str, str]) -> str:
     return "".join(f"{name}={value}\n" for name, value in variables.items())
 
 
-def _arguments(argv: Sequence[str]) -> tuple[list[str], list[str], str | None, str | None]:
-    """Launcher options, overrides, a recipe's file, and the folder of a run to attach to."""
+def _arguments(argv: Sequence[str]) -> tuple[list[str], list[str], str | None, str | None, str | None]:
+    """Launcher options, overrides, a recipe's file, the folder of a run to attach to, and a file for a request."""
     parser = argparse.ArgumentParser(
         prog="weft launch",
         usage="weft launch [--config-file FILE] [launcher options] [recipe=NAME] [key=value ...]",
@@ -199,6 +208,7 @@ def _arguments(argv: Sequence[str]) -> tuple[list[str], list[str], str | None, s
     )
     parser.add_argument("--config-file", help="a recipe's YAML file, as recipe=FILE.yaml")
     parser.add_argument("--attach", metavar="RUN_FOLDER", help="drive a supervised run whose driver has ended")
+    parser.add_argument("--write", metavar="FILE", help="write what a cluster manager would be asked, ask nothing")
     group = parser.add_argument_group("passed to DeepSpeed's launcher")
     for name in FLAGS:
         group.add_argument(name, action="store_true")
@@ -210,7 +220,7 @@ def _arguments(argv: Sequence[str]) -> tuple[list[str], list[str], str | None, s
     for name in VALUES:
         if given[name[2:]] is not None:
             options.append(f"{name}={given[name[2:]]}")
-    return options, overrides, known.config_file, known.attach
+    return options, overrides, known.config_file, known.attach, known.write
 
 
 def _free_port() -> int:

@@ -49,7 +49,8 @@ def check_cluster(config: WeftConfig) -> None:
     """Check that the processes to start fit the pipeline and can reach the rendezvous."""
     cluster = config.cluster
     check_world(config, world_size(cluster))
-    if cluster.hostfile and is_loopback(cluster.master_addr) and cluster.manager is not ClusterManager.local:
+    one_machine = (ClusterManager.local, ClusterManager.slurm)  # Slurm itself says where its nodes are
+    if cluster.hostfile and is_loopback(cluster.master_addr) and cluster.manager not in one_machine:
         away = [host for host in read_hostfile(cluster.hostfile) if not is_loopback(host)]
         if away:
             raise ValueError(

@@ -14,8 +14,10 @@ from weft.conf.schedule_kinds import ScheduleKind as ScheduleKind
 from weft.conf.schema.cluster import ClusterConfig as ClusterConfig
 from weft.conf.schema.cluster import ClusterManager as ClusterManager
 from weft.conf.schema.cluster import CommConfig as CommConfig
+from weft.conf.schema.cluster import KubernetesConfig as KubernetesConfig
 from weft.conf.schema.cluster import LinkConfig as LinkConfig
 from weft.conf.schema.cluster import SiteConfig as SiteConfig
+from weft.conf.schema.cluster import SlurmConfig as SlurmConfig
 from weft.conf.schema.inference import ControllerConfig as ControllerConfig
 from weft.conf.schema.inference import InferenceConfig as InferenceConfig
 from weft.conf.schema.inference import KvConnector as KvConnector

@@ -41,6 +41,39 @@ class SiteConfig:
     ranks: int = 0
     """Pipeline ranks of the site if there is no hostfile (one machine, emulation); otherwise the
     hosts' slots decide."""
+    nodes: int = 0
+    """Hosts that slurm or kubernetes is asked for, without spares; 0 if a hostfile names them."""
+    spares: int = 0
+    """Further hosts that slurm or kubernetes is asked for, to take the place of those that fail."""
+    select: dict[str, str] = field(default_factory=dict)
+    """Where slurm or kubernetes looks for the site's hosts: {partition: NAME} or {constraint: FEATURE} for slurm,
+    labels of nodes for kubernetes."""
+
+
+@dataclass(kw_only=True)
+class SlurmConfig:
+    """What a job of slurm needs besides sites."""
+
+    options: list[str] = field(default_factory=list)
+    """Further options of sbatch, such as `--time=1-0`, `--account=NAME` or `--gpus-per-node=8`."""
+    setup: list[str] = field(default_factory=list)
+    """Lines of shell before the run, such as `source .venv/bin/activate`."""
+
+
+@dataclass(kw_only=True)
+class KubernetesConfig:
+    """What a JobSet needs besides sites."""
+
+    image: str = ""
+    """Container image that has weft installed; needed to write a JobSet."""
+    namespace: str = "default"
+    """Namespace of everything that is written."""
+    key_secret: str = "weft-key"
+    """Secret whose entry WEFT_KEY is the job's key; it has to be there already."""
+    claim: str = ""
+    """Persistent volume claim for train.output_dir and checkpoints, shared by all pods; needed to write a JobSet."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """Resource of which each pod gets one per rank; empty for CPUs."""
 
 
 @dataclass(kw_only=True)
@@ -54,7 +87,7 @@ class ClusterConfig:
     hostfile: str = ""
     """DeepSpeed hostfile (`host slots=N` lines); empty means this machine only."""
     ranks: int = 1
-    """Processes that `weft launch` starts on this machine if there is no hostfile."""
+    """Processes on this machine if there is no hostfile; with slurm and kubernetes, on each host."""
     master_addr: str = "127.0.0.1"
     """Rendezvous address of the ranks."""
     master_port: int = 29500
@@ -62,6 +95,10 @@ class ClusterConfig:
     manager: ClusterManager = ClusterManager.ssh
     """What starts processes on the hosts: ssh (from the hostfile), slurm or kubernetes; local takes every host
     of the hostfile for this machine, which tries out a run of several."""
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    """Options of a job of slurm."""
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
+    """Options of a JobSet."""
     spares: list[str] = field(default_factory=list)
     """Hosts of the hostfile that wait to take the place of one that is evicted."""
     deny_list: str = ""

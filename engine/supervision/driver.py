@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -36,7 +35,7 @@ from weft.engine.supervision.job import Job, Stage
 from weft.engine.supervision.journal import NAME, Journal
 from weft.engine.supervision.layout import Layout
 from weft.engine.supervision.rows import read_rows
-from weft.engine.supervision.starting import starter_for
+from weft.engine.supervision.starting import AgentProcess, starter_for
 from weft.pipeline.culprit import JobRows
 
 TICK_S = 0.05
@@ -117,7 +116,7 @@ class Driver:
         self._journal = Journal(run_folder / NAME)
         self._deny_list = DenyList.of(self._config)
         self._starter = starter_for(self._config.cluster.manager, self._spec.ssh_port)
-        self._processes: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
+        self._processes: dict[tuple[str, int], AgentProcess] = {}
         self._address: str | tuple[str, int] = ""
         self._signals = 0
         self.job = Job(
@@ -202,7 +201,9 @@ class Driver:
 
     def start_agent(self, host: str, generation: int) -> None:
         """Start an agent on a host, with what it has to know."""
-        first = host == next(iter(self.job.fleet.hosts))
+        # Kubernetes has a pod for the driver, and starts it again itself.
+        guards = self._config.cluster.manager is not ClusterManager.kubernetes
+        first = guards and host == next(iter(self.job.fleet.hosts))
         settings = self._config.supervise
         order = AgentOrder(
             host=host,

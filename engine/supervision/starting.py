@@ -1,4 +1,4 @@
-"""How an agent gets onto its host: as a process of this machine, or by ssh."""
+"""How an agent gets onto its host: as a process of this machine, by ssh, or as a step of a job of Slurm."""
 
 from __future__ import annotations
 
@@ -15,15 +15,29 @@ from typing import Protocol
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import ClusterManager
 from weft.engine.supervision import agent
+from weft.engine.supervision.pod import PodStarter
 
 FORWARDED = ("DS_", "GLOO_", "HF_", "OMP_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "WANDB_", "WEFT_")
 """Beginnings of the names of variables that ranks on other hosts need, beyond what an own environment file names."""
+_OF_THE_BATCH = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
+
+
+class AgentProcess(Protocol):
+    """What a driver has of an agent that it has started."""
+
+    def poll(self) -> int | None:
+        """Exit code, once it is known to have ended."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once."""
+        ...
 
 
 class Starter(Protocol):
     """Starts agents; what they print comes to this process's terminal."""
 
-    def start(self, host: str, order: str) -> subprocess.Popen[bytes]:
+    def start(self, host: str, order: str) -> AgentProcess:
         """Start an agent, which outlives this process, with ``order`` on its standard input.
 
         Raises:
@@ -60,19 +74,56 @@ class SshStarter:
         return _start(["ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", *port, host, remote], order)
 
 
+@dataclass(frozen=True)
+class SlurmStarter:
+    """Hosts are nodes of the allocation that this process is in; each agent is a step of its own.
+
+    A step per host can be started again alone. It shares the node with the batch script and with
+    what is left of an earlier agent, and the failure of a node ends no other host's step.
+
+    Attributes:
+        environment: that of this process, which describes the allocation.
+    """
+
+    environment: Mapping[str, str]
+
+    def start(self, host: str, order: str) -> subprocess.Popen[bytes]:
+        """Start a step; keys go by its standard input."""
+        command = ["srun", f"--jobid={self._job_of(host)}", f"--nodelist={host}", "--nodes=1", "--ntasks=1"]
+        command += ["--overlap", "--no-kill", "--mem=0", "--cpu-bind=none", "--mpi=none", f"--chdir={os.getcwd()}"]
+        # What the batch script was told of its own tasks is not for a step of one task.
+        kept = {name: value for name, value in self.environment.items() if name not in _OF_THE_BATCH}
+        return _start([*command, sys.executable, "-m", agent.__name__], order, kept)
+
+    def _job_of(self, host: str) -> str:
+        """Number of the job's part that a node is in."""
+        for number in range(int(self.environment.get("SLURM_HET_SIZE", "0"))):
+            names = self.environment[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"]
+            listed = subprocess.run(
+                ["scontrol", "show", "hostnames", names], capture_output=True, text=True, timeout=60
+            )
+            if host in listed.stdout.split():
+                return self.environment[f"SLURM_JOB_ID_HET_GROUP_{number}"]
+        return self.environment["SLURM_JOB_ID"]
+
+
 def starter_for(manager: ClusterManager, ssh_port: int = 0) -> Starter:
     """What starts agents under a cluster's manager.
 
     Raises:
-        ValueError: that manager starts them itself.
+        ValueError: the manager is Slurm, and this process is in no job of it.
     """
     match manager:
         case ClusterManager.local:
             return LocalStarter()
         case ClusterManager.ssh:
             return SshStarter(ssh_port)
-        case _:
-            raise ValueError(f"cluster.manager={manager.value}: it starts the agents itself")
+        case ClusterManager.slurm if "SLURM_JOB_ID" in os.environ:
+            return SlurmStarter(dict(os.environ))
+        case ClusterManager.slurm:
+            raise ValueError("cluster.manager=slurm: this is no job of Slurm; leave out cluster.hostfile to submit one")
+        case ClusterManager.kubernetes:
+            return PodStarter()
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
@@ -80,8 +131,8 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(FORWARDED)}
 
 
-def _start(command: list[str], order: str) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+def _start(command: list[str], order: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=env)
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as inlet:  # it has ended at once, which is noticed later
         inlet.write(order.encode() + b"\n")

@@ -22,7 +22,7 @@ BAD = [
     (["optimizer.betas=3"], "expected a list such as"),
     (["optimizer.betas=[a,b]"], "optimizer.betas[0]='a'"),
     (["model.overrides=3"], "expected a mapping"),
-    (["cluster.sites=[1]"], "expected a list of {name, hosts, ranks}"),
+    (["cluster.sites=[1]"], "expected a list of {name, hosts, ranks, nodes, spares, select}"),
     (["cluster.sites=[{name: a, ranks: x}]"], "cluster.sites.ranks='x': expected an integer"),
     (["cluster.sites=[{nam: a}]"], "there is no field nam; did you mean name?"),
     (["pipeline.schedule=2f2b"], "expected one of gpipe, 1f1b, interleaved, w"),

@@ -78,3 +78,30 @@ def test_spares_are_not_counted(settings, tmp_path):
 def test_spares_that_make_no_sense_are_refused(settings, spares, part):
     with pytest.raises(ValueError, match=part):
         load([*settings, f"cluster.sites=[{EAST}, {WEST}]", f"cluster.spares={spares}"])
+
+
+SLURM = ["cluster.manager=slurm", "cluster.ranks=2", "pipeline.stages=3"]
+
+
+def test_nodes_that_a_cluster_manager_chooses():
+    config = load([*SLURM, "cluster.sites=[{name: a, nodes: 2, spares: 3}, {name: b, nodes: 1}]"])
+    assert world_size(config.cluster) == 6
+    assert ranks_per_site(config) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("sites", "part"),
+    [
+        ("", r"slurm is asked for hosts site by site; set cluster\.sites=\[{name: here, nodes: 2}\]"),
+        ("{name: a}", r"cluster\.sites\.nodes=0: site 'a' needs at least 1"),
+        ("{name: a, nodes: 3, spares: -1}", r"cluster\.sites\.spares=-1"),
+        ("{name: a, nodes: 3, hosts: [n0]}", "slurm chooses the hosts; give site 'a' nodes instead"),
+        (
+            "{name: a, nodes: 3}, {name: b, nodes: 3}",
+            "2 ranks on each host of site 'a' are not a multiple of the 4 replicas",
+        ),
+    ],
+)
+def test_nodes_that_make_no_sense_are_refused(sites, part):
+    with pytest.raises(ValueError, match=part):
+        load([*SLURM, f"cluster.sites=[{sites}]"])

@@ -51,6 +51,17 @@ FOREIGN = {
     "Linux and NCCL": {"TCP_NOTSENT_LOWAT", "nvidia-cuda-mps-control"},
     "Weights & Biases": {"WANDB_API_KEY"},
     "pre-commit": {"hook-type"},
+    "Slurm and Kubernetes": {
+        "NodeAddr",
+        "ReadWriteMany",
+        "constraint",
+        "fold-east-0-1.fold",
+        "no-kill",
+        "nodeSelector",
+        "partition",
+        "requeue",
+        "salloc",
+    },
     "the reader's": {"function", "gpu"},
 }
 KNOWN = frozenset().union(*FOREIGN.values())
@@ -70,6 +81,8 @@ MADE = {
     "FILE.png",
     "SCHEDULE.json",
     "toy_proxy_server.py",
+    "denied_hosts.json",
+    "diagnostics.json",
 }
 
 

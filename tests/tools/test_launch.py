@@ -30,7 +30,7 @@ def test_several_machines(config, tmp_path):
     hostfile = tmp_path / "hosts"
     hostfile.write_text("a slots=3\nb slots=1\n")
     config.cluster.hostfile = str(hostfile)
-    options, overrides, file, _ = launch._arguments(["--no_ssh", "--node_rank", "1", "--config-file", "f", "a=b"])
+    options, overrides, file, *_ = launch._arguments(["--no_ssh", "--node_rank", "1", "--config-file", "f", "a=b"])
     assert (overrides, file) == (["a=b"], "f")
     call = launch.command(config, Path("/run/config.yaml"), options)
     assert call[call.index("--hostfile") + 1] == str(hostfile)

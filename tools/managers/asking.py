@@ -1,0 +1,57 @@
+"""What `weft launch` does where a cluster manager chooses the hosts: ask for them, or find those it has been given."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from weft.conf.files import write_atomic
+from weft.conf.private import make_run_folder
+from weft.conf.schema import ClusterManager, WeftConfig
+from weft.tools.managers import kubernetes, slurm
+
+
+def hosts_or_request(
+    config: WeftConfig, words: Sequence[str], folder: Path, write: str | None, environment: Mapping[str, str]
+) -> WeftConfig | None:
+    """The configuration on the hosts that a manager has given; None where they were asked for instead.
+
+    Args:
+        config: a run whose hosts a manager chooses.
+        words: what `weft launch` was given, without ``--write``.
+        folder: the run's.
+        write: file for the request, which is then not submitted; None submits it.
+
+    Raises:
+        ValueError: the request cannot be made, or the manager refuses it.
+    """
+    if config.supervise.enabled is False:
+        raise ValueError(
+            f"supervise.enabled=false: {config.cluster.manager.name} starts ranks under a supervisor; leave it out"
+        )
+    match config.cluster.manager:
+        case ClusterManager.slurm:
+            if slurm.in_allocation(environment) and not write:
+                return slurm.with_allocation(config, environment, folder / "hostfile")
+            file = _write(slurm.script(config, words, sys.executable), write, folder / "job.sbatch")
+            if not write:
+                print(f"job {slurm.submit(file, folder)}: {file}; its output is in {folder}")
+        case _:
+            if not write:
+                raise ValueError(
+                    "cluster.manager=kubernetes: give --write job.yaml, and then `kubectl apply -f job.yaml`"
+                )
+            _write(kubernetes.job_set(config), write, folder)
+    return None
+
+
+def _write(text: str, named: str | None, usual: Path) -> Path:
+    file = Path(named).expanduser() if named else usual
+    if not named:
+        make_run_folder(file.parent)
+    write_atomic(file, text)
+    if named:
+        print(f"{os.fspath(file)} is written")
+    return file

@@ -1,0 +1,216 @@
+"""Kubernetes: a run as a JobSet, one replicated job for each site and one for the driver."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from weft.conf.checks import check
+from weft.conf.hosts import world_size
+from weft.conf.schema import ClusterConfig, SiteConfig, WeftConfig
+from weft.conf.trees import to_yaml
+from weft.engine.supervision import pod
+from weft.engine.supervision.hosts import hostfile_text
+
+DRIVER = "driver"
+SETTINGS = "/etc/weft"
+"""Folder of the configuration in every pod."""
+PORT = 29600
+"""Of the driver, where `supervise.port` leaves it open."""
+_NEVER = 2**31 - 1  # no number of failed pods fails a site's job: the driver decides
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
+_PACKAGES = "python -m weft.tools.cli"
+
+
+def job_set(config: WeftConfig) -> str:
+    """The YAML of a run: its configuration as a ConfigMap, and the JobSet.
+
+    Hosts are pods, under the names that JobSet's headless service gives them. Of each site's pods the
+    last ``spares`` wait. The Secret with the key and the volume claim have to be there.
+
+    Raises:
+        ValueError: something that a JobSet needs is not set, or a name is none that Kubernetes takes.
+    """
+    _check(config)
+    name = config.train.name
+    resolved = _resolved(config)
+    labels = {"app.kubernetes.io/name": "weft", "app.kubernetes.io/instance": name}
+    settings = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": f"{name}-settings", "namespace": config.cluster.kubernetes.namespace, "labels": labels},
+        "data": {"config.yaml": to_yaml(resolved), "hostfile": hostfile_text(_slots(config))},
+    }
+    made = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name, "namespace": config.cluster.kubernetes.namespace, "labels": labels},
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": [DRIVER]},
+            "failurePolicy": {"maxRestarts": 0},
+            "replicatedJobs": [
+                *(_site_job(resolved, site, labels) for site in config.cluster.sites),
+                _driver_job(resolved, config.cluster.sites[0].name, labels),
+            ],
+        },
+    }
+    return yaml.safe_dump_all([settings, made], sort_keys=False, width=120)
+
+
+def host_names(config: WeftConfig, site: SiteConfig) -> list[str]:
+    """DNS names of a site's pods, spares last."""
+    name = config.train.name
+    return [f"{name}-{site.name}-0-{index}.{name}" for index in range(site.nodes + site.spares)]
+
+
+def _slots(config: WeftConfig) -> dict[str, int]:
+    return {host: config.cluster.ranks for site in config.cluster.sites for host in host_names(config, site)}
+
+
+def _resolved(config: WeftConfig) -> WeftConfig:
+    """The configuration as the pods see it, with the names of all hosts."""
+    sites = [
+        replace(site, hosts=host_names(config, site), nodes=0, spares=0, select={}) for site in config.cluster.sites
+    ]
+    spares = [host for site in config.cluster.sites for host in host_names(config, site)[site.nodes :]]
+    cluster = replace(
+        config.cluster,
+        hostfile=f"{SETTINGS}/hostfile",
+        sites=sites,
+        spares=spares,
+        master_addr=sites[0].hosts[0],
+        master_port=config.cluster.master_port or ClusterConfig.master_port,
+    )
+    supervise = replace(config.supervise, port=config.supervise.port or PORT)
+    return replace(config, cluster=cluster, supervise=supervise)
+
+
+def _check(config: WeftConfig) -> None:
+    check(config)
+    wanted = config.cluster.kubernetes
+    for field in ("image", "claim"):
+        if not getattr(wanted, field):
+            raise ValueError(f"cluster.kubernetes.{field}='': a JobSet needs it; set it")
+    if not Path(config.train.output_dir).is_absolute():
+        raise ValueError(
+            f"train.output_dir={config.train.output_dir}: the claim is mounted there in every pod; make it absolute"
+        )
+    names = {"train.name": config.train.name} | {
+        f"cluster.sites.name ({site.name})": site.name for site in config.cluster.sites
+    }
+    for field, name in names.items():
+        if not _NAME.fullmatch(name) or name == DRIVER:
+            raise ValueError(f"{field}={name}: Kubernetes takes small letters, digits and hyphens, and not {DRIVER!r}")
+    longest = max(len(host.split(".")[0]) for host in _slots(config))
+    if longest > 63:
+        raise ValueError(
+            f"train.name={config.train.name}: pods' names get {longest} characters, at most 63; shorten it"
+        )
+    if world_size(config.cluster) % config.pipeline.stages:
+        raise ValueError(
+            f"pipeline.stages={config.pipeline.stages}: {world_size(config.cluster)} processes are not a multiple of it"
+        )
+
+
+def _site_job(config: WeftConfig, asked: SiteConfig, labels: Mapping[str, str]) -> dict[str, Any]:
+    """The pods of a site, one per host; a pod that ends is started again, without end."""
+    count = asked.nodes + asked.spares
+    command = [f"exec python -m {pod.__name__} {_run_folder(config)} $(hostname).{config.train.name}"]
+    fresh = f"test $(($(date +%s) - $(stat -c %Y {pod.ALIVE}))) -lt 60"
+    probe = {"exec": {"command": ["sh", "-c", fresh]}, "periodSeconds": 20, "timeoutSeconds": 10}
+    container = _container(config, command, config.cluster.master_port, config.cluster.ranks) | {
+        "startupProbe": {**probe, "periodSeconds": 5, "failureThreshold": 60},
+        "livenessProbe": {**probe, "failureThreshold": 3},
+        "readinessProbe": {**probe, "failureThreshold": 1},
+    }
+    spread = {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": dict(labels)},
+    }
+    spec = _pod(config, container) | {"restartPolicy": "OnFailure", "topologySpreadConstraints": [spread]}
+    if asked.select:
+        spec["nodeSelector"] = dict(asked.select)
+    job = {"completionMode": "Indexed", "parallelism": count, "completions": count, "backoffLimit": _NEVER}
+    return {"name": asked.name, "replicas": 1, "template": {"spec": {**job, "template": _template(spec, labels)}}}
+
+
+def _driver_job(config: WeftConfig, first: str, labels: Mapping[str, str]) -> dict[str, Any]:
+    """The driver's pod, without a GPU; one that was killed is replaced and attaches to the run."""
+    folder = _run_folder(config)
+    command = [
+        f"if [ -e {folder}/supervisor/job.json ]; then exec {_PACKAGES} launch --attach {folder}; fi; "
+        f"exec {_PACKAGES} launch --config-file {SETTINGS}/config.yaml"
+    ]
+    port = config.supervise.port
+    container = _container(config, command, port, 0) | {
+        "startupProbe": {"tcpSocket": {"port": port}, "periodSeconds": 5, "failureThreshold": 120},
+        "livenessProbe": {"tcpSocket": {"port": port}, "periodSeconds": 20, "failureThreshold": 3},
+    }
+    # A run that ended with an error of its own is not tried again; a driver that was lost is.
+    rules = [
+        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [1, 2]}},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ]
+    job = {
+        "completionMode": "Indexed",
+        "parallelism": 1,
+        "completions": 1,
+        "backoffLimit": 100,
+        "podFailurePolicy": {"rules": rules},
+    }
+    spec = _pod(config, container) | {"restartPolicy": "Never"}
+    return {
+        "name": DRIVER,
+        "replicas": 1,
+        "dependsOn": [{"name": first, "status": "Ready"}],
+        "template": {"spec": {**job, "template": _template(spec, labels)}},
+    }
+
+
+def _container(config: WeftConfig, command: Sequence[str], port: int, gpus: int) -> dict[str, Any]:
+    wanted = config.cluster.kubernetes
+    key = {"name": wanted.key_secret, "key": "WEFT_KEY"}
+    container: dict[str, Any] = {
+        "name": "weft",
+        "image": wanted.image,
+        "command": ["sh", "-c", *command],
+        "env": [{"name": "WEFT_KEY", "valueFrom": {"secretKeyRef": key}}],
+        "ports": [{"containerPort": port, "protocol": "TCP"}],
+        "volumeMounts": [
+            {"name": "runs", "mountPath": config.train.output_dir},
+            {"name": "settings", "mountPath": SETTINGS, "readOnly": True},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+        ],
+    }
+    if gpus and wanted.gpu_resource:
+        container["resources"] = {"limits": {wanted.gpu_resource: gpus}}
+    return container
+
+
+def _pod(config: WeftConfig, container: Mapping[str, Any]) -> dict[str, Any]:
+    claim = {"claimName": config.cluster.kubernetes.claim}
+    return {
+        "containers": [dict(container)],
+        "volumes": [
+            {"name": "runs", "persistentVolumeClaim": claim},
+            {"name": "settings", "configMap": {"name": f"{config.train.name}-settings"}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        ],
+        "terminationGracePeriodSeconds": 30,
+    }
+
+
+def _template(spec: Mapping[str, Any], labels: Mapping[str, str]) -> dict[str, Any]:
+    return {"metadata": {"labels": dict(labels)}, "spec": dict(spec)}
+
+
+def _run_folder(config: WeftConfig) -> str:
+    return f"{config.train.output_dir}/{config.train.name}"
