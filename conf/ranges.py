@@ -63,6 +63,7 @@ RANGES = {
     "comm.timeout_s": POSITIVE,
     "comm.deadline_s": POSITIVE,
     "comm.connections": Range(0, 1024),
+    "comm.port": Range(0, 65000),
     "comm.chunk_kb": Range(4, 4096),
     "comm.cell": Range(1, 64),
     "zero.stage": Range(0, 3),

@@ -16,7 +16,7 @@ from weft.comm.channel import ChannelError
 from weft.comm.wan.channel import WanChannel
 from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.key import WanKey
-from weft.comm.wan.network import listening_address
+from weft.comm.wan.network import listening_address, listening_port
 from weft.conf.schema import CommConfig
 
 _CONNECTIONS = 2
@@ -57,6 +57,7 @@ class SiteLinks:
             rank=rank,
             job=f"groups of {store.get('attempt').decode()}",
             bind=listening_address(comm.interface),
+            port=listening_port(comm, 1),
             key=WanKey.from_environment(),
             connections=_CONNECTIONS,
             deadline_s=comm.deadline_s,

@@ -128,6 +128,7 @@ def _listen(rank: int, attempt: str, comm: CommConfig, device: torch.device) -> 
         rank=rank,
         job=attempt,
         bind=listening_address(comm.interface),
+        port=listening_port(comm, 0),
         key=WanKey.from_environment(),
         connections=comm.connections or MOST,
         deadline_s=comm.deadline_s,
@@ -136,6 +137,11 @@ def _listen(rank: int, attempt: str, comm: CommConfig, device: torch.device) -> 
         chunk_bytes=comm.chunk_kb << 10,
         device=device,
     )
+
+
+def listening_port(comm: CommConfig, number: int) -> int:
+    """The port of this rank's endpoint with a ``number``, 0 or 1, counted from ``comm.port``; 0 is any free one."""
+    return comm.port and comm.port + 2 * int(os.environ.get("LOCAL_RANK", "0")) + number
 
 
 def listening_address(interface: str) -> str:

@@ -125,6 +125,7 @@ def _scan(host: str) -> int:
             while len(selector.get_map()) < _AT_ONCE and (port := next(ports, 0)):
                 one: Any = socket.socket()
                 one.setblocking(False)
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, 1)  # some ports never answer
                 one.connect_ex((host, port))
                 selector.register(one, selectors.EVENT_WRITE)
             if not selector.get_map():
