@@ -58,7 +58,12 @@ def main(argv: Sequence[str]) -> int:
 
         print(report(config))
         return 0
+    supervised = is_supervised(config, options)
     folder = (Path(config.train.output_dir).expanduser() / config.train.name).absolute()
+    if write and not asks_for_nodes(config.cluster):
+        raise ValueError(
+            f"--write {write}: cluster.manager={config.cluster.manager.name}, so that nothing is asked for"
+        )
     if asks_for_nodes(config.cluster):
         words = [*(["--config-file", str(Path(recipe_file).absolute())] if recipe_file else []), *overrides]
         given = hosts_or_request(config, words, folder, write, os.environ)
@@ -70,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     preflight(config, leave_out={"port"} if later else ())  # the first machine opens the port
     RunLock.check(folder)
     env = environment(os.environ) | job_key(config, os.environ, options)
-    if is_supervised(config, options):
+    if supervised:
         return supervise(config, folder, env)
     file = write_config(config, folder / "config.yaml")
     try:
@@ -85,16 +90,24 @@ def is_supervised(config: WeftConfig, options: Sequence[str]) -> bool:
     """Whether a supervisor starts the ranks: if it is asked for, or hosts are many and nothing asks for DeepSpeed's.
 
     Raises:
-        ValueError: it is asked for, with options that are of DeepSpeed's launcher.
+        ValueError: it is asked for, with options that are of DeepSpeed's launcher; or only a supervisor can do what
+            the cluster's settings ask for.
     """
-    if config.supervise.enabled and options:
+    cluster, enabled = config.cluster, config.supervise.enabled
+    if enabled and options:
         raise ValueError(f"supervise.enabled=true: {options[0]} is an option of DeepSpeed's launcher; leave it out")
-    if config.supervise.enabled is not None:
-        return config.supervise.enabled
-    if config.cluster.manager in (ClusterManager.slurm, ClusterManager.kubernetes):
-        return True
-    hosts = working_hosts(config.cluster) if config.cluster.hostfile else {}
-    return len(hosts) > 1 and not options
+    needed = ""
+    if cluster.manager in (ClusterManager.slurm, ClusterManager.kubernetes):
+        needed = f"cluster.manager={cluster.manager.name}"
+    elif cluster.spares:
+        needed = f"cluster.spares={cluster.spares}"
+    if needed and (options or enabled is False):
+        other = options[0] if options else "supervise.enabled=false"
+        raise ValueError(f"{needed}: it takes a supervisor, and {other} goes without; leave out one of them")
+    if enabled is not None:
+        return enabled
+    hosts = working_hosts(cluster) if cluster.hostfile else {}
+    return bool(needed) or (len(hosts) > 1 and not options)
 
 
 def supervise(config: WeftConfig, folder: Path, env: Mapping[str, str]) -> int:

@@ -115,6 +115,21 @@ def test_who_is_supervised(tmp_path):
         is_supervised(load(["supervise.enabled=true"]), ["--no_ssh"])
 
 
+@pytest.mark.parametrize("alone", [["supervise.enabled=false"], ["--no_ssh"]])
+def test_what_only_a_supervisor_can_do(tmp_path, alone):
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=4\nb slots=4\n")
+    options = [word for word in alone if word.startswith("--")]
+    settings = [word for word in alone if word not in options]
+    for needed in (
+        [f"cluster.hostfile={hostfile}", "cluster.spares=[b]"],
+        ["cluster.manager=slurm", "cluster.sites=[{name: here, nodes: 1}]"],
+    ):
+        assert is_supervised(load(needed), [])
+        with pytest.raises(ValueError, match=r"it takes a supervisor, and .* goes without"):
+            is_supervised(load([*needed, *settings]), options)
+
+
 def test_a_run_that_would_resume_from_another_is_not_supervised(tmp_path):
     config = load(["recipe=quickstart", f"train.output_dir={tmp_path}", "checkpoint.resume=never"])
     (tmp_path / "quickstart" / "checkpoints" / "step-00000050").mkdir(parents=True)

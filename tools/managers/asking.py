@@ -27,10 +27,6 @@ def hosts_or_request(
     Raises:
         ValueError: the request cannot be made, or the manager refuses it.
     """
-    if config.supervise.enabled is False:
-        raise ValueError(
-            f"supervise.enabled=false: {config.cluster.manager.name} starts ranks under a supervisor; leave it out"
-        )
     match config.cluster.manager:
         case ClusterManager.slurm:
             if slurm.in_allocation(environment) and not write:

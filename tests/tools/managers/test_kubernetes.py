@@ -161,3 +161,6 @@ def test_the_command(tmp_path, capsys):
     assert main(["launch", *SETTINGS]) == 2
     assert "give --write job.yaml" in capsys.readouterr().err
     assert main(["launch", *SETTINGS, "supervise.enabled=false", "--write", str(file)]) == 2
+    assert "it takes a supervisor" in capsys.readouterr().err
+    assert main(["launch", "recipe=quickstart", "--write", str(file)]) == 2
+    assert "nothing is asked for" in capsys.readouterr().err
