@@ -177,16 +177,19 @@ class Watch:
         still_s = now - self._moved_at
         if still_s < self._deadlines.least_s or not self._is_heard(now):
             return None
-        phases = {seen.report.phase for seen in self.ranks.values()}
-        if len(self.ranks) < self._num_ranks:
-            phases.add(Phase.imports)
-        if still_s < self._deadlines.deadline_s(phases):
-            return None
         suspects = self.suspects(now)
+        if still_s < self._deadlines.deadline_s(self._phases(suspects)):
+            return None
         between = [suspect for suspect in suspects if suspect.rank is None and self._crosses(suspect)]
         if len(between) == len(suspects) and still_s < self._link_deadline_s:
             return None
         return self._judged(suspects, still_s, now)
+
+    def _phases(self, suspects: Sequence[Suspect]) -> set[Phase]:
+        """What those are at of whom one holds the others up; of a link, those at its ends."""
+        ranks = {suspect.rank for suspect in suspects if suspect.rank is not None}
+        ranks |= {rank for suspect in suspects for link in suspect.links for rank in link}
+        return {self.ranks[rank].report.phase if rank in self.ranks else Phase.imports for rank in ranks}
 
     def suspects(self, now: float) -> Sequence[Suspect]:
         """Who holds the others up, as things stand; several where they cannot be told apart."""

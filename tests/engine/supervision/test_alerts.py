@@ -9,7 +9,7 @@ from weft.engine.supervision.places import LinkReading, Phase
 
 @pytest.fixture
 def run():
-    made = FakeRun()
+    made = FakeRun(moves_per_s=150.0)
     made.begin(60.0)
     return made
 
@@ -28,7 +28,7 @@ def test_a_rank_that_becomes_slower_is_told_once(run, rank):
 
 
 def test_one_that_is_slow_from_the_beginning_is_told_by_its_replicas():
-    run = FakeRun(rows_of(replicas=3))
+    run = FakeRun(rows_of(replicas=3), moves_per_s=200.0)
     run.slowed = {4: 2.0}
     run.begin(80.0)
     assert kinds(run) == [("straggler", {"rank": 4, "host": run.host(4)})]
@@ -49,7 +49,7 @@ def test_steps_of_uneven_length_raise_no_alert(run):
 
 
 def test_uneven_replicas_raise_no_alert():
-    run = FakeRun()
+    run = FakeRun(moves_per_s=150.0)
     run.slowed = {0: 0.8, 1: 1.1, 2: 0.9, 3: 1.25}
     run.begin(60.0)
     assert not run.raised
@@ -74,7 +74,7 @@ def test_a_rank_stopped_now_and_then_is_told(run):
 
 
 def link_run(speed):
-    run = FakeRun(rows_of(sites=(1, 1)))
+    run = FakeRun(rows_of(sites=(1, 1)), moves_per_s=150.0)
     sent = dict.fromkeys((0, 1), 0)
 
     def readings(rank):
@@ -109,7 +109,7 @@ def test_a_link_that_is_busier_at_times_is_not_slow():
 
 
 def test_a_link_that_stands_still_is_told_before_it_is_a_fault():
-    run = FakeRun(rows_of(sites=(1, 1)))
+    run = FakeRun(rows_of(sites=(1, 1)), moves_per_s=150.0)
     run.begin(60.0)
     run.job.cut = {frozenset((1, 3))}
     run.advance(12.0)
@@ -120,6 +120,8 @@ def test_a_disk_that_fills_is_told_and_again_after_a_while(run):
     run.vitals = {"h0": {"disk_free_bytes": 5 << 30, "disk_bytes": 1 << 40}}
     run.advance(3.0)
     assert not run.raised
+    run.idle = True
+    run.enter(Phase.finishing)
     for _ in range(int(REPEAT_S) + 10):
         run.vitals = {"h0": {"disk_free_bytes": 80 << 20, "disk_bytes": 1 << 40}, "h1": {}}
         run.advance(1.0)

@@ -136,6 +136,13 @@ def test_a_rank_that_ended_well_while_others_wait_for_it_is_named(run):
     assert verdict_of(run, 8.0).culprit == {"rank": 1, "host": "h0"}
 
 
+def test_who_is_left_behind_by_others_that_finish_is_named(run):
+    run.locked = {2}
+    run.advance(1.0)
+    run.enter(Phase.finishing, 0, 1, 3)
+    assert verdict_of(run, 9.0).culprit == {"rank": 2, "host": "h1"}
+
+
 # -- no faults -------------------------------------------------------------------------------------
 
 
@@ -180,7 +187,7 @@ def test_a_long_phase_raises_no_alarm(run, phase):
 def test_an_export_takes_as_long_as_it_takes(run):
     run.idle = True
     run.enter(Phase.finishing)
-    run.advance(5000.0)
+    run.advance(700.0)
     assert not run.found
 
 
