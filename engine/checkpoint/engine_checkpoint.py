@@ -32,9 +32,9 @@ from weft.engine.checkpoint.folder import (
     candidates,
     check_space,
     checkpoint_folder,
+    complete,
     tagged,
     to_resume,
-    whole,
 )
 from weft.engine.checkpoint.pieces import Piece
 from weft.engine.checkpoint.ranks import Ranks
@@ -151,12 +151,12 @@ def load_newest(engine: Trained, folder: Path, wanted: Wanted = EVERYTHING) -> t
     """
     ranks = _ranks()
     found = {manifest.name: (path, manifest) for path, manifest in to_resume(folder)}
-    aside = {path for path, _ in whole(folder)} - {path for path, _ in found.values()}
+    aside = {path for path, _ in complete(folder)} - {path for path, _ in found.values()}
     others = ranks.gather((tuple(found), [path.name for path in candidates(folder) if path not in aside]))
     shared = set(found).intersection(*(names for names, _ in others))
     if not shared and any(there for _, there in others):
         raise CheckpointError(
-            f"checkpoints in {folder}: none is whole on every rank; repair or copy one (see the warnings above), or "
+            f"checkpoints in {folder}: none is complete on every rank; repair or copy one (see the warnings above), or "
             "start anew with checkpoint.resume=never and another train.name"
         )
     order = sorted((found[name] for name in shared), key=lambda item: item[1].serial, reverse=True)

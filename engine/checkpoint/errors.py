@@ -1,4 +1,4 @@
-"""The checkpoint error: what is wrong with which file, and what to do."""
+"""Checkpoint errors, which name the file, the problem and a remedy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 
 OUT_OF_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""Errors of the operating system that mean that no space is left."""
+"""Error numbers of the operating system for missing space."""
 
 
 class CheckpointError(ValueError):
@@ -14,16 +14,16 @@ class CheckpointError(ValueError):
 
 
 class NoSpaceError(CheckpointError):
-    """A checkpoint for which there is no room."""
+    """There is not enough space for a checkpoint."""
 
 
 def explain(folder: Path, error: Exception) -> CheckpointError:
-    """The error for people, from what went wrong while reading or writing in ``folder``."""
+    """The `CheckpointError` for an exception raised while reading or writing in ``folder``."""
     if isinstance(error, OSError) and error.errno in OUT_OF_SPACE:
         return NoSpaceError(
-            f"checkpoint in {folder}: no space left ({error.strerror}); the checkpoint before it is untouched. Free "
+            f"checkpoint in {folder}: no space left ({error.strerror}); earlier checkpoints are unchanged. Free "
             "space or raise the quota, lower checkpoint.keep, or choose another train.output_dir"
         )
     if isinstance(error, OSError):
-        return CheckpointError(f"checkpoint in {folder}: {error}; checkpoints written before are untouched")
+        return CheckpointError(f"checkpoint in {folder}: {error}; earlier checkpoints are unchanged")
     return CheckpointError(f"checkpoint in {folder}: {type(error).__name__}: {error}")

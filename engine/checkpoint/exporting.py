@@ -1,4 +1,4 @@
-"""Export of what was trained: every rank writes its stages, and together they are a Hugging Face folder."""
+"""Export of the trained model as a Hugging Face folder; every rank writes its stages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from weft.engine.stages.shards import Shard
 
 
 def export(trained: Trained, folder: Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Write the whole model as a Hugging Face folder; a collective call.
+    """Write the model as a Hugging Face folder; a collective call.
 
     Raises:
-        ValueError: as `weft.engine.stages.export_stages`.
-        NonFiniteError: the model holds numbers that are not finite; nothing was written.
+        ValueError: see `weft.engine.stages.export_stages`.
+        NonFiniteError: the model has non-finite values; nothing was written.
     """
     trained.check_finite()
     stages = list(trained.module.stages.values()) if trained.replica == 0 else []

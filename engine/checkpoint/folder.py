@@ -1,4 +1,4 @@
-"""The folder of checkpoints: which are whole, which is the newest, which may go."""
+"""The folder of checkpoints: which are complete, which is the newest, which to remove."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from weft.engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from weft.engine.checkpoint.shard_file import FILES
 
 TEMPORARY = ".tmp"
-"""Suffix of what is being written or removed: never a checkpoint."""
+"""Suffix of folders that are being written or removed; never a valid checkpoint."""
 REPLACED = ".old"
-"""Suffix of a checkpoint while another of the same step takes its place."""
+"""Suffix of a checkpoint while another of the same name replaces it."""
 LATEST = "latest"
-"""Entry of ``Manifest.meta``: whether the checkpoint is one to resume from where none is named."""
+"""Entry of ``Manifest.meta``: whether `newest` may choose this checkpoint."""
 _NAME = re.compile(r"step-(\d+)(?:\.old)?")
 _OWN = "step-"
-"""How the names begin that are given here; a tag's do not."""
+"""Prefix of untagged checkpoints; tags must not have it."""
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+@-]*")
 
 log = logging.getLogger(__name__)
@@ -33,10 +33,10 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def checkpoint_folder(folder: Path, step: int, tag: str | None) -> Path:
-    """Where a checkpoint is written: by its step, or under a name of the caller's.
+    """Path of a checkpoint, named by its step or by the caller's tag.
 
     Raises:
-        CheckpointError: the tag cannot be a folder's name, or could be taken for one of ours.
+        CheckpointError: the tag is not a valid folder name, or has a reserved prefix or suffix.
     """
     own = step_folder(folder, step)
     if tag is None or tag == own.name:
@@ -50,7 +50,7 @@ def checkpoint_folder(folder: Path, step: int, tag: str | None) -> Path:
 
 
 def tagged(folder: Path, tag: str) -> Path:
-    """The checkpoint of that tag (or step folder's name), which may be waiting to be replaced.
+    """The checkpoint with a tag (or a step folder's name), also if it is just being replaced.
 
     Raises:
         CheckpointError: there is none.
@@ -67,41 +67,41 @@ def tagged(folder: Path, tag: str) -> Path:
 
 
 def temporary_for(target: Path) -> Path:
-    """The name that a checkpoint has while it is written or removed; nobody else's begins and ends so."""
+    """The temporary path of a checkpoint while it is written or removed."""
     return target.with_name((target.name if target.name.startswith(_OWN) else _OWN + target.name) + TEMPORARY)
 
 
 def newest(folder: Path) -> Path | None:
-    """The checkpoint in ``folder`` that was written last and is whole; None if there is none.
+    """The complete checkpoint in ``folder`` that was written last; None if there is none.
 
-    Whole means: its manifest matches its checksum, and every file is there with its size. (The
-    bytes of tensors are checked when they are read.) Damaged ones are named in a warning.
+    Complete means that its manifest matches its checksum, and that every file exists with its size;
+    tensors are verified when they are read. Damaged checkpoints are reported in a warning.
     ``folder`` may also be a checkpoint itself.
     """
     return next((path for path, _ in to_resume(folder)), None)
 
 
 def to_resume(folder: Path) -> Iterator[tuple[Path, Manifest]]:
-    """As `whole`, less those that were saved aside, with ``save_latest=False``."""
-    for path, manifest in whole(folder):
+    """Like `complete`, without checkpoints saved with ``save_latest=False``."""
+    for path, manifest in complete(folder):
         if path == folder or manifest.meta.get(LATEST, True):
             yield path, manifest
 
 
-def whole(folder: Path) -> Iterator[tuple[Path, Manifest]]:
-    """Every whole checkpoint in ``folder``, or ``folder`` itself, the last written first."""
+def complete(folder: Path) -> Iterator[tuple[Path, Manifest]]:
+    """All complete checkpoints in ``folder`` (or ``folder`` itself), most recently written first."""
     found = []
     for path in candidates(folder):
         try:
             found.append((path, read_manifest(path)))
         except CheckpointError as error:
             log.warning("skipped a damaged checkpoint: %s", error)
-    # Order of writing, not of steps: after going back to an earlier step, later steps are of an abandoned run.
+    # By time of writing, not by step: after going back to an earlier step, later steps belong to an abandoned run.
     yield from sorted(found, key=lambda item: item[1].serial, reverse=True)
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Everything in ``folder`` that has a checkpoint's name."""
+    """All folders in ``folder`` with a checkpoint's name."""
     if (folder / MANIFEST).exists():
         return [folder]
     if not folder.is_dir():
@@ -110,18 +110,18 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def _is_tagged(path: Path) -> bool:
-    """Whether a folder that is not named by its step is one of ours: other things may lie beside checkpoints."""
+    """Whether a folder is a tagged checkpoint; unrelated folders may be beside checkpoints."""
     return not path.name.startswith(_OWN) and (path / MANIFEST).is_file() and any(path.glob(FILES))
 
 
 def clean(folder: Path) -> None:
-    """Remove what a crash left half written or half removed."""
+    """Remove partly written or partly removed checkpoints of a crash."""
     for path in folder.glob(f"step-*{TEMPORARY}"):
         durable.remove(path)
 
 
 def put(temporary: Path, target: Path) -> None:
-    """Give a finished checkpoint its name; one of the same step stays whole until then."""
+    """Rename a finished checkpoint to its final name; one that it replaces stays complete until then."""
     replaced = target.with_name(target.name + REPLACED)
     if target.exists():
         discard(replaced)
@@ -131,25 +131,25 @@ def put(temporary: Path, target: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the ``keep`` whole checkpoints written last, damaged ones too; 0 keeps all.
+    """Remove all but the last ``keep`` complete checkpoints, including damaged ones; 0 keeps all.
 
-    Those with a tag stay, and do not count.
+    Tagged checkpoints are kept, and do not count.
     """
     if keep == 0:
         return
-    kept = {path for path, _ in [item for item in whole(folder) if _NAME.fullmatch(item[0].name)][:keep]}
+    kept = {path for path, _ in [item for item in complete(folder) if _NAME.fullmatch(item[0].name)][:keep]}
     for path in by_step(folder):
         if path not in kept:
             discard(path)
 
 
 def by_step(folder: Path) -> list[Path]:
-    """The candidates that have no tag."""
+    """The candidates without a tag."""
     return [path for path in candidates(folder) if _NAME.fullmatch(path.name)]
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint so that at no instant a damaged one has a checkpoint's name."""
+    """Remove a checkpoint; at no time does a partly removed one have a checkpoint's name."""
     if path.exists():
         gone = temporary_for(path)
         durable.remove(gone)
@@ -158,19 +158,19 @@ def discard(path: Path) -> None:
 
 
 def check_space(folder: Path, bytes_needed: int, *, free_bytes: int | None = None) -> None:
-    """Check that a checkpoint fits on the disk.
+    """Check that there is space for a checkpoint.
 
     Args:
-        free_bytes: instead of asking the file system.
+        free_bytes: overrides the file system's value.
 
     Raises:
-        NoSpaceError: it does not.
+        NoSpaceError: there is not.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free if free_bytes is None else free_bytes
     if bytes_needed > free:
         raise NoSpaceError(
-            f"checkpoint in {folder}: it needs {_size(bytes_needed)}, {_size(free)} are free; free space, lower "
+            f"checkpoint in {folder}: needs {_size(bytes_needed)}, {_size(free)} are free; free space, lower "
             "checkpoint.keep, or choose another train.output_dir"
         )
 

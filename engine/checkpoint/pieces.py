@@ -1,4 +1,4 @@
-"""The piece: a contiguous part of one named tensor, and what is known of it once it is stored."""
+"""Pieces: contiguous parts of named tensors, and their metadata once stored."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Piece:
     """Elements ``start`` to ``start + data.numel()`` of a flattened tensor.
 
     Attributes:
-        name: the whole tensor's name, such as ``weight/model.norm.weight``.
-        shape: the whole tensor's shape.
-        start: index of the first element in the flattened whole.
-        data: the elements, shape [n], or any shape when the piece is the whole.
+        name: the tensor's name, such as ``weight/model.norm.weight``.
+        shape: the tensor's shape.
+        start: index of the first element in the flattened tensor.
+        data: the elements, shape [n], or the tensor's shape if the piece is the entire tensor.
     """
 
     name: str
@@ -29,23 +29,23 @@ class Piece:
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> Piece:
-        """A tensor in one piece."""
+        """An entire tensor as one piece."""
         return cls(name, tuple(tensor.shape), 0, tensor.detach())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the piece."""
+        """Size in bytes."""
         return self.data.numel() * self.data.element_size()
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of its tensor."""
+        """Whether the piece is the entire tensor."""
         return self.data.numel() == prod(self.shape)
 
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Where a piece is, and what its bytes must hash to."""
+    """Location and checksum of a stored piece."""
 
     start: int
     stop: int
@@ -56,9 +56,9 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint: dtype by safetensors' name, and its pieces in order.
+    """A stored tensor: dtype by safetensors' name, and its pieces in order.
 
-    Ranks that share no file system may each have written the same elements.
+    Pieces may overlap, because ranks that share no file system may write the same elements.
     """
 
     dtype: str
@@ -67,11 +67,11 @@ class StoredTensor:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the tensor."""
         return prod(self.shape)
 
     def missing(self) -> str:
-        """Elements that no piece holds, as text; empty if the pieces cover the tensor."""
+        """A range of elements that no piece covers, as text; empty if the pieces cover the tensor."""
         at = 0
         for piece in self.pieces:
             if piece.start > at:
@@ -81,19 +81,19 @@ class StoredTensor:
 
 
 def checksum(data: memoryview | bytes) -> str:
-    """XXH3-128 in hex: an error in storage passes with probability 2^-128, at 10+ GB/s per core."""
+    """XXH3-128 in hex: misses corruption with probability 2^-128, at 10+ GB/s per core."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a CPU tensor, not copied if it is contiguous."""
+    """The bytes of a CPU tensor, without a copy if it is contiguous."""
     return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def share(pieces: Iterable[Piece], index: int, count: int) -> Iterator[Piece]:
-    """Part ``index`` of ``count`` parts of equal bytes, for pieces that ``count`` ranks hold alike.
+    """Split ``pieces``, which ``count`` ranks hold identically, into parts of equal bytes; yields part ``index``.
 
-    The pieces are laid end to end and cut; at most two pieces per part are cut.
+    Pieces are concatenated and cut; at most two pieces per part are cut.
     """
     held = list(pieces)
     total = sum(piece.num_bytes for piece in held)

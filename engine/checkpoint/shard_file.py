@@ -1,4 +1,4 @@
-"""One rank's file of a checkpoint: safetensors, written in a stream and hashed on the way."""
+"""One rank's checkpoint file: safetensors, written and hashed as a stream."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FILES = "rank-*.safetensors"
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of a checkpoint: its size, and what its header must hash to."""
+    """Size and header checksum of a checkpoint file."""
 
     name: str
     num_bytes: int
@@ -51,7 +51,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """What the manifest has to know of a file that was written."""
+    """The manifest's entry for a written file."""
 
     file: StoredFile
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class ShardReader:
 
 
 def check_size(path: Path, file: StoredFile) -> None:
-    """Check that a file is there with all its bytes.
+    """Check that a file exists with its full size.
 
     Raises:
         CheckpointError: it is not.
@@ -160,7 +160,7 @@ def check_size(path: Path, file: StoredFile) -> None:
 
 
 def damaged(path: Path, what: str) -> CheckpointError:
-    """The error for a file that is not as it was written."""
+    """The error for a damaged file."""
     return CheckpointError(
         f"{path}: {what}; the checkpoint is damaged. Resume from another with checkpoint.resume=FOLDER, or delete it"
     )

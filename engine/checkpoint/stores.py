@@ -1,4 +1,4 @@
-"""The store: a folder as the ranks of one file system see it; data centres need not share one."""
+"""Stores: groups of ranks that share a file system; sites need not share one."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from weft.engine.checkpoint.ranks import Ranks
 
 @dataclass(frozen=True)
 class Store:
-    """Ranks that see the same files.
+    """Ranks that share a file system.
 
     Attributes:
-        members: ranks, ascending.
+        members: their ranks, ascending.
     """
 
     members: tuple[int, ...]
 
     @property
     def leader(self) -> int:
-        """The rank that makes, names and removes folders for all."""
+        """The rank that creates, renames and removes folders for the others."""
         return self.members[0]
 
 
 def find_stores(folder: Path, ranks: Ranks) -> tuple[Store, ...]:
-    """Which ranks see the same ``folder``, which is made where it is missing; a collective call.
+    """Find out which ranks share ``folder``, creating it if missing; a collective call.
 
     Raises:
-        CheckpointError: the folder cannot be written.
+        CheckpointError: the folder is not writable.
     """
     stores: list[Store] = []
     waiting = set(range(len(ranks.gather(None))))
     while waiting:
-        # The first rank that belongs to no store yet shows a file; who sees it shares its store.
+        # The first rank without a store creates a probe; ranks that see it share its store.
         leader = min(waiting)
         probe = folder / f"step-probe-{ranks.gather(secrets.token_hex(8))[leader]}{TEMPORARY}"
         ranks.together(folder, partial(durable.make_folder, probe) if ranks.rank == leader else _nothing)
@@ -50,9 +50,9 @@ def find_stores(folder: Path, ranks: Ranks) -> tuple[Store, ...]:
 
 
 def _nothing() -> None:
-    """What the ranks do that only meet."""
+    """No-op of the other ranks."""
 
 
 def store_of(stores: tuple[Store, ...], rank: int) -> Store:
-    """The store that a rank belongs to."""
+    """The store of a rank."""
     return next(store for store in stores if rank in store.members)

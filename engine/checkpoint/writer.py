@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.engine.checkpoint import durable
 from weft.engine.checkpoint.errors import CheckpointError
-from weft.engine.checkpoint.folder import check_space, checkpoint_folder, clean, prune, put, temporary_for, whole
+from weft.engine.checkpoint.folder import check_space, checkpoint_folder, clean, complete, prune, put, temporary_for
 from weft.engine.checkpoint.manifest import join, write_manifest
 from weft.engine.checkpoint.pieces import Piece
 from weft.engine.checkpoint.ranks import Ranks
@@ -84,4 +84,4 @@ def save(
 
 
 def _last_serial(folder: Path) -> int:
-    return max((manifest.serial for _, manifest in whole(folder)), default=0)
+    return max((manifest.serial for _, manifest in complete(folder)), default=0)

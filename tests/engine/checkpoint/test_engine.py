@@ -95,7 +95,7 @@ def test_sites_that_share_no_file_system(tmp_path, zero):
         assert rank["losses"] == pytest.approx(before["losses"][2:], rel=1e-5)
     shutil.rmtree(tmp_path / "site1")
     for error in run_ranks(4, refused, made, folder):
-        assert "none is whole on every rank" in error
+        assert "none is complete on every rank" in error
 
 
 def refused(made, folder: str) -> str:

@@ -18,7 +18,7 @@ from weft.engine.checkpoint.ranks import Ranks
         (
             PermissionError(errno.EACCES, os.strerror(errno.EACCES)),
             CheckpointError,
-            "checkpoints written before are untouched",
+            "earlier checkpoints are unchanged",
         ),
         (RuntimeError("on purpose"), CheckpointError, "RuntimeError: on purpose"),
     ],

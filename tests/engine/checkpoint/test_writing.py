@@ -10,7 +10,7 @@ import torch
 
 from tests.engine.checkpoint.ranks_in_threads import NUM_RANKS, Crash, check, failing, save_step
 from weft.engine.checkpoint import BackgroundWriter, CheckpointError, Piece, check_space, newest, open_checkpoint, save
-from weft.engine.checkpoint.folder import whole
+from weft.engine.checkpoint.folder import complete
 
 
 def names(folder: Path) -> list[str]:
@@ -142,7 +142,7 @@ def test_crash_at_every_operation_of_several_sites(tmp_path):
         save_step(folder, 1, site_of=SITES)
         with failing(at, Crash(), dead_after=True):
             save_step(folder, 2, keep=1, site_of=SITES)
-        held = [{path.name for path, _ in whole(folder / site)} for site in "abc"]
+        held = [{path.name for path, _ in complete(folder / site)} for site in "abc"]
         common = set.intersection(*held)
         assert common, held
         for site in "abc":
