@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from weft.conf.trees import to_yaml
 from weft.engine.supervision.agent import AgentOrder
 from weft.engine.supervision.clock import ASKER, answer_clock
 from weft.engine.supervision.deny_list import DenyList
-from weft.engine.supervision.hosts import choose_hosts, config_for, hostfile_text
+from weft.engine.supervision.hosts import THIS_MACHINE, choose_hosts, config_for, hostfile_text
 from weft.engine.supervision.job import Job, Stage
 from weft.engine.supervision.journal import NAME, Journal
 from weft.engine.supervision.layout import Layout
@@ -114,6 +114,8 @@ class Driver:
             os.environ.setdefault(name, value)
         self._config = load([], recipe_file=str(config_file(run_folder)))
         self._journal = Journal(run_folder / NAME)
+        hostfile = self._config.cluster.hostfile
+        self._hosts = read_hostfile(hostfile) if hostfile else {THIS_MACHINE: self._config.cluster.ranks}
         self._deny_list = DenyList.of(self._config)
         self._starter = starter_for(self._config.cluster.manager, self._spec.ssh_port)
         self._processes: dict[tuple[str, int], AgentProcess] = {}
@@ -195,7 +197,7 @@ class Driver:
             return f"weft-{os.getuid()}-{hashlib.sha256(str(self._folder.absolute()).encode()).hexdigest()[:16]}"
         past = [event["address"] for event in self._journal.past if event["event"] == "driver"]
         port = settings.port or (past[-1][1] if past and not isinstance(past[-1], str) else 0)
-        return _own_address(cluster.master_addr), port
+        return _own_address(self._hosts), port
 
     # Effects
 
@@ -210,7 +212,7 @@ class Driver:
             generation=generation,
             address=self._address,
             run_folder=str(self._folder.absolute()),
-            slots=self._slots(host),
+            slots=self._hosts[host],
             preload=list(self._spec.preload),
             environment=self._spec.environment,
             heartbeat_s=settings.heartbeat_s,
@@ -251,7 +253,7 @@ class Driver:
         except ValueError as error:
             self.say(str(error))
             return self.job.fleet.away
-        return {host: denial.reason for host, denial in denied.items()}
+        return {host: denial.reason for host, denial in denied.items() if host in self._hosts}
 
     def deny(self, host: str, reason: str) -> None:
         """Put a host on the deny-list, for this run and others."""
@@ -265,11 +267,6 @@ class Driver:
         return max((path.name for path in (self._folder / "checkpoints").glob("step-*")), default="")
 
     # Attempts
-
-    def _slots(self, host: str) -> int:
-        """Most ranks that a host may get."""
-        cluster = self._config.cluster
-        return read_hostfile(cluster.hostfile)[host] if cluster.hostfile else cluster.ranks
 
     def _layout(self, attempt: int, away: Collection[str], before: Mapping[str, int] | None) -> Layout:
         """The hosts of an attempt, and its configuration beside the run's."""
@@ -298,21 +295,26 @@ def _parts(peer: str) -> tuple[str, int]:
     return host, int(generation) if generation.isdecimal() else -1
 
 
-def _own_address(master: str) -> str:
-    """This host's address on the way to where the ranks meet.
+def _own_address(hosts: Iterable[str]) -> str:
+    """This machine's address on the way to the first host that is another.
+
+    Its own name would not do: many machines resolve it to an address that only they reach.
 
     Raises:
-        ValueError: the name is not known.
+        ValueError: the name of that host is not known.
     """
-    if is_loopback(master):
+    others = [host for host in hosts if not is_loopback(host) and host != socket.gethostname()]
+    if not others:
         return "127.0.0.1"
     try:
-        family, kind, *_, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+        family, kind, *_, address = socket.getaddrinfo(others[0], 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as way:
             way.connect(address)  # sends nothing: it only asks for the route
             return way.getsockname()[0]
     except OSError as error:
-        raise ValueError(f"cluster.master_addr={master}: {error.strerror}; set the first host's address") from error
+        raise ValueError(
+            f"cluster.hostfile: {others[0]}: {error.strerror}; name hosts as this machine knows them"
+        ) from error
 
 
 if __name__ == "__main__":

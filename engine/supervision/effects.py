@@ -27,7 +27,7 @@ class Effects(Protocol):
         """What the ranks execute, by the plan that they have left; None if it cannot be read."""
 
     def denied(self) -> Mapping[str, str]:
-        """Hosts that are to be left out, and why."""
+        """Hosts of the run that are to be left out, and why."""
 
     def deny(self, host: str, reason: str) -> None:
         """Put a host on the deny-list."""

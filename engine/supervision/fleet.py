@@ -155,8 +155,7 @@ class Fleet:
     def follow(self, denied: Mapping[str, str], now: float) -> None:
         """Leave out who is denied; try those again that are not, and could not be reached."""
         for name, reason in denied.items():
-            if name in self.hosts or name in self.away:
-                self.evict(name, reason)
+            self.evict(name, reason)
         for name in [name for name in self.away if name not in denied]:
             host = self.hosts[name] = self.hosts.get(name) or Host()
             if host.connected:

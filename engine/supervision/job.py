@@ -137,7 +137,7 @@ class Job:
         """
         self._effects.record("launch")
         self._replay({"event": "launch"})
-        self.fleet.away.update(self._effects.denied())
+        self.fleet.follow(self._effects.denied(), now)
         self._begin_attempt("start", now)
 
     def attach(self, now: float) -> None:

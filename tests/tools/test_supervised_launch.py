@@ -45,7 +45,8 @@ def start(settings, name, faults=""):
     config = load([*settings, f"train.name={name}"])
     folder = config_folder(config)
     write_config(config, config_file(folder))
-    Spec("tests.tools.faulty_ranks:run", [*PRELOAD, "tests.tools.faulty_ranks"], {"FAULTS": faults}).write(folder)
+    environment = {"FAULTS": faults, "RUN": str(folder)}
+    Spec("tests.tools.faulty_ranks:run", [*PRELOAD, "tests.tools.faulty_ranks"], environment).write(folder)
     return subprocess.Popen([sys.executable, "-m", driver.__name__, "launch", str(folder)]), folder
 
 
@@ -89,6 +90,20 @@ def test_a_run_with_faults_computes_what_one_without_does(settings):
     assert [event["attempt"] for event in events(folder, "good_step")] == [1, 2, 3]
     assert losses(folder) == losses(calm)
     wait_for(lambda: not left_of(folder))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_fewer_replicas_and_grows_back(settings):
+    settings = [*settings, "supervise.least_deadline_s=200"]
+    process, calm = start(settings, "calm")
+    assert process.wait(LIMIT_S) == 0
+    # The host of the second replica is evicted; the first, alone, waits for it to return, and never ends by itself.
+    process, folder = start(settings, "smaller", faults="1:3:3:evict 2:0:6:readmit 2:0:11:wait")
+    assert process.wait(LIMIT_S) == 0
+    assert [event["reason"] for event in events(folder, "attempt")] == ["start", "shrink", "grow"]
+    assert [len(event["ranks"]) for event in events(folder, "attempt")] == [4, 2, 4]
+    assert [event["host"] for event in events(folder, "evict")] == ["right"]
+    assert losses(folder) == pytest.approx(losses(calm), rel=1e-3)
 
 
 def left_of(folder):

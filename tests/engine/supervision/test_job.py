@@ -432,7 +432,7 @@ def test_messages_of_another_form_are_refused():
 def test_a_host_that_is_evicted_goes_with_the_next_attempt_and_comes_back_when_it_is_readmitted():
     world = World()
     world.train()
-    world.on_deny_list = {"b": "by hand", "elsewhere": "not ours"}
+    world.on_deny_list = {"b": "by hand"}
     world.pass_time(3.0, "a", "b")
     assert [event["host"] for event in world.events("evict")] == ["b"] and world.job.attempt == 1
     world.kill(1)
@@ -522,3 +522,11 @@ def test_the_only_host_is_not_examined():
         world.stop_all()
         world.report("a")
     assert world.job.attempt == 4
+
+
+def test_a_run_begins_without_hosts_that_are_denied():
+    world = World()
+    world.on_deny_list = {"b": "by hand"}
+    world.job.launch(world.now)
+    assert world.started == [("a", 1)] and world.away_asked == [{"b"}]
+    assert world.events("evict")[0]["host"] == "b"
