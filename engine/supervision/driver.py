@@ -121,6 +121,7 @@ class Driver:
         self._processes: dict[tuple[str, int], AgentProcess] = {}
         self._address: str | tuple[str, int] = ""
         self._signals = 0
+        self._complaint = ""
         self.job = Job(
             settings=self._config.supervise,
             layouts=self._layout,
@@ -251,7 +252,9 @@ class Driver:
         try:
             denied = self._deny_list.read()
         except ValueError as error:
-            self.say(str(error))
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                self.say(self._complaint)
             return self.job.fleet.away
         return {host: denial.reason for host, denial in denied.items() if host in self._hosts}
 

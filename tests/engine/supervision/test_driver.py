@@ -1,0 +1,87 @@
+"""What a driver makes of a run's folder: layouts with configurations of their own, deny-list, newest checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.conf import load
+from weft.conf.batch import num_replicas
+from weft.conf.hosts import world_size
+from weft.conf.private import write_private
+from weft.conf.trees import to_yaml
+from weft.engine.supervision.driver import Driver, Spec, _own_address, config_file
+
+
+@pytest.fixture
+def driver(tmp_path):
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("left slots=2\nright slots=2\nspare slots=2\n")
+    config = load(
+        [
+            f"cluster.hostfile={hostfile}",
+            "cluster.manager=local",
+            "cluster.spares=[spare]",
+            "pipeline.stages=2",
+            "pipeline.microbatches=4",
+            f"train.output_dir={tmp_path}",
+            "train.name=run",
+        ]
+    )
+    folder = tmp_path / "run"
+    write_private(config_file(folder), to_yaml(config))
+    Spec("a:b", [], {}).write(folder)
+    return Driver(folder, attach=False)
+
+
+def batch(layout):
+    """Ranks, micro-batches of a step over all replicas, and the rest of the arguments."""
+    option, file, *rest = layout.arguments
+    assert option == "--config-file"
+    config = load([], recipe_file=file)
+    assert world_size(config.cluster) == layout.num_ranks
+    replicas = num_replicas(config, layout.num_ranks)
+    return layout.num_ranks, replicas * config.pipeline.microbatches * config.train.microbatch_size, rest
+
+
+def test_layouts_keep_the_batch(driver):
+    first = driver._layout(1, set(), None)
+    assert dict(first.slots) == {"left": 2, "right": 2} and batch(first) == (4, 8, [])
+    second = driver._layout(2, {"right"}, first.slots)
+    assert dict(second.slots) == {"left": 2, "spare": 2} and batch(second) == (4, 8, [])
+    third = driver._layout(3, {"right", "spare"}, second.slots)
+    assert dict(third.slots) == {"left": 2} and batch(third) == (2, 8, [])
+    with pytest.raises(ValueError, match="no hosts to go on with"):
+        driver._layout(4, {"left", "right", "spare"}, third.slots)
+
+
+def test_later_attempts_resume_from_what_the_run_has_saved(driver, tmp_path):
+    first = driver._layout(1, set(), None)
+    for step in (4, 12, 8):
+        (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    assert driver.newest_checkpoint() == "step-00000012"
+    assert batch(driver._layout(2, set(), first.slots))[2] == ["checkpoint.resume=auto"]
+
+
+def test_of_the_deny_list_this_run_heeds_its_own_hosts(driver, tmp_path, capsys):
+    driver._deny_list.evict("right", "by hand")
+    driver._deny_list.evict("elsewhere", "by hand")
+    assert driver.denied() == {"right": "by hand"}
+    driver.deny("left", "weft doctor node: GEMM")
+    assert set(driver.denied()) == {"left", "right"}
+    driver._deny_list.path.write_text("garbage")
+    driver.job.fleet.away["left"] = "before"
+    assert driver.denied() == {"left": "before"} and "cannot be read" in capsys.readouterr().err
+
+
+def test_a_run_that_has_ended_is_not_attached_to(driver, tmp_path):
+    driver.record("launch")
+    driver.record("end", code=0, reason="done")
+    driver._lock.release()
+    with pytest.raises(ValueError, match="the run has ended"):
+        Driver(tmp_path / "run", attach=True)
+
+
+def test_where_a_driver_listens():
+    assert _own_address(["localhost", "127.0.0.1"]) == "127.0.0.1"
+    with pytest.raises(ValueError, match="no-such-host"):
+        _own_address(["localhost", "no-such-host.invalid"])
