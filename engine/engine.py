@@ -42,7 +42,7 @@ from weft.engine.observability.slots import SlotObserver
 from weft.engine.planning.run_plan import RunPlan
 from weft.engine.planning.schedules import RankSchedule, plan_evaluation
 from weft.engine.stages.objective import Minimised, Objective
-from weft.engine.zero import Collectives, Lamb, ShardedOptimizer, Sharding, Skips
+from weft.engine.zero import Collectives, Comparison, Lamb, ShardedOptimizer, Sharding, Skips
 from weft.pipeline.action import Action, Op
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import Timeline
@@ -123,6 +123,14 @@ class WeftEngine(PipelineEngine):
             replicas=self.grid.get_data_parallel_group() if self.num_replicas > 1 else None,
             pipeline=self.grid.get_pipe_parallel_group() if self.is_pipe_parallel else None,
             device=self.device,
+        )
+        self._comparison = Comparison(
+            self.sharding,
+            self.basic_optimizer,
+            every=weft.supervise.compare_every,
+            replica=dist.get_rank(self.grid.get_data_parallel_group()),
+            replicas=dist.get_process_group_ranks(self.grid.get_data_parallel_group()),
+            group=self.grid.get_data_parallel_group(),
         )
         self._neighbours = Neighbours.join(
             plan.placement, plan.layout, wan=wan, device=self.device, timeout_s=weft.comm.timeout_s
@@ -268,10 +276,12 @@ class WeftEngine(PipelineEngine):
 
         Raises:
             NonFiniteError: on every rank: training has diverged.
+            ReplicasDiffer: on every rank: they should hold the same numbers.
             SkippedTooOften: on every rank: as many steps in a row were skipped as ``supervise.max_skips``
                 allows; the engine is as it was before them, but for its counters.
         """
         loss = super().train_batch(data_iter)
+        self._comparison.check()
         self.optimizer.skips.check()
         return loss
 
@@ -319,6 +329,7 @@ class WeftEngine(PipelineEngine):
     def _step_optimizer(self, action: Action) -> None:
         """``STEP``: clip, step, advance the learning rate."""
         assert self._state is not None, "a step is being executed"
+        self._comparison.before_update(self.global_steps + 1)
         if self.memory is not None:
             self.memory.before_step()
         if self.optimizer.skips.most:
@@ -339,7 +350,9 @@ class WeftEngine(PipelineEngine):
 
         Raises:
             NonFiniteError: on every rank: the last gradient, a weight or its optimiser's state is not finite.
+            ReplicasDiffer: on every rank: they should hold the same numbers (``supervise.compare_every``).
         """
+        self._comparison.now(self.global_steps)
         with self.heartbeat.waiting():
             self.sharding.settle()
             self.optimizer.check_finite()

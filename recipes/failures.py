@@ -15,10 +15,11 @@ from weft.engine.checkpoint import CheckpointError
 from weft.engine.checkpoint.errors import OUT_OF_SPACE, NoSpaceError
 from weft.engine.distributed import SharedError, lost_peer
 from weft.engine.supervision.faults import ERROR_FILE, ErrorReport, FaultKind, write_report
-from weft.engine.zero import NonFiniteError
+from weft.engine.zero import NonFiniteError, ReplicasDiffer
 
 _KINDS: dict[type[BaseException], FaultKind] = {
     NonFiniteError: FaultKind.bad_numbers,
+    ReplicasDiffer: FaultKind.corruption,
     NoSpaceError: FaultKind.disk_full,
     CheckpointError: FaultKind.checkpoint,
     torch.OutOfMemoryError: FaultKind.device_memory,

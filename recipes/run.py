@@ -18,7 +18,7 @@ from weft.engine.data import MicrobatchLoader
 from weft.engine.distributed import from_rank_zero, together
 from weft.engine.engine import WeftEngine
 from weft.engine.supervision.places import Phase
-from weft.engine.zero import REMEDY, NonFiniteError, SkippedTooOften
+from weft.engine.zero import REMEDY, NonFiniteError, ReplicasDiffer, SkippedTooOften
 from weft.recipes.bad_data import BadData
 from weft.recipes.evaluations import Evaluations
 from weft.recipes.finish import print_once
@@ -60,6 +60,10 @@ class TrainingRun:
             except SkippedTooOften as error:
                 step = self._go_back(error, progress)
                 continue
+            except ReplicasDiffer:
+                if self.engine.memory is not None:
+                    self.engine.memory.forget()  # unlike storage's, its checkpoints may be of after the fault
+                raise
             if not self.engine.optimizer.overflow:
                 self.bad_data.trained(read)
             step += 1

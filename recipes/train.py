@@ -40,7 +40,7 @@ from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.plan_file import plan_to_json
 from weft.engine.stages import check_flash_packing, load_hf_config, refuse_packing, self_check
 from weft.engine.supervision.places import Phase
-from weft.engine.zero import NonFiniteError
+from weft.engine.zero import NonFiniteError, ReplicasDiffer
 from weft.recipes.evaluations import Evaluations
 from weft.recipes.failures import reported
 from weft.recipes.finish import finish, print_once
@@ -232,7 +232,7 @@ def run(argv: Sequence[str]) -> int:
         if reports_error(error):
             print(f"weft train: {error}", file=sys.stderr)
         return 2
-    except NonFiniteError as error:
+    except (NonFiniteError, ReplicasDiffer) as error:
         if dist.get_rank() == 0:
             print(f"\nweft train: {error}", file=sys.stderr)
         return 1

@@ -36,4 +36,5 @@ class SuperviseConfig:
     spike: float = 0.0
     """Skip a step whose gradient norm is this many times the median of the last 32; 0 looks for no spikes."""
     compare_every: int = 0
-    """Steps between comparisons of the replicas' weights by checksum; 0 compares none."""
+    """Steps between comparisons of the replicas' weights by checksum; 0 compares none. ZeRO stage 3 has none to
+    compare."""

@@ -2,6 +2,7 @@
 
 from weft.engine.zero.bucket import Bucket, Fragment
 from weft.engine.zero.collectives import Collectives
+from weft.engine.zero.comparison import Comparison, ReplicasDiffer
 from weft.engine.zero.finite import REMEDY, NonFiniteError
 from weft.engine.zero.lamb import Lamb
 from weft.engine.zero.optimizer import ShardedOptimizer
@@ -12,9 +13,11 @@ __all__ = [
     "REMEDY",
     "Bucket",
     "Collectives",
+    "Comparison",
     "Fragment",
     "Lamb",
     "NonFiniteError",
+    "ReplicasDiffer",
     "ShardedOptimizer",
     "Sharding",
     "SkippedTooOften",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.execution.sums import ReplicaSum
+from weft.engine.zero.host_copy import HostCopy
 
 
 class NonFiniteError(RuntimeError):
@@ -28,34 +29,22 @@ def nonfinite_gradient(step: int, norm: float) -> NonFiniteError:
 
 class _PendingNorm(NamedTuple):
     step: int
-    square: ReplicaSum
     scale: float
 
 
 class NormWatch:
-    """Checks whether the gradient norm of a step is finite, at the end of the next step.
-
-    On a GPU the norm is copied to the host on a separate stream once it has been summed. Nothing else
-    waits for it, and when it is read the device already has another step's work.
-    """
+    """Checks whether the gradient norm of a step is finite, at the end of the next step, so that nothing waits."""
 
     def __init__(self, device: torch.device) -> None:
-        """Allocate the host buffer for norms of ``device``."""
+        """Watch norms of ``device``."""
         self._pending: _PendingNorm | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self._stream is not None:
-            self._arrived = torch.cuda.Event()
-            self._on_host = torch.zeros((), dtype=torch.float64, pin_memory=True)
+        self._copy = HostCopy(device)
 
     def watch(self, step: int, square: ReplicaSum, scale: float) -> None:
         """Watch the norm of ``step``; ``square``, still being summed, is the square of ``scale`` times the norm."""
         assert self._pending is None, "the pending norm has not been checked"
-        self._pending = _PendingNorm(step, square, scale)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            with torch.cuda.stream(self._stream):
-                self._on_host.copy_(square.wait(), non_blocking=True)
-                self._arrived.record()
+        self._pending = _PendingNorm(step, scale)
+        self._copy.send(square.wait)
 
     def reset(self) -> None:
         """Drop the pending norm, because the weights have been replaced."""
@@ -69,12 +58,8 @@ class NormWatch:
         """
         if self._pending is None:
             return
-        (step, square, scale), self._pending = self._pending, None
-        if self._stream is None:
-            found = square.wait()
-        else:
-            self._arrived.synchronize()
-            found = self._on_host
+        (step, scale), self._pending = self._pending, None
+        found = self._copy.read()
         if not torch.isfinite(found):
             raise nonfinite_gradient(step, float(found) ** 0.5 / scale)
 

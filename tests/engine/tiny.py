@@ -45,6 +45,7 @@ def tiny_config(
     lora: bool = False,
     layers: int = 8,
     cell: int = 1,
+    compare_every: int = 0,
 ) -> WeftConfig:
     """A Llama of eight narrow layers, clipped, warmed up and decayed, so that all of it is compared."""
     shape = {
@@ -74,6 +75,7 @@ def tiny_config(
         train=TrainConfig(microbatch_size=2, steps=20, precision=Precision[precision]),
     )
     config.logging.progress = False
+    config.supervise.compare_every = compare_every
     return config
 
 

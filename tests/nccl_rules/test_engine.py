@@ -15,6 +15,7 @@ STEPS = 3
 ALLOWED = {
     "execution/batches.py": "looks at batches in host memory; what a loader's thread made bears no mark of it here",
     "execution/sums.py": "refuses a step without labels; a GPU's host reads that count one step later",
+    "zero/comparison.py": "looks at checksums; a GPU sends them to the host on another stream, read one step later",
     "zero/finite.py": "reads a norm in host memory; a GPU sends it there on another stream, read one step later",
     "zero/optimizer.py": "a step whose gradients overflow is left out, so the host has to know; for fp16",
 }
@@ -32,6 +33,8 @@ FOUR = {
     "auto, site fold": (4, {"schedule": "auto", "placement": "site_fold", "sites": (2, 2)}),
     "two sites, a DP-cell of two": (2, {"sites": (1, 1), "cell": 2, "zero": 1}),
     "no pipeline, ZeRO-3": (1, {"zero": 3}),
+    "replicas compared in every step": (2, {"compare_every": 1}),
+    "replicas compared in every second step, ZeRO-1": (1, {"compare_every": 2, "zero": 1}),
     "bf16, ZeRO-2": (2, {"zero": 2, "precision": "bf16"}),
     **{
         f"{schedule}, ZeRO-{zero}, tied": (

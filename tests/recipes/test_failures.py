@@ -12,7 +12,7 @@ from weft.engine.checkpoint.errors import NoSpaceError
 from weft.engine.distributed import SharedError
 from weft.engine.execution.drawing import DataEnded
 from weft.engine.supervision.faults import ERROR_FILE, FaultKind, read_report
-from weft.engine.zero import NonFiniteError
+from weft.engine.zero import NonFiniteError, ReplicasDiffer
 from weft.recipes.failures import fault_of, reported
 
 
@@ -32,6 +32,7 @@ def _no_memory() -> BaseException:
         (SharedError("told to all", "NoSpaceError"), FaultKind.disk_full),
         (SharedError("told to all", "FileNotFoundError"), FaultKind.input_error),
         (NonFiniteError("step 3"), FaultKind.bad_numbers),
+        (ReplicasDiffer("after step 3: rank 1", 2), FaultKind.corruption),
         (CheckpointError("damaged"), FaultKind.checkpoint),
         (NoSpaceError("full"), FaultKind.disk_full),
         (OSError(errno.ENOSPC, "No space left on device"), FaultKind.disk_full),

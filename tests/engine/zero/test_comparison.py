@@ -1,0 +1,84 @@
+"""A bit that flips in one replica is found, and the replica is named."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.engine.zero.flipped import trained_with_a_flip
+from weft.engine.zero.comparison import checksum, differing
+from weft.tools.ranks import run_ranks
+
+
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    st.integers(1, 300),
+    st.integers(0, 2**32),
+    st.data(),
+)
+def test_any_flipped_bit_changes_the_checksum(dtype, numel, seed, data):
+    tensor = torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    before = checksum(tensor)
+    assert before == checksum(tensor.clone().view(1, -1))
+    bits = torch.frombuffer(bytearray(tensor.view(torch.uint8).numpy().tobytes()), dtype=torch.uint8)
+    bits[data.draw(st.integers(0, len(bits) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert checksum(bits.view(dtype)) != before
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0])
+def test_what_is_no_number_counts_as_bits(value):
+    one, other = torch.full((3, 5), value), torch.full((3, 5), value)
+    assert checksum(one) == checksum(other) != checksum(torch.zeros(3, 5))
+    assert checksum(torch.zeros(0)) == 0
+
+
+@given(st.integers(0, 9), st.integers(0, 20))
+def test_a_part_of_a_larger_tensor(start, numel):
+    whole = torch.randn(40, generator=torch.Generator().manual_seed(start))
+    part = whole[start : start + numel]
+    before = checksum(part)
+    for index in range(start, start + numel):
+        whole.view(torch.int32)[index] ^= 1 << 30
+        assert checksum(part) != before
+        whole.view(torch.int32)[index] ^= 1 << 30
+    whole[:start], whole[start + numel :] = 0, 0
+    assert checksum(part) == before
+
+
+def test_the_largest_sum_wraps():
+    ones = torch.full((1 << 20,), -1, dtype=torch.int32).view(torch.float32)
+    assert int(checksum(ones)) == -(1 << 19)
+    assert int(checksum(torch.full((4,), 2**62, dtype=torch.int64))) == int(np.int64(0))
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=7))
+def test_who_differs_is_who_is_not_of_the_majority(values):
+    found = differing(values)
+    counts = {value: values.count(value) for value in values}
+    most = [value for value, count in counts.items() if 2 * count > len(values)]
+    if most:
+        assert found == tuple(i for i, value in enumerate(values) if value != most[0])
+    else:
+        assert found == tuple(range(len(values)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "stages", "zero", "where", "said", "done"),
+    [
+        (3, 1, 0, "weight", "after step 5: replicas differ: rank 1 in {name}", 8),
+        (3, 1, 0, "state", "after step 5: replicas differ: rank 1 in {name}", 8),
+        (4, 2, 1, "weight", "ranks 2, 3 do not agree in {name}, and no majority says which of them is wrong", 8),
+        (3, 1, 2, "weight", "after step 5: replicas differ: rank 1 in {name}", 8),
+        (3, 1, 0, "saved", "after step 5: replicas differ: rank 1 in {name}", 5),
+    ],
+)
+def test_a_flipped_bit_is_found_and_its_replica_named(ranks, stages, zero, where, said, done):
+    found = run_ranks(ranks, trained_with_a_flip, stages, zero, where, timeout_s=300)
+    assert len({(text, step) for text, step, _, _ in found}) == 1, "every rank says so, after the same step"
+    text, step, _, _ = found[0]
+    name = next(name for _, _, name, _ in found if name)
+    assert said.format(name=f"the optimiser's state of {name}" if where == "state" else name) in text
+    assert "They were equal after step 3" in text and step == done
+    assert all(losses == found[0][3] for *_, losses in found)
