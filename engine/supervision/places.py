@@ -340,13 +340,21 @@ class PlaceWriter:
             ticks += 1
             self._words[Word.TICK] = ticks
             with self._gauging:
-                for read in self._gauges:
-                    read()
+                self._gauges[:] = [read for read in self._gauges if _succeeds(read)]
 
     def close(self) -> None:
         """Stop ticking; the record stays as it is, for the agent to read how it ended."""
         self._closing.set()
         self._thread.join()
+
+
+def _succeeds(read: Callable[[], None]) -> bool:
+    """Read a gauge; one that fails, because what it read has gone, must not end the ticks."""
+    try:
+        read()
+    except (RuntimeError, OSError, ValueError):
+        return False
+    return True
 
 
 class PlaceReader:

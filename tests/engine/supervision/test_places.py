@@ -151,6 +151,21 @@ def test_gauges_are_read_by_the_background_thread(page, writer):
     assert reader.read(1).links == tuple(links[:MOST_LINKS])
 
 
+def test_a_gauge_that_fails_is_asked_no_more_and_the_ticks_go_on(page, writer):
+    asked = []
+
+    def fail():
+        asked.append(1)
+        raise RuntimeError("gone")
+
+    reader = PlaceReader(page)
+    writer.gauge_device(fail)
+    until(lambda: asked)
+    tick = reader.read(1).tick
+    until(lambda: reader.read(1).tick > tick + 3)
+    assert asked == [1]
+
+
 def test_the_fastest_of_a_link_is_kept_for_a_while(page, writer):
     reader, sent = PlaceReader(page), itertools.count(step=10_000_000)
     writer.gauge_links(lambda: [LinkReading(5, next(sent), 0, 0, 0, 1, 0.1)])
