@@ -17,6 +17,7 @@ import torch.distributed as dist
 from weft.comm import rendezvous
 from weft.comm.agreement import attempt
 from weft.comm.channel import ChannelError
+from weft.comm.eager_connect import on_host
 from weft.comm.exchange import broadcast
 from weft.comm.sites.joining import backend_of
 from weft.comm.sites.links import Sites
@@ -149,6 +150,23 @@ def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     for group in groups:
         if group not in kept:
             deepspeed.comm.destroy_process_group(group)
+
+
+def leave_distributed() -> None:
+    """Leave the job with nothing said to the others, some of which have ended; `init_distributed` may follow.
+
+    Nothing may use a process group any more, and whoever holds one keeps its threads and connections.
+    """
+    import deepspeed
+    from deepspeed.runtime.pipe import p2p
+    from deepspeed.utils import groups as shared
+
+    if dist.is_initialized() and on_host():
+        dist.destroy_process_group()
+    elif dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()  # a shutdown would wait for what cannot complete
+    shared._release_process_group_references()  # deepspeed 0.19.8, which keeps groups in these places
+    deepspeed.comm.comm.cdb = p2p._groups = p2p._grid = None
 
 
 def together(action: Callable[[], T]) -> T:

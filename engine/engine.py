@@ -432,6 +432,27 @@ class WeftEngine(PipelineEngine):
         close_groups(self.groups)
         self.groups = ()
 
+    def abandon(self) -> None:
+        """Give back what the engine holds with nothing said to other ranks, some of which have ended.
+
+        `weft.engine.distributed.leave_distributed` has to follow: threads of this engine that wait for
+        other ranks end with the process groups.
+        """
+        if self._destroyed:
+            return
+        self._destroyed = True
+        if self.memory is not None:
+            self.memory.abandon()
+        super().destroy()
+        if self._froze:
+            gc.unfreeze()
+        if self.bubbles is not None:
+            self.bubbles.close()
+        if self.wan is not None:
+            self.wan.abandon()
+        self._neighbours.close()
+        self.groups = ()
+
     def __del__(self) -> None:
         """Nothing: DeepSpeed's engine destroys itself here, but ranks collect garbage at times of their own."""
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -41,6 +42,7 @@ from weft.engine.planning.plan_file import plan_to_json
 from weft.engine.stages import check_flash_packing, load_hf_config, refuse_packing, self_check
 from weft.engine.supervision.places import Phase
 from weft.engine.zero import NonFiniteError, ReplicasDiffer
+from weft.recipes.attempts import run_attempts
 from weft.recipes.evaluations import Evaluations
 from weft.recipes.failures import reported
 from weft.recipes.finish import finish, print_once
@@ -54,9 +56,12 @@ SKIPS = 3
 """``supervise.max_skips`` of a supervised run that does not set it."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``[--config-file FILE] [recipe=NAME] [key=value ...]`` on this rank; returns the exit code."""
-    take_secrets(os.environ)
+def main(argv: Sequence[str], held: ExitStack | None = None) -> int:
+    """Run ``[--config-file FILE] [recipe=NAME] [key=value ...]`` on this rank; returns the exit code.
+
+    Args:
+        held: as of `train`.
+    """
     parser = argparse.ArgumentParser(prog="weft train", add_help=False)
     parser.add_argument("--config-file")
     parser.add_argument(
@@ -70,36 +75,45 @@ def main(argv: Sequence[str]) -> int:
         print(report(config))
         return 0
     heartbeat = Heartbeat.from_environment(os.environ)
-    train(config, heartbeat)
+    if held is not None:
+        held.callback(heartbeat.close)
+    train(config, heartbeat, held)
     heartbeat.close()
     return 0
 
 
-def train(config: WeftConfig, heartbeat: Heartbeat | None = None) -> WeftEngine:
+def train(config: WeftConfig, heartbeat: Heartbeat | None = None, held: ExitStack | None = None) -> WeftEngine:
     """Run the training that ``config`` describes on this rank, to its end; a collective call.
 
     Args:
         heartbeat: tells whoever watches over the run how it goes.
+        held: gets what gives this rank's part back, with nothing said to other ranks, where an error
+            may end this attempt and not the process.
 
     Raises:
         ValueError: bad input, with the same message on every rank.
     """
-    heartbeat = heartbeat or Heartbeat()
+    heartbeat, held = heartbeat or Heartbeat(), held or ExitStack()
     heartbeat.enter(Phase.setup)
     join(config)
     config = fit_batch(config, dist.get_world_size())
     folder = Path(config.train.output_dir).expanduser() / config.train.name
     lock = together(lambda: _lock_folder(config, folder) if dist.get_rank() == 0 else None)
+    if lock is not None:
+        held.callback(lock.release)
     together(lambda: check_source(config.data) if dist.get_rank() == 0 else None)
     tokenizer = rank_zero_first(lambda: load_tokenizer(config.model, config.data))
     _fit_vocabulary(config, len(tokenizer))
     if config.model.self_check and virtual_stages(config) > 1:  # only a recipe knows whether sequences are packed
         together(lambda: _check_model(config) if dist.get_rank() == 0 else None)
     loader, evaluation = _loaders(config, tokenizer)
+    for each in (loader, evaluation):
+        held.callback(each.close) if each is not None else None
     config = _with_steps(config, loader)
     torch.manual_seed(config.train.seed)
     config = _with_skips(config)
     engine, *_ = initialize(config=replace(config, model=replace(config.model, self_check=False)))
+    held.callback(engine.abandon)
     engine.tell(heartbeat)
     together(lambda: _write_plan(engine, folder / "plan.json") if engine.global_rank == 0 else None)
     check_folder(engine, folder / "checkpoints", keep=config.checkpoint.keep + config.checkpoint.load_best_model_at_end)
@@ -224,10 +238,14 @@ def reports_error(error: ValueError) -> bool:
 
 
 def run(argv: Sequence[str]) -> int:
-    """`main` as a process of its own: errors are printed once per job; returns the exit code."""
+    """`main` as a process of its own, once or as often as an agent says; returns the exit code.
+
+    Errors are printed once per job.
+    """
+    take_secrets(os.environ)
     try:
         with reported():
-            return main(argv)
+            return run_attempts(argv, main)
     except ValueError as error:
         if reports_error(error):
             print(f"weft train: {error}", file=sys.stderr)

@@ -11,6 +11,7 @@ from weft.conf.schema import WeftConfig
 from weft.engine.data import load_tokenizer
 from weft.engine.planning.estimates import stage_sizes
 from weft.engine.planning.gathering import facts_before_start
+from weft.engine.planning.memory import memory_checkpoint_bytes
 from weft.engine.planning.run_plan import RunPlan, plan_run
 from weft.engine.stages import load_hf_config
 from weft.pipeline.text import bound_text, bytes_text
@@ -52,12 +53,27 @@ def report(config: WeftConfig) -> str:
         "",
         *_rank_table(plan),
         *(["", *overlap_lines(config, plan)] if plan.layout.replicas > 1 else []),
+        *_memory_checkpoint_lines(config, plan),
         "",
         f"predicted step {plan.step_s:.4g} s, bubbles {plan.bubble_share:.1%}, {speed}",
     ]
     if schedule.name == "auto":
         lines.append(bound_text(schedule, plan.step_costs.for_cell(schedule.placement.pipelines), plan.step_s))
     return "\n".join(lines)
+
+
+def _memory_checkpoint_lines(config: WeftConfig, plan: RunPlan) -> list[str]:
+    """Host memory that memory checkpoints take."""
+    if not config.checkpoint.memory_every:
+        return []
+    sizes = stage_sizes(plan.facts.model, plan.split)
+    most = max(sum(sizes[stage].parameters for stage in held) for held in plan.placement.rank_stages)
+    each = memory_checkpoint_bytes(most, plan.layout.replicas)
+    return [
+        "",
+        f"memory checkpoints every {config.checkpoint.memory_every} steps: {bytes_text(each)} of the fullest rank, "
+        f"twice in /dev/shm of its host and, if there are several hosts, twice on another",
+    ]
 
 
 def overlap_lines(config: WeftConfig, plan: RunPlan) -> list[str]:

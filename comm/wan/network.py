@@ -88,6 +88,11 @@ class WanNetwork:
         if self.endpoint is not None:
             self.endpoint.close()
 
+    def abandon(self) -> None:
+        """Close this rank's end of all links at once, with nothing said to the others, some of which have ended."""
+        if self.endpoint is not None:
+            self.endpoint.close(linger_s=0.0)
+
     def _open(self, cell: Cell, addresses: Sequence[tuple[str, int] | None], comm: CommConfig) -> None:
         assert self.endpoint is not None
         me = self.endpoint.rank

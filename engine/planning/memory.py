@@ -89,6 +89,15 @@ def zero_memory(
     )
 
 
+def memory_checkpoint_bytes(parameters: int, replicas: int) -> float:
+    """Bytes of host memory that one memory checkpoint of a rank takes: fp32 weights and Adam's moments.
+
+    Replicas share them out, by ZeRO or because they are on one host; at stage 0 each further host
+    with a replica holds all of them.
+    """
+    return parameters / replicas * (MASTER_BYTES[Precision.bf16] + OPTIMIZER_BYTES)
+
+
 def rank_states(
     config: WeftConfig, placement: Placement, parameters: Sequence[int], *, replicas: int, largest_block: int
 ) -> list[ZeroMemory]:

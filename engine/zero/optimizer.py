@@ -243,5 +243,5 @@ class ShardedOptimizer(DeepSpeedOptimizer):
     load_state_dict = state_dict
 
     def destroy(self) -> None:
-        """Stop the threads of the collectives."""
-        self.sharding.collectives.close()
+        """Stop the threads of the collectives, and let the model go."""
+        self.sharding.close()

@@ -66,9 +66,17 @@ class Sharding:
         self._early: dict[int, set[nn.Parameter]] = {index: set() for index in self._weights}
         self._running: Action | None = None
         self._reduced: set[Bucket] = set()
-        for bucket in self.buckets:
-            for member in bucket.members if bucket.trained else ():
-                member.parameter.register_post_accumulate_grad_hook(partial(self._gradient_arrived, bucket, member))
+        self._hooks = [
+            member.parameter.register_post_accumulate_grad_hook(partial(self._gradient_arrived, bucket, member))
+            for bucket in self.trained
+            for member in bucket.members
+        ]
+
+    def close(self) -> None:
+        """Let the parameters go: autograd's hooks hold what they call, where the garbage collector does not look."""
+        for hook in self._hooks:
+            hook.remove()
+        self.collectives.close()
 
     @property
     def device(self) -> torch.device:

@@ -168,13 +168,22 @@ class MemoryCheckpoints:
     def forget(self) -> None:
         """Remove what all hosts remember, because its steps are taken back; a collective call."""
         self.finish()
-        gather(None)  # no partner is still writing
+        self._give_back()
+        gather(None)
         if self._engine.global_rank in self.hosts.leaders:
             self.memory.forget()
+        gather(None)  # nobody writes anew before all is gone
+
+    def abandon(self) -> None:
+        """Begin nothing more; a copy that is under way ends with its process group, which has to follow."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
         """End the thread and give the mappings back; what is whole stays."""
         self._worker.shutdown()
+        self._give_back()
+
+    def _give_back(self) -> None:
         for slot in self._slots.values():
             slot.close()
         self._slots.clear()

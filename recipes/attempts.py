@@ -1,0 +1,110 @@
+"""Attempts: a rank that survives a fault gives everything back but its process, and takes part in the next attempt."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from time import monotonic
+
+import torch.distributed as dist
+
+from weft.comm.eager_connect import on_host
+from weft.engine.distributed import attempt_number, leave_distributed, lost_peer
+from weft.engine.supervision.parking import AgentLink
+
+Once = Callable[[Sequence[str], ExitStack], int]
+"""Runs one attempt, from its arguments to its exit code; what it holds goes onto the stack, to be given back."""
+_OWN = ("weft", "rank ")
+"""How the names of Weft's threads begin; libraries keep theirs."""
+JOIN_S = 0.05
+THREADS_S = 10.0
+"""Seconds that threads of an attempt have to end; a process that keeps one ends, and is started anew."""
+
+
+def run_attempts(argv: Sequence[str], once: Once) -> int:
+    """Run ``once`` until it ends, again and again if an agent says so; returns the exit code.
+
+    Without an agent (``WEFT_AGENT``), errors are the caller's.
+
+    Args:
+        argv: arguments of the first attempt; later ones come with the assignment.
+    """
+    agent = AgentLink.from_environment(os.environ)
+    if agent is None:
+        return once(argv, ExitStack())  # never unwound: the process ends, and with it all that it holds
+    first, threads = dict(os.environ), set(threading.enumerate())
+    while True:
+        agent.begin(attempt_number(), _abort_groups)
+        ended = _attempt(agent, argv, once)
+        if isinstance(ended, int):
+            return ended
+        if not _threads_ended(threads):
+            return 1
+        assignment = agent.park(ended)
+        if assignment is None:
+            return 1
+        os.environ.clear()  # an attempt sets variables, such as the interface, that may not fit the next
+        os.environ.update({**first, **assignment.environment})
+        argv = assignment.arguments
+
+
+def _attempt(agent: AgentLink, argv: Sequence[str], once: Once) -> int | str:
+    """The exit code of an attempt; or why it has ended before it was done, with all of it given back.
+
+    Raises:
+        Exception: a fault of this rank.
+    """
+    with ExitStack() as held:
+        try:
+            code = once(argv, held)
+            held.pop_all()
+            return code
+        except Exception as error:
+            lost = lost_peer(error) if isinstance(error, RuntimeError) else None
+            if lost is None and not agent.leaving:
+                held.pop_all()
+                raise
+            print(f"\nweft train: {lost or 'asked to leave'}", file=sys.stderr)
+            reason = lost or str(error)
+            _forget(error)
+    leave_distributed()
+    return reason
+
+
+def _forget(error: BaseException | None) -> None:
+    """Let go of what the frames of an error and of those before it hold: the engine, tensors, process groups."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def _threads_ended(others: set[threading.Thread]) -> bool:
+    """Whether all threads have ended but those that were there before the first attempt."""
+    limit = monotonic() + THREADS_S
+    while True:
+        gc.collect()  # a thread that has failed is held by its error, and holds a process group
+        own = (thread for thread in threading.enumerate() if thread.name.startswith(_OWN))
+        left = [thread for thread in own if thread not in others]
+        if not left:
+            return True
+        if monotonic() > limit:
+            print(f"weft train: thread {left[0].name} does not end; this process does", file=sys.stderr)
+            return False
+        left[0].join(JOIN_S)
+
+
+def _abort_groups() -> None:
+    """Have whatever waits for other ranks fail: on a thread, when the agent asks this rank to leave.
+
+    gloo needs none of it: the connections of ranks that have left or ended are closed, so what waits for
+    them fails. A rank that waits for one that does not leave is killed by its agent.
+    """
+    if dist.is_initialized() and not on_host():
+        for group in list(dist.distributed_c10d._world.pg_map):  # torch 2.11 to 2.13
+            group.abort()

@@ -1,0 +1,39 @@
+"""A process that takes part in many attempts trains as one would, and collects nothing on the way."""
+
+import json
+
+import pytest
+
+from tests.recipes.again import attempts
+from tests.recipes.runs import prepare
+from weft.tools.ranks import _free_port, run_ranks
+
+ATTEMPTS = 5
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_attempts_leave_nothing_behind(tmp_path, monkeypatch):
+    """Two stages of two replicas lose each other five times; the memory checkpoint is found, threads and files go."""
+    monkeypatch.setenv("WEFT_MEMORY", str(tmp_path / "memory"))
+    settings = [
+        *prepare(tmp_path),
+        "pipeline.stages=2",
+        "zero.stage=1",
+        "checkpoint.memory_every=1",
+        "checkpoint.every=3",
+        "train.steps=100",
+    ]
+    for rank in run_ranks(4, attempts, settings, ATTEMPTS, _free_port(), 4, timeout_s=500):
+        assert [seen["reason"] for seen in rank] == ["link rank 0 -> rank 9: the peer has exited"] * ATTEMPTS
+        assert not any(seen["engines"] for seen in rank)
+        after_first = rank[1]  # libraries keep some of what they open once
+        for seen in rank[2:]:
+            for what in ("threads", "tasks", "files"):
+                assert not seen[what] - after_first[what], (what, seen[what], after_first[what])
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines]
+    assert steps == list(range(1, len(steps) + 1)), "each step is there once"
+    assert len(steps) >= ATTEMPTS * 3, "at most the step in flight was lost"
+    folders = {path.name.rpartition("-")[0] for path in (tmp_path / "memory").iterdir()}
+    assert len(folders) <= 2, "of the last attempt, and of the one before while its own is not whole"
