@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from weft.engine.supervision.places import PlaceReader, Reading
 HOSTS = ("east0", "east1", "west0", "west1")
 RANKS_PER_HOST = 2
 _POLL_S = 0.02
+_PR_SET_PDEATHSIG = 1
 _AGENT = "weft.engine.supervision.agent"
 
 
@@ -69,6 +71,7 @@ class SupervisedRun:
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env=os.environ | own,
+            preexec_fn=_end_with_bench,
         )
 
     # -- what is seen ----------------------------------------------------------------------------
@@ -175,6 +178,11 @@ class SupervisedRun:
             with suppress(OSError):
                 group.rmdir()
         self._log.close()
+
+
+def _end_with_bench() -> None:
+    """Have the kernel ask this process to end when the bench is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def now() -> float:
