@@ -104,9 +104,7 @@ async def _drive(agents: int, repeat: int) -> list[float]:
             if monotonic() > limit or players.poll() is not None:
                 raise RuntimeError(f"{len(world.server.connected)} of {agents} agents have come")
             await asyncio.sleep(TICK_S)
-        found = []
-        for _ in range(repeat):
-            found.append(await _second(world, agents))
+        found = [await _second(world, agents) for _ in range(repeat + 1)][1:]  # in the first, agents still come
         if world.job.stage is not Stage.running:
             raise RuntimeError("the driver has found a fault where there is none")
         return found
