@@ -25,6 +25,7 @@ CASES = {
     "STEP": ({"zero": 1}, 3, "hang", (2, -1, False)),
     "data": ({"zero": 1}, 2, "hang", (3, None, False)),
     "ZeRO-3": ({"stages": 1, "zero": 3, "microbatches": 2}, 2, "hang", (2, 4, True)),
+    "relay of a cell": ({"sites": (1, 1), "cell": 2}, 1, "stop", (3, 5, False)),
     "fold": ({"schedule": "w", "placement": "fold"}, 3, "stop", (2, 9, False)),
 }
 
@@ -53,6 +54,11 @@ def test_the_one_that_stops_is_named(case, tmp_path):
         until(lambda: all(reader.read(local) for local in range(RANKS)), ended)
         rows = read_rows(plan.read_text())
         until(lambda: named(rows, reader) == [rank], ended, lambda: told(rows, reader))
+        links = {(local, link.peer): link for local in range(RANKS) for link in reader.read(local).links}
+        assert set(links) == ({(0, 2), (1, 3), (2, 0), (3, 1)} if config.cluster.sites else set()), (
+            "those between sites"
+        )
+        assert not links or any(link.sent_bytes and link.ready for link in links.values())
         state = process_state(reader.read(rank).pid).state
         assert (state in STOPPED) == (fault == "stop")
     finally:
