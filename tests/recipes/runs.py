@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from math import nan
 from pathlib import Path
@@ -54,6 +55,7 @@ def run(
     spoilt: range = range(0),
     value: float = nan,
     left_out: range = range(0),
+    filled_at: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """Train on this rank.
 
@@ -62,12 +64,14 @@ def run(
         killed_at: step in which the process "dies".
         spoilt: sequences of the data whose gradients become ``value`` times as large.
         left_out: sequences of the data that the run goes past.
+        filled_at: step before which the file system of the run fills up, and the bytes that stay free.
 
     Returns:
         The steps done and the sequences left out, or the error that ended the run.
     """
     import torch
 
+    from weft.engine.checkpoint.errors import NoSpaceError
     from weft.engine.engine import WeftEngine
     from weft.engine.zero import NonFiniteError
     from weft.recipes import run as recipe
@@ -96,6 +100,8 @@ def run(
     def train_batch(engine: WeftEngine, *args: Any) -> torch.Tensor:
         if killed_at and engine.global_steps + 1 == killed_at:
             raise Killed
+        if filled_at is not None and engine.global_steps + 1 == filled_at[0]:
+            _fill(Path(engine.weft.train.output_dir), filled_at[1])
         return step(engine, *args)
 
     def scripted(engine: WeftEngine, *args: Any) -> float:
@@ -111,13 +117,19 @@ def run(
             engine = train(load(settings))
         except Killed:
             return {}
-        except NonFiniteError as error:
+        except (NonFiniteError, NoSpaceError) as error:
             return {"error": str(error)}
     return {
         "steps": engine.global_steps,
         "skipped": engine.skipped_steps,
         "left_out": list(engine.training_dataloader.left_out),  # type: ignore[union-attr]
     }
+
+
+def _fill(folder: Path, free_bytes: int) -> None:
+    """Leave this many bytes on the file system."""
+    with (folder / "ballast").open("wb") as file:
+        file.write(bytes(shutil.disk_usage(folder).free - free_bytes))
 
 
 def run_all(attempts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,111 @@
+"""A run whose newest checkpoint is damaged goes on from the one before, and trains what it would have trained."""
+
+import os
+import pickle
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.runs import prepare, records, run_all
+from weft.tools.ranks import run_ranks
+
+STEPS = 7
+
+
+class Payload:
+    """What a pickle would run."""
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def truncated(newest: Path, _: Path) -> None:
+    shard = next(newest.glob("*.safetensors"))
+    os.truncate(shard, shard.stat().st_size // 2)
+
+
+def flipped(newest: Path, _: Path) -> None:
+    shard = next(newest.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+
+
+def missing(newest: Path, _: Path) -> None:
+    next(newest.glob("*.safetensors")).unlink()
+
+
+def empty_manifest(newest: Path, _: Path) -> None:
+    (newest / "manifest.json").write_text("")
+
+
+def pickled(newest: Path, touched: Path) -> None:
+    payload = Payload()
+    payload.path = touched
+    for path in newest.iterdir():
+        path.write_bytes(pickle.dumps(payload))
+    (newest / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps(payload))
+
+
+DAMAGES = (truncated, flipped, missing, empty_manifest, pickled)
+
+
+@pytest.mark.slow
+def test_the_checkpoint_before_takes_over(tmp_path):
+    settings = [*prepare(tmp_path), f"train.steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=3"]
+    runs = tmp_path / "runs"
+
+    def attempt(name, **given):
+        return {"settings": [*settings, f"train.name={name}"], **given}
+
+    run_ranks(1, run_all, [attempt("whole"), attempt("killed", killed_at=7)])
+    expected = [line["loss"] for line in records(runs / "whole", "train").values()]
+    assert len(expected) == STEPS
+    for damage in DAMAGES:
+        shutil.copytree(runs / "killed", runs / damage.__name__)
+        newest = runs / damage.__name__ / "checkpoints" / "step-00000006"
+        damage(newest, tmp_path / "touched")
+    ((*ends,),) = run_ranks(1, run_all, [attempt(damage.__name__) for damage in DAMAGES], timeout_s=300)
+    assert [end["steps"] for end in ends] == [STEPS] * len(DAMAGES)
+    for damage in DAMAGES:
+        found = records(runs / damage.__name__, "train")
+        assert [line["loss"] for line in found.values()] == expected, damage.__name__
+    assert not (tmp_path / "touched").exists(), "a pickle was executed"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, of 90 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=90m", "tmpfs", str(place)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up(tmp_path, small_disk):
+    """The checkpoint that does not fit is said to, the one before stays, and with room the run goes on alike."""
+    settings = [*prepare(tmp_path), f"train.steps={STEPS}", "checkpoint.every=2"]
+
+    def attempt(folder, **given):
+        return {"settings": [*settings, f"train.output_dir={folder}"], **given}
+
+    ((whole, full),) = run_ranks(
+        1, run_all, [attempt(tmp_path / "whole"), attempt(small_disk, filled_at=(5, 32 << 10))]
+    )
+    assert whole["steps"] == STEPS
+    assert "32 KiB are free; free space" in full["error"]
+    kept = sorted(path.name for path in (small_disk / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000002", "step-00000004"]
+    (small_disk / "ballast").unlink()
+    ((again,),) = run_ranks(1, run_all, [attempt(small_disk)])
+    assert again["steps"] == STEPS
+    expected, found = (records(folder / "run", "train") for folder in (tmp_path / "whole", small_disk))
+    assert [line["loss"] for line in found.values()] == [line["loss"] for line in expected.values()]
