@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.exchange import gather
+from weft.comm.sites.joining import in_host_memory
 from weft.engine.checkpoint import engine_state
 from weft.engine.checkpoint.client_state import encode
 from weft.engine.checkpoint.engine_state import Moment, Portion, fragments, num_bytes_to_come
@@ -114,7 +115,7 @@ class MemoryCheckpoints:
         last = max([commit.lineage for _, commit in memory.whole()] + [attempt_number()])
         told = ranks.gather((last, secrets.token_hex(8)))
         lineage, token = 1 + max(number for number, _ in told), told[0][1]
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        group = dist.new_group(backend=in_host_memory(dist.get_backend()), timeout=timedelta(seconds=timeout_s))
         return cls(engine, memory, hosts, portion, group, lineage=lineage, token=token)
 
     # -- between steps ---------------------------------------------------------------------------
