@@ -51,6 +51,7 @@ FOREIGN = {
     "Linux and NCCL": {"TCP_NOTSENT_LOWAT", "nvidia-cuda-mps-control"},
     "Weights & Biases": {"WANDB_API_KEY"},
     "pre-commit": {"hook-type"},
+    "Docker": {"shm-size"},
     "Slurm and Kubernetes": {
         "NodeAddr",
         "ReadWriteMany",
