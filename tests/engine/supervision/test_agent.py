@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -112,6 +113,9 @@ def scenario(folder, play, **order):
             bed.agent.wait()
             bed.agent.stdout.close()
             await bed.server.close()
+            page = page_path(folder, bed.order.host)
+            for left in page.parent.glob(f"{page.name}*"):  # of an agent that had no time to clear up
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
 
     asyncio.run(run())
 
