@@ -92,6 +92,7 @@ def _threads_ended(others: set[threading.Thread]) -> bool:
         own = (thread for thread in threading.enumerate() if thread.name.startswith(_OWN))
         left = [thread for thread in own if thread not in others]
         if not left:
+            gc.collect()  # the last may have ended since
             return True
         if monotonic() > limit:
             print(f"weft train: thread {left[0].name} does not end; this process does", file=sys.stderr)

