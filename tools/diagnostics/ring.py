@@ -145,16 +145,18 @@ class _Ring:
         dist.init_process_group(
             "nccl" if on_gpu else "gloo", store=group_store, rank=self._rank, world_size=self._size, timeout=timeout
         )
-        seen: list[_Seen] = []
         for number, pairs in enumerate(rounds(self._size)):
-            seen += [self._exchange(pair) for pair in pairs if self._rank in pair]
+            for pair in pairs:
+                if self._rank in pair:
+                    one = self._exchange(pair)
+                    # Told at once: who waits for a silent rank below would be late with it.
+                    self._store.set(f"seen/{number}/{self._rank}", json.dumps([one.bytes_per_s, one.problem]))
             self._meet(f"round{number}")
-        self._store.set(f"seen/{self._rank}", json.dumps([[*one.pair, one.bytes_per_s, one.problem] for one in seen]))
         if self._rank == 0:
             findings = self._judge()
             self._store.set("pairs", json.dumps([finding.as_dict() for finding in findings]))
         else:
-            findings = self._read("pairs", 2 * self._args.timeout)
+            findings = self._read("pairs", 4 * self._args.timeout)
         if not failures(findings):
             findings.append(self._all())
         self._meet("end")  # rank 0 has the store
@@ -171,7 +173,7 @@ class _Ring:
                 self._device,
                 damage=forward and self._fault == "wrong",
                 rounds=5,
-                pause_s=1.0 if forward and self._fault == "slow" else 0.0,
+                pause_s=3.0 if forward and self._fault == "slow" else 0.0,
             )
         except RuntimeError as error:
             return _Seen(pair, 0.0, f"rank {other} did not answer rank {self._rank} ({_first_line(error)})")
@@ -181,19 +183,17 @@ class _Ring:
     def _judge(self) -> list[Finding]:
         """From what all ranks told; those that tell nothing are named."""
         seen: list[_Seen] = []
-        silent: list[Finding] = []
-        deadline = time.monotonic() + self._args.timeout
-        for rank in range(self._size):
-            try:
-                told = self._read_json(f"seen/{rank}", max(0.1, deadline - time.monotonic()))
-            except dist.DistError:
-                silent.append(
-                    Finding(f"rank {rank}", Verdict.failed, f"it had not ended after {self._args.timeout:g} s")
-                )
-                continue
-            seen += [_Seen((a, b), rate, problem) for a, b, rate, problem in told]
+        silent: dict[int, Finding] = {}
+        deadline = time.monotonic() + 2 * self._args.timeout
+        for number, pairs in enumerate(rounds(self._size)):
+            for pair, rank in ((both, one) for both in pairs for one in both):
+                try:
+                    rate, problem = self._read_json(f"seen/{number}/{rank}", max(0.1, deadline - time.monotonic()))
+                    seen.append(_Seen(pair, rate, problem))
+                except dist.DistError:
+                    silent[rank] = Finding(f"rank {rank}", Verdict.failed, "it did not say what it found")
         hosts = [self._store.get(f"host/{rank}").decode() for rank in range(self._size)]
-        return silent + judge_pairs(seen, hosts, self._args.share)
+        return [*silent.values(), *judge_pairs(seen, hosts, self._args.share)]
 
     def _all(self) -> Finding:
         try:
