@@ -23,7 +23,7 @@ OWN_SHARE = 0.3
 """Least share of the best rate of this host."""
 MOST_S = 15.0
 """Seconds from when all ranks are there, after which one that has not answered is named."""
-_ARRIVE_S = 60.0  # imports take long where the disk is cold or the host busy
+_ARRIVE_S = 120.0  # imports take long where the disk is cold or the host busy; who calls has limits of its own
 
 
 def check_local_collectives(ranks: int, judge: Judge, *, damaged: int = -1, hung: int = -1) -> Finding:
