@@ -21,8 +21,8 @@ from weft.pipeline.culprit import JobRows, Place, Replica, find_culprits
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
-from weft.tools.benchmarks.driver_load import driver_load
 from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.survival.driver_load import driver_load
 from weft.tools.tables import show, table_of
 
 MOST_SLOT_US, MOST_SHARE, MOST_CULPRIT_S = 1.0, 0.2, 1.0

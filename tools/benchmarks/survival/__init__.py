@@ -1,1 +1,1 @@
-"""Faults for `weft bench survive`, and how they are done to a run."""
+"""Faults for `weft bench survive`, how they are done to a run, and the load of many agents on a driver."""
