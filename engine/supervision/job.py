@@ -27,6 +27,8 @@ SETTLE_S = 0.3
 """Seconds between the first bad end of a rank and the judgement, in which a more telling one may be heard of."""
 LOOK_S = 0.2
 """Seconds between looks at all hosts: whether each has an agent that is heard of."""
+LINES = 5
+"""Lines that a rank printed last, kept in the journal."""
 HOSTS_S = 2.0
 """Seconds between looks at the deny-list, and at hosts that may have come back."""
 
@@ -80,6 +82,7 @@ class Job:
         self._layout = Layout({}, ("", 0), ())
         self._budget = Budget(settings)
         self._ends: dict[int, RankEnd] = {}
+        self._lines: dict[int, list[str]] = {}
         self._ends_since = self._resume_at = self._hosts_at = 0.0
         self._drop: list[int] | None = None
         self._most_ranks = 0
@@ -168,6 +171,7 @@ class Job:
         self._effects.record("attempt", **event)
         self._replay({"event": "attempt", **event})
         self._ends.clear()
+        self._lines.clear()
         self._grows_after = None
         self._watch_anew(now)
         self.fleet.start_missing(layout.slots, now)
@@ -245,6 +249,7 @@ class Job:
         if said.attempt == self.attempt and self.stage in (Stage.starting, Stage.running):
             self._watch.observe(said.report, now)
             self._progress.observe(said.report)
+            self._lines |= said.lines
             self._take_ends(ends, now)
             self._note_progress()
         if self.stage is Stage.examining and name == self._suspect and said.examined == self.attempt:
@@ -356,6 +361,7 @@ class Job:
             seconds=round(fault.seconds, 3),
             evidence=fault.evidence,
             step=fault.step,
+            lines=self._lines.get(fault.culprit.get("rank", -1), [])[-LINES:],
         )
         same = self._budget.saw_fault(fault.kind, fault.culprit, fault.step)
         self._effects.say(f"attempt {self.attempt}: {fault.text}")

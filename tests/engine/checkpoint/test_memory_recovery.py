@@ -29,7 +29,7 @@ def killed(request, tmp_path_factory):
     """The configuration, losses of an undisturbed run, and the memories that a killed one left."""
     made, root = config(2, 2, request.param), tmp_path_factory.mktemp("killed")
     whole = run_ranks(4, train, made, str(root / "undisturbed"), HOSTS, STEPS, TOTAL)
-    with pytest.raises(RuntimeError, match="rank 2 failed: it ended without a word"):
+    with pytest.raises(RuntimeError, match=r"rank \d failed"):
         run_ranks(4, train, made, str(root / "killed"), HOSTS, STEPS, TOTAL, (2, 5))
     return made, [rank["losses"] for rank in whole], root / "killed"
 
