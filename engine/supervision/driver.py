@@ -198,7 +198,9 @@ class Driver:
             return f"weft-{os.getuid()}-{hashlib.sha256(str(self._folder.absolute()).encode()).hexdigest()[:16]}"
         past = [event["address"] for event in self._journal.past if event["event"] == "driver"]
         port = settings.port or (past[-1][1] if past and not isinstance(past[-1], str) else 0)
-        return _own_address(self._hosts), port
+        if cluster.manager is ClusterManager.ssh:
+            return _own_address(self._hosts), port
+        return _own_address([cluster.master_addr]), port  # names of nodes and pods may not be known yet
 
     # Effects
 

@@ -55,8 +55,13 @@ def census() -> dict[str, Any]:
     }
 
 
-def attempts(settings: Sequence[str], count: int, port: int, lost_at: int) -> list[dict[str, Any]]:
-    """Train ``count`` times, each time until every rank loses its peers after ``lost_at`` more steps."""
+def attempts(settings: Sequence[str], count: int, port: int, lost_at: int, memory: str) -> list[dict[str, Any]]:
+    """Train ``count`` times, each time until every rank loses its peers after ``lost_at`` more steps.
+
+    Args:
+        memory: folder of the memory checkpoints.
+    """
+    os.environ["WEFT_MEMORY"] = memory  # not by the test, whose server of ranks may have started before
     from weft.engine.engine import WeftEngine
     from weft.engine.supervision.parking import AgentLink
     from weft.recipes.train import run

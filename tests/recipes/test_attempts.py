@@ -13,9 +13,9 @@ ATTEMPTS = 5
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_attempts_leave_nothing_behind(tmp_path, monkeypatch):
+def test_attempts_leave_nothing_behind(tmp_path):
     """Two stages of two replicas lose each other five times; the memory checkpoint is found, threads and files go."""
-    monkeypatch.setenv("WEFT_MEMORY", str(tmp_path / "memory"))
+    memory = str(tmp_path / "memory")
     settings = [
         *prepare(tmp_path),
         "pipeline.stages=2",
@@ -24,7 +24,7 @@ def test_attempts_leave_nothing_behind(tmp_path, monkeypatch):
         "checkpoint.every=3",
         "train.steps=100",
     ]
-    for rank in run_ranks(4, attempts, settings, ATTEMPTS, _free_port(), 4, timeout_s=500):
+    for rank in run_ranks(4, attempts, settings, ATTEMPTS, _free_port(), 4, memory, timeout_s=500):
         assert [seen["reason"] for seen in rank] == ["link rank 0 -> rank 9: the peer has exited"] * ATTEMPTS
         assert [seen["engines"] for seen in rank] == [0] * ATTEMPTS
         early, late = rank[1], rank[-1]  # libraries keep some of what they open once
