@@ -13,6 +13,8 @@ from typing import Protocol
 
 from weft.comm.wan.key import WanKey
 
+RUN = "WEFT_RUN"
+"""Environment variable of supervised ranks: tells their run from others on the same machine."""
 HANDSHAKE_TIMEOUT_S = 5.0
 """Seconds that a peer has to connect and to authenticate itself."""
 _PROOF_BYTES = 32

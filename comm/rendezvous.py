@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from weft.comm.authenticated_socket import AuthenticatedSocket, AuthenticatedTcpSocket, AuthenticatedUnixSocket
+from weft.comm.authenticated_socket import RUN, AuthenticatedSocket, AuthenticatedTcpSocket, AuthenticatedUnixSocket
 from weft.comm.loopback_proxy import LoopbackProxy, ProcessLocalPort
 from weft.conf.hosts import is_loopback
 
@@ -80,9 +80,10 @@ def _address(rank: int, timeout: timedelta) -> AuthenticatedSocket:
     """The authenticated socket that the environment describes; on rank 0 it is listening when this returns."""
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if _alone_on_host(master):
-        # A process that an earlier attempt has left behind, stopped for example, cannot hold this one's name.
-        attempt = os.environ.get("WEFT_ATTEMPT", "0")
-        return AuthenticatedUnixSocket(f"weft-{os.getuid()}-{master}-{port}-{attempt}", listens=rank == 0)
+        # A process that an earlier attempt has left behind, stopped for example, cannot hold this one's name, nor
+        # can another supervised run, which may have been started with the same port.
+        run, attempt = os.environ.get(RUN, f"{master}-{port}"), os.environ.get("WEFT_ATTEMPT", "0")
+        return AuthenticatedUnixSocket(f"weft-{os.getuid()}-ranks-{run}-{attempt}", listens=rank == 0)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return AuthenticatedTcpSocket((own_address(), port) if rank == 0 else (master, port), listens=rank == 0)
     # torchrun's agent has its store at that port. It only tells the address of our socket: an unauthenticated peer

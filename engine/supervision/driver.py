@@ -20,6 +20,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from weft.comm.authenticated_socket import RUN
 from weft.comm.control import ControlServer
 from weft.conf import load
 from weft.conf.hosts import is_loopback, read_hostfile
@@ -195,7 +196,7 @@ class Driver:
         """Where to listen: on this machine alone, if all hosts are; a run's later drivers where the first did."""
         cluster, settings = self._config.cluster, self._config.supervise
         if not cluster.hostfile or cluster.manager is ClusterManager.local:
-            return f"weft-{os.getuid()}-{hashlib.sha256(str(self._folder.absolute()).encode()).hexdigest()[:16]}"
+            return f"weft-{os.getuid()}-{_name(self._folder)}"
         past = [event["address"] for event in self._journal.past if event["event"] == "driver"]
         port = settings.port or (past[-1][1] if past and not isinstance(past[-1], str) else 0)
         if cluster.manager is ClusterManager.ssh:
@@ -217,7 +218,7 @@ class Driver:
             run_folder=str(self._folder.absolute()),
             slots=self._hosts[host],
             preload=list(self._spec.preload),
-            environment=self._spec.environment,
+            environment=self._spec.environment | {RUN: _name(self._folder)},
             heartbeat_s=settings.heartbeat_s,
             orphan_s=settings.setup_deadline_s,
             launch=sum(event["event"] == "launch" for event in self._journal.past) + (not self._attach),
@@ -298,6 +299,11 @@ def _parts(peer: str) -> tuple[str, int]:
     """Host and generation of an agent."""
     host, _, generation = peer.rpartition("#")
     return host, int(generation) if generation.isdecimal() else -1
+
+
+def _name(run_folder: Path) -> str:
+    """What tells a run's sockets from those of other runs on this machine."""
+    return hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()[:16]
 
 
 def _own_address(hosts: Iterable[str]) -> str:

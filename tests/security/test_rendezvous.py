@@ -257,3 +257,19 @@ def test_an_address_in_use_is_an_error_with_a_remedy():
 @pytest.mark.slow
 def test_a_job_on_one_host_listens_on_loopback_alone():
     assert run_ranks(2, listens_beyond_this_host) == [[], []]
+
+
+def test_supervised_runs_with_one_port_do_not_meet(monkeypatch):
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "WEFT_ATTEMPT": "2"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    listening = []
+    for run in ("one", "other"):
+        monkeypatch.setenv("WEFT_RUN", f"{run}-{os.getpid()}")
+        listening.append(rendezvous._address(0, timedelta(seconds=5)))
+    try:
+        with pytest.raises(ValueError, match=r"cannot meet at .*: Address already in use"):
+            rendezvous._address(0, timedelta(seconds=5))
+    finally:
+        for each in listening:
+            each.listener.close()
