@@ -74,9 +74,9 @@ class Survival:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``weft bench survive [--only WORDS] [key=value ...]``; returns 1 if a goal is missed."""
+    """Run ``weft bench survive [--only TEXT ...] [key=value ...]``; returns 1 if a goal is missed."""
     parser = argparse.ArgumentParser(prog="weft bench survive", description=__doc__)
-    parser.add_argument("--only", metavar="TEXT", default="", help="only faults whose name contains this")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", default=[""], help="only faults whose name contains one")
     parser.add_argument("--folder", type=Path, help="leave the runs there")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as of `weft launch`")
     args = parse(parser, argv)
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="weft-survive-") as temporary:
         folder = args.folder or temporary
         for number, faults in enumerate(SESSIONS):
-            chosen = [fault for fault in faults if args.only in fault.name]
+            chosen = [fault for fault in faults if any(text in fault.name for text in args.only)]
             if chosen:
                 outcomes, seen = _session(Path(folder, f"session{number}"), settings, chosen)
                 found += outcomes
@@ -123,7 +123,7 @@ def _session(folder: Path, settings: Sequence[str], faults: Sequence[Fault]) -> 
                 outcome.note = str(error).splitlines()[0]
                 print(error, file=sys.stderr)
             print(outcome, file=sys.stderr, flush=True)
-            if run.process.poll() is not None:
+            if run.events("end"):
                 break
         return outcomes, run.losses()
 
@@ -131,6 +131,7 @@ def _session(folder: Path, settings: Sequence[str], faults: Sequence[Fault]) -> 
 def _inflict(run: SupervisedRun, fault: Fault, outcome: Survival) -> None:
     before_s, outcome.first_step = now(), run.step
     blamed = fault.inflict(run)
+    after_s = now()  # some faults wait for the right moment
     if fault.ends:
         run.process.wait(timeout=180)
         (end,) = run.events("end")
@@ -145,12 +146,12 @@ def _inflict(run: SupervisedRun, fault: Fault, outcome: Survival) -> None:
         return
     (named, *_) = run.wait_for(lambda: run.events("fault", since=before_s), "a culprit")
     outcome.reached = max(run.step, outcome.first_step)
-    outcome.named_s = named["at"] - before_s
+    outcome.named_s = max(0.0, named["at"] - after_s)
     said = named.get("culprit") or {}
     outcome.right = all(said.get(name) == value for name, value in blamed.items())
     outcome.culprit = ", ".join(f"{name} {value}" for name, value in said.items()) or named["kind"]
     (good, *_) = run.wait_for(lambda: run.events("good_step", since=named["at"]), "the next good step")
-    outcome.next_step_s = good["at"] - before_s
+    outcome.next_step_s = good["at"] - after_s
     outcome.lost = max(0, outcome.reached - good["step"] + 1)
 
 

@@ -189,15 +189,17 @@ def _held_still(run: SupervisedRun) -> Iterator[None]:
 
 def _damaged(damage: Callable[[Path], object], run: SupervisedRun) -> Culprit:
     """Damage the newest checkpoint, and have it read: no copy in memory outlives the run's folder in there."""
+    run.wait_for(lambda: len(_complete(run)) > 1, "two checkpoints")
     rank = run.rank(5)
     with _held_still(run):
-        newest = max(
-            (run.folder / "checkpoints").glob("step-*"), key=lambda path: int(path.name.split("-")[1].split(".")[0])
-        )
-        damage(newest)
+        damage(max(_complete(run), key=lambda path: int(path.name[5:])))
         forget_memory(run)
         os.kill(rank.pid, signal.SIGKILL)
     return _blame(rank)
+
+
+def _complete(run: SupervisedRun) -> list[Path]:
+    return [path for path in (run.folder / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
 
 
 def forget_memory(run: SupervisedRun) -> None:

@@ -143,11 +143,15 @@ class SupervisedRun:
         while True:
             if found := done():
                 return found
-            if self.process.poll() is not None and not (found := done()):
+            if self._has_ended() and not done():
                 raise RuntimeError(f"the run has ended with {self.process.returncode}: {self.tail()}")
             if monotonic() > limit:
                 raise RuntimeError(f"waited {timeout_s:g} s in vain for {what} at step {self.step}: {self.tail()}")
             sleep(_POLL_S)
+
+    def _has_ended(self) -> bool:
+        """Whether it has, which is not said by the end of the driver that the bench started."""
+        return self.process.poll() is not None and (bool(self.events("end")) or not self.ranks())
 
     def wait_for_step(self, step: int, *, timeout_s: float = 180.0) -> None:
         """Let steps end until there is this one."""

@@ -8,7 +8,6 @@ the rank carries it out. Nothing of Weft knows of it.
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
 import os
 import sys
@@ -44,8 +43,14 @@ def _hold_lock(_: Any, seconds: int) -> None:
 
 
 def _engine(module: Any) -> Any:
-    """The engine of this rank, in its present attempt."""
-    return [found for found in gc.get_objects() if isinstance(found, module.WeftEngine)][-1]
+    """The engine of this rank, in its present attempt: the one that the main thread is busy with."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    while True:
+        for value in frame.f_locals.values():
+            if isinstance(value, module.WeftEngine):
+                return value
+        assert frame.f_back is not None, "the rank is training"
+        frame = frame.f_back
 
 
 def _flip(module: Any) -> None:
