@@ -421,11 +421,7 @@ class WeftEngine(PipelineEngine):
         if self.memory is not None:
             self.memory.close()
         self.sharding.settle()  # no group goes while a gathering of the last step runs over it
-        super().destroy()
-        if self._froze:
-            gc.unfreeze()
-        if self.bubbles is not None:
-            self.bubbles.close()
+        self._give_back()
         if self.wan is not None:
             self.wan.close()
         self._neighbours.close()
@@ -443,15 +439,19 @@ class WeftEngine(PipelineEngine):
         self._destroyed = True
         if self.memory is not None:
             self.memory.abandon()
+        self._give_back()
+        if self.wan is not None:
+            self.wan.abandon()
+        self._neighbours.close()
+        self.groups = ()
+
+    def _give_back(self) -> None:
+        """What no other rank knows of."""
         super().destroy()
         if self._froze:
             gc.unfreeze()
         if self.bubbles is not None:
             self.bubbles.close()
-        if self.wan is not None:
-            self.wan.abandon()
-        self._neighbours.close()
-        self.groups = ()
 
     def __del__(self) -> None:
         """Nothing: DeepSpeed's engine destroys itself here, but ranks collect garbage at times of their own."""

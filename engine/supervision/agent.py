@@ -22,13 +22,13 @@ from time import monotonic, monotonic_ns
 from typing import Any
 
 from weft.comm.control import ControlClient
+from weft.conf.processes import process_state
 from weft.engine.supervision.examination import examine
 from weft.engine.supervision.faults import ERROR_FILE, OomKills, RankEnd, classify, read_report
 from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.output import Output, Writer
 from weft.engine.supervision.parking import AGENT, Assignment, Parking
 from weft.engine.supervision.places import PlaceReader, make_page
-from weft.engine.supervision.processes import process_state
 from weft.engine.supervision.ranks import Rank, Ranks
 from weft.engine.supervision.report import HostReport, RankReport, rank_report
 from weft.engine.supervision.vitals import LogMatches, host_vitals

@@ -18,7 +18,7 @@ from time import monotonic_ns
 from typing import NamedTuple
 
 from weft.conf.private import private_folder
-from weft.engine.supervision.processes import own_start
+from weft.conf.processes import own_start
 from weft.pipeline.action import COMPUTE, Op, Slot
 from weft.pipeline.culprit import Place
 

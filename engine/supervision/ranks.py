@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from weft.conf.processes import STOPPED, process_state
 from weft.engine.supervision import forkserver
 from weft.engine.supervision.output import Output
-from weft.engine.supervision.processes import STOPPED, process_state
 
 TERM_S = 1.0
 """Seconds between asking a rank to end and killing it."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from weft.conf.processes import ProcessState
 from weft.engine.supervision.places import LinkReading, Phase, Reading
-from weft.engine.supervision.processes import ProcessState
 from weft.pipeline.culprit import Place
 
 GONE = ""

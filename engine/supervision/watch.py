@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weft.conf.processes import STOPPED
 from weft.engine.supervision.deadlines import Deadlines
 from weft.engine.supervision.places import Phase
-from weft.engine.supervision.processes import STOPPED
 from weft.engine.supervision.report import HostReport, RankReport
 from weft.pipeline.culprit import JobRows, Place, Suspect, find_culprits
 

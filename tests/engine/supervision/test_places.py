@@ -10,9 +10,9 @@ from time import monotonic, monotonic_ns, sleep
 
 import pytest
 
+from weft.conf.processes import STOPPED, process_state
 from weft.engine.observability.heartbeat import Heartbeat, PlaceObserver
 from weft.engine.supervision.places import MOST_LINKS, LinkReading, Phase, PlaceReader, PlaceWriter, make_page, place_of
-from weft.engine.supervision.processes import STOPPED, process_state
 from weft.pipeline.action import Action, Op
 from weft.pipeline.culprit import Place
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from weft.conf.processes import ProcessState
 from weft.engine.supervision.places import LinkReading, Phase, Reading
-from weft.engine.supervision.processes import ProcessState
 from weft.engine.supervision.report import HostReport, RankReport, rank_report
 from weft.pipeline.culprit import Place
 
