@@ -1,0 +1,127 @@
+"""An axis group: the ranks that share the work of one micro-batch along one axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from weft.comm.channel import Handle
+
+
+class AxisGroup(Protocol):
+    """Ranks with the same position along every axis but one.
+
+    All members start the same operations in the same order. An operation takes a contiguous tensor,
+    starts at once, and ends with its handle's `wait`, which on a GPU only the current stream waits
+    for. Neither end of it may be touched before.
+    """
+
+    @property
+    def axis(self) -> str:
+        """Its name: tensor, context or expert."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        ...
+
+    @property
+    def index(self) -> int:
+        """Of this rank among them."""
+        ...
+
+    def all_gather(self, shard: Tensor) -> Handle:
+        """All members' [n, ...], one behind the other: [size n, ...]."""
+        ...
+
+    def reduce_scatter(self, tensor: Tensor) -> Handle:
+        """This member's part [n, ...] of the sum over members of [size n, ...]."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        """The sum over members, in place."""
+        ...
+
+    def maximum(self, tensor: Tensor) -> Handle:
+        """The largest of the members' values, elementwise, in place."""
+        ...
+
+    def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Handle:
+        """Rows of ``tensor`` [sum(send), ...] to the members in order; theirs to this one: [sum(receive), ...]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Completed:
+    """The handle of an operation that needed nobody."""
+
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        """The result."""
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The axis group of a single rank."""
+
+    axis: str
+    size: int = 1
+    index: int = 0
+
+    def all_gather(self, shard: Tensor) -> Handle:
+        """The shard."""
+        return Completed(shard)
+
+    def reduce_scatter(self, tensor: Tensor) -> Handle:
+        """The tensor."""
+        return Completed(tensor)
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        """The tensor."""
+        return Completed(tensor)
+
+    def maximum(self, tensor: Tensor) -> Handle:
+        """The tensor."""
+        return Completed(tensor)
+
+    def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Handle:
+        """The tensor."""
+        assert list(send) == list(receive) == [tensor.shape[0]]
+        return Completed(tensor)
+
+
+@dataclass(frozen=True)
+class AxisGroups:
+    """A rank's groups along the axes that divide the work of one replica.
+
+    Attributes:
+        tensor: members hold parts of each layer's matrices, and of the sequence between blocks.
+        context: members hold parts of the sequence.
+        expert: members hold different experts; they are replicas of everything else.
+    """
+
+    tensor: AxisGroup = field(default_factory=lambda: Alone("tensor"))
+    context: AxisGroup = field(default_factory=lambda: Alone("context"))
+    expert: AxisGroup = field(default_factory=lambda: Alone("expert"))
+
+
+def gather(group: AxisGroup, shard: Tensor, dim: int) -> Tensor:
+    """All members' shards along ``dim``, in order; no gradient."""
+    if group.size == 1:
+        return shard
+    rows = group.all_gather(shard.contiguous()).wait()
+    return rows if dim == 0 else torch.cat(rows.chunk(group.size), dim)
+
+
+def scatter_sum(group: AxisGroup, tensor: Tensor, dim: int) -> Tensor:
+    """This member's part along ``dim`` of the sum over members; no gradient."""
+    if group.size == 1:
+        return tensor
+    return group.reduce_scatter(torch.cat(tensor.chunk(group.size, dim)) if dim else tensor.contiguous()).wait()

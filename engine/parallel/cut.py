@@ -1,0 +1,70 @@
+"""A cut: which part of a named tensor a rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Part ``index`` of ``count`` of a tensor, along one dimension.
+
+    Attributes:
+        shape: of the complete tensor.
+        dim: dimension that is divided.
+        index, count: which part this is, of how many.
+        blocks: the dimension consists of so many equal blocks, each of which is divided: 2 where gate
+            and up projections lie behind each other in one matrix.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    index: int
+    count: int
+    blocks: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be divided evenly."""
+        if self.shape[self.dim] % (self.count * self.blocks):
+            raise ValueError(
+                f"dimension {self.dim} of a tensor {list(self.shape)} "
+                f"cannot be divided into {self.blocks} x {self.count}"
+            )
+
+    @property
+    def length(self) -> int:
+        """Of the cut dimension, in each block."""
+        return self.shape[self.dim] // (self.count * self.blocks)
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Start and stop along the dimension of what is held, in order."""
+        block = self.shape[self.dim] // self.blocks
+        first = [number * block + self.index * self.length for number in range(self.blocks)]
+        return tuple((start, start + self.length) for start in first)
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        return (*self.shape[: self.dim], self.blocks * self.length, *self.shape[self.dim + 1 :])
+
+    @property
+    def num_elements(self) -> int:
+        """Of the part."""
+        return prod(self.held_shape)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """The part of a complete tensor, a copy."""
+        assert tuple(tensor.shape) == self.shape
+        return torch.cat([tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim)
+
+    def put(self, part: Tensor, into: Tensor) -> None:
+        """Write the part to its place in a complete tensor."""
+        at = 0
+        for start, stop in self.ranges:
+            into.narrow(self.dim, start, stop - start).copy_(part.narrow(self.dim, at, stop - start))
+            at += stop - start

@@ -1,0 +1,69 @@
+"""Autograd functions that move activations between the members of an axis group.
+
+One rule holds for gradients: between a `gather` and the `scatter_sum` behind it, and from `take_slice`
+on, each member's gradients are its part of a sum. So are those of all weights that members hold in
+full: their sum over the axis, taken once per step, is the gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.engine.parallel import axis
+from weft.engine.parallel.axis import AxisGroup
+
+
+def gather(group: AxisGroup, shard: Tensor, dim: int) -> Tensor:
+    """All members' shards along ``dim``; the gradient is summed over members and scattered."""
+    return shard if group.size == 1 else _Gather.apply(shard, group, dim)
+
+
+def scatter_sum(group: AxisGroup, tensor: Tensor, dim: int) -> Tensor:
+    """This member's part along ``dim`` of the sum over members; the gradient is gathered."""
+    return tensor if group.size == 1 else _ScatterSum.apply(tensor, group, dim)
+
+
+def all_sum(group: AxisGroup, tensor: Tensor) -> Tensor:
+    """The sum over members; the gradient, of which each member has a part, is summed as well."""
+    return tensor if group.size == 1 else _AllSum.apply(tensor, group)
+
+
+def take_slice(group: AxisGroup, tensor: Tensor, dim: int) -> Tensor:
+    """This member's slice along ``dim`` of what all members hold; the gradient is zero elsewhere."""
+    return tensor if group.size == 1 else tensor.chunk(group.size, dim)[group.index]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, group: AxisGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return axis.gather(group, shard, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return axis.scatter_sum(ctx.group, gradients[0], ctx.dim), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: AxisGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return axis.scatter_sum(group, tensor, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return axis.gather(ctx.group, gradients[0], ctx.dim), None, None
+
+
+class _AllSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: AxisGroup) -> Tensor:
+        ctx.group = group
+        return group.all_reduce(tensor.clone(memory_format=torch.contiguous_format)).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.all_reduce(gradients[0].clone(memory_format=torch.contiguous_format)).wait(), None

@@ -1,0 +1,138 @@
+"""Axis groups whose members are threads of one process: for checks on small models, and tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from weft.comm.channel import Handle
+from weft.engine.parallel.axis import Alone, AxisGroup, AxisGroups, Completed
+
+Result = TypeVar("Result")
+
+
+class _Meeting:
+    """Where the members of one group exchange what each brings."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size)
+        self._brought: list[Any] = [None] * size
+
+    def exchange(self, index: int, value: Any, what: str) -> list[Any]:
+        """What all members have brought to the same operation, in order.
+
+        Raises:
+            RuntimeError: a member came to another operation.
+            threading.BrokenBarrierError: a member has failed.
+        """
+        self._brought[index] = (what, value)
+        self._barrier.wait()
+        brought = list(self._brought)
+        self._barrier.wait()
+        others = {name for name, _ in brought}
+        if len(others) > 1:
+            raise RuntimeError(f"members of one group came to different operations: {', '.join(sorted(others))}")
+        return [value for _, value in brought]
+
+    def abort(self) -> None:
+        """Free the members that wait."""
+        self._barrier.abort()
+
+
+@dataclass(frozen=True)
+class InProcessGroup:
+    """One thread's view of its group; sums are in the order of members."""
+
+    axis: str
+    size: int
+    index: int
+    meeting: _Meeting
+
+    def all_gather(self, shard: Tensor) -> Handle:
+        """See `AxisGroup`."""
+        return Completed(torch.cat(self._exchange(shard, "all_gather")))
+
+    def reduce_scatter(self, tensor: Tensor) -> Handle:
+        """See `AxisGroup`."""
+        parts = [other.chunk(self.size)[self.index] for other in self._exchange(tensor, "reduce_scatter")]
+        return Completed(_sum(parts))
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        """See `AxisGroup`."""
+        return Completed(tensor.copy_(_sum(self._exchange(tensor.clone(), "all_reduce"))))
+
+    def maximum(self, tensor: Tensor) -> Handle:
+        """See `AxisGroup`."""
+        return Completed(tensor.copy_(torch.stack(self._exchange(tensor.clone(), "maximum")).amax(0)))
+
+    def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Handle:
+        """See `AxisGroup`."""
+        rows = [parts[self.index] for parts in self._exchange(tensor.split(list(send)), "all_to_all")]
+        assert [row.shape[0] for row in rows] == list(receive)
+        return Completed(torch.cat(rows))
+
+    def _exchange(self, value: Any, what: str) -> list[Any]:
+        return self.meeting.exchange(self.index, value, f"{what} over the {self.axis} axis")
+
+
+def run_in_threads(sizes: dict[str, int], member: Callable[[AxisGroups], Result]) -> list[Result]:
+    """Run ``member`` once per position along the axes, each in a thread of its own.
+
+    Args:
+        sizes: members along each axis of `AxisGroups`, the slowest first; missing axes have one.
+
+    Returns:
+        What each has returned, in the order of positions.
+
+    Raises:
+        Exception: the first that a member has raised; the others are freed.
+    """
+    axes = {axis: size for axis, size in sizes.items() if size > 1}
+    positions = [dict(zip(axes, at, strict=True)) for at in product(*map(range, axes.values()))]
+    meetings: dict[tuple, _Meeting] = {}
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+
+    def groups(at: dict[str, int]) -> AxisGroups:
+        return AxisGroups(**{axis: _group(axis, axes[axis], at, meetings) for axis in axes})
+
+    def run(number: int, mine: AxisGroups) -> None:
+        try:
+            results[number] = member(mine)
+        except BaseException as error:  # whatever it is, the others have to be freed
+            errors.append(error)
+            for meeting in meetings.values():
+                meeting.abort()
+
+    threads = [
+        threading.Thread(target=run, args=(number, mine), daemon=True)
+        for number, mine in enumerate([groups(at) for at in positions])
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return [results[number] for number in range(len(positions))]
+
+
+def _group(axis: str, size: int, at: dict[str, int], meetings: dict[tuple, _Meeting]) -> AxisGroup:
+    if size == 1:
+        return Alone(axis)
+    others = tuple((name, index) for name, index in at.items() if name != axis)
+    meeting = meetings.setdefault((axis, others), _Meeting(size))
+    return InProcessGroup(axis, size, at[axis], meeting)
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
