@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.config import LAMB_OPTIMIZER
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,8 +18,7 @@ from weft.comm.collectives import Primitive
 from weft.comm.collectives.eager_connect import connect_groups
 from weft.comm.wan.network import WanNetwork
 from weft.conf.schema import WeftConfig
-from weft.engine.checkpoint import BackgroundWriter, Wanted, load_newest, load_tagged, save_engine
-from weft.engine.checkpoint.memory import HostMemory, MemoryCheckpoints
+from weft.engine.checkpointing import CheckpointingEngine
 from weft.engine.distributed import close_groups, from_rank_zero
 from weft.engine.execution.batches import prepare_batch
 from weft.engine.execution.compute import Compute
@@ -37,7 +32,7 @@ from weft.engine.module import WeftModule
 from weft.engine.observability.bubbles import BubbleObserver, open_board
 from weft.engine.observability.clock import clock_for
 from weft.engine.observability.heartbeat import Heartbeat
-from weft.engine.observability.measurement import SlotTrace, StepRecord, gather_timeline
+from weft.engine.observability.measurement import StepRecords
 from weft.engine.observability.slots import SlotObserver
 from weft.engine.planning.run_plan import RunPlan
 from weft.engine.planning.schedules import RankSchedule, plan_evaluation
@@ -47,11 +42,8 @@ from weft.pipeline.action import Action, Op
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import Timeline
 
-RECORDS_KEPT = 8
-"""Steps whose measurements are kept."""
 
-
-class WeftEngine(PipelineEngine):
+class WeftEngine(CheckpointingEngine):
     """Trains the virtual stages of a rank by executing its row of a schedule.
 
     DeepSpeed's optimisers, learning-rate schedules, clipping, loss scaling and monitors work as
@@ -67,8 +59,6 @@ class WeftEngine(PipelineEngine):
 
     module: WeftModule
     training_dataloader: Iterable | None
-    groups: Sequence[dist.ProcessGroup] = ()
-    """Process groups that were made for this engine, and end with it."""
     _froze = False
     """Whether collections of garbage were told to leave alone what lives."""
     _destroyed = False
@@ -105,11 +95,8 @@ class WeftEngine(PipelineEngine):
         self.num_replicas = plan.layout.replicas
         self._plans: dict[int, RankSchedule] = {}
         self.schedule = self._plan(plan.cell(self.replica)).schedule
-        self._clock = clock_for(self.device)
-        self._records: deque[StepRecord] = deque(maxlen=RECORDS_KEPT)
-        self._writer: BackgroundWriter | None = None
-        self.memory: MemoryCheckpoints | None = None
-        """Checkpoints in host memory, once `open_memory` was called."""
+        self.records = StepRecords(clock_for(self.device))
+        """What the last steps measured."""
         self._state: StepState | None = None
         self._loss_sum: ReplicaSum | None = None
         last = self.schedule.placement.num_stages - 1
@@ -292,13 +279,13 @@ class WeftEngine(PipelineEngine):
             self.wan.priorities.update(self.plan_for(schedule.num_microbatches).priorities)
         self._state = state
         self.sharding.begin_step(list(schedule.actions(self.pipe_rank)))
-        trace = SlotTrace(self._clock)
+        trace = self.records.begin()
         self.executor.run(schedule, state, [*self.slot_observers, trace])
         self.step_loss.check(state.num_items)
-        self._records.append(StepRecord(trace.start, trace.marks, state.peak_bytes, state.peak_chunks))
-        if len(self._records) > 1:
-            self.heartbeat.measured(partial(self._records[-2].busy_s, self._clock))
-        if len(self._records) == 1 and not gc.get_freeze_count():
+        self.records.add(trace, state.peak_bytes, state.peak_chunks)
+        if len(self.records) > 1:
+            self.heartbeat.measured(self.records.busy_before_last)
+        if len(self.records) == 1 and not gc.get_freeze_count():
             # What lives after a step lives on: collections during later steps need not look
             # at it, which took a quarter of a second now and then (MegaScale section 6.3).
             # A program that has frozen what it holds itself has seen to that.
@@ -461,11 +448,11 @@ class WeftEngine(PipelineEngine):
     def measured_timelines(self) -> list[Timeline]:
         """The last steps as they were executed, from all ranks of this replica; a collective call."""
         group = self.grid.get_pipe_parallel_group() if self.is_pipe_parallel else None
-        return [gather_timeline(record, self._clock, self.schedule, self.pipe_rank, group) for record in self._records]
+        return self.records.timelines(self.schedule, self.pipe_rank, group)
 
     def bubble_share(self) -> float:
         """Share of the last step in which ranks did not compute, over all ranks; a collective call."""
-        idle = torch.tensor(self._records[-1].idle_share(self._clock), device=self.device)
+        idle = torch.tensor(self.records.idle_share(), device=self.device)
         with self.heartbeat.waiting():
             dist.all_reduce(idle)
         return float(idle) / self.world_size
@@ -477,112 +464,3 @@ class WeftEngine(PipelineEngine):
             f"{self.schedule.name}, {stages} stages on {self.num_stages} ranks x {self.num_replicas} replicas, "
             f"{self.micro_batches} micro-batches, ZeRO-{self.weft.zero.stage}"
         )
-
-    # -- checkpoints -----------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | int | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write a checkpoint that is whole or absent, and fits any layout; a collective call.
-
-        Args:
-            save_dir: folder of checkpoints.
-            tag: name of the checkpoint's folder; another of that name gives way to it, and
-                ``checkpoint.keep`` does not touch it. None names it by its step.
-            client_state: what the caller wants back from `load_checkpoint`, equal on all ranks:
-                numbers, texts, lists, tuples, dictionaries, tensors and arrays.
-            save_latest: whether `load_checkpoint` may take it where no tag is given.
-            exclude_frozen_parameters: accepted for compatibility; frozen weights are saved, too.
-
-        Raises:
-            CheckpointError: on every rank; checkpoints written before are as they were.
-        """
-        save_engine(
-            self,
-            Path(save_dir),
-            client_state=client_state or {},
-            keep=self.weft.checkpoint.keep,
-            tag=None if tag is None else str(tag),
-            latest=save_latest,
-            background=self._checkpoint_writer(),
-        )
-        return True
-
-    def _checkpoint_writer(self) -> BackgroundWriter | None:
-        if self.weft.checkpoint.background and self._writer is None:
-            self._writer = BackgroundWriter.open()
-        return self._writer
-
-    def finish_checkpoints(self) -> None:
-        """Wait until checkpoints that are being written are whole; a collective call.
-
-        Raises:
-            CheckpointError: on every rank: one could not be written.
-        """
-        if self._writer is not None:
-            self._writer.wait()
-        if self.memory is not None:
-            self.memory.finish()
-
-    def open_memory(self, memory: HostMemory) -> MemoryCheckpoints:
-        """Let this run take checkpoints in host memory; a collective call.
-
-        Raises:
-            CheckpointError: on every rank: a host has too little memory.
-        """
-        layout = self.plan.layout
-        sites = [layout.position(rank).site for rank in range(layout.world_size)]
-        self.memory = MemoryCheckpoints.open(self, memory, sites=sites, timeout_s=self.weft.comm.timeout_s)
-        self.groups = [*self.groups, self.memory.group]
-        return self.memory
-
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str | int | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable | None = None,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Restore the newest whole checkpoint of a folder, or the one named; a collective call.
-
-        Args:
-            load_dir: folder of checkpoints, or a checkpoint itself.
-            tag: name of a checkpoint in it; None takes the newest.
-            load_optimizer_states, load_lr_scheduler_states: whether to restore these, too; what is
-                not restored stays as it is.
-            load_module_only: restore weights alone, to start a new run from.
-            load_module_strict, custom_load_fn: cannot be changed.
-
-        Returns:
-            The checkpoint's path and the caller's state; (None, {}) when no tag is given and there
-            is none.
-
-        Raises:
-            CheckpointError: on every rank: the checkpoint named is not there, or what is there
-                cannot be restored.
-            ValueError: an argument that cannot be honoured.
-        """
-        if not load_module_strict or custom_load_fn is not None:
-            raise ValueError(
-                "load_checkpoint: load_module_strict=False and custom_load_fn are not to be had: every weight has to "
-                "be in the checkpoint; read single ones with weft.engine.checkpoint.open_checkpoint"
-            )
-        self.finish_checkpoints()
-        wanted = Wanted(
-            optimizer=load_optimizer_states and not load_module_only,
-            scheduler=load_lr_scheduler_states and not load_module_only,
-            progress=not load_module_only,
-        )
-        if tag is not None:
-            path, state = load_tagged(self, Path(load_dir), str(tag), wanted)
-            return str(path), state
-        found = load_newest(self, Path(load_dir), wanted)
-        return (None, {}) if found is None else (str(found[0]), found[1])

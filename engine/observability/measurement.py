@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from weft.engine.observability.clock import Clock
 from weft.pipeline.action import COMPUTE, SENDS, Op, Slot, parse_slot, slot_text
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import COMPUTE_LANE, REDUCE_LANE, SEND_LANE, Span, Timeline
+
+RECORDS_KEPT = 8
+"""Steps whose measurements are kept."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,43 @@ class StepRecord:
         return sum(
             clock.seconds(mark.start, mark.end) for mark in self.marks if _LANES.get(mark.slot[0].op) == COMPUTE_LANE
         )
+
+
+class StepRecords:
+    """One rank's measurements of its last steps, `RECORDS_KEPT` at most; the last one is ``records[-1]``."""
+
+    def __init__(self, clock: Clock) -> None:
+        """Measure with ``clock``."""
+        self.clock = clock
+        self._records: deque[StepRecord] = deque(maxlen=RECORDS_KEPT)
+
+    def __len__(self) -> int:
+        """Steps of which there are measurements."""
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> StepRecord:
+        """The measurements of one step."""
+        return self._records[index]
+
+    def begin(self) -> SlotTrace:
+        """An observer for the step that begins now."""
+        return SlotTrace(self.clock)
+
+    def add(self, trace: SlotTrace, peak_bytes: int, peak_chunks: int) -> None:
+        """Keep what was measured of a step; the last two as of `StepRecord`."""
+        self._records.append(StepRecord(trace.start, trace.marks, peak_bytes, peak_chunks))
+
+    def busy_before_last(self) -> float:
+        """Seconds of computation of the step before the last one, which a device has done by now."""
+        return self._records[-2].busy_s(self.clock)
+
+    def idle_share(self) -> float:
+        """Share of the last step in which this rank did not compute; waits for the device."""
+        return self._records[-1].idle_share(self.clock)
+
+    def timelines(self, schedule: Schedule, rank: int, group: dist.ProcessGroup | None) -> list[Timeline]:
+        """What `gather_timeline` makes of each step, the oldest first; a collective call."""
+        return [gather_timeline(record, self.clock, schedule, rank, group) for record in self._records]
 
 
 _LANES = {

@@ -161,7 +161,7 @@ def many_losses(configs: list[WeftConfig], steps: int) -> list[list[float]]:
 
 def check_order(engine) -> None:
     """The measured order of a rank's slots is its row, exactly."""
-    for record in engine._records:
+    for record in engine.records:
         assert [mark.slot for mark in record.marks] == list(engine.schedule.rows[engine.pipe_rank])
 
 

@@ -18,7 +18,7 @@ def train_and_read(config: WeftConfig, steps: int) -> dict:
     work = reader.work()[-1][1] if reader else []
     marks = [
         (mark.slot[0].op.value, mark.start, mark.end)
-        for mark in list(engine._records)[-2].marks  # the last step's last work has no end yet
+        for mark in engine.records[-2].marks  # the last step's last work has no end yet
     ]
     predicted = reader.upcoming(60.0) if reader else []
     engine.destroy()

@@ -122,10 +122,10 @@ def _enter(bed: NetBed) -> None:
 
 def _cells(engine: WeftEngine) -> list[Cell]:
     """Of the last step."""
-    clock = engine._clock  # the host's, which is CLOCK_MONOTONIC on Linux
+    clock = engine.records.clock  # the host's, which is CLOCK_MONOTONIC on Linux
     return [
         Cell(mark.slot[0].op.value, clock.seconds(0.0, mark.start), clock.seconds(0.0, mark.end))
-        for mark in engine._records[-1].marks
+        for mark in engine.records[-1].marks
         if mark.slot[0].op in COMPUTE | {Op.STEP}
     ]
 
