@@ -4,45 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 
 from weft.conf.files import JsonCache
+from weft.pipeline.planner.hardware import EFFICIENCY, GpuKind, kind_of_device
 
 log = logging.getLogger(__name__)
-
-EFFICIENCY = 0.4
-"""Share of its peak that a device is taken to reach before anything is measured."""
-
-
-@dataclass(frozen=True)
-class DataSheet:
-    """What a vendor says of a device.
-
-    Attributes:
-        flops_per_s: dense bf16.
-        bytes_per_s: memory bandwidth.
-    """
-
-    flops_per_s: float
-    bytes_per_s: float
-
-
-# By a part of the name that torch gives the device; the first that fits counts.
-_DATA_SHEETS = {
-    "H200": DataSheet(989e12, 4.8e12),
-    "H100 PCIe": DataSheet(756e12, 2.0e12),
-    "H100": DataSheet(989e12, 3.35e12),
-    "A100-SXM4-40GB": DataSheet(312e12, 1.555e12),
-    "A100-PCIE-40GB": DataSheet(312e12, 1.555e12),
-    "A100": DataSheet(312e12, 1.935e12),
-    "A800": DataSheet(312e12, 1.935e12),
-    "A40": DataSheet(150e12, 0.696e12),
-    "L40S": DataSheet(362e12, 0.864e12),
-    "B200": DataSheet(2250e12, 7.7e12),
-}
 
 
 def usable_flops(device: torch.device, threads: int, cache: JsonCache) -> tuple[float, str]:
@@ -79,10 +48,9 @@ def peak_flops(device: torch.device) -> float:
     return _measured_flops(device) if sheet is None else sheet.flops_per_s
 
 
-def data_sheet(device: torch.device) -> DataSheet | None:
+def data_sheet(device: torch.device) -> GpuKind | None:
     """What is known of a device; None for processors and GPUs that are not in the table."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((sheet for part, sheet in _DATA_SHEETS.items() if part in name), None)
+    return kind_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def _measured_flops(device: torch.device) -> float:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from weft.engine.planning.devices import DataSheet, data_sheet
+from weft.engine.planning.devices import data_sheet
 from weft.engine.supervision.finding import Finding
+from weft.pipeline.planner.hardware import GpuKind
 from weft.tools.diagnostics.judging import Judge
 
 SHEET_SHARE = 0.5
@@ -72,7 +73,7 @@ def _judged(
     judge: Judge,
     measure: Callable[[], float],
     unit: str,
-    peak: Callable[[DataSheet], float],
+    peak: Callable[[GpuKind], float],
 ) -> Finding:
     sheet = data_sheet(device)
     if sheet is not None:

@@ -7,7 +7,8 @@ import torch
 
 from weft.conf.files import JsonCache
 from weft.engine.planning import devices
-from weft.engine.planning.devices import EFFICIENCY, usable_flops
+from weft.engine.planning.devices import usable_flops
+from weft.pipeline.planner.hardware import EFFICIENCY
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,241 @@
+"""What a sequence asks of each layer: the model's own forward, traced on the meta device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from weft.engine.stages import packed
+from weft.engine.stages.handover import set_dtype
+from weft.engine.stages.skeleton import decoder_layers, model_class, skeleton
+from weft.pipeline.planner.workload import LOSS_BYTES, LayerWork, ModelWork
+
+assert packed  # on the meta device transformers could not look for packed rows by itself
+_TRACED = "weft_traced"
+
+
+def trace_model(
+    config: PreTrainedConfig, sequence_length: int, *, name: str = "", dtype: torch.dtype = torch.bfloat16
+) -> ModelWork:
+    """Count weights, operations and bytes of every layer without making a weight.
+
+    The forward is the model's own, on the meta device. Products are counted by torch's
+    `FlopCounterMode` (those of experts, which it does not know, here), saved activations by
+    autograd's hooks. Attention is taken to keep no scores (as flash attention), experts to
+    compute the tokens that are sent to them and no others.
+
+    Args:
+        sequence_length: tokens of the one sequence that is traced.
+        dtype: of weights and activations.
+
+    Raises:
+        ValueError: the model cannot be built, or its forward does not run without data.
+    """
+    try:
+        return _trace(config, sequence_length, name, dtype, repeat=True)
+    except ValueError:  # layers that take more from each other than a hidden state cannot stand for others
+        return _trace(config, sequence_length, name, dtype, repeat=False)
+
+
+def _trace(config: PreTrainedConfig, sequence_length: int, name: str, dtype: torch.dtype, *, repeat: bool) -> ModelWork:
+    """Trace one layer of each kind, or all of them."""
+    config = copy.deepcopy(config)
+    cls = model_class(config)
+    tracer = _Tracer()
+    with tracer.as_attention():
+        config._attn_implementation = _TRACED if cls._supports_attention_backend else "eager"
+        model = skeleton(cls, config)
+        set_dtype(model, dtype)
+        if cls._can_set_experts_implementation():
+            model.set_experts_implementation("grouped_mm")
+        path = decoder_layers(model)
+        layers = model.get_submodule(path)
+        assert isinstance(layers, nn.ModuleList)
+        kinds = _kinds(model, layers) if repeat else list(range(len(layers)))
+        tracer.watch(model, list(layers), kinds)
+        try:
+            tracer.run(model, sequence_length)
+        except Exception as error:  # any: it is Hugging Face's or the model's own code
+            raise ValueError(
+                f"model: the forward of {cls.__name__} does not run without data ({type(error).__name__}: "
+                f"{' '.join(str(error).split())}), so its costs are not known; measure them with `weft profile`"
+            ) from error
+    for number, first in enumerate(kinds):
+        tracer.parts[number + 1] = tracer.parts[first + 1]
+    return _work(model, path, tracer, name or config.model_type, sequence_length, dtype)
+
+
+@dataclass
+class _Part:
+    """What was counted while a part of the model ran."""
+
+    matmul_flops: float = 0.0
+    attention_flops: float = 0.0
+    activation_bytes: float = 0.0
+    attended_bytes: float = 0.0
+
+
+class _Attention(torch.autograd.Function):
+    """Attention that keeps what flash attention does: queries, keys, values, and its output."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch, heads, tokens, _ = query.shape
+        out = query.new_empty(batch, tokens, heads, value.shape[-1])
+        ctx.save_for_backward(query, key, value, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # traced forwards have no backward
+        raise NotImplementedError
+
+
+class _Grouped(torch.autograd.Function):
+    """The product of rows [T, K] with one expert's weights each, of [E, K, N]; torch's own takes bf16 only."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        return rows.new_empty(rows.shape[0], weights.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # traced forwards have no backward
+        raise NotImplementedError
+
+
+class _Tracer:
+    """Counts by part: 0 before the layers, then each layer, and the last after them."""
+
+    def __init__(self) -> None:
+        self.parts: list[_Part] = [_Part()]
+        self._known: dict[int, Any] = {}  # weights and saved tensors; kept, so that no address is taken again
+        self._grouped_flops = 0.0
+        self._forms: dict[int, Any] = {}  # what the first layer of each kind returned
+        self._flops = FlopCounterMode(display=False)
+
+    def watch(self, model: PreTrainedModel, layers: list[nn.Module], kinds: list[int]) -> None:
+        """Note where each layer begins, and where the last ends; leave out layers that an earlier one stands for."""
+        storages = (weight.untyped_storage() for weight in model.parameters())
+        self._known = {storage._cdata: storage for storage in storages}
+        for number, layer in enumerate(layers):
+            layer.register_forward_pre_hook(lambda *_, number=number: self._enter(number + 1))
+            if (first := kinds[number]) == number:
+                layer.register_forward_hook(lambda _, __, out, number=number: self._forms.update({number: out}))
+            else:
+                layer.forward = partial(self._passed_on, first)
+        layers[-1].register_forward_hook(lambda *_: self._enter(len(layers) + 1))
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel):  # some look for padding in the ids, to warn of it
+                part.warn_if_padding_and_no_attention_mask = lambda *_: None
+
+    def run(self, model: PreTrainedModel, tokens: int) -> None:
+        """One forward of one sequence."""
+        ids = torch.ones(1, tokens, dtype=torch.long, device="meta")
+        saved = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+        grouped = patch.object(torch.nn.functional, "grouped_mm", self._multiply)
+        with self._flops, saved, grouped:
+            model(input_ids=ids, use_cache=False)
+        self._enter(len(self.parts) - 1)
+
+    def _passed_on(self, kind: int, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        form = self._forms[kind]
+        return hidden_states if isinstance(form, Tensor) else (hidden_states, *form[1:])
+
+    @contextmanager
+    def as_attention(self) -> Iterator[None]:
+        """Let models that choose `_TRACED` tell this tracer of their attention."""
+        AttentionInterface.register(_TRACED, self._attend)
+        AttentionMaskInterface.register(_TRACED, lambda *_, **__: None)
+        try:
+            yield
+        finally:
+            AttentionInterface._global_mapping.pop(_TRACED, None)
+            AttentionMaskInterface._global_mapping.pop(_TRACED, None)
+
+    def _enter(self, number: int) -> None:
+        counted = sum(part.matmul_flops for part in self.parts[:-1])
+        self.parts[-1].matmul_flops = float(self._flops.get_total_flops()) + self._grouped_flops - counted
+        self.parts += [_Part() for _ in range(len(self.parts), number + 1)]
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            self._known[storage._cdata] = storage
+            self.parts[-1].activation_bytes += storage.nbytes()
+        return tensor
+
+    def _multiply(self, rows: Tensor, weights: Tensor, **_: Any) -> Tensor:
+        self._grouped_flops += 2 * rows.shape[0] * rows.shape[1] * weights.shape[-1]
+        return _Grouped.apply(rows, weights)
+
+    def _attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *_: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        batch, heads, tokens, width = query.shape
+        seen = min(options.get("sliding_window") or tokens, tokens)
+        pairs = tokens * seen - seen * (seen - 1) / 2 if getattr(module, "is_causal", True) else tokens * tokens
+        part = self.parts[-1]
+        part.attention_flops += 2 * batch * heads * pairs * (width + value.shape[-1])
+        part.attended_bytes = float(key.nbytes + value.nbytes)
+        return _Attention.apply(query, key, value), None
+
+
+def _kinds(model: PreTrainedModel, layers: nn.ModuleList) -> list[int]:
+    """For each layer the first that has the same class, shapes of weights and type of attention."""
+    types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
+    firsts: dict[Any, int] = {}
+    return [
+        firsts.setdefault((type(layer), kind, *(tuple(weight.shape) for weight in layer.parameters())), number)
+        for number, (layer, kind) in enumerate(zip(layers, types, strict=True))
+    ]
+
+
+def _work(model: PreTrainedModel, path: str, tracer: _Tracer, name: str, tokens: int, dtype: torch.dtype) -> ModelWork:
+    """What was counted, with the weights of each part."""
+    layers = model.get_submodule(path)
+    head = model.get_output_embeddings()
+    tied = bool(head is not None and model.all_tied_weights_keys)
+    head_weights = 0 if head is None else sum(weight.numel() for weight in head.parameters())
+    outside = sum(weight.numel() for at, weight in model.named_parameters() if not at.startswith(f"{path}."))
+    text = model.config.get_text_config()
+    before, *inner, after = tracer.parts
+    loss_bytes = float(tokens * text.vocab_size * LOSS_BYTES)
+    return ModelWork(
+        name=name,
+        sequence_length=tokens,
+        before=_layer_work(before, outside - (0 if tied else head_weights), 0),
+        layers=tuple(
+            _layer_work(part, sum(w.numel() for w in layer.parameters()), expert_parameters(layer))
+            for part, layer in zip(inner, layers, strict=True)
+        ),
+        after=_layer_work(after, head_weights, 0) + LayerWork(parameters=0, activation_bytes=loss_bytes),
+        tied_parameters=head_weights if tied else 0,
+        message_bytes=float(tokens * text.hidden_size * dtype.itemsize),
+        attended_bytes=max((part.attended_bytes for part in inner), default=0.0),
+    )
+
+
+def _layer_work(part: _Part, parameters: int, experts: int) -> LayerWork:
+    return LayerWork(
+        parameters=parameters,
+        expert_parameters=experts,
+        matmul_flops=part.matmul_flops,
+        attention_flops=part.attention_flops,
+        activation_bytes=part.activation_bytes,
+    )
+
+
+def expert_parameters(layer: nn.Module) -> int:
+    """Weights of a layer's routed experts."""
+    return sum(weight.numel() for name, weight in layer.named_parameters() if ".experts." in f".{name}")

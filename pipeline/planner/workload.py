@@ -1,0 +1,98 @@
+"""The workload: what one sequence asks of each layer of a model, in weights, operations and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+LOSS_BYTES = 8
+"""Bytes per logit that the loss keeps: fp32 logits and their softmax."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWork:
+    """What one sequence asks of a layer, or of what runs before or after all layers."""
+
+    parameters: int
+    """Weights."""
+    expert_parameters: int = 0
+    """Those of them that belong to routed experts, which expert parallelism shares out."""
+    matmul_flops: float = 0.0
+    """Operations of a forward's products with weights; of experts, those that tokens are sent to."""
+    attention_flops: float = 0.0
+    """Operations of a forward's products between tokens, over the pairs that the mask leaves: of causal
+    attention half of what `FlopCounterMode` counts."""
+    activation_bytes: float = 0.0
+    """What autograd saves in a forward, without weights."""
+
+    @property
+    def forward_flops(self) -> float:
+        """Operations of a forward; the gradients of inputs and of weights take twice as many together."""
+        return self.matmul_flops + self.attention_flops
+
+    def __add__(self, other: LayerWork) -> LayerWork:
+        return LayerWork(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+NOTHING = LayerWork(parameters=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWork:
+    """What one sequence asks of a model.
+
+    Attributes:
+        name: of the model, for people.
+        sequence_length: tokens of the sequence.
+        before: of embeddings.
+        layers: of each decoder layer.
+        after: of the final norm, the head and the loss.
+        tied_parameters: weights that embedding and head share; counted in both.
+        message_bytes: of the hidden states that a layer hands to the next.
+        attended_bytes: of one layer's keys and values, which context parallelism gathers.
+    """
+
+    name: str
+    sequence_length: int
+    before: LayerWork
+    layers: tuple[LayerWork, ...]
+    after: LayerWork
+    tied_parameters: int
+    message_bytes: float
+    attended_bytes: float
+
+    @property
+    def whole(self) -> LayerWork:
+        """The sum of all parts; tied weights count once."""
+        parts = sum(self.layers, self.before) + self.after
+        return parts + LayerWork(parameters=-self.tied_parameters)
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the model."""
+        return self.whole.parameters
+
+    @property
+    def active_parameters(self) -> float:
+        """Weights that one token is multiplied with; embeddings are looked up, and do not count."""
+        return self.whole.matmul_flops / (2 * self.sequence_length)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Operations of training one token, whatever is recomputed; utilisation (MFU) goes by it."""
+        return 3 * self.whole.forward_flops / self.sequence_length
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that `from_dict` reads."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ModelWork:
+        """The work that `to_dict` has written.
+
+        Raises:
+            TypeError, KeyError: it is of another form.
+        """
+        parts = {name: LayerWork(**data[name]) for name in ("before", "after")}
+        return cls(**{**data, **parts, "layers": tuple(LayerWork(**layer) for layer in data["layers"])})
