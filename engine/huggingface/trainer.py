@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import shutil
-from collections.abc import Iterator
 from copy import deepcopy
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,26 +18,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
-from transformers.trainer_callback import TrainerControl, TrainerState
+from transformers.trainer_callback import TrainerControl
 from transformers.trainer_utils import EvalLoopOutput
 
 from weft.conf.schema import WeftConfig
-from weft.engine.checkpoint import newest
 from weft.engine.checkpoint.exporting import export
 from weft.engine.deepspeed.keys import split_deepspeed_config
 from weft.engine.distributed import from_rank_zero, init_distributed
 from weft.engine.engine import WeftEngine
+from weft.engine.huggingface.checkpoint_folders import ENGINE_STATE, last_whole, move_into
+from weft.engine.huggingface.microbatches import EveryNthBatch, any_batch, filled
 from weft.engine.huggingface.objective import trainer_objective
 from weft.engine.huggingface.refusals import NO_LOGITS, refuse
 from weft.engine.initialize import initialize
-
-ENGINE_STATE = "weft"
-"""Folder of the engine's state in each of the Trainer's checkpoints."""
-TRAINER_STATE = "trainer_state.json"
-IGNORED = -100
-"""Label of tokens that do not count in the loss."""
-
-log = logging.getLogger(__name__)
 
 
 class WeftTrainer(Trainer):
@@ -225,7 +216,7 @@ class WeftTrainer(Trainer):
         if self.engine is not None and self.engine.global_steps:
             raise ValueError("train(): this trainer has trained already; make a new WeftTrainer")
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = from_rank_zero(self._last_whole)
+            resume_from_checkpoint = from_rank_zero(partial(last_whole, self.args.output_dir))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     # -- the step ------------------------------------------------------------------------------
@@ -243,7 +234,7 @@ class WeftTrainer(Trainer):
             return torch.zeros((), device=self.args.device)
         batches, self._pending = self._pending, []
         self._rate = float(engine.get_lr()[0])
-        loss = engine.train_batch(_filled(batches, batches[0], engine.micro_batches))
+        loss = engine.train_batch(filled(batches, batches[0], engine.micro_batches))
         return loss.detach().to(self.args.device)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
@@ -318,24 +309,15 @@ class WeftTrainer(Trainer):
             if not rows:
                 break
             num_rows += rows
-            spare = batches[0] if batches else spare or self._any_batch(dataloader)
+            spare = batches[0] if batches else spare or any_batch(dataloader)
             if items:
-                loss = engine.eval_batch(_filled(batches, spare, engine.micro_batches))
+                loss = engine.eval_batch(filled(batches, spare, engine.micro_batches))
                 assert isinstance(loss, Tensor)
                 total += torch.tensor([float(loss) * items, items], dtype=torch.float64)
             for _ in batches:
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         metrics = {f"{metric_key_prefix}_loss": float(total[0] / total[1])} if total[1] else {}
         return EvalLoopOutput(None, None, metrics, num_rows)
-
-    def _any_batch(self, dataloader: DataLoader) -> dict[str, Tensor]:
-        """A row of the data, to fill a schedule on a replica that has no rows."""
-        dataset: Any = dataloader.dataset
-        if isinstance(dataset, EveryNthBatch):
-            dataset = dataset.dataset
-        collate = dataloader.collate_fn
-        assert collate is not None
-        return collate([next(iter(dataset)) if isinstance(dataset, IterableDataset) else dataset[0]])
 
     def _planned_steps(self) -> int:
         """Steps of the learning-rate schedule, for an evaluation before training."""
@@ -366,7 +348,7 @@ class WeftTrainer(Trainer):
             dist.barrier()
             export(self.engine, part, tokenizer=self.processing_class)
             if self.args.should_save:
-                _move_into(part, folder)
+                move_into(part, folder)
                 torch.save(self.args, folder / "training_args.bin")
             dist.barrier()
         if self.args.push_to_hub and not _internal_call:
@@ -387,48 +369,3 @@ class WeftTrainer(Trainer):
         path, _ = self.engine.load_checkpoint(os.path.join(checkpoint, ENGINE_STATE))
         if path is None:
             raise ValueError(f"resume_from_checkpoint={checkpoint}: it holds no whole checkpoint of WeftTrainer")
-
-    def _last_whole(self) -> str:
-        """The Trainer's last checkpoint that can be resumed from."""
-        folders = Path(self.args.output_dir).glob("checkpoint-*")
-        for folder in sorted(folders, key=lambda f: f.stat().st_mtime, reverse=True):
-            if newest(folder / ENGINE_STATE) is None:
-                log.warning("skipped %s: its engine state is missing or damaged", folder)
-                continue
-            try:
-                TrainerState.load_from_json(str(folder / TRAINER_STATE))
-            except (OSError, ValueError, TypeError) as error:
-                log.warning("skipped %s: %s", folder, error)
-                continue
-            return str(folder)
-        raise ValueError(f"resume_from_checkpoint=True: no whole checkpoint in output_dir={self.args.output_dir}")
-
-
-class EveryNthBatch(IterableDataset):
-    """One replica's items of a stream: one of every ``num_replicas`` batches, without repetition."""
-
-    def __init__(self, dataset: IterableDataset, batch_size: int, replica: int, num_replicas: int) -> None:
-        self.dataset = dataset
-        self._batch_size, self._replica, self._num_replicas = batch_size, replica, num_replicas
-
-    def __iter__(self) -> Iterator[Any]:
-        for index, item in enumerate(self.dataset):
-            if index // self._batch_size % self._num_replicas == self._replica:
-                yield item
-
-
-def _filled(batches: list[dict[str, Tensor]], spare: dict[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:
-    """``count`` micro-batches for a schedule; if an epoch's last step has fewer, fill up with ones without labels."""
-    yield from batches
-    for _ in range(count - len(batches)):
-        yield {**spare, "labels": torch.full_like(spare["labels"], IGNORED)}
-
-
-def _move_into(part: Path, folder: Path) -> None:
-    """Move everything from ``part`` into ``folder``, replacing existing files, and remove ``part``."""
-    for path in part.iterdir():
-        target = folder / path.name
-        if target.is_dir():
-            shutil.rmtree(target)
-        os.replace(path, target)
-    part.rmdir()

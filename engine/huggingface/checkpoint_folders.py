@@ -1,0 +1,47 @@
+"""The Trainer's folders of checkpoints: which one can be resumed from, and how an export gets into one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from transformers.trainer_callback import TrainerState
+
+from weft.engine.checkpoint import newest
+
+ENGINE_STATE = "weft"
+"""Folder of the engine's state in each of the Trainer's checkpoints."""
+TRAINER_STATE = "trainer_state.json"
+
+log = logging.getLogger(__name__)
+
+
+def last_whole(output_dir: str) -> str:
+    """The last of the Trainer's checkpoints in ``output_dir`` that can be resumed from.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for folder in sorted(Path(output_dir).glob("checkpoint-*"), key=lambda f: f.stat().st_mtime, reverse=True):
+        if newest(folder / ENGINE_STATE) is None:
+            log.warning("skipped %s: its engine state is missing or damaged", folder)
+            continue
+        try:
+            TrainerState.load_from_json(str(folder / TRAINER_STATE))
+        except (OSError, ValueError, TypeError) as error:
+            log.warning("skipped %s: %s", folder, error)
+            continue
+        return str(folder)
+    raise ValueError(f"resume_from_checkpoint=True: no whole checkpoint in output_dir={output_dir}")
+
+
+def move_into(part: Path, folder: Path) -> None:
+    """Move everything from ``part`` into ``folder``, replacing existing files, and remove ``part``."""
+    for path in part.iterdir():
+        target = folder / path.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        os.replace(path, target)
+    part.rmdir()
