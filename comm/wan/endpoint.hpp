@@ -115,6 +115,7 @@ private:
     static constexpr size_t MAX_UNAUTHENTICATED = 64;  // limit of connections that have not authenticated themselves
     static constexpr size_t READ_BUDGET = 1 << 20;
     static constexpr int64_t TICK_NS = SECOND / 20;
+    static constexpr int64_t SCOUT_NS = SECOND / 10;
 
     SslCtx *tls_ = nullptr;
     int listener_ = -1, epoll_ = -1, wake_ = -1;
@@ -267,6 +268,10 @@ private:
         for (auto &[_, link] : links_) {
             link->tick(now);
             if (link->failed() || link->left() || !link->connects || leaving_) continue;
+            if (link->silent(now)) {
+                scout(*link, now);
+                continue;
+            }
             for (uint32_t slot = 0; slot < link->slots.size(); slot++)
                 if (!link->slots[slot] && now >= link->attempts[slot].due_ns) connect(*link, slot, now);
         }
@@ -395,11 +400,44 @@ private:
         if (unauthenticated >= MAX_UNAUTHENTICATED) give_up(*oldest, "too many unauthenticated connections", now_ns());
     }
 
+    bool attempts(const Connection &connection, const Link &link) const {
+        return connection.connects && !connection.link && connection.dead.empty() &&
+               connection.handshake.hello.to == link.peer;
+    }
+
+    // Tries a silent link again and again, because TCP retransmits at ever longer intervals. What answers first
+    // shows that the way is open.
+    void scout(Link &link, int64_t now) {
+        if (now - link.scouted_ns < SCOUT_NS) return;
+        for (auto &[_, other] : connections_)
+            if (attempts(*other, link) && other->stage != Stage::TCP) return;  // it has been answered
+        link.scouted_ns = now;
+        open(link, static_cast<uint32_t>(now / SCOUT_NS % link.slots.size()), now);
+    }
+
+    // A connection that `scout` opened has been answered: all others are opened anew as well.
+    void follow(const Connection &scout, int64_t now) {
+        Link &link = *links_.at(scout.handshake.hello.to);
+        for (auto &[_, other] : connections_)
+            if (attempts(*other, link) && other->stage == Stage::TCP) other->dead = "another was answered";
+        for (uint32_t slot = 0; slot < link.slots.size(); slot++)
+            if (slot != scout.slot) open(link, slot, now);
+    }
+
+    // Whether no other attempt has been answered.
+    bool is_first(const Connection &one, const Link &link) const {
+        for (auto &[_, other] : connections_)
+            if (other.get() != &one && attempts(*other, link) && other->stage != Stage::TCP) return false;
+        return true;
+    }
+
     void connect(Link &link, uint32_t slot, int64_t now) {
         for (auto &[_, other] : connections_)
-            if (other->connects && !other->link && other->dead.empty() && other->slot == slot &&
-                other->handshake.hello.to == link.peer)
-                return;  // an attempt is in progress
+            if (attempts(*other, link) && other->slot == slot) return;  // one is in progress
+        open(link, slot, now);
+    }
+
+    void open(Link &link, uint32_t slot, int64_t now) {
         int fd = open_socket(link.address);
         if (fd < 0) return link.attempt_failed(slot, error_text(errno), false, now);
         Connection &connection = add(fd, true, link.address, now);
@@ -427,6 +465,8 @@ private:
             getsockopt(connection.stream.fd, SOL_SOCKET, SO_ERROR, &error, &length);
             if (error) throw Broken(error_text(error));
             connection.stage = Stage::TLS;
+            if (Link &link = *links_.at(handshake.hello.to); link.silent(now) && is_first(connection, link))
+                follow(connection, now);
             if (tls_) connection.stream.start_tls(tls_, this, true);
         }
         if (connection.stage == Stage::TLS) {
@@ -447,6 +487,8 @@ private:
                 handshake.challenge.from != handshake.hello.to)
                 throw Broken("not a valid answer to the greeting");
             if (!handshake.of_one_job()) throw Broken(OTHER_JOB);
+            if (!links_.at(handshake.hello.to)->needs(connection.slot, connection.opened_ns))
+                return void(connection.dead = "the connection that it was to replace works again");
             connection.send(handshake.prove(options.key, true));
             connection.stage = Stage::PROOF;
         }

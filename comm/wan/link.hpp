@@ -55,6 +55,7 @@ public:
         int failures = 0;
     };
     std::vector<Attempt> attempts;
+    int64_t scouted_ns = 0;  // when a connection was last tried because the link is silent
 
     Link(uint32_t peer, const Options &options, std::vector<Completed> &completed, int64_t now)
         : peer(peer), active(~0u), options_(options), completed_(completed), last_receive_ns_(now) {
@@ -122,6 +123,10 @@ public:
     void attach(Connection &connection, uint64_t session, uint32_t chunk_bytes, int64_t now) {
         session_ = session;
         peer_chunk_bytes_ = chunk_bytes;
+        if (silent(now)) {
+            trusted_ns_ = last_receive_ns_ + 1;
+            pacer_.resume(now, now - last_receive_ns_, counters.rtt_ns);
+        }
         connection.link = this;
         connection.stage = Stage::READY;
         connection.last_receive_ns = last_receive_ns_ = now;
@@ -149,6 +154,14 @@ public:
         resend_.insert(resend_.begin(), connection.unacknowledged.begin(), connection.unacknowledged.end());
         connection.unacknowledged.clear();
         for (auto &[_, lane] : lanes_) lane.credit_due |= lane.open;  // the last CREDIT may be lost
+    }
+
+    // Whether the peer, which was pinged meanwhile, has been silent for longer than a lost packet explains.
+    bool silent(int64_t now) const { return session_ && now - last_receive_ns_ > 2 * quiet_ns(); }
+
+    // Whether a connection of `slot` that was opened at `opened_ns` is of use: the one that is there says nothing.
+    bool needs(uint32_t slot, int64_t opened_ns) const {
+        return slot >= slots.size() || !slots[slot] || slots[slot]->last_receive_ns < opened_ns;
     }
 
     // Time limit for connecting and the handshake: some round trips, once known.
@@ -243,18 +256,21 @@ public:
         if (failed()) return;
         if (left() && !counters.ready)
             return fail("closed by the peer: " + farewell_, farewell_ == CLOSED ? rank(peer) + " closed" : farewell_);
+        Connection *pinged = nullptr;  // the longest time ago
         for (Connection *connection : slots) {
             if (!connection) continue;
+            if (!pinged || connection->pinged_ns < pinged->pinged_ns) pinged = connection;
             if (now - connection->last_receive_ns > options_.stall_ns) {
                 lose(*connection, "silent for " + seconds(options_.stall_ns));
             } else if (now - last_receive_ns_ < SECOND / 5 && connection->stuck(now - SECOND / 5)) {
                 // The link works, and TCP's retransmission timeout would grow exponentially.
                 lose(*connection, "stuck while others move");
             } else if (now - connection->pinged_ns > options_.interval_ns) {
-                connection->pinged_ns = now;
-                connection->send(PING, 0, static_cast<uint64_t>(now));
+                ping(*connection, now);
             }
         }
+        if (pinged && pinged->dead.empty() && std::min(now - last_receive_ns_, now - last_ping_ns_) > quiet_ns())
+            ping(*pinged, now);
         int64_t limit = session_ ? options_.deadline_ns : options_.patience_ns;
         std::string trouble = last_trouble_.empty() ? "" : "; last trouble: " + last_trouble_;
         if (now - last_receive_ns_ > limit)
@@ -310,7 +326,8 @@ private:
     std::deque<Chunk> resend_;
     uint64_t session_ = 0;          // of the peer; 0 before the first connection
     uint32_t peer_chunk_bytes_ = 0;
-    int64_t last_receive_ns_, refused_since_ns_ = 0;
+    int64_t last_receive_ns_, last_ping_ns_ = 0, refused_since_ns_ = 0;
+    int64_t trusted_ns_ = 0;        // a connection not heard since then is of before a silence
     size_t rotation_ = 0;
     Pacer pacer_;
     int64_t now_ = 0;  // of the last `pump`
@@ -342,6 +359,14 @@ private:
         return false;
     }
 
+    // After which a link without traffic is pinged.
+    int64_t quiet_ns() const { return std::max<int64_t>(3 * counters.rtt_ns, SECOND * 3 / 20); }
+
+    void ping(Connection &connection, int64_t now) {
+        connection.pinged_ns = last_ping_ns_ = now;
+        connection.send(PING, 0, static_cast<uint64_t>(now));
+    }
+
     void flush(Connection &connection) {
         try {
             connection.flush();
@@ -357,6 +382,7 @@ private:
         for (Connection *connection : slots) {
             if (!connection || !connection->dead.empty() || !connection->stream.writable) continue;
             if (connection->sending() || connection->slot >= active) continue;
+            if (connection->last_receive_ns < trusted_ns_) continue;
             if (!best || connection->unacknowledged.size() < best->unacknowledged.size()) best = connection;
         }
         return best;

@@ -30,6 +30,9 @@ public:
 
     double best() const { return better(current_, before_); }
 
+    // Time that does not count.
+    void shift(int64_t pause_ns) { since_ns_ += pause_ns; }
+
 private:
     int64_t since_ns_ = INT64_MIN / 2;
     double current_ = 0, before_ = 0;
@@ -86,6 +89,15 @@ public:
         chunks_ = 0;
     }
 
+    // The peer is heard again, over new connections, after `silence_ns`: what was measured before still holds, and
+    // while TCP starts slowly, lower rates say nothing of the line.
+    void resume(int64_t now, int64_t silence_ns, int64_t rtt_ns) {
+        starting_until_ns_ = now + SLOW_START_TRIPS * rtt_ns;
+        max_rate_.shift(silence_ns);
+        drained_ns_ = due_ns_ = now;
+        chunks_ = 0;
+    }
+
     // Whether the round trip is so long that 2 ms do not matter.
     bool far() const { return far_; }
 
@@ -97,6 +109,7 @@ private:
     // When the route gets longer, fewer bytes are delivered per window, because too little is in flight
     // for the new length; the old rate must be remembered longer than that, or it would spiral down.
     static constexpr int64_t TRIP_SPAN_NS = 2500000000, RATE_SPAN_NS = 10000000000;
+    static constexpr int64_t SLOW_START_TRIPS = 10;
     static constexpr double TRIPS = 25;                 // or so many round trips, where they are long
     static constexpr double LEAST_SHARE = 1 / 1.5;      // of the maximum rate
     static constexpr double FULL = 1.15, DRAINED = 0.9;  // times the bandwidth-delay product
@@ -119,6 +132,7 @@ private:
     // count as propagation delay.
     bool drains_ = false;
     int64_t drained_ns_ = 0;
+    int64_t starting_until_ns_ = 0;
     WindowedBest<std::greater<>> max_rate_;
 
     bool grows() const { return since_growth_ < PATIENCE; }
@@ -139,6 +153,7 @@ private:
 
     // Samples at the end of a burst are too low, those after a pause too high: take the third quartile.
     void note(double rate, int64_t now) {
+        if (now < starting_until_ns_ && rate < rate_) return;
         samples_.push_back(rate);
         if (samples_.size() > MEMORY) samples_.pop_front();
         std::vector<double> sorted(samples_.begin(), samples_.end());

@@ -1,5 +1,6 @@
 // A link with a pace on a line of one rate: what it carries, and what waits on the line.
 #include <algorithm>
+#include <cmath>
 #include <deque>
 
 #include "pacer.hpp"
@@ -42,6 +43,41 @@ extern "C" Result pace_on_line(double rate, double rtt_ms, double later_rtt_ms, 
         if (last) backlog += std::max(0.0, free_ns - now) / MS, samples++;
     }
     return {carried / rate, backlog / samples};
+}
+
+// The line is cut after 4 s for `cut_ms`; what was on it is lost, and new connections start slowly: their window
+// doubles with every round trip. Carried and backlog are of the second that begins 8 round trips after healing.
+extern "C" Result pace_after_cut(double rate, double rtt_ms, int cut_ms) {
+    const int64_t MS = 1000000;
+    const double chunk = 8192;
+    const int healed_ms = 4000 + cut_ms, counted_ms = healed_ms + static_cast<int>(8 * rtt_ms);
+    weft::Pacer pace;
+    std::deque<Sent> flying;
+    double free_ns = 0, carried = 0, backlog = 0;
+    for (int64_t ms = 1; ms <= counted_ms + 1000; ms++) {
+        int64_t now = ms * MS;
+        bool cut = ms >= 4000 && ms < healed_ms, counts = ms > counted_ms;
+        if (ms == healed_ms) {
+            for (; !flying.empty(); flying.pop_front()) pace.lost(static_cast<uint64_t>(chunk));
+            pace.resume(now, cut_ms * MS, static_cast<int64_t>(rtt_ms * MS));
+            free_ns = now;
+        }
+        for (; !cut && !flying.empty() && flying.front().acknowledged <= now; flying.pop_front()) {
+            pace.delivered(static_cast<uint64_t>(chunk), flying.front().at, flying.front().arrived, now);
+            carried += counts ? chunk : 0;
+        }
+        pace.update(now, static_cast<int64_t>(rtt_ms * MS));
+        double window = 2 * rate * rtt_ms / 1e3 + 3 * chunk;
+        if (ms >= healed_ms) window = std::min(window, 10 * chunk * std::exp2((ms - healed_ms) / rtt_ms));
+        while (pace.ready(now) && flying.size() * chunk < window) {
+            pace.sent(static_cast<uint64_t>(chunk), now);
+            free_ns = std::max(free_ns, static_cast<double>(now)) + chunk * 1e9 / rate;
+            int64_t arrived = static_cast<int64_t>(free_ns + rtt_ms / 2 * MS);
+            flying.push_back({now, arrived, static_cast<int64_t>(arrived + rtt_ms / 2 * MS)});
+        }
+        backlog += counts ? std::max(0.0, free_ns - now) / MS : 0;
+    }
+    return {carried / rate, backlog / 1000};
 }
 
 struct Direction {

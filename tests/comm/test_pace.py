@@ -23,6 +23,8 @@ def library():
     library = ctypes.CDLL(str(build(sources, kind=Kind.library, flags=[f"-I{headers}"])))
     library.pace_on_line.argtypes = [ctypes.c_double] * 4 + [ctypes.c_int] * 5
     library.pace_both_ways.argtypes = [ctypes.c_double] * 3 + [ctypes.c_int]
+    library.pace_after_cut.argtypes = [ctypes.c_double] * 2 + [ctypes.c_int]
+    library.pace_after_cut.restype = Result
     library.pace_on_line.restype = library.pace_both_ways.restype = Result
     return library
 
@@ -54,6 +56,15 @@ def test_bursts_wait_above_the_line_and_not_on_it(on_line, rtt_ms):
 
 def test_a_cut_of_five_seconds_is_forgotten(on_line):
     assert on_line(50, 80, seconds=9, cut=(2000, 7000)).carried > 0.97
+
+
+@pytest.mark.parametrize("mbps", [10, 50, 500])
+@pytest.mark.parametrize("rtt_ms", [20, 80, 200])
+@pytest.mark.parametrize("cut_ms", [1000, 5000, 60_000])
+def test_the_pace_is_that_of_before_a_cut_although_connections_start_slowly(library, mbps, rtt_ms, cut_ms):
+    found = library.pace_after_cut(mbps * 1e6 / 8, rtt_ms, cut_ms)
+    assert found.carried > 0.97
+    assert found.backlog_ms < 0.5 * rtt_ms + 6 * 8192 * 8 / (mbps * 1e3)  # and some chunks, as always
 
 
 @pytest.mark.parametrize("mbps", [50, 500])

@@ -123,7 +123,7 @@ def kill_one_connection(bed, port):
 
 
 def test_killed_connections_cost_nothing_but_their_chunks(bed):
-    sender, receiver, address = start(bed)
+    sender, receiver, address = start(bed, seconds=8.0)  # `ss` takes seconds on a busy machine
     for _ in range(3):
         kill_one_connection(bed, address[1])
         time.sleep(0.4)
@@ -136,6 +136,14 @@ def test_a_cut_of_five_seconds_ends_by_itself(bed):
     bed.cut("a", "b", for_s=5.0)
     count, _ = finish(sender, receiver, "all cut for 5 s")
     assert count > AHEAD
+
+
+def test_a_cut_ends_with_every_connection_opened_anew(bed):
+    sender, receiver, _ = start(bed, seconds=6.0)
+    bed.cut("a", "b", for_s=2.0)  # less than the silence after which connections are given up one by one
+    _, counters = finish(sender, receiver, "all cut for 2 s")
+    assert counters.broken >= 4
+    assert counters.ready == 4
 
 
 def test_a_flapping_line_carries_on(bed):

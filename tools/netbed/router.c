@@ -327,6 +327,8 @@ static void read_topology(void) {
 
 /* ---- commands ---- */
 
+#define CLIENT_NS 5000000000LL /* to say its command */
+
 static int listen_control(void) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     int length = snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "weft-netbed-%s", bed_name);
@@ -383,16 +385,12 @@ static const char *add_rule(const char *command) {
     return "there is no such fault\n";
 }
 
-/* Answers one command on a fresh connection of the same user. */
-static void answer(int listener, int *attached) {
+/* Answers the command on a connection of the same user, and closes it. */
+static void answer(int fd, int *attached) {
     static char reply[16384];
     char command[256];
     struct ucred peer;
     socklen_t size = sizeof peer;
-    int fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
-    struct timeval patience = {.tv_usec = 200000};
-    if (fd < 0) return;
-    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
     ssize_t length = recv(fd, command, sizeof command - 1, 0);
     if (length > 0 && !getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) && peer.uid == geteuid()) {
         command[length] = 0;
@@ -424,12 +422,14 @@ int main(void) {
     prctl(PR_SET_TIMERSLACK, 1UL);
     setpriority(PRIO_PROCESS, 0, -10); /* it stands for hardware */
     read_topology();
-    int control = listen_control();
+    /* One client at a time, which the line does not wait for: on a busy machine a command comes late. */
+    int control = listen_control(), client = -1;
+    int64_t client_ns = 0;
     puts("ready");
     fflush(stdout);
     while (!stopping) {
         for (int i = 0; i < num_nodes; i++) polled[i] = (struct pollfd){.fd = nodes[i].tun, .events = POLLIN};
-        polled[num_nodes] = (struct pollfd){.fd = control, .events = POLLIN};
+        polled[num_nodes] = (struct pollfd){.fd = client < 0 ? control : client, .events = POLLIN};
         polled[num_nodes + 1] = (struct pollfd){.fd = attached ? 0 : -1};
         struct timespec wait, *until = NULL;
         if (heap_size) {
@@ -445,7 +445,16 @@ int main(void) {
                 read_node(i);
                 deliver_due();
             }
-        if (polled[num_nodes].revents) answer(control, &attached);
+        if (client < 0 && polled[num_nodes].revents) {
+            client = accept4(control, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+            client_ns = now_ns();
+        } else if (polled[num_nodes].revents) {
+            answer(client, &attached);
+            client = -1;
+        } else if (client >= 0 && now_ns() - client_ns > CLIENT_NS) {
+            close(client);
+            client = -1;
+        }
         if (polled[num_nodes + 1].revents & (POLLHUP | POLLERR)) stopping = 1;
     }
     kill_inhabitants();
