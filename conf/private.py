@@ -54,6 +54,13 @@ def write_private(path: Path, text: str) -> None:
         out.write(text)
 
 
+def append_private(path: Path, text: str) -> None:
+    """Add to a file that only its owner can read, in one write; it may be new."""
+    make_run_folder(path.parent)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600), "a") as out:
+        out.write(text)
+
+
 def make_run_folder(path: Path) -> None:
     """Create a run's folder, private to this user, if it is missing; use chmod to let others read it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -33,6 +33,7 @@ from weft.engine.observability.bubbles import BubbleObserver, open_board
 from weft.engine.observability.clock import clock_for
 from weft.engine.observability.heartbeat import Heartbeat
 from weft.engine.observability.measurement import StepRecords
+from weft.engine.observability.set_up import SET_UP
 from weft.engine.observability.slots import SlotObserver
 from weft.engine.planning.run_plan import RunPlan
 from weft.engine.planning.schedules import RankSchedule, plan_evaluation
@@ -89,6 +90,7 @@ class WeftEngine(CheckpointingEngine):
         minimised = None if objective is None else Minimised(objective)
         self._collectives = collectives
         super().__init__(**deepspeed)
+        SET_UP.done("engine: DeepSpeed's")
         connect_groups(self._step_groups(), self.device)
         position = plan.layout.position(self.global_rank)
         self.pipe_rank, self.replica = position.stage, position.replica
@@ -119,9 +121,11 @@ class WeftEngine(CheckpointingEngine):
             replicas=dist.get_process_group_ranks(self.grid.get_data_parallel_group()),
             group=self.grid.get_data_parallel_group(),
         )
+        SET_UP.done("engine: ours")
         self._neighbours = Neighbours.join(
             plan.placement, plan.layout, wan=wan, device=self.device, timeout_s=weft.comm.timeout_s
         )
+        SET_UP.done("channels")
         self.executor = self._make_executor()
         self.bubbles = open_board(weft, plan, self.global_rank, self.device)
         self.slot_observers: list[SlotObserver] = [] if self.bubbles is None else [BubbleObserver(self.bubbles)]

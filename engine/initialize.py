@@ -22,14 +22,16 @@ from weft.conf.schema import WeftConfig
 from weft.engine.deepspeed.keys import split_deepspeed_config
 from weft.engine.deepspeed.optimization import learning_rate, parameter_groups
 from weft.engine.distributed import (
-    from_rank_zero,
+    known_to_any,
     leave_out_shm_operator,
     process_groups,
     together,
 )
 from weft.engine.engine import WeftEngine
 from weft.engine.execution.neighbours import open_wan
+from weft.engine.kept import KEPT
 from weft.engine.module import WeftModule
+from weft.engine.observability.set_up import SET_UP
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.gathering import facts_of_ranks, with_collectives
 from weft.engine.planning.joining import join
@@ -138,14 +140,20 @@ class PreparedRun:
         Raises:
             ValueError: on every rank: no schedule can be had, or a link cannot be opened.
         """
-        wan = open_wan(placement, facts.layout, config.comm, device)
+        between = config.cluster, config.comm, facts.layout, placement
+        wan = open_wan(placement, facts.layout, config.comm, device, known=KEPT.find("links", between) or {})
+        SET_UP.done("links between sites")
         collectives = Collectives.open(config, facts.layout, device)
+        SET_UP.done("collectives of replicas")
         if wan is not None:
+            KEPT.put("links", between, wan.profiles)
             facts = facts.with_links(wan.profiles)
+        planned_from = config, facts, placement
         facts = facts.with_nodes(collectives.group.nodes, "told by the ranks")
         facts = with_collectives(config, facts, device, collectives.costs, collectives.source)
         # Facts of rank 0's replicas are the run's.
-        return cls(from_rank_zero(lambda: plan_run(config, facts, placement), RunPlan), collectives, wan)
+        plan = known_to_any("plan", planned_from, lambda: plan_run(config, facts, placement), RunPlan)
+        return cls(plan, collectives, wan)
 
     def engine(self, config: WeftConfig, settings: dict[str, Any], module: WeftModule, **given: Any) -> WeftEngine:
         """The engine of this rank's stages.
@@ -194,18 +202,24 @@ def _engine(
     if model is not None:
         hf_model(model)
     device = join(config)
+    SET_UP.done("join")
     earlier = set(process_groups())
     check_world(config, dist.get_world_size())
     config = fit_batch(config, dist.get_world_size())
     settings = deepspeed_config(config, dist.get_world_size()) | user
     hf_config = together(lambda: load_hf_config(config.model) if model is None else hf_model(model).config)
     facts = facts_of_ranks(config, hf_config, device)
-    placement = from_rank_zero(lambda: settle_placement(config, facts), Placement)
+    SET_UP.done("facts")
+    placement = known_to_any("placement", (config, facts), lambda: settle_placement(config, facts), Placement)
+    SET_UP.done("placement")
     if config.model.self_check and placement.num_stages > 1:
         checked = hf_config if model is None else model
         together(lambda: self_check(checked, own_loss=objective is None) if dist.get_rank() == 0 else None)
+    SET_UP.done("self-check")
     run = PreparedRun.open(config, facts, placement, device)
+    SET_UP.done("plan")
     module = WeftModule(together(lambda: _make_stages(config, model, run.plan)), placement, run.plan.layout)
+    SET_UP.done("stages")
     if not given["model_parameters"]:
         given["model_parameters"] = parameter_groups(module.named_global_parameters(), config.optimizer.weight_decay)
     if given["lr_scheduler"] is None and given["optimizer"] is None and "scheduler" not in settings:

@@ -40,10 +40,12 @@ class Replica:
     Attributes:
         schedule: its own, without relays; replicas that run the same one share the value.
         ranks: the global rank of each row.
+        busy_s: seconds that each row's own computations are predicted to take in a step; empty if unknown.
     """
 
     schedule: Schedule
     ranks: tuple[int, ...]
+    busy_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,12 @@ class JobRows:
         """What a global rank does in a step."""
         number, row = self.seats[rank]
         return self.replicas[number].schedule.rows[row]
+
+    def predicted_s(self, rank: int) -> float:
+        """Seconds that a rank's own computations are predicted to take in a step; 0 if that is not known."""
+        number, row = self.seats[rank]
+        predicted = self.replicas[number].busy_s
+        return predicted[row] if predicted else 0.0
 
     def doing(self, rank: int, place: Place) -> str:
         """What a rank is at, in words."""
@@ -149,6 +157,12 @@ class _Candidate:
         """Who of the silent ranks would explain it."""
         return silent if self.helpers is None else silent.intersection((self.rank, *self.helpers))
 
+    def delivered(self, job: JobRows, sound: Collection[frozenset[int]]) -> _Candidate:
+        """The receiver alone, where every link works over which the transfer comes."""
+        if self.sender is None or not all(frozenset(pair) in sound for pair in job.carriers(self.sender, self.rank)):
+            return self
+        return _Candidate(self.rank, helpers=self.helpers)
+
 
 def find_culprits(
     job: JobRows,
@@ -157,6 +171,7 @@ def find_culprits(
     moved: Collection[int] = (),
     silent: Collection[int] = (),
     broken: Iterable[tuple[int, int]] = (),
+    sound: Iterable[tuple[int, int]] = (),
 ) -> Finding:
     """Find who holds everybody up.
 
@@ -166,6 +181,7 @@ def find_culprits(
         silent: ranks without a sign of life: stopped, or with a thread that holds the interpreter's lock. Their
             transfers and collectives stand still with them.
         broken: links, as pairs of ranks in any order, without a connection.
+        sound: links that are known to work: what was sent over them is there, so its receiver is to blame.
     """
     if moved:
         return Finding((), tuple(sorted(moved)))
@@ -175,6 +191,8 @@ def find_culprits(
     mute = frozenset().union(*(candidate.among(silent) for candidate in found)) if silent else silent
     if mute or not found:
         return Finding(tuple(Suspect(rank, doing=job.doing(rank, places[rank])) for rank in sorted(mute or silent)))
+    works = {frozenset(pair) for pair in sound}
+    found = [candidate.delivered(job, works) for candidate in found]
     stuck = [candidate for candidate in found if candidate.sender is not None]
     ranks = [Suspect(c.rank, doing=job.doing(c.rank, places[c.rank])) for c in found if c.sender is None]
     return Finding((*ranks, *_links(job, places, stuck, {frozenset(pair) for pair in broken})))

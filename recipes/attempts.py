@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import sys
@@ -15,6 +16,8 @@ import torch.distributed as dist
 
 from weft.comm.eager_connect import on_host
 from weft.engine.distributed import attempt_number, leave_distributed, lost_peer
+from weft.engine.kept import KEPT
+from weft.engine.observability.set_up import SET_UP
 from weft.engine.supervision.parking import AgentLink
 
 Once = Callable[[Sequence[str], ExitStack], int]
@@ -22,6 +25,8 @@ Once = Callable[[Sequence[str], ExitStack], int]
 _OWN = ("weft", "rank ")
 """How the names of Weft's threads begin; libraries keep theirs."""
 JOIN_S = 0.05
+STUCK_S = 2.5
+"""Seconds after which a rank that was asked to leave, and has not begun to, prints where its threads are."""
 THREADS_S = 10.0
 """Seconds that threads of an attempt have to end; a process that keeps one ends, and is started anew."""
 
@@ -38,16 +43,20 @@ def run_attempts(argv: Sequence[str], once: Once) -> int:
     if agent is None:
         return once(argv, ExitStack())  # never unwound: the process ends, and with it all that it holds
     first, threads = dict(os.environ), set(threading.enumerate())
+    KEPT.keeps = True
     while True:
-        agent.begin(attempt_number(), _abort_groups)
+        agent.begin(attempt_number(), _leave)
         ended = _attempt(agent, argv, once)
         if isinstance(ended, int):
             return ended
         if not _threads_ended(threads):
             return 1
+        faulthandler.cancel_dump_traceback_later()  # it may have been asked to leave meanwhile
+        SET_UP.done("leave")
         assignment = agent.park(ended)
         if assignment is None:
             return 1
+        SET_UP.done("parked")
         os.environ.clear()  # an attempt sets variables, such as the interface, that may not fit the next
         os.environ.update({**first, **assignment.environment})
         argv = assignment.arguments
@@ -65,10 +74,13 @@ def _attempt(agent: AgentLink, argv: Sequence[str], once: Once) -> int | str:
             held.pop_all()
             return code
         except Exception as error:
+            SET_UP.begin()
             lost = lost_peer(error) if isinstance(error, RuntimeError) else None
             if lost is None and not agent.leaving:
                 held.pop_all()
                 raise
+            faulthandler.cancel_dump_traceback_later()
+            agent.tell_leaving()
             print(f"\nweft train: {lost or 'asked to leave'}", file=sys.stderr)
             reason = lost or str(error)
             _forget(error)
@@ -100,12 +112,15 @@ def _threads_ended(others: set[threading.Thread]) -> bool:
         left[0].join(JOIN_S)
 
 
-def _abort_groups() -> None:
+def _leave() -> None:
     """Have whatever waits for other ranks fail: on a thread, when the agent asks this rank to leave.
+
+    One that does not get away says where it stands before its agent ends it.
 
     gloo needs none of it: the connections of ranks that have left or ended are closed, so what waits for
     them fails. A rank that waits for one that does not leave is killed by its agent.
     """
+    faulthandler.dump_traceback_later(STUCK_S)
     if dist.is_initialized() and not on_host():
         for group in list(dist.distributed_c10d._world.pg_map):  # torch 2.11 to 2.13
             group.abort()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from itertools import takewhile
@@ -13,7 +14,10 @@ from typing import Any, Protocol
 from weft.conf.private import make_run_folder, write_private
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import to_tree
+from weft.engine.checkpoint.errors import OUT_OF_SPACE
 from weft.engine.distributed import attempt_number
+
+log = logging.getLogger(__name__)
 
 STEP = "train/global_step"
 """The step axis at Weights & Biases, named as in transformers' Trainer."""
@@ -54,7 +58,10 @@ def open_logs(config: WeftConfig, folder: Path, start: int) -> list[Log]:
 
 
 class JsonLines:
-    """One JSON object per line, flushed after every line; a number that is not finite becomes null."""
+    """One JSON object per line, flushed after every line; a number that is not finite becomes null.
+
+    On a full disk, lines wait until there is room.
+    """
 
     def __init__(self, path: Path, start: int | None = None) -> None:
         """Append to ``path``.
@@ -63,25 +70,45 @@ class JsonLines:
             start: steps that were done when the run was resumed: lines of later steps go, for they are
                 trained again. None keeps all lines.
         """
-        self._path = path
+        self._path, self._waiting = path, b""
         if start is not None:
             self.go_back(start)
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line."""
         values = {name: value if isfinite(value) else None for name, value in metrics.items()}
-        with open(os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a") as file:
-            file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+        self._waiting += json.dumps({"step": step, "kind": kind, **values}).encode() + b"\n"
+        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        size = os.fstat(file).st_size
+        try:
+            written = 0
+            while written < len(self._waiting):
+                written += os.write(file, self._waiting[written:])
+        except OSError as error:
+            if error.errno not in OUT_OF_SPACE:
+                raise
+            os.ftruncate(file, size)  # a line is there as a whole, or waits
+            log.warning("%s: %s; its next lines wait", self._path, error.strerror)
+            return
+        finally:
+            os.close(file)
+        self._waiting = b""
 
     def go_back(self, step: int) -> None:
         """Cut the file off where later steps begin, which takes no room on a full disk."""
+        self._waiting = _until(step, self._waiting)
         if not self._path.exists():
             return
-        lines = self._path.read_bytes().splitlines(keepends=True)
-        os.truncate(self._path, sum(map(len, takewhile(lambda line: _step_of(line) <= step, lines))))
+        os.truncate(self._path, len(_until(step, self._path.read_bytes())))
 
     def close(self) -> None:
-        """Do nothing: every line is flushed."""
+        """Do nothing: every line is flushed, or there is no room for it."""
+
+
+def _until(step: int, lines: bytes) -> bytes:
+    """The lines before the first of a later step."""
+    kept: list[bytes] = list(takewhile(lambda line: _step_of(line) <= step, lines.splitlines(keepends=True)))
+    return b"".join(kept)
 
 
 def _step_of(line: bytes) -> float:

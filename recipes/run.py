@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from math import nan
@@ -13,10 +14,12 @@ import torch
 import torch.distributed as dist
 
 from weft.conf.schema import WeftConfig
-from weft.engine.checkpoint import CheckpointError, open_checkpoint, tagged, to_resume
+from weft.engine.checkpoint import CheckpointError, open_checkpoint, set_aside, tagged, to_resume
+from weft.engine.checkpoint.errors import NoSpaceError
 from weft.engine.data import MicrobatchLoader
-from weft.engine.distributed import from_rank_zero, together
+from weft.engine.distributed import attempt_number, from_rank_zero, together
 from weft.engine.engine import WeftEngine
+from weft.engine.observability.set_up import SET_UP
 from weft.engine.supervision.places import Phase
 from weft.engine.zero import REMEDY, NonFiniteError, ReplicasDiffer, SkippedTooOften
 from weft.recipes.bad_data import BadData
@@ -49,6 +52,7 @@ class TrainingRun:
         """Train from step ``start`` on, with evaluations and checkpoints in between; a collective call."""
         train, every, heartbeat = self.config.train, self.config.checkpoint.every, self.engine.heartbeat
         began, step = perf_counter(), start
+        SET_UP.done("progress")
         heartbeat.enter(Phase.first_step)
         while step < train.steps:
             if self._has_stopped(progress):
@@ -60,9 +64,8 @@ class TrainingRun:
             except SkippedTooOften as error:
                 step = self._go_back(error, progress)
                 continue
-            except ReplicasDiffer:
-                if self.engine.memory is not None:
-                    self.engine.memory.forget()  # unlike storage's, its checkpoints may be of after the fault
+            except ReplicasDiffer as error:
+                self._distrust(error)
                 raise
             if not self.engine.optimizer.overflow:
                 self.bad_data.trained(read)
@@ -70,6 +73,7 @@ class TrainingRun:
             progress.step(step, loss)
             if step == start + 1:
                 heartbeat.enter(Phase.steady)
+                self._tell_set_up(step)
             if self.evaluation is not None and step % train.eval_every == 0:
                 with heartbeat.within(Phase.evaluation):
                     self._evaluate(step, self.evaluation, progress)
@@ -77,10 +81,42 @@ class TrainingRun:
                 self.engine.memory.take(self._state())
             if every and step % every == 0 and step < train.steps:
                 with heartbeat.within(Phase.checkpoint):
-                    self.save()
+                    self._save_if_there_is_room(step, progress)
             if train.max_seconds and _from_rank_0(perf_counter() - began > train.max_seconds, self.engine.device):
                 progress.note(f"train.max_seconds={train.max_seconds:g} reached after step {step}")
                 return
+
+    def _save_if_there_is_room(self, step: int, progress: Progress) -> None:
+        """Save between steps; on a full disk training goes on with the checkpoints that there are."""
+        for do in (self.engine.finish_checkpoints, self.save):  # what was written meanwhile, then what is due
+            try:
+                do()
+            except NoSpaceError as error:
+                later = f"training goes on, and saves again in {self.config.checkpoint.every} steps"
+                progress.note(f"step {step}: no checkpoint: {error}; {later}")
+
+    def _distrust(self, error: ReplicasDiffer) -> None:
+        """Set aside what may hold damaged numbers; a collective call.
+
+        Memory checkpoints may be of after the fault. One in storage was compared when it was written, as far as
+        replicas hold the same: of ZeRO's shards there is one copy, and who wrote a wrong one may have had it before,
+        so with those the run goes back to before the last comparison that passed.
+        """
+        if self.engine.memory is not None:
+            self.engine.memory.forget()
+        with suppress(NoSpaceError):
+            self.engine.finish_checkpoints()
+        sharded = self.config.zero.stage in (1, 2)
+        aside = set_aside(self._checkpoints, error.good_step + (not sharded))
+        if aside:
+            print_once(f"set aside, for they may hold damaged numbers: {', '.join(map(str, aside))}")
+
+    def _tell_set_up(self, step: int) -> None:
+        """Leave in a supervised run's folder how long this rank has taken to its first step."""
+        SET_UP.done("first step")
+        if self.engine.heartbeat.place is not None:
+            where = {"attempt": attempt_number(), "rank": self.engine.global_rank, "step": step}
+            SET_UP.write(self.folder / "supervisor" / "set_up.jsonl", **where)
 
     def _go_back(self, error: SkippedTooOften, progress: Progress) -> int:
         """Return to the newest checkpoint, and leave out what the skipped steps read; the number of steps done.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from copy import deepcopy
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -14,6 +16,7 @@ from time import sleep
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 from weft.conf import load
 from weft.conf.batch import fit_batch, num_replicas
@@ -21,10 +24,10 @@ from weft.conf.checks import virtual_stages
 from weft.conf.private import take_secrets, write_private
 from weft.conf.run_lock import RunLock
 from weft.conf.schema import Attention, WeftConfig
-from weft.conf.trees import to_yaml
+from weft.conf.trees import to_tree, to_yaml
 from weft.engine.checkpoint import check_folder
 from weft.engine.checkpoint.memory import HostMemory
-from weft.engine.data import MicrobatchLoader, build_loader, check_source, load_tokenizer
+from weft.engine.data import MicrobatchLoader, Source, build_loader, check_source, load_tokenizer, open_source
 from weft.engine.distributed import (
     SharedError,
     attempt_number,
@@ -35,7 +38,9 @@ from weft.engine.distributed import (
 )
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import initialize
+from weft.engine.kept import KEPT
 from weft.engine.observability.heartbeat import Heartbeat
+from weft.engine.observability.set_up import SET_UP
 from weft.engine.planning.joining import join
 from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.plan_file import plan_to_json
@@ -68,7 +73,9 @@ def main(argv: Sequence[str], held: ExitStack | None = None) -> int:
         "--local_rank", "--local-rank"
     )  # DeepSpeed's launcher appends it; the environment has the same value
     known, overrides = parser.parse_known_args(argv)
-    config = load(overrides, recipe_file=known.config_file)
+    settings = overrides, known.config_file
+    config = deepcopy(KEPT.get("configuration", settings, lambda: load(overrides, recipe_file=known.config_file)))
+    SET_UP.done("configuration")
     if config.dry_run:
         from weft.tools.dry_run import report
 
@@ -96,17 +103,22 @@ def train(config: WeftConfig, heartbeat: Heartbeat | None = None, held: ExitStac
     heartbeat, held = heartbeat or Heartbeat(), held or ExitStack()
     heartbeat.enter(Phase.setup)
     join(config)
+    SET_UP.done("join")
     config = fit_batch(config, dist.get_world_size())
     folder = Path(config.train.output_dir).expanduser() / config.train.name
     lock = together(lambda: _lock_folder(config, folder) if dist.get_rank() == 0 else None)
     if lock is not None:
         held.callback(lock.release)
+    SET_UP.done("lock")
     together(lambda: check_source(config.data) if dist.get_rank() == 0 else None)
-    tokenizer = rank_zero_first(lambda: load_tokenizer(config.model, config.data))
+    tokenizer = rank_zero_first(lambda: _tokenizer(config))
     _fit_vocabulary(config, len(tokenizer))
+    SET_UP.done("tokenizer")
     if config.model.self_check and virtual_stages(config) > 1:  # only a recipe knows whether sequences are packed
-        together(lambda: _check_model(config) if dist.get_rank() == 0 else None)
+        together(lambda: _check_model(config, folder / "self_check.json") if dist.get_rank() == 0 else None)
+    SET_UP.done("self-check")
     loader, evaluation = _loaders(config, tokenizer)
+    SET_UP.done("data")
     for each in (loader, evaluation):
         held.callback(each.close) if each is not None else None
     config = _with_steps(config, loader)
@@ -118,9 +130,12 @@ def train(config: WeftConfig, heartbeat: Heartbeat | None = None, held: ExitStac
     together(lambda: _write_plan(engine, folder / "plan.json") if engine.global_rank == 0 else None)
     check_folder(engine, folder / "checkpoints", keep=config.checkpoint.keep + config.checkpoint.load_best_model_at_end)
     engine.set_dataloader(loader)
+    SET_UP.done("plan file, folder")
     _open_memory(config, engine)
+    SET_UP.done("memory open")
     run = TrainingRun(config, engine, loader, evaluation, folder, Evaluations())
     start = run.resume()
+    SET_UP.done("resume")
     with reported(run.where), Progress(config, engine, folder, loader, start) as progress:
         run.train(start, progress)
     heartbeat.enter(Phase.finishing)
@@ -166,14 +181,23 @@ def _write_plan(engine: WeftEngine, path: Path) -> None:
     print_once(f"plan: {path} ({engine.plan.summary()})")
 
 
-def _check_model(config: WeftConfig) -> None:
-    """The self-check; only a recipe knows whether sequences are packed."""
+def _check_model(config: WeftConfig, passed: Path) -> None:
+    """The self-check, unless an earlier attempt has passed it with the same settings.
+
+    Args:
+        passed: file in the run's folder that says so.
+    """
+    done = {"model": to_tree(config)["model"], "packing": config.data.packing, "rows": config.train.microbatch_size}
+    with suppress(OSError, ValueError):
+        if attempt_number() > 1 and json.loads(passed.read_text()) == done:
+            return
     hf_config = load_hf_config(config.model)
     if config.data.packing:
         refuse_packing(hf_config.model_type)
         if config.model.attn_implementation is Attention.flash_attention_2 and config.train.microbatch_size > 1:
             check_flash_packing(hf_config)
     self_check(hf_config, packing=config.data.packing)
+    write_private(passed, json.dumps(done) + "\n")
 
 
 def _fit_vocabulary(config: WeftConfig, words: int) -> None:
@@ -185,13 +209,27 @@ def _fit_vocabulary(config: WeftConfig, words: int) -> None:
         )
 
 
-def _loaders(config: WeftConfig, tokenizer: object) -> tuple[MicrobatchLoader, MicrobatchLoader | None]:
+def _tokenizer(config: WeftConfig) -> PreTrainedTokenizerBase:
+    return KEPT.get("tokenizer", (config.model, config.data), lambda: load_tokenizer(config.model, config.data))
+
+
+def _source(config: WeftConfig, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool) -> Source:
+    def open_it() -> Source:
+        return open_source(config.data, tokenizer, evaluation=evaluation)
+
+    return KEPT.get("evaluation data" if evaluation else "data", (config.model, config.data), open_it)
+
+
+def _loaders(
+    config: WeftConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[MicrobatchLoader, MicrobatchLoader | None]:
     layout = RankLayout.of(config, dist.get_world_size())
 
     def build(evaluation: bool) -> MicrobatchLoader:
         return build_loader(
             config.data,
             tokenizer,
+            source=_source(config, tokenizer, evaluation=evaluation),
             microbatch_size=config.train.microbatch_size,
             replica=layout.position(dist.get_rank()).replica,
             num_replicas=layout.replicas,
@@ -242,6 +280,7 @@ def run(argv: Sequence[str]) -> int:
 
     Errors are printed once per job.
     """
+    SET_UP.begin()
     take_secrets(os.environ)
     try:
         with reported():

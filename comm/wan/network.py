@@ -6,8 +6,9 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic, sleep
+from types import MappingProxyType
 from typing import TypeVar
 
 import psutil
@@ -53,12 +54,20 @@ class WanNetwork:
         self.profiles: dict[Hop, LinkProfile] = {}
 
     @classmethod
-    def join(cls, cells: Sequence[Cell], *, comm: CommConfig, device: torch.device) -> WanNetwork:
+    def join(
+        cls,
+        cells: Sequence[Cell],
+        *,
+        comm: CommConfig,
+        device: torch.device,
+        known: Mapping[Hop, LinkProfile] = MappingProxyType({}),
+    ) -> WanNetwork:
         """Open the links of every cell; a collective call over the whole world.
 
         Args:
             cells: all crossings of the job, the same on every rank; a pipeline that shares no
                 uplinks is a cell of its own.
+            known: all profiles that an earlier attempt has found; if a rank has them, nothing is probed.
 
         Raises:
             ChannelError: on every rank: a link could not be opened, or a probe failed.
@@ -76,6 +85,9 @@ class WanNetwork:
             network._open(cell, addresses, comm)
         _on_all_ranks(lambda: network._await_connections(comm.deadline_s))
         if not comm.connections:
+            network.profiles = next(filter(None, gather(dict(known), kinds=(LinkProfile,))), {})
+            network._use_known()
+        if not comm.connections and not network.profiles:
             found = _on_all_ranks(lambda: network._probe(mine))
             network.profiles = {
                 hop: profile for profiles in gather(found, kinds=(LinkProfile,)) for hop, profile in profiles.items()
@@ -117,6 +129,12 @@ class WanNetwork:
                         "check that other sites can reach comm.interface and that WEFT_KEY is the same everywhere"
                     )
                 sleep(0.01)
+
+    def _use_known(self) -> None:
+        """Use as many connections as an earlier probe has found to be enough."""
+        for (sender, peer), profile in self.profiles.items():
+            if self.endpoint is not None and sender == self.endpoint.rank:
+                self.endpoint.use(peer, profile.connections)
 
     def _probe(self, cells: Sequence[Cell]) -> dict[Hop, LinkProfile]:
         """Probe the hops that start at this rank."""

@@ -7,6 +7,7 @@ from weft.engine.checkpoint.engine_checkpoint import (
     load_newest,
     load_tagged,
     save_engine,
+    set_aside,
 )
 from weft.engine.checkpoint.engine_state import Wanted
 from weft.engine.checkpoint.errors import CheckpointError
@@ -34,6 +35,7 @@ __all__ = [
     "open_checkpoint",
     "save",
     "save_engine",
+    "set_aside",
     "tagged",
     "to_resume",
 ]

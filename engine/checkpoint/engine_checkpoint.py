@@ -33,6 +33,8 @@ from weft.engine.checkpoint.folder import (
     check_space,
     checkpoint_folder,
     complete,
+    move_aside,
+    newer,
     tagged,
     to_resume,
 )
@@ -168,6 +170,26 @@ def load_newest(engine: Trained, folder: Path, wanted: Wanted = EVERYTHING) -> t
                 raise
             log.warning("skipped: %s", error)
     return None
+
+
+def set_aside(folder: Path, least_step: int) -> list[Path]:
+    """Move checkpoints of ``least_step`` steps or more to where no run resumes from; a collective call.
+
+    Nothing is moved where no older one is left to go back to.
+
+    Returns:
+        Where they are now, of this rank's file system.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    ranks = _ranks()
+    store = store_of(find_stores(folder, ranks), ranks.rank)
+
+    def move() -> list[str]:
+        return [str(move_aside(path)) for path in newer(folder, least_step)] if ranks.rank == store.leader else []
+
+    return [Path(path) for path in ranks.collect(folder, move)[store.leader]]
 
 
 def check_folder(engine: Trained, folder: Path, *, keep: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ TEMPORARY = ".tmp"
 """Suffix of folders that are being written or removed; never a valid checkpoint."""
 REPLACED = ".old"
 """Suffix of a checkpoint while another of the same name replaces it."""
+ASIDE = "suspect"
+"""Folder for checkpoints that may hold damaged numbers; whoever trusts one moves it back."""
 LATEST = "latest"
 """Entry of ``Manifest.meta``: whether `newest` may choose this checkpoint."""
 _NAME = re.compile(r"step-(\d+)(?:\.old)?")
@@ -112,6 +115,25 @@ def candidates(folder: Path) -> list[Path]:
 def _is_tagged(path: Path) -> bool:
     """Whether a folder is a tagged checkpoint; unrelated folders may be beside checkpoints."""
     return not path.name.startswith(_OWN) and (path / MANIFEST).is_file() and any(path.glob(FILES))
+
+
+def newer(folder: Path, least_step: int) -> list[Path]:
+    """The complete checkpoints of ``least_step`` steps or more, where there is an older one to go back to."""
+    found = list(complete(folder))
+    late = [path for path, manifest in found if manifest.step >= least_step]
+    return late if len(late) < len(found) else []
+
+
+def move_aside(path: Path) -> Path:
+    """Move a checkpoint to where nothing looks for one; another of its name that lies there gives way."""
+    target = path.parent / ASIDE / path.name
+    target.parent.mkdir(mode=0o700, exist_ok=True)
+    if target.exists():
+        durable.remove(target)
+    os.rename(path, target)
+    for folder in (target.parent, path.parent):
+        durable.sync_folder(folder)
+    return target
 
 
 def clean(folder: Path) -> None:

@@ -3,6 +3,8 @@
 from weft.engine.data.batch import Batch
 from weft.engine.data.check import check_source
 from weft.engine.data.loader import MicrobatchLoader, build_loader
+from weft.engine.data.open import open_source
+from weft.engine.data.source import Source
 from weft.engine.data.tokenizer import load_tokenizer
 from weft.engine.stages.batch import count_label_tokens
 from weft.engine.stages.refusals import refuse_packing
@@ -10,9 +12,11 @@ from weft.engine.stages.refusals import refuse_packing
 __all__ = [
     "Batch",
     "MicrobatchLoader",
+    "Source",
     "build_loader",
     "check_source",
     "count_label_tokens",
     "load_tokenizer",
+    "open_source",
     "refuse_packing",
 ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -57,7 +59,7 @@ def load_corpus(stdlib: Path | None = None) -> Corpus:
     from pydoc_data.topics import topics
 
     root = stdlib or Path(sysconfig.get_path("stdlib"))
-    files = [path for path in root.rglob("*.py") if _belongs(path.relative_to(root))]
+    files = list(_modules(root))
     if not files:
         raise ValueError(f"data.kind=corpus: {root} holds no Python sources; use a full Python or data.kind=text")
     modules = [path.read_text(encoding="utf-8") for path in sorted(files, key=lambda path: path.as_posix())]
@@ -65,5 +67,9 @@ def load_corpus(stdlib: Path | None = None) -> Corpus:
     return Corpus(tuple(text for text in documents if text.strip()))
 
 
-def _belongs(path: Path) -> bool:
-    return not _SKIPPED_FOLDERS & set(path.parts) and not path.parts[0].startswith(_MACHINE_FILES)
+def _modules(root: Path) -> Iterator[Path]:
+    """The modules below a folder; those that are skipped are not looked into, for they may hold thousands."""
+    for folder, folders, names in os.walk(root):
+        passed_over = _MACHINE_FILES if Path(folder) == root else ()
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(passed_over)]
+        yield from (Path(folder, name) for name in names if name.endswith(".py") and not name.startswith(passed_over))

@@ -16,7 +16,7 @@ from weft.engine.data.open import open_source
 from weft.engine.data.order import Cursor, Order, Ranges, sequences
 from weft.engine.data.packing import lay_out_contiguous, lay_out_single, lay_out_whole
 from weft.engine.data.prefetch import Prefetch
-from weft.engine.data.source import StreamedSource
+from weft.engine.data.source import Source, StreamedSource
 from weft.engine.data.tokenizer import padding_id
 
 BATCHES_AHEAD = 4
@@ -182,10 +182,12 @@ def build_loader(
     num_replicas: int,
     seed: int,
     evaluation: bool = False,
+    source: Source | None = None,
 ) -> MicrobatchLoader:
     """Open the data, tokenise it unless it is cached, and start at its first sequence.
 
     Args:
+        source: what `open_source` returned for the same, where it is open already.
         microbatch_size: sequences per micro-batch.
         replica: index of the replica; all ranks of its pipeline get equal loaders.
         evaluation: make one pass over ``data.eval_split`` or the held-out documents in a fixed
@@ -200,7 +202,7 @@ def build_loader(
         raise ValueError(f"train.microbatch_size={microbatch_size}: give at least 1 sequence")
     lay_out = lay_out_whole if data.kind is DataKind.chat else lay_out_contiguous
     order = Order(
-        source=open_source(data, tokenizer, evaluation=evaluation),
+        source=source or open_source(data, tokenizer, evaluation=evaluation),
         lay_out=lay_out if data.packing else lay_out_single,
         sequence_length=data.sequence_length,
         shuffle=data.shuffle,

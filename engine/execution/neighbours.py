@@ -13,6 +13,7 @@ from weft.comm.channel import Receiver, Sender
 from weft.comm.shared_channel import share
 from weft.comm.torch_channel import connect
 from weft.comm.wan.network import WanNetwork
+from weft.comm.wan.probe import LinkProfile
 from weft.conf.schema import CommConfig
 from weft.engine.planning.dp_cells import cells
 from weft.engine.planning.hops import Hop, hops
@@ -20,13 +21,23 @@ from weft.engine.planning.layout import RankLayout
 from weft.pipeline.placement import Placement
 
 
-def open_wan(placement: Placement, layout: RankLayout, comm: CommConfig, device: torch.device) -> WanNetwork | None:
+def open_wan(
+    placement: Placement,
+    layout: RankLayout,
+    comm: CommConfig,
+    device: torch.device,
+    *,
+    known: Mapping[Hop, LinkProfile] | None = None,
+) -> WanNetwork | None:
     """The job's links between sites; None where no stage follows another at a different site.
 
     A collective call.
+
+    Args:
+        known: as of `WanNetwork.join`.
     """
     crossing = cells(placement, layout, comm.cell)
-    return WanNetwork.join(crossing, comm=comm, device=device) if crossing else None
+    return WanNetwork.join(crossing, comm=comm, device=device, known=known or {}) if crossing else None
 
 
 @dataclass(frozen=True)

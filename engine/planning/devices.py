@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import cache
 from time import perf_counter
 
 import torch
@@ -32,7 +33,7 @@ def usable_flops(device: torch.device, threads: int, cache: JsonCache) -> tuple[
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        peak = _measured_flops(device)
+        peak = _measured_flops(device, threads)
     finally:
         torch.set_num_threads(before)
     try:
@@ -45,7 +46,7 @@ def usable_flops(device: torch.device, threads: int, cache: JsonCache) -> tuple[
 def peak_flops(device: torch.device) -> float:
     """FLOP/s of one device: its data sheet's on known GPUs, a short measurement elsewhere."""
     sheet = data_sheet(device)
-    return _measured_flops(device) if sheet is None else sheet.flops_per_s
+    return _measured_flops(device, torch.get_num_threads()) if sheet is None else sheet.flops_per_s
 
 
 def data_sheet(device: torch.device) -> GpuKind | None:
@@ -53,7 +54,13 @@ def data_sheet(device: torch.device) -> GpuKind | None:
     return kind_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
-def _measured_flops(device: torch.device) -> float:
+@cache
+def _measured_flops(device: torch.device, threads: int) -> float:
+    """Measured once in a process.
+
+    Args:
+        threads: that torch uses now, of which the answer depends.
+    """
     size, repeats = 512, 20
     a = torch.ones(size, size, device=device)
     best = 0.0

@@ -42,6 +42,10 @@ class Outline:
     """Whether nothing but a hidden state [B, S, H] crosses cuts."""
 
 
+_KNOWN: dict[tuple[type[PreTrainedModel], str], Outline] = {}
+"""By class and configuration, for a process that makes stages of the same model again."""
+
+
 def outline_of(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Outline:
     """Find out by running a small copy of the model once and watching it.
 
@@ -49,6 +53,13 @@ def outline_of(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Outline:
         ValueError: the model cannot be cut: modules run both outside of its layers and among
             them, or layers run more than once.
     """
+    key = cls, config.to_json_string(use_diff=False)
+    if key not in _KNOWN:
+        _KNOWN[key] = _watched(cls, config)
+    return _KNOWN[key]
+
+
+def _watched(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Outline:
     path = cuttable_layers(skeleton(cls, config))
     model = shrunken_model(cls, config, min_layers=2)
     layers = model.get_submodule(path)

@@ -33,8 +33,8 @@ from weft.engine.supervision.ranks import Rank, Ranks
 from weft.engine.supervision.report import HostReport, RankReport, rank_report
 from weft.engine.supervision.vitals import LogMatches, host_vitals
 
-PARK_S = 3.0
-"""Seconds that ranks have to leave an attempt; a process that does not is killed."""
+PARK_S, LEAVE_S = 3.0, 10.0
+"""Seconds that ranks have to begin to leave an attempt, and to be done; a process that is not is killed."""
 MEMORY = "WEFT_MEMORY"
 """Environment variable of ranks: the folder in which their memory checkpoints outlive them."""
 LOOK_S = 0.1
@@ -198,10 +198,13 @@ class Agent:
         await self._ranks.stop([rank for rank in self._busy() if rank.pid not in self._parking.processes])
         for rank in self._busy():
             self._parking.leave(rank.pid)
-        limit = monotonic() + PARK_S
-        while self._busy() and monotonic() < limit:
+        asked = monotonic()
+        while busy := self._busy():
+            waited = monotonic() - asked
+            await self._ranks.stop(
+                [rank for rank in busy if waited > (LEAVE_S if self._parking.is_leaving(rank.pid) else PARK_S)]
+            )
             await asyncio.sleep(0.01)
-        await self._ranks.stop(self._busy())
 
     def _busy(self) -> list[Rank]:
         """The ranks that take part in an attempt."""

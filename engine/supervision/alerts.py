@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from weft.engine.supervision.watch import Observed, Watch
+from weft.pipeline.culprit import JobRows
 
 WINDOW_STEPS = 10
 """Steps over which a rank or a link has to be slow."""
@@ -22,7 +23,10 @@ FEWEST = 3
 SLOWER = 1.1
 """Times its usual that a straggler takes at least, however steady it was."""
 SLOWER_THAN_PEERS = 1.5
-"""Times the median of its replicas that a rank takes which was slow from the beginning."""
+"""Times the median of its replicas that a rank takes which was slow from the beginning; of a rank without
+replicas, times what others take, each beside what the plan predicts of it."""
+FEWEST_OTHERS = 2
+"""Ranks of other stages with which one without replicas is compared."""
 LINK_SHARE = 0.5
 """Share of its usual speed below which a link is slow."""
 FEWEST_PAUSES = 3
@@ -140,6 +144,24 @@ class Alerts:
                     times = f"{median(recent[rank]):.4g} s a step, its replicas' {median(peers):.4g} s"
                     text = f"its computations take {times}"
                     yield self._straggler(rank, text)
+        if len(rows.replicas) == 1:
+            yield from self._slower_than_planned(rows, recent)
+
+    def _slower_than_planned(self, rows: JobRows, recent: Mapping[int, list[float]]) -> Iterator[Alert]:
+        """Ranks beyond the spread of the others, measured by what the plan predicts of each.
+
+        A plan may be wrong in one stage, which replicas of it would show; without any, this is to be seen into.
+        """
+        predicted = {rank: rows.predicted_s(rank) for rank in recent}
+        ratios = {rank: [each / predicted[rank] for each in recent[rank]] for rank in recent if predicted[rank]}
+        for rank, own in ratios.items():
+            others = [median(values) for other, values in ratios.items() if other != rank]
+            if len(others) < FEWEST_OTHERS:
+                return
+            usual = median(others)
+            if min(own) > max(SLOWER_THAN_PEERS * usual, SLOWER * max(others)):
+                factor = f"{median(own) / usual:.2g} times as long, beside the plan, as other ranks' do"
+                yield self._straggler(rank, f"its computations take {median(recent[rank]):.4g} s a step, {factor}")
 
     def _paused(self) -> Iterator[Alert]:
         for rank, seen in self._watch.ranks.items():

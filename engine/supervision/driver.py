@@ -31,7 +31,7 @@ from weft.conf.trees import to_yaml
 from weft.engine.supervision.agent import AgentOrder
 from weft.engine.supervision.clock import ASKER, answer_clock
 from weft.engine.supervision.deny_list import DenyList
-from weft.engine.supervision.hosts import THIS_MACHINE, choose_hosts, config_for, hostfile_text
+from weft.engine.supervision.hosts import THIS_MACHINE, ChosenHosts, choose_hosts, config_for, hostfile_text
 from weft.engine.supervision.job import Job, Stage
 from weft.engine.supervision.journal import NAME, Journal
 from weft.engine.supervision.layout import Layout
@@ -123,6 +123,7 @@ class Driver:
         self._address: str | tuple[str, int] = ""
         self._signals = 0
         self._complaint = ""
+        self._laid_out: tuple[ChosenHosts, WeftConfig, Path] | None = None
         self.job = Job(
             settings=self._config.supervise,
             layouts=self._layout,
@@ -277,22 +278,30 @@ class Driver:
     def _layout(self, attempt: int, away: Collection[str], before: Mapping[str, int] | None) -> Layout:
         """The hosts of an attempt, and its configuration beside the run's."""
         chosen = choose_hosts(self._config, away=away, current=before)
-        hostfile = self._folder / "supervisor" / f"hosts{attempt}"
-        if self._config.cluster.hostfile:
-            write_private(hostfile, hostfile_text(chosen.slots))
-        config = config_for(self._config, chosen, hostfile)
-        file = self._folder / "supervisor" / f"config{attempt}.yaml"
-        write_private(file, to_yaml(config))
+        if self._laid_out is None or self._laid_out[0] != chosen:
+            self._laid_out = chosen, *self._files(attempt, chosen)
+        _, config, file = self._laid_out
         return Layout(
             slots=chosen.slots,
             master=(config.cluster.master_addr, config.cluster.master_port),
             arguments=("--config-file", str(file), *self._resume(config, before is not None)),
         )
 
+    def _files(self, attempt: int, chosen: ChosenHosts) -> tuple[WeftConfig, Path]:
+        """The configuration on these hosts, and its file: ranks that know it from an earlier attempt read it once."""
+        hostfile = self._folder / "supervisor" / f"hosts{attempt}"
+        if self._config.cluster.hostfile:
+            write_private(hostfile, hostfile_text(chosen.slots))
+        config = config_for(self._config, chosen, hostfile)
+        file = self._folder / "supervisor" / f"config{attempt}.yaml"
+        write_private(file, to_yaml(config))
+        return config, file
+
     def _resume(self, config: WeftConfig, again: bool) -> tuple[str, ...]:
         """Later attempts resume from what the run itself has saved, whatever the first resumed from."""
-        saved = any((self._folder / "checkpoints").glob("*"))
-        return ("checkpoint.resume=auto",) if again and saved else ()
+        if not again or config.checkpoint.resume == "auto":
+            return ()
+        return ("checkpoint.resume=auto",) if any((self._folder / "checkpoints").glob("*")) else ()
 
 
 def _parts(peer: str) -> tuple[str, int]:

@@ -115,6 +115,10 @@ class Fleet:
                 return "host", name, f"no sign of its agent for {silent_s:.1f} s"
         return None
 
+    def is_out_of_touch(self, names: Iterable[str], limit: float) -> bool:
+        """Whether a host has no connection, or has not been heard of since ``limit``."""
+        return any(not self.hosts[name].connected or self.hosts[name].heard < limit for name in names)
+
     def have_stopped(self, names: Iterable[str], attempt: int, silence_s: float, now: float) -> bool:
         """Whether no rank of an attempt is left, as far as can be known.
 

@@ -12,11 +12,12 @@ from typing import Any
 
 from weft.conf.schema import CommConfig, SuperviseConfig
 from weft.engine.supervision.alerts import Alerts
+from weft.engine.supervision.blame import all_lost, fault_of_ends
 from weft.engine.supervision.budget import Budget, Fault
 from weft.engine.supervision.deadlines import Deadlines
 from weft.engine.supervision.effects import Effects
 from weft.engine.supervision.examination import DOCTOR_S, Suspicions, reason_to_evict
-from weft.engine.supervision.faults import POLICIES, FaultKind, RankEnd, Response, cause
+from weft.engine.supervision.faults import FaultKind, RankEnd
 from weft.engine.supervision.fleet import CONNECT_S, Fleet
 from weft.engine.supervision.layout import Layout
 from weft.engine.supervision.message import AgentMessage
@@ -311,8 +312,10 @@ class Job:
         self._wait_to_restart(now)
 
     def _fault(self, now: float) -> Fault | None:
-        if self._ends:
-            return self._fault_of_ends(now) if now >= self._ends_since + SETTLE_S else None
+        if self._ends and now < self._ends_since + SETTLE_S:
+            return None
+        if self._ends and not self._may_be_a_host(now):
+            return fault_of_ends(self._ends, self._layout, self._watch, now)
         lost = None
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
@@ -326,6 +329,11 @@ class Job:
             return None
         return Fault(verdict.kind, verdict.culprit, verdict.evidence, verdict.step, verdict.seconds)
 
+    def _may_be_a_host(self, now: float) -> bool:
+        """Whether ranks have lost peers, and a host is out of touch that may have ended with its own."""
+        limit = now - 2 * self._settings.heartbeat_s
+        return all_lost(self._ends) and self.fleet.is_out_of_touch(self._layout.slots, limit)
+
     def _raise_alerts(self, now: float) -> None:
         if now < self._alerts_at + self._settings.heartbeat_s:
             return
@@ -335,20 +343,6 @@ class Job:
                 "alert", attempt=self.attempt, kind=alert.kind, culprit=dict(alert.culprit), evidence=alert.evidence
             )
             self._effects.say(f"{alert.kind}: {alert.evidence}")
-
-    def _fault_of_ends(self, now: float) -> Fault:
-        rank = cause(self._ends)
-        end = self._ends[rank]
-        policy = POLICIES[end.kind]
-        return Fault(
-            end.kind.value,
-            {"rank": rank, "host": self._layout.host_of(rank)},
-            end.message.splitlines()[0] if end.message else "",
-            step_under_way(self._watch) if end.step is None else end.step,
-            now - self._watch.still_since,
-            policy.most,
-            policy.response is Response.stop,
-        )
 
     # Faults, and hosts that come and go
 

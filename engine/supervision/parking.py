@@ -80,6 +80,11 @@ class AgentLink:
             self._leaving, self._on_leave = False, on_leave
         self._send(joined=attempt)
 
+    def tell_leaving(self) -> None:
+        """Say that this rank gives back what it holds of its attempt, which may take a moment."""
+        with suppress(OSError):  # `park` will notice
+            self._send(leaving=True)
+
     def park(self, reason: str) -> Assignment | None:
         """Say that this rank has left its attempt, and wait; None if the process shall end."""
         with self._changing:
@@ -119,11 +124,13 @@ class Parked:
     Attributes:
         attempt: that it has taken part in last; None before its first.
         reason: why it has left that attempt; None while it takes part.
+        leaving: whether it is giving back what it holds of it.
     """
 
     link: socket.socket
     attempt: int | None = None
     reason: str | None = None
+    leaving: bool = False
 
 
 @dataclass
@@ -169,6 +176,11 @@ class Parking:
         known = self.processes.get(pid)
         return None if known is None else known.reason
 
+    def is_leaving(self, pid: int) -> bool:
+        """Whether a rank has said that it is on its way out of its attempt."""
+        known = self.processes.get(pid)
+        return known is not None and known.leaving
+
     def close(self) -> None:
         """End every parked rank, and listen no more."""
         loop = asyncio.get_running_loop()
@@ -202,6 +214,7 @@ class Parking:
         else:
             said = json.loads(data)
             known.attempt, known.reason = said.get("joined", known.attempt), said.get("parked")
+            known.leaving = "leaving" in said
         self.on_change()
 
     def _send(self, pid: int, **fields: Any) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from weft.pipeline.action import parse_slot
+from weft.pipeline.action import COMPUTE, parse_slot
 from weft.pipeline.cell import pipeline_of
+from weft.pipeline.costs import StageCost
 from weft.pipeline.culprit import JobRows, Replica
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
+
+_COMPUTED = ("forward_s", "input_s", "weight_s")
 
 
 def read_rows(text: str) -> JobRows:
@@ -27,14 +31,25 @@ def read_rows(text: str) -> JobRows:
         cells = {int(size): _schedule(entry, placement, int(size)) for size, entry in tree["schedules"].items()}
         members = [(member["pipelines"], member["local_rank"]) for member in tree["members"]]
         ranks = [tuple(map(int, row)) for row in tree["ranks"]]
+        stages = tree["costs"]["stages"]
+        costs = [StageCost(**{name: cost[name] or 0.0 for name in _COMPUTED}, activation_bytes=0.0) for cost in stages]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"plan.json: not a plan of this Weft ({error!r})") from error
     alone = {member: pipeline_of(cells[member[0]], member[1]) for member in set(members)}
-    replicas = tuple(Replica(alone[member], row) for member, row in zip(members, ranks, strict=True))
+    busy_s = {id(schedule): _busy_s(schedule, costs) for schedule in alone.values()}
+    replicas = tuple(
+        Replica(alone[member], row, busy_s[id(alone[member])]) for member, row in zip(members, ranks, strict=True)
+    )
     sizes = [pipelines for pipelines, local_rank in members if local_rank == 0]
     firsts = accumulate(sizes, initial=0)
     shared = tuple(tuple(range(first, first + size)) for first, size in zip(firsts, sizes, strict=False) if size > 1)
     return JobRows(replicas, shared)
+
+
+def _busy_s(schedule: Schedule, costs: Sequence[StageCost]) -> tuple[float, ...]:
+    """Seconds that the computations of each row take by the plan's costs."""
+    actions = [[action for slot in row for action in slot if action.op in COMPUTE] for row in schedule.rows]
+    return tuple(sum(costs[action.stage].seconds(action.op) for action in row) for row in actions)
 
 
 def _schedule(entry: dict[str, Any], placement: Placement, pipelines: int) -> Schedule:

@@ -6,8 +6,9 @@ How ranks end, and hosts that fall silent, are not judged here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from weft.conf.processes import STOPPED
@@ -110,7 +111,7 @@ class Watch:
         self._moved_at = now
         self._step, self._step_at = 0, now
         self._stopped: set[int] = set()
-        self._found: tuple[tuple[float, float], Sequence[Suspect]] | None = None
+        self._found: tuple[tuple[float, float, bool], Sequence[Suspect]] | None = None
 
     # -- observing ---------------------------------------------------------------------------------
 
@@ -181,7 +182,7 @@ class Watch:
         if still_s < self._deadlines.deadline_s(self._phases(suspects)):
             return None
         between = [suspect for suspect in suspects if suspect.rank is None and self._crosses(suspect)]
-        if len(between) == len(suspects) and still_s < self._link_deadline_s:
+        if len(between) == len(suspects) and not self._links_are_due(now):
             return None
         return self._judged(suspects, still_s, now)
 
@@ -193,17 +194,25 @@ class Watch:
 
     def suspects(self, now: float) -> Sequence[Suspect]:
         """Who holds the others up, as things stand; several where they cannot be told apart."""
-        key = self._moved_at, now // (self._heartbeat_s / 2)
+        key = self._moved_at, now // (self._heartbeat_s / 2), self._links_are_due(now)
         if self._found is None or self._found[0] != key:  # thousands of ranks are not judged twenty times a second
             self._found = key, self._find(now)
         return self._found[1]
 
     def _find(self, now: float) -> Sequence[Suspect]:
-        silent = [rank for rank, seen in self.ranks.items() if self._is_silent(seen, now)]
+        return self._judge(now, [rank for rank, seen in self.ranks.items() if self._is_silent(seen, now)])
+
+    def awaited(self, ended: Collection[int], now: float) -> Sequence[Suspect]:
+        """Who held the others up when ranks of ``ended`` had lost a peer and left, which says nothing against them."""
+        left = {rank: seen for rank, seen in self.ranks.items() if rank not in ended}
+        return self._judge(now, [rank for rank, seen in left.items() if self._is_silent(seen, now)])
+
+    def _judge(self, now: float, silent: Collection[int]) -> Sequence[Suspect]:
         places = {rank: seen.report.place for rank, seen in self.ranks.items()}
         if self._knows_rows(places):
             assert self.rows is not None
-            return find_culprits(self.rows, places, silent=silent, broken=self._broken()).suspects
+            broken, sound = self._broken(), self._sound(now)
+            return find_culprits(self.rows, places, silent=silent, broken=broken, sound=sound).suspects
         return [Suspect(rank, doing=self._phase_text(rank)) for rank in sorted(silent or self._last(places))]
 
     def stalled_link(self, now: float) -> Suspect | None:
@@ -293,6 +302,30 @@ class Watch:
     def _broken(self) -> list[tuple[int, int]]:
         """Links without a connection, as either end says."""
         return [(rank, link.peer) for rank, seen in self.ranks.items() for link in seen.report.links if not link.ready]
+
+    def _sound(self, now: float) -> Iterator[tuple[int, int]]:
+        """Links that cannot be what holds up a transfer: memory that two ranks of a host share, and connections.
+
+        One between sites that carries nothing any more loses its connections only after a while, so they
+        count from the deadline for links on.
+        """
+        assert self.rows is not None
+        for replica in self.rows.replicas:
+            ranks = [replica.ranks[row] for row in replica.schedule.placement.stage_ranks]
+            for here, there in pairwise(ranks):
+                if here != there and self._works(here, there, now):
+                    yield here, there
+
+    def _works(self, here: int, there: int, now: float) -> bool:
+        assert self.rows is not None
+        ends = self.ranks[here], self.ranks[there]
+        if self.rows.crosses(here, there):
+            ready = [link.ready for seen in ends for link in seen.report.links if link.peer in (here, there)]
+            return len(ready) == len(ends) and all(ready) and self._links_are_due(now)
+        return ends[0].host == ends[1].host and not any(seen.report.device_bytes for seen in ends)
+
+    def _links_are_due(self, now: float) -> bool:
+        return now - self._moved_at >= self._link_deadline_s
 
     def _crosses(self, suspect: Suspect) -> bool:
         assert self.rows is not None

@@ -30,6 +30,7 @@ class StallingJob:
         clip: whether every step waits for the gradient's norm.
         log_every: steps between sums over everyone for the log.
         hung: a rank that does no more work of its own; what it has started goes on.
+        deaf: a rank that does not go on after a receive, though what it waits for is there.
         stopped: a rank whose process stands still.
         cut: links that carry nothing any more, as pairs of ranks.
     """
@@ -41,6 +42,7 @@ class StallingJob:
     clip: bool = True
     log_every: int = 2
     hung: int | None = None
+    deaf: int | None = None
     stopped: int | None = None
     cut: set[frozenset[int]] = field(default_factory=set)
 
@@ -57,6 +59,8 @@ class StallingJob:
         if rank == self.stopped:
             return False
         waits_for = self._waiting[rank]
+        if rank == self.deaf and isinstance(waits_for, partial):
+            return False
         return rank != self.hung if waits_for is None else waits_for()
 
     def move(self, moves: int | None = None) -> bool:

@@ -94,6 +94,24 @@ def test_a_dead_link_is_named(stalling):
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(jobs())
+def test_over_links_that_work_the_receiver_is_named_and_over_others_the_link(stalling):
+    pairs = hops(stalling.job)
+    assume(pairs)
+    assert stalling.move(moves_of(stalling))
+    stalling.deaf = stalling.rng.choice([rank for pair in pairs for rank in pair])
+    assert not stalling.move()
+    sound = [tuple(pair) for pair in pairs]
+    (suspect,) = find_culprits(stalling.job, stalling.places, sound=sound).suspects
+    assert suspect.rank == stalling.deaf, explain(stalling)
+    (suspect,) = find_culprits(stalling.job, stalling.places).suspects
+    assert suspect.rank is None and any(stalling.deaf in link for link in suspect.links), explain(stalling)
+    broken = [pair for pair in sound if stalling.deaf in pair]
+    (suspect,) = find_culprits(stalling.job, stalling.places, sound=[p for p in sound if p not in broken]).suspects
+    assert suspect.rank is None, "one of the links that carry it may be at fault"
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(jobs())
 def test_nobody_is_blamed_while_a_rank_moves(stalling):
     assert stalling.move(moves_of(stalling))
     before = dict(stalling.places)

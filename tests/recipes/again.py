@@ -27,6 +27,9 @@ class ManyAttempts:
     def begin(self, attempt: int, on_leave: object) -> None:
         self.began = monotonic()
 
+    def tell_leaving(self) -> None:
+        pass
+
     def park(self, reason: str) -> Assignment | None:
         self.seen.append(census() | {"reason": reason})
         self.left -= 1

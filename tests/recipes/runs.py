@@ -56,6 +56,7 @@ def run(
     value: float = nan,
     left_out: range = range(0),
     filled_at: tuple[int, int] | None = None,
+    freed_at: int = 0,
 ) -> dict[str, Any]:
     """Train on this rank.
 
@@ -65,6 +66,7 @@ def run(
         spoilt: sequences of the data whose gradients become ``value`` times as large.
         left_out: sequences of the data that the run goes past.
         filled_at: step before which the file system of the run fills up, and the bytes that stay free.
+        freed_at: step before which it has room again.
 
     Returns:
         The steps done and the sequences left out, or the error that ended the run.
@@ -102,6 +104,8 @@ def run(
             raise Killed
         if filled_at is not None and engine.global_steps + 1 == filled_at[0]:
             _fill(Path(engine.weft.train.output_dir), filled_at[1])
+        if freed_at and engine.global_steps + 1 == freed_at:
+            (Path(engine.weft.train.output_dir) / "ballast").unlink()
         return step(engine, *args)
 
     def scripted(engine: WeftEngine, *args: Any) -> float:

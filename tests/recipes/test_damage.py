@@ -1,5 +1,6 @@
 """A run whose newest checkpoint is damaged goes on from the one before, and trains what it would have trained."""
 
+import json
 import os
 import pickle
 import shutil
@@ -97,11 +98,13 @@ def test_a_disk_that_fills_up(tmp_path, small_disk):
     def attempt(folder, **given):
         return {"settings": [*settings, f"train.output_dir={folder}"], **given}
 
-    ((whole, full),) = run_ranks(
-        1, run_all, [attempt(tmp_path / "whole"), attempt(small_disk, filled_at=(5, 32 << 10))]
-    )
+    whole, full, freed = attempt(tmp_path / "whole"), attempt(small_disk), attempt(small_disk / "freed")
+    full |= {"filled_at": (5, 32 << 10)}
+    freed |= {"filled_at": (4, 0), "freed_at": 5}
+    ((whole, full),) = run_ranks(1, run_all, [whole, full])
     assert whole["steps"] == STEPS
-    assert "32 KiB are free; free space" in full["error"]
+    assert "32 KiB are free; free space" in full["error"], "of the checkpoint at the end"
+    assert len(records(small_disk / "run", "train")) == STEPS, "training goes on without the one before"
     kept = sorted(path.name for path in (small_disk / "run" / "checkpoints").iterdir())
     assert kept == ["step-00000002", "step-00000004"]
     (small_disk / "ballast").unlink()
@@ -109,3 +112,9 @@ def test_a_disk_that_fills_up(tmp_path, small_disk):
     assert again["steps"] == STEPS
     expected, found = (records(folder / "run", "train") for folder in (tmp_path / "whole", small_disk))
     assert [line["loss"] for line in found.values()] == [line["loss"] for line in expected.values()]
+    ((again,),) = run_ranks(1, run_all, [freed])
+    assert again["steps"] == STEPS
+    kept = {path.name for path in (small_disk / "freed" / "run" / "checkpoints").iterdir()}
+    assert "step-00000007" in kept and "step-00000004" not in kept, "it did not fit"
+    lines = (small_disk / "freed" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1)), "lines have waited for room"

@@ -1,5 +1,6 @@
 """What was logged can be read back: every metric, on one axis, in every log."""
 
+import errno
 import json
 import struct
 from collections import defaultdict
@@ -11,6 +12,7 @@ import torch
 from tests.recipes.runs import prepare, records, run_all
 from weft.conf.schema import OptimizerConfig
 from weft.engine.deepspeed.optimization import learning_rate
+from weft.recipes import logs
 from weft.recipes.logs import STEP, JsonLines
 from weft.tools.ranks import run_ranks
 
@@ -114,3 +116,33 @@ def test_steps_that_are_repeated_leave_one_line_each(tmp_path, rest):
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 41.0)]
     JsonLines(path, 4)
     assert len(path.read_text().splitlines()) == 4
+
+
+def test_lines_wait_for_room_and_none_is_torn(tmp_path, monkeypatch):
+    path, room = tmp_path / "metrics.jsonl", [10]
+    write = logs.os.write
+
+    def write_little(file, data):
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = min(room[0], len(data))
+        room[0] -= taken
+        return write(file, data[:taken])
+
+    monkeypatch.setattr(logs.os, "write", write_little)
+    log = JsonLines(path)
+    for step in (1, 2, 3):
+        log.write("train", step, {"loss": 0.5})
+        room[0] = 10
+    assert path.read_text() == ""
+    log.go_back(2)
+    room[0] = 10_000
+    log.write("train", 3, {"loss": 0.25})
+    assert [(line["step"], line["loss"]) for line in map(json.loads, path.read_text().splitlines())] == [
+        (1, 0.5),
+        (2, 0.5),
+        (3, 0.25),
+    ]
+    monkeypatch.setattr(logs.os, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+    with pytest.raises(OSError, match="broken"):
+        log.write("train", 4, {})

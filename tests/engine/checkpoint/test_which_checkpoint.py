@@ -86,3 +86,30 @@ def test_one_that_cannot_be_restored_gives_way_to_the_one_before(tmp_path, two_r
     with pytest.raises(CheckpointError, match="on purpose"):
         engine_checkpoint.load_newest(None, tmp_path)
     assert restored == [2]
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    monkeypatch.setattr(engine_checkpoint, "_ranks", lambda group=None: Ranks())
+
+
+@pytest.mark.parametrize(
+    "least_step, left", [(9, {2, 5, 8}), (8, {2, 5}), (6, {2, 5}), (3, {2}), (2, {2, 5, 8}), (0, {2, 5, 8})]
+)
+def test_suspect_checkpoints_are_set_aside_where_an_older_one_is_left(tmp_path, alone, least_step, left):
+    paths = {step: write(tmp_path, step) for step in (2, 5, 8)}
+    aside = engine_checkpoint.set_aside(tmp_path, least_step)
+    assert {step for step, path in paths.items() if path.exists()} == left
+    assert {path.name for path in aside} == {path.name for step, path in paths.items() if step not in left}
+    assert all((path / "manifest.json").exists() for path in aside), "they are there for whoever trusts them"
+    newest = next(path for path, _ in engine_checkpoint.to_resume(tmp_path))
+    assert newest == paths[max(left)]
+
+
+def test_one_that_was_set_aside_gives_way_to_another_of_its_name(tmp_path, alone):
+    write(tmp_path, 2)
+    for _ in range(2):
+        write(tmp_path, 5)
+        (aside,) = engine_checkpoint.set_aside(tmp_path, 5)
+    assert engine_checkpoint.open_checkpoint(aside).step == 5
+    assert engine_checkpoint.set_aside(tmp_path / "none", 1) == []

@@ -20,11 +20,11 @@ LOOK_S = 0.1
 HOSTS = 2
 
 
-def rows_of(sites=(2,), replicas=2, kind="1f1b", microbatches=4, cells=()):
+def rows_of(sites=(2,), replicas=2, kind="1f1b", microbatches=4, cells=(), busy_s=()):
     schedule = lower(generate(kind, Placement.straight(sum(sites), sites), microbatches), zero_stage=1)
     stages = range(sum(sites))
     ranks = [tuple(stage * replicas + n for stage in stages) for n in range(replicas)]
-    return JobRows(tuple(Replica(schedule, row) for row in ranks), cells)
+    return JobRows(tuple(Replica(schedule, row, busy_s) for row in ranks), cells)
 
 
 @dataclass

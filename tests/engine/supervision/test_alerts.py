@@ -35,6 +35,25 @@ def test_one_that_is_slow_from_the_beginning_is_told_by_its_replicas():
     assert "its replicas'" in run.raised[0].evidence
 
 
+PLANNED = (1.0, 3.0, 1.0, 0.5)
+
+
+@pytest.mark.parametrize("slow, factor", [(0, 2.0), (1, 1.8), (3, 1.7), (None, 1.0)])
+def test_one_without_replicas_that_is_slow_from_the_beginning_is_told_by_the_plan(slow, factor):
+    run = FakeRun(rows_of(sites=(4,), replicas=1, busy_s=PLANNED), moves_per_s=200.0)
+    run.slowed = {rank: seconds * (factor if rank == slow else 1.0) for rank, seconds in enumerate(PLANNED)}
+    run.begin(80.0)
+    told = [] if slow is None else [("straggler", {"rank": slow, "host": run.host(slow)})]
+    assert kinds(run) == told
+    assert slow is None or "beside the plan" in run.raised[0].evidence
+
+
+def test_a_plan_that_is_wrong_everywhere_raises_no_alert():
+    run = FakeRun(rows_of(sites=(4,), replicas=1, busy_s=(5.0, 7.0, 5.0, 8.0)), moves_per_s=200.0)
+    run.begin(80.0)
+    assert not run.raised
+
+
 def test_steps_that_take_longer_for_everyone_raise_no_alert(run):
     for percent in range(100, 300, 5):
         run.slowed = dict.fromkeys(run.ranks, percent / 100)

@@ -59,6 +59,8 @@ def test_later_attempts_resume_from_what_the_run_has_saved(driver, tmp_path):
     for step in (4, 12, 8):
         (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
     assert driver.newest_checkpoint() == "step-00000012"
+    assert driver._layout(2, set(), first.slots) == first, "ranks need not read the same settings again"
+    driver._config.checkpoint.resume, driver._laid_out = "never", None
     assert batch(driver._layout(2, set(), first.slots))[2] == ["checkpoint.resume=auto"]
 
 

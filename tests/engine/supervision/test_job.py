@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.engine.supervision.fake_run import rows_of
 from weft.conf.schema.supervision import SuperviseConfig
 from weft.engine.supervision.examination import DOCTOR_S
 from weft.engine.supervision.faults import FaultKind, RankEnd
@@ -13,6 +14,7 @@ from weft.engine.supervision.layout import Layout
 from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.places import Phase
 from weft.engine.supervision.report import HostReport, RankReport
+from weft.pipeline.action import RECEIVES
 from weft.pipeline.culprit import Place
 
 HOSTS = {"a": 2, "b": 2}
@@ -31,6 +33,8 @@ class World:
         self.layout_hosts = hosts
         self.on_deny_list = {}
         self.checkpoint = ""
+        self.job_rows = None
+        self.places = {}
         self.job = Job(
             settings=SuperviseConfig(**settings), layouts=self.layouts, effects=self, target="m:f", past=past
         )
@@ -55,7 +59,7 @@ class World:
         self.said.append(text)
 
     def rows(self):
-        return None
+        return self.job_rows
 
     def denied(self):
         return self.on_deny_list
@@ -93,7 +97,15 @@ class World:
         attempt = self.job.attempt if attempt is None else attempt
         ranks = self.told[host, self.generation(host)].get("ranks", [])
         reports = tuple(
-            RankReport(rank, attempt, phase, Place(step), state=state, exit_code=(codes or {}).get(rank))
+            RankReport(
+                rank,
+                attempt,
+                phase,
+                self.places.get(rank, Place(step)),
+                num_microbatches=4,
+                state=state,
+                exit_code=(codes or {}).get(rank),
+            )
             for rank in ranks
         )
         message = AgentMessage(
@@ -205,6 +217,69 @@ def test_ranks_that_park_though_none_has_ended_are_a_fault():
     world.settle()
     (fault,) = world.events("fault")
     assert fault["kind"] == "lost_peer" and "is silent" in fault["evidence"]
+
+
+ROWS = rows_of()
+"""Ranks 0 and 2 are a pipeline, 1 and 3 another; each pipeline has a rank on host a and one on b."""
+
+
+def lose_each_other(world, slot_of):
+    """All ranks leave because they have lost a peer, from these slots of step 3."""
+    for host in world.layout_hosts:
+        world.places = {rank: Place(3, *at) for rank, at in slot_of.items()}
+        ranks = world.told[host, world.generation(host)]["ranks"]
+        world.report(host, parked=dict.fromkeys(ranks, "another rank has ended or cannot be reached"))
+    world.settle()
+    return world.events("fault")[0]
+
+
+def receive_of_rank(rank, at):
+    """Where a rank waits for its n-th receive."""
+    row = ROWS.row(rank)
+    return [index for index, slot in enumerate(row) if slot[0].op in RECEIVES][at], True
+
+
+@pytest.mark.parametrize(
+    "slots, culprit",
+    [
+        # The second stages wait for rank 0, which is in its first forward; rank 1 waits for its gradients.
+        ({0: (1, True), 1: receive_of_rank(1, 0), 2: receive_of_rank(2, 0), 3: receive_of_rank(3, -1)}, {"rank": 0}),
+        # Rank 0 has sent what rank 2 waits for; it is a link between two hosts.
+        ({0: receive_of_rank(0, 0), 1: None, 2: receive_of_rank(2, 0), 3: None}, {"link": [0, 2]}),
+    ],
+)
+def test_of_ranks_that_have_lost_each_other_the_one_they_waited_for_is_the_culprit(slots, culprit):
+    world = World()
+    world.job_rows = ROWS
+    world.train()
+    end = len(ROWS.row(3)) - 1, True  # in STEP, which needs everybody
+    fault = lose_each_other(world, {rank: at or end for rank, at in slots.items()})
+    assert fault["kind"] == "lost_peer"
+    assert {name: fault["culprit"].get(name) for name in culprit} == culprit
+    assert world.told["a", 1]["drop"] == ([culprit["rank"]] if "rank" in culprit else [])
+
+
+def test_ranks_that_cannot_be_told_apart_are_none_of_them_the_culprit():
+    world = World()
+    world.job_rows = ROWS
+    world.train()
+    fault = lose_each_other(world, {rank: (len(ROWS.row(rank)), False) for rank in range(4)})
+    assert fault["culprit"] == {} and "lost each other" in fault["evidence"]
+    assert world.told["a", 1]["drop"] == [], "everybody keeps the process"
+
+
+def test_ranks_that_lost_those_of_a_host_that_falls_silent_wait_for_its_name():
+    world = World(silence_s=5.0)
+    world.train()
+    world.pass_time(2.5, "a")
+    world.report("a", parked={0: "lost", 1: "lost"})
+    world.settle()
+    assert not world.events("fault"), "b has not been heard of for a while"
+    while not world.events("fault"):
+        world.now += 0.1
+        world.report("a", parked={0: "lost", 1: "lost"})
+        world.job.tick(world.now)
+    assert world.events("fault")[0]["kind"] == "host" and world.events("fault")[0]["culprit"] == {"host": "b"}
 
 
 def test_without_in_process_restarts_every_process_ends():

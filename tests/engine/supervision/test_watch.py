@@ -81,6 +81,49 @@ def test_a_dead_link_between_sites_has_time_to_heal():
     assert (verdict.kind, verdict.culprit) == ("link", {"link": [0, 2]})
 
 
+def held_up(sites, host_of):
+    """A run whose rank 2 does not go on after a receive, which rank 0 has sent."""
+    run = FakeRun(rows_of(sites=sites))
+    run.host = host_of
+    run.begin()
+    run.job.deaf = 2
+    return run
+
+
+def test_what_came_through_a_host_s_memory_and_is_not_taken_is_the_receiver_s_fault():
+    verdict = verdict_of(held_up((2,), lambda rank: f"h{rank % 2}"), 8.0)
+    assert (verdict.kind, verdict.culprit) == ("hung", {"rank": 2, "host": "h0"})
+
+
+def test_between_hosts_of_a_site_it_may_be_the_link():
+    verdict = verdict_of(held_up((2,), lambda rank: f"h{rank // 2}"), 8.0)
+    assert (verdict.kind, verdict.culprit) == ("link", {"link": [0, 2]})
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_between_sites_it_is_the_receiver_where_both_ends_have_connections(ready):
+    run = held_up((1, 1), lambda rank: f"h{rank // 2}")
+    run.links = {
+        rank: (LinkReading((rank + 2) % 4, 1, 1, 0, 0, 8 if ready or rank == 0 else 0, 0.03),) for rank in run.ranks
+    }
+    run.advance(29.0)
+    assert not run.found, "a link that is cut has connections for a while"
+    verdict = verdict_of(run, 6.0)
+    assert verdict.culprit == ({"rank": 2, "host": "h1"} if ready else {"link": [0, 2]})
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_whom_ranks_have_waited_for_that_lost_their_peers(run, rank):
+    run.job.hung = rank
+    run.advance(3.0)
+    others = [other for other in run.ranks if other != rank]
+    report_of = run.report_of
+    run.report_of = lambda other: report_of(other)._replace(exit_code=1 if other in others else None)
+    run.advance(1.0, stop=False)
+    assert [suspect.rank for suspect in run.watch.awaited(others, run.now)] == [rank]
+    assert [suspect.rank for suspect in run.watch.awaited(run.ranks, run.now)] == [rank], "it may have left as well"
+
+
 def test_in_a_cell_counters_tell_which_uplink():
     run = FakeRun(rows_of(sites=(1, 1), cells=((0, 1),)), link_deadline_s=5.0)
     run.begin()

@@ -1,0 +1,45 @@
+"""What a process keeps from one attempt for the next: what follows from settings and measurements, and takes time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Kept:
+    """One value for each name, as long as what it was made from is the same.
+
+    Attributes:
+        keeps: whether anything is kept, as in a process that takes part in several attempts of one run. One that
+            trains this and that may find the same settings in another world.
+    """
+
+    def __init__(self) -> None:
+        """Nothing yet, and nothing is kept."""
+        self.keeps = False
+        self._values: dict[str, tuple[Any, Any]] = {}
+
+    def find(self, name: str, made_from: Any) -> Any:
+        """The value of ``name`` if it was made from what equals ``made_from``; None otherwise."""
+        known = self._values.get(name)
+        return known[1] if known is not None and known[0] == made_from else None
+
+    def put(self, name: str, made_from: Any, value: Any) -> None:
+        """Keep a value, instead of the one that ``name`` had."""
+        if self.keeps:
+            self._values[name] = deepcopy(made_from), value
+
+    def get(self, name: str, made_from: Any, make: Callable[[], T]) -> T:
+        """The value of ``name`` if it was made from the same; otherwise of ``make``, whose errors are the caller's."""
+        found = self.find(name, made_from)
+        if found is None:
+            found = make()
+            self.put(name, made_from, found)
+        return found
+
+
+KEPT = Kept()
+"""That of this process."""

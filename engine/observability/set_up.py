@@ -1,0 +1,39 @@
+"""How long a rank takes to set an attempt up, part by part: what a restart after a fault consists of."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from time import monotonic, process_time, time
+
+from weft.conf.private import append_private
+
+
+class SetUpTimes:
+    """Seconds of each part of a rank's set-up, on the clock and of its processor; parts follow one another."""
+
+    def __init__(self) -> None:
+        """Nothing has begun."""
+        self.begin()
+
+    def begin(self) -> None:
+        """An attempt begins."""
+        self.parts: dict[str, tuple[float, float]] = {}
+        self._at = monotonic(), process_time()
+
+    def done(self, part: str) -> None:
+        """What was done since the last part, or the beginning, was ``part``."""
+        now = monotonic(), process_time()
+        passed, computed = self.parts.get(part, (0.0, 0.0))
+        self.parts[part] = passed + now[0] - self._at[0], computed + now[1] - self._at[1]
+        self._at = now
+
+    def write(self, path: Path, **more: object) -> None:
+        """Add a line of JSON to a file that several ranks write."""
+        parts = {part: [round(each, 4) for each in seconds] for part, seconds in self.parts.items()}
+        append_private(path, json.dumps({"at": time(), "pid": os.getpid(), **more, "parts": parts}) + "\n")
+
+
+SET_UP = SetUpTimes()
+"""Those of this process."""

@@ -1,0 +1,58 @@
+"""Whose fault it is that ranks have ended: the most telling end, or whom ranks waited for that have lost a peer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.engine.supervision.budget import Fault
+from weft.engine.supervision.faults import POLICIES, FaultKind, RankEnd, Response, cause
+from weft.engine.supervision.layout import Layout
+from weft.engine.supervision.progress import step_under_way
+from weft.engine.supervision.watch import Watch
+
+
+def all_lost(ends: Mapping[int, RankEnd]) -> bool:
+    """Whether every end is a consequence of another rank's, so that none tells the cause."""
+    return all(end.kind is FaultKind.lost_peer for end in ends.values())
+
+
+def fault_of_ends(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now: float) -> Fault:
+    """The fault by which an attempt ends.
+
+    Args:
+        ends: by rank, at least one: how ranks have ended or why they have left.
+        watch: over the attempt.
+    """
+    rank = cause(ends)
+    end = ends[rank]
+    culprit: Mapping[str, Any] = {"rank": rank, "host": layout.host_of(rank)}
+    evidence = end.message.splitlines()[0] if end.message else ""
+    if all_lost(ends):
+        culprit, waited = _awaited(ends, layout, watch, now)
+        evidence = f"{waited}; rank {rank} says: {evidence}"
+    policy = POLICIES[end.kind]
+    return Fault(
+        end.kind.value,
+        culprit,
+        evidence,
+        step_under_way(watch) if end.step is None else end.step,
+        now - watch.still_since,
+        policy.most,
+        policy.response is Response.stop,
+    )
+
+
+def _awaited(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now: float) -> tuple[Mapping[str, Any], str]:
+    """For whom ranks waited that have all lost a peer: as a culprit, empty if they cannot say; and in words."""
+    suspects = watch.awaited(ends, now)
+    ranks = [suspect.rank for suspect in suspects if suspect.rank is not None]
+    hosts = sorted({layout.host_of(rank) for rank in ranks})
+    if len(ranks) == 1:
+        text = f"the others waited for rank {ranks[0]}, {suspects[0].doing}"
+        return {"rank": ranks[0], "host": hosts[0]}, text
+    if len(hosts) == 1:
+        return {"host": hosts[0]}, f"the others waited for ranks of {hosts[0]}"
+    if not ranks and suspects:
+        return {"link": list(suspects[0].links[0])}, f"what was sent did not arrive: {suspects[0].doing}"
+    return {}, "ranks have lost each other"
