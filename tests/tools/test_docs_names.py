@@ -72,6 +72,8 @@ MADE = {
     "costs.yaml",
     "metrics.jsonl",
     "supervisor/journal.jsonl",
+    "supervisor/set_up.jsonl",
+    "self_check.json",
     "supervisor/logs/attemptN/rankR.log",
     "timeline.png",
     "timeline.json",
