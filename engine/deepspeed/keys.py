@@ -73,6 +73,21 @@ def split_deepspeed_config(user: Mapping[str, Any] | str | Path) -> tuple[WeftCo
     return config, _kept(tree, config)
 
 
+def weft_section(user: Mapping[str, Any] | str | Path) -> WeftConfig | None:
+    """The configuration in the section "weft" alone, whose combinations are not checked; None if it is off or missing.
+
+    The rest of ``user`` may still have values of "auto".
+
+    Raises:
+        ValueError: an unknown key in the section, or a value of the wrong type.
+    """
+    source = "DeepSpeed config" if isinstance(user, Mapping) else str(user)
+    section = (user if isinstance(user, Mapping) else _read(Path(user).expanduser())).get("weft")
+    if not isinstance(section, Mapping) or not section.get("enabled"):
+        return None
+    return from_tree({name: value for name, value in section.items() if name != "enabled"}, source=f"{source}: weft")
+
+
 def _read(path: Path) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]

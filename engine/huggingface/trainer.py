@@ -24,13 +24,14 @@ from transformers.trainer_utils import EvalLoopOutput
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint.exporting import export
 from weft.engine.deepspeed.keys import split_deepspeed_config
-from weft.engine.distributed import from_rank_zero, init_distributed
+from weft.engine.distributed import from_rank_zero
 from weft.engine.engine import WeftEngine
 from weft.engine.huggingface.checkpoint_folders import ENGINE_STATE, last_whole, move_into
 from weft.engine.huggingface.microbatches import EveryNthBatch, any_batch, filled
 from weft.engine.huggingface.objective import trainer_objective
 from weft.engine.huggingface.refusals import NO_LOGITS, refuse
 from weft.engine.initialize import initialize
+from weft.engine.planning.joining import init_distributed
 
 
 class WeftTrainer(Trainer):
@@ -126,7 +127,7 @@ class WeftTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's, but prepares only data loaders, for replicas instead of ranks."""
-        init_distributed(self.args.ddp_timeout)
+        init_distributed(self._deepspeed(), timeout_s=self.args.ddp_timeout)
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare = self._share_loader
 

@@ -4,18 +4,48 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from weft.comm.sites.joining import spans_sites
 from weft.comm.sites.links import Sites
-from weft.conf.schema import WeftConfig
+from weft.conf.schema import CommConfig, WeftConfig
 from weft.conf.sites import ranks_per_site
-from weft.engine.distributed import init_distributed
+from weft.engine import distributed
+from weft.engine.deepspeed.keys import weft_section
 from weft.engine.planning.layout import RankLayout
 
 log = logging.getLogger(__name__)
+
+
+def init_distributed(
+    config: WeftConfig | Mapping[str, Any] | str | Path | None = None, *, timeout_s: float | None = None
+) -> torch.device:
+    """Join the process group that the launcher's environment describes, before anybody else makes one; idempotent.
+
+    Args:
+        config: the run's, or a DeepSpeed configuration (a dictionary or a JSON file) with a section "weft". It is
+            needed where ``cluster`` has several sites.
+        timeout_s: of groups; by default ``comm.timeout_s``.
+
+    Returns:
+        This rank's device.
+
+    Raises:
+        ValueError: an unknown key, or a value of the wrong type.
+    """
+    if not isinstance(config, WeftConfig):
+        config = weft_section(config) if config is not None else None
+    if config is None:
+        return distributed.init_distributed(timeout_s or CommConfig.timeout_s)
+    if timeout_s:
+        config = replace(config, comm=replace(config.comm, timeout_s=timeout_s))
+    return join(config)
 
 
 def join(config: WeftConfig) -> torch.device:
@@ -28,11 +58,11 @@ def join(config: WeftConfig) -> torch.device:
         This rank's device.
     """
     sites = _sites(config, int(os.environ.get("WORLD_SIZE", "1")))
-    device = init_distributed(config.comm.timeout_s, sites=sites)
+    device = distributed.init_distributed(config.comm.timeout_s, sites=sites)
     if sites is not None and not spans_sites() and dist.get_rank() == 0:
         log.warning(
             "cluster.sites: the process group was there before weft knew of them, and connects every rank to every "
-            "other in the clear; have weft.initialize make it, and do not call init_distributed() first"
+            "other in the clear; call weft.init_distributed(config) first, with the configuration that has them"
         )
     return device
 

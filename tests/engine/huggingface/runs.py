@@ -187,6 +187,23 @@ def weft(
     return history(trainer)
 
 
+def over_sites(folder: str, count: int, more: dict[str, Any], deepspeed: dict[str, Any]) -> list[dict[str, float]]:
+    """Logs of Weft's Trainer in a job over several sites, where no group was there before."""
+    import torch.distributed as dist
+
+    import weft as package
+    from weft.comm.sites.group import SiteGroup
+    from weft.comm.sites.joining import spans_sites
+
+    package.init_distributed(deepspeed)
+    assert spans_sites()
+    logs = weft(folder, count, more, deepspeed)
+    assert spans_sites()
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group.size() == dist.get_world_size()]
+    assert all(isinstance(group, SiteGroup) for group in groups)
+    return logs
+
+
 def readme_example(code: str, folder: str) -> float:
     """The steps that a piece of a script has trained."""
     from functools import partial

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.huggingface.runs import eval_loss_by_hand, readme_example, refusals, section, stock, weft
+from tests.engine.huggingface.runs import eval_loss_by_hand, over_sites, readme_example, refusals, section, stock, weft
+from weft.comm.wan.key import VARIABLE
 from weft.tools.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -26,6 +27,16 @@ def test_two_stages_match_one_process(tmp_path, use_cpu):
     for logs in run_ranks(2, weft, str(tmp_path), 40, more | {"use_cpu": use_cpu}, section(2)):
         close(logs, expected)
     assert len(expected) == 10
+
+
+def test_two_sites_talk_over_weft_alone(tmp_path, monkeypatch):
+    """The Trainer's own groups, made by transformers and DeepSpeed, span the sites as well."""
+    monkeypatch.setenv(VARIABLE, "a key for tests, long enough")
+    sites = section(2)
+    sites["weft"] |= {"cluster": {"sites": [{"name": name, "ranks": 1} for name in ("east", "west")]}}
+    sites["weft"]["comm"] = {"connections": 2}
+    expected = run_ranks(2, weft, str(tmp_path), 40, {"use_cpu": True}, section(2))
+    assert run_ranks(2, over_sites, str(tmp_path), 40, {"use_cpu": True}, sites) == expected
 
 
 def test_two_replicas_match_two_processes(tmp_path):
