@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from tests.engine.checkpoint.ranks_in_threads import NUM_RANKS, Crash, check, failing, save_step
-from weft.engine.checkpoint import BackgroundWriter, CheckpointError, Piece, check_space, newest, open_checkpoint, save
+from weft.engine.checkpoint import (
+    BackgroundWriter,
+    CheckpointError,
+    Piece,
+    check_space,
+    durable,
+    newest,
+    open_checkpoint,
+    save,
+)
 from weft.engine.checkpoint.folder import complete
 
 
@@ -169,3 +178,17 @@ def test_background(tmp_path):
     with pytest.raises(CheckpointError, match="full"):
         writer.submit(lambda: tmp_path)
     assert writer.wait() == tmp_path / "step-00000001"
+
+
+@pytest.mark.parametrize("there", ["nothing", "a folder", "a link to a folder", "a link to nothing"])
+def test_what_is_removed_is_gone_and_what_it_leads_to_stays(tmp_path, there):
+    kept, path = tmp_path / "kept", tmp_path / "path"
+    kept.mkdir()
+    (kept / "file").write_text("x")
+    if there == "a folder":
+        shutil.copytree(kept, path)
+    elif there != "nothing":
+        path.symlink_to(kept if there == "a link to a folder" else tmp_path / "nowhere")
+    durable.remove(path)
+    assert not path.is_symlink() and not path.exists()
+    assert (kept / "file").read_text() == "x"

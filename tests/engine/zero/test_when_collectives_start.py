@@ -129,3 +129,34 @@ def test_zero_3_gathers_one_block_ahead_and_no_further():
 
     assert len(SmallStage().blocks()) >= 3
     in_threads(2, run)
+
+
+def test_an_unsharded_stage_begins_with_what_its_next_computation_uses_first():
+    """A forward begins with the first block, a backward with the last; nothing else is asked for."""
+
+    def run(meeting, number):
+        replica = Replica(meeting, number, ZeroConfig(stage=3, reduce_bucket_size=10**6), make)
+        sharding, weights = replica.sharding, replica.sharding._weights[0]
+        blocks = len(weights._blocks)
+
+        def unsharded():
+            sharding.reshard(0)
+            sharding.unshard(0)
+            return [all(b._whole or not b.is_settled for b in bucket) for bucket in weights._blocks]
+
+        first, last = ([index == edge for index in range(blocks)] for edge in (0, blocks - 1))
+        sharding.begin_step([Action(op, 0, m) for m in range(2) for op in (Op.F, Op.I, Op.W)])
+        for m in range(2):
+            assert unsharded() == first
+            with sharding.around(Action(Op.F, 0, m)):
+                loss, saved = replica.backward.forward(lambda m=m: replica.model(ids(0, m)), None, split=True)
+            assert unsharded() == last
+            with sharding.around(Action(Op.I, 0, m)):
+                replica.backward.input_backward(saved, loss.new_ones(()))
+            with sharding.around(Action(Op.W, 0, m)):
+                replica.backward.weight_backward(saved)
+        assert unsharded() == first, "nothing is to come in this step, and the next begins with a forward"
+        sharding.reduce(0)
+        replica.optimizer.step()
+
+    in_threads(2, run)

@@ -13,6 +13,7 @@ from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
 
 PATH = "/v1/completions"
 PREFILL = {"model": "tiny", "prompt": "one two three", "max_tokens": 1}
+TOO_LARGE = 5_000_000
 FAULTS = ["dead", "dying", "hung", "broken"]
 REMOTE = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
 
@@ -57,6 +58,20 @@ def test_the_worker_that_finishes_soonest_gets_it():
     run(scenario())
 
 
+def test_a_body_that_is_said_to_be_too_large_is_refused_before_it_comes():
+    async def scenario():
+        async def drip():
+            while True:
+                yield b" "
+                await asyncio.sleep(0.01)
+
+        async with controller(FakeWorkers(1)) as client:
+            answer = await client.post(PATH, content=drip(), headers={"Content-Length": str(TOO_LARGE)})
+            assert answer.status_code == 413
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     ("body", "status", "part"),
     [
@@ -67,7 +82,7 @@ def test_the_worker_that_finishes_soonest_gets_it():
         (json.dumps(PREFILL | {"prompt": [1] * 10**6}), 400, "the prompt has about 1000000 tokens"),
         (json.dumps(PREFILL | {"prompt": {"a": 1}}), 400, "give a string, a list of tokens"),
         (json.dumps({"messages": "hi", "max_tokens": 1}), 400, "give a list of {role, content}"),
-        (b" " * 5_000_000, 413, "larger than 4194304"),
+        (b" " * TOO_LARGE, 413, "larger than 4194304"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_the_reason(body, status, part):

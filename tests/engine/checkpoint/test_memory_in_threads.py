@@ -1,0 +1,236 @@
+"""Memory checkpoints of ranks on emulated hosts: what a host or a bit takes away, another host gives back."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim import AdamW
+
+from tests.engine.small_engine import SmallEngine, assert_equal, joined
+from tests.thread_ranks import run_in_threads
+from weft.conf.schema import ZeroConfig
+from weft.engine.checkpoint import CheckpointError
+from weft.engine.checkpoint.memory import HostMemory, MemoryCheckpoints
+from weft.engine.checkpoint.memory.slot import Slot
+
+STEPS = 3
+LAYOUTS = {"one stage, ZeRO-1": (1, 1, (0, 1)), "two stages, ZeRO-0": (2, 0, (0, 1, 0, 1)), "ZeRO-3": (1, 3, (0, 0, 1))}
+"""Stages, ZeRO's stage, and the host of each rank."""
+
+
+def opened(root, layout):
+    stages, zero, hosts = LAYOUTS[layout]
+    made = SmallEngine(
+        stages,
+        ZeroConfig(stage=zero, reduce_bucket_size=90),
+        lambda parameters: AdamW(parameters, lr=0.02),
+        tied=stages > 1,
+    )
+    host = HostMemory(Path(root, f"host{hosts[made.global_rank]}"))
+    memory = MemoryCheckpoints.open(made, host, sites=[0] * len(hosts), timeout_s=20)
+    made.before_update.append(memory.before_step)
+    return made, memory
+
+
+def trained(root, layout):
+    """The state after each step, after each of which a memory checkpoint is taken."""
+    made, memory = opened(root, layout)
+    states = []
+    for step in range(1, STEPS + 1):
+        made.step()
+        memory.take({"step": step, "ema": torch.full((3,), float(step))})
+        states.append(made.held())
+    memory.finish()
+    assert memory.num_whole == STEPS
+    assert memory.stalled_s > 0
+    assert memory.recover(least_step=STEPS + 1) is None
+    memory.close()
+    dist.barrier()
+    return states
+
+
+def recovered(root, layout):
+    """What new ranks find, and the state they are in then; then they take another memory checkpoint."""
+    made, memory = opened(root, layout)
+    found = memory.recover()
+    state = made.held()
+    made.step()
+    memory.take({"step": made.global_steps})
+    memory.finish()
+    again = memory.recover()
+    assert again == (made.global_steps, {"step": made.global_steps})
+    memory.close()
+    dist.barrier()
+    return found and (found[0], found[1]["step"], found[1]["ema"].tolist()), state
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def run(request, tmp_path_factory):
+    """The layout, its memories after `STEPS` steps, and the whole state after each."""
+    root = tmp_path_factory.mktemp("memory")
+    count = len(LAYOUTS[request.param][2])
+    states = run_in_threads(count, trained, root, request.param)
+    return request.param, count, root, [joined(each) for each in zip(*states, strict=True)]
+
+
+def restored(run, root):
+    layout, count, _, states = run
+    founds, found_states = zip(*run_in_threads(count, recovered, root, layout), strict=True)
+    assert all(found == founds[0] for found in founds)
+    if founds[0] is None:
+        return None
+    step, told, ema = founds[0]
+    assert told == step and ema == [float(step)] * 3
+    assert_equal(joined(found_states), states[step - 1])
+    left = sorted({path.name for host in root.iterdir() for path in host.iterdir()})
+    assert len({name[:-2] for name in left}) == 1, "nothing is left of the attempt before"
+    return step
+
+
+@pytest.fixture
+def memories(run, tmp_path):
+    shutil.copytree(run[2], tmp_path / "memories")
+    return tmp_path / "memories"
+
+
+def newest(host):
+    held = list(HostMemory(host).whole())
+    last = max(commit.step for _, commit in held)
+    return [path for path, commit in held if commit.step == last]
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) * 3 // 4] ^= 4
+    path.write_bytes(data)
+
+
+def test_the_last_step_is_restored(run, memories):
+    assert restored(run, memories) == STEPS
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_either_host_may_be_lost(run, memories, host):
+    shutil.rmtree(memories / f"host{host}")
+    assert restored(run, memories) == STEPS
+
+
+def test_a_flipped_bit_on_one_host_costs_nothing(run, memories):
+    flip(newest(memories / "host1")[0])
+    assert restored(run, memories) == STEPS
+
+
+def test_flipped_bits_on_both_hosts_cost_a_step(run, memories):
+    for host in ("host0", "host1"):
+        flip(newest(memories / host)[0])
+    assert restored(run, memories) == STEPS - 1
+
+
+def test_without_memories_there_is_nothing_to_restore(run, tmp_path):
+    assert restored(run, tmp_path) is None
+
+
+def test_parts_of_a_step_do_not_make_a_whole(run, memories):
+    """Of the newest, all hosts have lost the part of one rank."""
+    part = newest(memories / "host0")[0].name
+    for host in ("host0", "host1"):
+        for path in newest(memories / host):
+            if path.name == part:
+                path.unlink()
+    assert restored(run, memories) == STEPS - 1
+
+
+def forgetting(root):
+    made, memory = opened(root, "one stage, ZeRO-1")
+    made.step()
+    memory.take({})
+    memory.forget()
+    left = list(memory.memory.root.iterdir())
+    dist.barrier()
+    made.step()
+    memory.take({"after": True})
+    memory.finish()
+    found = memory.recover()
+    memory.close()
+    return left, found
+
+
+def test_what_is_forgotten_is_gone_everywhere(tmp_path):
+    assert run_in_threads(2, forgetting, tmp_path) == [([], (2, {"after": True}))] * 2
+
+
+def without_room(root, where):
+    """The second memory checkpoint fails on one rank: in its own slot, or in its guest's."""
+    made, memory = opened(root, "one stage, ZeRO-1")
+    made.step()
+    memory.take({"step": 1})
+    memory.finish()
+    made.step()
+    unable = made.global_rank == 1
+    open_ = Slot.open
+
+    def open_or_fail(slot, num_bytes):
+        own = slot.path.name == f"rank-{made.global_rank:03d}.safetensors"
+        here = threading.current_thread().__dict__.get("weft_world") is world
+        if here and unable and own is (where == "own"):
+            raise OSError("no room")
+        open_(slot, num_bytes)
+
+    world = threading.current_thread().__dict__["weft_world"]
+    dist.barrier()
+    if unable:
+        Slot.open = open_or_fail
+    dist.barrier()
+    memory.take({"step": 2})
+    memory.finish()
+    dist.barrier()
+    if unable:
+        Slot.open = open_
+    dist.barrier()
+    whole = memory.num_whole
+    found = memory.recover()
+    memory.close()
+    return whole, found
+
+
+@pytest.mark.parametrize("where", ["own", "guest"])
+def test_where_one_rank_has_no_room_the_one_before_stays(tmp_path, where, caplog):
+    """Where only the copy is missing, all parts are there as long as all hosts are."""
+    step = {"own": 1, "guest": 2}[where]
+    assert run_in_threads(2, without_room, tmp_path, where) == [(1, (step, {"step": step}))] * 2
+    said = {"own": "rank 1: no room", "guest": "rank 1: no copy of rank 0: no room"}[where]
+    assert f"memory checkpoint after step 2: {said}; the one before it stays" in caplog.text
+
+
+def too_small(root):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostMemory, "check_room", lambda self, needed: _refuse(needed))
+        dist.barrier()
+        with pytest.raises(CheckpointError, match="too little") as caught:
+            opened(root, "one stage, ZeRO-1")
+        dist.barrier()
+    return str(caught.value)
+
+
+def _refuse(needed):
+    raise CheckpointError(f"too little: {needed}")
+
+
+def test_room_is_asked_for_two_of_its_own_and_its_guests(tmp_path):
+    """Each of two hosts holds all of it twice: fp32 weights and Adam's two moments of each."""
+    numel = sum(p.numel() for p in run_in_threads(1, _parameters)[0])
+    said = run_in_threads(2, too_small, tmp_path)
+    assert said[0] == said[1]
+    needed = int(said[0].split(": ")[-1])
+    least = 2 * numel * 4 * 3
+    assert least <= needed < least + 2 * 2 * 20_000  # and random states
+
+
+def _parameters():
+    made = SmallEngine(1, ZeroConfig(), lambda parameters: AdamW(parameters))
+    return list(made.part.parameters())
