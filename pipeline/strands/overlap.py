@@ -1,0 +1,56 @@
+"""How well operators overlap: DHelix's overlap effectiveness factor (section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from weft.pipeline.strands.segments import Kind, LinkClass
+
+
+def overlap_effectiveness(first_s: float, second_s: float, together_s: float) -> float:
+    """OEF of two operators: 1 if the shorter one is hidden entirely, 0 if nothing is (equation 1).
+
+    Args:
+        first_s, second_s: seconds of each alone; together_s: of both at once.
+    """
+    return (first_s + second_s - together_s) / min(first_s, second_s)
+
+
+@dataclass(frozen=True)
+class OverlapTable:
+    """OEF of pairs of operators; what is not listed overlaps with ``default``.
+
+    Attributes:
+        compute: of compute beside a collective.
+        links: of two collectives, one inside of a host and one between hosts.
+    """
+
+    compute: Mapping[tuple[Kind, LinkClass], float] = field(default_factory=dict)
+    links: float = 1.0
+    default: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse factors outside of [0, 1]."""
+        named = {"links": self.links, "default": self.default}
+        named |= {f"compute[{kind.value}, {link.value}]": value for (kind, link), value in self.compute.items()}
+        for name, value in named.items():
+            if not 0 <= value <= 1:
+                raise ValueError(f"overlap.{name}={value}: an overlap effectiveness factor lies between 0 and 1")
+
+    def slowdown(self, kind: Kind | None, links: tuple[LinkClass, ...]) -> float:
+        """By how much everything that runs at once is slowed down.
+
+        Two operators that take T each alone then take (2 - OEF) T together, as equation 1 says, and
+        so does the shorter of two unequal ones with its share of the longer.
+
+        Args:
+            kind: of the compute that runs, if any.
+            links: those that are busy.
+        """
+        slow = 1.0
+        if kind is not None:
+            slow += sum(1 - self.compute.get((kind, link), self.default) for link in links)
+        if len(links) > 1:
+            slow += 1 - self.links
+        return slow

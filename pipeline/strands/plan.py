@@ -1,0 +1,115 @@
+"""The segment plan: in which order two strands take turns."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from enum import Enum
+from itertools import groupby
+
+from weft.pipeline.limits import short_repr
+from weft.pipeline.strands.overlap import OverlapTable
+from weft.pipeline.strands.segments import StrandPair
+from weft.pipeline.strands.state import PairState
+
+
+class Step(Enum):
+    """Whose turn it is."""
+
+    forward = "F"
+    """The forward's next segment: wait for what it needs, compute, start its collective."""
+    backward = "B"
+    """The backward's next segment."""
+    weight = "W"
+    """The backward's next weight gradient."""
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True)
+class SegmentPlan:
+    """All segments of both strands and all weight gradients, in one order; the same on every rank.
+
+    Text form: runs of steps, such as ``B 2F W B``.
+    """
+
+    steps: tuple[Step, ...]
+
+    @classmethod
+    def of(cls, text: str) -> SegmentPlan:
+        """Read the text form.
+
+        Raises:
+            ValueError: it is none.
+        """
+        steps: list[Step] = []
+        for word in text.split():
+            if not (found := re.fullmatch(r"([1-9][0-9]{0,5})?([FBW])", word)):
+                raise ValueError(f"segment plan: {short_repr(word)} is no run of steps, such as 2F, B or 3W")
+            steps += [Step(found[2])] * int(found[1] or 1)
+        return cls(tuple(steps))
+
+    def __str__(self) -> str:
+        """The text form."""
+        runs = ((step.value, len(list(run))) for step, run in groupby(self.steps))
+        return " ".join(f"{count if count > 1 else ''}{letter}" for letter, count in runs)
+
+    def to_json(self) -> str:
+        """As JSON."""
+        return json.dumps({"steps": str(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> SegmentPlan:
+        """From JSON.
+
+        Raises:
+            ValueError: it is no segment plan.
+        """
+        data = json.loads(text)
+        if not isinstance(data, dict) or set(data) != {"steps"} or not isinstance(data["steps"], str):
+            raise ValueError(f'segment plan: {short_repr(data)} is no {{"steps": "B 2F W ..."}}')
+        return cls.of(data["steps"])
+
+    def check(self, pair: StrandPair) -> None:
+        """Refuse a plan that does not run a pair: every segment once, weight gradients after what they need.
+
+        Raises:
+            ValueError: says at which step it fails.
+        """
+        done = dict.fromkeys(Step, 0)
+        for number, step in enumerate(self.steps):
+            if step is Step.weight and done[Step.weight] >= pair.available(done[Step.backward]):
+                raise ValueError(
+                    f"segment plan: step {number} is weight gradient {done[step]}, which needs more of the backward "
+                    f"than the {done[Step.backward]} segments before it; move it behind them"
+                )
+            done[step] += 1
+        wanted = {
+            Step.forward: len(pair.forward.segments),
+            Step.backward: len(pair.backward.segments),
+            Step.weight: len(pair.weights),
+        }
+        for step, count in wanted.items():
+            if done[step] != count:
+                raise ValueError(f"segment plan: {done[step]} steps {step.value}, where the pair has {count}")
+
+    def seconds(self, pair: StrandPair, table: OverlapTable) -> float:
+        """Predicted duration of a pair under this plan, until both strands' last collectives have ended."""
+        state, at = PairState(), dict.fromkeys(Step, 0)
+        for step in self.steps:
+            state = take(state, pair, step, at[step], table)
+            at[step] += 1
+        return state.ended(table).now_s
+
+    def hidden(self, pair: StrandPair, table: OverlapTable) -> float:
+        """Share of the collectives' time that the plan hides behind compute or each other."""
+        return (pair.sequential_s - self.seconds(pair, table)) / pair.comm_s if pair.comm_s else 1.0
+
+
+def take(state: PairState, pair: StrandPair, step: Step, index: int, table: OverlapTable) -> PairState:
+    """The state after one step: the ``index``-th of its kind."""
+    if step is Step.weight:
+        return state.computed(table, pair.weights[index].compute_s, pair.weights[index].kind)
+    forward = step is Step.forward
+    return state.ran(table, (pair.forward if forward else pair.backward).segments[index], forward=forward)

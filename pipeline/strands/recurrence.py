@@ -1,0 +1,106 @@
+"""DHelix's pairing of operators by dynamic programming, with a barrier after each pair (section 4.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+from weft.pipeline.strands.overlap import OverlapTable
+from weft.pipeline.strands.plan import SegmentPlan, Step
+from weft.pipeline.strands.segments import Kind, LinkClass, Strand, StrandPair
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """A base of the paper: compute, or a collective, with the weight gradients that its own strand has beside it."""
+
+    compute_s: float = 0.0
+    comm_s: float = 0.0
+    kind: Kind = Kind.gemm
+    link: LinkClass | None = None
+    begins: bool = False
+    """Whether a segment's compute is in it."""
+    weights: int = 0
+    """Number of weight gradients in it."""
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """What the recurrence finds.
+
+    Attributes:
+        seconds: the paper's T_opt(N_f, N_b).
+        plan: the same order of steps, without the barriers.
+    """
+
+    seconds: float
+    plan: SegmentPlan
+
+
+def pair_operators(pair: StrandPair, table: OverlapTable) -> Pairing:
+    """The best pairing of both strands' operators in their given order.
+
+    Weight gradients stay in place; one that can run beside its own strand's collective is one operator
+    with it, as in the paper's figure 10.
+    """
+    forward, backward = _operators(pair.forward, pair, weights=False), _operators(pair.backward, pair, weights=True)
+    best: dict[tuple[int, int], tuple[float, tuple[int, int]]] = {(0, 0): (0.0, (0, 0))}
+    for i, j in product(range(len(forward) + 1), range(len(backward) + 1)):
+        options = []
+        if i:  # T(i-1, j) + P(i, nothing)
+            options.append((best[i - 1, j][0] + _together([forward[i - 1]], table), (i - 1, j)))
+        if j:  # T(i, j-1) + P(nothing, j)
+            options.append((best[i, j - 1][0] + _together([backward[j - 1]], table), (i, j - 1)))
+        if i and j:  # T(i-1, j-1) + P(i, j)
+            both = _together([forward[i - 1], backward[j - 1]], table)
+            options.append((best[i - 1, j - 1][0] + both, (i - 1, j - 1)))
+        if options:
+            best[i, j] = min(options)
+    return Pairing(best[len(forward), len(backward)][0], SegmentPlan(tuple(_order(best, forward, backward))))
+
+
+def _operators(strand: Strand, pair: StrandPair, *, weights: bool) -> list[_Operator]:
+    found = []
+    for index, segment in enumerate(strand.segments):
+        found.append(_Operator(segment.compute_s, kind=segment.kind, begins=True))
+        beside = [weight.compute_s for weight in pair.weights if weights and weight.after == index]
+        if segment.link is not None or beside:
+            found.append(_Operator(sum(beside), segment.comm_s, Kind.gemm, segment.link, weights=len(beside)))
+    return found
+
+
+def _together(operators: list[_Operator], table: OverlapTable) -> float:
+    """P: seconds of operators at once; those that need the same resource follow each other."""
+    compute_s = sum(operator.compute_s for operator in operators)
+    kind = next((operator.kind for operator in operators if operator.compute_s), None)
+    busy_s: dict[LinkClass, float] = {}
+    for operator in operators:
+        if operator.link is not None and operator.comm_s:
+            busy_s[operator.link] = busy_s.get(operator.link, 0.0) + operator.comm_s
+    seconds = 0.0
+    while compute_s > 0 or busy_s:
+        running = [left for left in (compute_s, *busy_s.values()) if left > 0]
+        first_s = min(running)
+        seconds += first_s * table.slowdown(kind if compute_s > 0 else None, tuple(busy_s))
+        compute_s = compute_s - first_s if compute_s > first_s else 0.0
+        busy_s = {link: left - first_s for link, left in busy_s.items() if left > first_s}
+    return seconds
+
+
+def _order(
+    best: dict[tuple[int, int], tuple[float, tuple[int, int]]], forward: list[_Operator], backward: list[_Operator]
+) -> list[Step]:
+    """The steps of the best pairing, pair by pair: segments first, so that their collectives start early."""
+    at, path = (len(forward), len(backward)), []
+    while at != (0, 0):
+        path.append((at, best[at][1]))
+        at = best[at][1]
+    steps = []
+    for (i, j), (before_i, before_j) in reversed(path):
+        if j > before_j and backward[before_j].begins:
+            steps.append(Step.backward)
+        if i > before_i and forward[before_i].begins:
+            steps.append(Step.forward)
+        if j > before_j:
+            steps += [Step.weight] * backward[before_j].weights
+    return steps

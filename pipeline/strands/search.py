@@ -1,0 +1,162 @@
+"""The search for a segment plan: which of two strands takes its turn when, and where weight gradients go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from weft.pipeline.strands.overlap import OverlapTable
+from weft.pipeline.strands.plan import SegmentPlan, Step, take
+from weft.pipeline.strands.segments import StrandPair
+from weft.pipeline.strands.state import IDLE, PairState, Transfer
+
+WIDTH = 12
+"""States kept for each number of segments done: beyond some layers more change nothing."""
+
+_At = tuple[int, int, int]
+"""Segments of the forward, segments of the backward and weight gradients that are done."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Label:
+    """A way to come this far: the state it leaves, and its last step."""
+
+    state: PairState
+    step: Step | None = None
+    before: _Label | None = None
+
+
+def search(pair: StrandPair, table: OverlapTable, *, width: int = WIDTH, band: float = 1.0) -> SegmentPlan:
+    """The best plan, by dynamic programming over (F done, B done, W done).
+
+    Of the ways to the same place those survive that no other beats in time and in what is left of both
+    collectives; a way that is ahead can always wait for one that is behind, so they are compared at
+    the later one's time. Beyond the paper: weight gradients move, collectives need no barrier, and
+    those of two link classes overlap.
+
+    Args:
+        width: ways kept for each place.
+        band: how far the strands may be apart, as a share of their length; 1 searches everything.
+    """
+    return _plan(_ways(pair, table, width, band))
+
+
+def search_layers(layer: StrandPair, layers: int, table: OverlapTable) -> SegmentPlan:
+    """A plan for a pair over so many layers, found in time that does not grow with their number.
+
+    Up to `_SEARCHED` layers are searched as they are. A longer plan begins and ends like the one for
+    these, and repeats what that does in its middle, from one point to where both strands have
+    advanced by the same number of layers and are as far apart as before.
+
+    Args:
+        layer: the pair over one layer.
+    """
+    if layers <= _SEARCHED:
+        return search(layer.repeated(layers), table, band=1.0 if layers <= 2 else 1.5 / layers)
+    searched = next((n for n in (_SEARCHED, _SEARCHED - 1) if (layers - n) % 2 == 0), _SEARCHED)
+    plan = search(layer.repeated(searched), table, band=1.5 / searched)
+    start, stop, period = _period(plan, layer, searched, layers - searched)
+    again = plan.steps[start:stop] * ((layers - searched) // period)
+    longer = SegmentPlan((*plan.steps[:stop], *again, *plan.steps[stop:]))
+    longer.check(layer.repeated(layers))
+    return longer
+
+
+_SEARCHED = 6
+
+
+def _period(plan: SegmentPlan, layer: StrandPair, layers: int, missing: int) -> tuple[int, int, int]:
+    """Where the plan's middle repeats: its first step, the one behind its last, and how many layers it advances."""
+    per_layer = len(layer.forward.segments), len(layer.backward.segments), len(layer.weights)
+    done, at = [(0, 0, 0)], [0, 0, 0]
+    for step in plan.steps:
+        at[(Step.forward, Step.backward, Step.weight).index(step)] += 1
+        done.append((at[0], at[1], at[2]))
+    where = {place: number for number, place in enumerate(done)}
+    middle = len(done) / 2
+    found = []
+    for period in (1, 2):
+        if missing % period:
+            continue
+        for number, place in enumerate(done):
+            later = (
+                place[0] + period * per_layer[0],
+                place[1] + period * per_layer[1],
+                place[2] + period * per_layer[2],
+            )
+            if later in where:
+                found.append((abs((number + where[later]) / 2 - middle), number, where[later], period))
+    # From nothing done to everything done is `layers` layers, so whole strands repeat if nothing else does.
+    _, start, stop, period = min(found)
+    return start, stop, period
+
+
+def _ways(pair: StrandPair, table: OverlapTable, width: int, band: float) -> _Label:
+    """The best way to the end of both strands."""
+    ends = len(pair.forward.segments), len(pair.backward.segments), len(pair.weights)
+    places: dict[_At, list[_Label]] = {(0, 0, 0): [_Label(PairState())]}
+    # Every step advances one number, so places are visited by how many steps lead to them.
+    for _ in range(sum(ends)):
+        onward: dict[_At, list[_Label]] = {}
+        for at, labels in places.items():
+            for step, place in _steps(at, ends, pair, band):
+                index = at[(Step.forward, Step.backward, Step.weight).index(step)]
+                kept = onward.setdefault(place, [])
+                for label in labels:
+                    _keep(kept, _Label(take(label.state, pair, step, index, table), step, label), width)
+        places = onward
+    return min(places[ends], key=lambda label: label.state.ended(table).now_s)
+
+
+def _steps(at: _At, ends: _At, pair: StrandPair, band: float) -> Iterator[tuple[Step, _At]]:
+    """What may come next, and where it leads."""
+    forward, backward, weights = at
+    if weights < pair.available(backward):
+        yield Step.weight, (forward, backward, weights + 1)
+    ahead = forward / max(ends[0], 1) - backward / max(ends[1], 1)
+    if forward < ends[0] and (ahead <= band or backward == ends[1]):
+        yield Step.forward, (forward + 1, backward, weights)
+    if backward < ends[1] and (-ahead <= band or forward == ends[0]):
+        behind = pair.available(backward) - weights
+        if behind <= band * max(ends[2], 1) + 1:
+            yield Step.backward, (forward, backward + 1, weights)
+
+
+def _keep(kept: list[_Label], label: _Label, width: int) -> None:
+    """Add a way unless one that is kept is as good; drop those that it beats."""
+    mine = label.state
+    if any(_as_good(other.state, mine) for other in kept):
+        return
+    kept[:] = [other for other in kept if not _as_good(mine, other.state)]
+    kept.append(label)
+    if len(kept) > width:
+        kept.remove(max(kept, key=lambda other: _promise(other.state)))
+
+
+def _promise(state: PairState) -> float:
+    return 2 * state.now_s + state.forward.left_s + state.backward.left_s
+
+
+def _as_good(state: PairState, other: PairState) -> bool:
+    """Whether nothing is lost by going on from ``state`` instead of ``other``."""
+    if state.now_s > other.now_s:
+        return False
+    gained_s = other.now_s - state.now_s
+    return _left(state.forward, state.backward, gained_s) <= _left(other.forward, other.backward, 0.0) and _left(
+        state.backward, state.forward, gained_s
+    ) <= _left(other.backward, other.forward, 0.0)
+
+
+def _left(transfer: Transfer, other: Transfer, gained_s: float) -> float:
+    """Seconds until a collective ends if nothing slows it down, so many seconds later."""
+    queue_s = other.left_s if transfer.second else 0.0
+    return max(0.0, transfer.left_s + queue_s - gained_s) if transfer is not IDLE else 0.0
+
+
+def _plan(label: _Label) -> SegmentPlan:
+    steps: list[Step] = []
+    at: _Label | None = label
+    while at is not None and at.step is not None:
+        steps.append(at.step)
+        at = at.before
+    return SegmentPlan(tuple(reversed(steps)))

@@ -1,0 +1,136 @@
+"""Segments of a strand: what a forward or a backward computes between two collectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class LinkClass(Enum):
+    """Where a collective's bytes go; collectives of one class share their links, those of two do not."""
+
+    inside_host = "inside_host"
+    between_hosts = "between_hosts"
+
+    __hash__ = object.__hash__
+
+
+class Kind(Enum):
+    """What a segment's time is mostly spent on; see `OverlapTable`."""
+
+    gemm = "gemm"
+    attention = "attention"
+    memory = "memory"
+    """Norms, activations, copies: bound by memory bandwidth."""
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Compute, and the collective whose result the next segment of the strand needs.
+
+    Attributes:
+        compute_s: seconds of compute alone.
+        link: of the collective; None where the strand ends without one.
+        comm_s: seconds of the collective alone.
+    """
+
+    compute_s: float
+    link: LinkClass | None = None
+    comm_s: float = 0.0
+    kind: Kind = Kind.gemm
+
+    def __post_init__(self) -> None:
+        """Refuse times that are none."""
+        for name in ("compute_s", "comm_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"segment.{name}={getattr(self, name)}: must be 0 or more, and finite")
+        if self.link is None and self.comm_s:
+            raise ValueError(f"segment.comm_s={self.comm_s}: a segment without a link has no collective; set it to 0")
+
+
+@dataclass(frozen=True)
+class WeightGradient:
+    """A weight gradient of the backward, which may wait: nothing in either strand needs it.
+
+    Attributes:
+        after: index of the segment of the backward that makes what it is computed from.
+        compute_s: its seconds.
+    """
+
+    after: int
+    compute_s: float
+    kind: Kind = Kind.gemm
+
+
+@dataclass(frozen=True)
+class Strand:
+    """The segments of one pass over a stage's layers, in order."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of compute."""
+        return sum(segment.compute_s for segment in self.segments)
+
+    @property
+    def comm_s(self) -> float:
+        """Seconds of collectives."""
+        return sum(segment.comm_s for segment in self.segments)
+
+    def repeated(self, times: int) -> Strand:
+        """The pass over so many layers like these."""
+        return Strand(self.segments * times)
+
+
+@dataclass(frozen=True)
+class StrandPair:
+    """A forward and a backward that run beside each other.
+
+    Attributes:
+        weights: the backward's weight gradients, in the order in which they become possible.
+    """
+
+    forward: Strand
+    backward: Strand
+    weights: tuple[WeightGradient, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse weight gradients out of order, or of segments that are not there."""
+        after = [weight.after for weight in self.weights]
+        if after != sorted(after) or not all(0 <= index < len(self.backward.segments) for index in after):
+            raise ValueError(
+                f"weights: after segments {after} of a backward with {len(self.backward.segments)}; "
+                "give them in order, each after one of these"
+            )
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of compute: no plan is shorter."""
+        return self.forward.compute_s + self.backward.compute_s + sum(weight.compute_s for weight in self.weights)
+
+    @property
+    def comm_s(self) -> float:
+        """Seconds of collectives."""
+        return self.forward.comm_s + self.backward.comm_s
+
+    @property
+    def sequential_s(self) -> float:
+        """Seconds if nothing overlaps."""
+        return self.compute_s + self.comm_s
+
+    def available(self, done: int) -> int:
+        """Weight gradients that are possible once ``done`` segments of the backward have run."""
+        return sum(weight.after < done for weight in self.weights)
+
+    def repeated(self, times: int) -> StrandPair:
+        """The pair over so many layers like these."""
+        step = len(self.backward.segments)
+        weights = tuple(
+            WeightGradient(weight.after + layer * step, weight.compute_s, weight.kind)
+            for layer in range(times)
+            for weight in self.weights
+        )
+        return StrandPair(self.forward.repeated(times), self.backward.repeated(times), weights)

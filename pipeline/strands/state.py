@@ -1,0 +1,82 @@
+"""Two strands in time: one processor, one queue per link class."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from weft.pipeline.strands.overlap import OverlapTable
+from weft.pipeline.strands.segments import Kind, LinkClass, Segment
+
+
+class Transfer(NamedTuple):
+    """What is left of a strand's collective.
+
+    Attributes:
+        left_s: seconds, alone on its link; 0 if it has ended.
+        second: whether it waits for the other strand's, on the same link.
+    """
+
+    left_s: float = 0.0
+    link: LinkClass | None = None
+    second: bool = False
+
+
+IDLE = Transfer()
+
+
+class PairState(NamedTuple):
+    """An instant of a pair.
+
+    Attributes:
+        now_s: the time.
+        forward, backward: each strand's collective.
+    """
+
+    now_s: float = 0.0
+    forward: Transfer = IDLE
+    backward: Transfer = IDLE
+
+    def waited(self, table: OverlapTable, *, forward: bool) -> PairState:
+        """Once the strand's collective has ended, with the processor idle until then."""
+        state = self
+        while (state.forward if forward else state.backward).left_s > 0:
+            state = state._until_next_end(table, None, float("inf"))[0]
+        return state
+
+    def computed(self, table: OverlapTable, seconds: float, kind: Kind) -> PairState:
+        """After compute that takes so many seconds alone."""
+        state, left_s = self, seconds
+        while left_s > 0:
+            state, left_s = state._until_next_end(table, kind, left_s)
+        return state
+
+    def ran(self, table: OverlapTable, segment: Segment, *, forward: bool) -> PairState:
+        """After a segment of a strand: its wait, its compute, and the start of its collective."""
+        state = self.waited(table, forward=forward).computed(table, segment.compute_s, segment.kind)
+        return state if segment.link is None else state._started(segment, forward=forward)
+
+    def ended(self, table: OverlapTable) -> PairState:
+        """Once both collectives have ended."""
+        return self.waited(table, forward=True).waited(table, forward=False)
+
+    def _started(self, segment: Segment, *, forward: bool) -> PairState:
+        other = self.backward if forward else self.forward
+        second = other.left_s > 0 and other.link is segment.link
+        mine = Transfer(segment.comm_s, segment.link, second)
+        return self._replace(forward=mine) if forward else self._replace(backward=mine)
+
+    def _until_next_end(self, table: OverlapTable, kind: Kind | None, left_s: float) -> tuple[PairState, float]:
+        """Until the compute or a collective that runs has ended; and what is left of the compute."""
+        running = [t for t in (self.forward, self.backward) if t.left_s > 0 and not t.second]
+        first_s = min([left_s, *(transfer.left_s for transfer in running)])
+        slow = table.slowdown(kind, tuple(transfer.link for transfer in running if transfer.link is not None))
+        forward, backward = (
+            t._replace(left_s=t.left_s - first_s if t.left_s > first_s else 0.0) if t in running else t
+            for t in (self.forward, self.backward)
+        )
+        # What waited for a collective that has ended runs now.
+        if not forward.left_s:
+            forward, backward = IDLE, backward._replace(second=False)
+        if not backward.left_s:
+            forward, backward = forward._replace(second=False), IDLE
+        return PairState(self.now_s + first_s * slow, forward, backward), left_s - first_s

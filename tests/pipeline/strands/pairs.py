@@ -1,0 +1,73 @@
+"""Pairs of strands to try."""
+
+from dataclasses import replace
+from functools import cache
+
+from hypothesis import strategies as st
+
+from weft.pipeline.strands.overlap import OverlapTable
+from weft.pipeline.strands.plan import Step, take
+from weft.pipeline.strands.segments import Kind, LinkClass, Segment, Strand, StrandPair, WeightGradient
+from weft.pipeline.strands.state import PairState
+
+INSIDE, BETWEEN = LinkClass.inside_host, LinkClass.between_hosts
+
+# Sixteenths add up without rounding, so that equal plans are equally long.
+seconds = st.integers(0, 32).map(lambda sixteenths: sixteenths / 16)
+factor = st.sampled_from([1.0, 0.75, 0.5])
+tables = st.builds(OverlapTable, default=factor, links=factor)
+
+
+@st.composite
+def strands(draw, most):
+    """Segments that each end in a collective, but perhaps the last."""
+    number = draw(st.integers(1, most))
+    parts = [
+        Segment(draw(seconds), draw(st.sampled_from([INSIDE, INSIDE, BETWEEN])), draw(seconds), draw(kinds))
+        for _ in range(number)
+    ]
+    if draw(st.booleans()):
+        parts[-1] = Segment(parts[-1].compute_s)
+    return Strand(tuple(parts))
+
+
+kinds = st.sampled_from(list(Kind))
+
+
+@st.composite
+def pairs(draw, most=3, most_weights=2):
+    """A pair with movable weight gradients."""
+    forward, backward = draw(strands(most)), draw(strands(most))
+    after = sorted(draw(st.lists(st.integers(0, len(backward.segments) - 1), max_size=most_weights)))
+    return StrandPair(forward, backward, tuple(WeightGradient(index, draw(seconds)) for index in after))
+
+
+def over(strand, link):
+    """The strand with all of its collectives on one link class."""
+    return Strand(tuple(replace(part, link=link if part.link else None) for part in strand.segments))
+
+
+def llama_layer(comm_s=0.02):
+    """About a layer of Llama under tensor and sequence parallelism: two blocks, a gather and a sum for each."""
+    norm = Segment(0.002, INSIDE, comm_s, Kind.memory)
+    forward = Strand((norm, Segment(0.030, INSIDE, comm_s), norm, Segment(0.040, INSIDE, comm_s)))
+    backward = Strand((norm, Segment(0.045, INSIDE, comm_s), norm, Segment(0.040, INSIDE, comm_s)))
+    weights = tuple(WeightGradient(after, s) for after, s in ((1, 0.02), (1, 0.02), (3, 0.01), (3, 0.015)))
+    return StrandPair(forward, backward, weights)
+
+
+def shortest(pair, table):
+    """Seconds of the best of all plans, by trying every one."""
+
+    @cache
+    def best(state, forward, backward, weights):
+        options = []
+        if forward < len(pair.forward.segments):
+            options.append(best(take(state, pair, Step.forward, forward, table), forward + 1, backward, weights))
+        if backward < len(pair.backward.segments):
+            options.append(best(take(state, pair, Step.backward, backward, table), forward, backward + 1, weights))
+        if weights < pair.available(backward):
+            options.append(best(take(state, pair, Step.weight, weights, table), forward, backward, weights + 1))
+        return min(options, default=state.ended(table).now_s)
+
+    return best(PairState(), 0, 0, 0)
