@@ -7,6 +7,7 @@ full: their sum over the axis, taken once per step, is the gradient.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,11 @@ def all_sum(group: AxisGroup, tensor: Tensor) -> Tensor:
 def take_slice(group: AxisGroup, tensor: Tensor, dim: int) -> Tensor:
     """This member's slice along ``dim`` of what all members hold; the gradient is zero elsewhere."""
     return tensor if group.size == 1 else tensor.chunk(group.size, dim)[group.index]
+
+
+def exchange(group: AxisGroup, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """Rows to the members in order, theirs to this one (see `AxisGroup.all_to_all`); gradients go back."""
+    return rows if group.size == 1 else _Exchange.apply(rows, group, send, receive)
 
 
 class _Gather(torch.autograd.Function):
@@ -67,3 +73,14 @@ class _AllSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.group.all_reduce(gradients[0].clone(memory_format=torch.contiguous_format)).wait(), None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: AxisGroup, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        ctx.group, ctx.send, ctx.receive = group, send, receive
+        return group.all_to_all(rows.contiguous(), send, receive).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.group.all_to_all(gradients[0].contiguous(), ctx.receive, ctx.send).wait(), None, None, None
