@@ -7,15 +7,27 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from weft.engine.stages.packed import PackedRows, tell_packed
+from weft.engine.parallel.axis import Alone, AxisGroup
+from weft.engine.stages.context import part_of
+from weft.engine.stages.packed import tell_rows
+
+ALONE = Alone("context")
 
 
-def prepare_batch(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def prepare_batch(
+    batch: Mapping[str, Tensor],
+    device: torch.device,
+    context: AxisGroup = ALONE,
+    *,
+    keep_whole: bool = False,
+) -> dict[str, Tensor]:
     """Check a micro-batch, add position ids where there are none, move it to ``device``.
 
     Args:
         batch: ``input_ids`` [B, S]; ``labels`` [B, S] with -100 for ignored tokens; optional
             ``position_ids`` [B, S] and ``attention_mask`` [B, S].
+        context: ranks that share its sequences, of which only this rank's part is kept.
+        keep_whole: keep the whole as well, for an objective.
 
     Raises:
         ValueError: the form is another.
@@ -33,10 +45,11 @@ def prepare_batch(batch: Mapping[str, Tensor], device: torch.device) -> dict[str
     # Kernels without a mask are faster; but one that is on the device already is not waited for.
     if mask is not None and mask.device.type == "cpu" and bool(mask.all()):
         del given["attention_mask"]
+    positions, cut = given["position_ids"], context.size > 1
+    given = part_of(given, context, keep_whole=keep_whole)
     moved = {name: value.to(device, non_blocking=True) for name, value in given.items()}
-    if given["position_ids"].device.type == "cpu":
-        rows = PackedRows.of(given["position_ids"])
-        tell_packed(moved["position_ids"], rows and rows.to(device))
+    if cut or positions.device.type == "cpu":
+        tell_rows(moved["position_ids"], positions.cpu())
     return moved
 
 

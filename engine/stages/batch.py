@@ -8,7 +8,8 @@ from torch import Tensor
 
 Batch = Mapping[str, Tensor]
 """``input_ids``, ``labels`` (-100 = ignored, not shifted) and ``position_ids``, each int64 [B, S];
-optionally ``attention_mask`` [B, S]."""
+optionally ``attention_mask`` [B, S]. A member of a context group has its part of them and of
+``shift_labels``, the labels that its positions predict; the mask is whole."""
 
 
 def count_label_tokens(batch: Batch) -> int:
@@ -18,4 +19,5 @@ def count_label_tokens(batch: Batch) -> int:
 
 def label_tokens(batch: Batch) -> Tensor:
     """The same, as a tensor beside the labels, so that nobody waits for it."""
-    return (batch["labels"][:, 1:] != -100).sum()
+    predicted = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
+    return (predicted != -100).sum()

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 _KNOWN = "_weft_packed"
+_SEQUENCES = "_weft_sequences"
 
 
 def sequence_indices(position_ids: Tensor) -> Tensor:
@@ -46,9 +47,25 @@ class PackedRows:
         return PackedRows(self.bounds.to(device, non_blocking=True), self.longest)
 
 
-def tell_packed(position_ids: Tensor, rows: PackedRows | None) -> None:
-    """Let forwards that get this very tensor know."""
+def tell_packed(position_ids: Tensor, rows: PackedRows | None, sequences: Tensor | None = None) -> None:
+    """Let forwards that get this very tensor know.
+
+    Args:
+        sequences: [B, S], the `sequence_indices` of whole rows, where the positions are of parts of them.
+    """
     setattr(position_ids, _KNOWN, rows or False)
+    setattr(position_ids, _SEQUENCES, sequences)
+
+
+def tell_rows(position_ids: Tensor, whole: Tensor) -> None:
+    """Let forwards that get these positions know what the whole rows [B, S], in host memory, hold."""
+    rows = PackedRows.of(whole)
+    if rows is None:
+        tell_packed(position_ids, None)
+        return
+    device, cut = position_ids.device, position_ids.shape != whole.shape
+    sequences = sequence_indices(whole).to(device, non_blocking=True) if cut else None
+    tell_packed(position_ids, rows.to(device), sequences)
 
 
 def flash_arguments(position_ids: Tensor) -> dict[str, Tensor | int]:
@@ -77,7 +94,10 @@ def _install() -> None:
         rows = getattr(position_ids, _KNOWN, None)
         if rows is None and not position_ids.is_meta:
             return look(position_ids)
-        return sequence_indices(position_ids) if rows else None
+        if not rows:
+            return None
+        whole = getattr(position_ids, _SEQUENCES, None)
+        return sequence_indices(position_ids) if whole is None else whole
 
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
 

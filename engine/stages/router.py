@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from weft.engine.stages.batch import Batch, label_tokens
+
 FIELDS = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
 """What Hugging Face's models keep for the loss."""
 
@@ -90,10 +92,13 @@ class RouterLoss:
         chosen, likely, rows = sums.split([self._num_experts, self._num_experts, 1])
         return (chosen / rows * (likely / rows)).sum() * self._num_experts
 
-    def weighted(self, loss: Tensor, labels: Tensor, num_items: Tensor | None) -> Tensor:
-        """Its part in the step's loss: by the micro-batch's share of the step's label tokens."""
+    def weighted(self, loss: Tensor, batch: Batch, num_items: Tensor | None) -> Tensor:
+        """Its part in the step's loss: by the micro-batch's share of the step's label tokens.
+
+        Members of a context group that hold the same loss each take the share of their own labels.
+        """
         share = self._share * loss
-        return share if num_items is None else share * (labels[:, 1:] != -100).sum() / num_items
+        return share if num_items is None else share * label_tokens(batch) / num_items
 
 
 class _Note:

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from weft.engine.parallel.attention import attend_over
+from weft.engine.parallel.axis import AxisGroups
+from weft.engine.parallel.functions import all_sum
 from weft.engine.stages.batch import Batch
+from weft.engine.stages.context import labels_to_predict, own_positions, whole_batch, whole_sequence
 from weft.engine.stages.flash import wanted_arguments
 from weft.engine.stages.handover import Boundary
 from weft.engine.stages.joining import pack, packed_size, unpack
@@ -38,6 +42,7 @@ class Stage(nn.Module):
         port: Port,
         tied: frozenset[str] = frozenset(),
         prefix: str = "",
+        axes: AxisGroups | None = None,
     ) -> None:
         """Wrap a pruned model.
 
@@ -48,8 +53,10 @@ class Stage(nn.Module):
             port: takes the hidden state into the model.
             tied: names in ``model`` of parameters that another stage holds, too.
             prefix: put before names in ``model`` to make them those of the whole model.
+            axes: this rank's groups inside of a layer.
         """
         super().__init__()
+        self.axes = axes or AxisGroups()
         self.index, self.num_stages = index, num_stages
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.model = model
@@ -59,6 +66,7 @@ class Stage(nn.Module):
         self.objective: Minimised | None = None
         """The loss, on the last stage, where it is not the model's own."""
         self.router = RouterLoss(self.hf_model) if wants_router_loss(self.hf_model.config) else None
+        attend_over(self.axes.context, self.hf_model)
         self._port = port
         self._arguments = accepted_arguments(self.hf_model)
 
@@ -90,17 +98,24 @@ class Stage(nn.Module):
         if not counts:
             return 0.0 * self.logits(hidden, batch).sum()
         assert num_items is not None
-        return self.objective(lambda **more: self._output(hidden, batch, **more), batch, num_items)
+        whole = whole_batch(batch)
+        loss = self.objective(lambda **more: self._whole_output(hidden, batch, **more), whole, num_items)
+        return loss / self.axes.context.size  # members compute the same, and losses are added up
 
     def output(self, hidden: Tensor | None, batch: Batch, num_items: Tensor | None = None) -> Any:
         """What the model's own forward returns on the last stage, the loss included."""
         assert self.is_last
-        return self._output(hidden, batch, labels=batch["labels"], num_items_in_batch=num_items)
+        labels = {"labels": batch["labels"]} | labels_to_predict(batch)
+        return self._output(hidden, batch, **labels, num_items_in_batch=num_items)
 
     def logits(self, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Logits [B, S, V] of the last stage, for evaluation."""
+        """Logits [B, S, V] of the last stage, for evaluation; of whole sequences on every member of a context group."""
         assert self.is_last
-        return self._output(hidden, batch).logits
+        return self.whole_logits(self._output(hidden, batch).logits)
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """Logits of whole sequences, from this member's part of them."""
+        return whole_sequence(self.axes.context, logits)
 
     def hidden_spec(self, batch: Batch, *, leaving: bool = False) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype of what this stage receives for a micro-batch.
@@ -159,7 +174,7 @@ class Stage(nn.Module):
         if boundary is not None:
             require_as_predicted(left, boundary, type(self.hf_model).__name__)
         if self.router is not None:
-            left.append(self.router.sums(sums, batch.get("attention_mask"), left[0]))
+            left.append(self._router_sums(sums, batch, left[0]))
         return left[0] if len(left) == 1 else pack(left, left[0].dtype)
 
     def _received(self, hidden: Tensor | None, batch: Batch) -> tuple[list[Tensor], Tensor | None]:
@@ -194,11 +209,28 @@ class Stage(nn.Module):
             return self._run(tensors, batch, **more)
         with self.router.listening():
             output = self._run(tensors, batch, **more, output_router_logits=False)
-        output.aux_loss = self.router.loss(self.router.sums(sums, batch.get("attention_mask"), output.logits))
+        totals = all_sum(self.axes.context, self._router_sums(sums, batch, output.logits))
+        output.aux_loss = self.router.loss(totals)
         if output.loss is not None:
-            items = more.get("num_items_in_batch")
-            output.loss = output.loss + self.router.weighted(output.aux_loss, batch["labels"], items)
+            output.loss = output.loss + self.router.weighted(output.aux_loss, batch, more.get("num_items_in_batch"))
         return output
+
+    def _whole_output(self, hidden: Tensor | None, batch: Batch, **more: Any) -> Any:
+        """The same for whole sequences, on every member of a context group."""
+        context = self.axes.context
+        if context.size == 1:
+            return self._output(hidden, batch, **more)
+        if more.get("labels") is not None:
+            more |= {"labels": batch["labels"]} | labels_to_predict(batch)
+        output = self._output(hidden, batch, **more)
+        output.logits = self.whole_logits(output.logits)
+        if output.loss is not None:
+            output.loss = all_sum(context, output.loss)
+        return output
+
+    def _router_sums(self, before: Tensor | None, batch: Batch, like: Tensor) -> Tensor:
+        assert self.router is not None
+        return self.router.sums(before, own_positions(self.axes.context, batch.get("attention_mask")), like)
 
     def _run(self, tensors: list[Tensor], batch: Batch, **more: Any) -> Any:
         self._port.open(tensors, batch["input_ids"].shape, self._dtype())

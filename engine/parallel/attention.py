@@ -1,0 +1,169 @@
+"""Attention over a sequence of which each member of a context group has a part.
+
+Hugging Face's forward looks up its attention, and the masks for it, by a name in the config. A member
+registers its own under a name of its own: it gathers keys and values, and lets the attention that was
+configured before run with this member's queries. Masks are made by Hugging Face's own function of the
+positions, for the rows that this member has: windows, chunks, packed documents and padding stay what
+they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
+from transformers.masking_utils import causal_mask_function
+
+from weft.engine.parallel import functions, zigzag
+from weft.engine.parallel.axis import AxisGroup
+from weft.engine.parallel.unshareable import UnshareableError
+
+BASES = ("sdpa", "eager")
+"""Implementations that can run with another's keys and values: they take any mask."""
+
+
+def attend_over(group: AxisGroup, model: PreTrainedModel) -> None:
+    """Let a model attend to keys and values of all members, whose parts of the sequence are zigzag.
+
+    Raises:
+        UnshareableError: its attention takes no masks.
+    """
+    if group.size == 1:
+        return
+    base = model.config.get_text_config()._attn_implementation
+    if base not in BASES:
+        raise UnshareableError(
+            f"model.attn_implementation={base}: with parallel.context={group.size} attention has to take masks of any "
+            f"form; choose {' or '.join(BASES)}"
+        )
+    member = ContextAttention(group, base)
+    AttentionInterface.register(member.name, member.attend)
+    AttentionMaskInterface.register(member.name, member.mask)
+    model.set_attn_implementation(member.name)
+    if model.config.get_text_config()._attn_implementation != member.name:
+        raise UnshareableError(
+            f"parallel.context={group.size}: {type(model).__name__} does not look up its attention by name, so it "
+            "cannot attend to what other ranks hold; set parallel.context=1, or choose another architecture"
+        )
+
+
+class ContextAttention:
+    """One member's attention and masks."""
+
+    def __init__(self, group: AxisGroup, base: str) -> None:
+        self._group = group
+        self._base = base
+        self.name = f"weft_context_{base}_{id(self)}"
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **arguments: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of this member's positions to those of all.
+
+        Args:
+            query: [B, heads, S / members, D].
+            key, value: [B, key and value heads, S / members, D].
+            attention_mask: from `mask`.
+
+        Returns:
+            [B, S / members, heads, D], and the weights if the configured attention gives them.
+        """
+        key, value = self._whole(key, value)
+        if attention_mask is None and self._base == "sdpa":
+            return self._causal(module, query, key, value, **arguments), None
+        return self._configured(module)(module, query, key, value, attention_mask, **arguments)
+
+    def mask(
+        self,
+        *,
+        q_length: int,
+        kv_length: int,
+        mask_function: Callable[..., Tensor] = causal_mask_function,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        allow_is_causal_skip: bool = True,
+        device: torch.device | str = "cpu",
+        **arguments: Any,
+    ) -> Tensor | None:
+        """The mask [B, 1, S / members, S] of this member's rows; None if it is no more than causal.
+
+        Args:
+            mask_function: of the batch's, the head's, the query's and the key's index in the whole sequence.
+            attention_mask: [B, S] of the whole sequence, false where a token is padding.
+            local_size: how far back a window reaches.
+        """
+        length = q_length * self._group.size
+        reaches = local_size is None or length < local_size
+        if self._base == "sdpa" and allow_is_causal_skip and attention_mask is None and reaches:
+            return None
+        rows = zigzag.positions(self._group, length, device)
+
+        def of_row(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            return mask_function(batch, head, rows[row], column)
+
+        return AttentionMaskInterface()[self._base](
+            q_length=q_length,
+            kv_length=length,
+            mask_function=of_row,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            device=device,
+            **arguments,
+        )
+
+    def _whole(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the whole sequence, by one gather."""
+        both = torch.cat((key, value), -1).permute(2, 0, 1, 3)  # the sequence first: members' parts need no copy
+        gathered = zigzag.in_order(self._group.size, functions.gather(self._group, both, 0), 0).permute(1, 2, 0, 3)
+        key, value = gathered.split((key.shape[-1], value.shape[-1]), -1)
+        return key, value
+
+    def _causal(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        position_bias: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Causal attention, each of the two chunks to what lies before its end: nothing is computed to be masked."""
+        if position_bias is not None or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+            raise ValueError(f"{type(module).__name__} does not attend by position and mask alone")
+        groups = query.shape[1] // key.shape[1]
+        grouped = groups > 1 and use_gqa_in_sdpa(None, key, value)
+        if groups > 1 and not grouped:
+            key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        chunk = query.shape[2] // 2
+        outputs = []
+        for part, number in zip(query.chunk(2, 2), zigzag.chunks_of(self._group.size, self._group.index), strict=True):
+            end = (number + 1) * chunk
+            before = key[:, :, :end], value[:, :, :end]
+            causal = {"is_causal": True} if number == 0 else {"attn_mask": causal_lower_right(chunk, end)}
+            outputs.append(
+                nn.functional.scaled_dot_product_attention(
+                    part, *before, dropout_p=dropout, scale=scaling, enable_gqa=grouped, **causal
+                )
+            )
+        return torch.cat(outputs, 2).transpose(1, 2).contiguous()
+
+    def _configured(self, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        if self._base == "eager":  # each model's file has its own
+            return sys.modules[type(module).__module__].eager_attention_forward
+        return AttentionInterface()[self._base]

@@ -1,0 +1,58 @@
+"""Zigzag: which positions of a sequence each member of a context group has.
+
+A sequence is cut into twice as many chunks as there are members; each has one of the first half and
+its mirror image of the second. Under a causal mask all of them then attend to equally many positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.engine.parallel.axis import AxisGroup
+from weft.engine.parallel.unshareable import UnshareableError
+
+
+def chunks_of(size: int, index: int) -> tuple[int, int]:
+    """Numbers of a member's two chunks, among ``2 size``."""
+    return index, 2 * size - 1 - index
+
+
+def take(group: AxisGroup, tensor: Tensor, dim: int) -> Tensor:
+    """This member's positions along ``dim`` of a whole sequence.
+
+    Raises:
+        UnshareableError: the sequence cannot be cut into chunks of the same length.
+    """
+    if group.size == 1:
+        return tensor
+    require_divisible(tensor.shape[dim], group.size)
+    chunks = tensor.chunk(2 * group.size, dim)
+    return torch.cat([chunks[number] for number in chunks_of(group.size, group.index)], dim)
+
+
+def in_order(size: int, gathered: Tensor, dim: int) -> Tensor:
+    """The whole sequence, from all members' parts one behind the other along ``dim``."""
+    if size == 1:
+        return gathered
+    numbers = [number for index in range(size) for number in chunks_of(size, index)]
+    chunks = dict(zip(numbers, gathered.chunk(2 * size, dim), strict=True))
+    return torch.cat([chunks[number] for number in range(2 * size)], dim)
+
+
+def positions(group: AxisGroup, length: int, device: torch.device | str) -> Tensor:
+    """Where in a sequence of ``length`` this member's positions lie, in its order."""
+    return take(group, torch.arange(length, device=device), 0)
+
+
+def require_divisible(length: int, size: int) -> None:
+    """Refuse sequences that members cannot share.
+
+    Raises:
+        UnshareableError: ``2 size`` does not divide the length.
+    """
+    if length % (2 * size):
+        raise UnshareableError(
+            f"parallel.context={size}: a sequence of {length} tokens cannot be cut into 2 x {size} chunks of the same "
+            f"length; set data.sequence_length to a multiple of {2 * size}, or lower parallel.context"
+        )

@@ -1,0 +1,99 @@
+"""Whether an architecture can be shared along axes inside of its layers, tried out on a small copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from weft.conf.schema import ModelConfig
+from weft.engine.parallel.experts import require_experts
+from weft.engine.parallel.unshareable import UnshareableError
+from weft.engine.stages.batch import Batch, count_label_tokens
+from weft.engine.stages.checking import LENGTH, architecture, small_copy, tried_batch
+from weft.engine.stages.comparison import Outcome, difference, gradients
+from weft.engine.stages.members import members_outcome
+from weft.engine.stages.packed import tell_rows
+from weft.engine.stages.port import Port
+from weft.engine.stages.stage import Stage
+
+MEMBERS = 2
+"""Of each axis that is tried."""
+TOLERANCE = 1e-4
+"""Largest difference, as a share of the largest value: members add up in another order than one process."""
+
+
+def check_axes(
+    model: PreTrainedConfig | ModelConfig | nn.Module, *, context: int = 1, expert: int = 1, packing: bool = False
+) -> None:
+    """Compare two members of each axis that is in use with one process, on a small copy: logits, loss and gradients.
+
+    Args:
+        model: a config, or a model, which is left alone.
+        context, expert: ranks along each axis, as training will have them.
+        packing: whether rows hold several documents; else they may be padded.
+
+    Raises:
+        ValueError: naming the axis, the architecture, what differs, and what to do.
+    """
+    sizes = {axis: MEMBERS for axis, size in (("context", context), ("expert", expert)) if size > 1}
+    if not sizes:
+        return
+    what = ", ".join(f"parallel.{axis}={size}" for axis, size in (("context", context), ("expert", expert)) if size > 1)
+    remedy = " and ".join(f"parallel.{axis}=1" for axis in sizes)
+    cls, config = architecture(model)
+    small = small_copy(cls, config, min_layers=2)
+    require_experts(small, expert)
+    for kind, batch in _tried(small, packing).items():
+        try:
+            off = _difference(small, [batch] * sizes.get("expert", 1), sizes)
+        except UnshareableError:
+            raise
+        except Exception as error:  # any: it is Hugging Face's or the model's own code
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ValueError(
+                f"{what}: {cls.__name__} does not run with its work shared inside of layers ({kind}; {reason}); "
+                f"set {remedy}, or choose another architecture"
+            ) from error
+        for part, much in off.items():
+            if not much <= TOLERANCE:
+                raise ValueError(
+                    f"{what}: {cls.__name__} with its work shared inside of layers differs from one process, {part} by "
+                    f"{much:.2g} ({kind}); set {remedy}, or choose another architecture"
+                )
+
+
+def _difference(small: PreTrainedModel, batches: list[Batch], sizes: Mapping[str, int]) -> dict[str, float]:
+    num_items = torch.tensor(sum(map(count_label_tokens, batches)))
+    off = difference(members_outcome(small, batches, num_items, sizes), _alone(small, batches, num_items))
+    return {"logits": off.logits, "loss": off.loss, f"gradient of {off.gradient}": off.gradients}
+
+
+def _alone(small: PreTrainedModel, batches: list[Batch], num_items: Tensor) -> Outcome:
+    """What one process makes of the micro-batches, by the model's own forward."""
+    small.zero_grad()
+    stage = Stage(small, index=0, num_stages=1, port=Port())
+    losses, logits = [], []
+    for batch in batches:
+        output = stage.output(None, batch, num_items)
+        output.loss.backward()
+        losses.append(output.loss.detach())
+        logits.append(output.logits.detach())
+    return Outcome(torch.cat(logits), torch.stack(losses).sum(), gradients([stage]))
+
+
+def _tried(small: PreTrainedModel, packing: bool) -> dict[str, Batch]:
+    """Micro-batches whose rows are full, and as training may have them otherwise."""
+    full = tried_batch(small)
+    other = dict(full)
+    if packing:
+        other["position_ids"] = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)]).repeat(2, 1)
+    else:
+        other["attention_mask"] = torch.ones_like(full["input_ids"])
+        other["attention_mask"][0, -3:] = 0
+        other["labels"] = torch.where(other["attention_mask"].bool(), full["labels"], -100)
+    for batch in (full, other):
+        tell_rows(batch["position_ids"], batch["position_ids"])
+    return {"full rows": full, "packed rows" if packing else "padded rows": other}

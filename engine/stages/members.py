@@ -1,0 +1,87 @@
+"""Members of axis groups that run one small model together, as threads of one process: for checks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from weft.engine.parallel.axis import AxisGroups
+from weft.engine.parallel.cut import Cut
+from weft.engine.parallel.experts import dispatch_over, expert_cuts, hold_parts
+from weft.engine.parallel.in_process import run_in_threads
+from weft.engine.stages.batch import Batch
+from weft.engine.stages.comparison import Outcome, gradients
+from weft.engine.stages.context import part_of
+from weft.engine.stages.packed import tell_rows
+from weft.engine.stages.port import Port
+from weft.engine.stages.stage import Stage
+
+
+def take_part(model: PreTrainedModel, axes: AxisGroups) -> dict[str, Cut]:
+    """Reduce a whole model to what this rank holds of it.
+
+    Returns:
+        What is held of those parameters that are not held in full, by name.
+
+    Raises:
+        ValueError: the model cannot be divided so.
+    """
+    cuts = expert_cuts(model, axes.expert)
+    hold_parts(model, cuts)
+    dispatch_over(axes.expert, model)
+    return cuts
+
+
+def members_outcome(
+    model: PreTrainedModel, batches: Sequence[Batch], num_items: Tensor, sizes: Mapping[str, int]
+) -> Outcome:
+    """What members make of some micro-batches together, each with its part of a copy of a whole model.
+
+    Args:
+        batches: in turn for each member of an expert group; members of a context group share each.
+        sizes: members along each axis.
+
+    Raises:
+        Exception: the first that a member has raised.
+    """
+
+    def member(axes: AxisGroups) -> tuple[AxisGroups, dict[str, Cut], Outcome]:
+        own = copy.deepcopy(model)
+        cuts = take_part(own, axes)
+        stage = Stage(own, index=0, num_stages=1, port=Port(), axes=axes)
+        losses, logits = [], []
+        for batch in batches[axes.expert.index :: axes.expert.size]:
+            part = part_of(batch, axes.context)
+            tell_rows(part["position_ids"], batch["position_ids"])
+            output = stage.output(None, part, num_items)
+            output.loss.backward()
+            losses.append(output.loss.detach())
+            with torch.no_grad():
+                logits.append(stage.whole_logits(output.logits))
+        return axes, cuts, Outcome(torch.stack(logits), torch.stack(losses).sum(), gradients([stage]))
+
+    results = run_in_threads(dict(sizes), member)
+    in_turn = [outcome.logits for axes, _, outcome in results if axes.context.index == 0]
+    return Outcome(
+        torch.stack(in_turn, 1).flatten(0, 2),
+        torch.stack([outcome.loss for _, _, outcome in results]).sum(),
+        _summed(model, [(cuts, outcome) for _, cuts, outcome in results]),
+    )
+
+
+def _summed(model: PreTrainedModel, results: Sequence[tuple[Mapping[str, Cut], Outcome]]) -> dict[str, Tensor]:
+    """Gradients of whole parameters, added up from members' parts."""
+    totals: dict[str, Any] = {name: torch.zeros_like(p, requires_grad=False) for name, p in model.named_parameters()}
+    for cuts, outcome in results:
+        for name, gradient in outcome.gradients.items():
+            if name in cuts:
+                placed = torch.zeros_like(totals[name])
+                cuts[name].put(gradient, placed)
+                gradient = placed
+            totals[name] += gradient
+    return totals

@@ -1,0 +1,66 @@
+"""Small models and micro-batches for members of axis groups, who run them as threads, against one process."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.conf.schema import ModelConfig
+from weft.engine.execution.batches import prepare_batch
+from weft.engine.stages import build_model
+from weft.engine.stages.batch import Batch, count_label_tokens
+from weft.engine.stages.checking import roughen
+from weft.engine.stages.comparison import Outcome
+from weft.engine.stages.members import members_outcome
+from weft.tools.verification.tiny_models import VOCABULARY
+
+CPU = torch.device("cpu")
+
+
+def micro_batches(count: int, *, rows=2, length=16, documents=(), padding=0) -> list[Batch]:
+    """Random micro-batches; ``documents`` are the lengths of packed documents, ``padding`` that of the first row."""
+    generator = torch.Generator().manual_seed(count)
+    batches = []
+    for _ in range(count):
+        ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+        labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.2, -100, ids)
+        batch = {"input_ids": ids, "labels": labels}
+        if documents:
+            assert sum(documents) == length
+            positions = torch.cat([torch.arange(size) for size in documents])
+            batch["position_ids"] = positions.repeat(rows, 1)
+            labels[:, torch.tensor(documents).cumsum(0)[:-1]] = -100
+        if padding:
+            batch["attention_mask"] = torch.ones_like(ids)
+            batch["attention_mask"][0, -padding:] = 0
+            labels[0, -padding:] = -100
+        batches.append(prepare_batch(batch, CPU))
+    return batches
+
+
+def whole_model(config: ModelConfig):
+    """A model in training mode whose weights are off their first values."""
+    model = build_model(config, dtype=torch.float32, seed=1).train()
+    roughen([model])
+    return model
+
+
+def items_of(batches: list[Batch]) -> Tensor:
+    """Tokens with labels in all of them."""
+    return torch.tensor(sum(map(count_label_tokens, batches)))
+
+
+def shared(model, batches: list[Batch], **sizes: int) -> Outcome:
+    """What members along the axes make of the micro-batches."""
+    return members_outcome(model, batches, items_of(batches), sizes)
+
+
+def require_same(got: Outcome, want: Outcome, tolerance=1e-5) -> None:
+    """Losses, logits and every gradient, relative to its own largest value; what is zero may be as far off as 1e-8."""
+    pairs = {"loss": (got.loss, want.loss), "logits": (got.logits, want.logits)}
+    assert got.gradients.keys() == want.gradients.keys()
+    pairs |= {name: (got.gradients[name], want.gradients[name]) for name in want.gradients}
+    for name, (one, other) in pairs.items():
+        assert one.shape == other.shape, name
+        off, largest = float((one - other).detach().abs().max()), float(other.detach().abs().max())
+        assert off <= tolerance * largest + 1e-8, f"{name}: off by {off:.2g}, the largest value is {largest:.2g}"
