@@ -1,62 +1,156 @@
-"""`weft plan`: how a run's collectives would be partitioned and overlapped, and why."""
+"""`weft plan`: which sites, GPUs and layout train a model, how long it takes and what it costs."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
 
-from weft.comm.collectives import AlphaBeta, CollectiveCosts, LinkClass
-from weft.conf.batch import check_world, fit_batch, num_replicas
-from weft.conf.checks import check
-from weft.conf.compose import compose
-from weft.conf.hosts import world_size
-from weft.tools.dry_run import expected_plan, overlap_lines
+from weft.pipeline.limits import number
+from weft.pipeline.planner.cluster import Cluster, load_cluster
+from weft.pipeline.planner.request import Objective, Request, read_pins
+from weft.pipeline.planner.search import Plan, plan
+from weft.pipeline.planner.workload import ModelWork
+from weft.pipeline.states import USABLE
+from weft.tools.planning.model import config_of, model_work
+from weft.tools.planning.report import as_json, as_markdown, explanation, places, rows, summary
+from weft.tools.planning.what_if import changed, marginal_values
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``weft plan [--nodes N] [--intra US:GBPS --inter US:GBPS] [recipe=NAME] [key=value ...]``.
+    """Run ``weft plan --cluster FILE --model MODEL [options]``, or ``weft plan recipe=NAME ...``.
+
+    Without a cluster it explains how the collectives of a configured run are partitioned.
 
     Raises:
-        ValueError: bad input, or a run without replicas.
+        ValueError: bad input, or nothing fits; the message names the field and what to change.
     """
-    args, overrides = _parser().parse_known_args(argv)
-    config = compose(overrides)
-    check(config)
-    check_world(config, world_size(config.cluster))
-    config = fit_batch(config, world_size(config.cluster))
-    if num_replicas(config, world_size(config.cluster)) < 2:
-        raise ValueError(
-            f"cluster.ranks={config.cluster.ranks}: with pipeline.stages={config.pipeline.stages} there is one replica "
-            "and nothing to reduce; start more ranks"
-        )
-    given = {LinkClass.intra: args.intra, LinkClass.inter: args.inter}
-    costs = (
-        CollectiveCosts.of_links({link: line for link, line in given.items() if line}) if any(given.values()) else None
-    )
-    plan = expected_plan(config, num_nodes=args.nodes, collectives=costs)
-    print("\n".join(overlap_lines(config, plan)))
+    if not any(word == "--cluster" or word.startswith("--cluster=") for word in argv) and "--help" not in argv:
+        from weft.tools.planning import collectives  # needs torch
+
+        return collectives.main(argv)
+    args = _parser().parse_args(argv)
+    cluster = load_cluster(args.cluster)
+    work = model_work(args.model, args.sequence_length, args.cache)
+    request = _request(args, cluster, work)
+    started = perf_counter()
+    found = plan(cluster, work, request)
+    seconds = perf_counter() - started
+    _show(found, seconds, args)
+    for question in args.what_if:
+        _answer(found, question)
+    if args.marginal:
+        for name, gain in sorted(marginal_values(found), key=lambda entry: -entry[1]):
+            print(f"{name}: {gain:+.2%}")
+    if args.write:
+        from weft.tools.planning.recipe import write_recipe
+
+        for path in write_recipe(found, config_of(args.model), args.model, args.write):
+            print(f"wrote {path}")
     return 0
+
+
+def _show(found: Plan, seconds: float, args: argparse.Namespace) -> None:
+    if args.format == "json":
+        print(as_json(found, args.rows))
+        return
+    table = rows(found, args.rows)
+    if args.format == "md":
+        print(as_markdown(table))
+    else:
+        from weft.tools.tables import show, table_of
+
+        show(table_of(table))
+    print("\n".join(["", *places(found, args.rows), "", *summary(found, seconds)]))
+    if args.explain:
+        if args.explain > len(found.ranked):
+            raise ValueError(f"--explain {args.explain}: there are {len(found.ranked)} plans; choose one of them")
+        print("\n".join(explanation(found, found.ranked[args.explain - 1])))
+
+
+def _answer(found: Plan, question: str) -> None:
+    """Print what a change of the cluster does to the best plan."""
+    cluster = changed(found.cluster, question)
+    try:
+        other = plan(cluster, found.work, found.request)
+    except ValueError as error:
+        print(f"{question}: no plan any more: {error}")
+        return
+    before, after = found.best, other.best
+    sites = " > ".join(cluster.sites[site].name for site in after.layout.sites)
+    tokens = found.request.tokens
+    faster = after.tokens_per_s / before.tokens_per_s - 1
+    print(
+        f"{question}: step {before.step_s:.3g} -> {after.step_s:.3g} s, tokens/s {faster:+.1%}, "
+        f"cost {before.cost(tokens):,.0f} -> {after.cost(tokens):,.0f}, on {sites}"
+    )
+
+
+def _request(args: argparse.Namespace, cluster: Cluster, work: ModelWork) -> Request:
+    pins = read_pins(args.pin)
+    sequences, rest = divmod(args.batch_tokens, work.sequence_length)
+    if args.batch_tokens and (rest or not sequences):
+        raise ValueError(
+            f"--batch-tokens {args.batch_tokens}: not a multiple of --sequence-length {work.sequence_length}; choose "
+            f"{max(1, sequences) * work.sequence_length}"
+        )
+    if not sequences and "microbatches" not in pins:
+        raise ValueError(
+            "--batch-tokens 0: then the micro-batches of a replica have to be given; add --pin pipeline.microbatches=N"
+        )
+    return Request(
+        sequences=sequences,
+        objective=Objective(args.objective),
+        tokens=number(args.tokens, "--tokens", above=0.0),
+        max_memory=_share(args.max_memory),
+        max_sites=int(number(args.max_sites, "--max-sites")),
+        max_cost_per_hour=number(args.max_cost_per_hour, "--max-cost-per-hour"),
+        home=_home(cluster, args.keep_data_in),
+        pins=pins,
+        effort=90_000 if len(cluster.sites) <= 6 else 240_000,
+    )
+
+
+def _home(cluster: Cluster, name: str) -> frozenset[int]:
+    """The sites of that name or region."""
+    if not name:
+        return frozenset()
+    found = frozenset(number for number, site in enumerate(cluster.sites) if name in (site.name, site.region))
+    if not found:
+        known = sorted({name for site in cluster.sites for name in (site.name, site.region) if name})
+        raise ValueError(f"--keep-data-in {name}: no such site or region; the cluster has {', '.join(known)}")
+    return found
+
+
+def _share(value: float) -> float:
+    if not 0 < value <= 1:
+        raise ValueError(f"--max-memory {value:g}: a share of a GPU's memory, above 0 and at most 1")
+    return value
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="weft plan",
-        usage="weft plan [options] [recipe=NAME] [key=value ...]",
-        description="Primitive, group and workload partition of ZeRO's collectives, and the three tiers' choices.",
+        description="Rank the ways to train a model on a cluster; `weft plan recipe=NAME` explains collectives.",
         allow_abbrev=False,
     )
-    parser.add_argument("--nodes", type=int, default=1, help="nodes under a stage's replicas, if there is no hostfile")
-    text = "links as microseconds:Gbit/s of a rank, instead of what `weft bench collectives` measured"
-    parser.add_argument("--intra", type=_line, metavar="US:GBPS", help=f"{text}; inside a node")
-    parser.add_argument("--inter", type=_line, metavar="US:GBPS", help="the same between nodes")
+    parser.add_argument("--cluster", type=Path, required=True, help="YAML file of sites, GPUs, prices and links")
+    parser.add_argument("--model", required=True, help="config.json, folder with one, or hub name")
+    parser.add_argument("--sequence-length", type=int, default=4096, help="tokens of a sequence; default 4096")
+    parser.add_argument("--batch-tokens", type=int, default=2**22, help="tokens of a step; 0 lets replicas decide")
+    parser.add_argument("--tokens", default="1e12", help="tokens to train on, for hours and cost; default 1e12")
+    parser.add_argument("--objective", choices=[kind.value for kind in Objective], default="throughput")
+    parser.add_argument("--max-memory", type=float, default=USABLE, metavar="SHARE", help="of a GPU that a plan fills")
+    parser.add_argument("--max-sites", type=int, default=0, help="sites of a pipeline; 0 is no limit")
+    parser.add_argument("--max-cost-per-hour", type=float, default=0.0, help="of all GPUs; 0 is no limit")
+    parser.add_argument("--keep-data-in", default="", metavar="SITE", help="site or region of first and last stage")
+    parser.add_argument("--pin", action="append", default=[], metavar="FIELD=VALUE", help="such as pipeline.stages=8")
+    parser.add_argument("--what-if", action="append", default=[], metavar="CHANGE", help="'site west gpus=0', ...")
+    parser.add_argument("--marginal", action="store_true", help="what a tenth more of each link and site is worth")
+    parser.add_argument("--explain", type=int, default=0, metavar="RANK", help="where a plan's time and memory go")
+    parser.add_argument("--rows", type=int, default=8, help="plans to show; default 8")
+    parser.add_argument("--format", choices=("table", "json", "md"), default="table")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="the best plan as a recipe, with hostfile and costs")
+    parser.add_argument("--cache", type=Path, default=Path("~/.cache/weft/models.json"), help=argparse.SUPPRESS)
     return parser
-
-
-def _line(text: str) -> AlphaBeta:
-    try:
-        alpha_us, gbps = map(float, text.split(":"))
-        if alpha_us < 0 or gbps <= 0:
-            raise ValueError
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected microseconds:Gbit/s, as in 20:100") from None
-    return AlphaBeta(alpha_us / 1e6, 8e-9 / gbps)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from weft.conf.schema import WeftConfig
 from weft.engine.planning.facts import Facts
-from weft.engine.planning.memory import WEIGHT_BYTES
 from weft.engine.stages.sizes import ModelSizes, PartSize
 from weft.engine.stages.split import StageSplit
 from weft.pipeline.costs import CostModel, StageCost
+from weft.pipeline.states import WEIGHT_BYTES
 
 SAVED_WIDTHS = 17
 """Hidden states that a layer saves for its backward, in widths of the model: 34 bytes per token

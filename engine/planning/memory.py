@@ -1,92 +1,13 @@
-"""What weights, gradients and optimiser state take on a rank (ZeRO, Rajbhandari et al. 2020, section 3)."""
+"""What each rank of a run holds: states that ZeRO shards, and saved activations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from weft.conf.schema import Precision, WeftConfig, ZeroConfig
+from weft.conf.schema import Precision, WeftConfig
 from weft.pipeline.costs import CostModel
 from weft.pipeline.placement import Placement
-
-WEIGHT_BYTES = {Precision.fp32: 4, Precision.bf16: 2, Precision.fp16: 2}
-"""Bytes of a weight, and of an activation's element."""
-MASTER_BYTES = {Precision.fp32: 0, Precision.bf16: 4, Precision.fp16: 4}
-"""Bytes of the fp32 copy of a weight that low precision keeps."""
-GRADIENT_BYTES = 4
-"""Bytes of an added-up gradient."""
-OPTIMIZER_BYTES = 8
-"""Bytes of optimiser state per weight: two fp32 moments."""
-USABLE = 0.8
-"""Share of a device's memory that a plan fills; the rest is the library's, the allocator's and an estimate's error."""
-
-
-@dataclass(frozen=True)
-class ZeroMemory:
-    """Bytes on one rank, at their peaks."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    buffers: float
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.weights + self.gradients + self.optimizer + self.buffers
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes on a pipeline rank, at their peaks.
-
-    Attributes:
-        zero: of weights, gradients and optimiser, sharded as they are.
-        activations: saved ones, of all micro-batches that are alive.
-    """
-
-    zero: ZeroMemory
-    activations: float
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.zero.total + self.activations
-
-
-def zero_memory(
-    parameters: int, zero: ZeroConfig, precision: Precision, replicas: int, *, largest_block: int, microbatches: int
-) -> ZeroMemory:
-    """What ``parameters`` trained weights of a rank take, with Adam.
-
-    Args:
-        largest_block: parameters of the largest block: at stage 3 two of them are whole at a
-            time, and at stages 2 and 3 the gradients of two, where each micro-batch is reduced.
-            Parameters that stay whole are counted where all are small enough to.
-
-    A collective of shards puts its bucket together beside where it belongs: one that arrives and
-    one that is being moved are counted.
-    """
-    share = parameters / replicas
-    blocks = min(parameters, 2 * largest_block) if replicas > 1 else parameters
-    reduced = zero.reduce_every or microbatches
-    weights: float = parameters
-    if zero.stage == 3 and replicas > 1:
-        kept = zero.model_persistence_threshold if zero.param_persistence_threshold > largest_block else 0
-        weights = min(parameters, share + blocks + kept)
-    gradients: float = parameters
-    if zero.stage >= 2 and replicas > 1 and reduced == 1:
-        gradients = share + blocks
-    stepped = share if zero.stage else parameters
-    bucket = min(parameters, zero.reduce_bucket_size, zero.allgather_bucket_size)
-    if zero.stage == 3:
-        bucket = min(bucket, largest_block)
-    return ZeroMemory(
-        weights=weights * WEIGHT_BYTES[precision],
-        gradients=gradients * GRADIENT_BYTES,
-        optimizer=stepped * (OPTIMIZER_BYTES + MASTER_BYTES[precision]),
-        buffers=2 * bucket * GRADIENT_BYTES if zero.stage and replicas > 1 else 0,
-    )
+from weft.pipeline.states import MASTER_BYTES, OPTIMIZER_BYTES, USABLE, ZeroMemory, zero_memory
 
 
 def memory_checkpoint_bytes(parameters: int, replicas: int) -> float:

@@ -9,7 +9,7 @@ from weft.engine.planning.dp_cells import CellMember
 from weft.engine.planning.estimates import planning_costs, stage_sizes
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.layout import RankLayout
-from weft.engine.planning.memory import WEIGHT_BYTES, RankMemory, ZeroMemory, activation_memory, rank_states
+from weft.engine.planning.memory import activation_memory, rank_states
 from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap, with_collectives
 from weft.engine.planning.schedules import plan_cells, plan_placement
 from weft.engine.stages.split import StageSplit, split_model
@@ -18,6 +18,7 @@ from weft.pipeline.cell import pipeline_of, predict
 from weft.pipeline.costs import CostModel
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
+from weft.pipeline.states import WEIGHT_BYTES, RankMemory, ZeroMemory
 from weft.pipeline.text import bytes_text
 from weft.pipeline.timeline import Timeline
 

@@ -84,6 +84,7 @@ class _Part:
     attention_flops: float = 0.0
     activation_bytes: float = 0.0
     attended_bytes: float = 0.0
+    routed_bytes: float = 0.0
 
 
 class _Attention(torch.autograd.Function):
@@ -177,6 +178,7 @@ class _Tracer:
 
     def _multiply(self, rows: Tensor, weights: Tensor, **_: Any) -> Tensor:
         self._grouped_flops += 2 * rows.shape[0] * rows.shape[1] * weights.shape[-1]
+        self.parts[-1].routed_bytes = self.parts[-1].routed_bytes or float(rows.nbytes)  # its first product's input
         return _Grouped.apply(rows, weights)
 
     def _attend(
@@ -233,6 +235,7 @@ def _layer_work(part: _Part, parameters: int, experts: int) -> LayerWork:
         matmul_flops=part.matmul_flops,
         attention_flops=part.attention_flops,
         activation_bytes=part.activation_bytes,
+        routed_bytes=part.routed_bytes,
     )
 
 

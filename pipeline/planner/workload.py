@@ -26,6 +26,9 @@ class LayerWork:
     activation_bytes: float = 0.0
     """What autograd saves in a forward, without weights."""
 
+    routed_bytes: float = 0.0
+    """Hidden states that go to routed experts, once for each expert of a token."""
+
     @property
     def forward_flops(self) -> float:
         """Operations of a forward; the gradients of inputs and of weights take twice as many together."""

@@ -86,6 +86,7 @@ MADE = {
     "toy_proxy_server.py",
     "denied_hosts.json",
     "diagnostics.json",
+    "config.json",
 }
 
 
@@ -181,7 +182,9 @@ def words_of(text):
 def files():
     """Names and paths of all files and folders of the repository."""
     kept = [
-        file for folder in (*PRODUCT, "tests", "docs", ".ci") for file in (ROOT / folder, *(ROOT / folder).rglob("*"))
+        file
+        for folder in (*PRODUCT, "tests", "docs", "examples", ".ci")
+        for file in (ROOT / folder, *(ROOT / folder).rglob("*"))
     ]
     kept += [file for file in ROOT.iterdir() if file.is_file()]
     return {str(file.relative_to(ROOT)) for file in kept} | {file.name for file in kept}

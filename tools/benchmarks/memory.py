@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.conf.schema import ModelConfig, PipelineConfig, Precision, TrainConfig, WeftConfig, ZeroConfig
-from weft.engine.planning.memory import zero_memory
+from weft.pipeline.states import zero_memory
 from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.ranks import run_ranks
 from weft.tools.tables import show, table_of

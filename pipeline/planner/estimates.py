@@ -1,0 +1,176 @@
+"""What a layout takes: seconds and bytes of its stages, collectives over replicas, memory per GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from weft.conf.schema import Precision, ZeroConfig
+from weft.pipeline.costs import CostModel, LinkCost, StageCost
+from weft.pipeline.planner.cluster import Cluster, Site
+from weft.pipeline.planner.layout import Layout, Shape
+from weft.pipeline.planner.workload import LayerWork, ModelWork
+from weft.pipeline.states import RankMemory, zero_memory
+
+STARTING_S = {True: 5e-6, False: 2e-5}
+"""Seconds per member to start a collective inside of a host, and between hosts (alpha of NCCL's rings)."""
+STEP_BYTES = 30
+"""Bytes of memory traffic per stepped weight: reads and writes of fp32 weight and moments, gradient, bf16 weight."""
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Costs of layouts of one model on one cluster."""
+
+    cluster: Cluster
+    work: ModelWork
+
+    @cached_property
+    def _sums(self) -> dict[str, list[float]]:
+        """Sums over the layers before each, by field."""
+        names = (
+            "parameters",
+            "expert_parameters",
+            "matmul_flops",
+            "attention_flops",
+            "activation_bytes",
+            "routed_bytes",
+        )
+        return {
+            name: list(accumulate((getattr(layer, name) for layer in self.work.layers), initial=0)) for name in names
+        }
+
+    @cached_property
+    def _largest_layer(self) -> int:
+        return max(layer.parameters for layer in self.work.layers)
+
+    def rank_work(self, layers: range, *, first: bool, last: bool) -> LayerWork:
+        """What a sequence asks of a pipeline rank."""
+        of: dict[str, Any] = {name: sums[layers.stop] - sums[layers.start] for name, sums in self._sums.items()}
+        held = LayerWork(**of)
+        held = held + self.work.before if first else held
+        return held + self.work.after if last else held
+
+    def ranks(self, layout: Layout) -> list[LayerWork]:
+        """What a sequence asks of each pipeline rank."""
+        end = layout.num_stages - 1
+        return [
+            self.rank_work(layers, first=rank == 0, last=rank == end)
+            for rank, layers in enumerate(layout.layer_ranges())
+        ]
+
+    def stage_cost(self, work: LayerWork, num_layers: int, shape: Shape, site: Site) -> StageCost:
+        """Seconds and bytes of a pipeline rank's micro-batch."""
+        shared = shape.gpus_per_rank
+        speed = site.gpu.flops_per_s * self.cluster.efficiency * shared / shape.microbatch_size
+        matmul_s, attention_s = work.matmul_flops / speed, work.attention_flops / speed
+        exchanged_s = self.layer_collectives_s(work, num_layers, shape, site)
+        forward_s = matmul_s + attention_s + exchanged_s
+        again_s = forward_s if shape.checkpointing else 0.0
+        saved = self.activation_bytes(work, num_layers, shape)
+        return StageCost(
+            forward_s=forward_s,
+            input_s=matmul_s + 2 * attention_s + exchanged_s + again_s,
+            weight_s=matmul_s,
+            activation_bytes=saved,
+            weight_saved_bytes=saved,
+            output_bytes=self.work.message_bytes * shape.microbatch_size,
+        )
+
+    def layer_collectives_s(self, work: LayerWork, num_layers: int, shape: Shape, site: Site) -> float:
+        """What GPUs that share a layer exchange in one direction, a micro-batch.
+
+        Tensor parallelism: two all-gathers and two reduce-scatters of the residual stream a layer.
+        Context parallelism: one of keys and values. Expert parallelism: tokens there and back.
+        """
+        size, seconds = shape.microbatch_size, 0.0
+        if (tensor := shape.tensor) > 1:
+            each = self.work.message_bytes * size / shape.context * (tensor - 1) / tensor
+            seconds += num_layers * 4 * self._exchange_s(each, tensor, tensor, site)
+        if (context := shape.context) > 1:
+            each = self.work.attended_bytes * size / shape.tensor * (context - 1) / context
+            seconds += num_layers * self._exchange_s(each, context, shape.gpus_per_rank, site)
+        if (expert := shape.expert) > 1 and work.routed_bytes:
+            each = work.routed_bytes * size / shape.gpus_per_rank * (expert - 1) / expert
+            seconds += 2 * self._exchange_s(each, expert, shape.gpus_per_rank * expert, site)
+        return seconds
+
+    def collective_s(self, work: LayerWork, shape: Shape, site: Site) -> float:
+        """Seconds in which replicas reduce a rank's gradients and gather its weights (Atlas's ``get_latency_dp``).
+
+        Replicas of one host reduce first, and hosts what is left to each (Centauri's group partition).
+        """
+        shards = shape.replicas * shape.context
+        if shards == 1:
+            return 0.0
+        parameters = self.parameters(work, shape)
+        moved = parameters * (4 + 2) if shape.zero_stage else parameters * 8.0
+        together = min(shards, max(1, site.gpus_per_host // shape.tensor))
+        hosts = -(-shards // together)
+        seconds = 2 * STARTING_S[True] * (together - 1) + 2 * STARTING_S[False] * (hosts - 1)
+        seconds += moved * (together - 1) / together / site.gpu.scale_up_bytes_per_s
+        network = site.network_bps / 8 / site.gpus_per_host
+        return seconds + moved / together * (hosts - 1) / hosts / network
+
+    def optimizer_s(self, work: LayerWork, shape: Shape, site: Site) -> float:
+        """Seconds of a rank's optimiser, which memory's bandwidth bounds."""
+        shards = shape.replicas * shape.context if shape.zero_stage else 1
+        return self.parameters(work, shape) / shards * STEP_BYTES / site.gpu.bytes_per_s
+
+    def parameters(self, work: LayerWork, shape: Shape) -> float:
+        """Weights of a rank on each of its GPUs."""
+        dense = work.parameters - work.expert_parameters
+        return (dense + work.expert_parameters / shape.expert) / shape.tensor
+
+    def activation_bytes(self, work: LayerWork, num_layers: int, shape: Shape) -> float:
+        """What a micro-batch leaves on each GPU of a rank until its backward."""
+        kept = self.work.message_bytes * num_layers if shape.checkpointing else work.activation_bytes
+        return kept * shape.microbatch_size / shape.gpus_per_rank
+
+    def states(self, work: LayerWork, num_layers: int, shape: Shape) -> RankMemory:
+        """What a rank's GPU holds besides saved activations; ``activations`` is what a backward works on."""
+        zero = zero_memory(
+            round(self.parameters(work, shape)),
+            ZeroConfig(stage=shape.zero_stage),
+            Precision.bf16,
+            shape.replicas * shape.context,
+            largest_block=self._largest_layer // shape.tensor,
+            microbatches=shape.microbatches,
+        )
+        working = work.activation_bytes / max(1, num_layers) if shape.checkpointing else 0.0
+        return RankMemory(zero, working * shape.microbatch_size / shape.gpus_per_rank)
+
+    def costs(self, layout: Layout) -> CostModel:
+        """Seconds and bytes of one pipeline of a layout."""
+        sites, on = self.cluster.sites, layout.site_of()
+        stages = tuple(
+            self.stage_cost(work, held, layout, sites[site])
+            for work, held, site in zip(self.ranks(layout), layout.layers, on, strict=True)
+        )
+        pairs = {}
+        for place, (here, there) in enumerate(zip(layout.sites, layout.sites[1:], strict=False)):
+            cost = self.link_cost(here, there, layout)
+            pairs[place, place + 1] = pairs[place + 1, place] = cost
+        network = min(sites[site].network_bps / sites[site].gpus_per_host for site in layout.sites)
+        local = LinkCost(latency_s=STARTING_S[False], bandwidth_bps=network * layout.gpus_per_rank)
+        return CostModel(stages=stages, local=local, wan_links=tuple(pairs.items()))
+
+    def link_cost(self, here: int, there: int, shape: Shape) -> LinkCost:
+        """What one pipeline gets of a link: as much of a host's uplink as it has of the host's GPUs."""
+        link = self.cluster.link(here, there)
+        assert link is not None, "not neighbours"
+        hosts = min(shape.gpus_per_rank / self.cluster.sites[site].gpus_per_host for site in (here, there))
+        return LinkCost(
+            latency_s=link.latency_s,
+            bandwidth_bps=link.bandwidth_bps * hosts,
+            pair_bps=link.pair_bps * hosts,
+            streams=link.connections,
+        )
+
+    def _exchange_s(self, num_bytes: float, members: int, span: int, site: Site) -> float:
+        """A collective among members that ``span`` neighbouring GPUs hold."""
+        inside = span <= site.gpus_per_host
+        rate = site.gpu.scale_up_bytes_per_s if inside else site.network_bps / 8 / site.gpus_per_host
+        return STARTING_S[inside] * (members - 1) + num_bytes / rate

@@ -1,0 +1,136 @@
+"""The layout: how a model lies on sites and GPUs, and what is predicted of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from weft.pipeline.placement import Placement
+from weft.pipeline.states import RankMemory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """All of a layout but where it lies.
+
+    Attributes:
+        num_stages: pipeline ranks.
+        replicas: of the pipeline.
+        tensor, context, expert: GPUs that share a layer's weights, a sequence, the experts; those
+            that share experts are replicas.
+        microbatches: of a step and replica.
+        microbatch_size: sequences.
+        checkpointing: whether backwards compute their forwards again.
+    """
+
+    num_stages: int
+    replicas: int
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    microbatches: int
+    microbatch_size: int = 1
+    zero_stage: int = 1
+    checkpointing: bool = False
+
+    @property
+    def gpus_per_rank(self) -> int:
+        """GPUs of one pipeline rank of one replica."""
+        return self.tensor * self.context
+
+    @property
+    def gpus(self) -> int:
+        """All of them."""
+        return self.num_stages * self.replicas * self.gpus_per_rank
+
+    @property
+    def sequences(self) -> int:
+        """Of a step."""
+        return self.replicas * self.microbatches * self.microbatch_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout(Shape):
+    """One way to train.
+
+    Attributes:
+        sites: numbers of the sites used, in pipeline order.
+        stages: pipeline ranks at each of them.
+        layers: decoder layers of each pipeline rank.
+        cell: replicas that pool their uplinks (Atlas section 4.4).
+        connections: TCP connections per hop between sites.
+    """
+
+    sites: tuple[int, ...]
+    stages: tuple[int, ...]
+    layers: tuple[int, ...]
+    cell: int = 1
+    schedule: str = "auto"
+    connections: tuple[int, ...] = ()
+
+    @property
+    def placement(self) -> Placement:
+        """Of one DP-cell."""
+        return Placement((self.num_stages,), "d", self.stages, self.cell)
+
+    def layer_ranges(self) -> list[range]:
+        """The layers of each pipeline rank."""
+        return [range(*bounds) for bounds in pairwise([0, *accumulate(self.layers)])]
+
+    def site_of(self) -> list[int]:
+        """The site of each pipeline rank."""
+        return [site for site, held in zip(self.sites, self.stages, strict=True) for _ in range(held)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a layout is predicted to do.
+
+    Attributes:
+        step_s: seconds of a step: the pipeline, what replicas reduce and gather, the optimiser.
+        bound_s: what no schedule of this layout beats.
+        busy_s: seconds in which the average GPU computes.
+        mfu: share of the GPUs' peak that the model's own operations take.
+        memory: of the fullest GPU, and ``memory_share`` of the device.
+        wan_bytes: that leave sites in a step.
+        binds: what holds it up.
+    """
+
+    layout: Layout
+    step_s: float
+    bound_s: float
+    pipeline_s: float
+    collective_s: float
+    optimizer_s: float
+    busy_s: float
+    tokens: int
+    mfu: float
+    memory: RankMemory
+    memory_share: float
+    wan_bytes: float
+    price_per_hour: float
+    egress_per_step: float
+    binds: str
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all replicas."""
+        return self.tokens / self.step_s
+
+    @property
+    def bubble_share(self) -> float:
+        """Share of a step in which GPUs do not compute."""
+        return max(0.0, 1 - self.busy_s / self.step_s)
+
+    @property
+    def cost_per_step(self) -> float:
+        """GPUs by time, and bytes that leave sites."""
+        return self.price_per_hour * self.step_s / 3600 + self.egress_per_step
+
+    def hours(self, tokens: float) -> float:
+        """To train on so many tokens."""
+        return tokens / self.tokens_per_s / 3600
+
+    def cost(self, tokens: float) -> float:
+        """Of training on so many tokens."""
+        return tokens / self.tokens * self.cost_per_step

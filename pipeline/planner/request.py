@@ -1,0 +1,114 @@
+"""The request: what to train, what to look for, and what a plan has to keep to."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from weft.pipeline.limits import count, number, short_repr
+from weft.pipeline.planner.layout import Layout, Prediction
+from weft.pipeline.states import USABLE
+
+
+class Objective(Enum):
+    """What the best plan has least of."""
+
+    throughput = "throughput"
+    cost = "cost"
+    latency = "latency"
+    time_to_tokens = "time-to-tokens"
+
+
+PINS = {
+    # what may be fixed: the layout's field
+    "pipeline.stages": "num_stages",
+    "pipeline.microbatches": "microbatches",
+    "pipeline.schedule": "schedule",
+    "train.microbatch_size": "microbatch_size",
+    "replicas": "replicas",
+    "comm.cell": "cell",
+    "zero.stage": "zero_stage",
+    "parallel.tensor": "tensor",
+    "parallel.context": "context",
+    "parallel.expert": "expert",
+    "model.gradient_checkpointing": "checkpointing",
+}
+"""Fields that a request may fix, by their names in the configuration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+        sequences: of a step over all replicas; 0 lets it follow from pinned micro-batches.
+        tokens: to train on, for hours and cost.
+        max_memory: share of a GPU's memory that a plan may fill.
+        max_sites: that a pipeline may go through; 0 is no limit.
+        max_cost_per_hour: of all GPUs; 0 is no limit.
+        home: numbers of the sites in which data has to stay: the first pipeline rank reads tokens,
+            the last one labels; empty is anywhere.
+        pins: values that layouts must have, by their field.
+        effort: actions that may be scheduled to tell layouts apart.
+    """
+
+    sequences: int
+    objective: Objective = Objective.throughput
+    tokens: float = 1e12
+    max_memory: float = USABLE
+    max_sites: int = 0
+    max_cost_per_hour: float = 0.0
+    home: frozenset[int] = frozenset()
+    pins: Mapping[str, Any] = field(default_factory=dict)
+    effort: int = 60_000
+
+    def choices(self, name: str, found: list[Any]) -> list[Any]:
+        """What a field of layouts may be: the pinned value, or all that were found."""
+        return [self.pins[name]] if name in self.pins else found
+
+    def score(self, found: Prediction) -> float:
+        """What the objective has least of; see `score_of`."""
+        return self.score_of(found.step_s, found.layout, found.price_per_hour, found.egress_per_step, found.tokens)
+
+    def score_of(
+        self, step_s: float, layout: Layout | None, price_per_hour: float, egress: float, tokens: int
+    ) -> float:
+        """Seconds or money of a token, or seconds of a step; grows with ``step_s`` and prices."""
+        if self.objective is Objective.latency:
+            return step_s
+        if self.objective is Objective.cost:
+            return (price_per_hour * step_s / 3600 + egress) / tokens
+        return step_s / tokens
+
+
+def read_pins(words: list[str]) -> dict[str, Any]:
+    """Pins from words such as ``pipeline.stages=8``.
+
+    Raises:
+        ValueError: a field cannot be fixed, or not to this value.
+    """
+    pins: dict[str, Any] = {}
+    for word in words:
+        name, given, value = word.partition("=")
+        if not given or name not in PINS:
+            near = difflib.get_close_matches(name, PINS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(PINS)}"
+            raise ValueError(f"{word}: a plan has no such field to fix; {hint}")
+        pins[PINS[name]] = _value(name, value)
+    return pins
+
+
+def _value(name: str, text: str) -> Any:
+    if name == "pipeline.schedule":
+        if text not in ("auto", "1f1b"):
+            raise ValueError(f"{name}={text}: plans compare auto and 1f1b; choose one of them")
+        return text
+    if name == "model.gradient_checkpointing":
+        if text not in ("true", "false"):
+            raise ValueError(f"{name}={short_repr(text)}: expected true or false")
+        return text == "true"
+    value = number(text, name)
+    return count(int(value) if value == int(value) else value, name, least=0 if name == "zero.stage" else 1)

@@ -1,0 +1,82 @@
+"""The shapes that are compared: degrees of parallelism, replicas, stages, micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weft.pipeline.planner.cluster import Cluster
+from weft.pipeline.planner.layout import Shape
+from weft.pipeline.planner.request import Request
+from weft.pipeline.planner.workload import ModelWork
+
+LONG_SEQUENCE = 32_768
+"""Tokens from which on sharing a sequence is tried."""
+MICROBATCH_SIZES = (1, 2, 4, 8)
+
+
+def shapes(cluster: Cluster, work: ModelWork, request: Request) -> Iterator[Shape]:
+    """All shapes for which some sites of the cluster have GPUs; see `Estimates` for what fits their memory."""
+    widest = max(site.gpus_per_host for site in cluster.sites)
+    experts = any(layer.expert_parameters for layer in work.layers)
+    sharing = _powers(8) if work.sequence_length >= LONG_SEQUENCE else [1]
+    for tensor in request.choices("tensor", _powers(widest)):
+        for context in request.choices("context", sharing):
+            for size in request.choices("microbatch_size", list(MICROBATCH_SIZES)):
+                for replicas, microbatches in _batches(cluster, request, tensor * context, size, len(work.layers)):
+                    for expert in request.choices("expert", _powers(8) if experts else [1]):
+                        if replicas % expert:
+                            continue
+                        for stages in _stages(cluster, request, tensor * context, replicas, len(work.layers)):
+                            for checkpointing in request.choices("checkpointing", [False, True]):
+                                for zero in request.choices("zero_stage", [1 if replicas * context > 1 else 0]):
+                                    yield Shape(
+                                        num_stages=stages,
+                                        replicas=replicas,
+                                        tensor=tensor,
+                                        context=context,
+                                        expert=expert,
+                                        microbatches=microbatches,
+                                        microbatch_size=size,
+                                        zero_stage=zero,
+                                        checkpointing=checkpointing,
+                                    )
+
+
+def room(cluster: Cluster, gpus_per_rank: int, replicas: int) -> list[int]:
+    """Pipeline ranks that each site has room for, all replicas of each: step 4 of Algorithm 1 (Atlas)."""
+    return [site.units(gpus_per_rank) // replicas for site in cluster.sites]
+
+
+def _powers(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+
+
+def _batches(
+    cluster: Cluster, request: Request, gpus_per_rank: int, size: int, num_layers: int
+) -> Iterator[tuple[int, int]]:
+    """Replicas, and the micro-batches that are left to each."""
+    units = [site.units(gpus_per_rank) for site in cluster.sites]
+    if request.sequences:
+        whole, rest = divmod(request.sequences, size)
+        for replicas in request.choices("replicas", [] if rest else _divisors(whole)):
+            count, left = divmod(whole, replicas)
+            if not rest and not left and replicas <= max(units) and request.pins.get("microbatches", count) == count:
+                yield replicas, count
+        return
+    # With micro-batches given, more replicas are a larger batch: those at which a site loses a stage.
+    ends = {unit // stages for unit in units for stages in range(1, num_layers + 1)} - {0}
+    for replicas in request.choices("replicas", sorted(ends)):
+        yield replicas, request.pins["microbatches"]
+
+
+def _stages(cluster: Cluster, request: Request, gpus_per_rank: int, replicas: int, num_layers: int) -> Iterator[int]:
+    """Numbers of stages: the fewest for each number of layers of the fullest, as far as there are GPUs."""
+    total = sum(room(cluster, gpus_per_rank, replicas))
+    fewest = sorted({-(-num_layers // layers) for layers in range(1, num_layers + 1)})
+    for stages in request.choices("num_stages", fewest):
+        if stages <= min(total, num_layers):
+            yield stages
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,38 @@
+"""Clusters and models that are made up."""
+
+from itertools import combinations
+
+from weft.pipeline.planner.cluster import Cluster, Link, Site
+from weft.pipeline.planner.hardware import GPU_KINDS
+from weft.pipeline.planner.workload import LayerWork, ModelWork
+
+
+def site(name, hosts=2, gpus_per_host=4, gpu="A100", price=1.5, region=""):
+    return Site(name=name, hosts=hosts, gpus_per_host=gpus_per_host, gpu=GPU_KINDS[gpu], price=price, region=region)
+
+
+def cluster(*sites, latency_s=0.01, bandwidth_bps=5e9):
+    """Sites with equal links between all of them."""
+    link = Link(latency_s=latency_s, bandwidth_bps=bandwidth_bps, egress_price=0.02)
+    return Cluster(sites=sites, links=dict.fromkeys(combinations(range(len(sites)), 2), link))
+
+
+def model(layers=8, parameters=200_000_000, tokens=1024, width=4096):
+    """Equal layers of a dense model with a head of half a layer."""
+    part = LayerWork(
+        parameters=parameters,
+        matmul_flops=2.0 * parameters * tokens,
+        attention_flops=2.0 * width * tokens * tokens,
+        activation_bytes=34.0 * width * tokens,
+    )
+    outside = LayerWork(parameters=parameters // 2, activation_bytes=8.0 * tokens * 1000)
+    return ModelWork(
+        name="made up",
+        sequence_length=tokens,
+        before=LayerWork(parameters=parameters // 2),
+        layers=(part,) * layers,
+        after=outside,
+        tied_parameters=0,
+        message_bytes=2.0 * width * tokens,
+        attended_bytes=0.5 * width * tokens,
+    )

@@ -1,0 +1,90 @@
+"""The time of a pipeline: its bound is `auto`'s, its closed form for long runs the simulator's."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.pipeline.cell import add_relays
+from weft.pipeline.costs import CostModel, LinkCost, StageCost
+from weft.pipeline.generators.auto import generate_auto
+from weft.pipeline.generators.auto_bound import lower_bound_s
+from weft.pipeline.generators.auto_problem import Problem
+from weft.pipeline.generators.one_f_one_b import generate_1f1b
+from weft.pipeline.lowering import lower
+from weft.pipeline.placement import Placement
+from weft.pipeline.planner.latency import first_microbatches, latency_bound_s, pipeline_latency
+from weft.pipeline.simulation import simulate
+
+SECONDS = st.floats(0.1, 3.0)
+
+
+@st.composite
+def pipelines(draw, most_ranks=6):
+    ranks = draw(st.integers(1, most_ranks))
+    cuts = sorted(draw(st.sets(st.integers(1, ranks - 1), max_size=2))) if ranks > 1 else []
+    sites = tuple(stop - start for start, stop in zip([0, *cuts], [*cuts, ranks], strict=True))
+    stages = tuple(
+        StageCost(
+            forward_s=draw(SECONDS),
+            input_s=draw(SECONDS),
+            weight_s=draw(SECONDS),
+            activation_bytes=1.0,
+            weight_saved_bytes=1.0,
+            output_bytes=1e6,
+        )
+        for _ in range(ranks)
+    )
+    pairs = []
+    for site in range(len(sites) - 1):
+        link = LinkCost(latency_s=draw(SECONDS), bandwidth_bps=8e6 / draw(SECONDS), pair_bps=8e6 / draw(SECONDS))
+        pairs += [((site, site + 1), link), ((site + 1, site), link)]
+    return Placement.straight(ranks, sites), CostModel(stages=stages, wan_links=tuple(pairs))
+
+
+@given(pipelines(), st.integers(1, 12), st.integers(1, 3))
+@settings(max_examples=150, deadline=None)
+def test_the_bound_is_that_of_auto(pipeline, microbatches, cell):
+    placement, costs = pipeline
+    placement = replace(placement, pipelines=cell)
+    known = lower_bound_s(Problem(placement, microbatches, costs.for_cell(cell)))
+    assert latency_bound_s(placement, microbatches, costs) == pytest.approx(known)
+
+
+@given(pipelines(4), st.integers(1, 8), st.integers(1, 2), st.integers(2, 12))
+@settings(max_examples=60, deadline=None)
+def test_no_schedule_in_memory_beats_the_bound(pipeline, microbatches, cell, cap):
+    placement, costs = pipeline
+    placement = replace(placement, pipelines=cell)
+    bound_s = latency_bound_s(placement, microbatches, costs, [float(cap)] * placement.single.num_ranks)
+    found = pipeline_latency(placement, microbatches, costs, float(cap))
+    assert found.step_s >= bound_s * (1 - 1e-9)
+    assert max(found.peak_bytes) <= cap
+    schedule = generate_auto(placement, microbatches, costs.for_cell(cell), float(cap))
+    whole = costs.for_cell(cell)
+    assert simulate(add_relays(lower(schedule), whole), whole).step_s <= found.step_s * (1 + 1e-9)
+
+
+@given(pipelines(4), st.integers(0, 60))
+@settings(max_examples=40, deadline=None)
+def test_the_closed_form_of_1f1b_is_the_simulators(pipeline, more):
+    placement, costs = pipeline
+    microbatches = first_microbatches(placement.num_ranks) + more
+    found = pipeline_latency(placement, microbatches, costs, float("inf"), "1f1b")
+    simulated = simulate(generate_1f1b(placement, microbatches), costs)
+    assert found.step_s == pytest.approx(simulated.step_s, rel=0.02)
+
+
+@given(pipelines(4), st.integers(0, 60), st.integers(1, 2))
+@settings(max_examples=25, deadline=None)
+def test_the_closed_form_of_auto_is_its_list_schedules(pipeline, more, cell):
+    placement, costs = pipeline
+    placement = replace(placement, pipelines=cell)
+    microbatches = first_microbatches(placement.single.num_ranks) + more
+    found = pipeline_latency(placement, microbatches, costs, 8.0)
+    whole = costs.for_cell(cell)
+    bound_s = lower_bound_s(Problem(placement, microbatches, whole))
+    schedule = generate_auto(placement, microbatches, whole, 8.0)
+    assert bound_s <= found.step_s * 1.02
+    assert simulate(add_relays(lower(schedule), whole), whole).step_s <= found.step_s * 1.02

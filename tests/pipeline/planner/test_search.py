@@ -1,0 +1,158 @@
+"""Plans are as good as they say: they fit, more never hurts, and what is alike is treated alike."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.pipeline.planner.planned import cluster, model, site
+from weft.pipeline.generators import generate
+from weft.pipeline.planner.algorithm1 import algorithm1
+from weft.pipeline.planner.request import Objective, Request
+from weft.pipeline.planner.search import plan
+from weft.pipeline.validation import validate
+
+ANOMALY = 1.02
+"""List schedules of one layout may get a little longer when a link gets faster (Graham 1969)."""
+KINDS = st.sampled_from(["A100", "H100", "A40"])
+REQUEST = Request(sequences=32)
+
+
+@st.composite
+def clusters(draw):
+    sites = [
+        site(
+            f"s{number}", hosts=draw(st.integers(1, 3)), gpus_per_host=draw(st.sampled_from([1, 2, 4])), gpu=draw(KINDS)
+        )
+        for number in range(draw(st.integers(1, 3)))
+    ]
+    return cluster(*sites, latency_s=draw(st.floats(0, 0.05)), bandwidth_bps=draw(st.floats(1e9, 5e10)))
+
+
+def planned(some_cluster, request=REQUEST, work=None):
+    try:
+        return plan(some_cluster, work or model(), request)
+    except ValueError:
+        return None
+
+
+@given(clusters(), st.sampled_from(Objective))
+@settings(max_examples=20, deadline=None)
+def test_a_plan_fits_and_runs(some, objective):
+    request = replace(REQUEST, objective=objective)
+    if (found := planned(some, request)) is None:
+        return
+    scores = [request.score(one) for one in found.ranked]
+    assert scores == sorted(scores)
+    for one in found.ranked:
+        layout = one.layout
+        assert layout.sequences == REQUEST.sequences and sum(layout.layers) == 8 and min(layout.layers) > 0
+        assert one.memory_share <= REQUEST.max_memory
+        assert one.step_s >= one.bound_s and 0 < one.mfu <= some.efficiency
+        for number, held in zip(layout.sites, layout.stages, strict=True):
+            assert held * layout.replicas <= some.sites[number].units(layout.gpus_per_rank)
+        for here, there in zip(layout.sites, layout.sites[1:], strict=False):
+            assert some.link(here, there) is not None
+    layout = found.best.layout
+    validate(generate("1f1b", replace(layout.placement, pipelines=1), layout.microbatches))
+
+
+@given(clusters(), st.floats(1.1, 10))
+@settings(max_examples=15, deadline=None)
+def test_more_bandwidth_never_hurts(some, factor):
+    if (before := planned(some)) is None:
+        return
+    links = {pair: replace(link, bandwidth_bps=link.bandwidth_bps * factor) for pair, link in some.links.items()}
+    after = planned(replace(some, links=links))
+    assert after.best.step_s <= before.best.step_s * ANOMALY
+
+
+@given(clusters(), st.integers(0, 2), st.integers(1, 3))
+@settings(max_examples=15, deadline=None)
+def test_more_gpus_never_hurt(some, number, more):
+    if (before := planned(some)) is None:
+        return
+    number %= len(some.sites)
+    after = planned(some.with_site(number, hosts=some.sites[number].hosts + more))
+    assert after.best.step_s <= before.best.step_s * ANOMALY
+
+
+@given(st.permutations(["A100", "A100", "H100"]), st.floats(1e9, 5e10))
+@settings(max_examples=10, deadline=None)
+def test_the_order_in_which_sites_are_listed_changes_nothing(kinds, bandwidth):
+    sorted_sites = cluster(
+        *(site(kind + str(place), gpu=kind) for place, kind in enumerate(sorted(kinds))), bandwidth_bps=bandwidth
+    )
+    other = cluster(*(site(kind + str(place), gpu=kind) for place, kind in enumerate(kinds)), bandwidth_bps=bandwidth)
+    assert planned(other).best.step_s == pytest.approx(planned(sorted_sites).best.step_s, rel=1e-9)
+
+
+def test_a_slow_link_is_not_used_and_a_fast_one_is():
+    sites = [site("here", hosts=4), site("there", hosts=4)]
+    slow = planned(cluster(*sites, bandwidth_bps=1e7, latency_s=0.1))
+    fast = planned(cluster(*sites, bandwidth_bps=4e11, latency_s=0.0))
+    assert len(slow.best.layout.sites) == 1 and len(fast.best.layout.sites) == 2
+    assert fast.alone is not None and fast.best.step_s < fast.alone.step_s
+
+
+def test_constraints_are_kept():
+    three = cluster(site("a", region="eu"), site("b"), site("c", region="eu"), bandwidth_bps=4e11, latency_s=0)
+    home = frozenset({0, 2})
+    found = plan(three, model(), replace(REQUEST, home=home))
+    assert {found.best.layout.sites[0], found.best.layout.sites[-1]} <= home
+    assert all(len(one.layout.sites) == 1 for one in plan(three, model(), replace(REQUEST, max_sites=1)).ranked)
+    cheap = plan(three, model(), replace(REQUEST, max_cost_per_hour=6.0))
+    assert all(one.price_per_hour <= 6.0 for one in cheap.ranked)
+    pinned = plan(three, model(), replace(REQUEST, pins={"num_stages": 4, "tensor": 1}))
+    assert all(one.layout.num_stages == 4 and one.layout.tensor == 1 for one in pinned.ranked)
+
+
+def test_faster_gpus_get_more_layers():
+    mixed = cluster(
+        site("fast", gpu="H100", hosts=1, gpus_per_host=1),
+        site("slow", gpu="A100", hosts=1, gpus_per_host=1),
+        bandwidth_bps=4e11,
+        latency_s=0,
+    )
+    found = plan(mixed, model(layers=16), replace(REQUEST, pins={"num_stages": 2}, max_memory=1.0))
+    layers = dict(zip(found.best.layout.site_of(), found.best.layout.layers, strict=True))
+    assert layers[0] > 2 * layers[1]
+
+
+def test_the_cheapest_plan_costs_no_more_than_the_fastest():
+    some = cluster(site("a", gpu="H100", price=9.0), site("b", price=0.5))
+    by = {goal: plan(some, model(), replace(REQUEST, objective=goal)).best for goal in Objective}
+    assert by[Objective.cost].cost(1e9) <= by[Objective.throughput].cost(1e9)
+    assert by[Objective.throughput].step_s <= by[Objective.cost].step_s
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"max_memory": 0.001}, "memory: the model does not fit"),
+        ({"max_cost_per_hour": 0.01}, "--max-cost-per-hour"),
+        ({"pins": {"num_stages": 4, "replicas": 32}}, "loosen --pin"),
+    ],
+)
+def test_what_no_layout_meets_is_named(changes, part):
+    with pytest.raises(ValueError, match=part):
+        plan(cluster(site("a"), site("b")), model(), replace(REQUEST, **changes))
+
+
+def test_algorithm_1_fills_one_data_centre_after_the_other():
+    asked = []
+
+    def latency(partitions, cells):
+        asked.append((cells, dict(partitions)))
+        return 1.0 + 0.1 * len(partitions)
+
+    found = algorithm1(
+        6, ["big", "small"], {"big": 600, "small": 120}, 2, 60, get_latency_pp=latency, get_latency_dp=lambda _: 0.0
+    )
+    assert asked[4] == (5, {"big": 60}) and asked[5] == (6, {"big": 50, "small": 10})
+    assert [one.throughput for one in found] == [
+        pytest.approx(2 * d / (1.0 + 0.1 * n)) for d, n in zip(range(1, 7), [1] * 5 + [2], strict=True)
+    ]
+    none = algorithm1(7, ["big"], {"big": 600}, 2, 60, get_latency_pp=latency, get_latency_dp=lambda _: 0.0)
+    assert none[-1].total_time == float("inf") and none[-1].throughput == 0

@@ -1,0 +1,139 @@
+"""`weft plan`: the table, its reasons, what-if questions, recipes, and one line for bad input."""
+
+import json
+
+import pytest
+
+from weft.tools import cli
+
+SITES = """\
+sites:
+  - {name: east, hosts: 2, gpus_per_host: 4, gpu: A100, price: 1.5, region: us}
+  - {name: west, hosts: 2, gpus_per_host: 4, gpu: A40, price: 0.5}
+links:
+  - {sites: [east, west], latency_ms: 1, bandwidth_mbps: 100000, egress_price: 0.02}
+"""
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 4096,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("planning")
+    (path / "sites.yaml").write_text(SITES)
+    (path / "model.json").write_text(json.dumps(MODEL))
+    return path
+
+
+@pytest.fixture
+def weft_plan(folder, capsys):
+    """Runs the command; returns its exit code, what it printed, and its errors."""
+
+    def run(*options, cluster=SITES, model="model.json"):
+        (folder / "sites.yaml").write_text(cluster)
+        fixed = ["--cluster", str(folder / "sites.yaml"), "--model", str(folder / model), "--sequence-length", "128"]
+        code = cli.main(["plan", *fixed, "--batch-tokens", "8192", "--cache", str(folder / "models.json"), *options])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def test_the_table_says_what_is_best_and_why(weft_plan):
+    code, text, _ = weft_plan("--explain", "1")
+    assert code == 0
+    for part in (
+        "PP x DP x TP",
+        "best; bound by",
+        "proven: no layout of this space is better by more than",
+        "optimiser",
+    ):
+        assert part in text
+
+
+def test_json_has_every_figure(weft_plan):
+    code, text, _ = weft_plan("--format", "json")
+    found = json.loads(text)
+    assert code == 0 and found["parameters"] == 9_181_440
+    steps = [one["step_s"] for one in found["plans"]]
+    assert steps == sorted(steps) and all(0 < one["memory_share"] <= 0.8 for one in found["plans"])
+
+
+def test_what_if_and_marginal_values(weft_plan):
+    questions = ("site east gpus=0", "link east west bandwidth_mbps=1", "gpu A100 price=9")
+    pins = ("pipeline.stages=4", "replicas=2", "parallel.tensor=1")
+    options = [word for question in questions for word in ("--what-if", question)]
+    options += [word for pin in pins for word in ("--pin", pin)]
+    code, text, _ = weft_plan(*options, "--marginal")
+    assert code == 0
+    assert "site east gpus=0: step" in text and "on west" in text and "site east hosts x 1.1:" in text
+
+
+def test_the_recipe_is_what_a_dry_run_takes(weft_plan, folder, capsys):
+    recipe = folder / "recipe.yaml"
+    pins = ["--pin", "parallel.tensor=1", "--pin", "pipeline.stages=3", "--pin", "replicas=4"]
+    assert weft_plan(*pins, "--write", str(recipe))[0] == 0
+    assert cli.main(["launch", f"recipe={recipe}", "dry_run=true"]) == 0
+    text = capsys.readouterr().out
+    assert "3 stages on 3 ranks x 4 replicas" in text and "predicted step" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (("gpu: A100", "gpu: A1000"), ("sites[0].gpu=A1000", "did you mean A100")),
+        (("price: 1.5", "price: -1"), ("sites[0].price=-1", "at least 0")),
+        (("hosts: 2", "hosts: two"), ("sites[0].hosts='two'", "whole number")),
+        (("name: west", "name: east"), ("sites.name=east", "2 sites")),
+        (("sites: [east, west]", "sites: [east, mars]"), ("links[0].sites", "no site mars")),
+        (("links:", "lines:"), ("field 'lines' is not known", "links")),
+        (("bandwidth_mbps: 100000", "bandwidth_mbps: 0"), ("links[0].bandwidth_mbps=0", "above 0")),
+        (("latency_ms: 1", "latency_ms: .nan"), ("links[0].latency_ms=nan", "finite")),
+        (("links:\n", "links: []\nx:\n"), ("'x' is not known",)),
+    ],
+)
+def test_a_wrong_cluster_file_is_one_line(weft_plan, change, parts):
+    code, _, error = weft_plan(cluster=SITES.replace(*change, 1))
+    assert code == 2 and len(error.splitlines()) == 1
+    assert all(part in error for part in parts), error
+
+
+def test_a_site_without_a_link_is_named(weft_plan):
+    code, _, error = weft_plan(cluster=SITES.partition("links:")[0])
+    assert code == 2 and "site east has no link" in error and "sites: [west, east]" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--max-memory", "0.0001"], ("memory: the model does not fit", "raise --max-memory")),
+        (["--max-memory", "2"], ("--max-memory 2",)),
+        (["--max-cost-per-hour", "0.1"], ("--max-cost-per-hour", "loosen it")),
+        (["--pin", "pipeline.stage=3"], ("did you mean pipeline.stages",)),
+        (["--pin", "pipeline.stages=x"], ("pipeline.stages='x'",)),
+        (["--batch-tokens", "1000"], ("--batch-tokens 1000", "--sequence-length 128")),
+        (["--keep-data-in", "mars"], ("--keep-data-in mars", "east, us, west")),
+        (["--what-if", "site mars gpus=0"], ("no such site; the cluster has east, west",)),
+        (["--what-if", "link east west width=3"], ("there is no field 'width'",)),
+        (["--explain", "999"], ("--explain 999",)),
+    ],
+)
+def test_a_wrong_request_is_one_line(weft_plan, options, parts):
+    code, _, error = weft_plan(*options)
+    assert code == 2 and len(error.splitlines()) == 1
+    assert all(part in error for part in parts), error
+
+
+def test_a_model_that_cannot_be_read_is_one_line(weft_plan, folder):
+    (folder / "broken.json").write_text("{")
+    (folder / "other.json").write_text('{"model_type": "no such"}')
+    for name in ("missing.json", "broken.json", "other.json"):
+        code, _, error = weft_plan(model=name)
+        assert code == 2 and f"--model {folder / name}" in error and len(error.splitlines()) == 1

@@ -1,0 +1,1 @@
+"""What `weft plan` is made of: the model's work, what-if questions, tables, recipes."""

@@ -1,0 +1,94 @@
+"""The work of a model, from a config.json, a folder or a hub name; traced once, then read from a cache."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from weft.conf.files import JsonCache
+from weft.pipeline.limits import read_text, short_repr
+from weft.pipeline.planner.workload import ModelWork
+
+_FORM = 1
+"""Of cached work; another number makes old entries unread."""
+
+
+def model_work(model: str, sequence_length: int, cache: Path) -> ModelWork:
+    """What a sequence asks of each layer of a model.
+
+    Args:
+        model: a config.json or a file like it, a folder with one, or a hub name.
+        cache: a JSON file.
+
+    Raises:
+        ValueError: the model cannot be read or traced.
+    """
+    text = _config_text(model)
+    key = hashlib.sha256(f"{_FORM} {sequence_length} {text or model}".encode()).hexdigest()
+    store = JsonCache(cache.expanduser())
+    try:
+        return ModelWork.from_dict(store.read()[key])
+    except (KeyError, TypeError):
+        pass
+    work = _traced(model, text, sequence_length)
+    with contextlib.suppress(OSError):  # it is traced again the next time
+        store.add({key: work.to_dict()})
+    return work
+
+
+def config_of(model: str) -> dict[str, Any] | None:
+    """The fields of a model's config.json; None of a hub name.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    text = _config_text(model)
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--model {model}: not JSON ({error}); give a Hugging Face config.json") from error
+    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+        raise ValueError(
+            f"--model {model}: it has no model_type; give a Hugging Face config.json, not {short_repr(found)}"
+        )
+    return found
+
+
+def _config_text(model: str) -> str | None:
+    path = Path(model).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    elif not path.is_file() and not model.endswith(".json") and model.count("/") <= 1:
+        return None
+    try:
+        return read_text(path, most_bytes=2**20)
+    except ValueError as error:
+        raise ValueError(f"--model {model}: {error}; give a config.json, a folder with one, or a hub name") from error
+
+
+def _traced(model: str, text: str | None, sequence_length: int) -> ModelWork:
+    fields = config_of(model)
+    from transformers import AutoConfig  # takes seconds to load
+
+    from weft.engine.stages.skeleton import causal_config
+    from weft.engine.stages.tracing import trace_model
+
+    path = Path(model)
+    name = (
+        path.stem if path.suffix == ".json" and path.stem != "config" else path.resolve().parent.name if text else model
+    )
+    try:
+        if fields is None:
+            config = AutoConfig.from_pretrained(model)
+        else:
+            config = AutoConfig.for_model(**fields)
+    except Exception as error:  # any: configs validate with errors of several libraries
+        raise ValueError(
+            f"--model {model}: {' '.join(str(error).split())}; give a config.json, a folder with one, or a hub name"
+        ) from error
+    return trace_model(causal_config(config), sequence_length, name=name)

@@ -1,0 +1,107 @@
+"""A plan as a recipe that `weft launch` runs: YAML, a hostfile in pipeline order, and the costs it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from weft.conf.files import write_atomic
+from weft.pipeline.planner.estimates import Estimates
+from weft.pipeline.planner.layout import Layout
+from weft.pipeline.planner.search import Plan
+from weft.pipeline.profile import costs_to_yaml
+
+
+def write_recipe(found: Plan, config: dict[str, Any] | None, model: str, path: Path) -> list[Path]:
+    """Write the best plan; returns the files.
+
+    Args:
+        config: the model's fields, where it is not loaded from a folder or a hub.
+        model: that folder or name.
+
+    Raises:
+        ValueError: the engine's configuration has no field for a part of the plan.
+    """
+    layout = found.best.layout
+    for name, size in (("tensor", layout.tensor), ("context", layout.context), ("expert", layout.expert)):
+        if size > 1:
+            raise ValueError(
+                f"--write {path}: the plan has {name} parallelism of {size}, which recipes cannot say yet; add "
+                f"--pin parallel.{name}=1"
+            )
+    hosts = dict(_hosts(found, layout))
+    hostfile, costs = path.with_suffix(".hostfile"), path.with_suffix(".costs.yaml")
+    lines = [f"{host} slots={slots}" for held in hosts.values() for host, slots in held]
+    named = [found.cluster.sites[site].name for site in layout.sites]
+    head = (
+        "# @package _global_\n"
+        f"# {found.work.name} on {', '.join(named)}: a step of {found.best.step_s:.4g} s is predicted by `weft plan`.\n"
+        "# Put the names of your hosts into the hostfile and into cluster.sites.\n"
+    )
+    tree = {
+        "cluster": {
+            "hostfile": str(hostfile.absolute()),
+            "master_addr": lines[0].split()[0],
+            "sites": [{"name": name, "hosts": [host for host, _ in hosts[name]]} for name in named],
+            "links": list(_links(found, layout)),
+        },
+        "model": {**_model(config, model), "gradient_checkpointing": layout.checkpointing},
+        "data": {"sequence_length": found.work.sequence_length},
+        "pipeline": {
+            "stages": layout.num_stages,
+            "schedule": layout.schedule,
+            "placement": "straight",
+            "layers": list(layout.layers),
+            "microbatches": layout.microbatches,
+            "costs_file": str(costs.absolute()),
+            "search_seconds": 0.0,
+        },
+        "comm": {"cell": layout.cell},
+        "zero": {"stage": layout.zero_stage},
+        "train": {"microbatch_size": layout.microbatch_size, "precision": "bf16"},
+    }
+    write_atomic(hostfile, "\n".join(lines) + "\n")
+    write_atomic(costs, costs_to_yaml(Estimates(found.cluster, found.work).costs(layout)))
+    write_atomic(path, head + yaml.safe_dump(tree, sort_keys=False))
+    return [path, hostfile, costs]
+
+
+def _hosts(found: Plan, layout: Layout) -> Iterator[tuple[str, list[tuple[str, int]]]]:
+    """By site, its hosts and the ranks on each: all replicas of one pipeline rank after the other."""
+    for number, held in zip(layout.sites, layout.stages, strict=True):
+        site = found.cluster.sites[number]
+        left = held * layout.replicas
+        hosts: list[tuple[str, int]] = []
+        while left:
+            slots = min(left, site.gpus_per_host)
+            hosts.append((f"{site.name}-{len(hosts)}", slots))
+            left -= slots
+        yield site.name, hosts
+
+
+def _links(found: Plan, layout: Layout) -> Iterator[dict[str, Any]]:
+    for here, there in pairwise(layout.sites):
+        link = found.cluster.link(here, there)
+        assert link is not None
+        entry: dict[str, Any] = {
+            "sites": [found.cluster.sites[here].name, found.cluster.sites[there].name],
+            "latency_ms": link.latency_s * 1e3,
+            "bandwidth_mbps": link.bandwidth_bps / 1e6,
+        }
+        if link.pair_bps < link.bandwidth_bps:
+            entry["pair_mbps"] = link.pair_bps / 1e6
+        yield entry
+
+
+def _model(config: dict[str, Any] | None, model: str) -> dict[str, Any]:
+    folder = Path(model).expanduser()
+    if config is None:
+        return {"path": model}
+    if folder.is_dir() and any(folder.glob("*.safetensors")):
+        return {"path": str(folder.absolute())}
+    fields = {name: value for name, value in config.items() if name not in ("model_type", "architectures")}
+    return {"arch": config["model_type"], "overrides": fields}

@@ -1,0 +1,143 @@
+"""The planner's answer as a table, Markdown or JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from weft.pipeline.planner.layout import Prediction
+from weft.pipeline.planner.search import Plan
+from weft.pipeline.text import bytes_text
+
+
+def rows(found: Plan, most: int) -> list[dict[str, str]]:
+    """The ranking, a row each."""
+    tokens = found.request.tokens
+    return [
+        {
+            "plan": str(place),
+            "GPUs": f"{one.layout.gpus:,}",
+            "PP x DP x TP": degrees(one),
+            "micro": f"{one.layout.microbatches} x {one.layout.microbatch_size}",
+            "cell": str(one.layout.cell),
+            "step": f"{one.step_s:.3g} s",
+            "tokens/s": f"{one.tokens_per_s:,.0f}",
+            "MFU": f"{one.mfu:.1%}",
+            "bubbles": f"{one.bubble_share:.0%}",
+            "memory": f"{one.memory_share:.0%}",
+            "WAN": bytes_text(one.wan_bytes),
+            "hours": f"{one.hours(tokens):,.0f}",
+            "cost": f"{one.cost(tokens):,.0f}",
+        }
+        for place, one in enumerate(found.ranked[:most], start=1)
+    ]
+
+
+def places(found: Plan, most: int) -> Iterator[str]:
+    """Where each plan of the ranking lies, and why it lost; or what binds the first."""
+    for place, one in enumerate(found.ranked[:most], start=1):
+        route = zip(one.layout.sites, one.layout.stages, strict=True)
+        sites = " > ".join(f"{found.cluster.sites[site].name} ({held})" for site, held in route)
+        yield f"{place}: {sites}; {reason(found, one)}"
+
+
+def degrees(one: Prediction) -> str:
+    """Stages, replicas, and GPUs that share a layer."""
+    layout = one.layout
+    more = "".join(f" {name}{size}" for name, size in (("cp", layout.context), ("ep", layout.expert)) if size > 1)
+    checkpointing = " ckpt" if layout.checkpointing else ""
+    return f"{layout.num_stages} x {layout.replicas} x {layout.tensor}{more}{checkpointing}"
+
+
+def reason(found: Plan, one: Prediction) -> str:
+    """Why it lost against the first; what binds the first."""
+    if one is found.best:
+        return f"best; bound by {one.binds}"
+    behind = found.request.score(one) / found.request.score(found.best) - 1
+    return f"+{behind:.1%}: {one.binds}"
+
+
+def summary(found: Plan, seconds: float) -> Iterator[str]:
+    """What was searched, what is proven, and whether the WAN pays."""
+    best, alone = found.best, found.alone
+    work = found.work
+    yield (
+        f"{work.name}: {work.parameters / 1e9:.4g} B parameters, {work.active_parameters / 1e9:.4g} B multiplied "
+        f"per token; {best.tokens:,} tokens a step; GPUs at {found.cluster.efficiency:.0%} of their peak"
+    )
+    proven = f"no layout of this space is better by more than {found.gap:.1%}"
+    yield f"{found.shapes:,} shapes, {found.scheduled} layouts scheduled in {seconds:.2f} s; proven: {proven}"
+    if alone is None:
+        yield "no single site holds the model"
+    elif alone is best:
+        yield f"one site is best: {found.cluster.sites[alone.layout.sites[0]].name} alone; pipelines across sites lose"
+    else:
+        gain = found.request.score(alone) / found.request.score(best)
+        yield f"{gain:.2f} x as good as the best single site ({found.cluster.sites[alone.layout.sites[0]].name})"
+    if best.mfu < 0.5 * found.cluster.efficiency:
+        yield f"a poor plan: MFU {best.mfu:.1%}; what binds it is {best.binds}"
+
+
+def explanation(found: Plan, one: Prediction) -> Iterator[str]:
+    """Where a layout's time and memory go."""
+    layout, zero = one.layout, one.memory.zero
+    yield f"layers by stage: {', '.join(map(str, layout.layers))}; schedule {layout.schedule}, ZeRO-{layout.zero_stage}"
+    if layout.connections:
+        yield f"TCP connections per hop: {', '.join(map(str, layout.connections))}; DP-cells of {layout.cell}"
+    yield (
+        f"step {one.step_s:.4g} s: pipeline {one.pipeline_s:.4g}, replicas' collectives {one.collective_s:.4g}, "
+        f"optimiser {one.optimizer_s:.4g}; no schedule of this layout takes less than {one.bound_s:.4g}"
+    )
+    parts = {
+        "weights": zero.weights,
+        "gradients": zero.gradients,
+        "optimiser": zero.optimizer,
+        "buffers": zero.buffers,
+        "activations": one.memory.activations,
+    }
+    named = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items())
+    yield f"fullest GPU: {bytes_text(one.memory.total)} ({one.memory_share:.0%}): {named}"
+    yield f"{one.price_per_hour:,.0f} an hour for GPUs, {one.egress_per_step:.3g} a step for bytes that leave sites"
+
+
+def as_json(found: Plan, most: int) -> str:
+    """The ranking with all figures."""
+    ranked = [
+        {
+            "sites": [found.cluster.sites[site].name for site in one.layout.sites],
+            "layout": {name: value for name, value in asdict(one.layout).items() if name != "sites"},
+            "gpus": one.layout.gpus,
+            **{name: getattr(one, name) for name in _FIGURES},
+            "memory_bytes": one.memory.total,
+            "hours": one.hours(found.request.tokens),
+            "cost": one.cost(found.request.tokens),
+            "why": reason(found, one),
+        }
+        for one in found.ranked[:most]
+    ]
+    head = {"model": found.work.name, "parameters": found.work.parameters, "gap": found.gap, "shapes": found.shapes}
+    return json.dumps({**head, "plans": ranked}, indent=2)
+
+
+_FIGURES = (
+    "step_s",
+    "bound_s",
+    "pipeline_s",
+    "collective_s",
+    "optimizer_s",
+    "tokens_per_s",
+    "mfu",
+    "bubble_share",
+    "memory_share",
+    "wan_bytes",
+    "price_per_hour",
+    "egress_per_step",
+)
+
+
+def as_markdown(table: list[dict[str, str]]) -> str:
+    """A table that Markdown shows."""
+    heads = list(table[0])
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row.values())} |" for row in table)])
