@@ -30,6 +30,7 @@ class StepLoss:
         source: global rank that does, in this rank's pipeline.
         replicas: ranks that hold the same stages; None is this rank alone.
         pipeline: ranks that hold a model together; None is this rank alone.
+        counts: whether this rank counts an objective's items; of ranks that share a micro-batch one does.
     """
 
     minimised: Minimised | None
@@ -38,6 +39,7 @@ class StepLoss:
     replicas: dist.ProcessGroup | None
     pipeline: dist.ProcessGroup | None
     device: torch.device
+    counts: bool = True
 
     def __post_init__(self) -> None:
         self._looked_at = False
@@ -60,7 +62,7 @@ class StepLoss:
             counted, empty = torch.stack([label_tokens(batch) for batch in batches]).sum(), frozenset[int]()
         else:
             items = [told_items(batch) for batch in batches]
-            counted = torch.tensor(sum(items)).to(self.device, non_blocking=True)
+            counted = torch.tensor(sum(items) if self.counts else 0).to(self.device, non_blocking=True)
             empty = frozenset(m for m, count in enumerate(items) if not count)
         return {"num_items": LabelCount(counted, self.replicas), "empty": empty}
 

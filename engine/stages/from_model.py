@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from weft.engine.parallel.axis import AxisGroups
 from weft.engine.stages.lora import PREFIX
 from weft.engine.stages.outline import outline_of
+from weft.engine.stages.parts import named_parts
 from weft.engine.stages.port import Port
 from weft.engine.stages.prune import open_port, prune
 from weft.engine.stages.split import StageSplit
@@ -16,7 +18,9 @@ from weft.engine.stages.stage import Stage, hf_model
 from weft.engine.stages.tying import share_tied
 
 
-def stages_from_model(model: nn.Module, split: StageSplit, stages: Sequence[int]) -> list[Stage]:
+def stages_from_model(
+    model: nn.Module, split: StageSplit, stages: Sequence[int], axes: AxisGroups | None = None
+) -> list[Stage]:
     """Cut virtual stages out of a Hugging Face model, or of peft's model around one.
 
     The model is consumed: it becomes the first of the stages, and the memory of layers that
@@ -26,6 +30,7 @@ def stages_from_model(model: nn.Module, split: StageSplit, stages: Sequence[int]
     Args:
         split: of the whole model.
         stages: numbers of the virtual stages wanted.
+        axes: ranks that share each layer, of which this rank holds its part.
 
     Raises:
         ValueError: the model cannot be cut faithfully.
@@ -36,19 +41,22 @@ def stages_from_model(model: nn.Module, split: StageSplit, stages: Sequence[int]
             f"model: peft's {model.active_peft_config.peft_type} puts tokens before the prompt, which only the whole "
             "model can do; use adapters inside the layers, such as LoRA"
         )
+    axes = axes or AxisGroups()
+    prefix = PREFIX if model is not whole else ""
     if split.num_stages == 1:
-        return [Stage(model, index=0, num_stages=1, port=Port())]
+        cuts = named_parts(whole, axes, prefix)
+        return [Stage(model, index=0, num_stages=1, port=Port(), axes=axes, cuts=cuts)]
     outline = outline_of(type(whole), whole.config)
     assert split.num_layers == outline.num_layers
     bodies = [model, *(_same_weights(model) for _ in stages[1:])]
-    prefix = PREFIX if model is not whole else ""
     made = []
     for index, body in zip(stages, bodies, strict=True):
         part, window = hf_model(body), split.layers[index]
         tied = prune(part, outline, window)
         port = open_port(part, outline, window, tied)
         names = frozenset(prefix + name for name in tied)
-        made.append(Stage(body, index=index, num_stages=split.num_stages, port=port, tied=names))
+        cuts = named_parts(part, axes, prefix)
+        made.append(Stage(body, index=index, num_stages=split.num_stages, port=port, tied=names, axes=axes, cuts=cuts))
     share_tied(made)
     return made
 

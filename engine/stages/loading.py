@@ -13,9 +13,11 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from weft.conf.schema import Attention, ModelConfig
+from weft.engine.parallel.axis import AxisGroups
 from weft.engine.stages.folder import require_whole_folder
 from weft.engine.stages.lora import PREFIX, add_adapters
 from weft.engine.stages.outline import Outline, outline_of
+from weft.engine.stages.parts import named_parts
 from weft.engine.stages.port import Port
 from weft.engine.stages.prune import open_port, prune
 from weft.engine.stages.seeding import load, new_model
@@ -122,7 +124,13 @@ def build_model(config: ModelConfig, *, dtype: torch.dtype, seed: int) -> nn.Mod
 
 
 def load_stages(
-    config: ModelConfig, split: StageSplit, stages: Sequence[int], *, dtype: torch.dtype, seed: int
+    config: ModelConfig,
+    split: StageSplit,
+    stages: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    seed: int,
+    axes: AxisGroups | None = None,
 ) -> list[Stage]:
     """Load or make some virtual stages of a model; other stages' weights never take up memory.
 
@@ -135,14 +143,18 @@ def load_stages(
         stages: numbers of the virtual stages wanted.
         dtype: of the weights.
         seed: of new weights and adapters.
+        axes: ranks that share each layer, of which this rank holds its part.
 
     Raises:
         ValueError: the model cannot be read, or not be cut faithfully.
     """
-    hf_config = load_hf_config(config)
-    if split.num_stages == 1:
-        return [Stage(build_model(config, dtype=dtype, seed=seed), index=0, num_stages=1, port=Port())]
-    return new_stages(model_class(hf_config), hf_config, split, stages, dtype=dtype, seed=seed, source=config)
+    hf_config, axes = load_hf_config(config), axes or AxisGroups()
+    cls = model_class(hf_config)
+    if split.num_stages > 1:
+        return new_stages(cls, hf_config, split, stages, dtype=dtype, seed=seed, source=config, axes=axes)
+    model = _load_part(config, cls, hf_config, lambda model: None, dtype=dtype, seed=seed)
+    cuts = named_parts(model, axes, PREFIX if config.lora.enabled else "")
+    return [Stage(_dress(model, config, seed), index=0, num_stages=1, port=Port(), axes=axes, cuts=cuts)]
 
 
 def new_stages(
@@ -154,12 +166,17 @@ def new_stages(
     dtype: torch.dtype,
     seed: int,
     source: ModelConfig | None = None,
+    axes: AxisGroups | None = None,
 ) -> list[Stage]:
     """As `load_stages` of more than one stage, for a class and its config; a new model, if it has no ``source``."""
     outline = outline_of(cls, hf_config)
     assert split.num_layers == outline.num_layers
     given = source or ModelConfig()
-    made = [_load_stage(given, cls, hf_config, outline, split, index, dtype=dtype, seed=seed) for index in stages]
+    groups = axes or AxisGroups()
+    made = [
+        _load_stage(given, cls, hf_config, outline, split, index, dtype=dtype, seed=seed, axes=groups)
+        for index in stages
+    ]
     share_tied(made)
     return made
 
@@ -174,6 +191,7 @@ def _load_stage(
     *,
     dtype: torch.dtype,
     seed: int,
+    axes: AxisGroups,
 ) -> Stage:
     window, tied = split.layers[index], set[str]()
     model = _load_part(
@@ -181,6 +199,7 @@ def _load_stage(
     )
     _require_tied(model, tied, config, window.stop == outline.num_layers)
     port = open_port(model, outline, window, frozenset(tied))
+    cuts = named_parts(model, axes, PREFIX if config.lora.enabled else "")
     dressed = _dress(model, config, seed)
     inner = PREFIX if dressed is not model else ""
     return Stage(
@@ -190,6 +209,8 @@ def _load_stage(
         port=port,
         tied=frozenset(inner + name for name in tied),
         prefix=PREFIX if config.lora.enabled and not inner else "",
+        axes=axes,
+        cuts=cuts,
     )
 
 

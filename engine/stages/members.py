@@ -12,29 +12,14 @@ from transformers import PreTrainedModel
 
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.cut import Cut
-from weft.engine.parallel.experts import dispatch_over, expert_cuts, hold_parts
 from weft.engine.parallel.in_process import run_in_threads
 from weft.engine.stages.batch import Batch
 from weft.engine.stages.comparison import Outcome, gradients
 from weft.engine.stages.context import part_of
 from weft.engine.stages.packed import tell_rows
+from weft.engine.stages.parts import take_part
 from weft.engine.stages.port import Port
 from weft.engine.stages.stage import Stage
-
-
-def take_part(model: PreTrainedModel, axes: AxisGroups) -> dict[str, Cut]:
-    """Reduce a whole model to what this rank holds of it.
-
-    Returns:
-        What is held of those parameters that are not held in full, by name.
-
-    Raises:
-        ValueError: the model cannot be divided so.
-    """
-    cuts = expert_cuts(model, axes.expert)
-    hold_parts(model, cuts)
-    dispatch_over(axes.expert, model)
-    return cuts
 
 
 def members_outcome(

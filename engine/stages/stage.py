@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from weft.engine.parallel.attention import attend_over
 from weft.engine.parallel.axis import AxisGroups
+from weft.engine.parallel.cut import Cut
 from weft.engine.parallel.functions import all_sum
 from weft.engine.stages.batch import Batch
 from weft.engine.stages.context import labels_to_predict, own_positions, whole_batch, whole_sequence
@@ -43,6 +44,7 @@ class Stage(nn.Module):
         tied: frozenset[str] = frozenset(),
         prefix: str = "",
         axes: AxisGroups | None = None,
+        cuts: Mapping[str, Cut] | None = None,
     ) -> None:
         """Wrap a pruned model.
 
@@ -54,9 +56,12 @@ class Stage(nn.Module):
             tied: names in ``model`` of parameters that another stage holds, too.
             prefix: put before names in ``model`` to make them those of the whole model.
             axes: this rank's groups inside of a layer.
+            cuts: what ``model`` holds of parameters that it does not hold in full, by names in the whole model.
         """
         super().__init__()
         self.axes = axes or AxisGroups()
+        self.cuts: Mapping[str, Cut] = cuts or {}
+        """Which part this rank holds of parameters that it does not hold in full, by names in the whole model."""
         self.index, self.num_stages = index, num_stages
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.model = model
