@@ -53,14 +53,18 @@ class Evaluation:
         self._cluster, self._work, self._request = cluster, work, request
         self._estimates = Estimates(cluster, work)
         self._known: dict[Any, Any] = {}
+        alike = [(site.gpu.name, site.gpus_per_host, site.network_bps, site.price) for site in cluster.sites]
+        self._first_alike = [alike.index(kind) for kind in alike]
         self._refused: dict[str, int] = {}
         self._least_bytes = (float("inf"), "")
 
     def shape_bound(self, shape: Shape) -> float | None:
         """What no route and no schedule of a shape scores below; None if it fits nowhere."""
-        sites = [site for site, cap in zip(self._cluster.sites, self._caps(shape), strict=True) if cap]
+        caps = self._caps(shape)
+        kinds = sorted({first for first, cap in zip(self._first_alike, caps, strict=True) if cap})
+        sites = [self._cluster.sites[first] for first in kinds]
         gpus = shape.gpus
-        if not sites or sum(self._caps(shape)) < shape.num_stages:
+        if not sites or sum(caps) < shape.num_stages:
             self._refuse("GPUs: no set of sites has enough")
             return None
         price = gpus * min(site.price for site in sites)
@@ -166,6 +170,7 @@ class Evaluation:
             mfu=self._work.flops_per_token * tokens / step_s / peak_flops,
             memory=replace(state, activations=state.activations + peaks[fullest]),
             memory_share=shares[fullest],
+            cap_bytes=cap,
             wan_bytes=self._wan_bytes(layout),
             price_per_hour=sum(site.price for site in on) * layout.replicas * layout.gpus_per_rank,
             egress_per_step=self._egress(layout),
@@ -272,8 +277,14 @@ class Evaluation:
             if whole and slots[0][0] == slots[-1][0]:
                 sums, _, _ = self._layer_seconds(shape, sites[0])
                 held = -(-len(self._work.layers) // shape.num_stages)
-                pace_s = max(pace_s, held * min(b - a for a, b in pairwise(sums)))
+                pace_s = max(pace_s, held * self._shortest_layer(shape, sites[0], sums))
             self._known[key] = pace_s
+        return self._known[key]
+
+    def _shortest_layer(self, shape: Shape, site: Site, sums: list[float]) -> float:
+        key = ("shortest", self._key(shape), site.gpu.name, site.gpus_per_host, site.network_bps)
+        if key not in self._known:
+            self._known[key] = min(stop - start for start, stop in pairwise(sums))
         return self._known[key]
 
     def _fill_s(self, shape: Shape, path_s: float, whole_s: float, pace_s: float) -> float:

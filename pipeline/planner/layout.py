@@ -92,6 +92,7 @@ class Prediction:
         busy_s: seconds in which the average GPU computes.
         mfu: share of the GPUs' peak that the model's own operations take.
         memory: of the fullest GPU, and ``memory_share`` of the device.
+        cap_bytes: for saved activations on any rank.
         wan_bytes: that leave sites in a step.
         binds: what holds it up.
     """
@@ -107,6 +108,7 @@ class Prediction:
     mfu: float
     memory: RankMemory
     memory_share: float
+    cap_bytes: float
     wan_bytes: float
     price_per_hour: float
     egress_per_step: float

@@ -58,6 +58,7 @@ def write_recipe(found: Plan, config: dict[str, Any] | None, model: str, path: P
             "layers": list(layout.layers),
             "microbatches": layout.microbatches,
             "costs_file": str(costs.absolute()),
+            "memory_cap_bytes": int(found.best.cap_bytes),
             "search_seconds": 0.0,
         },
         "comm": {"cell": layout.cell},
