@@ -88,7 +88,7 @@ class ControlClient:
         retry_s, said = _LEAST_RETRY_S, ""
         while True:
             link = Link(
-                on_frame=self._take, on_tick=self._session.acknowledge, on_end=self._end, most_bytes=self._most_bytes
+                on_frame=self._take, on_tick=self._session.give_sign, on_end=self._end, most_bytes=self._most_bytes
             )
             try:
                 async with asyncio.timeout(KNOCK_S):

@@ -12,6 +12,7 @@ MOST_BYTES = 1 << 20
 MOST_DEPTH = 32
 """Containers inside of each other."""
 _LENGTH_BYTES = 4
+_DECODER = json.JSONDecoder()
 _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{\]}]', re.DOTALL)
 
 
@@ -40,7 +41,7 @@ class Frames:
         self._most_bytes = most_bytes
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+    def feed(self, data: bytes | memoryview) -> Iterator[dict[str, Any]]:
         """The objects that are whole with ``data``.
 
         Raises:
@@ -62,9 +63,12 @@ def _parsed(frame: bytes) -> dict[str, Any]:
     if frame.count(b"[") + frame.count(b"{") > MOST_DEPTH and _depth(frame) > MOST_DEPTH:
         raise FrameError(f"a message of more than {MOST_DEPTH} containers inside of each other")
     try:
-        value = json.loads(frame)
+        text = frame.decode()
+        value, end = _DECODER.raw_decode(text)  # `json.loads` looks for encodings and white space, which none here has
     except (ValueError, RecursionError) as error:
         raise FrameError(f"no JSON: {str(error)[:100]}") from error
+    if end != len(text):
+        raise FrameError(f"no JSON: {len(text) - end} characters too many")
     if not isinstance(value, dict):
         raise FrameError(f"a {type(value).__name__}, where an object belongs")
     return value

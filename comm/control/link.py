@@ -13,12 +13,16 @@ PING_S = 2.0
 """Between signs of life on a connection."""
 SILENCE_S = 7.0
 """Without one, after which a connection is given up."""
+_READ_BYTES = 4096
 MOST_UNSENT_BYTES = 8 << 20
 """That a peer may leave unread before its connection is given up."""
 
 
-class Link(asyncio.Protocol):
+class Link(asyncio.BufferedProtocol):
     """Calls ``on_frame`` with each JSON object, ``on_tick`` now and then, and at the end ``on_end`` with the reason.
+
+    What comes is read into a small buffer that is kept: asyncio would make room for 256 KiB at each read, which takes
+    longer than a heartbeat does.
 
     Attributes:
         greeted: set by whoever has read the peer's greeting.
@@ -35,7 +39,7 @@ class Link(asyncio.Protocol):
     ) -> None:
         """For `loop.create_connection` and the like."""
         self._on_frame, self._on_tick, self._on_end = on_frame, on_tick, on_end
-        self._frames = Frames(most_bytes)
+        self._frames, self._buffer = Frames(most_bytes), memoryview(bytearray(_READ_BYTES))
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._heard = self._loop.time()
@@ -45,14 +49,18 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """As asyncio calls it."""
         self._transport = cast(asyncio.Transport, transport)
-        self._heard = self._ticked = self._loop.time()
+        self._heard = self._ticked = self._written = self._loop.time()
         self._timer = self._loop.call_later(PING_S, self._tick)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """As asyncio calls it; over TLS it writes to slices of it."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         """As asyncio calls it."""
         self._heard = self._loop.time()
         try:
-            for frame in self._frames.feed(data):
+            for frame in self._frames.feed(self._buffer[:nbytes]):
                 if self._reason:
                     return
                 self._on_frame(self, frame)
@@ -85,6 +93,7 @@ class Link(asyncio.Protocol):
         """Send ``frame``; a peer that leaves too much unread loses its connection."""
         if self._transport is None or self._reason:
             return
+        self._written = self._loop.time()
         self._transport.write(frame)
         if self._transport.get_write_buffer_size() > MOST_UNSENT_BYTES:
             self.end("the peer does not read")
@@ -101,6 +110,11 @@ class Link(asyncio.Protocol):
         if self._transport is not None:
             with suppress(RuntimeError):
                 self._transport.close()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the peer has had no sign of life from here for about as long as it should."""
+        return self._loop.time() - self._written >= PING_S / 2
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(PING_S, self._tick)

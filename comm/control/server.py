@@ -166,7 +166,7 @@ class ControlServer:
 
     def _tick(self, link: Link) -> None:
         if link in self._peers:
-            self._sessions[self._peers[link]].acknowledge()
+            self._sessions[self._peers[link]].give_sign()
 
     def _end(self, link: Link, reason: str) -> None:
         peer = self._peers.pop(link, None)

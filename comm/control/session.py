@@ -92,8 +92,13 @@ class Session:
             self.acknowledge()
         return message
 
+    def give_sign(self) -> None:
+        """Give the peer a sign of life, and tell it what has come, unless it has had one and knows."""
+        if self.link is not None and (self.link.quiet or self._told != self._received):
+            self.acknowledge()
+
     def acknowledge(self) -> None:
-        """Tell the peer how much has come; a sign of life, too."""
+        """Tell the peer how much has come."""
         self._told = self._received
         if self.link is not None:
             self.link.write(pack({"received": self._received}))

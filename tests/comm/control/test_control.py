@@ -15,6 +15,7 @@ import pytest
 from weft.comm.control import ControlClient, ControlServer, link
 from weft.comm.control.certificate import contexts
 from weft.comm.control.frames import MOST_BYTES, FrameError, Frames, pack
+from weft.comm.control.session import Session
 from weft.comm.wan.key import WanKey
 
 LIMIT_S = 60
@@ -416,3 +417,29 @@ def test_depth_is_bounded():
     assert list(Frames().feed(nested(32)))
     with pytest.raises(FrameError, match="32"):
         list(Frames().feed(nested(33)))
+
+
+class Line:
+    """A link that notes what is written."""
+
+    def __init__(self):
+        self.quiet, self.written = False, []
+
+    def write(self, frame):
+        self.written.append(frame)
+
+
+def test_who_tells_something_regularly_gives_no_other_sign_of_life():
+    """A driver of thousands of agents reads no empty messages beside their heartbeats."""
+    line, session = Line(), Session(name="a")
+    session.attach(line, Session(name="").greeting())
+    session.give_sign()
+    assert not line.written
+    line.quiet = True
+    session.give_sign()
+    assert len(line.written) == 1
+    line.quiet = False
+    assert session.take({"number": 1, "message": {}}) == {}
+    session.give_sign()
+    session.give_sign()
+    assert len(line.written) == 2  # what has come is told, once
