@@ -128,9 +128,13 @@ class NetBed:
         """Run ``command`` in ``node`` to its end; keywords as of `subprocess.run`."""
         return subprocess.run(self._enter(node, command), **keywords)
 
+    def namespace(self, node: str) -> str:
+        """Path of the network namespace of ``node``, while the bed is up."""
+        return self._netns("node", self._known(node))
+
     def enter(self, node: str) -> None:
         """Move this thread, and what it starts from now on, into ``node``; for forked children."""
-        netns = os.open(self._netns("node", self._known(node)), os.O_RDONLY)
+        netns = os.open(self.namespace(node), os.O_RDONLY)
         try:
             if ctypes.CDLL(None, use_errno=True).setns(netns, _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"cannot enter node {node}")
@@ -211,7 +215,7 @@ class NetBed:
         return f"/proc/{self._layout[0][2]}/fd/{fd}"
 
     def _enter(self, node: str, command: Sequence[str | Path]) -> list[str | Path]:
-        return ["nsenter", f"--net={self._netns('node', self._known(node))}", "--", *command]
+        return ["nsenter", f"--net={self.namespace(node)}", "--", *command]
 
     def _start(self, topology: Topology) -> None:
         assert self._router is not None and self._router.stdin is not None and self._router.stdout is not None

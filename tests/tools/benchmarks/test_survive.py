@@ -1,4 +1,4 @@
-"""The faults of `weft bench survive`, without a run: settings that load, orders that are known."""
+"""The faults of `weft bench survive`, without a run: settings that load, orders that are known, judgements."""
 
 from __future__ import annotations
 
@@ -9,34 +9,98 @@ import pytest
 
 from weft.conf import load
 from weft.tools.benchmarks import survive
-from weft.tools.benchmarks.survival import faults, sitecustomize
-from weft.tools.benchmarks.survival.run import HOSTS
+from weft.tools.benchmarks.survival import faults, network, reference, session, sitecustomize
+from weft.tools.benchmarks.survival.hosts import HOSTS, LocalHosts, OneMachine
+from weft.tools.benchmarks.survival.outcome import NEXT_STEP_WITHIN_S, Survival, is_right
+from weft.tools.benchmarks.survival.reference import difference
+from weft.tools.benchmarks.survival.run import Metrics
+
+HOST_OF = {rank: HOSTS[rank // 2] for rank in range(8)}
 
 
-def test_the_settings_load(tmp_path):
-    (tmp_path / "hostfile").write_text("".join(f"{host} slots=2\n" for host in HOSTS))
-    hosts = [f"cluster.hostfile={tmp_path / 'hostfile'}", "cluster.manager=local"]
-    assert load([*survive.SETTINGS, *hosts]).supervise.enabled
+@pytest.mark.parametrize("number", range(len(session.SESSIONS)))
+def test_the_settings_load(tmp_path, number):
+    chosen = session.SESSIONS[number]
+    settings = [*survive.SETTINGS, *chosen.settings]
+    assert load([*settings, *LocalHosts(tmp_path).settings]).supervise.enabled
+    plain = load([*settings, *reference.PLAIN, *OneMachine(stages=chosen.stages).settings])
+    assert plain.supervise.enabled is False
+    assert sum(site.ranks for site in plain.cluster.sites) == plain.pipeline.stages
 
 
-def test_every_order_that_a_fault_gives_is_known_to_the_ranks():
-    given = set(re.findall(r"run\.order\([^,]+, \"(\w+)\"", inspect.getsource(faults)))
-    assert given
+def test_every_order_that_is_given_is_known_to_the_ranks():
+    given = set(re.findall(r"run\.order\([^,]+, \"(\w+)\"", inspect.getsource(faults) + inspect.getsource(reference)))
+    assert len(given) > 1
     assert all(callable(getattr(sitecustomize, f"_{name}")) for name in given)
 
 
 def test_faults_have_names_of_their_own():
-    names = [fault.name for session in faults.SESSIONS for fault in session]
+    names = [fault.name for each in session.SESSIONS for fault in each.faults]
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize(("named_s", "next_step_s", "same", "met"), [
-    (1.0, 20.0, True, True),
-    (11.0, 20.0, True, False),
-    (1.0, 31.0, True, False),
-    (1.0, 20.0, False, False),
-    (None, None, True, True),
+def test_once_replicas_become_fewer_only_what_rounds_follows():
+    for each in session.SESSIONS:
+        rounds = [fault.rounds for fault in each.faults]
+        assert rounds == sorted(rounds)
+    assert [fault for fault in network.AWAY if fault.grows]
+
+
+@pytest.mark.parametrize(("named_s", "next_step_s", "difference", "rounds", "met"), [
+    (1.0, 20.0, 0.0, False, True),
+    (11.0, 20.0, 0.0, False, False),
+    (1.0, NEXT_STEP_WITHIN_S + 1, 0.0, False, False),
+    (1.0, 20.0, 1e-7, False, False),
+    (1.0, 20.0, 1e-7, True, True),
+    (1.0, 20.0, 1e-1, True, False),
+    (1.0, 20.0, None, False, False),
+    (None, None, 0.0, False, True),
 ])  # fmt: skip
-def test_a_fault_is_survived_if_named_in_time_and_the_losses_are_the_same(named_s, next_step_s, same, met):
-    outcome = survive.Survival("fault", right=True, named_s=named_s, next_step_s=next_step_s, same=same)
-    assert survive._is_met(outcome) is met
+def test_a_fault_is_survived_if_named_in_time_and_the_losses_are_the_same(
+    named_s, next_step_s, difference, rounds, met
+):
+    outcome = Survival(
+        "fault", right=True, named_s=named_s, next_step_s=next_step_s, difference=difference, rounds=rounds
+    )
+    assert outcome.met is met
+
+
+@pytest.mark.parametrize(("said", "blamed", "right"), [
+    ({"rank": 3, "host": "east1", "kind": "signal"}, {"rank": 3, "host": "east1"}, True),
+    ({"rank": 3, "host": "east1", "kind": "signal"}, {"rank": 2, "host": "east1"}, False),
+    ({"kind": "link"}, {"rank": 3}, False),
+    ({"host": "west1", "kind": "host"}, {"site": "west"}, True),
+    ({"host": "east1", "kind": "host"}, {"site": "west"}, False),
+    ({"kind": "hung"}, {"site": "west"}, False),
+    ({"link": [2, 4], "kind": "link"}, {"between": ("east", "west")}, True),
+    ({"link": [4, 2], "kind": "link"}, {"between": ("east", "west")}, True),
+    ({"link": [0, 2], "kind": "link"}, {"between": ("east", "west")}, False),
+    ({"host": "west0", "kind": "host"}, {"between": ("east", "west")}, True),
+    ({"host": "east0", "kind": "host"}, {"between": ("east", "west")}, False),
+    ({"kind": "hung"}, {"between": ("east", "west")}, False),
+    ({"rank": 1, "kind": "disk_full"}, {"kind": "disk_full"}, True),
+    ({"rank": 1, "kind": "other"}, {"kind": "disk_full"}, False),
+])  # fmt: skip
+def test_who_is_rightly_blamed(said, blamed, right):
+    assert is_right(said, blamed, HOST_OF) is right
+
+
+def test_losses_differ_by_the_largest_and_a_missing_one_is_an_error():
+    assert difference({}, {1: 2.0}) is None
+    assert difference({1: 2.0, 2: 3.0}, {1: 2.0, 2: 3.0, 3: 4.0}) == 0.0
+    assert difference({1: 2.0, 2: 3.3}, {1: 2.0, 2: 3.0}) == pytest.approx(0.1)
+    assert difference({1: None}, {1: None}) == 0.0
+    assert difference({1: None}, {1: 1.0}) == float("inf")
+    with pytest.raises(KeyError):
+        difference({4: 2.0}, {1: 2.0})
+
+
+def test_what_is_trained_again_replaces_what_was(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path)
+    assert metrics.read() == {}
+    path.write_text('{"step": 1, "kind": "train", "loss": 2}\n{"step": 1, "kind": "eval", "loss": 9}\n{"step": 2, "ki')
+    assert {step: record["loss"] for step, record in metrics.read().items()} == {1: 2}
+    path.unlink()
+    path.write_text('{"step": 1, "kind": "train", "loss": 3}\n')
+    assert {step: record["loss"] for step, record in metrics.read().items()} == {1: 3}

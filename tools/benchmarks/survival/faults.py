@@ -1,4 +1,4 @@
-"""The faults of `weft bench survive`: how each is inflicted, and what a supervisor should make of it."""
+"""Faults of ranks, hosts and disks for `weft bench survive`, and what a supervisor should make of each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
@@ -16,13 +16,32 @@ from typing import Any
 
 import psutil
 
+from weft.engine.supervision.agent import page_path
 from weft.engine.supervision.places import Phase
 from weft.engine.supervision.rows import read_rows
 from weft.pipeline.action import Op, Slot
-from weft.tools.benchmarks.survival.run import HOSTS, RankProcess, SupervisedRun
+from weft.tools.benchmarks.survival.hosts import HOSTS
+from weft.tools.benchmarks.survival.run import RankProcess, SupervisedRun, now
 
 Culprit = dict[str, Any]
 """As a journal's fault has it: rank and host, or a link."""
+
+
+@dataclass(frozen=True)
+class Inflicted:
+    """A fault that has begun.
+
+    Attributes:
+        blamed: who is to blame, in the journal's words (culprit and kind), of which every entry counts; besides,
+            ``site`` stands for any of its hosts and ``between`` for any link between sites. None where nobody should
+            be blamed, for nothing has to be restarted.
+        at_s: time of day at which it began; some faults wait for the right moment.
+        healed_s: from when on training can go on, where that is later.
+    """
+
+    blamed: Culprit | None = None
+    at_s: float = field(default_factory=now)
+    healed_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -30,20 +49,25 @@ class Fault:
     """Something that happens to a run.
 
     Attributes:
-        inflict: does it; returns who is to blame, in the journal's words, of which every entry counts;
-            None where nobody should be blamed, for nothing has to be restarted.
+        inflict: does it.
         alert: kind of the alert that is to be raised, where it is no fault.
-        ends: whether the run should end, because nothing can help it.
+        ends: kind of the fault with which the run should end, because nothing can help it.
+        rounds: whether sums are made in another order from here on, by another number of replicas.
+        grows: whether the run is to have more ranks again.
+        skips: whether a batch is left out.
     """
 
     name: str
-    inflict: Callable[[SupervisedRun], Culprit | None]
+    inflict: Callable[[SupervisedRun], Inflicted]
     alert: str = ""
-    ends: bool = False
+    ends: str = ""
+    rounds: bool = False
+    grows: bool = False
+    skips: bool = False
 
 
-def _blame(rank: RankProcess) -> Culprit:
-    return {"rank": rank.rank, "host": rank.host}
+def _blame(rank: RankProcess) -> Inflicted:
+    return Inflicted({"rank": rank.rank, "host": rank.host})
 
 
 # ---- one rank
@@ -54,7 +78,7 @@ def _row(run: SupervisedRun, rank: RankProcess) -> list[Slot]:
     return list(read_rows((run.folder / "plan.json").read_text()).row(rank.rank))
 
 
-def _kill_in(run: SupervisedRun, number: int, *ops: Op) -> Culprit:
+def _kill_in(run: SupervisedRun, number: int, *ops: Op) -> Inflicted:
     """SIGKILL while the rank is in a slot of such an operation."""
     rank = run.rank(number)
     row, page = _row(run, rank), run.page(rank.host)
@@ -68,7 +92,7 @@ def _kill_in(run: SupervisedRun, number: int, *ops: Op) -> Culprit:
     raise RuntimeError(f"rank {number} was never seen in {', '.join(op.name for op in ops)}")
 
 
-def _kill_in_save(run: SupervisedRun, number: int) -> Culprit:
+def _kill_in_save(run: SupervisedRun, number: int) -> Inflicted:
     rank = run.rank(number)
     page = run.page(rank.host)
     limit = monotonic() + 60.0
@@ -80,13 +104,13 @@ def _kill_in_save(run: SupervisedRun, number: int) -> Culprit:
     raise RuntimeError(f"rank {number} was never seen saving")
 
 
-def _stop(run: SupervisedRun, number: int) -> Culprit:
+def _stop(run: SupervisedRun, number: int) -> Inflicted:
     rank = run.rank(number)
     os.kill(rank.pid, signal.SIGSTOP)
     return _blame(rank)
 
 
-def _stop_and_go(run: SupervisedRun, number: int) -> None:
+def _stop_and_go(run: SupervisedRun, number: int) -> Inflicted:
     """Half of the time stopped, for 15 s."""
     rank = run.rank(number)
 
@@ -100,16 +124,18 @@ def _stop_and_go(run: SupervisedRun, number: int) -> None:
                 sleep(0.1)
 
     threading.Thread(target=turns, daemon=True).start()
+    begun = Inflicted()
     sleep(15.5)
+    return begun
 
 
-def _hold_lock(run: SupervisedRun, number: int) -> Culprit:
+def _hold_lock(run: SupervisedRun, number: int) -> Inflicted:
     rank = run.rank(number)
     run.order(number, "hold_lock", seconds=60)
     return _blame(rank)
 
 
-def _exhaust_memory(run: SupervisedRun, number: int) -> Culprit:
+def _exhaust_memory(run: SupervisedRun, number: int) -> Inflicted:
     """Let the rank fill more than its control group may have."""
     rank = run.rank(number)
     version1 = Path("/sys/fs/cgroup/memory")
@@ -121,7 +147,7 @@ def _exhaust_memory(run: SupervisedRun, number: int) -> Culprit:
     return _blame(rank)
 
 
-def _flip(run: SupervisedRun, number: int) -> Culprit:
+def _flip(run: SupervisedRun, number: int) -> Inflicted:
     rank = run.rank(number)
     run.order(number, "flip")
     return _blame(rank)
@@ -130,29 +156,32 @@ def _flip(run: SupervisedRun, number: int) -> Culprit:
 # ---- hosts and those who watch
 
 
-def _kill_hosts(run: SupervisedRun, *hosts: str) -> Culprit:
+def _kill_hosts(run: SupervisedRun, *hosts: str) -> Inflicted:
     """All processes of hosts at once, and what would start them again there finds nothing for a while."""
     victims = run.agents(hosts)
     everyone = [child for agent in victims for child in agent.children(recursive=True)] + victims
     for process in everyone:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    return {"host": hosts[0]}
+    return Inflicted({"host": hosts[0]})
 
 
-def _kill_agent(run: SupervisedRun, host: str) -> Culprit:
+def _kill_agent(run: SupervisedRun, host: str) -> Inflicted:
     for process in run.agents([host]):
         process.kill()
-    return {"host": host}
+    return Inflicted({"host": host})
 
 
-def _kill_driver(run: SupervisedRun) -> None:
+def _kill_driver(run: SupervisedRun) -> Inflicted:
     run.process.kill()
+    begun = Inflicted()
     sleep(3.0)
+    return begun
 
 
-def _shout_at_ports(run: SupervisedRun) -> None:
+def _shout_at_ports(run: SupervisedRun) -> Inflicted:
     """Garbage on every port on which any process of the run listens."""
+    begun = Inflicted()
     pids = {each.pid for each in run.ranks()} | {agent.pid for agent in run.agents()} | {run.process.pid}
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.pid in pids:
@@ -162,12 +191,15 @@ def _shout_at_ports(run: SupervisedRun) -> None:
                 while caller.recv(4096):
                     pass
     sleep(2.0)
+    return begun
 
 
-def _shift_clocks(run: SupervisedRun) -> None:
+def _shift_clocks(run: SupervisedRun) -> Inflicted:
+    begun = Inflicted()
     for number, rank in enumerate(run.ranks()):
         run.order(rank.rank, "shift_clock", seconds=60.0 if number % 2 else -60.0)
     sleep(3.0)
+    return begun
 
 
 # ---- checkpoints in storage; a rank is killed so that they are read
@@ -187,7 +219,7 @@ def _held_still(run: SupervisedRun) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
 
 
-def _damaged(damage: Callable[[Path], object], run: SupervisedRun) -> Culprit:
+def _damaged(damage: Callable[[Path], object], run: SupervisedRun) -> Inflicted:
     """Damage the newest checkpoint, and have it read: no copy in memory outlives the run's folder in there."""
     run.wait_for(lambda: len(_complete(run)) > 1, "two checkpoints")
     rank = run.rank(5)
@@ -204,8 +236,9 @@ def _complete(run: SupervisedRun) -> list[Path]:
 
 def forget_memory(run: SupervisedRun) -> None:
     """Take the copies in hosts' memory away."""
-    for path in Path("/dev/shm", f"weft-{os.getuid()}").glob("**/*.safetensors"):
-        path.unlink(missing_ok=True)
+    for page in (page_path(run.folder, host) for host in HOSTS):
+        for path in page.parent.glob(f"{page.name}.memory*/**/*.safetensors"):
+            path.unlink(missing_ok=True)
 
 
 def _shard(checkpoint: Path) -> Path:
@@ -263,7 +296,33 @@ STORAGE = (
     Fault("newest checkpoint: empty manifest", partial(_damaged, _empty_manifest)),
     Fault("newest checkpoint: a pickle in the place of a shard", partial(_damaged, _plant_pickle)),
 )
-ONE_NAN = (Fault("one batch gives NaN", lambda run: run.order(7, "poison", times=1)),)
-EVERY_NAN = (Fault("every batch gives NaN", lambda run: run.order(7, "poison", times=1 << 30), ends=True),)
-SESSIONS = (ONE_RANK, HOSTS_AND_WATCHERS, STORAGE, ONE_NAN, EVERY_NAN)
-"""Faults of one run after the other; what changes the losses, or ends the run, has a run of its own."""
+
+
+# ---- numbers
+
+
+def _poison(run: SupervisedRun, times: int) -> Inflicted:
+    run.order(7, "poison", times=times)
+    return Inflicted()
+
+
+NUMBERS = (Fault("one batch gives NaN", lambda run: _poison(run, 1), skips=True),)
+ENDLESS_NAN = (Fault("every batch gives NaN", lambda run: _poison(run, 1 << 30), ends="bad_numbers"),)
+
+
+# ---- the disk
+
+
+def _fill_disk(run: SupervisedRun) -> Inflicted:
+    """Nothing is left of the file system that the run's folder is on, until a checkpoint has failed of it."""
+    ballast, begun = run.folder / "ballast", Inflicted({"kind": "disk_full"})
+    with open(ballast, "wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 12))
+    run.wait_for(lambda: "disk_full" in run.tail(), "a checkpoint that does not fit")
+    ballast.unlink()
+    return Inflicted(begun.blamed, begun.at_s, now())
+
+
+DISK_MIB = 90
+DISK = (Fault(f"a disk of {DISK_MIB} MiB full, then emptied", _fill_disk),)

@@ -1,4 +1,4 @@
-"""A supervised run of 8 ranks on 4 hosts of 2 sites, all on this machine, as `weft bench survive` sees it."""
+"""A run of 8 ranks on 4 hosts of 2 sites, all on this machine, as `weft bench survive` sees it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from typing import Any
 
 import psutil
 
+from weft.conf import load
 from weft.engine.supervision.agent import page_path
+from weft.engine.supervision.driver import config_file
 from weft.engine.supervision.journal import NAME, read_journal
 from weft.engine.supervision.places import PlaceReader, Reading
+from weft.tools.benchmarks.survival.hosts import HOSTS, NUM_RANKS, Hosts
 
-HOSTS = ("east0", "east1", "west0", "west1")
-RANKS_PER_HOST = 2
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
 _AGENT = "weft.engine.supervision.agent"
@@ -43,34 +44,54 @@ class RankProcess:
     pid: int
 
 
+class Metrics:
+    """Steps that a run has logged; what is trained again after a fault replaces what there was."""
+
+    def __init__(self, path: Path) -> None:
+        """Of the file at ``path``, which need not be there yet."""
+        self._path, self._state = path, (0, 0)
+        self._records: dict[int, dict[str, Any]] = {}
+
+    def read(self) -> dict[int, dict[str, Any]]:
+        """Records of training, by step; the file is read again only if it has changed."""
+        if not self._path.exists():
+            return {}
+        stat = self._path.stat()
+        if (stat.st_ino, stat.st_size) != self._state:
+            records = {}
+            for line in self._path.read_text().splitlines():
+                with suppress(ValueError):  # the last one is being written
+                    record = json.loads(line)
+                    if record["kind"] == "train":
+                        records[record["step"]] = record
+            self._state, self._records = (stat.st_ino, stat.st_size), records
+        return self._records
+
+
 class SupervisedRun:
     """A `weft launch` of its own session, its journal, its losses and the places of its ranks."""
 
-    def __init__(self, folder: Path, settings: Sequence[str], *, hosts: bool) -> None:
+    def __init__(self, folder: Path, settings: Sequence[str], hosts: Hosts) -> None:
         """Start it.
 
         Args:
-            folder: gets the run, its hostfile and the orders for its ranks.
-            hosts: whether this machine plays `HOSTS`; otherwise it is one.
+            folder: gets the run, and the orders for its ranks; it is there.
+            hosts: what it runs on.
         """
-        self.folder = folder / "survive"
+        self.folder, self.hosts = folder / "survive", hosts
         self.orders = folder / "orders"
-        self.orders.mkdir(parents=True)
-        hostfile = folder / "hostfile"
-        hostfile.write_text("".join(f"{host} slots={RANKS_PER_HOST}\n" for host in HOSTS))
-        command = [sys.executable, "-m", "weft.tools.cli", "launch", *settings]
+        self.orders.mkdir()
+        self._metrics = Metrics(self.folder / "metrics.jsonl")
+        command = [sys.executable, "-m", "weft.tools.cli", "launch", *settings, *hosts.settings]
         command += [f"train.output_dir={folder}", "train.name=survive"]
-        if hosts:
-            command += [f"cluster.hostfile={hostfile}", "cluster.manager=local"]
-        here = Path(__file__).parent
-        own = {"PYTHONPATH": str(here), "WEFT_SURVIVE_ORDERS": str(self.orders), "OMP_NUM_THREADS": "1"}
+        own = {"PYTHONPATH": str(Path(__file__).parent), "WEFT_SURVIVE_ORDERS": str(self.orders)}
         self._log = open(folder / "output.log", "w")  # noqa: SIM115
-        self.process = subprocess.Popen(
+        self.process = hosts.popen(
             command,
+            os.environ | own | {"OMP_NUM_THREADS": "1"},
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ | own,
             preexec_fn=_end_with_bench,
         )
 
@@ -83,18 +104,27 @@ class SupervisedRun:
 
     def losses(self) -> dict[int, float]:
         """By step."""
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        records = []
-        for line in lines:
-            with suppress(ValueError):  # the last one is being written
-                records.append(json.loads(line))
-        return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+        return {step: record["loss"] for step, record in self._metrics.read().items()}
+
+    def step_seconds(self) -> dict[int, float]:
+        """What each step has taken, as rank 0 logged it."""
+        return {step: record["step_seconds"] for step, record in self._metrics.read().items()}
 
     @property
     def step(self) -> int:
         """The last that has ended."""
-        return max(self.losses(), default=0)
+        return max(self._metrics.read(), default=0)
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences per step, of all replicas."""
+        config = load([], recipe_file=str(config_file(self.folder)))
+        replicas = NUM_RANKS // config.pipeline.stages
+        return config.train.microbatch_size * config.pipeline.microbatches * replicas
+
+    def num_ranks(self) -> int:
+        """Of the newest attempt."""
+        return len(self.events("attempt")[-1]["ranks"])
 
     def ranks(self) -> list[RankProcess]:
         """Those that run now."""
@@ -174,14 +204,19 @@ class SupervisedRun:
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=20)
-        for process in psutil.process_iter(["environ"]):
-            if (process.info["environ"] or {}).get("WEFT_SURVIVE_ORDERS") == str(self.orders):
-                with suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGKILL)
+        self.signal_all(signal.SIGKILL)
         for group in Path("/sys/fs/cgroup").glob("**/weft-survive-*"):
             with suppress(OSError):
                 group.rmdir()
         self._log.close()
+        self.hosts.close()
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Send a signal to every process of the run."""
+        for process in psutil.process_iter(["environ"]):
+            if (process.info["environ"] or {}).get("WEFT_SURVIVE_ORDERS") == str(self.orders):
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
 
 
 def _end_with_bench() -> None:

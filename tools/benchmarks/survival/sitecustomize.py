@@ -67,14 +67,30 @@ def _poison(module: Any, times: int) -> None:
     import torch
 
     seed, left, seen = module.WeftEngine._seed_gradient, [times], [-1]
+    first = Path(os.environ[FOLDER], "poisoned")
 
     def poisoned(engine: Any, loss: torch.Tensor) -> torch.Tensor:
         if engine.global_steps != seen[0]:
             seen[0] = engine.global_steps
             left[0] -= 1
+            if not first.exists():
+                first.write_text(str(engine.global_steps + 1))
         return seed(engine, loss) * (float("nan") if left[0] >= 0 else 1.0)
 
     module.WeftEngine._seed_gradient = poisoned
+
+
+def _leave_out(_: Any, first: int, after: int) -> None:
+    """Let the loader, which is made later, begin without these sequences of the data."""
+    from weft.engine.data import MicrobatchLoader
+
+    begin = MicrobatchLoader.__init__
+
+    def begin_without(loader: Any, *args: Any) -> None:
+        begin(loader, *args)
+        loader.leave_out(first, after)
+
+    MicrobatchLoader.__init__ = begin_without  # type: ignore[method-assign]
 
 
 def _shift_clock(_: Any, seconds: float) -> None:
@@ -93,3 +109,5 @@ held: list[bytearray] = []
 
 if FOLDER in os.environ:
     os.register_at_fork(after_in_child=_listen)
+    if "RANK" in os.environ:  # no supervisor has forked it
+        _listen()

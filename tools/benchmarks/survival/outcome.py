@@ -1,0 +1,98 @@
+"""What became of a fault, and whether that is good enough."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+NAMED_WITHIN_S = 10.0
+NEXT_STEP_WITHIN_S = 30.0
+ROUNDING = 1e-3
+"""Most that a loss may differ by, relatively, where sums are made in another order."""
+
+
+@dataclass
+class Survival:
+    """What became of a fault.
+
+    Attributes:
+        culprit: as the journal has it, and whether it is right.
+        named_s: until it was named.
+        next_step_s: until the first good step after, or after training could go on again.
+        lost: steps that were trained again.
+        difference: of the losses from the fault to the next one from those of an undisturbed run, the largest,
+            relatively; None if none was compared.
+        rounds: whether sums are made in another order than in the undisturbed run.
+        ends: whether the run is to end.
+        note: what went wrong otherwise.
+    """
+
+    fault: str
+    culprit: str = "-"
+    right: bool = False
+    named_s: float | None = None
+    next_step_s: float | None = None
+    lost: int | None = None
+    difference: float | None = None
+    rounds: bool = False
+    ends: bool = False
+    note: str = ""
+
+    @property
+    def equal(self) -> bool:
+        """Whether the losses are those of an undisturbed run: to the last digit where sums have the same order."""
+        return self.difference is not None and self.difference <= (ROUNDING if self.rounds else 0.0)
+
+    @property
+    def met(self) -> bool:
+        """Whether it was survived as it should be."""
+        in_time = (self.named_s or 0.0) <= NAMED_WITHIN_S and (self.next_step_s or 0.0) <= NEXT_STEP_WITHIN_S
+        return self.right and self.equal and in_time and not self.note
+
+    @property
+    def row(self) -> dict[str, object]:
+        """Of the table."""
+        return {
+            "fault": self.fault,
+            "blamed": self.note or self.culprit,
+            "right": "yes" if self.right else "NO",
+            "named after s": _seconds(self.named_s),
+            "next step after s": "the run ends" if self.ends and self.right else _seconds(self.next_step_s),
+            "steps lost": "-" if self.lost is None else self.lost,
+            "losses equal": self._losses,
+        }
+
+    @property
+    def _losses(self) -> str:
+        if self.difference is None:
+            return "-"
+        if not self.difference:
+            return "yes"
+        return f"{'to' if self.equal else 'NO:'} {self.difference:.1g}"
+
+
+def is_right(said: Mapping[str, Any], blamed: Mapping[str, Any], host_of: Mapping[int, str]) -> bool:
+    """Whether a journal's culprit and kind are who is to blame; see `Inflicted`.
+
+    Args:
+        host_of: the host of each rank.
+    """
+    for name, wanted in blamed.items():
+        match name:
+            case "site":
+                right = str(said.get("host", "")).startswith(wanted)
+            case "between":
+                hosts = [host_of.get(rank, "") for rank in said.get("link", ())] or [said.get("host", "")]
+                sites = [host.rstrip("0123456789") for host in hosts]
+                # A driver that cannot reach any host of a site does not know whether the site or the line has failed.
+                right = set(sites) == set(wanted) or sites == [wanted[1]]
+            case _:
+                right = said.get(name) == wanted
+        if not right:
+            return False
+    return True
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
