@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
@@ -20,7 +20,8 @@ from weft.tools.netbed.topology import Link, Node, Topology
 HOSTS = ("east0", "east1", "west0", "west1")
 SITES = ("east", "west")
 RANKS_PER_HOST = 2
-NUM_RANKS = RANKS_PER_HOST * len(HOSTS)
+SLOTS = dict.fromkeys(HOSTS, RANKS_PER_HOST)
+NUM_RANKS = sum(SLOTS.values())
 UPLINK_MBPS, LATENCY_MS = 20.0, 10.0
 """Of a node: so little that a tenth of it is felt by a tiny model."""
 NODES = "WEFT_SURVIVE_NODES"
@@ -83,9 +84,9 @@ class OneMachine:
 class LocalHosts(OneMachine):
     """Hosts that share this machine's network."""
 
-    def __init__(self, folder: Path) -> None:
-        """Leave the hostfile in ``folder``."""
-        self.settings = [*_cluster(folder), "cluster.manager=local"]
+    def __init__(self, folder: Path, slots: Mapping[str, int] = SLOTS) -> None:
+        """Leave the hostfile in ``folder``; hosts of other than the usual slots are of one site."""
+        self.settings = [*_cluster(folder, slots), "cluster.manager=local"]
 
 
 class BedHosts:
@@ -109,7 +110,7 @@ class BedHosts:
         )
         self.bed = NetBed.up(topology)
         master = f"cluster.master_addr={self.bed.address(HOSTS[0])}"
-        self.settings = [*_cluster(folder), "cluster.manager=ssh", master, f"cluster.master_port={_PORT}"]
+        self.settings = [*_cluster(folder, SLOTS), "cluster.manager=ssh", master, f"cluster.master_port={_PORT}"]
         for host in HOSTS:
             (self._nodes / host).symlink_to(self.bed.namespace(host))
         names = [f"{self.bed.address(host)} {host}\n" for host in HOSTS]
@@ -184,8 +185,11 @@ class BedHosts:
         self.bed.down()
 
 
-def _cluster(folder: Path) -> list[str]:
+def _cluster(folder: Path, slots: Mapping[str, int]) -> list[str]:
     hostfile = folder / "hostfile"
-    hostfile.write_text("".join(f"{host} slots={RANKS_PER_HOST}\n" for host in HOSTS))
+    hostfile.write_text("".join(f"{host} slots={count}\n" for host, count in slots.items()))
+    settings = [f"cluster.hostfile={hostfile}", "supervise.enabled=true"]
+    if slots is not SLOTS:
+        return settings
     sites = ", ".join(f"{{name: {site}, hosts: [{', '.join(h for h in HOSTS if h[:-1] == site)}]}}" for site in SITES)
-    return [f"cluster.hostfile={hostfile}", f"cluster.sites=[{sites}]", "supervise.enabled=true"]
+    return [*settings, f"cluster.sites=[{sites}]"]
