@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic, sleep, time
 
@@ -89,31 +91,21 @@ def _torchrun(node: int, port: int, folder: Path) -> list[str]:
     return [*agent, *meeting, peer_training.__file__, str(folder)]
 
 
-def _ft_launcher(node: int, port: int, folder: Path) -> list[str]:
-    return ["ft_launcher", *_torchrun(node, port, folder)[3:]]
+def _nvrx(node: int, port: int, folder: Path) -> list[str]:
+    """With a heartbeat of every step, as its documentation asks for, and intervals of a second."""
+    module = [sys.executable, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher"]
+    limits = ["--ft-initial-rank-heartbeat-timeout=120", "--ft-rank-heartbeat-timeout=5"]
+    often = ["--ft-workload-check-interval=1", "--ft-restart-check-interval=1", "--ft-enable-nic-monitor=False"]
+    return [*module, *limits, *often, *_torchrun(node, port, folder)[3:]]
 
 
 def _deepspeed(node: int, port: int, folder: Path) -> list[str]:
-    hostfile = folder / "hostfile"
-    hostfile.write_text("".join(f"node{number} slots={RANKS_PER_NODE}\n" for number in range(NODES)))
-    launcher = [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        "-H",
-        str(hostfile),
-        "--no_ssh",
-        f"--node_rank={node}",
-    ]
-    meeting = ["--master_addr=127.0.0.1", f"--master_port={port}", "--elastic_training"]
-    return [
-        *launcher,
-        *meeting,
-        "--min_elastic_nodes=1",
-        f"--max_elastic_nodes={NODES}",
-        peer_training.__file__,
-        str(folder),
-    ]
+    world = {f"node{number}": list(range(RANKS_PER_NODE)) for number in range(NODES)}
+    info = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
+    launcher = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={info}", f"--node_rank={node}"]
+    elastic = ["--enable_elastic_training", "--min_elastic_nodes=1", f"--max_elastic_nodes={NODES}"]
+    meeting = ["--master_addr=127.0.0.1", f"--master_port={port}"]
+    return [*launcher, *meeting, *elastic, peer_training.__file__, str(folder)]
 
 
 NVRX = "NVRx ft_launcher"
@@ -122,7 +114,7 @@ PEERS = (
     Peer("torchrun --max-restarts", _torchrun),
     Peer("torchrun --max-restarts, own store", _torchrun, OWN_STORE),
     Peer("DeepSpeed elastic agent", _deepspeed),
-    Peer(NVRX, _ft_launcher, OWN_STORE),
+    Peer(NVRX, _nvrx, OWN_STORE),
 )
 WEFT = "weft launch"
 NAMES = (WEFT, *(peer.name for peer in PEERS))
@@ -130,7 +122,7 @@ NAMES = (WEFT, *(peer.name for peer in PEERS))
 
 def is_here(name: str) -> bool:
     """Whether a peer is installed."""
-    return name != NVRX or shutil.which("ft_launcher") is not None
+    return name != NVRX or find_spec("nvidia_resiliency_ext") is not None
 
 
 class PeerJob:

@@ -12,6 +12,7 @@ from weft.tools.benchmarks.survival.run import SupervisedRun
 
 _DAY_S = 86400
 PLAIN = (
+    "cluster.master_port=0",
     "checkpoint.every=0",
     "checkpoint.memory_every=0",
     f"comm.timeout_s={_DAY_S}",  # for it stands still most of the time
