@@ -24,7 +24,7 @@ def test_the_settings_load(tmp_path, number):
     settings = [*survive.SETTINGS, *chosen.settings]
     assert load([*settings, *LocalHosts(tmp_path).settings]).supervise.enabled
     plain = load([*settings, *reference.PLAIN, *OneMachine(stages=chosen.stages).settings])
-    assert plain.supervise.enabled is False
+    assert not plain.cluster.hostfile
     assert sum(site.ranks for site in plain.cluster.sites) == plain.pipeline.stages
 
 

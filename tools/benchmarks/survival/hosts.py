@@ -66,12 +66,12 @@ class Hosts(Protocol):
 
 
 class OneMachine:
-    """Ranks without hosts or a supervisor."""
+    """All ranks on one host, which is this machine; supervised, for then they are forked from one process."""
 
     def __init__(self, *, stages: int) -> None:
         """Sites of as many pipeline ranks as hosts would give them."""
         sites = ", ".join(f"{{name: {site}, ranks: {stages // len(SITES)}}}" for site in SITES)
-        self.settings = [f"cluster.ranks={NUM_RANKS}", f"cluster.sites=[{sites}]", "supervise.enabled=false"]
+        self.settings = [f"cluster.ranks={NUM_RANKS}", f"cluster.sites=[{sites}]", "supervise.enabled=true"]
 
     def popen(self, command: Sequence[str], environment: dict[str, str], **keywords: Any) -> subprocess.Popen:
         """Start it here."""

@@ -15,13 +15,17 @@ PLAIN = (
     "cluster.master_port=0",
     "checkpoint.every=0",
     "checkpoint.memory_every=0",
-    f"comm.timeout_s={_DAY_S}",  # for it stands still most of the time
+    f"comm.timeout_s={_DAY_S}",
     f"comm.deadline_s={_DAY_S}",
+    f"supervise.silence_s={_DAY_S}",
+    f"supervise.least_deadline_s={_DAY_S}",
+    f"supervise.setup_deadline_s={_DAY_S}",
 )
+"""Nothing is saved, and nobody minds how long it stands still."""
 
 
 class Undisturbed:
-    """An unsupervised run with given settings; between questions it is stopped, and takes no processor time."""
+    """A run on one host with given settings; between questions it is stopped, and takes no processor time."""
 
     def __init__(
         self, folder: Path, settings: Sequence[str], *, stages: int, left_out: tuple[int, int] | None = None

@@ -29,6 +29,7 @@ from weft.tools.benchmarks.survival.run import SupervisedRun
 
 USUAL_STEPS = 8
 """Between two faults."""
+_AHEAD_STEPS = 100
 _FIRST_STEPS_S = 300.0
 _END_S = 300.0
 _LONG_S = 240.0
@@ -93,6 +94,7 @@ class Outcomes:
         folder = Path(self._folder, f"session{self._numbers}")
         self._numbers += 1
         rounds = False
+        self._reference(session, None).losses(_AHEAD_STEPS)  # while no run takes the processor from it
         with running(folder, [*self._settings, *session.settings], session.hosts, session.disk_mib) as run:
             try:
                 run.wait_for(lambda: run.step > USUAL_STEPS, "the first steps", timeout_s=_FIRST_STEPS_S)
@@ -110,9 +112,10 @@ class Outcomes:
                 except RuntimeError as error:
                     outcome.note = str(error).splitlines()[0]
                     print(error, file=sys.stderr)
+                failed = bool(outcome.note)
                 self._compare(session, fault, outcome, run, before)
                 self._tell(outcome)
-                if outcome.note or run.events("end"):
+                if failed or run.events("end"):
                     break
 
     def _compare(self, session: Session, fault: Fault, outcome: Survival, run: SupervisedRun, before: int) -> None:

@@ -152,5 +152,3 @@ kept: dict[str, Any] = {}
 
 if FOLDER in os.environ:
     os.register_at_fork(after_in_child=_listen)
-    if "RANK" in os.environ:  # no supervisor has forked it
-        _listen()
