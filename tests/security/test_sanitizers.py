@@ -42,37 +42,60 @@ def missing(name):
     return "" if library(name) else f"the compiler has no {name}"
 
 
-def reports(folder):
+def reports(texts):
     """What the sanitizers say about the transport: the parts of their reports that name its library."""
-    texts = [path.read_text(errors="replace") for path in folder.iterdir()]
     parts = [part for text in texts for part in re.split(r"(?m)^(?=.*(?:WARNING:|ERROR:|leak of|runtime error))", text)]
     return [part for part in parts if re.search(r"transport-[0-9a-f]{16}|comm/wan/|weft::", part)]
+
+
+def sanitized(kind, tests, tmp_path, *options, **more):
+    """Run tests on a build with sanitizers; how they ended, and what the sanitizers said."""
+    name, settings = BUILDS[kind]
+    if reason := missing(name):
+        pytest.skip(f"sanitizers: {reason}")
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    environment = {key: value.format(log=logs / "report") for key, value in settings.items()} | more
+    environment |= {"WEFT_SANITIZE": kind, "LD_PRELOAD": f"{library(name)} {library('libstdc++.so')}"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.security.sanitized", "-p", "no:cacheprovider", *tests]
+    command.append("--capture=sys")  # what ends the process is told on its standard error, and not in the log
+    if kind == "thread":
+        command = ["setarch", "-R", *command]  # its shadow memory lies at fixed addresses
+    done = subprocess.run(
+        [*command, *options], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=850
+    )
+    return done, reports([done.stderr, *(path.read_text(errors="replace") for path in logs.iterdir())])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", BUILDS)
 def test_the_transport_is_clean(kind, tmp_path):
-    name, options = BUILDS[kind]
-    if reason := missing(name):
-        pytest.skip(f"sanitizers: {reason}")
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    environment = {key: value.format(log=logs / "report") for key, value in options.items()}
-    environment |= {"WEFT_SANITIZE": kind, "LD_PRELOAD": f"{library(name)} {library('libstdc++.so')}"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.security.sanitized", "-p", "no:cacheprovider", *TESTS]
-    command.append("--timeout=600")  # the first test compiles
-    if kind == "thread":
-        # Its shadow memory lies at fixed addresses, and it knows no threads in the child of a process with threads.
-        command = [
-            "setarch",
-            "-R",
-            *command,
-            "--deselect=tests/comm/test_wan_fork.py::test_a_child_may_have_endpoints_of_its_own",
-        ]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=850
-    )
+    options = ["--timeout=600"]  # the first test compiles
+    if kind == "thread":  # it knows no threads in the child of a process with threads
+        options.append("--deselect=tests/comm/test_wan_fork.py::test_a_child_may_have_endpoints_of_its_own")
+    done, found = sanitized(kind, TESTS, tmp_path, *options)
     print(done.stdout[-2000:])
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + "\n".join(reports(logs))
-    assert not reports(logs), "\n".join(reports(logs))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + "\n".join(found)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "fault", "said"),
+    [
+        ("address,undefined", "none", ""),
+        ("address,undefined", "leak", "leak of 4321 byte"),
+        ("address,undefined", "overrun", "heap-buffer-overflow"),
+        ("address,undefined", "undefined", "signed integer overflow"),
+        ("thread", "none", ""),
+        ("thread", "race", "data race"),
+    ],
+)
+def test_what_is_wrong_on_purpose_is_found(kind, fault, said, tmp_path):
+    """A sanitizer that says nothing at all does not pass for a clean transport."""
+    done, found = sanitized(kind, ["tests/security/commit_fault.py"], tmp_path, WEFT_FAULT=fault)
+    text = "\n".join(found)
+    assert said in text and bool(said) is bool(found), text + done.stdout[-2000:] + done.stderr[-2000:]
+    # What is found in the middle of a run ends it; leaks and races are told at its end.
+    assert (done.returncode == 0) is (fault in ("none", "leak", "race"))
