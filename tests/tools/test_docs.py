@@ -3,6 +3,7 @@
 import argparse
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,16 @@ def test_commands_of_the_docs(words, parsing_only):
 def test_commands_are_found():
     found = {words.values[0][0] for words in commands()}
     assert found >= {"launch", "serve", "schedule", "simulate", "bench", "plan", "netbed"}
+
+
+DIFFS = re.findall(r"(?ms)^```diff\n(.*?)^```", (ROOT / "docs/extending.md").read_text())
+
+
+@pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: ", ".join(re.findall(r"(?m)^\+\+\+ b/(.*)", diff)))
+def test_an_example_of_an_extension_applies_to_the_code_as_it_is(diff):
+    done = subprocess.run(["git", "apply", "--check", "-"], input=diff, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_each_kind_of_extension_has_an_example():
+    assert len(DIFFS) == 4

@@ -8,6 +8,7 @@ import torch
 
 from tests.engine.zero.replicas import Meeting, in_threads
 from weft.comm.collectives import Collective, Group, Mesh, Primitive, communicator, plain
+from weft.comm.collectives.collective import GATHERING, REDUCING
 from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.space import space
 
@@ -31,10 +32,11 @@ REDUCED = {
     Primitive.all_gather: lambda tensor, line: line.exchange(tensor),
     Primitive.all_reduce: lambda tensor, line: tensor.copy_(line.exchange(tensor).sum(0)),
 }
-BY_LINES = REDUCED | {
-    Primitive.reduces: REDUCED[Primitive.reduce_scatter],
-    Primitive.broadcasts: REDUCED[Primitive.all_gather],
-}
+BY_LINES = (
+    REDUCED
+    | dict.fromkeys(REDUCING, REDUCED[Primitive.reduce_scatter])
+    | dict.fromkeys(GATHERING, REDUCED[Primitive.all_gather])
+)
 
 
 @pytest.fixture
