@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from weft.conf.checks import check, per_replica
 from weft.conf.schema import WeftConfig
@@ -45,10 +46,18 @@ def check_world(config: WeftConfig, world_size: int) -> None:
     """Check that the pipeline and the batch fit the number of processes.
 
     Raises:
-        ValueError: `world_size` is not a multiple of the stages, or the batch sizes do not multiply out.
+        ValueError: `world_size` is not a multiple of the ranks of a replica, the replicas do not share out
+            experts evenly, or the batch sizes do not multiply out.
     """
     replicas = num_replicas(config, world_size)
     config = fit_batch(config, world_size)
+    data_ranks = replicas * config.parallel.context
+    if data_ranks % config.parallel.expert:
+        raise ValueError(
+            f"parallel.expert={config.parallel.expert}: {world_size} processes make {replicas} replicas x "
+            f"{config.parallel.context} context ranks = {data_ranks}, not a multiple of it; choose a divisor of "
+            f"{data_ranks}, or start more processes"
+        )
     if config.comm.cell > replicas:
         raise ValueError(
             f"comm.cell={config.comm.cell}: {world_size} processes make {replicas} replicas of the pipeline; "
@@ -63,16 +72,27 @@ def check_world(config: WeftConfig, world_size: int) -> None:
         )
 
 
+def lines_of_replica(config: WeftConfig) -> int:
+    """Ranks of a stage that share the work of one micro-batch."""
+    return config.parallel.context * config.parallel.tensor
+
+
 def num_replicas(config: WeftConfig, world_size: int) -> int:
-    """Number of pipeline replicas among ``world_size`` processes.
+    """Number of replicas of the model among ``world_size`` processes.
 
     Raises:
-        ValueError: ``world_size`` is not a multiple of the stages.
+        ValueError: ``world_size`` is not a multiple of the ranks of a replica.
     """
-    stages = config.pipeline.stages
-    if world_size < 1 or world_size % stages:
+    factors = {
+        "pipeline.stages": config.pipeline.stages,
+        "parallel.context": config.parallel.context,
+        "parallel.tensor": config.parallel.tensor,
+    }
+    each = prod(factors.values())
+    if world_size < 1 or world_size % each:
+        used = " x ".join(f"{name}={size}" for name, size in factors.items() if size > 1 or name == "pipeline.stages")
         raise ValueError(
-            f"pipeline.stages={stages}: {world_size} processes are not a multiple of it; "
-            f"change it, or start {-(-max(world_size, 1) // stages) * stages} processes (cluster.ranks or the hostfile)"
+            f"{used}: {world_size} processes are not a multiple of it; "
+            f"change it, or start {-(-max(world_size, 1) // each) * each} processes (cluster.ranks or the hostfile)"
         )
-    return world_size // stages
+    return world_size // each

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import pairwise
-from math import prod
+from math import lcm, prod
 from pathlib import Path
 
+from weft.conf.hosts import asks_for_nodes, working_hosts
 from weft.conf.ranges import SHARE, out_of_range
 from weft.conf.schedule_kinds import FOLDS, PlacementKind, ScheduleKind, ScheduleRules
-from weft.conf.schema import Attention, DataKind, PipelineConfig, Precision, WeftConfig
+from weft.conf.schema import Attention, DataKind, OptimizerKind, PipelineConfig, Precision, WeftConfig
 from weft.conf.sites import site_problems
 
 HUB_ID = re.compile(r"([\w-][\w.-]{0,95}/)?[\w-][\w.-]{0,95}", re.ASCII)
@@ -181,6 +182,61 @@ def _layers(config: WeftConfig) -> Iterator[str]:
         )
 
 
+AXES_OF_MODELS: frozenset[str] = frozenset()
+"""Axes of ``parallel`` that models can be shared out along."""
+
+
+def _parallel(config: WeftConfig) -> Iterator[str]:
+    parallel, length = config.parallel, config.data.sequence_length
+    sizes = {"tensor": parallel.tensor, "context": parallel.context, "expert": parallel.expert}
+    used = {axis: size for axis, size in sizes.items() if size > 1}
+    for axis, size in used.items():
+        if axis not in AXES_OF_MODELS:
+            yield f"parallel.{axis}={size}: models are not shared out along it yet; set parallel.{axis}=1"
+    slices = lcm(2 * parallel.context if parallel.context > 1 else 1, parallel.context * parallel.tensor)
+    if length % slices:
+        yield (
+            f"data.sequence_length={length}: parallel.context={parallel.context} x parallel.tensor={parallel.tensor} "
+            f"ranks hold equal slices of a sequence; choose a multiple of {slices}, such as "
+            f"{-(-length // slices) * slices}"
+        )
+    if parallel.tensor > 1 and parallel.expert > 1:
+        yield (
+            f"parallel.expert={parallel.expert}: with parallel.tensor={parallel.tensor} every expert's matrices are "
+            "cut already; set one of them to 1"
+        )
+    if used and config.comm.cell > 1:
+        named = " and ".join(f"parallel.{axis}={size}" for axis, size in used.items())
+        yield (
+            f"comm.cell={config.comm.cell}: the pipelines of a DP-cell take turns, and ranks of {named} work at the "
+            "same time; set comm.cell=1"
+        )
+    if config.optimizer.kind is OptimizerKind.lamb and (parallel.tensor > 1 or parallel.expert > 1):
+        axis = "tensor" if parallel.tensor > 1 else "expert"
+        yield (
+            f"optimizer.kind=lamb: its step depends on the norm of a whole matrix, which parallel.{axis}={sizes[axis]} "
+            "cuts; set optimizer.kind=adamw, or the axis to 1"
+        )
+    yield from _tensor_across_hosts(config)
+
+
+def _tensor_across_hosts(config: WeftConfig) -> Iterator[str]:
+    tensor, cluster = config.parallel.tensor, config.cluster
+    if tensor == 1 or config.parallel.tensor_across_hosts:
+        return
+    if cluster.hostfile and Path(cluster.hostfile).expanduser().is_file():
+        hosts = working_hosts(cluster)
+    else:
+        hosts = {"each host": cluster.ranks} if asks_for_nodes(cluster) else {}
+    for host, ranks in hosts.items():
+        if ranks % tensor:
+            yield (
+                f"parallel.tensor={tensor}: {host} has {ranks} ranks, not a multiple of it, so that hosts would share "
+                "matrices over their network; choose a divisor, or set parallel.tensor_across_hosts=true"
+            )
+            return
+
+
 def _comm(config: WeftConfig) -> Iterator[str]:
     comm = config.comm
     if comm.deadline_s > comm.timeout_s:
@@ -283,6 +339,7 @@ CHECKS = (
     _data,
     _schedule,
     _layers,
+    _parallel,
     site_problems,
     _comm,
     _cluster,

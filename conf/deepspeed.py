@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.conf.batch import check_world, fit_batch
+from weft.conf.batch import check_world, fit_batch, num_replicas
 from weft.conf.schema import OptimizerConfig, OptimizerKind, Precision, WeftConfig
 
 
@@ -19,7 +19,7 @@ def deepspeed_config(config: WeftConfig, world_size: int) -> dict[str, Any]:
     """
     check_world(config, world_size)
     config = fit_batch(config, world_size)
-    replicas = world_size // config.pipeline.stages
+    replicas = num_replicas(config, world_size)
     emitted: dict[str, Any] = {
         "train_batch_size": config.train.microbatch_size * config.pipeline.microbatches * replicas,
         "train_micro_batch_size_per_gpu": config.train.microbatch_size,

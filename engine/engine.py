@@ -35,6 +35,8 @@ from weft.engine.observability.heartbeat import Heartbeat
 from weft.engine.observability.measurement import StepRecords
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.observability.slots import SlotObserver
+from weft.engine.parallel.axis import AxisGroups
+from weft.engine.parallel.communicated import close_axes
 from weft.engine.planning.run_plan import RunPlan
 from weft.engine.planning.schedules import RankSchedule, plan_evaluation
 from weft.engine.stages.objective import Minimised, Objective
@@ -70,6 +72,7 @@ class WeftEngine(CheckpointingEngine):
         weft: WeftConfig,
         plan: RunPlan,
         collectives: Collectives,
+        axes: AxisGroups | None = None,
         wan: WanNetwork | None = None,
         objective: Objective | None = None,
         **deepspeed: Any,
@@ -79,7 +82,8 @@ class WeftEngine(CheckpointingEngine):
         Args:
             weft: the run's configuration.
             plan: of the run, the same on all ranks.
-            collectives: over this rank's replicas.
+            collectives: over the ranks that hold the same weights as this one.
+            axes: ranks that share the work of a layer with this one.
             wan: the links between sites, where stages lie at several.
             objective: what is minimised, where it is not the model's own loss.
             deepspeed: what DeepSpeed's engine takes; ``model`` is a `WeftModule`.
@@ -89,14 +93,15 @@ class WeftEngine(CheckpointingEngine):
         self.wan = wan
         minimised = None if objective is None else Minimised(objective)
         self._collectives = collectives
+        self.axes = axes or AxisGroups()
         super().__init__(**deepspeed)
         SET_UP.done("engine: DeepSpeed's")
         connect_groups(self._step_groups(), self.device)
         position = plan.layout.position(self.global_rank)
-        self.pipe_rank, self.replica = position.stage, position.replica
+        self.pipe_rank, self.replica, self.line = position.stage, position.replica, position.line
         self.num_replicas = plan.layout.replicas
         self._plans: dict[int, RankSchedule] = {}
-        self.schedule = self._plan(plan.cell(self.replica)).schedule
+        self.schedule = self._plan(plan.cell(self.line)).schedule
         self.records = StepRecords(clock_for(self.device))
         """What the last steps measured."""
         self._state: StepState | None = None
@@ -109,7 +114,7 @@ class WeftEngine(CheckpointingEngine):
             minimised=minimised,
             holds=self.holds_loss,
             source=self.grid.stage_to_global(self.schedule.placement.stage_ranks[-1]),
-            replicas=self.grid.get_data_parallel_group() if self.num_replicas > 1 else None,
+            replicas=self.module.data_group if plan.layout.data_ranks > 1 else None,
             pipeline=self.grid.get_pipe_parallel_group() if self.is_pipe_parallel else None,
             device=self.device,
         )
@@ -117,9 +122,9 @@ class WeftEngine(CheckpointingEngine):
             self.sharding,
             self.basic_optimizer,
             every=weft.supervise.compare_every,
-            replica=dist.get_rank(self.grid.get_data_parallel_group()),
-            replicas=dist.get_process_group_ranks(self.grid.get_data_parallel_group()),
-            group=self.grid.get_data_parallel_group(),
+            replica=dist.get_rank(self.module.data_group),
+            replicas=dist.get_process_group_ranks(self.module.data_group),
+            group=self.module.data_group,
         )
         SET_UP.done("engine: ours")
         self._neighbours = Neighbours.join(
@@ -135,7 +140,7 @@ class WeftEngine(CheckpointingEngine):
     def tell(self, heartbeat: Heartbeat) -> None:
         """Have this rank's places told to whoever watches over the run."""
         self.heartbeat = heartbeat
-        self._collectives.waits = heartbeat.place
+        self._collectives.tell(heartbeat.place)
         position, endpoint = self.plan.layout.position, self.wan.endpoint if self.wan is not None else None
         peers = [] if endpoint is None else list(endpoint.peers)
         here = position(self.global_rank).site
@@ -143,6 +148,11 @@ class WeftEngine(CheckpointingEngine):
         self.slot_observers[:0] = heartbeat.observers(lambda: self.global_steps)
 
     # -- set-up --------------------------------------------------------------------------------
+
+    def _broadcast_model(self) -> None:
+        """As DeepSpeed's, over replicas; but those that share out experts hold different ones."""
+        if self.plan.layout.expert == 1:
+            super()._broadcast_model()
 
     def zero_optimization(self) -> bool:
         """Whether the optimiser clips and drops gradients itself: ours does, at stage 0, too."""
@@ -183,7 +193,7 @@ class WeftEngine(CheckpointingEngine):
             steps_done=lambda: self.global_steps,
             skips=Skips(self.weft.supervise.max_skips or 0, self.weft.supervise.spike),
             check_overflow=fp16 or (self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow),
-            replicas=grid.get_data_parallel_group() if grid.get_data_parallel_world_size() > 1 else None,
+            replicas=self.module.stage_group if self.plan.layout.lines > 1 else None,
             pipeline=grid.get_pipe_parallel_group() if grid.get_pipe_parallel_world_size() > 1 else None,
         )
 
@@ -220,7 +230,8 @@ class WeftEngine(CheckpointingEngine):
         """Groups, besides the replicas' communicators, over which a step adds or tells something, and how."""
         if dist.group.WORLD is not None:
             yield dist.group.WORLD, [Primitive.all_reduce]
-        yield self.grid.get_data_parallel_group(), [Primitive.all_reduce]
+        for group in dict.fromkeys((self.module.data_group, self.module.stage_group)):
+            yield group, [Primitive.all_reduce]
         if self.is_pipe_parallel:
             yield self.grid.get_pipe_parallel_group(), [Primitive.broadcasts, Primitive.reduces]
         yield from ((group, [Primitive.all_reduce]) for _, group in self.module.tied)
@@ -248,11 +259,11 @@ class WeftEngine(CheckpointingEngine):
         """The same with what the other pipelines of this rank's DP-cell do."""
         if num_microbatches not in self._plans:
             cells = from_rank_zero(lambda: self.plan.cells_for(self.weft, num_microbatches), Schedule)
-            self._plan(cells[self.plan.members[self.replica].pipelines])
+            self._plan(cells[self.plan.members[self.line].pipelines])
         return self._plans[num_microbatches]
 
     def _plan(self, cell: Schedule) -> RankSchedule:
-        plan = RankSchedule.of(cell, self.plan.members[self.replica].local_rank, self.pipe_rank)
+        plan = RankSchedule.of(cell, self.plan.members[self.line].local_rank, self.pipe_rank)
         self._plans[cell.num_microbatches] = plan
         return plan
 
@@ -439,6 +450,7 @@ class WeftEngine(CheckpointingEngine):
     def _give_back(self) -> None:
         """What no other rank knows of."""
         super().destroy()
+        close_axes(self.axes)
         if self._froze:
             gc.unfreeze()
         if self.bubbles is not None:

@@ -32,6 +32,8 @@ from weft.engine.execution.neighbours import open_wan
 from weft.engine.kept import KEPT
 from weft.engine.module import WeftModule
 from weft.engine.observability.set_up import SET_UP
+from weft.engine.parallel.axis import AxisGroups
+from weft.engine.parallel.communicated import open_axes
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.gathering import facts_of_ranks, with_collectives
 from weft.engine.planning.joining import join
@@ -121,12 +123,14 @@ class PreparedRun:
     """What ranks have agreed on and opened before engines are made: the plan, and what it was planned over.
 
     Attributes:
-        collectives: over this rank's replicas.
+        collectives: over the ranks that hold the same weights as this one.
+        axes: ranks that share the work of a layer with this one.
         wan: the links between sites, where stages lie at several.
     """
 
     plan: RunPlan
     collectives: Collectives
+    axes: AxisGroups
     wan: WanNetwork | None
 
     @classmethod
@@ -145,6 +149,8 @@ class PreparedRun:
         SET_UP.done("links between sites")
         collectives = Collectives.open(config, facts.layout, device)
         SET_UP.done("collectives of replicas")
+        axes = open_axes(facts.layout.axis_groups, device, config.comm.timeout_s)
+        SET_UP.done("groups inside of layers")
         if wan is not None:
             KEPT.put("links", between, wan.profiles)
             facts = facts.with_links(wan.profiles)
@@ -153,7 +159,7 @@ class PreparedRun:
         facts = with_collectives(config, facts, device, collectives.costs, collectives.source)
         # Facts of rank 0's replicas are the run's.
         plan = known_to_any("plan", planned_from, lambda: plan_run(config, facts, placement), RunPlan)
-        return cls(plan, collectives, wan)
+        return cls(plan, collectives, axes, wan)
 
     def engine(self, config: WeftConfig, settings: dict[str, Any], module: WeftModule, **given: Any) -> WeftEngine:
         """The engine of this rank's stages.
@@ -166,6 +172,7 @@ class PreparedRun:
             weft=config,
             plan=self.plan,
             collectives=self.collectives,
+            axes=self.axes,
             wan=self.wan,
             model=module,
             mpu=module.mpu(),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 from weft.comm.exchange import gather
@@ -18,9 +18,10 @@ from weft.pipeline.placement import Placement
 
 
 class WeftModule(PipelineModule):
-    """Virtual stages of one rank, over DeepSpeed's pipe x data grid.
+    """Virtual stages of one rank, over DeepSpeed's pipe x data x model grid.
 
-    Its axes are those of `RankLayout`, in the same order.
+    Its axes are those of `RankLayout`, in the same order: to DeepSpeed, replicas are "data", and ranks that
+    share the work of one micro-batch are "model".
     """
 
     def __init__(self, stages: Sequence[Stage], placement: Placement, layout: RankLayout) -> None:
@@ -31,7 +32,9 @@ class WeftModule(PipelineModule):
             placement: of the whole pipeline.
             layout: of the world's ranks.
         """
-        topology = PipeDataParallelTopology(num_pp=layout.stages, num_dp=layout.replicas)
+        topology = PipeModelDataParallelTopology(
+            num_pp=layout.stages, num_dp=layout.replicas, num_mp=layout.context * layout.tensor
+        )
         mine = layout.position(dist.get_rank()).stage
         held = nn.ModuleList(stages)
         # To DeepSpeed the pipeline has one layer per rank; it builds only this rank's.
@@ -41,6 +44,13 @@ class WeftModule(PipelineModule):
         self.placement = placement
         self.stages: Mapping[int, Stage] = {stage.index: stage for stage in stages}
         self.tied = self._join_tied(layout)
+        own = self._grid.get_data_parallel_group()
+        every = range(layout.stages)
+        data = [ranks for stage in every for ranks in layout.data_groups(stage)]
+        self.data_group = own if layout.context == 1 else self._join(data)
+        """Ranks that hold the same parts of this rank's stages."""
+        self.stage_group = own if layout.lines == layout.replicas else self._join(map(layout.lines_of, every))
+        """All ranks of this rank's stages."""
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter of this rank once, by its name in the whole Hugging Face model."""
@@ -50,6 +60,15 @@ class WeftModule(PipelineModule):
                 if parameter not in seen:
                     seen.add(parameter)
                     yield name, parameter
+
+    def _join(self, groups: Iterable[tuple[int, ...]]) -> dist.ProcessGroup:
+        """This rank's group among those that hold every rank once; a collective call."""
+        mine = None
+        for ranks in groups:
+            group = dist.new_group(list(ranks))
+            mine = group if self.global_rank in ranks else mine
+        assert mine is not None, "every rank is in one of the groups"
+        return mine
 
     def _join_tied(self, layout: RankLayout) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
         """Groups over which the gradients of parameters held by several ranks are summed.
@@ -68,7 +87,7 @@ class WeftModule(PipelineModule):
             holders = [rank for rank, held in enumerate(names) if held.get(name)]
             if len(holders) < 2:
                 continue
-            for ranks in zip(*map(layout.replicas_of, holders), strict=True):
+            for ranks in zip(*map(layout.lines_of, holders), strict=True):
                 group = dist.new_group(list(ranks))
                 if self.global_rank in ranks:
                     mine[name].ds_pipe_replicated = self.global_rank != ranks[0]

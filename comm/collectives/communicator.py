@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -33,10 +33,15 @@ class _Axis:
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """A collective in flight; see `weft.comm.channel.Handle`."""
+    """A collective in flight; see `weft.comm.channel.Handle`.
 
-    rewrite: Rewrite
-    target: Tensor
+    Attributes:
+        what: it is, for error messages.
+        target: of its chunks; None is what the only one returns.
+    """
+
+    what: str
+    target: Tensor | None
     chunks: list[Pending]
 
     def wait(self) -> Tensor:
@@ -46,11 +51,10 @@ class Handle:
             ChannelError: a rank did not participate in time, or has exited.
         """
         try:
-            for chunk in self.chunks:
-                chunk.result()
+            results = [chunk.result() for chunk in self.chunks]
         except RuntimeError as error:
-            raise ChannelError(f"{self.rewrite.collective}: {self.rewrite} failed: {error}") from error
-        return self.target
+            raise ChannelError(f"{self.what} failed: {error}") from error
+        return results[0] if self.target is None else self.target
 
     def done(self) -> bool:
         """Whether `wait` would return immediately."""
@@ -65,10 +69,11 @@ class Communicator:
     other, such as gradients and weights.
     """
 
-    def __init__(self, group: Group, axes: Mapping[tuple[tuple[int, ...], int], _Axis]) -> None:
+    def __init__(self, group: Group, axes: Mapping[tuple[tuple[int, ...], int], _Axis], name: str) -> None:
         """Use `open`."""
         self.group = group
         self._axes = axes
+        self._name = name
 
     @classmethod
     def open(
@@ -79,6 +84,7 @@ class Communicator:
         timeout_s: float,
         name: str = "collectives",
         meshes: Mapping[Group, Iterable[Mesh]] | None = None,
+        primitives: Collection[Primitive] = PLAIN,
     ) -> Communicator | None:
         """A communicator for the group that this rank is in; a collective call over the world.
 
@@ -87,6 +93,7 @@ class Communicator:
             timeout_s: seconds after which an unfinished collective fails.
             name: what it carries, for error messages.
             meshes: partitions to open for each group; `Group.meshes` if None.
+            primitives: what axes are connected for before their first use.
 
         Returns:
             None on a rank that is in none of the groups.
@@ -99,9 +106,9 @@ class Communicator:
                     if opened := _open_axis(mesh, axis, device, timeout_s, name):
                         axes[mesh.shape, axis] = opened
             if dist.get_rank() in group.ranks:
-                mine = cls(group, axes)
+                mine = cls(group, axes, name)
         if mine is not None:
-            connect_groups(((axis.group, PLAIN) for axis in mine._axes.values()), device)
+            connect_groups(((axis.group, primitives) for axis in mine._axes.values()), device)
         return mine
 
     def start(self, rewrite: Rewrite, source: Tensor, target: Tensor) -> Handle:
@@ -129,7 +136,23 @@ class Communicator:
             axis = self._axes[rewrite.mesh.shape, step.axis]
             for chunk, flow in enumerate(flows):
                 pending[chunk] = axis.executor.submit(partial(flow.run, number, axis.group), pending[chunk])
-        return Handle(rewrite, target, pending)
+        return Handle(f"{self._what}: {rewrite.collective}: {rewrite}", target, pending)
+
+    def start_whole(self, work: Callable[[Tensor, dist.ProcessGroup], Tensor], tensor: Tensor, what: str) -> Handle:
+        """Start an operation of the whole group that no rewrite describes, in line with those that one does.
+
+        Args:
+            work: one of `weft.comm.collectives.primitives`; its result is the handle's.
+            tensor: not to be accessed before the handle's `wait` returns.
+            what: it is, for error messages.
+        """
+        axis = self._axes[self.group.flat.shape, 0]
+        pending = axis.executor.submit(lambda ready: work(ready, axis.group), completed(tensor))
+        return Handle(f"{self._what}: {what}", None, [pending])
+
+    @property
+    def _what(self) -> str:
+        return f"{self._name} of ranks {', '.join(map(str, self.group.ranks))}, on rank {dist.get_rank()}"
 
     def axes(self) -> list[tuple[Mesh, int]]:
         """The open axes, with their meshes."""

@@ -6,7 +6,7 @@ Each takes a contiguous tensor and a process group of n ranks. Reducing primitiv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,19 @@ def broadcasts(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     for work in works:
         _wait(work)
     return whole
+
+
+def maximum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The largest of all ranks' values, elementwise, in place."""
+    _wait(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True))
+    return tensor
+
+
+def all_to_all(tensor: Tensor, group: dist.ProcessGroup, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """Rows of [sum(send), ...] to the ranks in order; theirs to this one: [sum(receive), ...]."""
+    received = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+    _wait(dist.all_to_all_single(received, tensor, list(receive), list(send), group=group, async_op=True))
+    return received
 
 
 PRIMITIVES: Mapping[Primitive, Callable[[Tensor, dist.ProcessGroup], Tensor]] = {

@@ -28,6 +28,7 @@ from weft.conf.schema.model import DataConfig as DataConfig
 from weft.conf.schema.model import DataKind as DataKind
 from weft.conf.schema.model import LoraConfig as LoraConfig
 from weft.conf.schema.model import ModelConfig as ModelConfig
+from weft.conf.schema.parallel import ParallelConfig as ParallelConfig
 from weft.conf.schema.parallel import Partition as Partition
 from weft.conf.schema.parallel import PipelineConfig as PipelineConfig
 from weft.conf.schema.parallel import SplitKind as SplitKind
@@ -49,6 +50,7 @@ class WeftConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)

@@ -30,7 +30,7 @@ class PipelineConfig:
     """How the model is placed on ranks, and the schedule that they run."""
 
     stages: int = 1
-    """Number of pipeline ranks; the number of replicas is world size / stages."""
+    """Number of pipeline ranks; the number of replicas is world size / (stages x context x tensor)."""
     schedule: ScheduleKind = ScheduleKind["1f1b"]
     """Schedule generator; `file` reads `schedule_file`."""
     schedule_file: str = ""
@@ -66,6 +66,23 @@ class PipelineConfig:
     """Number of receives to post in advance, per neighbour and direction."""
     debug: bool = False
     """Check before each action that its dependencies have finished."""
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    """How the work inside of a layer is shared; a replica has stages x context x tensor ranks."""
+
+    tensor: int = 1
+    """Ranks that share each layer's matrices, the embedding and the head, and between blocks the
+    sequence: neighbouring ranks of one host."""
+    context: int = 1
+    """Ranks that share each sequence; they are data ranks of ZeRO, too."""
+    expert: int = 1
+    """Ranks that share the experts of each layer, each with micro-batches of its own; a divisor of replicas x
+    context."""
+    tensor_across_hosts: bool = False
+    """Let ranks of different hosts share matrices: four collectives per layer and micro-batch then use
+    the network between them."""
 
 
 @dataclass(kw_only=True)

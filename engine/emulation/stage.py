@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.conf.timer_slack import set_timer_slack
+from weft.engine.parallel.cut import Cut
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 
 
@@ -184,6 +185,7 @@ class EmulatedStage(nn.Module):
         self.index = index
         self.is_last = index == num_stages - 1
         self.tied: frozenset[str] = frozenset()
+        self.cuts: dict[str, Cut] = {}
         self.work = work
         self.first_layer = index * each
         self.layers = nn.ModuleList(EmulatedLayer(work) for _ in range(each))

@@ -81,8 +81,14 @@ class WeftTrainer(Trainer):
 
     @property
     def num_replicas(self) -> int:
-        """Number of pipeline replicas."""
-        return max(1, self.args.world_size // self.num_stages)
+        """Number of replicas of the model."""
+        return max(1, self.args.world_size // (self.num_stages * self._lines_per_replica))
+
+    @property
+    def _lines_per_replica(self) -> int:
+        """Ranks of a stage that share the work of one micro-batch."""
+        given = self._deepspeed().get("weft", {}).get("parallel", {})
+        return int(given.get("context", 1)) * int(given.get("tensor", 1))
 
     def _deepspeed(self) -> dict[str, Any]:
         """The DeepSpeed configuration with what the Trainer has filled in."""
@@ -133,7 +139,7 @@ class WeftTrainer(Trainer):
 
     @property
     def _replica(self) -> int:
-        return self.args.process_index % self.num_replicas
+        return self.args.process_index // self._lines_per_replica % self.num_replicas
 
     def _share_loader(self, loader: DataLoader, even: bool | None = None) -> DataLoader:
         """This replica's share of a data loader; the ranks of a pipeline all read it.
@@ -187,7 +193,7 @@ class WeftTrainer(Trainer):
             config=config,
             loss=trainer_objective(self),
         )
-        assert engine.replica == self.args.process_index % self.num_replicas
+        assert engine.replica == self._replica
         return engine
 
     def _ready(self, num_steps: int) -> WeftEngine:

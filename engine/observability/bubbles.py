@@ -139,7 +139,7 @@ def open_board(config: WeftConfig, plan: RunPlan, rank: int, device: torch.devic
     board = BoardWriter(
         board_path(boards_folder(config, os.getuid()), rank),
         rank=rank,
-        plan=[(span.start_s, span.end_s) for span in plan.predicted(at.replica).compute[at.stage]],
-        max_edges=2 * max(map(len, plan.cell(at.replica).rows)) + SPARE_EDGES,
+        plan=[(span.start_s, span.end_s) for span in plan.predicted(at.line).compute[at.stage]],
+        max_edges=2 * max(map(len, plan.cell(at.line).rows)) + SPARE_EDGES,
     )
     return DeviceMarks(board, DeviceTimes(device)) if device.type == "cuda" else board

@@ -19,6 +19,7 @@ class Cut:
         index, count: which part this is, of how many.
         blocks: the dimension consists of so many equal blocks, each of which is divided: 2 where gate
             and up projections lie behind each other in one matrix.
+        axis: whose members hold the parts: tensor or expert.
     """
 
     shape: tuple[int, ...]
@@ -26,6 +27,7 @@ class Cut:
     index: int
     count: int
     blocks: int = 1
+    axis: str = "tensor"
 
     def __post_init__(self) -> None:
         """Refuse what cannot be divided evenly."""

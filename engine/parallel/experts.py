@@ -48,7 +48,7 @@ def expert_cuts(model: PreTrainedModel, group: AxisGroup) -> dict[str, Cut]:
                     f"parallel.expert={group.size}: {path}.{name} of {type(model).__name__} is not one part for each "
                     "expert; set parallel.expert=1"
                 )
-            cuts[f"{path}.{name}"] = Cut(shape, 0, group.index, group.size)
+            cuts[f"{path}.{name}"] = Cut(shape, 0, group.index, group.size, axis="expert")
     return cuts
 
 

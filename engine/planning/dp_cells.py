@@ -1,4 +1,4 @@
-"""The DP-cells of a job: replicas whose uplinks carry each other's transfers between sites."""
+"""The DP-cells of a job: pipelines of ranks whose uplinks carry each other's transfers between sites."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.pipeline.placement import Placement
 
 @dataclass(frozen=True)
 class CellMember:
-    """A replica in its DP-cell.
+    """A line in its DP-cell.
 
     Attributes:
         pipelines: of the cell; the last cell may hold fewer than the others.
@@ -24,21 +24,21 @@ class CellMember:
 
     @classmethod
     def all(cls, layout: RankLayout, size: int) -> list[CellMember]:
-        """The replicas of a job, in order; where nothing crosses the WAN, cells hold one.
+        """The lines of a job, in order; where nothing crosses the WAN, cells hold one.
 
         Args:
             size: ``comm.cell``.
         """
         size = size if len(layout.sites) > 1 else 1
-        local_ranks = [replica % size for replica in range(layout.replicas)]
-        return [cls(min(size, layout.replicas - replica + local), local) for replica, local in enumerate(local_ranks)]
+        local_ranks = [line % size for line in range(layout.lines)]
+        return [cls(min(size, layout.lines - line + local), local) for line, local in enumerate(local_ranks)]
 
 
 def cells(placement: Placement, layout: RankLayout, size: int) -> list[Cell]:
-    """The DP-cells at every crossing of the WAN: ``size`` replicas each, by LocalDPRank."""
+    """The DP-cells at every crossing of the WAN: ``size`` lines each, by LocalDPRank."""
     crossings = [(a, b) for a, b in neighbours(placement) if placement.rank_sites[a] != placement.rank_sites[b]]
     return [
-        Cell(layout.replicas_of(a)[first : first + size], layout.replicas_of(b)[first : first + size], number)
+        Cell(layout.lines_of(a)[first : first + size], layout.lines_of(b)[first : first + size], number)
         for number, (a, b) in enumerate(crossings)
-        for first in range(0, layout.replicas, size)
+        for first in range(0, layout.lines, size)
     ]

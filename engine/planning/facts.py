@@ -45,7 +45,7 @@ class Facts:
         stage_costs: costs of the virtual stages by how many there are, where they are known; where
             there are none, they are estimated from the model and the speed.
         links: between ranks.
-        replica_nodes: the node of each replica of a stage.
+        replica_nodes: the node of each rank of a data group: those that hold the same weights.
         collectives: costs of collectives over these replicas; None where they are not known.
         sources: where each of these is known from, by its name.
     """
@@ -62,8 +62,8 @@ class Facts:
 
     @property
     def replicas(self) -> Group:
-        """The replicas of the first pipeline rank."""
-        return Group(self.layout.replicas_of(0), self.replica_nodes)
+        """The first data group."""
+        return Group(self.layout.data_groups(0)[0], self.replica_nodes)
 
     def with_links(self, profiles: Mapping[Hop, LinkProfile]) -> Facts:
         """With the slowest link that was probed between each two sites, where no bandwidth is known."""
@@ -86,5 +86,5 @@ class Facts:
         return replace(self, links=links, sources=self.sources | {"links": source})
 
     def with_nodes(self, nodes: tuple[int, ...], source: str) -> Facts:
-        """With the node of each replica of a stage."""
+        """With the node of each rank of a data group."""
         return replace(self, replica_nodes=nodes, sources=self.sources | {"replica_nodes": source})

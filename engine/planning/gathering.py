@@ -47,7 +47,7 @@ def facts_before_start(
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))  # as `weft launch` sets it for every rank
     machine = _Machine(world_size(config.cluster), device, available, threads)
     facts = _known_facts(config, hf_config, machine)
-    nodes = _replica_nodes(config, facts.layout.replicas, num_nodes)
+    nodes = _replica_nodes(config, facts.layout, num_nodes)
     facts = facts.with_nodes(nodes, "given by cluster.hostfile" if config.cluster.hostfile else f"{num_nodes} assumed")
     if collectives is not None:
         return with_collectives(config, facts, device, collectives, "given")
@@ -74,7 +74,7 @@ def with_collectives(
     config: WeftConfig, facts: Facts, device: torch.device, costs: CollectiveCosts | None, source: str
 ) -> Facts:
     """The facts with what collectives over the replicas of a stage cost, or why that is not known."""
-    if facts.layout.replicas == 1:
+    if facts.layout.data_ranks == 1:
         source = "one replica: there is nothing to reduce"
     elif config.zero.partition is Partition.none:
         source = "zero.partition=none: collectives are carried out as they are"
@@ -123,7 +123,7 @@ def _known_facts(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Mach
         device_bytes=machine.device_bytes,
         stage_costs=stage_costs,
         links=links,
-        replica_nodes=(0,) * layout.replicas,
+        replica_nodes=(0,) * layout.data_ranks,
         sources=sources,
     )
 
@@ -158,11 +158,12 @@ def _given_links(cluster: ClusterConfig) -> Links:
     return Links(wan=slowest, pairs=tuple(links))
 
 
-def _replica_nodes(config: WeftConfig, count: int, num_nodes: int) -> tuple[int, ...]:
-    """The node of each replica of the first pipeline rank: neighbouring ranks, on the hosts that hold them."""
+def _replica_nodes(config: WeftConfig, layout: RankLayout, num_nodes: int) -> tuple[int, ...]:
+    """The node of each rank of the first data group, on the hosts that hold them."""
+    count = layout.data_ranks
     if config.cluster.hostfile:
         slots = working_hosts(config.cluster).values()
-        return tuple(node for node, held in enumerate(slots) for _ in range(held))[:count]
+        return tuple(node for node, held in enumerate(slots) for _ in range(held))[: layout.lines : layout.tensor]
     if num_nodes < 1 or count % num_nodes:
         raise ValueError(f"--nodes={num_nodes}: {count} replicas cannot be spread evenly over them; give a divisor")
     return tuple(replica * num_nodes // count for replica in range(count))

@@ -17,7 +17,7 @@ def hops(placement: Placement, layout: RankLayout) -> tuple[set[Hop], set[Hop]]:
     between: set[Hop] = set()
     for a, b in neighbours(placement):
         crosses = placement.rank_sites[a] != placement.rank_sites[b]
-        for here, there in zip(layout.replicas_of(a), layout.replicas_of(b), strict=True):
+        for here, there in zip(layout.lines_of(a), layout.lines_of(b), strict=True):
             (between if crosses else inside).update([(here, there), (there, here)])
     return inside, between
 

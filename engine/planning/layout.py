@@ -9,61 +9,91 @@ from weft.conf.batch import num_replicas
 from weft.conf.schema import WeftConfig
 from weft.conf.sites import ranks_per_site
 
-AXES = ("stage", "replica")
-"""Axes that a global rank is counted along, the slowest first. Replicas of a stage are neighbours, so
-that their reductions stay inside a node or a site (Atlas section 4.2). An axis that splits the work of
-one replica (tensor, context, expert) goes behind them, where ranks are nearest."""
+AXES = ("stage", "replica", "context", "tensor")
+"""Axes that a global rank is counted along, the slowest first. Ranks of a stage are neighbours, so that
+their reductions stay inside a node or a site (Atlas section 4.2), and those that share the work of one
+micro-batch are nearest. Experts have no axis of their own: they are shared out among neighbouring ranks
+of a data group."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Position:
     """A rank along the axes.
 
     Attributes:
         stage: pipeline rank, which holds one virtual stage or several.
-        replica: pipeline that it belongs to.
+        replica: which micro-batches it reads.
+        context: part of the sequence.
+        tensor: part of each layer's matrices.
+        line: pipeline of ranks that it belongs to: ranks of one line hand micro-batches to each other.
+            There are as many as replicas x context x tensor.
         site: follows from the stage.
     """
 
     stage: int
     replica: int
+    context: int = 0
+    tensor: int = 0
+    line: int
     site: int
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """How many ranks there are along each axis.
+    """How many ranks there are along each axis, and which ranks belong together.
 
     Attributes:
         sites: pipeline ranks of each site, in pipeline order; one entry where there is one site.
-        replicas: of every pipeline rank.
+        replicas: of the model.
+        context: ranks that share each sequence.
+        tensor: ranks that share each layer's matrices.
+        expert: ranks that share the experts of a layer; a divisor of replicas x context.
     """
 
     sites: tuple[int, ...]
     replicas: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
 
     @classmethod
     def of(cls, config: WeftConfig, world_size: int) -> RankLayout:
         """That of a run of ``world_size`` processes.
 
         Raises:
-            ValueError: they are no multiple of the stages.
+            ValueError: they are no multiple of the ranks of a replica.
         """
-        return cls(ranks_per_site(config) or (config.pipeline.stages,), num_replicas(config, world_size))
+        return cls(
+            ranks_per_site(config) or (config.pipeline.stages,),
+            num_replicas(config, world_size),
+            config.parallel.context,
+            config.parallel.tensor,
+            config.parallel.expert,
+        )
 
     @property
     def stages(self) -> int:
-        """Pipeline ranks of one replica."""
+        """Pipeline ranks of one line."""
         return sum(self.sites)
+
+    @property
+    def lines(self) -> int:
+        """Pipelines of ranks, which are the ranks of each stage."""
+        return self.replicas * self.context * self.tensor
+
+    @property
+    def data_ranks(self) -> int:
+        """Members of a data group."""
+        return self.replicas * self.context
 
     @property
     def world_size(self) -> int:
         """All ranks."""
         return prod(self._sizes.values())
 
-    def rank(self, *, stage: int, replica: int) -> int:
+    def rank(self, *, stage: int, replica: int = 0, context: int = 0, tensor: int = 0) -> int:
         """The global rank at a position."""
-        number, at = 0, {"stage": stage, "replica": replica}
+        number, at = 0, {"stage": stage, "replica": replica, "context": context, "tensor": tensor}
         for axis in AXES:
             number = number * self._sizes[axis] + at[axis]
         return number
@@ -71,13 +101,48 @@ class RankLayout:
     def position(self, rank: int) -> Position:
         """Where a global rank is."""
         at: dict[str, int] = {}
+        line, rest = rank % self.lines, rank
         for axis in reversed(AXES):
-            rank, at[axis] = divmod(rank, self._sizes[axis])
-        return Position(**at, site=self.rank_sites[at["stage"]])
+            rest, at[axis] = divmod(rest, self._sizes[axis])
+        return Position(**at, line=line, site=self.rank_sites[at["stage"]])
 
-    def replicas_of(self, stage: int) -> tuple[int, ...]:
-        """The global ranks that hold the same stage."""
-        return tuple(self.rank(stage=stage, replica=replica) for replica in range(self.replicas))
+    def lines_of(self, stage: int) -> tuple[int, ...]:
+        """The global ranks that hold a stage or a part of it, by their lines."""
+        return tuple(range(stage * self.lines, (stage + 1) * self.lines))
+
+    def tensor_groups(self, stage: int) -> list[tuple[int, ...]]:
+        """Ranks that share the matrices of a stage."""
+        ranks = self.lines_of(stage)
+        return [ranks[first : first + self.tensor] for first in range(0, self.lines, self.tensor)]
+
+    def context_groups(self, stage: int) -> list[tuple[int, ...]]:
+        """Ranks of a stage that share the sequences of a micro-batch."""
+        data = self.data_groups(stage)
+        return [group[first : first + self.context] for group in data for first in range(0, len(group), self.context)]
+
+    def data_groups(self, stage: int) -> list[tuple[int, ...]]:
+        """Ranks of a stage that hold the same parts of its matrices: replicas x context of them."""
+        return [self.lines_of(stage)[tensor :: self.tensor] for tensor in range(self.tensor)]
+
+    def expert_groups(self, stage: int) -> list[tuple[int, ...]]:
+        """Ranks of a stage that share its experts: neighbours in their data group."""
+        data = self.data_groups(stage)
+        return [group[first : first + self.expert] for group in data for first in range(0, len(group), self.expert)]
+
+    def expert_data_groups(self, stage: int) -> list[tuple[int, ...]]:
+        """Ranks of a stage that hold the same experts."""
+        return [group[first :: self.expert] for group in self.data_groups(stage) for first in range(self.expert)]
+
+    @property
+    def axis_groups(self) -> dict[str, list[tuple[int, ...]]]:
+        """Ranks that share the work of a layer, by the axis along which they do; without axes of one rank."""
+        of_stage = {"tensor": self.tensor_groups, "context": self.context_groups, "expert": self.expert_groups}
+        sizes = {"tensor": self.tensor, "context": self.context, "expert": self.expert}
+        return {
+            axis: [ranks for stage in range(self.stages) for ranks in groups(stage)]
+            for axis, groups in of_stage.items()
+            if sizes[axis] > 1
+        }
 
     @property
     def rank_sites(self) -> tuple[int, ...]:
@@ -86,4 +151,4 @@ class RankLayout:
 
     @property
     def _sizes(self) -> dict[str, int]:
-        return {"stage": self.stages, "replica": self.replicas}
+        return {"stage": self.stages, "replica": self.replicas, "context": self.context, "tensor": self.tensor}

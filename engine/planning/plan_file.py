@@ -38,8 +38,8 @@ def plan_to_json(plan: RunPlan) -> str:
         "schedules": {str(pipelines): _schedule(cell) for pipelines, cell in plan.cells.items()},
         "members": _tree(plan.members),
         "ranks": [
-            [plan.layout.rank(stage=stage, replica=replica) for stage in range(plan.layout.stages)]
-            for replica in range(plan.layout.replicas)
+            [plan.layout.lines_of(stage)[line] for stage in range(plan.layout.stages)]
+            for line in range(plan.layout.lines)
         ],
         "costs": _tree(plan.costs),
         "facts": facts,

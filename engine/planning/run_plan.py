@@ -33,9 +33,9 @@ class RunPlan:
         split: layers of each virtual stage.
         costs: of one pipeline, with ZeRO's collectives left out.
         overlap: how ZeRO's collectives are partitioned and overlapped; None where they are not.
-        members: each replica's place in its DP-cell.
+        members: each line's place in its DP-cell.
         cells: the lowered schedules of DP-cells, by their number of pipelines.
-        memory: of each pipeline rank of the first replica.
+        memory: of each pipeline rank of the first line.
         step_s: predicted seconds of a step.
         bubble_share: predicted share of a step in which ranks do not compute.
     """
@@ -61,14 +61,14 @@ class RunPlan:
         """`costs` with ZeRO's collectives in them, for predictions."""
         return _step_costs(self.costs, self.overlap)
 
-    def cell(self, replica: int = 0) -> Schedule:
-        """The schedule of a replica's DP-cell."""
-        return self.cells[self.members[replica].pipelines]
+    def cell(self, line: int = 0) -> Schedule:
+        """The schedule of a line's DP-cell."""
+        return self.cells[self.members[line].pipelines]
 
     def row(self, rank: int) -> tuple[Slot, ...]:
         """What a global rank does in a step, in its order."""
         at = self.layout.position(rank)
-        return pipeline_of(self.cell(at.replica), self.members[at.replica].local_rank).rows[at.stage]
+        return pipeline_of(self.cell(at.line), self.members[at.line].local_rank).rows[at.stage]
 
     def cells_for(self, config: WeftConfig, num_microbatches: int) -> dict[int, Schedule]:
         """`cells` for steps of so many micro-batches, which may differ from the configuration's."""
@@ -82,15 +82,13 @@ class RunPlan:
             overlap=self.overlap,
         )
 
-    def predicted(self, replica: int = 0, costs: CostModel | None = None) -> Timeline:
-        """The timeline of a replica's step among the others of its DP-cell.
+    def predicted(self, line: int = 0, costs: CostModel | None = None) -> Timeline:
+        """The timeline of a line's step among the others of its DP-cell.
 
         Args:
             costs: of one pipeline; None takes `step_costs`.
         """
-        return predict(
-            self.cell(replica), costs or _step_costs(self.costs, self.overlap), self.members[replica].local_rank
-        )
+        return predict(self.cell(line), costs or _step_costs(self.costs, self.overlap), self.members[line].local_rank)
 
     def summary(self) -> str:
         """One line on the prediction."""
@@ -110,13 +108,14 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
     placement = placement or settle_placement(config, facts)
     split = split_stages(config, facts, placement)
     costs = planning_costs(config, facts, split)
-    parameters = tuple(size.parameters for size in stage_sizes(facts.model, split))
+    shares = facts.layout.tensor
+    parameters = tuple(-(-size.parameters // shares) for size in stage_sizes(facts.model, split))
     states = rank_states(
         config,
         placement,
         parameters,
-        replicas=facts.layout.replicas,
-        largest_block=facts.model.largest_layer,
+        replicas=facts.layout.data_ranks,
+        largest_block=-(-facts.model.largest_layer // shares),
     )
     overlap = _plan_overlap(config, facts, placement, costs, parameters, states)
     members = tuple(CellMember.all(facts.layout, config.comm.cell))

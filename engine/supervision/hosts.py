@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weft.conf.batch import fit_batch, num_replicas
+from weft.conf.batch import fit_batch, lines_of_replica, num_replicas
 from weft.conf.hosts import read_hostfile, world_size
 from weft.conf.schema import ClusterConfig, SiteConfig, WeftConfig
 from weft.conf.sites import ranks_per_site
@@ -77,7 +77,8 @@ def choose_hosts(
     healthy = [_left(site, away) for site in sites]
     refused: list[str] = []
     for replicas in range(full, 0, -1):
-        shares = _shares(sites, [sum(slots.values()) for slots in healthy], replicas)
+        ranks = replicas * lines_of_replica(config)
+        shares = _shares(sites, [sum(slots.values()) for slots in healthy], ranks)
         if shares is None:
             free = ", ".join(
                 f"{site.name or 'the hosts'}: {sum(slots.values())}" for site, slots in zip(sites, healthy, strict=True)
@@ -90,7 +91,7 @@ def choose_hosts(
             refused.append(f"{replicas} replicas: {error}")
             continue
         seats = [
-            _seats(site, slots, replicas * share, current)
+            _seats(site, slots, ranks * share, current)
             for site, slots, share in zip(sites, healthy, shares, strict=True)
         ]
         used = {host: count for site in seats for host, count in site.items()}
@@ -156,9 +157,9 @@ def _left(site: _Site, away: Collection[str]) -> dict[str, int]:
     return {host: count for host, count in site.slots.items() if host not in away}
 
 
-def _shares(sites: Sequence[_Site], free: Sequence[int], replicas: int) -> list[int] | None:
-    """Pipeline ranks of each site: its own as far as its free slots go, the rest where there is room."""
-    most = [count // replicas for count in free]
+def _shares(sites: Sequence[_Site], free: Sequence[int], ranks: int) -> list[int] | None:
+    """Stages of each site, of so many ranks each: its own as far as its free slots go, the rest where there is room."""
+    most = [count // ranks for count in free]
     shares = [min(site.stages, room) for site, room in zip(sites, most, strict=True)]
     missing = sum(site.stages for site in sites) - sum(shares)
     for index, room in enumerate(most):
@@ -205,7 +206,7 @@ def _fitted(config: WeftConfig, sites: Sequence[_Site], shares: Sequence[int], f
     cluster = ClusterConfig(
         sites=left if config.cluster.sites else [],
         links=[link for link in config.cluster.links if set(link.sites) <= names],
-        ranks=replicas * config.pipeline.stages,
+        ranks=replicas * lines_of_replica(config) * config.pipeline.stages,
     )
     return _with_batch(replace(config, cluster=cluster), _batch(config), replicas, 0)
 
@@ -224,4 +225,4 @@ def _with_batch(config: WeftConfig, batch: int, replicas: int, microbatches: int
         pipeline=replace(config.pipeline, microbatches=microbatches),
         comm=replace(config.comm, cell=min(config.comm.cell, replicas)),
     )
-    return fit_batch(config, replicas * config.pipeline.stages)
+    return fit_batch(config, replicas * lines_of_replica(config) * config.pipeline.stages)

@@ -1,8 +1,8 @@
-"""The collectives of buckets: reduce gradients and gather weights over the replicas of a rank."""
+"""The collectives of buckets: reduce gradients and gather weights over the ranks that hold the same weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -18,6 +18,7 @@ from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.planner import Planner
 from weft.comm.collectives.probe import known_costs, nodes_of_world
 from weft.conf.schema import Partition, WeftConfig
+from weft.engine.parallel.cut import Cut
 from weft.engine.planning.layout import RankLayout
 from weft.engine.precision import DTYPES
 
@@ -80,6 +81,7 @@ class Collectives:
     """Starts collectives; gradients and weights have separate communicators, so that neither waits for the other.
 
     Attributes:
+        replica, num_replicas: this rank among those that hold the same weights.
         gradients, weights: None on a single replica, as without arguments; see `open`.
         choose: how a collective is carried out.
         costs: measured costs over this rank's replicas, if any.
@@ -99,30 +101,46 @@ class Collectives:
     overlap: bool = True
     waits: Waits | None = None
     """Told of waits; replicas wait equally often in a slot."""
+    joint: Collectives | None = None
+    """Of parameters that all ranks of a stage hold in full, where these share matrices: over all of them,
+    because each has a part of the gradient's sum. None: as the others."""
+    expert: Collectives | None = None
+    """Of experts, over the ranks that hold the same ones; None: as the others."""
 
     @classmethod
     def open(cls, config: WeftConfig, layout: RankLayout, device: torch.device) -> Collectives:
-        """Open the collectives of this rank's replicas; a collective call over the world.
+        """Open the collectives of this rank's data group and of others that it needs; a collective call.
 
         Costs are read from ``data.cache_dir``, or measured and stored there.
         """
-        if layout.replicas == 1:
+        stages = range(layout.stages)
+        opened = cls._open_over([group for stage in stages for group in layout.data_groups(stage)], config, device)
+        if layout.tensor > 1:
+            opened.joint = cls._open_over([layout.lines_of(stage) for stage in stages], config, device, " of all")
+        if layout.expert > 1:
+            groups = [group for stage in stages for group in layout.expert_data_groups(stage)]
+            opened.expert = cls._open_over(groups, config, device, " of experts")
+        return opened
+
+    @classmethod
+    def _open_over(
+        cls, members: Sequence[tuple[int, ...]], config: WeftConfig, device: torch.device, of: str = ""
+    ) -> Collectives:
+        """Those of this rank's group among ``members``, all of which are of one size."""
+        if len(members[0]) == 1:
             return cls()
         nodes, zero = nodes_of_world(), config.zero
-        groups = [
-            Group(ranks, tuple(nodes[rank] for rank in ranks))
-            for ranks in (layout.replicas_of(stage) for stage in range(layout.stages))
-        ]
+        groups = [Group(ranks, tuple(nodes[rank] for rank in ranks)) for ranks in members]
         connect = partial(Communicator.open, groups, device=device, timeout_s=config.comm.timeout_s)
-        gradients, weights = connect(name="gradients"), connect(name="weights")
-        assert gradients is not None, "every rank is among some replicas"
+        gradients, weights = connect(name=f"gradients{of}"), connect(name=f"weights{of}")
+        assert gradients is not None, "every rank is in one of the groups"
         cache = CostCache.in_folder(config.data.cache_dir)
         cached = cache.read(topology_key(gradients.group, device.type)) is not None
         on = zero.partition is not Partition.none
         costs = known_costs(gradients, device=device, cache=cache) if on else None
         return cls(
-            replica=layout.position(dist.get_rank()).replica,
-            num_replicas=layout.replicas,
+            replica=gradients.group.ranks.index(dist.get_rank()),
+            num_replicas=gradients.group.size,
             gradients=gradients,
             weights=weights,
             choose=Planner(costs, zero.partition),
@@ -134,7 +152,7 @@ class Collectives:
 
     @property
     def group(self) -> Group:
-        """The group of this rank's replicas."""
+        """The ranks that hold the same weights as this one."""
         return Group((dist.get_rank(),), (0,)) if self.gradients is None else self.gradients.group
 
     def reduce(self, whole: Tensor, target: Tensor) -> Handle:
@@ -173,8 +191,25 @@ class Collectives:
             handle.wait()
         return handle
 
+    def of(self, cut: Cut | None) -> Collectives:
+        """Those of a parameter: the part of it that this rank holds, or None of one that it holds in full."""
+        if cut is None:
+            return self.joint or self
+        return (self.expert or self) if cut.axis == "expert" else self
+
+    @property
+    def kinds(self) -> list[Collectives]:
+        """These, and those of other parameters."""
+        return [self, *(other for other in (self.joint, self.expert) if other is not None)]
+
+    def tell(self, waits: Waits | None) -> None:
+        """Tell of waits from now on."""
+        for kind in self.kinds:
+            kind.waits = waits
+
     def close(self) -> None:
         """Stop the communicators' threads."""
-        for communicator in (self.gradients, self.weights):
-            if communicator is not None:
-                communicator.close()
+        for kind in self.kinds:
+            for communicator in (kind.gradients, kind.weights):
+                if communicator is not None:
+                    communicator.close()

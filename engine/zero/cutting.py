@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.conf.schema import ZeroConfig
+from weft.engine.parallel.cut import Cut
 from weft.engine.zero.bucket import Bucket
 from weft.engine.zero.collectives import Collectives
 
@@ -24,6 +25,7 @@ class ShardedStage(Protocol):
 
     index: int
     tied: frozenset[str]
+    cuts: Mapping[str, Cut]
 
     def named_global_parameters(self) -> Iterator[Named]:
         """Parameters by their name in the whole model."""
@@ -57,7 +59,8 @@ def cut(
     single parameter, and ends at ``cuts``. At stage 3 a bucket stays within one block, so that it can
     be released while others run; persistent parameters are in separate buckets, handled as at stage 2.
     Weights that several virtual stages share, on one or several ranks, are separate buckets, so that
-    all holders divide them in the same way. Frozen weights are left alone, except at stage 3, which
+    all holders divide them in the same way. A bucket's weights are reduced and gathered over the same
+    ranks. Frozen weights are left alone, except at stage 3, which
     shards them.
 
     Args:
@@ -88,14 +91,14 @@ def cut(
             rest = [[named for block in rest for named in block]]
         groups = [(whole, min(zero.stage, 2)), *((g, zero.stage) for g in _groups(stage, rest, cuts))]
         for group, zero_stage in groups:
-            for run in _runs(group, limit):
+            for run in _runs(group, limit, stage.cuts):
                 first = run[0][1]
                 buckets.append(
                     Bucket(
                         run,
                         stages=frozenset(users[first]),
                         zero_stage=zero_stage,
-                        collectives=collectives,
+                        collectives=collectives.of(stage.cuts.get(run[0][0])),
                         tied=tied.get(first),
                     )
                 )
@@ -129,11 +132,11 @@ def _groups(
             yield [named for _, named in group]
 
 
-def _runs(group: Sequence[Named], limit: int) -> Iterator[list[Named]]:
-    """Split a group by dtype and by trained or frozen, in runs of at most ``limit`` elements."""
-    open_runs: dict[tuple[torch.dtype, bool], list[Named]] = {}
+def _runs(group: Sequence[Named], limit: int, cuts: Mapping[str, Cut]) -> Iterator[list[Named]]:
+    """Split a group by dtype, trained or frozen, and along what it is cut, in runs of at most ``limit`` elements."""
+    open_runs: dict[tuple[torch.dtype, bool, str], list[Named]] = {}
     for name, parameter in group:
-        kind = parameter.dtype, parameter.requires_grad
+        kind = parameter.dtype, parameter.requires_grad, cuts[name].axis if name in cuts else ""
         run = open_runs.setdefault(kind, [])
         if run and sum(p.numel() for _, p in run) + parameter.numel() > limit:
             yield run

@@ -32,6 +32,8 @@ BAD = [
     (["train.batch_size=6"], 8, r"not a multiple of train.microbatch_size=2 x 2 replicas; choose 8"),
     (["train.batch_size=64", "pipeline.microbatches=8"], 4, "or pipeline.microbatches=0 to let it follow"),
     (["pipeline=dualpipev", "pipeline.stages=4", "train.batch_size=8"], 4, "needs at least 2 x 4 stages = 8"),
+    (["pipeline.stages=1", "parallel.tensor=3"], 4, "pipeline.stages=1 x parallel.tensor=3: 4 processes are not a"),
+    (["pipeline.stages=1", "parallel.expert=3"], 4, "parallel.expert=3: 4 processes make 4 replicas x 1 context ranks"),
     (["train.microbatch_size=0"], 4, "train.microbatch_size=0: it follows from train.batch_size, which is 0"),
 ]
 

@@ -31,6 +31,7 @@ class TinyStage(nn.Sequential):
 
     index = 0
     tied: frozenset[str] = frozenset()
+    cuts = {}
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
         torch.manual_seed(seed)

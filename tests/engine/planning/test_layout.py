@@ -1,4 +1,6 @@
-"""Ranks along named axes; hops and DP-cells cover every neighbour once."""
+"""Ranks along named axes; groups, hops and DP-cells cover every neighbour once."""
+
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,22 +10,53 @@ from weft.engine.planning.hops import hops
 from weft.engine.planning.layout import Position, RankLayout
 from weft.pipeline.placement import Placement
 
-LAYOUTS = st.builds(RankLayout, st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple), st.integers(1, 5))
+LAYOUTS = st.builds(
+    RankLayout,
+    st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple),
+    st.integers(1, 5),
+    context=st.integers(1, 3),
+    tensor=st.integers(1, 3),
+)
 
 
 @given(LAYOUTS)
 def test_a_rank_has_one_position_and_a_position_one_rank(layout):
     positions = [layout.position(rank) for rank in range(layout.world_size)]
     assert len(set(positions)) == layout.world_size
-    assert [layout.rank(stage=at.stage, replica=at.replica) for at in positions] == list(range(layout.world_size))
+    assert [
+        layout.rank(stage=at.stage, replica=at.replica, context=at.context, tensor=at.tensor) for at in positions
+    ] == list(range(layout.world_size))
     assert [at.site for at in positions] == sorted(at.site for at in positions), "a site's ranks are neighbours"
-    for stage in range(layout.stages):
-        first = layout.rank(stage=stage, replica=0)
-        assert layout.replicas_of(stage) == tuple(range(first, first + layout.replicas)), "and so are replicas"
+    for rank, at in enumerate(positions):
+        assert layout.lines_of(at.stage)[at.line] == rank
 
 
 def test_a_position_by_hand():
-    assert RankLayout((1, 2), 4).position(9) == Position(stage=2, replica=1, site=1)
+    assert RankLayout((1, 2), 4).position(9) == Position(stage=2, replica=1, line=1, site=1)
+    layout = RankLayout((1, 1), replicas=2, context=2, tensor=2)
+    assert layout.position(13) == Position(stage=1, replica=1, context=0, tensor=1, line=5, site=1)
+
+
+@given(LAYOUTS, st.data())
+def test_every_rank_is_in_one_group_of_each_kind_and_differs_along_its_axis_alone(layout, data):
+    sizes = [size for size in range(1, layout.data_ranks + 1) if layout.data_ranks % size == 0]
+    layout = replace(layout, expert=data.draw(st.sampled_from(sizes)))
+    for stage in range(layout.stages):
+        for kind in (layout.tensor_groups, layout.context_groups, layout.data_groups, layout.expert_groups):
+            groups = kind(stage)
+            assert sorted(rank for group in groups for rank in group) == list(layout.lines_of(stage))
+        at = layout.position
+        for group in layout.tensor_groups(stage):
+            assert len({(at(rank).replica, at(rank).context) for rank in group}) == 1
+            assert [at(rank).tensor for rank in group] == list(range(layout.tensor))
+        for group in layout.context_groups(stage):
+            assert len({(at(rank).replica, at(rank).tensor) for rank in group}) == 1
+            assert [at(rank).context for rank in group] == list(range(layout.context))
+        for group in layout.data_groups(stage):
+            assert len({at(rank).tensor for rank in group}) == 1 and len(group) == layout.data_ranks
+        for experts in layout.expert_groups(stage):
+            for same in layout.expert_data_groups(stage):
+                assert len(set(experts) & set(same)) in (0, 1), "who shares experts holds different ones"
 
 
 @given(layout=LAYOUTS, fold=st.booleans(), size=st.integers(1, 5))
@@ -37,8 +70,8 @@ def test_every_crossing_is_in_one_cell_and_every_replica_in_one_place(layout, fo
     assert all(layout.position(a).site == layout.position(b).site for a, b in inside)
     members = CellMember.all(layout, size)
     if len(sites) == 1:
-        assert members == [CellMember(1, 0)] * layout.replicas
+        assert members == [CellMember(1, 0)] * layout.lines
         return
     for cell in cells(placement, layout, size):
-        found = [members[layout.position(rank).replica] for rank in cell.near]
+        found = [members[layout.position(rank).line] for rank in cell.near]
         assert found == [CellMember(len(found), number) for number in range(len(found))]

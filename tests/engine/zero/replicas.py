@@ -122,6 +122,7 @@ class SmallStage(nn.Module):
 
     index = 0
     tied: frozenset[str] = frozenset()
+    cuts = {}
 
     def __init__(self, blocks: int = 3, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ class TiedStage(nn.Module):
 
     index = 0
     tied: frozenset[str] = frozenset()
+    cuts = {}
 
     def __init__(self):
         super().__init__()
