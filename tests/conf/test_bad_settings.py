@@ -14,11 +14,17 @@ BAD = [
     (["trian.steps=1"], "there is no field trian.steps; did you mean train.steps?"),
     # parallelism inside of a layer
     (["parallel.tensor=0"], "parallel.tensor=0: outside its range"),
-    (["parallel.tensor=3", "data.sequence_length=64"], "data.sequence_length=64: parallel.context=1 x parallel.tensor=3"),
+    (
+        ["parallel.tensor=3", "data.sequence_length=64"],
+        "data.sequence_length=64: parallel.context=1 x parallel.tensor=3",
+    ),
     (["parallel.context=2", "data.sequence_length=6"], "choose a multiple of 4, such as 8"),
     (["parallel.tensor=2", "parallel.expert=2"], "parallel.expert=2: with parallel.tensor=2"),
     (["parallel.tensor=2", "comm.cell=2"], "comm.cell=2: the pipelines of a DP-cell take turns"),
-    (["parallel.tensor=2", "optimizer.kind=lamb"], "optimizer.kind=lamb: its step depends on the norm of a whole matrix"),
+    (
+        ["parallel.tensor=2", "optimizer.kind=lamb"],
+        "optimizer.kind=lamb: its step depends on the norm of a whole matrix",
+    ),
     (["train.step=1"], "did you mean train.steps?"),
     (["train.lr=1"], "did you mean optimizer.lr?"),
     (["++foo=1"], "`weft config` lists every field"),
