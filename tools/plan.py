@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-from weft.pipeline.limits import number
+from weft.pipeline.limits import count, number
 from weft.pipeline.planner.cluster import Cluster, load_cluster
 from weft.pipeline.planner.request import Objective, Request, read_pins
 from weft.pipeline.planner.search import Plan, plan
@@ -16,6 +16,9 @@ from weft.pipeline.states import USABLE
 from weft.tools.planning.model import config_of, model_work
 from weft.tools.planning.report import as_json, as_markdown, explanation, places, rows, summary
 from weft.tools.planning.what_if import changed, marginal_values
+
+MOST_TOKENS = 10**12
+"""Of a step."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
         return collectives.main(argv)
     args = _parser().parse_args(argv)
     cluster = load_cluster(args.cluster)
+    count(args.sequence_length, "--sequence-length", most=2**24)
     work = model_work(args.model, args.sequence_length, args.cache)
     request = _request(args, cluster, work)
     started = perf_counter()
@@ -89,6 +93,8 @@ def _answer(found: Plan, question: str) -> None:
 
 def _request(args: argparse.Namespace, cluster: Cluster, work: ModelWork) -> Request:
     pins = read_pins(args.pin)
+    count(args.batch_tokens, "--batch-tokens", least=0, most=MOST_TOKENS)
+    count(args.rows, "--rows", most=1000)
     sequences, rest = divmod(args.batch_tokens, work.sequence_length)
     if args.batch_tokens and (rest or not sequences):
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -139,6 +139,9 @@ class Estimates:
             largest_block=self._largest_layer // shape.tensor,
             microbatches=shape.microbatches,
         )
+        if shape.zero_stage:  # experts that several replicas share have fewer replicas of their own
+            whole = work.parameters / shape.tensor / max(1.0, self.parameters(work, shape))
+            zero = replace(zero, optimizer=zero.optimizer * whole)
         working = work.activation_bytes / max(1, num_layers) if shape.checkpointing else 0.0
         return RankMemory(zero, working * shape.microbatch_size / shape.gpus_per_rank)
 

@@ -111,4 +111,7 @@ def _value(name: str, text: str) -> Any:
             raise ValueError(f"{name}={short_repr(text)}: expected true or false")
         return text == "true"
     value = number(text, name)
-    return count(int(value) if value == int(value) else value, name, least=0 if name == "zero.stage" else 1)
+    whole = int(value) if value == int(value) else value
+    if name == "zero.stage" and whole not in (0, 1):
+        raise ValueError(f"{name}={text}: plans know stages 0 and 1; choose one of them")
+    return count(whole, name, least=0 if name == "zero.stage" else 1)

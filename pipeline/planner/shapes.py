@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isqrt
 
 from weft.pipeline.planner.cluster import Cluster
 from weft.pipeline.planner.layout import Shape
@@ -79,4 +80,5 @@ def _stages(cluster: Cluster, request: Request, gpus_per_rank: int, replicas: in
 
 
 def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})

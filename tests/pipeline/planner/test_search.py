@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from tests.pipeline.planner.planned import cluster, model, site
 from weft.pipeline.generators import generate
 from weft.pipeline.planner.algorithm1 import algorithm1
+from weft.pipeline.planner.estimates import Estimates
+from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.request import Objective, Request
 from weft.pipeline.planner.search import plan
+from weft.pipeline.planner.workload import LayerWork
 from weft.pipeline.validation import validate
 
 ANOMALY = 1.02
@@ -156,3 +159,14 @@ def test_algorithm_1_fills_one_data_centre_after_the_other():
     ]
     none = algorithm1(7, ["big"], {"big": 600}, 2, 60, get_latency_pp=latency, get_latency_dp=lambda _: 0.0)
     assert none[-1].total_time == float("inf") and none[-1].throughput == 0
+
+
+def test_shared_experts_leave_the_optimizer_as_large_as_it_is():
+    layer = LayerWork(parameters=100, expert_parameters=80, matmul_flops=1.0)
+    work = replace(model(), layers=(layer,) * 8)
+    estimates = Estimates(cluster(site("a")), work)
+    shape = Shape(num_stages=1, replicas=4, microbatches=1)
+    held = estimates.rank_work(range(8), first=False, last=False)
+    alone, shared = (estimates.states(held, 8, replace(shape, expert=expert)).zero for expert in (1, 4))
+    assert shared.weights == pytest.approx(alone.weights * 0.4)
+    assert shared.optimizer == pytest.approx(alone.optimizer)

@@ -119,6 +119,13 @@ def test_a_site_without_a_link_is_named(weft_plan):
         (["--pin", "pipeline.stage=3"], ("did you mean pipeline.stages",)),
         (["--pin", "pipeline.stages=x"], ("pipeline.stages='x'",)),
         (["--batch-tokens", "1000"], ("--batch-tokens 1000", "--sequence-length 128")),
+        (["--batch-tokens", "-128"], ("--batch-tokens=-128", "at least 0")),
+        (["--batch-tokens", "9" * 20], ("--batch-tokens", "at most")),
+        (["--batch-tokens", "0"], ("--pin pipeline.microbatches=N",)),
+        (["--sequence-length", "0"], ("--sequence-length=0", "at least 1")),
+        (["--tokens", "nan"], ("--tokens='nan'", "finite")),
+        (["--pin", "zero.stage=3"], ("stages 0 and 1",)),
+        (["--rows", "0"], ("--rows=0",)),
         (["--keep-data-in", "mars"], ("--keep-data-in mars", "east, us, west")),
         (["--what-if", "site mars gpus=0"], ("no such site; the cluster has east, west",)),
         (["--what-if", "link east west width=3"], ("there is no field 'width'",)),
@@ -129,6 +136,13 @@ def test_a_wrong_request_is_one_line(weft_plan, options, parts):
     code, _, error = weft_plan(*options)
     assert code == 2 and len(error.splitlines()) == 1
     assert all(part in error for part in parts), error
+
+
+def test_huge_numbers_are_answered_at_once(weft_plan):
+    cluster = SITES.replace("hosts: 2", "hosts: 1000000")
+    code, text, error = weft_plan("--batch-tokens", str(128 * 2**30), "--pin", "pipeline.stages=2", cluster=cluster)
+    assert code == 0, error
+    assert "best; bound by" in text
 
 
 def test_a_model_that_cannot_be_read_is_one_line(weft_plan, folder):
