@@ -37,6 +37,16 @@ def take_slice(group: AxisGroup, tensor: Tensor, dim: int) -> Tensor:
     return tensor if group.size == 1 else tensor.chunk(group.size, dim)[group.index]
 
 
+def collect(group: AxisGroup, shard: Tensor, dim: int) -> Tensor:
+    """All members' shards along ``dim``, for what all compute alike: each takes its part of the gradient."""
+    return shard if group.size == 1 else _Collect.apply(shard, group, dim)
+
+
+def count_once(group: AxisGroup, tensor: Tensor) -> Tensor:
+    """The tensor, which all members hold and compute alike with: of the gradient each takes an equal part."""
+    return tensor if group.size == 1 else _CountOnce.apply(tensor, group)
+
+
 def exchange(group: AxisGroup, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """Rows to the members in order, theirs to this one (see `AxisGroup.all_to_all`); gradients go back."""
     return rows if group.size == 1 else _Exchange.apply(rows, group, send, receive)
@@ -73,6 +83,28 @@ class _AllSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.group.all_reduce(gradients[0].clone(memory_format=torch.contiguous_format)).wait(), None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, group: AxisGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return axis.gather(group, shard, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0].chunk(ctx.group.size, ctx.dim)[ctx.group.index], None, None
+
+
+class _CountOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: AxisGroup) -> Tensor:
+        ctx.size = group.size
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] / ctx.size, None
 
 
 class _Exchange(torch.autograd.Function):

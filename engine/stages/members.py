@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,51 +11,56 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from weft.conf.schema import SplitKind
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.cut import Cut
 from weft.engine.parallel.in_process import run_in_threads
 from weft.engine.stages.batch import Batch
-from weft.engine.stages.comparison import Outcome, gradients
+from weft.engine.stages.comparison import Outcome, gradients, run_stages
 from weft.engine.stages.context import part_of
+from weft.engine.stages.from_model import stages_from_model
 from weft.engine.stages.packed import tell_rows
-from weft.engine.stages.parts import take_part
-from weft.engine.stages.port import Port
-from weft.engine.stages.stage import Stage
+from weft.engine.stages.split import split_layers
 
 
 def members_outcome(
-    model: PreTrainedModel, batches: Sequence[Batch], num_items: Tensor, sizes: Mapping[str, int]
+    model: PreTrainedModel, batches: Sequence[Batch], num_items: Tensor, sizes: Mapping[str, int], num_stages: int = 1
 ) -> Outcome:
     """What members make of some micro-batches together, each with its part of a copy of a whole model.
 
     Args:
-        batches: in turn for each member of an expert group; members of a context group share each.
+        batches: in turn for each member of an expert group; members of a context or tensor group share each.
         sizes: members along each axis.
+        num_stages: to cut the model into.
 
     Raises:
         Exception: the first that a member has raised.
     """
+    making = threading.Lock()  # transformers replaces functions of torch while it does
+    split = split_layers(model.config, num_stages, SplitKind.even)
 
     def member(axes: AxisGroups) -> tuple[AxisGroups, dict[str, Cut], Outcome]:
-        own = copy.deepcopy(model)
-        cuts = take_part(own, axes)
-        stage = Stage(own, index=0, num_stages=1, port=Port(), axes=axes)
+        with making:
+            stages = stages_from_model(copy.deepcopy(model), split, range(num_stages), axes)
+        last = stages[-1]
         losses, logits = [], []
         for batch in batches[axes.expert.index :: axes.expert.size]:
             part = part_of(batch, axes.context)
             tell_rows(part["position_ids"], batch["position_ids"])
-            output = stage.output(None, part, num_items)
+            output = last.output(run_stages(stages[:-1], part), part, num_items)
             output.loss.backward()
             losses.append(output.loss.detach())
             with torch.no_grad():
-                logits.append(stage.whole_logits(output.logits))
-        return axes, cuts, Outcome(torch.stack(logits), torch.stack(losses).sum(), gradients([stage]))
+                logits.append(last.whole_logits(output.logits))
+        cuts = {name: cut for stage in stages for name, cut in stage.cuts.items()}
+        return axes, cuts, Outcome(torch.stack(logits), torch.stack(losses).sum(), gradients(stages))
 
     results = run_in_threads(dict(sizes), member)
-    in_turn = [outcome.logits for axes, _, outcome in results if axes.context.index == 0]
+    firsts = [(axes, outcome) for axes, _, outcome in results if axes.tensor.index == 0]
+    in_turn = [outcome.logits for axes, outcome in firsts if axes.context.index == 0]
     return Outcome(
         torch.stack(in_turn, 1).flatten(0, 2),
-        torch.stack([outcome.loss for _, _, outcome in results]).sum(),
+        torch.stack([outcome.loss for _, outcome in firsts]).sum(),
         _summed(model, [(cuts, outcome) for _, cuts, outcome in results]),
     )
 

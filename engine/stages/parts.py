@@ -7,6 +7,9 @@ from transformers import PreTrainedModel
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.cut import Cut
 from weft.engine.parallel.experts import dispatch_over, expert_cuts, hold_parts
+from weft.engine.parallel.tensor import share_layers
+from weft.engine.parallel.unshareable import UnshareableError
+from weft.engine.stages.skeleton import decoder_layers
 
 
 def take_part(model: PreTrainedModel, axes: AxisGroups) -> dict[str, Cut]:
@@ -18,6 +21,13 @@ def take_part(model: PreTrainedModel, axes: AxisGroups) -> dict[str, Cut]:
     Raises:
         ValueError: the model cannot be divided so.
     """
+    if axes.tensor.size > 1 and axes.expert.size > 1:
+        raise UnshareableError(
+            f"parallel.tensor={axes.tensor.size}: not supported together with parallel.expert={axes.expert.size} yet; "
+            "set one of them to 1"
+        )
+    if axes.tensor.size > 1:
+        return share_layers(model, axes.tensor, decoder_layers(model))
     cuts = expert_cuts(model, axes.expert)
     hold_parts(model, cuts)
     dispatch_over(axes.expert, model)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from weft.engine.parallel.axis import Alone, AxisGroup
+from weft.engine.parallel.functions import count_once
 from weft.engine.stages.batch import Batch, label_tokens
 
 FIELDS = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
@@ -41,6 +43,8 @@ class RouterLoss:
                 "could add up; set it to false"
             )
         self._num_experts, self._chosen, self._share = (getattr(model, name) for name in FIELDS)
+        self.shared_by: AxisGroup = Alone("tensor")
+        """Members that all see the same routers."""
         self._noted: list[Tensor] = []
         self._listens = False
         for router, index in _routers(model):
@@ -63,7 +67,7 @@ class RouterLoss:
     def note(self, logits: Tensor) -> None:
         """Take one layer's router logits, [tokens, experts]."""
         if self._listens:
-            self._noted.append(logits)
+            self._noted.append(count_once(self.shared_by, logits))
 
     def sums(self, before: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor:
         """The sums over all layers so far: choices and likelihoods of each expert, and tokens, fp32 [2 E + 1].

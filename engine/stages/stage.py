@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from weft.engine.parallel.attention import attend_over
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.cut import Cut
-from weft.engine.parallel.functions import all_sum
+from weft.engine.parallel.functions import all_sum, collect
 from weft.engine.stages.batch import Batch
 from weft.engine.stages.context import labels_to_predict, own_positions, whole_batch, whole_sequence
 from weft.engine.stages.flash import wanted_arguments
@@ -71,6 +71,8 @@ class Stage(nn.Module):
         self.objective: Minimised | None = None
         """The loss, on the last stage, where it is not the model's own."""
         self.router = RouterLoss(self.hf_model) if wants_router_loss(self.hf_model.config) else None
+        if self.router is not None:
+            self.router.shared_by = self.axes.tensor
         attend_over(self.axes.context, self.hf_model)
         self._port = port
         self._arguments = accepted_arguments(self.hf_model)
@@ -119,8 +121,8 @@ class Stage(nn.Module):
         return self.whole_logits(self._output(hidden, batch).logits)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
-        """Logits of whole sequences, from this member's part of them."""
-        return whole_sequence(self.axes.context, logits)
+        """Logits of whole sequences over the whole vocabulary, from this member's part of them."""
+        return whole_sequence(self.axes.context, collect(self.axes.tensor, logits, logits.dim() - 1))
 
     def hidden_spec(self, batch: Batch, *, leaving: bool = False) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype of what this stage receives for a micro-batch.
@@ -140,7 +142,8 @@ class Stage(nn.Module):
         boundary = self._crossing(batch, leaving)
         if boundary is None:
             width = self.hf_model.config.get_text_config().hidden_size
-            parts = [(torch.Size((*batch["input_ids"].shape, width)), self._dtype())]
+            rows, length = batch["input_ids"].shape
+            parts = [(torch.Size((rows, length // self.axes.tensor.size, width)), self._dtype())]
         else:
             parts = [(torch.Size(part.shape), part.dtype) for part in boundary]
         if self.router is not None:
@@ -223,7 +226,7 @@ class Stage(nn.Module):
     def _whole_output(self, hidden: Tensor | None, batch: Batch, **more: Any) -> Any:
         """The same for whole sequences, on every member of a context group."""
         context = self.axes.context
-        if context.size == 1:
+        if context.size == 1 and self.axes.tensor.size == 1:
             return self._output(hidden, batch, **more)
         if more.get("labels") is not None:
             more |= {"labels": batch["labels"]} | labels_to_predict(batch)

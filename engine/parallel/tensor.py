@@ -1,0 +1,203 @@
+"""Tensor and sequence parallelism by hooks: a model's own forward runs, on parts of its matrices.
+
+Between blocks the hidden state is this member's slice of the sequence, [B, S / members, H]. A block is
+a part of a decoder layer (attention, say, or the feed-forward part): before it the slices are gathered,
+behind it each member takes its slice of the sum of what all have made. This is what "Reducing Activation
+Recomputation in Large Transformer Models" (section 4.2) does, without a line of it in the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from weft.engine.parallel import functions
+from weft.engine.parallel.axis import AxisGroup
+from weft.engine.parallel.cut import Cut
+from weft.engine.parallel.tensor_cuts import hold_in_place, require_divisible, tensor_cuts
+from weft.engine.parallel.tensor_styles import Style, TensorPlan
+from weft.engine.parallel.unshareable import UnshareableError
+from weft.engine.parallel.vocabulary import VocabularyLoss, cut_embedding
+
+SEQUENCE = 1
+"""Dimension of a hidden state [B, S, H]."""
+
+
+def share_layers(model: PreTrainedModel, group: AxisGroup, layers: str) -> dict[str, Cut]:
+    """Reduce a model to this member's part of it, in place, and let its forward meet the others.
+
+    Args:
+        model: of a stage, or whole; peft's layers may be in it.
+        layers: path of the list of decoder layers.
+
+    Returns:
+        What is held of those parameters that are not held in full, by name.
+
+    Raises:
+        UnshareableError: the model cannot be divided so.
+    """
+    if group.size == 1:
+        return {}
+    plan = TensorPlan(model)
+    require_divisible(model, plan, group.size, layers)
+    cuts = tensor_cuts(model, plan, group, layers)
+    hold_in_place(model, cuts)
+    for name in cuts:
+        _tell_size(model.get_submodule(name.rpartition(".")[0]))
+    _hook_matrices(model, plan, group, layers)
+    for block in _blocks(model, layers):
+        _hook_block(block, plan, group)
+    first = next(iter(model.get_submodule(layers).children()))
+    first.register_forward_pre_hook(_Slice(group), with_kwargs=True)
+    _hook_vocabulary(model, group)
+    return cuts
+
+
+def _tell_size(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+
+
+def _hook_vocabulary(model: PreTrainedModel, group: AxisGroup) -> None:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if isinstance(embedding, nn.Embedding):
+        cut_embedding(group, embedding)
+    if isinstance(head, nn.Linear):
+        head.register_forward_pre_hook(_Gather(group), with_kwargs=True)
+        if model.loss_function is not ForCausalLMLoss:
+            raise UnshareableError(
+                f"parallel.tensor={group.size}: {type(model).__name__} has a loss other than the usual causal one; "
+                "set parallel.tensor=1"
+            )
+        model.loss_function = VocabularyLoss(group)
+
+
+def _hook_matrices(model: PreTrainedModel, plan: TensorPlan, group: AxisGroup, layers: str) -> None:
+    for _, module, style in plan.modules(model, layers):
+        if style is Style.gathered_columns:
+            module.register_forward_hook(_GatherFeatures(group))
+        elif style is Style.sliced_rows:
+            module.register_forward_pre_hook(_SliceFeatures(group))
+        if style.sums and getattr(module, "bias", None) is not None:
+            module.register_forward_hook(_BiasOnce(group))
+
+
+def _blocks(model: PreTrainedModel, layers: str) -> Iterator[tuple[str, nn.Module]]:
+    """Parts of decoder layers that have parts of their own, with their paths."""
+    for number, layer in model.get_submodule(layers).named_children():
+        yield from _parts(layer, f"{layers}.{number}")
+
+
+def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _parts(child, f"{path}.{name}")
+        else:
+            yield f"{path}.{name}", child
+
+
+def _hook_block(block: tuple[str, nn.Module], plan: TensorPlan, group: AxisGroup) -> None:
+    path, module = block
+    parts = [path, *(f"{path}.{name}" for name, _ in (*module.named_modules(), *module.named_parameters()))]
+    styles = {style for part in parts if (style := plan.style(part.rstrip("."))) is not None}
+    own = plan.style(path)
+    has_parts = any(True for _ in module.children()) and any(True for _ in module.parameters())
+    if not styles and not has_parts and not isinstance(module, nn.Conv1d):
+        return
+    if own is None or not own.sums:
+        module.register_forward_pre_hook(_Gather(group), with_kwargs=True)
+    if own is None or own.sums:
+        sums = any(style.sums for style in styles)
+        module.register_forward_hook(_ScatterSum(group) if sums else _TakeSlice(group))
+
+
+class _OnInput:
+    """A hook before a module that replaces the hidden state among its arguments."""
+
+    def __init__(self, group: AxisGroup) -> None:
+        self._group = group
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with the hidden state replaced: the one of that name, or the first tensor."""
+        if isinstance(kwargs.get("hidden_states"), Tensor):
+            return args, kwargs | {"hidden_states": self._replaced(kwargs["hidden_states"])}
+        for number, value in enumerate(args):
+            if isinstance(value, Tensor):
+                return (*args[:number], self._replaced(value), *args[number + 1 :]), kwargs
+        for name, value in kwargs.items():
+            if isinstance(value, Tensor):
+                return args, kwargs | {name: self._replaced(value)}
+        return args, kwargs
+
+    def _replaced(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class _Gather(_OnInput):
+    def _replaced(self, hidden: Tensor) -> Tensor:
+        return functions.gather(self._group, hidden, SEQUENCE)
+
+
+class _Slice(_OnInput):
+    def _replaced(self, hidden: Tensor) -> Tensor:
+        if hidden.shape[SEQUENCE] % self._group.size:
+            raise UnshareableError(
+                f"parallel.tensor={self._group.size}: {hidden.shape[SEQUENCE]} tokens in a sequence, which "
+                f"{self._group.size} ranks cannot divide evenly; pad sequences, or set data.sequence_length"
+            )
+        return functions.take_slice(self._group, hidden, SEQUENCE)
+
+
+class _OnOutput:
+    """A hook behind a module that replaces its answer, or the first of it."""
+
+    def __init__(self, group: AxisGroup) -> None:
+        self._group = group
+
+    def __call__(self, module: nn.Module, args: Any, answer: Any) -> Any:
+        """The answer, replaced."""
+        if isinstance(answer, tuple):
+            return (self._replaced(answer[0]), *answer[1:])
+        return self._replaced(answer)
+
+    def _replaced(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class _ScatterSum(_OnOutput):
+    def _replaced(self, hidden: Tensor) -> Tensor:
+        return functions.scatter_sum(self._group, hidden, SEQUENCE)
+
+
+class _TakeSlice(_OnOutput):
+    def _replaced(self, hidden: Tensor) -> Tensor:
+        return functions.take_slice(self._group, hidden, SEQUENCE)
+
+
+class _GatherFeatures(_OnOutput):
+    def _replaced(self, hidden: Tensor) -> Tensor:
+        return functions.gather(self._group, hidden, hidden.dim() - 1)
+
+
+class _SliceFeatures:
+    def __init__(self, group: AxisGroup) -> None:
+        self._group = group
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (functions.take_slice(self._group, args[0], args[0].dim() - 1), *args[1:])
+
+
+class _BiasOnce:
+    """Of what all members add each takes off its share, so that their sum has the bias once."""
+
+    def __init__(self, group: AxisGroup) -> None:
+        self._share = 1 - 1 / group.size
+
+    def __call__(self, module: Any, args: Any, output: Tensor) -> Tensor:
+        return output - module.bias * self._share

@@ -1,0 +1,134 @@
+"""Which part of each parameter a member of a tensor group holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from weft.engine.parallel.axis import AxisGroup
+from weft.engine.parallel.cut import Cut
+from weft.engine.parallel.tensor_styles import Style, TensorPlan
+from weft.engine.parallel.unshareable import UnshareableError
+
+HEADS = ("num_attention_heads", "num_key_value_heads")
+"""Fields of Hugging Face's configs: what attention divides its projections into."""
+
+
+def tensor_cuts(model: PreTrainedModel, plan: TensorPlan, group: AxisGroup, layers: str) -> dict[str, Cut]:
+    """Matrices in the decoder layers by the model's plan, embedding and head by their vocabulary.
+
+    Args:
+        model: which still holds everything in full; some of its modules may be placeholders.
+        layers: path of the list of decoder layers.
+
+    Returns:
+        By parameter names in ``model``.
+
+    Raises:
+        UnshareableError: something cannot be divided evenly.
+    """
+    cuts: dict[str, Cut] = {}
+    known: dict[int, Cut] = {}
+    for path, module in model.get_submodule(layers).named_modules(prefix=layers):
+        for name, parameter in module.named_parameters(recurse=False):
+            full = f"{path}.{name}"
+            place = _place(plan, full, name, parameter.dim(), path)
+            if place is not None:
+                dim, blocks = place
+                cuts[full] = _cut(full, tuple(parameter.shape), dim, group, blocks)
+    for full, parameter in _by_vocabulary(model):
+        done = getattr(parameter, _CUT, None)  # another stage of this rank holds it, too, or it has two names
+        cuts[full] = done or known.setdefault(id(parameter), _cut(full, tuple(parameter.shape), 0, group))
+    return cuts
+
+
+def require_divisible(model: PreTrainedModel, plan: TensorPlan, size: int, layers: str) -> None:
+    """Refuse a whole model whose matrices or attention heads a tensor group cannot divide.
+
+    Raises:
+        UnshareableError: naming what, and what to do.
+    """
+    if not any(True for _ in _divided(model, plan, layers)):
+        raise UnshareableError(
+            f"parallel.tensor={size}: transformers has no tensor-parallel plan for the layers of "
+            f"{type(model).__name__}; set parallel.tensor=1"
+        )
+    config = model.config.get_text_config()
+    for name in HEADS:
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count % size:
+            raise UnshareableError(
+                f"parallel.tensor={size}: {type(model).__name__} has {name}={count}, which {size} ranks cannot divide "
+                f"evenly; choose a divisor of {count}"
+            )
+    if getattr(config, "router_jitter_noise", 0):
+        raise UnshareableError(
+            f"parallel.tensor={size}: members of {type(model).__name__} would choose different experts for a token; "
+            "set model.overrides.router_jitter_noise=0"
+        )
+
+
+def _divided(model: PreTrainedModel, plan: TensorPlan, layers: str) -> Iterator[str]:
+    for path, module in model.get_submodule(layers).named_modules(prefix=layers):
+        for name, parameter in module.named_parameters(recurse=False):
+            if _place(plan, f"{path}.{name}", name, parameter.dim(), path) is not None:
+                yield path
+
+
+def _place(plan: TensorPlan, full: str, name: str, dims: int, path: str) -> tuple[int, int] | None:
+    """Dimension of a parameter along which it is divided, and in how many blocks; None if it is held in full."""
+    if ".lora_" in full:
+        return _place_of_factor(plan, full)
+    style = plan.style(full) or plan.style(path)
+    if style is None:
+        return None
+    if style.sums:
+        return None if dims == 1 else (dims - 1, 1)
+    if style is Style.packed_last:
+        return dims - 1, 2
+    return max(0, dims - 2), 2 if style is Style.packed_columns else 1
+
+
+def _place_of_factor(plan: TensorPlan, full: str) -> tuple[int, int] | None:
+    """Of one of an adapter's two factors: B makes what a column-wise base makes, A takes what a row-wise one takes."""
+    base, _, factor = full.partition(".lora_")
+    style = plan.style(base)
+    if style is None or not full.endswith(".weight"):
+        return None
+    if style.sums:
+        return (1, 1) if factor.startswith("A.") else None
+    return (0, 2 if style is Style.packed_columns else 1) if factor.startswith("B.") else None
+
+
+def _by_vocabulary(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters of the embedding and of the head, by all of their names."""
+    wanted = set()
+    for unit in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if unit is not None:
+            wanted |= {id(parameter) for parameter in unit.parameters(recurse=False)}
+    for full, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in wanted:
+            yield full, parameter
+
+
+def _cut(name: str, shape: tuple[int, ...], dim: int, group: AxisGroup, blocks: int = 1) -> Cut:
+    if shape[dim] % (group.size * blocks):
+        raise UnshareableError(
+            f"parallel.tensor={group.size}: {name} has the shape {list(shape)}, whose dimension {dim} "
+            f"{group.size} ranks cannot divide evenly{' in two halves' if blocks == 2 else ''}; choose another number"
+        )
+    return Cut(shape, dim, group.index, group.size, blocks)
+
+
+_CUT = "_weft_cut"
+
+
+def hold_in_place(model: nn.Module, cuts: dict[str, Cut]) -> None:
+    """Make each parameter the part that is held; it stays the same parameter, wherever else it is."""
+    for name, cut in cuts.items():
+        parameter = model.get_parameter(name)
+        if getattr(parameter, _CUT, None) is not cut:
+            parameter.data = cut.take(parameter.detach())
+            setattr(parameter, _CUT, cut)

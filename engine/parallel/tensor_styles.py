@@ -1,0 +1,88 @@
+"""Styles: how transformers' plan of a model says that its matrices are divided over the tensor axis."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from enum import Enum, auto
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from weft.engine.parallel.unshareable import UnshareableError
+
+
+class Style(Enum):
+    """What members hold of a matrix, and what they do around its product."""
+
+    columns = auto()
+    """Output features; the output stays divided."""
+    rows = auto()
+    """Input features, of an input that is divided; outputs are parts of a sum."""
+    gathered_columns = auto()
+    """Output features, which are gathered."""
+    sliced_rows = auto()
+    """Input features, of which each member takes its own; outputs are parts of a sum."""
+    packed_columns = auto()
+    """Output features of two matrices that lie behind each other."""
+    packed_last = auto()
+    """The same, where output features are the last dimension."""
+
+    @property
+    def sums(self) -> bool:
+        """Whether outputs are parts of a sum."""
+        return self in (Style.rows, Style.sliced_rows)
+
+
+STYLES = {
+    "colwise": Style.columns,
+    "rowwise": Style.rows,
+    "colwise_gather_output": Style.gathered_columns,
+    "colwise_rep": Style.gathered_columns,
+    "rowwise_split_input": Style.sliced_rows,
+    "rowwise_rep": Style.sliced_rows,
+    "packed_colwise": Style.packed_columns,
+    "packed_rowwise": Style.packed_last,
+}
+HELD_IN_FULL = frozenset(
+    {
+        "replicated_with_grad_allreduce",
+        "mla_kv_a_proj",
+        "moe_tp_experts",
+        "sequence_parallel",
+        "embedding_rowwise",
+        "all_reduce",
+        "moe_identity_expert",
+    }
+)
+"""Styles that divide nothing themselves: here the gradient of whatever is held in full is a part of a sum."""
+
+
+class TensorPlan:
+    """transformers' own plan for a class of models, by names in a whole model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Read it.
+
+        Raises:
+            UnshareableError: there is none, or one in styles that are not known.
+        """
+        self._name = type(model).__name__
+        plan = {key: style for key, style in (model.tp_plan or {}).items() if isinstance(style, str)}
+        if odd := sorted({style for style in plan.values() if style not in STYLES and style not in HELD_IN_FULL}):
+            raise UnshareableError(
+                f"parallel.tensor: the plan of {self._name} has the style {', '.join(odd)}, which is not supported; "
+                "set parallel.tensor=1"
+            )
+        self._styles = {key: STYLES[style] for key, style in plan.items() if style in STYLES}
+
+    def style(self, name: str) -> Style | None:
+        """Of a module or a parameter, by its name; None if it is held in full."""
+        return self._styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", name.replace(".base_layer", "")))
+
+    def modules(self, model: nn.Module, below: str) -> Iterator[tuple[str, nn.Module, Style]]:
+        """Modules with a style of their own inside of the module ``below``."""
+        for name, module in model.get_submodule(below).named_modules(prefix=below):
+            style = self.style(name)
+            if style is not None and not name.endswith(".base_layer"):
+                yield name, module, style

@@ -1,0 +1,116 @@
+"""Embedding, head and loss over a vocabulary of which each member of a tensor group holds a part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.engine.parallel import functions
+from weft.engine.parallel.axis import AxisGroup
+
+_ABSENT = "_weft_absent"
+
+
+class EnterEmbedding:
+    """A hook before an embedding: numbers tokens as this member's part does."""
+
+    def __init__(self, group: AxisGroup, held: int) -> None:
+        self._first, self._held = group.index * held, held
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """The ids, those of other members' tokens as 0."""
+        local = args[0] - self._first
+        absent = (local < 0) | (local >= self._held)
+        local = local.masked_fill(absent, 0)
+        setattr(local, _ABSENT, absent)
+        return (local, *args[1:])
+
+
+class LeaveEmbedding:
+    """A hook behind it: puts in what other members hold."""
+
+    def __init__(self, group: AxisGroup) -> None:
+        self._group = group
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """[B, S, H] of all tokens."""
+        absent = getattr(args[0], _ABSENT)
+        return functions.all_sum(self._group, output.masked_fill(absent.unsqueeze(-1), 0.0))
+
+
+def cut_embedding(group: AxisGroup, module: nn.Embedding) -> None:
+    """Hook an embedding that holds this member's tokens."""
+    held = module.weight.shape[0]
+    if module.padding_idx is not None:
+        local = module.padding_idx - group.index * held
+        module.padding_idx = local if 0 <= local < held else None
+    module.num_embeddings = held
+    module.register_forward_pre_hook(EnterEmbedding(group, held))
+    module.register_forward_hook(LeaveEmbedding(group))
+
+
+class VocabularyLoss:
+    """Hugging Face's loss of a causal model, from logits of this member's part of the vocabulary.
+
+    Two numbers for each token are added up over members; logits of the whole vocabulary never exist.
+    """
+
+    def __init__(self, group: AxisGroup) -> None:
+        self._group = group
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """As `transformers.loss.loss_utils.ForCausalLMLoss`.
+
+        Args:
+            logits: [B, S, V / members].
+            labels: [B, S], not shifted.
+            num_items_in_batch: what the sum over tokens is divided by; None is how many count here.
+            shift_labels: [B, S], shifted, instead of ``labels``.
+        """
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
+        wanted = shift_labels.reshape(-1).to(logits.device)
+        each = _CrossEntropy.apply(logits.flatten(0, -2), wanted, self._group)
+        counts = wanted != ignore_index
+        total = each.masked_fill(~counts, 0.0).sum()
+        if num_items_in_batch is None:
+            return total / counts.sum()
+        return total / torch.as_tensor(num_items_in_batch, device=total.device)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Cross-entropy of each row; the gradient that comes in is the same on all members."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, wanted: Tensor, group: AxisGroup) -> Tensor:
+        held = logits.shape[-1]
+        scores = logits.float()
+        largest = group.maximum(scores.amax(-1)).wait()
+        scores = scores - largest.unsqueeze(-1)
+        local = wanted - group.index * held
+        absent = (local < 0) | (local >= held)
+        local = local.masked_fill(absent, 0).unsqueeze(-1)
+        own = scores.gather(-1, local).squeeze(-1).masked_fill(absent, 0.0)
+        likely = scores.exp_()
+        both = group.all_reduce(torch.stack([likely.sum(-1), own])).wait()
+        ctx.save_for_backward(likely.div_(both[0].unsqueeze(-1)), local, absent)
+        ctx.dtype = logits.dtype
+        return both[0].log() - both[1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        likely, local, absent = ctx.saved_tensors
+        gradient = likely.scatter_add(-1, local, absent.float().sub(1.0).unsqueeze(-1))
+        return gradient.mul_(gradients[0].unsqueeze(-1)).to(ctx.dtype), None, None
