@@ -38,6 +38,7 @@ class SmallPart(SmallStage):
         super().__init__(2)
         self.index, self.prefix = index, f"part{index}."
         self.tied = frozenset([TIED]) if tied else frozenset()
+        self.cuts: dict = {}
         self.register_buffer("seen", torch.zeros(3))
 
     @property
@@ -84,7 +85,7 @@ class SmallEngine:
             named_global_parameters=part.named_global_parameters,
             placement=SimpleNamespace(rank_stages=tuple((stage,) for stage in range(stages))),
         )
-        replicas = [self.layout.replicas_of(stage) for stage in range(stages)]
+        replicas = [self.layout.lines_of(stage) for stage in range(stages)]
         self.replicas = self._join(replicas)
         pipelines = self._join(zip(*replicas, strict=True))
         together = [(part.embed.weight, pipelines)] if part.tied else []

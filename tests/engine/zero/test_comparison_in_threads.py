@@ -21,7 +21,7 @@ def compared(made, every=EVERY):
         made.basic_optimizer,
         every=every,
         replica=made.replica,
-        replicas=made.layout.replicas_of(made.pipe_rank),
+        replicas=made.layout.lines_of(made.pipe_rank),
         group=made.replicas,
     )
     made.before_update.append(lambda: comparison.before_update(made.global_steps + 1))
