@@ -108,6 +108,7 @@ class Agent:
         self._said: dict[int, RankEnd] = {}
         self._phases: list[Any] = []
         self._ended = asyncio.Event()
+        self._replaced = False
         self._changed = asyncio.Event()
         self._writer = Writer()
         self._matches = LogMatches()
@@ -116,7 +117,7 @@ class Agent:
         self._guarding: asyncio.subprocess.Process | None = None
         self._page = page_path(Path(order.run_folder), order.host)
         self._memory = self._page.with_name(f"{self._page.name}.memory{order.launch}")
-        self._parking = Parking(self._page.with_name(f"{self._page.name}.agent"), self._changed.set)
+        self._parking = Parking(self._page.with_name(f"{self._page.name}.agent{order.generation}"), self._changed.set)
 
     async def run(self) -> int:
         """Serve the driver until it ends this agent, or has been away for too long."""
@@ -147,9 +148,10 @@ class Agent:
         await self._client.close()
         self._ranks.close()
         self._parking.close()
-        shutil.rmtree(self._memory, ignore_errors=True)
-        for file in (self._page, *self._errors()):
-            file.unlink(missing_ok=True)
+        if not self._replaced:  # else they are its successor's
+            shutil.rmtree(self._memory, ignore_errors=True)
+            for file in (self._page, *self._errors()):
+                file.unlink(missing_ok=True)
         self._writer.close()
         for task in done:
             task.result()
@@ -164,6 +166,7 @@ class Agent:
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message.get("end"):
+            self._replaced = bool(message.get("replaced"))
             self._ended.set()
         elif message["attempt"] >= self._wanted["attempt"]:
             self._wanted = message

@@ -130,6 +130,7 @@ class Driver:
             effects=self,
             target=self._spec.target,
             link_deadline_s=self._config.comm.deadline_s,
+            sites=[site.hosts for site in self._config.cluster.sites],
             past=self._journal.past,
         )
         if attach and self.job.stage is Stage.ended:

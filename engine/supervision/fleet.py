@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,10 +51,23 @@ class Fleet:
     """
 
     def __init__(
-        self, start_agent: Callable[[str, int], None], record: Callable[..., None], say: Callable[[str], None]
+        self,
+        start_agent: Callable[[str, int], None],
+        record: Callable[..., None],
+        say: Callable[[str], None],
+        *,
+        sites: Sequence[Collection[str]] = (),
+        link_s: float = 0.0,
     ) -> None:
-        """No host yet."""
+        """No host yet.
+
+        Args:
+            sites: the hosts of each; empty where there is one.
+            link_s: seconds that a link between sites may be silent, for links heal by themselves.
+        """
         self._start_agent, self._record, self._say = start_agent, record, say
+        self._sites = sites if len(sites) > 1 else ()
+        self._link_s = link_s
         self.hosts: dict[str, Host] = {}
         self.away: dict[str, str] = {}
         self._unreachable: dict[str, float] = {}
@@ -104,16 +117,40 @@ class Fleet:
         for host in self.hosts.values():
             host.heard = host.since = now
 
-    def lost(self, names: Iterable[str], silence_s: float, now: float) -> tuple[str, str, str] | None:
-        """The first host that has no agent any more: agent or host, its name, and the evidence."""
+    def lost(
+        self, names: Collection[str], silence_s: float, now: float, *, patient: bool = True
+    ) -> tuple[str, str, str] | None:
+        """The first host that has no agent any more: agent or host, its name, and the evidence.
+
+        Args:
+            patient: whether a site of which nobody is heard has the time that links have.
+        """
         for name in names:
             host = self.hosts[name]
             if not host.connected and host.exited:
                 return "agent", name, "its agent has ended"
             silent_s = now - host.heard
             if silent_s > (CONNECT_S if host.attempt is None else silence_s):
-                return "host", name, f"no sign of its agent for {silent_s:.1f} s"
+                alone = f"no sign of its agent for {silent_s:.1f} s"
+                site = self._silent_site(name, names, silence_s, now)
+                if not site:
+                    return "host", name, alone
+                if silent_s > self._link_s or not patient:
+                    return "host", name, f"{alone}, nor of any of its site: {', '.join(site)}"
         return None
+
+    def silent_sites(self, names: Collection[str], silence_s: float, now: float) -> set[tuple[str, ...]]:
+        """Sites of which nobody is heard: whether they or the links to them have failed cannot be told from here."""
+        found = {self._silent_site(name, names, silence_s, now) for name in names}
+        return found - {()}
+
+    def _silent_site(self, name: str, names: Collection[str], silence_s: float, now: float) -> tuple[str, ...]:
+        """The hosts of a host's site, if it is silent and they are about to be; else none."""
+        hosts = next((site for site in self._sites if name in site), ())
+        used = [self.hosts[host] for host in names if host in hosts]
+        if any(host.exited or now - host.heard <= silence_s / 2 for host in used):
+            return ()
+        return tuple(hosts) if now - self.hosts[name].heard > silence_s else ()
 
     def is_out_of_touch(self, names: Iterable[str], limit: float) -> bool:
         """Whether a host has no connection, or has not been heard of since ``limit``."""

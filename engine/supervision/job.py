@@ -63,6 +63,7 @@ class Job:
         effects: Effects,
         target: str,
         link_deadline_s: float = CommConfig.deadline_s,
+        sites: Sequence[Collection[str]] = (),
         past: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Nothing happens before `launch` or `attach`.
@@ -71,12 +72,20 @@ class Job:
             layouts: from the attempt's number, the hosts that are away and the ranks by host of the attempt before.
             target: ``module:function`` that a rank runs.
             link_deadline_s: seconds that a transfer between sites may stand still.
+            sites: the hosts of each.
             past: the journal so far.
         """
         self._settings, self._layouts, self._effects, self._target = settings, layouts, effects, target
         self._link_deadline_s = link_deadline_s
         self._deadlines = Deadlines(least_s=settings.least_deadline_s, setup_s=settings.setup_deadline_s)
-        self.fleet = Fleet(effects.start_agent, effects.record, effects.say)
+        self.fleet = Fleet(
+            effects.start_agent,
+            effects.record,
+            effects.say,
+            sites=sites,
+            link_s=max(link_deadline_s, settings.silence_s),
+        )
+        self._silent: set[tuple[str, ...]] = set()
         self.stage = Stage.starting
         self.attempt = 0
         self.code: int | None = None
@@ -215,7 +224,8 @@ class Job:
         """An agent has a connection, for the first time or again."""
         host = self.fleet.newest(name, generation)
         if host is None or self.stage is Stage.ended:
-            self._effects.tell(name, generation, {"end": True})  # what is left of a host that was given up
+            # What is left of a host that was given up, where another agent may be by now.
+            self._effects.tell(name, generation, {"end": True, "replaced": host is None})
             return
         host.connected, host.heard = True, now
         self._assign(name)
@@ -319,7 +329,9 @@ class Job:
         lost = None
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
-            lost = self.fleet.lost(self._layout.slots, self._settings.silence_s, now)
+            # Where ranks have ended, links that heal would be of no use.
+            lost = self.fleet.lost(self._layout.slots, self._settings.silence_s, now, patient=not self._ends)
+            self._alert_of_silence(now)
         if lost is not None:
             kind, name, evidence = lost
             return Fault(kind, {"host": name}, evidence, step_under_way(self._watch), now - self._watch.still_since)
@@ -328,6 +340,16 @@ class Job:
         if verdict is None:
             return None
         return Fault(verdict.kind, verdict.culprit, verdict.evidence, verdict.step, verdict.seconds)
+
+    def _alert_of_silence(self, now: float) -> None:
+        silent = self.fleet.silent_sites(self._layout.slots, self._settings.silence_s, now)
+        for site in silent - self._silent:
+            text = f"no sign of {', '.join(site)}: their site, or the links to it; links have comm.deadline_s to heal"
+            self._effects.record(
+                "alert", attempt=self.attempt, kind="silent_site", culprit={"hosts": list(site)}, evidence=text
+            )
+            self._effects.say(f"silent_site: {text}")
+        self._silent = silent
 
     def _may_be_a_host(self, now: float) -> bool:
         """Whether ranks have lost peers, and a host is out of touch that may have ended with its own."""

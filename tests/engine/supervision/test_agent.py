@@ -152,6 +152,23 @@ def test_ranks_get_their_environment_and_their_ends_are_told(tmp_path):
     scenario(tmp_path, play)
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_agent_that_has_been_replaced_leaves_its_successor_what_is_in_memory(tmp_path, replaced):
+    """As after a cut in which the driver has given it up, and started another on the same host."""
+
+    async def play(bed):
+        bed.want(1, [4], "exit0")
+        await until(lambda: bed.codes(1) == {4: 0})
+        page = page_path(tmp_path, bed.order.host)
+        memory = page.with_name(f"{page.name}.memory{bed.order.launch}")
+        memory.mkdir(exist_ok=True)
+        bed.server.send(bed.order.peer, {"end": True, "replaced": replaced})
+        await until(lambda: bed.agent.poll() is not None)
+        assert page.exists() == memory.exists() == replaced
+
+    scenario(tmp_path, play)
+
+
 def test_another_attempt_begins_when_the_ranks_of_the_last_have_ended(tmp_path):
     async def play(bed):
         bed.want(1, [0, 1], "wait")

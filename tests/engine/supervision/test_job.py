@@ -23,7 +23,7 @@ HOSTS = {"a": 2, "b": 2}
 class World:
     """Hosts with agents that obey, a journal, and a clock."""
 
-    def __init__(self, hosts=HOSTS, past=(), **settings):
+    def __init__(self, hosts=HOSTS, past=(), sites=(), **settings):
         self.now = 100.0
         self.journal = list(past)
         self.started = []
@@ -36,7 +36,12 @@ class World:
         self.job_rows = None
         self.places = {}
         self.job = Job(
-            settings=SuperviseConfig(**settings), layouts=self.layouts, effects=self, target="m:f", past=past
+            settings=SuperviseConfig(**settings),
+            layouts=self.layouts,
+            effects=self,
+            target="m:f",
+            past=past,
+            sites=sites,
         )
 
     def layouts(self, attempt, away, before):
@@ -382,6 +387,35 @@ def test_a_silent_host_is_a_fault_of_that_host():
     assert world.started[-1] == ("b", 2), "another agent is tried"
 
 
+FOUR = {"a": 1, "b": 1, "c": 1, "d": 1}
+SITES = (["a", "b"], ["c", "d"])
+
+
+def test_a_site_of_which_nobody_is_heard_has_the_time_that_links_have():
+    """A cut of some seconds between sites ends nothing; an alert tells of it."""
+    world = World(FOUR, sites=SITES, silence_s=5.0)
+    world.train()
+    world.pass_time(25.0, "a", "b")
+    assert not world.events("fault")
+    (alert,) = world.events("alert")
+    assert alert["kind"] == "silent_site" and alert["culprit"] == {"hosts": ["c", "d"]}
+    world.pass_time(10.0, "a", "b", "c", "d")
+    assert not world.events("fault") and world.job.attempt == 1
+    world.pass_time(6.0, "a", "b")
+    assert len(world.events("alert")) == 2
+    world.pass_time(26.0, "a", "b")
+    (fault,) = world.events("fault")
+    assert fault["kind"] == "host" and fault["culprit"] == {"host": "c"} and "c, d" in fault["evidence"]
+
+
+def test_one_silent_host_of_a_site_is_no_matter_of_links():
+    world = World(FOUR, sites=SITES, silence_s=5.0)
+    world.train()
+    world.pass_time(6.0, "a", "b", "d")
+    (fault,) = world.events("fault")
+    assert fault["culprit"] == {"host": "c"} and not world.events("alert")
+
+
 def test_a_host_on_which_no_agent_starts_again_is_left_out():
     world = World()
     world.train()
@@ -429,13 +463,13 @@ def test_an_agent_of_an_earlier_generation_is_ended():
     world.job.on_lost("b", 1)
     world.job.tick(world.now)
     world.job.on_connected("b", 1, world.now)
-    assert world.told["b", 1] == {"end": True}
+    assert world.told["b", 1] == {"end": True, "replaced": True}
     heard = world.job.fleet.hosts["b"].heard
     world.now += 1
     world.job.on_report("b", 1, {}, world.now)
     assert world.job.fleet.hosts["b"].heard == heard
     world.job.on_connected("stranger", 5, world.now)
-    assert world.told["stranger", 5] == {"end": True}
+    assert world.told["stranger", 5] == {"end": True, "replaced": True}
 
 
 def test_a_driver_that_is_started_again_goes_on_where_the_journal_ends():

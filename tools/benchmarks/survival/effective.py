@@ -131,6 +131,8 @@ def measure(
     reference = Undisturbed(folder / "undisturbed", settings, stages=4)
     try:
         found.difference = difference(losses, reference.losses(found.steps))
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
     finally:
         reference.close()
     return found

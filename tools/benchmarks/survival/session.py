@@ -199,10 +199,10 @@ def _see_no_restart(run: SupervisedRun, fault: Fault, done: Inflicted, since_s: 
     outcome.lost = 0 if not named else None
 
 
-def _see_restart(run: SupervisedRun, done: Inflicted, since_s: float, outcome: Survival) -> int:
+def _see_restart(run: SupervisedRun, done: Inflicted, looked_s: float, outcome: Survival) -> int:
     """Somebody is to be blamed, and training to go on; the last step that had ended before it went back."""
     assert done.blamed is not None
-    (named, *_) = run.wait_for(lambda: run.events("fault", since=since_s), "a culprit")
+    (named, *_) = run.wait_for(lambda: run.events("fault", since=looked_s), "a culprit")
     reached = run.step
     first = run.events("attempt")[0]
     outcome.right = is_right(
@@ -211,12 +211,20 @@ def _see_restart(run: SupervisedRun, done: Inflicted, since_s: float, outcome: S
         {int(rank): host for rank, host in first["ranks"].items()},
     )
     outcome.culprit = _text(named)
-    outcome.named_s = max(0.0, named["at"] - done.at_s)
+    told = [event["at"] for event in run.events("alert", since=looked_s) if _tells(event, done.blamed)]
+    outcome.named_s = max(0.0, min([named["at"], *told]) - done.at_s)
     since_s = max(named["at"], done.healed_s)
     (good, *_) = run.wait_for(lambda: run.events("good_step", since=since_s), "the next good step", timeout_s=_LONG_S)
     outcome.next_step_s = good["at"] - max(done.at_s, done.healed_s)
     outcome.lost = max(0, reached - good["step"] + 1)
     return reached
+
+
+def _tells(alert: Mapping, blamed: Mapping) -> bool:
+    """Whether an alert names the site or the line before it is a fault: links have time to heal."""
+    site = blamed.get("site") or blamed.get("between", ("", "-"))[1]
+    hosts = alert["culprit"].get("hosts", ())
+    return bool(hosts) and all(host.startswith(site) for host in hosts)
 
 
 def _grown(run: SupervisedRun, since_s: float) -> float:
