@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weft.pipeline.planner.cluster import Cluster
 from weft.pipeline.planner.layout import Shape
-from weft.pipeline.planner.request import Request
+from weft.pipeline.planner.request import Objective, Request
 from weft.pipeline.planner.shapes import room
 
 
@@ -25,6 +25,7 @@ class _Partial:
     stages: tuple[int, ...]
     flops_per_s: float
     link_s: float
+    price: float
 
 
 def routes(cluster: Cluster, shape: Shape, request: Request, *, most: int) -> tuple[list[Route], bool]:
@@ -35,20 +36,29 @@ def routes(cluster: Cluster, shape: Shape, request: Request, *, most: int) -> tu
     far as ``most`` go at a time. Of sites that are alike in all, one order stands for the others.
     """
     caps = room(cluster, shape.gpus_per_rank, shape.replicas)
-    alike = _alike(cluster, caps, request)
+    kinds = _kinds(cluster, caps, request)
+    alike = _alike(cluster, kinds)
     found: list[Route] = []
     complete = True
     level = [
-        _Partial((site,), (held := min(cap, shape.num_stages),), held * cluster.sites[site].gpu.flops_per_s, 0.0)
+        _Partial(
+            (site,),
+            (held := min(cap, shape.num_stages),),
+            held * cluster.sites[site].gpu.flops_per_s,
+            0.0,
+            held * cluster.sites[site].price,
+        )
         for site, cap in enumerate(caps)
         if cap and (not request.home or site in request.home)
     ]
     while level:
-        level, seen = sorted(level, key=lambda one: (-one.flops_per_s, one.link_s)), set()
+        level, seen = sorted(level, key=lambda one: (-one.flops_per_s, one.link_s, one.price)), set()
         following: list[_Partial] = []
         kept = 0
         for one in level:
-            name = tuple(alike[site] for site in one.sites)
+            whole = sum(one.stages) == shape.num_stages
+            alone = whole and len(one.sites) == 1  # then links do not matter
+            name = ("alone", kinds[one.sites[0]]) if alone else tuple(alike[site] for site in one.sites)
             if name in seen:
                 continue
             seen.add(name)
@@ -56,7 +66,7 @@ def routes(cluster: Cluster, shape: Shape, request: Request, *, most: int) -> tu
                 complete = False
                 break
             kept += 1
-            if sum(one.stages) == shape.num_stages:
+            if whole:
                 if not request.home or one.sites[-1] in request.home:
                     found.append(Route(one.sites, one.stages))
                 continue
@@ -76,16 +86,29 @@ def _longer(cluster: Cluster, one: _Partial, caps: list[int], shape: Shape) -> l
             seconds = link.latency_s + 1e9 / min(link.bandwidth_bps, link.pair_bps)
             held = min(cap, left)
             speed = one.flops_per_s + held * cluster.sites[site].gpu.flops_per_s
-            longer.append(_Partial((*one.sites, site), (*one.stages, held), speed, one.link_s + seconds))
+            price = one.price + held * cluster.sites[site].price
+            longer.append(_Partial((*one.sites, site), (*one.stages, held), speed, one.link_s + seconds, price))
     return longer
 
 
-def _alike(cluster: Cluster, caps: list[int], request: Request) -> list[Hashable]:
-    """By site, what stands for it: itself, or all that it shares if sites of a kind also have the same links."""
-    kinds: list[Hashable] = [
-        (site.gpu.name, site.gpus_per_host, site.price, site.network_bps, caps[number], number in request.home)
+def _kinds(cluster: Cluster, caps: list[int], request: Request) -> list[Hashable]:
+    """By site, all that a route through it depends on but links; prices only where money counts."""
+    money = request.objective is Objective.cost or request.max_cost_per_hour
+    return [
+        (
+            site.gpu.name,
+            site.gpus_per_host,
+            site.network_bps,
+            caps[number],
+            number in request.home,
+            site.price if money else 0.0,
+        )
         for number, site in enumerate(cluster.sites)
     ]
+
+
+def _alike(cluster: Cluster, kinds: list[Hashable]) -> list[Hashable]:
+    """By site, what stands for it: its kind if sites of a kind also have the same links, else itself."""
     links: dict[Hashable, Hashable] = {}
     for here in range(len(kinds)):
         for there in range(here):

@@ -122,7 +122,7 @@ def _alone(cluster: Cluster, work: ModelWork, request: Request, found: list[Pred
     if request.max_sites == 1 or any(len(one.layout.sites) == 1 for one in found):
         return []
     try:
-        return [plan(cluster, work, replace(request, max_sites=1, effort=request.effort // 8)).best]
+        return [plan(cluster, work, replace(request, max_sites=1, effort=request.effort // 2)).best]
     except ValueError:
         return []
 

@@ -170,3 +170,10 @@ def test_shared_experts_leave_the_optimizer_as_large_as_it_is():
     alone, shared = (estimates.states(held, 8, replace(shape, expert=expert)).zero for expert in (1, 4))
     assert shared.weights == pytest.approx(alone.weights * 0.4)
     assert shared.optimizer == pytest.approx(alone.optimizer)
+
+
+def test_of_equal_sites_the_cheaper_is_taken():
+    some = cluster(site("dear", price=3.0), site("cheap", price=1.0), bandwidth_bps=1e7, latency_s=0.1)
+    for objective in Objective:
+        found = plan(some, model(), replace(REQUEST, objective=objective))
+        assert found.alone.layout.sites == (1,)
