@@ -122,6 +122,10 @@ class SharedSender:
         self._last = self._writer.submit(self._write, tag, tensor)
         return SharedSend(tensor, self._last)
 
+    def interrupt(self) -> None:
+        """Have both ends' waits fail, from any thread."""
+        _interrupt(self._control)
+
     def close(self) -> None:
         """Close the socket; tensors that were sent can still be received."""
         self._writer.shutdown()
@@ -192,6 +196,10 @@ class SharedReceiver:
         self._expected.append(handle)
         return handle
 
+    def interrupt(self) -> None:
+        """Have both ends' waits fail, from any thread."""
+        _interrupt(self._control)
+
     def close(self) -> None:
         """Close the socket."""
         self._control.close()
@@ -258,6 +266,11 @@ class SharedReceive:
     def ended(self) -> bool:
         """Whether `wait` is known to return immediately."""
         return self.tensor is not None
+
+
+def _interrupt(control: socket.socket) -> None:
+    with suppress(OSError):  # it is closed, or its other end is
+        control.shutdown(socket.SHUT_RDWR)
 
 
 def _error_text(link: str, what: str, timeout_s: float, error: OSError) -> str:

@@ -43,6 +43,16 @@ class RunLock:
         """Release the folder for another run."""
         os.close(self._file)
 
+    @staticmethod
+    def holder(folder: Path) -> int | None:
+        """The process that locked the folder last, if it did so on this host; it may have ended since."""
+        try:
+            words = (folder / NAME).read_text(errors="replace")[:200].split()
+        except OSError:
+            return None
+        known = len(words) == 4 and words[1].isdecimal() and words[3] == socket.gethostname()
+        return int(words[1]) if known else None
+
     @classmethod
     def check(cls, folder: Path) -> None:
         """Check whether the folder could be locked now; raises as the constructor does."""

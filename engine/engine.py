@@ -430,6 +430,12 @@ class WeftEngine(CheckpointingEngine):
         close_groups(self.groups)
         self.groups = ()
 
+    def interrupt(self) -> None:
+        """Have this rank's waits for its neighbours fail, from any thread; `abandon` has to follow."""
+        if self.wan is not None:
+            self.wan.abandon()
+        self._neighbours.interrupt()
+
     def abandon(self) -> None:
         """Give back what the engine holds with nothing said to other ranks, some of which have ended.
 

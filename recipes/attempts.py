@@ -4,24 +4,46 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from time import monotonic
 
 import torch.distributed as dist
 
 from weft.comm.eager_connect import on_host
+from weft.comm.sites.joining import interrupt_groups
 from weft.engine.distributed import attempt_number, leave_distributed, lost_peer
 from weft.engine.kept import KEPT
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.supervision.parking import AgentLink
 
-Once = Callable[[Sequence[str], ExitStack], int]
+
+class Held(ExitStack):
+    """What an attempt holds, to be given back at its end.
+
+    Attributes:
+        interrupt: has this rank's waits for other ranks fail, from any thread.
+    """
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        super().__init__()
+        self.interrupt: Callable[[], None] = _nothing
+
+
+def _nothing() -> None:
+    """An attempt that waits for nobody, or is over."""
+
+
+Once = Callable[[Sequence[str], Held], int]
 """Runs one attempt, from its arguments to its exit code; what it holds goes onto the stack, to be given back."""
+log = logging.getLogger(__name__)
 _OWN = ("weft", "rank ")
 """How the names of Weft's threads begin; libraries keep theirs."""
 JOIN_S = 0.05
@@ -41,12 +63,13 @@ def run_attempts(argv: Sequence[str], once: Once) -> int:
     """
     agent = AgentLink.from_environment(os.environ)
     if agent is None:
-        return once(argv, ExitStack())  # never unwound: the process ends, and with it all that it holds
+        return once(argv, Held())  # never unwound: the process ends, and with it all that it holds
     first, threads = dict(os.environ), set(threading.enumerate())
     KEPT.keeps = True
     while True:
-        agent.begin(attempt_number(), _leave)
-        ended = _attempt(agent, argv, once)
+        held = Held()
+        agent.begin(attempt_number(), partial(_leave, held))
+        ended = _attempt(agent, argv, once, held)
         if isinstance(ended, int):
             return ended
         if not _threads_ended(threads):
@@ -62,13 +85,13 @@ def run_attempts(argv: Sequence[str], once: Once) -> int:
         argv = assignment.arguments
 
 
-def _attempt(agent: AgentLink, argv: Sequence[str], once: Once) -> int | str:
+def _attempt(agent: AgentLink, argv: Sequence[str], once: Once, held: Held) -> int | str:
     """The exit code of an attempt; or why it has ended before it was done, with all of it given back.
 
     Raises:
         Exception: a fault of this rank.
     """
-    with ExitStack() as held:
+    with held:
         try:
             code = once(argv, held)
             held.pop_all()
@@ -80,6 +103,7 @@ def _attempt(agent: AgentLink, argv: Sequence[str], once: Once) -> int | str:
                 held.pop_all()
                 raise
             faulthandler.cancel_dump_traceback_later()
+            held.interrupt = _nothing  # it would hold the engine
             agent.tell_leaving()
             print(f"\nweft train: {lost or 'asked to leave'}", file=sys.stderr)
             reason = lost or str(error)
@@ -112,15 +136,21 @@ def _threads_ended(others: set[threading.Thread]) -> bool:
         left[0].join(JOIN_S)
 
 
-def _leave() -> None:
+def _leave(held: Held) -> None:
     """Have whatever waits for other ranks fail: on a thread, when the agent asks this rank to leave.
 
     One that does not get away says where it stands before its agent ends it.
 
     gloo needs none of it: the connections of ranks that have left or ended are closed, so what waits for
-    them fails. A rank that waits for one that does not leave is killed by its agent.
+    them fails. But a transfer between sites would wait until it is sure that the other end has gone, and
+    others for the rank that waits. A rank that waits for one that does not leave is killed by its agent.
     """
     faulthandler.dump_traceback_later(STUCK_S)
+    try:
+        held.interrupt()
+        interrupt_groups()
+    except Exception:  # the thread goes on to hear the agent
+        log.exception("leaving an attempt")
     if dist.is_initialized() and not on_host():
         for group in list(dist.distributed_c10d._world.pg_map):  # torch 2.11 to 2.13
             group.abort()

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from math import ceil
@@ -47,7 +47,7 @@ from weft.engine.planning.plan_file import plan_to_json
 from weft.engine.stages import check_flash_packing, load_hf_config, refuse_packing, self_check
 from weft.engine.supervision.places import Phase
 from weft.engine.zero import NonFiniteError, ReplicasDiffer
-from weft.recipes.attempts import run_attempts
+from weft.recipes.attempts import Held, run_attempts
 from weft.recipes.evaluations import Evaluations
 from weft.recipes.failures import reported
 from weft.recipes.finish import finish, print_once
@@ -61,7 +61,7 @@ SKIPS = 3
 """``supervise.max_skips`` of a supervised run that does not set it."""
 
 
-def main(argv: Sequence[str], held: ExitStack | None = None) -> int:
+def main(argv: Sequence[str], held: Held | None = None) -> int:
     """Run ``[--config-file FILE] [recipe=NAME] [key=value ...]`` on this rank; returns the exit code.
 
     Args:
@@ -89,7 +89,7 @@ def main(argv: Sequence[str], held: ExitStack | None = None) -> int:
     return 0
 
 
-def train(config: WeftConfig, heartbeat: Heartbeat | None = None, held: ExitStack | None = None) -> WeftEngine:
+def train(config: WeftConfig, heartbeat: Heartbeat | None = None, held: Held | None = None) -> WeftEngine:
     """Run the training that ``config`` describes on this rank, to its end; a collective call.
 
     Args:
@@ -100,7 +100,7 @@ def train(config: WeftConfig, heartbeat: Heartbeat | None = None, held: ExitStac
     Raises:
         ValueError: bad input, with the same message on every rank.
     """
-    heartbeat, held = heartbeat or Heartbeat(), held or ExitStack()
+    heartbeat, held = heartbeat or Heartbeat(), held or Held()
     heartbeat.enter(Phase.setup)
     join(config)
     SET_UP.done("join")
@@ -126,6 +126,7 @@ def train(config: WeftConfig, heartbeat: Heartbeat | None = None, held: ExitStac
     config = _with_skips(config)
     engine, *_ = initialize(config=replace(config, model=replace(config.model, self_check=False)))
     held.callback(engine.abandon)
+    held.interrupt = engine.interrupt
     engine.tell(heartbeat)
     together(lambda: _write_plan(engine, folder / "plan.json") if engine.global_rank == 0 else None)
     check_folder(engine, folder / "checkpoints", keep=config.checkpoint.keep + config.checkpoint.load_best_model_at_end)

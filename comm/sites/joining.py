@@ -43,6 +43,12 @@ def leave() -> None:
         dist.distributed_c10d._get_default_group().links.close()
 
 
+def interrupt_groups() -> None:
+    """Have what groups over several sites wait for fail, from any thread; they are of no use afterwards."""
+    if dist.is_initialized() and spans_sites():
+        dist.distributed_c10d._get_default_group().links.close(linger_s=0.0)
+
+
 def in_host_memory(backend: str) -> str:
     """The backend for groups of tensors in host memory, in a job whose backend is ``backend``."""
     return backend_of("gloo") if backend in (GLOO, NCCL) else "gloo"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.channel import Receiver, Sender
-from weft.comm.shared_channel import share
+from weft.comm.shared_channel import SharedReceiver, SharedSender, share
 from weft.comm.torch_channel import connect
 from weft.comm.wan.network import WanNetwork
 from weft.comm.wan.probe import LinkProfile
@@ -75,6 +75,12 @@ class Neighbours:
             {layout.position(here).stage: end for (here, there), end in channels.items() if there == me},
             own,
         )
+
+    def interrupt(self) -> None:
+        """Have waits for ranks of this host fail, from any thread; the channels are of no use afterwards."""
+        for end in self._own:
+            if isinstance(end, SharedSender | SharedReceiver):
+                end.interrupt()
 
     def close(self) -> None:
         """Give back what these channels hold; process groups end with the job."""

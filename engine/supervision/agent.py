@@ -7,7 +7,6 @@ that hears the same twice does nothing twice, and one that comes back after a cu
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import shutil
@@ -22,9 +21,11 @@ from time import monotonic, monotonic_ns
 from typing import Any
 
 from weft.comm.control import ControlClient
-from weft.conf.processes import process_state
+from weft.conf.processes import STOPPED, process_state
+from weft.conf.run_lock import RunLock
 from weft.engine.supervision.examination import examine
 from weft.engine.supervision.faults import ERROR_FILE, OomKills, RankEnd, classify, read_report
+from weft.engine.supervision.leftovers import Ownership, page_path, remove_leftovers
 from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.output import Output, Writer
 from weft.engine.supervision.parking import AGENT, Assignment, Parking
@@ -110,6 +111,7 @@ class Agent:
         self._ended = asyncio.Event()
         self._replaced = False
         self._changed = asyncio.Event()
+        self._told = set[str]()
         self._writer = Writer()
         self._matches = LogMatches()
         self._vitals: dict[str, Any] = {}
@@ -122,6 +124,8 @@ class Agent:
     async def run(self) -> int:
         """Serve the driver until it ends this agent, or has been away for too long."""
         make_page(self._page, self._order.slots)
+        self._owned = Ownership(self._page)
+        remove_leftovers(self._page.parent, self._page.name)
         for left in set(self._page.parent.glob(f"{self._page.name}.memory*")) - {self._memory}:
             shutil.rmtree(left, ignore_errors=True)
         self._places = PlaceReader(self._page)
@@ -152,6 +156,7 @@ class Agent:
             shutil.rmtree(self._memory, ignore_errors=True)
             for file in (self._page, *self._errors()):
                 file.unlink(missing_ok=True)
+        self._owned.release()
         self._writer.close()
         for task in done:
             task.result()
@@ -260,6 +265,7 @@ class Agent:
             regular = monotonic() >= due
             if regular:
                 due = monotonic() + self._order.heartbeat_s
+                self._owned.renew()
                 self._vitals = host_vitals(Path(self._order.run_folder), self._matches)
             if regular or phases != self._phases:
                 self._phases = phases
@@ -324,20 +330,30 @@ class Agent:
             if self._guarding is not None and self._guarding.returncode is not None:
                 self._guarding = None  # it could not have the run, because another driver has it
                 await asyncio.sleep(_GUARD_S)
+            elif away_s > _GUARD_S and (stopped := self._stopped_driver()):
+                self._say_once(
+                    f"the driver (process {stopped}) is stopped by a signal; kill -CONT {stopped} has it go on, "
+                    f"kill -KILL {stopped} has another take over; the ranks go on for {self._order.orphan_s:.0f} s"
+                )
             elif away_s > _GUARD_S and self._order.driver and self._guarding is None:
                 self._guarding = await asyncio.create_subprocess_exec(
                     *self._order.driver, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
                 )
 
+    def _stopped_driver(self) -> int | None:
+        """The driver's process, if it is on this machine and a signal has stopped it; it holds the run's lock."""
+        holder = RunLock.holder(Path(self._order.run_folder) / "supervisor")
+        state = None if holder is None else process_state(holder)
+        return holder if state is not None and state.state in STOPPED else None
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            print(f"weft: {text}", file=sys.stderr, flush=True)
+
 
 async def _set(event: asyncio.Event) -> None:
     await event.wait()
-
-
-def page_path(run_folder: Path, host: str) -> Path:
-    """Where the places of a host's ranks lie, in shared memory of this user alone."""
-    name = hashlib.sha256(f"{run_folder.absolute()} {host}".encode()).hexdigest()[:16]
-    return Path("/dev/shm", f"weft-{os.getuid()}", f"places-{name}")
 
 
 if __name__ == "__main__":

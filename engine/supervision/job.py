@@ -30,6 +30,8 @@ LOOK_S = 0.2
 """Seconds between looks at all hosts: whether each has an agent that is heard of."""
 LINES = 5
 """Lines that a rank printed last, kept in the journal."""
+SLEPT_S = 3.0
+"""Seconds between two ticks after which this process itself has stood still."""
 HOSTS_S = 2.0
 """Seconds between looks at the deny-list, and at hosts that may have come back."""
 
@@ -89,6 +91,7 @@ class Job:
         self.stage = Stage.starting
         self.attempt = 0
         self.code: int | None = None
+        self._ticked: float | None = None
         self._layout = Layout({}, ("", 0), ())
         self._budget = Budget(settings)
         self._ends: dict[int, RankEnd] = {}
@@ -167,7 +170,8 @@ class Job:
         except ValueError as error:
             if reason == "start":
                 raise
-            self._effects.say(f"waiting for hosts: {str(error).splitlines()[0]}")
+            away = "".join(f"; {host}: {why}" for host, why in self.fleet.away.items())
+            self._effects.say(f"waiting for hosts: {str(error).splitlines()[-1]}{away}")
             self._resume_at = now + CONNECT_S
             return
         event = {
@@ -285,6 +289,9 @@ class Job:
 
     def tick(self, now: float) -> None:
         """Look for what has not happened in time; about ten times a second."""
+        if self._ticked is not None and now - self._ticked > SLEPT_S:
+            self.fleet.attach(now)  # this process was stopped: who was silent meanwhile was not heard
+        self._ticked = now
         if self.stage in (Stage.starting, Stage.running):
             fault = self._fault(now)
             if fault is not None:

@@ -17,7 +17,9 @@ import psutil
 import pytest
 
 from weft.comm.control import ControlServer
-from weft.engine.supervision.agent import AgentOrder, page_path
+from weft.conf.run_lock import RunLock
+from weft.engine.supervision.agent import AgentOrder
+from weft.engine.supervision.leftovers import page_path
 from weft.engine.supervision.report import HostReport
 
 LIMIT_S = 60.0
@@ -287,6 +289,28 @@ def test_the_agent_that_guards_the_driver_starts_it_again(tmp_path):
         await until(mark.exists)
 
     scenario(tmp_path, play, driver=["touch", str(mark)])
+
+
+HOLD = "import sys, time, weft.conf.run_lock as r, pathlib as p; r.RunLock(p.Path(sys.argv[1])); time.sleep(99)"
+
+
+def test_a_driver_that_is_stopped_is_told_and_none_takes_its_place(tmp_path):
+    mark, lock = tmp_path / "started", tmp_path / "supervisor"
+    driver = subprocess.Popen([sys.executable, "-c", HOLD, str(lock)])
+
+    async def play(bed):
+        await until(lambda: bed.reports and RunLock.holder(lock) == driver.pid)
+        driver.send_signal(signal.SIGSTOP)
+        await bed.server.close()
+        printed, _ = await asyncio.to_thread(bed.agent.communicate)
+        assert printed.count(b"is stopped by a signal; kill -CONT %d" % driver.pid) == 1
+        assert not mark.exists()
+
+    try:
+        scenario(tmp_path, play, driver=["touch", str(mark)], orphan_s=4.0)
+    finally:
+        driver.kill()
+        driver.wait()
 
 
 def test_an_agent_whose_imports_fail_says_so_and_ends(tmp_path):

@@ -416,6 +416,18 @@ def test_one_silent_host_of_a_site_is_no_matter_of_links():
     assert fault["culprit"] == {"host": "c"} and not world.events("alert")
 
 
+def test_a_driver_that_was_stopped_itself_blames_nobody_for_the_silence():
+    world = World(silence_s=5.0)
+    world.train()
+    world.pass_time(1.0, "a", "b")
+    world.now += 60.0
+    world.job.tick(world.now)
+    world.pass_time(4.0, "a")
+    assert not world.events("fault")
+    world.pass_time(2.0, "a")
+    assert world.events("fault")[0]["culprit"] == {"host": "b"}, "who stays silent is found later"
+
+
 def test_a_host_on_which_no_agent_starts_again_is_left_out():
     world = World()
     world.train()

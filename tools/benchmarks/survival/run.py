@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 
 from weft.conf import load
-from weft.engine.supervision.agent import page_path
 from weft.engine.supervision.driver import config_file
 from weft.engine.supervision.journal import NAME, read_journal
+from weft.engine.supervision.leftovers import page_path
 from weft.engine.supervision.places import PlaceReader, Reading
 from weft.tools.benchmarks.survival.hosts import HOSTS, NUM_RANKS, Hosts
 

@@ -1,0 +1,82 @@
+"""What a run keeps in its host's shared memory, whose it is, and what is left of runs whose agents were killed."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from time import time
+
+PREFIX = "places-"
+OLD_S = 1800.0
+"""Seconds after which what nobody owns is removed: a run whose agent has ended may start another until then."""
+
+
+def page_path(run_folder: Path, host: str) -> Path:
+    """Where the places of a host's ranks lie, in shared memory of this user alone; what goes with them begins so."""
+    name = hashlib.sha256(f"{run_folder.absolute()} {host}".encode()).hexdigest()[:16]
+    return Path("/dev/shm", f"weft-{os.getuid()}", f"{PREFIX}{name}")
+
+
+class Ownership:
+    """An agent's hold on its page; the kernel lets go however the agent ends."""
+
+    def __init__(self, page: Path) -> None:
+        """Take a page that is there; another agent of the same host may have it still."""
+        self._page = page
+        self._file = os.open(page, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with suppress(BlockingIOError):
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def renew(self) -> None:
+        """Say that the page is in use; to be called now and then."""
+        with suppress(OSError):
+            os.utime(self._page)
+
+    def release(self) -> None:
+        """Let go."""
+        os.close(self._file)
+
+
+def remove_leftovers(folder: Path, own: str, *, now: float | None = None) -> list[str]:
+    """Remove what runs have left whose agents were killed, and that nobody has used for `OLD_S`.
+
+    Args:
+        folder: of this user, in shared memory.
+        own: name of the page that is not looked at.
+        now: time of day.
+
+    Returns:
+        The names of the pages that went, with all that begins as they do.
+    """
+    limit, gone = (time() if now is None else now) - OLD_S, []
+    for name in sorted({path.name.partition(".")[0] for path in folder.glob(f"{PREFIX}*")} - {own}):
+        parts = [path for path in folder.glob(f"{name}*") if path.name.partition(".")[0] == name]
+        with suppress(OSError):
+            if all(path.lstat().st_mtime < limit for path in parts) and not _is_owned(folder / name):
+                for path in parts:
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                gone.append(name)
+    return gone
+
+
+def _is_owned(page: Path) -> bool:
+    """Whether an agent holds a page.
+
+    Raises:
+        OSError: it cannot be opened, for another reason than that it is missing.
+    """
+    try:
+        file = os.open(page, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False

@@ -1,0 +1,72 @@
+"""What killed runs have left in shared memory goes, once nobody can want it; what is in use stays."""
+
+import os
+from time import time
+
+import pytest
+
+from weft.engine.supervision.leftovers import OLD_S, Ownership, remove_leftovers
+
+
+def leave(folder, name, age_s=2 * OLD_S):
+    """A page with what goes with it."""
+    (folder / f"{name}.memory3" / "memory-000001-a").mkdir(parents=True)
+    (folder / f"{name}.memory3" / "memory-000001-a" / "rank-00000.safetensors").write_text("x")
+    for path in (folder / name, folder / f"{name}.error0"):
+        path.write_text("x")
+    for path in folder.glob(f"{name}*"):
+        os.utime(path, (time() - age_s,) * 2)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "boards").mkdir()
+    os.utime(tmp_path / "boards", (0, 0))
+    return tmp_path
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_nobody_owns_goes(folder):
+    leave(folder, "places-dead")
+    leave(folder, "places-own")
+    (folder / "places-dead.agent").symlink_to("/nowhere")
+    os.utime(folder / "places-dead.agent", (0, 0), follow_symlinks=False)
+    assert remove_leftovers(folder, "places-own") == ["places-dead"]
+    assert names(folder) == ["boards", "places-own", "places-own.error0", "places-own.memory3"]
+
+
+def test_what_an_agent_holds_stays(folder):
+    leave(folder, "places-held")
+    held = Ownership(folder / "places-held")
+    os.utime(folder / "places-held", (0, 0))
+    assert remove_leftovers(folder, "places-own") == []
+    held.release()
+    assert remove_leftovers(folder, "places-own") == ["places-held"]
+
+
+def test_a_run_whose_agent_was_killed_has_time_to_start_another(folder):
+    leave(folder, "places-killed")
+    held = Ownership(folder / "places-killed")
+    held.renew()
+    held.release()
+    assert remove_leftovers(folder, "places-own") == []
+    assert remove_leftovers(folder, "places-own", now=time() + OLD_S + 1) == ["places-killed"]
+
+
+def test_one_part_that_is_in_use_keeps_them_all(folder):
+    leave(folder, "places-busy")
+    os.utime(folder / "places-busy.memory3")
+    leave(folder, "places-busyer")
+    assert remove_leftovers(folder, "places-own") == ["places-busyer"]
+
+
+def test_a_link_is_not_followed(folder, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    (other / "precious").write_text("x")
+    (folder / "places-odd.memory1").symlink_to(other)
+    os.utime(folder / "places-odd.memory1", (0, 0), follow_symlinks=False)
+    assert remove_leftovers(folder, "places-own") == ["places-odd"]
+    assert (other / "precious").exists()
