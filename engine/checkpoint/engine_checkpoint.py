@@ -22,6 +22,7 @@ from weft.engine.checkpoint.engine_state import (
     check_form,
     check_names,
     fragments,
+    needed,
     num_bytes_to_come,
     restore_local,
 )
@@ -42,6 +43,7 @@ from weft.engine.checkpoint.pieces import Piece
 from weft.engine.checkpoint.ranks import Ranks
 from weft.engine.checkpoint.reader import Checkpoint, open_checkpoint
 from weft.engine.checkpoint.shard_file import ShardEntry
+from weft.engine.checkpoint.shared_reading import Needed, among, read_once
 from weft.engine.checkpoint.stores import find_stores, store_of
 from weft.engine.checkpoint.trained import Trained
 from weft.engine.checkpoint.writer import save
@@ -116,7 +118,19 @@ def load_engine(engine: Trained, path: Path, wanted: Wanted = EVERYTHING) -> dic
     checkpoint = ranks.together(path, lambda: check_form(open_checkpoint(path)))
     if len(set(ranks.gather(checkpoint.manifest.name))) > 1:
         raise CheckpointError(f"{path}: ranks see different checkpoints of that name; copy one of them to all places")
+    _read_once(engine, checkpoint, ranks, wanted)
     return restore(engine, checkpoint, ranks, wanted)
+
+
+def _read_once(engine: Trained, checkpoint: Checkpoint, ranks: Ranks, wanted: Wanted) -> None:
+    """Have what several replicas need of storage read by one of them; a collective call, errors as of `restore`."""
+    if engine.num_replicas == 1:
+        return
+    members, tell = among(engine.module._grid.get_data_parallel_group(), engine.device)
+    pieces = ranks.together(
+        checkpoint.path, lambda: [Needed(*each) for each in needed(engine, fragments(engine), checkpoint, wanted)]
+    )
+    read_once(checkpoint, {each.key: each for each in pieces}, members, ranks, tell)
 
 
 def restore(engine: Trained, checkpoint: Checkpoint, ranks: Ranks, wanted: Wanted = EVERYTHING) -> dict[str, Any]:

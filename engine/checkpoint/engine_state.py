@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -18,7 +18,7 @@ from weft.engine.checkpoint.client_state import CLIENT
 from weft.engine.checkpoint.errors import CheckpointError
 from weft.engine.checkpoint.manifest import MANIFEST
 from weft.engine.checkpoint.optimizer_state import OPTIM, WEIGHT
-from weft.engine.checkpoint.pieces import Piece
+from weft.engine.checkpoint.pieces import Piece, StoredPiece
 from weft.engine.checkpoint.ranks import Ranks
 from weft.engine.checkpoint.reader import Checkpoint
 from weft.engine.checkpoint.shard_file import damaged
@@ -213,22 +213,27 @@ def check_form(checkpoint: Checkpoint) -> Checkpoint:
 
 def sources(engine: Trained, held: Iterable[Fragment], checkpoint: Checkpoint) -> set[str]:
     """Names of the files that this rank reads to restore everything."""
+    return {piece.file for piece, _ in needed(engine, held, checkpoint, EVERYTHING)}
+
+
+def needed(
+    engine: Trained, held: Iterable[Fragment], checkpoint: Checkpoint, wanted: Wanted
+) -> Iterator[tuple[StoredPiece, str]]:
+    """The pieces that this rank reads to restore what is wanted, with the name of their type; some more than once."""
     parts: dict[str, list[Fragment]] = {}
     for fragment in held:
         parts.setdefault(fragment.name, []).append(fragment)
     buffers, states = _buffers(engine), _random_states(engine)
-    files: set[str] = set()
     for name in checkpoint.names:
         kind, _, rest = name.partition("/")
         parameter = rest.partition("/")[2] if kind == OPTIM else rest
-        if kind in (WEIGHT, OPTIM):
+        if kind == WEIGHT or (kind == OPTIM and wanted.optimizer):
             for fragment in parts.get(parameter, ()):
                 part = checkpoint.shape(name) == tuple(fragment.parameter.shape)
                 span = (fragment.start, fragment.start + fragment.tensor.numel()) if part else (0, None)
-                files |= checkpoint.files(name, *span)
+                yield from checkpoint.pieces(name, *span)
         elif name in states or (kind == BUFFER and rest in buffers) or kind == CLIENT:
-            files |= checkpoint.files(name)
-    return files
+            yield from checkpoint.pieces(name)
 
 
 def check_names(checkpoint: Checkpoint, held: Iterable[Fragment], ranks: Ranks) -> None:

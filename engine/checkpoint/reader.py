@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ class Checkpoint:
         self.path = path
         self.manifest = manifest
         self._readers: dict[str, ShardReader] = {}
+        self._kept: dict[tuple[str, str], Tensor] = {}
 
     @property
     def step(self) -> int:
@@ -68,25 +69,40 @@ class Checkpoint:
         parts = [torch.empty(0, dtype=TYPES[tensor.dtype])]
         while start < stop:
             piece = self._nearest(tensor, start)
-            elements = self._reader(piece.file).read(piece, tensor.dtype)
+            elements = self.read_piece(piece, tensor.dtype)
             end = min(stop, piece.stop)
             parts.append(elements[start - piece.start : end - piece.start])
             start = end
         return torch.cat(parts[1:]) if len(parts) > 2 else parts[-1]
 
-    def files(self, name: str, start: int = 0, stop: int | None = None) -> set[str]:
-        """Names of the files that `read` would read.
+    def read_piece(self, piece: StoredPiece, dtype: str) -> Tensor:
+        """The elements of a piece, shape [n], on the CPU.
+
+        Args:
+            dtype: safetensors' name of its type.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        kept = self._kept.get((piece.file, piece.key))
+        return self._reader(piece.file).read(piece, dtype) if kept is None else kept
+
+    def keep(self, piece: StoredPiece, elements: Tensor) -> None:
+        """Know a piece from elsewhere; it is not read any more."""
+        self._kept[piece.file, piece.key] = elements
+
+    def pieces(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[StoredPiece, str]]:
+        """The pieces that `read` would read, with safetensors' name of their type.
 
         Raises:
             CheckpointError: the name is unknown.
         """
-        tensor, found = self._stored(name), set()
+        tensor = self._stored(name)
         stop = tensor.num_elements if stop is None else stop
         while start < stop:
             piece = self._nearest(tensor, start)
-            found.add(piece.file)
+            yield piece, tensor.dtype
             start = piece.stop
-        return found
 
     def verify(self) -> None:
         """Read everything that is in this folder.
@@ -96,15 +112,16 @@ class Checkpoint:
         """
         for tensor in self.manifest.tensors.values():
             for piece in tensor.pieces:
-                if self._has(piece.file):
+                if self.has(piece.file):
                     self._reader(piece.file).read(piece, tensor.dtype)
 
     def _nearest(self, tensor: StoredTensor, element: int) -> StoredPiece:
         """The piece with an element, in a file of this folder if there is one."""
         holding = [piece for piece in tensor.pieces if piece.start <= element < piece.stop]
-        return min(holding, key=lambda piece: (not self._has(piece.file), -piece.stop))
+        return min(holding, key=lambda piece: (not self.has(piece.file), -piece.stop))
 
-    def _has(self, file: str) -> bool:
+    def has(self, file: str) -> bool:
+        """Whether a file can be read here."""
         return file in self.manifest.here or (self.path / file).exists()
 
     def _stored(self, name: str) -> StoredTensor:
@@ -115,7 +132,7 @@ class Checkpoint:
 
     def _reader(self, file: str) -> ShardReader:
         if file not in self._readers:
-            if not self._has(file):
+            if not self.has(file):
                 raise CheckpointError(
                     f"{self.path}: {file} was written on another file system; resume with every stage where it was, "
                     f"or copy what is missing from the same folder there, without its {MANIFEST}"

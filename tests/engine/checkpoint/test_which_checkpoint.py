@@ -18,6 +18,7 @@ def two_ranks(monkeypatch):
     ranks = Ranks(0, lambda value: [value, answers["other"](value)])
     monkeypatch.setattr(engine_checkpoint, "_ranks", lambda group=None: ranks)
     monkeypatch.setattr(engine_checkpoint, "check_form", lambda checkpoint: checkpoint)
+    monkeypatch.setattr(engine_checkpoint, "_read_once", lambda *_: None)
     restored = []
 
     def restore(engine, checkpoint, ranks, wanted):
