@@ -35,6 +35,7 @@ from weft.engine.supervision.hosts import THIS_MACHINE, ChosenHosts, choose_host
 from weft.engine.supervision.job import Job, Stage
 from weft.engine.supervision.journal import NAME, Journal
 from weft.engine.supervision.layout import Layout
+from weft.engine.supervision.room import shortage
 from weft.engine.supervision.rows import read_rows
 from weft.engine.supervision.starting import AgentProcess, starter_for
 from weft.pipeline.culprit import JobRows
@@ -278,7 +279,7 @@ class Driver:
 
     def _layout(self, attempt: int, away: Collection[str], before: Mapping[str, int] | None) -> Layout:
         """The hosts of an attempt, and its configuration beside the run's."""
-        chosen = choose_hosts(self._config, away=away, current=before)
+        chosen = choose_hosts(self._config, away=away, current=before, shortage=self._shortage)
         if self._laid_out is None or self._laid_out[0] != chosen:
             self._laid_out = chosen, *self._files(attempt, chosen)
         _, config, file = self._laid_out
@@ -287,6 +288,14 @@ class Driver:
             master=(config.cluster.master_addr, config.cluster.master_port),
             arguments=("--config-file", str(file), *self._resume(config, before is not None)),
         )
+
+    def _shortage(self, replicas: int) -> str:
+        """Why so many replicas would not fit, by the plan that the ranks have left."""
+        try:
+            plan = (self._folder / "plan.json").read_text()
+        except OSError:
+            return ""
+        return shortage(plan, replicas, zero_stage=self._config.zero.stage)
 
     def _files(self, attempt: int, chosen: ChosenHosts) -> tuple[WeftConfig, Path]:
         """The configuration on these hosts, and its file: ranks that know it from an earlier attempt read it once."""

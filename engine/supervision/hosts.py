@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -55,7 +55,11 @@ class _Site:
 
 
 def choose_hosts(
-    config: WeftConfig, *, away: Collection[str] = (), current: Mapping[str, int] | None = None
+    config: WeftConfig,
+    *,
+    away: Collection[str] = (),
+    current: Mapping[str, int] | None = None,
+    shortage: Callable[[int], str] = lambda replicas: "",
 ) -> ChosenHosts:
     """The hosts of the next attempt.
 
@@ -68,6 +72,7 @@ def choose_hosts(
         config: the run's, with ``pipeline.microbatches`` settled and no host left out.
         away: hosts that were evicted or are lost.
         current: ``slots`` of the attempt before, whose hosts stay where they can; None for the first.
+        shortage: why so many replicas do not fit into memory; empty if they may.
 
     Raises:
         ValueError: not a single replica can be made, with what stands against each number of them.
@@ -84,6 +89,9 @@ def choose_hosts(
                 f"{site.name or 'the hosts'}: {sum(slots.values())}" for site, slots in zip(sites, healthy, strict=True)
             )
             refused.append(f"{replicas} replicas of {config.pipeline.stages} stages: too few slots are left ({free})")
+            continue
+        if short := shortage(replicas):
+            refused.append(f"{replicas} replicas of {config.pipeline.stages} stages: {short}")
             continue
         try:
             fitted = _fitted(config, sites, shares, full, replicas)

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from weft.engine.supervision.agent import page_path
+from weft.engine.supervision.leftovers import page_path
 from weft.engine.supervision.places import Phase
 from weft.engine.supervision.rows import read_rows
 from weft.pipeline.action import Op, Slot
