@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import os
-import secrets
 import socket
+import ssl
 import struct
-from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from weft.comm.control.certificate import RENDEZVOUS, contexts
 from weft.comm.wan.key import WanKey
 
 RUN = "WEFT_RUN"
 """Environment variable of supervised ranks: tells their run from others on the same machine."""
 HANDSHAKE_TIMEOUT_S = 5.0
 """Seconds that a peer has to connect and to authenticate itself."""
-_PROOF_BYTES = 32
+STREAM_BYTES = 1 << 16
+"""Of what a reader holds before its peer is held up."""
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+"""The two ways of a connection, in the clear for their user."""
 
 
 class AuthenticationError(ConnectionError):
@@ -30,15 +33,16 @@ class AuthenticatedSocket(Protocol):
     listener: socket.socket | None
     """On the side that accepts."""
 
-    async def authenticate(self, peer: socket.socket) -> None:
-        """Check who is at the other end of an accepted connection.
+    async def authenticate(self, peer: socket.socket) -> Streams:
+        """Check who is at the other end of an accepted connection, which the streams then own.
 
         Raises:
             AuthenticationError: not a process of this job.
+            OSError: it went away.
         """
         ...
 
-    async def connect(self) -> socket.socket:
+    async def connect(self) -> Streams:
         """An authenticated connection to the side that accepts.
 
         Raises:
@@ -60,20 +64,25 @@ class AuthenticatedUnixSocket:
         self._name = "\0" + name
         self.listener = listen(socket.AF_UNIX, self._name) if listens else None
 
-    async def authenticate(self, peer: socket.socket) -> None:
+    async def authenticate(self, peer: socket.socket) -> Streams:
         """Accept processes of this user."""
         _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if user != os.getuid():
             raise AuthenticationError(f"user {user}")
+        return await streams(peer)
 
-    async def connect(self) -> socket.socket:
+    async def connect(self) -> Streams:
         """Connect, if this user's process listens."""
-        connection = socket.socket(socket.AF_UNIX)
-        return await connected(connection, self._name, lambda: self.authenticate(connection))
+        connection = await connected(socket.socket(socket.AF_UNIX), self._name)
+        try:
+            return await self.authenticate(connection)
+        except BaseException:
+            connection.close()
+            raise
 
 
 class AuthenticatedTcpSocket:
-    """A TCP port at which both sides prove that they hold the job's key; the key itself is never sent."""
+    """A TCP port with mutual TLS 1.3, by a certificate that both sides derive from the job's key."""
 
     def __init__(self, address: tuple[str, int], *, listens: bool) -> None:
         """Listen at ``address``, or remember it for `connect`.
@@ -81,38 +90,52 @@ class AuthenticatedTcpSocket:
         Raises:
             ValueError: there is no key, or the address cannot be bound.
         """
-        self._key = WanKey.from_environment().derived("store")
+        self._accepting, self._connecting = contexts(WanKey.from_environment(), RENDEZVOUS)
         self.address = address
         self.listener = None
         if listens:
             self.listener = listen(_family(address), address)
             self.address = self.listener.getsockname()[:2]
 
-    async def authenticate(self, peer: socket.socket) -> None:
+    async def authenticate(self, peer: socket.socket) -> Streams:
         """Prove the key, and have the peer prove it."""
-        theirs = await _receive(peer, _PROOF_BYTES)
-        mine = secrets.token_bytes(_PROOF_BYTES)
-        await asyncio.get_running_loop().sock_sendall(peer, mine + self._proof(b"server", theirs, mine))
-        if not hmac.compare_digest(await _receive(peer, _PROOF_BYTES), self._proof(b"client", theirs, mine)):
-            raise AuthenticationError("another key")
+        try:
+            return await streams(peer, self._accepting, server_side=True)
+        except ssl.SSLError as error:
+            raise AuthenticationError("another key") from error
 
-    async def connect(self) -> socket.socket:
+    async def connect(self) -> Streams:
         """Connect, have the server prove the key, and prove it in turn."""
-        connection = socket.socket(_family(self.address))
-        return await connected(connection, self.address, lambda: self._authenticate_server(connection))
+        connection = await connected(socket.socket(_family(self.address)), self.address)
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                return await streams(connection, self._connecting)
+        except ssl.SSLError as error:
+            connection.close()
+            raise AuthenticationError("another key") from error
+        except BaseException:
+            connection.close()
+            raise
 
-    async def _authenticate_server(self, connection: socket.socket) -> None:
-        loop, mine = asyncio.get_running_loop(), secrets.token_bytes(_PROOF_BYTES)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await loop.sock_sendall(connection, mine)
-        reply = await _receive(connection, 2 * _PROOF_BYTES)
-        theirs, proof = reply[:_PROOF_BYTES], reply[_PROOF_BYTES:]
-        if not hmac.compare_digest(proof, self._proof(b"server", mine, theirs)):
-            raise AuthenticationError("another key")
-        await loop.sock_sendall(connection, self._proof(b"client", mine, theirs))
 
-    def _proof(self, role: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
-        return hmac.digest(self._key, role + client_nonce + server_nonce, "sha256")
+async def streams(end: socket.socket, context: ssl.SSLContext | None = None, *, server_side: bool = False) -> Streams:
+    """The streams of a connected socket, which they own from now on.
+
+    Raises:
+        ssl.SSLError: the other side has another certificate than ``context``, or speaks something else.
+        OSError: it went away.
+    """
+    loop = asyncio.get_running_loop()
+    if end.family != socket.AF_UNIX:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    reader = asyncio.StreamReader(limit=STREAM_BYTES)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    if server_side:
+        transport, _ = await loop.connect_accepted_socket(lambda: protocol, end, ssl=context)
+    else:
+        name = None if context is None else ""
+        transport, _ = await loop.create_connection(lambda: protocol, sock=end, ssl=context, server_hostname=name)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
 def listen(family: socket.AddressFamily, address: str | tuple[str, int]) -> socket.socket:
@@ -138,15 +161,12 @@ def listen(family: socket.AddressFamily, address: str | tuple[str, int]) -> sock
     return listener
 
 
-async def connected(
-    connection: socket.socket, address: str | tuple[str, int], check: Callable[[], Awaitable[None]]
-) -> socket.socket:
-    """Connect within `HANDSHAKE_TIMEOUT_S`, and return the socket if ``check`` passes."""
+async def connected(connection: socket.socket, address: str | tuple[str, int]) -> socket.socket:
+    """Connect within `HANDSHAKE_TIMEOUT_S`."""
     connection.setblocking(False)
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             await asyncio.get_running_loop().sock_connect(connection, address)
-            await check()
     except BaseException:
         connection.close()
         raise
@@ -155,18 +175,3 @@ async def connected(
 
 def _family(address: tuple[str, int]) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-
-
-async def _receive(peer: socket.socket, length: int) -> bytes:
-    """Exactly ``length`` bytes.
-
-    Raises:
-        AuthenticationError: the connection was closed before.
-    """
-    received = b""
-    while len(received) < length:
-        more = await asyncio.get_running_loop().sock_recv(peer, length - len(received))
-        if not more:
-            raise AuthenticationError("it closed the connection")
-        received += more
-    return received

@@ -15,11 +15,18 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from weft.comm import authenticated_socket
-from weft.comm.authenticated_socket import AuthenticatedSocket, AuthenticationError, connected, listen
+from weft.comm.authenticated_socket import (
+    STREAM_BYTES,
+    AuthenticatedSocket,
+    AuthenticationError,
+    Streams,
+    connected,
+    listen,
+    streams,
+)
 
 MAX_UNAUTHENTICATED = 4096
 """Connections that have not authenticated themselves yet; further ones are closed."""
-_BUFFER_BYTES = 1 << 16
 _RETRY_S = 0.2
 _SO_ATTACH_FILTER = 26
 
@@ -53,13 +60,13 @@ class ProcessLocalPort:
         listener.bind((cls._HOST, 0))
         return cls(listener)
 
-    async def connect(self) -> socket.socket:
+    async def connect(self) -> Streams:
         """A connection to the store, which must be listening."""
         connection = socket.socket()
         connection.bind((self._HOST, 0))
         self._connections.append(connection)
         self._filter()
-        return await connected(connection, (self._HOST, self.port), _no_check)
+        return await streams(await connected(connection, (self._HOST, self.port)))
 
     def _filter(self) -> None:
         """Accept packets from 127.0.0.1 and the ports of connections made here only, by classic BPF."""
@@ -76,24 +83,18 @@ class ProcessLocalPort:
             log.warning("other users of this host can reach the ranks' store: %s", error)
 
 
-async def _no_check() -> None:
-    """The packet filter has decided already."""
-
-
 class LoopbackProxy:
     """A loopback port that forwards connections of this process to the store, on a thread of its own.
 
     The thread ends when this process has closed its last connection.
     """
 
-    def __init__(
-        self, connect: Callable[[], Awaitable[socket.socket]], *, host: str = "127.0.0.1", port: int = 0
-    ) -> None:
+    def __init__(self, connect: Callable[[], Awaitable[Streams]], *, host: str = "127.0.0.1", port: int = 0) -> None:
         """Listen; ``connect`` opens a connection upstream."""
         self._connect = connect
         self._own = listen(socket.AF_INET, (host, port))
         self.port: int = self._own.getsockname()[1]
-        self._ready: deque[socket.socket] = deque()
+        self._ready: deque[Streams] = deque()
         self._tasks: set[asyncio.Task] = set()
         self._unauthenticated = self._local = 0
         self._loop = asyncio.new_event_loop()
@@ -125,7 +126,7 @@ class LoopbackProxy:
                 "the same WEFT_KEY on all hosts, or another port"
             ) from error
 
-    async def _connect_with_retries(self, timeout_s: float) -> socket.socket:
+    async def _connect_with_retries(self, timeout_s: float) -> Streams:
         limit = self._loop.time() + timeout_s
         while True:
             try:
@@ -149,10 +150,12 @@ class LoopbackProxy:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _listen(self, listener: socket.socket, authenticate: Callable[[socket.socket], Awaitable[None]]) -> None:
+    def _listen(self, listener: socket.socket, authenticate: Callable[[socket.socket], Awaitable[Streams]]) -> None:
         self._start(self._accept(listener, authenticate))
 
-    async def _accept(self, listener: socket.socket, authenticate: Callable[[socket.socket], Awaitable[None]]) -> None:
+    async def _accept(
+        self, listener: socket.socket, authenticate: Callable[[socket.socket], Awaitable[Streams]]
+    ) -> None:
         with listener:
             while True:
                 try:
@@ -164,7 +167,7 @@ class LoopbackProxy:
                 self._start(self._serve(client, authenticate, own=listener is self._own))
 
     async def _serve(
-        self, client: socket.socket, authenticate: Callable[[socket.socket], Awaitable[None]], *, own: bool
+        self, client: socket.socket, authenticate: Callable[[socket.socket], Awaitable[Streams]], *, own: bool
     ) -> None:
         client.setblocking(False)
         with client, suppress(OSError, TimeoutError):
@@ -173,27 +176,32 @@ class LoopbackProxy:
             self._unauthenticated += 1
             try:
                 async with asyncio.timeout(authenticated_socket.HANDSHAKE_TIMEOUT_S):
-                    await authenticate(client)
+                    known = await authenticate(client)
             finally:
                 self._unauthenticated -= 1
-            with (
-                self._ready.popleft()
-                if self._ready
-                else await self._connect_with_retries(authenticated_socket.HANDSHAKE_TIMEOUT_S) as upstream
-            ):
-                self._local += own
-                try:
-                    await self._forward(client, upstream)
-                finally:
-                    self._local -= own
-                    if own and not self._local:
-                        self._loop.stop()  # this process has closed its store
+            try:
+                await self._pass_on(known, own=own)
+            finally:
+                known[1].transport.abort()
 
-    async def _forward(self, client: socket.socket, upstream: socket.socket) -> None:
-        for end in (client, upstream):
-            if end.family != socket.AF_UNIX:
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        ways = [self._loop.create_task(self._forward_bytes(*way)) for way in ((client, upstream), (upstream, client))]
+    async def _pass_on(self, client: Streams, *, own: bool) -> None:
+        upstream = (
+            self._ready.popleft()
+            if self._ready
+            else await self._connect_with_retries(authenticated_socket.HANDSHAKE_TIMEOUT_S)
+        )
+        self._local += own
+        try:
+            await self._forward(client, upstream)
+        finally:
+            upstream[1].transport.abort()
+            self._local -= own
+            if own and not self._local:
+                self._loop.stop()  # this process has closed its store
+
+    async def _forward(self, client: Streams, upstream: Streams) -> None:
+        pairs = ((client[0], upstream[1]), (upstream[0], client[1]))
+        ways = [self._loop.create_task(self._forward_bytes(*pair)) for pair in pairs]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -201,12 +209,13 @@ class LoopbackProxy:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
 
-    async def _forward_bytes(self, source: socket.socket, target: socket.socket) -> None:
+    async def _forward_bytes(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         """Forward what arrives, until either end closes; while the target's buffer is full, nothing is read."""
-        while data := await self._loop.sock_recv(source, _BUFFER_BYTES):
-            await self._loop.sock_sendall(target, data)
+        while data := await source.read(STREAM_BYTES):
+            target.write(data)
+            await target.drain()
 
-    async def _check_own_process(self, client: socket.socket) -> None:
+    async def _check_own_process(self, client: socket.socket) -> Streams:
         """Accept connections of this process only: its sockets are those among its open files."""
         there, here = (_as_in_proc(end) for end in (client.getpeername(), client.getsockname()))
         lines = []
@@ -217,7 +226,7 @@ class LoopbackProxy:
         for file in os.listdir("/proc/self/fd"):
             with suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{file}") in nodes:
-                    return
+                    return await streams(client)
         raise AuthenticationError("another process")
 
 

@@ -3,7 +3,7 @@
 torch's own store listens on every address of its host without authentication. Here it accepts
 connections of its own process only. The other ranks connect through an authenticated socket: a Unix
 socket if all of them are on one host, whose kernel tells the peer's user; a TCP port on one address
-otherwise, where both sides prove that they hold ``WEFT_KEY``. See docs/decisions/rendezvous.md.
+otherwise, with TLS whose certificates are derived from ``WEFT_KEY``. See docs/decisions/rendezvous.md.
 """
 
 from __future__ import annotations

@@ -27,4 +27,4 @@ def show(*parts: Table | str) -> None:
     """Print tables and lines."""
     console = Console(width=WIDTH, highlight=False)
     for part in parts:
-        console.print(part)
+        console.print(part, markup=False)

@@ -8,16 +8,17 @@ from datetime import datetime
 
 from weft.comm.wan.key import WanKey
 
-_PURPOSE = "control certificate"
+CONTROL, RENDEZVOUS = "control certificate", "rendezvous certificate"
+"""Purposes: who has been let in at one wire has no certificate of the other."""
 
 
-def contexts(key: WanKey) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+def contexts(key: WanKey, purpose: str = CONTROL) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """Of the side that listens, and of the side that connects; TLS 1.3, and each proves the key to the other.
 
     Raises:
         ValueError: the package `cryptography` is not installed.
     """
-    certificate, private = _certificate(key.derived(_PURPOSE))
+    certificate, private = _certificate(key.derived(purpose))
     return (
         _context(ssl.PROTOCOL_TLS_SERVER, certificate, private),
         _context(ssl.PROTOCOL_TLS_CLIENT, certificate, private),
@@ -50,7 +51,7 @@ def _certificate(seed: bytes) -> tuple[str, str]:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
     except ImportError as error:
-        raise ValueError("the control wire between hosts needs a package: pip install cryptography") from error
+        raise ValueError("TLS between hosts needs a package: pip install cryptography") from error
     private = Ed25519PrivateKey.from_private_bytes(seed)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "weft")])
     certificate = (

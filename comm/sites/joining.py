@@ -37,6 +37,11 @@ def spans_sites() -> bool:
     return isinstance(dist.distributed_c10d._get_default_group(), SiteGroup)
 
 
+def door() -> tuple[str, int] | None:
+    """Where this host listens for all of its ranks; None in a job that was not made for several sites."""
+    return dist.distributed_c10d._get_default_group().links.address if spans_sites() else None
+
+
 def leave() -> None:
     """Before the process ends without cleaning up: have the other sites get what they were told."""
     if dist.is_initialized() and spans_sites():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import weakref
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from weft.comm.channel import ChannelError
 from weft.comm.wan.channel import WanChannel
 from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.key import WanKey
-from weft.comm.wan.network import listening_address, listening_port
+from weft.comm.wan.network import listening_address
 from weft.conf.schema import CommConfig
 
 _CONNECTIONS = 2
@@ -44,20 +45,42 @@ class SiteLinks:
     """
 
     def __init__(self, store: dist.Store, sites: Sites, *, rank: int) -> None:
-        """Listen; a collective call, for rank 0 draws the attempt's name.
+        """Listen; a collective call, for rank 0 draws the attempt's name, and a host's first rank listens for all.
 
         Raises:
-            ValueError: no key, or an interface that is not there.
+            ValueError: no key, an interface that is not there, or a port that is taken; on all ranks of the host.
         """
         comm = sites.comm
         self.sites, self._store, self._rank, self._deadline_s = sites, store, rank, comm.deadline_s
         if rank == 0:
             store.set("attempt", secrets.token_hex(16))
-        self._endpoint = WanEndpoint(
-            rank=rank,
-            job=f"groups of {store.get('attempt').decode()}",
-            bind=listening_address(comm.interface),
-            port=listening_port(comm, 1),
+        self._endpoint = self._listen(comm)
+        store.set(f"address/{rank}", json.dumps(self._endpoint.address))
+        self._closer = weakref.finalize(self, self._endpoint.close, linger_s=_LINGER_S)
+
+    def _listen(self, comm: CommConfig) -> WanEndpoint:
+        bind = listening_address(comm.interface)
+        if int(os.environ.get("LOCAL_RANK", "0")):
+            said = json.loads(self._store.get(f"door/{bind}"))
+            if isinstance(said, str):
+                raise ValueError(said)
+            return self._open(comm, bind, door=(said[0], said[1]))
+        try:
+            endpoint = self._open(comm, bind)
+        except ValueError as error:
+            self._store.set(f"door/{bind}", json.dumps(str(error)))
+            raise
+        self._store.set(f"door/{bind}", json.dumps(endpoint.address))
+        return endpoint
+
+    def _open(self, comm: CommConfig, bind: str, door: tuple[str, int] | None = None) -> WanEndpoint:
+        return WanEndpoint(
+            rank=self._rank,
+            job=f"groups of {self._store.get('attempt').decode()}",
+            bind=bind,
+            port=comm.port if door is None else 0,
+            door=door,
+            knocks=True,
             key=WanKey.from_environment(),
             connections=_CONNECTIONS,
             deadline_s=comm.deadline_s,
@@ -65,12 +88,10 @@ class SiteLinks:
             tls=comm.tls,
             device=torch.device("cpu"),
         )
-        store.set(f"address/{rank}", json.dumps(self._endpoint.address))
-        self._closer = weakref.finalize(self, self._endpoint.close, linger_s=_LINGER_S)
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where this rank listens."""
+        """Where this rank's host listens."""
         return self._endpoint.address
 
     def channel(self, peer: int, lane: int, timeout: timedelta) -> WanChannel:

@@ -13,6 +13,7 @@
 #include <thread>
 #include <utility>
 
+#include "door.hpp"
 #include "link.hpp"
 
 namespace weft {
@@ -28,12 +29,16 @@ public:
     const Options options;
     uint16_t port = 0;
 
-    Endpoint(const Options &options, const char *host, uint16_t wanted_port, bool tls) : options(options) {
+    // Without `host` it does not listen, and gets its connections from the endpoint that does (door.hpp).
+    Endpoint(const Options &options, const char *host, uint16_t wanted_port, bool tls)
+        : options(options), door_(options.door_key) {
         if (tls) tls_ = openssl().context(psk_client, psk_server);
-        listen_on(Address::of(host, wanted_port));
+        if (!options.door_key.empty()) mailbox_ = std::make_unique<Mailbox>(options.job, options.id);
+        if (*host) listen_on(Address::of(host, wanted_port));
         epoll_ = Descriptors::all().keep([] { return epoll_create1(EPOLL_CLOEXEC); });
         wake_ = Descriptors::all().keep([] { return eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC); });
-        watch(listener_, EPOLLIN, LISTENER);
+        if (listener_ >= 0) watch(listener_, EPOLLIN, LISTENER);
+        if (mailbox_) watch(mailbox_->fd, EPOLLIN, MAILBOX);
         watch(wake_, EPOLLIN, WAKE);
         thread_ = std::thread([this] { run(); });
         pthread_setname_np(thread_.native_handle(), "weft wan");
@@ -111,7 +116,7 @@ public:
 
 private:
     static constexpr char OTHER_JOB[] = "the peer belongs to another job, or to another attempt of this job";
-    enum Source : uint64_t { LISTENER, WAKE, FIRST };  // of an epoll event; from FIRST on: a connection's number
+    enum Source : uint64_t { LISTENER, WAKE, MAILBOX, FIRST };  // of an epoll event; from FIRST on: a connection's number
     static constexpr size_t MAX_UNAUTHENTICATED = 64;  // limit of connections that have not authenticated themselves
     static constexpr size_t READ_BUDGET = 1 << 20;
     static constexpr int64_t TICK_NS = SECOND / 20;
@@ -119,6 +124,8 @@ private:
 
     SslCtx *tls_ = nullptr;
     int listener_ = -1, epoll_ = -1, wake_ = -1;
+    Door door_;
+    std::unique_ptr<Mailbox> mailbox_;
     // By number, oldest first. Numbers are never reused, so that a stale event cannot name another
     // connection.
     std::map<uint64_t, std::unique_ptr<Connection>> connections_;
@@ -194,6 +201,7 @@ private:
     void on_event(const epoll_event &event) {
         if (event.data.u64 == LISTENER) return accept_all();
         if (event.data.u64 == WAKE) return take_inbox();
+        if (event.data.u64 == MAILBOX) return take_mail();
         auto found = connections_.find(event.data.u64);
         if (found == connections_.end()) return;
         Stream &stream = found->second->stream;
@@ -246,6 +254,9 @@ private:
         } else if (connection.connects) {
             connection.dead = why;
             bool refused = connection.stage == Stage::TCP && why == error_text(ECONNREFUSED);
+            // The host's port is there, and the endpoint behind it is not.
+            if (mailbox_ && (connection.stage == Stage::TLS || connection.stage == Stage::CHALLENGE))
+                refused = why == "closed by the peer" || why == error_text(ECONNRESET);
             links_.at(connection.handshake.hello.to)
                 ->attempt_failed(connection.slot, "to " + connection.remote.text() + ": " + why, refused, now);
         } else {
@@ -369,23 +380,47 @@ private:
             int fd = Descriptors::all().keep(
                 [&] { return accept4(listener_, storage, &remote.length, SOCK_NONBLOCK | SOCK_CLOEXEC); });
             if (fd < 0) return;
-            if (leaving_) {
-                Descriptors::all().close(fd);
-                continue;
-            }
-            drop_oldest_unauthenticated();
-            Connection &connection = add(fd, false, remote, now_ns());
-            try {
-                connection.stream.tune(options.congestion, options.unsent_bytes);
-                watch(connection);
-                if (tls_) {
-                    connection.stream.start_tls(tls_, this, false);
-                    connection.stage = Stage::TLS;
-                }
-            } catch (const Broken &broken) {
-                give_up(connection, broken.what(), now_ns());
-            }
+            accept(fd, remote, mailbox_ ? Stage::KNOCK : Stage::HELLO);
         }
+    }
+
+    // Connections that the host's port has handed over: they have knocked.
+    void take_mail() {
+        for (int fd; (fd = mailbox_->take()) >= 0;) {
+            Address remote;
+            remote.length = sizeof remote.storage;
+            bool there = !getpeername(fd, reinterpret_cast<sockaddr *>(&remote.storage), &remote.length);
+            if (there && !fcntl(fd, F_SETFL, O_NONBLOCK)) accept(fd, remote, Stage::HELLO);
+            else Descriptors::all().close(fd);
+        }
+    }
+
+    void accept(int fd, const Address &remote, Stage stage) {
+        if (leaving_) return Descriptors::all().close(fd);
+        drop_oldest_unauthenticated();
+        Connection &connection = add(fd, false, remote, now_ns());
+        connection.stage = stage;
+        try {
+            connection.stream.tune(options.congestion, options.unsent_bytes);
+            watch(connection);
+            if (stage != Stage::KNOCK) begin(connection);
+        } catch (const Broken &broken) {
+            give_up(connection, broken.what(), now_ns());
+        }
+    }
+
+    // Starts the handshake of a connection that was accepted.
+    void begin(Connection &connection) {
+        connection.stage = tls_ ? Stage::TLS : Stage::HELLO;
+        if (tls_) connection.stream.start_tls(tls_, this, false);
+    }
+
+    // Nothing of a connection that does not prove the key reaches another process.
+    void answer(Connection &connection, const Knock &knock) {
+        if (!door_.opens(knock)) throw Broken("it did not knock as peers do");
+        if (knock.job == options.job && knock.to == options.id) return begin(connection);
+        if (!Mailbox::give(connection.stream.fd, knock.job, knock.to)) throw Broken("no such endpoint on this host");
+        connection.dead = "handed over";
     }
 
     // At the limit, drop the oldest unauthenticated connection: real peers authenticate quickly.
@@ -464,11 +499,18 @@ private:
             socklen_t length = sizeof error;
             getsockopt(connection.stream.fd, SOL_SOCKET, SO_ERROR, &error, &length);
             if (error) throw Broken(error_text(error));
+            if (mailbox_) {
+                Knock knock = door_.knock(options.job, handshake.hello.to);
+                if (::send(connection.stream.fd, &knock, sizeof knock, MSG_NOSIGNAL) != sizeof knock)
+                    throw Broken(error_text(errno));
+            }
             connection.stage = Stage::TLS;
             if (Link &link = *links_.at(handshake.hello.to); link.silent(now) && is_first(connection, link))
                 follow(connection, now);
             if (tls_) connection.stream.start_tls(tls_, this, true);
         }
+        if (Knock knock; connection.stage == Stage::KNOCK && connection.receive(knock)) answer(connection, knock);
+        if (!connection.dead.empty()) return;
         if (connection.stage == Stage::TLS) {
             if (tls_ && !connection.stream.secure()) return;
             if (connection.connects) connection.send(handshake.hello);

@@ -34,6 +34,8 @@ class WanEndpoint:
         key: WanKey,
         job: str = "",
         port: int = 0,
+        door: tuple[str, int] | None = None,
+        knocks: bool = False,
         connections: int = 8,
         deadline_s: float = 30.0,
         timeout_s: float = 600.0,
@@ -51,6 +53,9 @@ class WanEndpoint:
             job: identifies this attempt of the run, the same on every rank: leftover processes of another
                 attempt, which have the same key, are refused.
             port: 0 chooses a free one; see `address`.
+            door: where another endpoint of this host listens for this one, which then does not; needs ``knocks``.
+            knocks: whether endpoints of one host share a port; the same on all endpoints of the job. What listens
+                (no ``door``) hands connections to the others.
             connections: TCP connections per link that this side opens; a probe finds the best number.
             deadline_s: seconds of silence after which a link fails.
             timeout_s: seconds after which a transfer on a working link fails, or a link that never connected.
@@ -64,6 +69,7 @@ class WanEndpoint:
         Raises:
             ValueError: an argument is out of range, or the address cannot be bound.
         """
+        assert knocks or door is None, "who does not listen has to be handed its connections"
         _check(bind, connections, deadline_s, timeout_s, chunk_bytes, buffer_bytes)
         self.rank = rank
         self._connections, self._timeout_s, self._buffer_bytes = connections, timeout_s, buffer_bytes
@@ -74,7 +80,8 @@ class WanEndpoint:
             rank,
             key,
             job,
-            host=bind.encode(),
+            knocks=knocks,
+            host=b"" if door else bind.encode(),
             port=port,
             tls=tls,
             deadline_s=deadline_s,
@@ -83,7 +90,7 @@ class WanEndpoint:
             unsent_bytes=chunk_bytes,
             congestion=congestion.encode(),
         )
-        self.address = (bind, self._transport.port)
+        self.address = door or (bind, self._transport.port)
 
     def __enter__(self) -> WanEndpoint:
         return self

@@ -19,7 +19,7 @@ from weft.comm.native import Kind, build
 _FOLDER = Path(__file__).parent
 _HEADERS = (
     *("descriptors", "frame", "openssl", "handshake", "stream"),
-    *("message", "connection", "pacer", "link", "endpoint"),
+    *("door", "message", "connection", "pacer", "link", "endpoint"),
 )
 # All processors of these families in GPU servers have these instructions.
 _FLAGS = {"x86_64": ["-msse4.2"], "aarch64": ["-march=armv8-a+crc"]}
@@ -31,9 +31,9 @@ class Options(Structure):
 
     _fields_ = [
         *((name, c_uint32) for name in ("id", "chunk_bytes", "unsent_bytes", "tls")),
-        *((name, c_uint32) for name in ("port", "key_bytes", "tls_key_bytes", "reserved")),
+        *((name, c_uint32) for name in ("port", "key_bytes", "tls_key_bytes", "door_key_bytes")),
         *((name, c_double) for name in ("deadline_s", "patience_s")),
-        *((name, c_char_p) for name in ("job", "host", "key", "tls_key", "congestion", "crypto", "ssl")),
+        *((name, c_char_p) for name in ("job", "host", "key", "tls_key", "door_key", "congestion", "crypto", "ssl")),
     ]
 
 

@@ -61,12 +61,15 @@ class WanNetwork:
         comm: CommConfig,
         device: torch.device,
         known: Mapping[Hop, LinkProfile] = MappingProxyType({}),
+        door: tuple[str, int] | None = None,
     ) -> WanNetwork:
         """Open the links of every cell; a collective call over the whole world.
 
         Args:
             cells: all crossings of the job, the same on every rank; a pipeline that shares no
                 uplinks is a cell of its own.
+            door: where this host listens already, in a job whose hosts have one port each; otherwise every rank
+                listens, from ``comm.port`` on.
             known: all profiles that an earlier attempt has found; if a rank has them, nothing is probed.
 
         Raises:
@@ -78,7 +81,7 @@ class WanNetwork:
         if cells and me == 0 and not comm.tls:
             _log.warning(_NO_TLS_WARNING)
         attempt = gather(secrets.token_hex(16))[0]  # rank 0's
-        endpoint = _on_all_ranks(lambda: _listen(me, attempt, comm, device) if mine else None)
+        endpoint = _on_all_ranks(lambda: _listen(me, attempt, comm, device, door) if mine else None)
         addresses = gather(endpoint.address if endpoint else None)
         network = cls(endpoint)
         for cell in mine:
@@ -146,12 +149,16 @@ class WanNetwork:
         return found
 
 
-def _listen(rank: int, attempt: str, comm: CommConfig, device: torch.device) -> WanEndpoint:
+def _listen(
+    rank: int, attempt: str, comm: CommConfig, device: torch.device, door: tuple[str, int] | None
+) -> WanEndpoint:
     return WanEndpoint(
         rank=rank,
         job=attempt,
         bind=listening_address(comm.interface),
-        port=listening_port(comm, 0),
+        port=0 if door else comm.port and comm.port + int(os.environ.get("LOCAL_RANK", "0")),
+        door=door,
+        knocks=door is not None,
         key=WanKey.from_environment(),
         connections=comm.connections or MOST,
         deadline_s=comm.deadline_s,
@@ -160,11 +167,6 @@ def _listen(rank: int, attempt: str, comm: CommConfig, device: torch.device) -> 
         chunk_bytes=comm.chunk_kb << 10,
         device=device,
     )
-
-
-def listening_port(comm: CommConfig, number: int) -> int:
-    """The port of this rank's endpoint with a ``number``, 0 or 1, counted from ``comm.port``; 0 is any free one."""
-    return comm.port and comm.port + 2 * int(os.environ.get("LOCAL_RANK", "0")) + number
 
 
 def listening_address(interface: str) -> str:

@@ -67,10 +67,11 @@ class InFlight(Hashable, Protocol):
 class Transport:
     """The native thread of one endpoint; see `weft.comm.wan.WanEndpoint` for the arguments."""
 
-    def __init__(self, rank: int, key: WanKey, job: str, **settings: Any) -> None:
+    def __init__(self, rank: int, key: WanKey, job: str, *, knocks: bool = False, **settings: Any) -> None:
         """Start the thread.
 
         Args:
+            knocks: whether connections, both ways, begin at a host's one port.
             settings: further fields of `Options`.
 
         Raises:
@@ -78,11 +79,12 @@ class Transport:
         """
         self._library = load()
         authentication, encryption = key.derived("authentication"), key.derived("encryption")
+        door = key.derived("door") if knocks else b""
         crypto, ssl = openssl()
         options = Options(
             id=rank, job=hashlib.sha256(job.encode()).digest(),
             key=authentication, key_bytes=len(authentication), tls_key=encryption, tls_key_bytes=len(encryption),
-            crypto=crypto.encode(), ssl=ssl.encode(), **settings,
+            door_key=door, door_key_bytes=len(door), crypto=crypto.encode(), ssl=ssl.encode(), **settings,
         )  # fmt: skip
         error = ctypes.create_string_buffer(512)
         self._native = self._library.weft_wan_open(ctypes.byref(options), error, len(error))

@@ -124,8 +124,8 @@ class CommConfig:
     """Network interface on which to listen for ranks of other sites; empty takes the one that reaches
     `cluster.master_addr`."""
     port: int = 0
-    """First TCP port on which a host's ranks listen for ranks of other sites, for a firewall to let pass: local
-    rank r takes `port` + 2 r for tensors and the next one for process groups; 0 takes any free ones."""
+    """TCP port of each host for ranks of other sites, for a firewall to let pass: the first rank of the host listens
+    there for all of them; 0 takes any free one."""
     chunk_kb: int = 128
     """Kibibytes that a connection between sites sends at a time. A tensor should fill all `connections`
     many times over: lower it if tensors are small and connections are many."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from weft.comm.channel import Receiver, Sender
 from weft.comm.shared_channel import SharedReceiver, SharedSender, share
+from weft.comm.sites.joining import door
 from weft.comm.torch_channel import connect
 from weft.comm.wan.network import WanNetwork
 from weft.comm.wan.probe import LinkProfile
@@ -37,7 +38,9 @@ def open_wan(
         known: as of `WanNetwork.join`.
     """
     crossing = cells(placement, layout, comm.cell)
-    return WanNetwork.join(crossing, comm=comm, device=device, known=known or {}) if crossing else None
+    if not crossing:
+        return None
+    return WanNetwork.join(crossing, comm=comm, device=device, known=known or {}, door=door())
 
 
 @dataclass(frozen=True)

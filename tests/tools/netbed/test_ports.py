@@ -99,11 +99,11 @@ def row_of(address):
     """The row of the table that an address belongs to."""
     if address[1] == 29500:
         return RENDEZVOUS
-    return ENDPOINT if address[1] in (7100, 7101) else GROUP
+    return ENDPOINT if address[1] == 7100 else GROUP
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(bool(missing()), reason=f"weft netbed: {missing()}")
 def test_every_port_of_a_run_is_in_the_table_and_refuses_who_has_no_key(tmp_path):
     rows = documented()
@@ -129,7 +129,7 @@ def test_every_port_of_a_run_is_in_the_table_and_refuses_who_has_no_key(tmp_path
                 assert length <= 200
                 known.setdefault(row, set()).add(address)
         assert found[RENDEZVOUS] == 1
-        assert 1 <= found[ENDPOINT] <= 2 * len(bed.nodes)
+        assert found[ENDPOINT] == len(bed.nodes)
         print(f"listening sockets beyond loopback: {dict(found)}")
         between = [pair for node in bed.nodes for pair in connected(bed, node) if site(pair[0]) != site(pair[1])]
         assert between
@@ -145,7 +145,7 @@ def test_every_port_of_a_run_is_in_the_table_and_refuses_who_has_no_key(tmp_path
 
 def steps_after(run, folder, count, log):
     """Wait until the run has taken ``count`` further steps."""
-    limit, before = time.monotonic() + 200, len(losses_of(folder))
+    limit, before = time.monotonic() + 400, len(losses_of(folder))
     while len(losses_of(folder)) < before + count:
         assert run.poll() is None and time.monotonic() < limit, log.read_text()[-3000:]
         time.sleep(0.1)

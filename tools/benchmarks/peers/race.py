@@ -78,7 +78,7 @@ def _result(peer: str, case: Case, runs: Sequence[Run]) -> Result:
 
 def print_table(results: Sequence[Result], title: str, note: Callable[[Result], str] = lambda _: "") -> None:
     """A table per case, a row per engine; ``note`` fills the last column."""
-    show(f"[bold]{title}")
+    show(title)
     for case in dict.fromkeys(result.case for result in results):
         show(table_of((_cells(r) | {"": note(r)} for r in results if r.case == case), case.name))
     show(f"\n{_LEGEND}")

@@ -1,0 +1,177 @@
+// One TCP port for all endpoints of a host: who listens there hands each connection to the endpoint that it is for.
+//
+// A connection begins with a `Knock`, in the clear, before TLS: it names the endpoint, and proves the job's key. Each
+// is good for one connection, so a recorded one opens nothing. The other endpoints of the host take their connections
+// from a mailbox, a Unix socket of which the kernel tells the sender's user.
+#pragma once
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+#include <string>
+#include <unordered_set>
+
+#include "descriptors.hpp"
+#include "handshake.hpp"
+
+namespace weft {
+
+struct Knock {
+    char magic[8];
+    Job job;
+    uint32_t to, reserved;
+    unsigned char random[32];
+    unsigned char mac[32];
+};
+static_assert(sizeof(Knock) == 96, "the wire format");
+
+constexpr char KNOCK_MAGIC[8] = {'w', 'e', 'f', 't', 'd', 'o', 'o', 'r'};
+
+class Door {
+public:
+    explicit Door(const std::string &key) : key_(key) {}
+
+    Knock knock(const Job &job, uint32_t to) const {
+        Knock knock{{}, job, to, 0, {}, {}};
+        memcpy(knock.magic, KNOCK_MAGIC, sizeof KNOCK_MAGIC);
+        fill_random(knock.random, sizeof knock.random);
+        prove(knock, knock.mac);
+        return knock;
+    }
+
+    // Whether a process that has the key made this knock, and it is heard for the first time.
+    bool opens(const Knock &knock) {
+        unsigned char mac[sizeof knock.mac];
+        if (memcmp(knock.magic, KNOCK_MAGIC, sizeof KNOCK_MAGIC)) return false;
+        prove(knock, mac);
+        if (openssl().CRYPTO_memcmp(mac, knock.mac, sizeof mac)) return false;
+        return heard_.insert(std::string(reinterpret_cast<const char *>(knock.random), sizeof knock.random)).second;
+    }
+
+private:
+    const std::string key_;
+    std::unordered_set<std::string> heard_;  // only who has the key adds to it
+
+    void prove(const Knock &knock, unsigned char *mac) const {
+        unsigned length = sizeof knock.mac;
+        if (!openssl().HMAC(openssl().EVP_sha256(), key_.data(), static_cast<int>(key_.size()),
+                            reinterpret_cast<const unsigned char *>(&knock), offsetof(Knock, mac), mac, &length))
+            throw std::runtime_error("HMAC failed");
+    }
+};
+
+class Mailbox {
+public:
+    const int fd;
+
+    Mailbox(const Job &job, uint32_t id) : fd(open()) {
+        Name name(job, id);
+        int on = 1;
+        if (fd < 0 || setsockopt(fd, SOL_SOCKET, SO_PASSCRED, &on, sizeof on) ||
+            bind(fd, reinterpret_cast<sockaddr *>(&name.address), name.length)) {
+            std::string why = strerror(errno);
+            Descriptors::all().close(fd);
+            throw std::runtime_error("cannot take connections from the host's port: " + why);
+        }
+    }
+    ~Mailbox() { Descriptors::all().close(fd); }
+    Mailbox(const Mailbox &) = delete;
+
+    // Hands over a connection; false if the endpoint is not there, or does not keep up.
+    static bool give(int connection, const Job &job, uint32_t id) {
+        int sender = open();
+        if (sender < 0) return false;
+        Name name(job, id);
+        char byte = 0;
+        iovec part{&byte, 1};
+        alignas(cmsghdr) char control[CMSG_SPACE(sizeof connection)] = {};
+        msghdr message{};
+        message.msg_name = &name.address;
+        message.msg_namelen = name.length;
+        message.msg_iov = &part;
+        message.msg_iovlen = 1;
+        message.msg_control = control;
+        message.msg_controllen = sizeof control;
+        cmsghdr *header = CMSG_FIRSTHDR(&message);
+        header->cmsg_level = SOL_SOCKET;
+        header->cmsg_type = SCM_RIGHTS;
+        header->cmsg_len = CMSG_LEN(sizeof connection);
+        memcpy(CMSG_DATA(header), &connection, sizeof connection);
+        bool given = sendmsg(sender, &message, MSG_NOSIGNAL | MSG_DONTWAIT) == 1;
+        Descriptors::all().close(sender);
+        return given;
+    }
+
+    // The next connection, -1 if there is none now. What another user sent is dropped.
+    int take() const {
+        for (;;) {
+            int user = -1, taken = -1;
+            bool any = false;
+            Descriptors::all().keep([&] {
+                any = receive(user, taken);
+                return taken;
+            });
+            if (!any) return -1;
+            if (taken >= 0 && user == static_cast<int>(geteuid())) return taken;
+            Descriptors::all().close(taken);
+        }
+    }
+
+private:
+    struct Name {
+        sockaddr_un address{};
+        socklen_t length;
+
+        Name(const Job &job, uint32_t id) {
+            std::string text = "weft-wan-" + std::to_string(id) + "-";
+            for (unsigned char byte : job) {
+                char digits[3];
+                snprintf(digits, sizeof digits, "%02x", byte);
+                text += digits;
+            }
+            address.sun_family = AF_UNIX;
+            memcpy(address.sun_path + 1, text.data(), text.size());  // abstract: gone with its process
+            length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + text.size());
+        }
+    };
+
+    static int open() {
+        return Descriptors::all().keep([] { return socket(AF_UNIX, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
+    }
+
+    // The first descriptor of a message; others, which no endpoint of ours sends, are closed.
+    static int only_one(cmsghdr *header) {
+        int first = -1;
+        for (size_t at = 0; CMSG_LEN(at + sizeof first) <= header->cmsg_len; at += sizeof first) {
+            int found;
+            memcpy(&found, CMSG_DATA(header) + at, sizeof found);
+            if (first < 0) first = found;
+            else ::close(found);
+        }
+        return first;
+    }
+
+    bool receive(int &user, int &taken) const {
+        char byte;
+        iovec part{&byte, 1};
+        alignas(cmsghdr) char control[CMSG_SPACE(sizeof taken) + CMSG_SPACE(sizeof(ucred))];
+        msghdr message{};
+        message.msg_iov = &part;
+        message.msg_iovlen = 1;
+        message.msg_control = control;
+        message.msg_controllen = sizeof control;
+        if (recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC) < 0) return false;
+        for (cmsghdr *header = CMSG_FIRSTHDR(&message); header; header = CMSG_NXTHDR(&message, header)) {
+            if (header->cmsg_level != SOL_SOCKET) continue;
+            if (header->cmsg_type == SCM_RIGHTS) taken = only_one(header);
+            if (header->cmsg_type == SCM_CREDENTIALS)
+                user = static_cast<int>(reinterpret_cast<const ucred *>(CMSG_DATA(header))->uid);
+        }
+        return true;
+    }
+};
+
+}  // namespace weft

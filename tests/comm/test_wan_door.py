@@ -1,0 +1,172 @@
+"""One port for all endpoints of a host: who reaches them through it, and who does not."""
+
+import array
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import time
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from weft.comm.channel import ChannelError, TensorSpec
+from weft.comm.wan.endpoint import WanEndpoint
+from weft.comm.wan.key import WanKey
+
+KEY = WanKey(b"a key for tests, long enough")
+JOB = "an attempt"
+SPEC = TensorSpec((100_000,), torch.float32)
+BOTH = pytest.mark.parametrize("tls", [True, False])
+
+
+def endpoint(rank, **settings):
+    given = {"bind": "127.0.0.1", "key": KEY, "job": JOB, "knocks": True, "connections": 3, "timeout_s": 30.0}
+    return WanEndpoint(rank=rank, **{**given, **settings})
+
+
+@pytest.fixture
+def host(request):
+    """The endpoints of two ranks of one host, and one of another."""
+    with ExitStack() as stack:
+        tls = getattr(request, "param", True)
+        first = stack.enter_context(endpoint(0, tls=tls))
+        second = stack.enter_context(endpoint(1, tls=tls, door=first.address))
+        yield first, second, stack.enter_context(endpoint(2, tls=tls, bind="127.0.0.2"))
+
+
+def knock(rank, *, key=KEY, job=JOB, magic=b"weftdoor"):
+    said = magic + hashlib.sha256(job.encode()).digest()[:16] + struct.pack("<II", rank, 0) + secrets.token_bytes(32)
+    return said + hmac.digest(key.derived("door"), said, "sha256")
+
+
+def is_closed(client, within_s=5.0):
+    """Whether the other side closes the connection, and says nothing."""
+    client.settimeout(within_s)
+    try:
+        return client.recv(1) == b""
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+
+
+def talk(near, far):
+    """A tensor each way."""
+    here, there = near.channel(far.rank), far.channel(near.rank)
+    for sender, receiver in ((here, there), (there, here)):
+        tensor = torch.rand(SPEC.shape)
+        arrives, sent = receiver.recv("t", SPEC), sender.send("t", tensor)
+        sent.wait()
+        assert torch.equal(arrives.wait(), tensor)
+
+
+def meet(near, far):
+    near.link(far.rank)
+    far.link(near.rank, address=near.address)
+    talk(near, far)
+
+
+@pytest.mark.parametrize("host", [True, False], indirect=True)
+def test_two_ranks_are_reached_through_one_port(host):
+    first, second, other = host
+    assert first.address == second.address
+    meet(first, other)
+    meet(second, other)
+    assert [end.refused for end in host] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("host", [True, False], indirect=True)
+def test_nothing_of_a_peer_without_the_key_is_handed_on(host):
+    first, second, other = host
+    meet(second, other)
+    refused = second.refused
+    wrong = [
+        os.urandom(96),
+        os.urandom(5000),
+        knock(1, key=WanKey(b"another key, as long as it")),
+        knock(1, magic=b"weftwan2"),
+        knock(1)[:-1] + b"!",
+        b"GET / HTTP/1.1\r\nHost: a-name-that-is-long-enough-to-be-a-knock\r\nAccept: */*\r\nConnection: close\r\n\r\n",
+    ]
+    for said in wrong:
+        with socket.create_connection(first.address, timeout=5) as client:
+            client.sendall(said)
+            assert is_closed(client)
+    assert first.refused == len(wrong)
+    assert second.refused == refused
+    talk(second, other)
+
+
+def test_a_knock_is_good_for_one_connection(host):
+    first, second, _ = host
+    said = knock(1)
+    with socket.create_connection(first.address, timeout=5) as client, socket.create_connection(first.address) as again:
+        client.sendall(said)
+        assert not is_closed(client, within_s=0.5)  # it waits for the handshake
+        again.sendall(said)
+        assert is_closed(again)
+        client.sendall(os.urandom(200))
+        assert is_closed(client)
+    assert (first.refused, second.refused) == (1, 1)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_silent_peers_do_not_keep_others_out(host, behind):
+    first, second, other = host
+    with ExitStack() as stack:
+        for _ in range(150):
+            client = stack.enter_context(socket.create_connection(first.address, timeout=5))
+            client.sendall(knock(1) if behind else knock(1)[:50])
+        meet(second, other)
+
+
+def test_a_rank_that_is_not_there_is_told_from_one_that_is_slow(host):
+    first, second, other = host
+    meet(second, other)
+    second.close(linger_s=0.0)
+    with pytest.raises(ChannelError, match=r"closed by the peer|has exited"):
+        other.channel(1).recv("t", SPEC).wait()
+    with socket.create_connection(first.address, timeout=5) as client:
+        client.sendall(knock(1))
+        assert is_closed(client)
+    meet(first, other)
+
+
+def test_another_attempt_is_not_reached(host):
+    first, _, _ = host
+    with socket.create_connection(first.address, timeout=5) as client:
+        client.sendall(knock(1, job="an attempt before"))
+        assert is_closed(client)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_the_mailbox_takes_nothing_from_other_users(host):
+    _, second, other = host
+    name = b"\0weft-wan-1-" + hashlib.sha256(JOB.encode()).digest()[:16].hex().encode()
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        os.setuid(65534)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            rights = array.array("i", [theirs.fileno(), theirs.fileno()])
+            sender.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], 0, name)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    theirs.close()
+    assert is_closed(ours)  # the endpoint's copies, too, are closed
+    assert second.refused == 0
+    meet(second, other)
+
+
+def test_garbage_while_a_tensor_is_on_its_way(host):
+    first, second, other = host
+    meet(second, other)
+    limit = time.monotonic() + 1.0
+    while time.monotonic() < limit:
+        with socket.create_connection(first.address, timeout=5) as client:
+            client.sendall(os.urandom(300))
+        talk(second, other)
