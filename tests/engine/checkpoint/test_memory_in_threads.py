@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 import torch
@@ -21,10 +22,11 @@ from weft.engine.checkpoint.memory.slot import Slot
 STEPS = 3
 LAYOUTS = {"one stage, ZeRO-1": (1, 1, (0, 1)), "two stages, ZeRO-0": (2, 0, (0, 1, 0, 1)), "ZeRO-3": (1, 3, (0, 0, 1))}
 """Stages, ZeRO's stage, and the host of each rank."""
+ONE_HOST = {"one host": (1, 1, (0, 0))}
 
 
 def opened(root, layout):
-    stages, zero, hosts = LAYOUTS[layout]
+    stages, zero, hosts = (LAYOUTS | ONE_HOST)[layout]
     made = SmallEngine(
         stages,
         ZeroConfig(stage=zero, reduce_bucket_size=90),
@@ -90,6 +92,12 @@ def restored(run, root):
     left = sorted({path.name for host in root.iterdir() for path in host.iterdir()})
     assert len({name[:-2] for name in left}) == 1, "nothing is left of the attempt before"
     return step
+
+
+def test_one_host_alone_keeps_its_own(tmp_path):
+    run_in_threads(2, trained, tmp_path, "one host")
+    for found, _ in run_in_threads(2, recovered, tmp_path, "one host"):
+        assert found == (STEPS, STEPS, [float(STEPS)] * 3)
 
 
 @pytest.fixture
@@ -234,3 +242,26 @@ def test_room_is_asked_for_two_of_its_own_and_its_guests(tmp_path):
 def _parameters():
     made = SmallEngine(1, ZeroConfig(), lambda parameters: AdamW(parameters))
     return list(made.part.parameters())
+
+
+def waiting(root):
+    """Seconds that training is said to have waited, and those that it can have waited at most."""
+    made, memory = opened(root, "one stage, ZeRO-1")
+    begun = perf_counter()
+    memory.before_step()
+    assert memory.stalled_s == 0.0, "nothing is being copied"
+    memory._copied.clear()
+    threading.Timer(0.05, memory._copied.set).start()
+    memory.before_step()
+    assert memory._copied.is_set()
+    first = memory.stalled_s
+    made.step()
+    memory.take({})
+    memory.finish()
+    memory.close()
+    return first, memory.stalled_s, perf_counter() - begun
+
+
+def test_the_time_that_training_waits_is_counted(tmp_path):
+    for first, stalled, most in run_in_threads(2, waiting, tmp_path):
+        assert 0 < first < stalled < most

@@ -18,6 +18,7 @@ from weft.engine.checkpoint import (
     CheckpointError,
     Wanted,
     check_folder,
+    engine_checkpoint,
     exporting,
     load_newest,
     load_tagged,
@@ -179,3 +180,21 @@ def test_the_first_replica_exports_whole_weights(tmp_path):
     for rank, seen in enumerate(run_in_threads(4, exported, tmp_path)):
         stage, replica = divmod(rank, 2)
         assert seen == [(tmp_path, rank, [stage] if replica == 0 else [], True, [0, 1, 2, 3], "tokenizer")]
+
+
+def asked_for_room(folder):
+    made = engine(1, 1, "adamw")
+    made.step()
+    check_folder(made, folder, keep=2)
+    save_engine(made, folder, client_state={})
+    check_folder(made, folder, keep=2)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_one_rank_asks_for_the_room_that_all_need(tmp_path, monkeypatch, world):
+    asked = []
+    monkeypatch.setattr(engine_checkpoint, "check_space", lambda folder, needed: asked.append((folder, needed)))
+    run_in_threads(world, asked_for_room, tmp_path)
+    (folder, three), (_, two) = asked
+    assert folder == tmp_path
+    assert three % 3 == 0 and two == three // 3 * 2, "as many as are kept and one more, less those that are there"
