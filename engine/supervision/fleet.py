@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 CONNECT_S = 30.0
@@ -68,6 +69,7 @@ class Fleet:
         self._start_agent, self._record, self._say = start_agent, record, say
         self._sites = sites if len(sites) > 1 else ()
         self._link_s = link_s
+        self._silent_at: dict[tuple[str, ...], float] = {}
         self.hosts: dict[str, Host] = {}
         self.away: dict[str, str] = {}
         self._unreachable: dict[str, float] = {}
@@ -133,6 +135,8 @@ class Fleet:
             if silent_s > (CONNECT_S if host.attempt is None else silence_s):
                 alone = f"no sign of its agent for {silent_s:.1f} s"
                 site = self._silent_site(name, names, silence_s, now)
+                if not site and now - self._last_silent(name) <= silence_s:
+                    continue  # others of its site are heard again, and its own connection is about to be
                 if not site:
                     return "host", name, alone
                 if silent_s > self._link_s or not patient:
@@ -150,7 +154,14 @@ class Fleet:
         used = [self.hosts[host] for host in names if host in hosts]
         if any(host.exited or now - host.heard <= silence_s / 2 for host in used):
             return ()
-        return tuple(hosts) if now - self.hosts[name].heard > silence_s else ()
+        if now - self.hosts[name].heard <= silence_s:
+            return ()
+        self._silent_at[tuple(hosts)] = now
+        return tuple(hosts)
+
+    def _last_silent(self, name: str) -> float:
+        """When nobody of a host's site was heard the last time."""
+        return max((at for site, at in self._silent_at.items() if name in site), default=-inf)
 
     def is_out_of_touch(self, names: Iterable[str], limit: float) -> bool:
         """Whether a host has no connection, or has not been heard of since ``limit``."""

@@ -408,6 +408,17 @@ def test_a_site_of_which_nobody_is_heard_has_the_time_that_links_have():
     assert fault["kind"] == "host" and fault["culprit"] == {"host": "c"} and "c, d" in fault["evidence"]
 
 
+def test_hosts_of_a_site_are_not_heard_again_at_once():
+    """After a cut each connection goes on when its own next packet is due."""
+    world = World(FOUR, sites=SITES, silence_s=5.0)
+    world.train()
+    world.pass_time(7.0, "a", "b")
+    world.pass_time(4.0, "a", "b", "c")
+    assert not world.events("fault")
+    world.pass_time(4.0, "a", "b", "c")
+    assert world.events("fault")[0]["culprit"] == {"host": "d"}
+
+
 def test_one_silent_host_of_a_site_is_no_matter_of_links():
     world = World(FOUR, sites=SITES, silence_s=5.0)
     world.train()
