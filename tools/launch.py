@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import NoReturn
 from weft.conf import load
 from weft.conf.batch import fit_batch
 from weft.conf.hosts import asks_for_nodes, is_loopback, working_hosts, world_size
+from weft.conf.ports import free_port
 from weft.conf.private import SECRETS, split_secrets, write_private
 from weft.conf.run_lock import RunLock
 from weft.conf.schema import ClusterManager, WeftConfig
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         if given is None:
             return 0
         config = given
-    config = replace(config, cluster=replace(config.cluster, master_port=config.cluster.master_port or _free_port()))
+    config = replace(config, cluster=replace(config.cluster, master_port=config.cluster.master_port or free_port()))
     later = any(option.startswith("--node_rank=") and option != "--node_rank=0" for option in options)
     preflight(config, leave_out={"port"} if later else ())  # the first machine opens the port
     RunLock.check(folder)
@@ -234,9 +234,3 @@ def _arguments(argv: Sequence[str]) -> tuple[list[str], list[str], str | None, s
         if given[name[2:]] is not None:
             options.append(f"{name}={given[name[2:]]}")
     return options, overrides, known.config_file, known.attach, known.write
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -6,7 +6,6 @@ import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
-import socket
 import tempfile
 import threading
 import traceback
@@ -15,6 +14,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
 from typing import Any
+
+from weft.conf.ports import free_port
 
 PRELOADED = ["weft.tools.rank_server"]
 """Module to import once before forking, because it takes seconds and is the same for every rank."""
@@ -40,7 +41,7 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="weft-ranks-") as folder:
         pipes, children = [], []
         for rank in range(num_ranks):
@@ -124,9 +125,3 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -6,7 +6,8 @@ import pytest
 
 from tests.recipes.again import attempts
 from tests.recipes.runs import prepare
-from weft.tools.ranks import _free_port, run_ranks
+from weft.conf.ports import free_port
+from weft.tools.ranks import run_ranks
 
 ATTEMPTS = 5
 
@@ -24,7 +25,7 @@ def test_attempts_leave_nothing_behind(tmp_path):
         "checkpoint.every=3",
         "train.steps=100",
     ]
-    for rank in run_ranks(4, attempts, settings, ATTEMPTS, _free_port(), 4, memory, timeout_s=500):
+    for rank in run_ranks(4, attempts, settings, ATTEMPTS, free_port(), 4, memory, timeout_s=500):
         assert [seen["reason"] for seen in rank] == ["link rank 0 -> rank 9: the peer has exited"] * ATTEMPTS
         assert [seen["engines"] for seen in rank] == [0] * ATTEMPTS
         early, late = rank[1], rank[-1]  # libraries keep some of what they open once

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from weft.conf.ports import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 CONF = """\
@@ -117,7 +119,7 @@ class SlurmCluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self) -> None:
-        ports = [_free_port() for _ in range(len(self.nodes) + 1)]
+        ports = [free_port() for _ in range(len(self.nodes) + 1)]
         names = {"folder": self.folder, "user": getpass.getuser(), "node_timeout_s": self._timeout_s}
         text = CONF.format(host=socket.gethostname().split(".")[0], port=ports[0], **names)
         for (node, site), port in zip(self.nodes.items(), ports[1:], strict=True):
@@ -181,8 +183,3 @@ class SlurmCluster:
         """Whether a process is a step's manager on ``node``: it writes to that daemon's log."""
         log = str(self.folder / f"slurmd.{node}.log")
         return process.name() == "slurmstepd" and any(file.path == log for file in process.open_files())
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
