@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from weft.engine.parallel import functions
-from weft.engine.parallel.axis import AxisGroup
+from weft.engine.parallel.axis import Alone, AxisGroup
 from weft.engine.parallel.cut import Cut
 from weft.engine.parallel.tensor_cuts import hold_in_place, require_divisible, tensor_cuts
 from weft.engine.parallel.tensor_styles import Style, TensorPlan
@@ -43,7 +43,6 @@ def share_layers(model: PreTrainedModel, group: AxisGroup, layers: str) -> dict[
     if group.size == 1:
         return {}
     plan = TensorPlan(model)
-    require_divisible(model, plan, group.size, layers)
     cuts = tensor_cuts(model, plan, group, layers)
     hold_in_place(model, cuts)
     for name in cuts:
@@ -55,6 +54,17 @@ def share_layers(model: PreTrainedModel, group: AxisGroup, layers: str) -> dict[
     first.register_forward_pre_hook(_Slice(group), with_kwargs=True)
     _hook_vocabulary(model, group)
     return cuts
+
+
+def require_shareable(model: PreTrainedModel, size: int, layers: str) -> None:
+    """Refuse a whole model that a tensor group cannot divide; on the meta device, too.
+
+    Raises:
+        UnshareableError: naming what, and what to do.
+    """
+    plan = TensorPlan(model)
+    require_divisible(model, plan, size, layers)
+    tensor_cuts(model, plan, Alone("tensor", size), layers)
 
 
 def _tell_size(module: nn.Module) -> None:

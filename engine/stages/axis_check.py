@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from weft.conf.schema import ModelConfig
 from weft.engine.parallel.experts import require_experts
+from weft.engine.parallel.tensor import require_shareable
 from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.stages.batch import Batch, count_label_tokens
 from weft.engine.stages.checking import LENGTH, architecture, small_copy, tried_batch
@@ -17,6 +18,7 @@ from weft.engine.stages.comparison import Outcome, difference, gradients
 from weft.engine.stages.members import members_outcome
 from weft.engine.stages.packed import tell_rows
 from weft.engine.stages.port import Port
+from weft.engine.stages.skeleton import decoder_layers, skeleton
 from weft.engine.stages.stage import Stage
 
 MEMBERS = 2
@@ -26,26 +28,35 @@ TOLERANCE = 1e-4
 
 
 def check_axes(
-    model: PreTrainedConfig | ModelConfig | nn.Module, *, context: int = 1, expert: int = 1, packing: bool = False
+    model: PreTrainedConfig | ModelConfig | nn.Module,
+    *,
+    tensor: int = 1,
+    context: int = 1,
+    expert: int = 1,
+    packing: bool = False,
 ) -> None:
     """Compare two members of each axis that is in use with one process, on a small copy: logits, loss and gradients.
 
     Args:
         model: a config, or a model, which is left alone.
-        context, expert: ranks along each axis, as training will have them.
+        tensor, context, expert: ranks along each axis, as training will have them.
         packing: whether rows hold several documents; else they may be padded.
 
     Raises:
         ValueError: naming the axis, the architecture, what differs, and what to do.
     """
-    sizes = {axis: MEMBERS for axis, size in (("context", context), ("expert", expert)) if size > 1}
+    used = {"tensor": tensor, "context": context, "expert": expert}
+    sizes = {axis: MEMBERS for axis, size in used.items() if size > 1}
     if not sizes:
         return
-    what = ", ".join(f"parallel.{axis}={size}" for axis, size in (("context", context), ("expert", expert)) if size > 1)
+    what = ", ".join(f"parallel.{axis}={used[axis]}" for axis in sizes)
     remedy = " and ".join(f"parallel.{axis}=1" for axis in sizes)
     cls, config = architecture(model)
     small = small_copy(cls, config, min_layers=2)
     require_experts(small, expert)
+    if tensor > 1:
+        whole = skeleton(cls, config)
+        require_shareable(whole, tensor, decoder_layers(whole))
     for kind, batch in _tried(small, packing).items():
         try:
             off = _difference(small, [batch] * sizes.get("expert", 1), sizes)

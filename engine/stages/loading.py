@@ -153,8 +153,9 @@ def load_stages(
     if split.num_stages > 1:
         return new_stages(cls, hf_config, split, stages, dtype=dtype, seed=seed, source=config, axes=axes)
     model = _load_part(config, cls, hf_config, lambda model: None, dtype=dtype, seed=seed)
+    dressed = _dress(model, config, seed)
     cuts = named_parts(model, axes, PREFIX if config.lora.enabled else "")
-    return [Stage(_dress(model, config, seed), index=0, num_stages=1, port=Port(), axes=axes, cuts=cuts)]
+    return [Stage(dressed, index=0, num_stages=1, port=Port(), axes=axes, cuts=cuts)]
 
 
 def new_stages(
@@ -199,8 +200,8 @@ def _load_stage(
     )
     _require_tied(model, tied, config, window.stop == outline.num_layers)
     port = open_port(model, outline, window, frozenset(tied))
-    cuts = named_parts(model, axes, PREFIX if config.lora.enabled else "")
     dressed = _dress(model, config, seed)
+    cuts = named_parts(model, axes, PREFIX if config.lora.enabled else "")
     inner = PREFIX if dressed is not model else ""
     return Stage(
         dressed,

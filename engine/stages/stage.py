@@ -14,6 +14,7 @@ from weft.engine.parallel.attention import attend_over
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.cut import Cut
 from weft.engine.parallel.functions import all_sum, collect
+from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.stages.batch import Batch
 from weft.engine.stages.context import labels_to_predict, own_positions, whole_batch, whole_sequence
 from weft.engine.stages.flash import wanted_arguments
@@ -74,6 +75,11 @@ class Stage(nn.Module):
         if self.router is not None:
             self.router.shared_by = self.axes.tensor
         attend_over(self.axes.context, self.hf_model)
+        if port.handover is not None and self.axes.tensor.size > 1:
+            raise UnshareableError(
+                f"parallel.tensor={self.axes.tensor.size}: layers of {type(self.hf_model).__name__} hand each other "
+                "more than the hidden state, which slices of the sequence do not cover; set pipeline.stages=1"
+            )
         self._port = port
         self._arguments = accepted_arguments(self.hf_model)
 

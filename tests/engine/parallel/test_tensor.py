@@ -12,9 +12,11 @@ from weft.conf.schema import LoraConfig, ModelConfig, SplitKind
 from weft.engine.parallel.in_process import run_in_threads
 from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.stages import split_layers, stages_from_model
+from weft.engine.stages.axis_check import check_axes
 from weft.engine.stages.comparison import whole_outcome
 from weft.engine.stages.members import members_outcome
 from weft.engine.stages.objective import Minimised, Objective, next_token_loss
+from weft.tools.verification.small_configs import small_config
 from weft.tools.verification.tiny_models import tiny_model
 
 DEEPSEEK = {
@@ -138,7 +140,12 @@ def test_an_objective_sees_all_logits():
 )
 def test_refused(config, members, message):
     with pytest.raises(UnshareableError, match=message):
-        members_outcome(whole_model(config), micro_batches(1), torch.tensor(1), {"tensor": members})
+        check_axes(config, tensor=members)
+
+
+@pytest.mark.parametrize("arch", ["llama", "olmo2", "glm"])
+def test_checked_before_start(arch):
+    check_axes(small_config(arch), tensor=2)
 
 
 def test_sequences_that_cannot_be_divided():
