@@ -117,6 +117,7 @@ class WeftEngine(CheckpointingEngine):
             replicas=self.module.data_group if plan.layout.data_ranks > 1 else None,
             pipeline=self.grid.get_pipe_parallel_group() if self.is_pipe_parallel else None,
             device=self.device,
+            counts=position.context == 0,
         )
         self._comparison = Comparison(
             self.sharding,
@@ -316,7 +317,8 @@ class WeftEngine(CheckpointingEngine):
 
     def _prepare(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         batch = self.batch_fn(batch) if self.batch_fn else batch
-        prepared = prepare_batch(batch, self.device)
+        whole = self.step_loss.minimised is not None
+        prepared = prepare_batch(batch, self.device, self.axes.context, keep_whole=whole)
         self.step_loss.tell(prepared, batch)
         return prepared
 

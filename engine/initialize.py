@@ -48,6 +48,7 @@ from weft.engine.stages import (
     self_check,
     stages_from_model,
 )
+from weft.engine.stages.axis_check import check_axes
 from weft.engine.stages.objective import Objective
 from weft.engine.stages.stage import hf_model
 from weft.engine.zero import Collectives
@@ -222,10 +223,15 @@ def _engine(
     if config.model.self_check and placement.num_stages > 1:
         checked = hf_config if model is None else model
         together(lambda: self_check(checked, own_loss=objective is None) if dist.get_rank() == 0 else None)
+    if config.model.self_check:
+        parallel = config.parallel
+        sizes = {"context": parallel.context, "expert": parallel.expert, "packing": config.data.packing}
+        checked = hf_config if model is None else model
+        together(lambda: check_axes(checked, **sizes) if dist.get_rank() == 0 else None)
     SET_UP.done("self-check")
     run = PreparedRun.open(config, facts, placement, device)
     SET_UP.done("plan")
-    module = WeftModule(together(lambda: _make_stages(config, model, run.plan)), placement, run.plan.layout)
+    module = WeftModule(together(lambda: _make_stages(config, model, run.plan, run.axes)), placement, run.plan.layout)
     SET_UP.done("stages")
     if not given["model_parameters"]:
         given["model_parameters"] = parameter_groups(module.named_global_parameters(), config.optimizer.weight_decay)
@@ -236,8 +242,9 @@ def _engine(
     return engine
 
 
-def _make_stages(config: WeftConfig, model: nn.Module | None, plan: RunPlan) -> list[Stage]:
+def _make_stages(config: WeftConfig, model: nn.Module | None, plan: RunPlan, axes: AxisGroups) -> list[Stage]:
     held = plan.placement.rank_stages[plan.layout.position(dist.get_rank()).stage]
     if model is not None:
-        return stages_from_model(model, plan.split, held)
-    return load_stages(config.model, plan.split, held, dtype=DTYPES[config.train.precision], seed=config.train.seed)
+        return stages_from_model(model, plan.split, held, axes)
+    dtype, seed = DTYPES[config.train.precision], config.train.seed
+    return load_stages(config.model, plan.split, held, dtype=dtype, seed=seed, axes=axes)

@@ -38,7 +38,6 @@ class SmallPart(SmallStage):
         super().__init__(2)
         self.index, self.prefix = index, f"part{index}."
         self.tied = frozenset([TIED]) if tied else frozenset()
-        self.cuts: dict = {}
         self.register_buffer("seen", torch.zeros(3))
 
     @property
