@@ -99,7 +99,7 @@ class WeftEngine(CheckpointingEngine):
         connect_groups(self._step_groups(), self.device)
         position = plan.layout.position(self.global_rank)
         self.pipe_rank, self.replica, self.line = position.stage, position.replica, position.line
-        self.num_replicas = plan.layout.replicas
+        self.num_replicas, self.layout = plan.layout.replicas, plan.layout
         self._plans: dict[int, RankSchedule] = {}
         self.schedule = self._plan(plan.cell(self.line)).schedule
         self.records = StepRecords(clock_for(self.device))

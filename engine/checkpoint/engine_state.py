@@ -18,6 +18,7 @@ from weft.engine.checkpoint.client_state import CLIENT
 from weft.engine.checkpoint.errors import CheckpointError
 from weft.engine.checkpoint.manifest import MANIFEST
 from weft.engine.checkpoint.optimizer_state import OPTIM, WEIGHT
+from weft.engine.checkpoint.parts import stored_name, whole_name
 from weft.engine.checkpoint.pieces import Piece, StoredPiece
 from weft.engine.checkpoint.ranks import Ranks
 from weft.engine.checkpoint.reader import Checkpoint
@@ -68,7 +69,7 @@ def layout(engine: Trained) -> dict[str, Any]:
         "rank_stages": [list(held) for held in engine.module.placement.rank_stages],
         "replicas": engine.num_replicas,
         "device": engine.device.type,
-    }
+    } | {axis: size for axis in ("context", "tensor", "expert") if (size := getattr(engine.layout, axis)) > 1}
 
 
 @dataclass(frozen=True)
@@ -117,17 +118,19 @@ def _versions() -> dict[str, str]:
 class Portion:
     """The part of the state that a rank stores.
 
-    The first of several pipeline ranks stores tied weights, if all its replicas use the same
-    store. The replicas of a store share out what they hold in common.
+    The first of several pipeline ranks stores tied weights, if all its lines use the same
+    store. The ranks of a store share out what they hold in common.
 
     Attributes:
         taken: names of weights and buffers that another pipeline rank stores.
-        part, num_parts: this rank among the replicas that share out what they hold alike.
+        alike: ranks of the store that hold the same as this one, by the axis along which it is cut; empty if
+            it is not.
+        rank: this rank.
     """
 
     taken: frozenset[str]
-    part: int
-    num_parts: int
+    alike: Mapping[str, Sequence[int]]
+    rank: int
 
     @classmethod
     def find(cls, engine: Trained, stores: tuple[Store, ...], ranks: Ranks) -> Portion:
@@ -140,10 +143,15 @@ class Portion:
             if rank in members:
                 near.setdefault(pipe_rank, []).append(rank)
                 names_of[pipe_rank] = names
-        before = [p for p in near if p < engine.pipe_rank and len(near[p]) == engine.num_replicas]
-        replicas = near[engine.pipe_rank]
+        before = [p for p in near if p < engine.pipe_rank and len(near[p]) == engine.layout.lines]
         taken = frozenset().union(*(names_of[p] for p in before))
-        return cls(taken, replicas.index(engine.global_rank), len(replicas))
+        holders = engine.layout.holders(engine.global_rank)
+        alike = {axis: [rank for rank in near[engine.pipe_rank] if rank in held] for axis, held in holders.items()}
+        return cls(taken, alike, engine.global_rank)
+
+    def share(self, axis: str) -> tuple[int, int]:
+        """This rank among those that hold the same, and their number."""
+        return self.alike[axis].index(self.rank), len(self.alike[axis])
 
     def pieces(self, engine: Trained, held: Iterable[Fragment], moment: Moment) -> list[Piece]:
         """The pieces of the engine's state that this rank stores."""
@@ -152,8 +160,7 @@ class Portion:
             [fragment for fragment in held if fragment.name not in self.taken],
             engine.basic_optimizer,
             [Piece.whole(f"{BUFFER}/{name}", tensor) for name, tensor in buffers.items()],
-            part=self.part,
-            num_parts=self.num_parts,
+            self.share,
         )
         return stored + [Piece.whole(name, state) for name, state in moment.random_states.items()]
 
@@ -161,8 +168,12 @@ class Portion:
 def num_bytes_to_come(pieces: Iterable[Piece], held: Iterable[Fragment]) -> int:
     """Bytes of pieces once the optimiser has stepped: before, it has no state, and Adam's is twice its fp32 weights."""
     pieces = list(pieces)
-    stepped = any(piece.name.startswith(f"{OPTIM}/") for piece in pieces)
-    grows = set() if stepped else {f"{WEIGHT}/{fragment.name}" for fragment in held if fragment.trained}
+    stepped = any(whole_name(piece.name).startswith(f"{OPTIM}/") for piece in pieces)
+    grows = (
+        set()
+        if stepped
+        else {stored_name(f"{WEIGHT}/{fragment.name}", fragment.cut) for fragment in held if fragment.trained}
+    )
     return sum(piece.num_bytes * (3 if piece.name in grows else 1) for piece in pieces)
 
 
@@ -229,9 +240,11 @@ def needed(
         parameter = rest.partition("/")[2] if kind == OPTIM else rest
         if kind == WEIGHT or (kind == OPTIM and wanted.optimizer):
             for fragment in parts.get(parameter, ()):
-                part = checkpoint.shape(name) == tuple(fragment.parameter.shape)
-                span = (fragment.start, fragment.start + fragment.tensor.numel()) if part else (0, None)
-                yield from checkpoint.pieces(name, *span)
+                if checkpoint.shape(name) != fragment.shape:
+                    yield from checkpoint.pieces(name)
+                    continue
+                stop = fragment.start + fragment.tensor.numel()
+                yield from checkpoint.pieces(name, fragment.start, stop, fragment.cut)
         elif name in states or (kind == BUFFER and rest in buffers) or kind == CLIENT:
             yield from checkpoint.pieces(name)
 

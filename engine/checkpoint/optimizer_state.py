@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.parts import stored_name
 from weft.engine.checkpoint.pieces import Piece, share
 from weft.engine.checkpoint.reader import Checkpoint
 from weft.engine.zero import Fragment, ShardedOptimizer
@@ -27,7 +28,7 @@ _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def collect(
-    held: Iterable[Fragment], optimizer: Optimizer, buffers: Iterable[Piece], *, part: int, num_parts: int
+    held: Iterable[Fragment], optimizer: Optimizer, buffers: Iterable[Piece], shares: Callable[[str], tuple[int, int]]
 ) -> list[Piece]:
     """This rank's pieces: its own fragments, and its share of what its replicas hold alike.
 
@@ -38,25 +39,29 @@ def collect(
         held: fragments of the parameters that this rank's stages write.
         optimizer: that steps them.
         buffers: tensors that no optimiser steps.
-        part, num_parts: this rank among the replicas that share out what they hold alike.
+        shares: this rank among those that share out what they hold alike, and their number, by the axis
+            along which that is cut; empty if it is not.
     """
     own: list[Piece] = []
-    alike: list[Piece] = list(buffers)
+    alike: dict[str, list[Piece]] = {"": list(buffers)}
     for fragment in held:
-        (alike if fragment.shared else own).extend(_pieces(fragment, optimizer))
-    return own + list(share(alike, part, num_parts))
+        axis = "" if fragment.cut is None else fragment.cut.axis
+        (alike.setdefault(axis, []) if fragment.shared else own).extend(_pieces(fragment, optimizer))
+    return own + [piece for axis, pieces in alike.items() for piece in share(pieces, *shares(axis))]
 
 
 def _pieces(fragment: Fragment, optimizer: Optimizer) -> Iterator[Piece]:
     shape = tuple(fragment.parameter.shape)
-    yield Piece(f"{WEIGHT}/{fragment.name}", shape, fragment.start, fragment.tensor)
+    yield Piece(stored_name(f"{WEIGHT}/{fragment.name}", fragment.cut), shape, fragment.start, fragment.tensor)
     for key, value in optimizer.state.get(fragment.tensor, {}).items() if fragment.trained else ():
         name = f"{OPTIM}/{key}/{fragment.name}"
         if isinstance(value, Tensor) and value.shape == fragment.tensor.shape and value.ndim > 0:
-            yield Piece(name, shape, fragment.start, value.detach())
-        elif fragment.start == 0:  # one number for the whole parameter, such as Adam's step count
+            yield Piece(stored_name(name, fragment.cut), shape, fragment.start, value.detach())
+        elif fragment.start == 0 and (
+            fragment.cut is None or fragment.cut.index == 0
+        ):  # one number for the whole parameter, such as Adam's step count
             value = torch.as_tensor(value)
-            if value.numel() > 1 and not fragment.is_whole:
+            if value.numel() > 1 and not (fragment.is_whole and fragment.cut is None):
                 raise CheckpointError(
                     f"{name}: shape {tuple(value.shape)} belongs to no single parameter; choose another "
                     "optimizer.kind, or train with zero.stage=0"
@@ -100,7 +105,7 @@ def restore(held: Iterable[Fragment], optimizer: Optimizer, checkpoint: Checkpoi
     keys = _state_keys(checkpoint)
     for fragment in held:
         name = f"{WEIGHT}/{fragment.name}"
-        shape = tuple(fragment.parameter.shape)
+        shape = fragment.shape
         if name not in checkpoint.names:
             raise CheckpointError(
                 f"{checkpoint.path}: it lacks the model's {fragment.name}; give the model and lora settings with "
@@ -130,7 +135,7 @@ def _state_keys(checkpoint: Checkpoint) -> dict[str, list[str]]:
 @torch.no_grad()
 def _fill(fragment: Fragment, target: Tensor, checkpoint: Checkpoint, name: str) -> None:
     """Copy the fragment's part of a stored tensor to ``target``, which has the fragment's shape."""
-    elements = checkpoint.read(name, fragment.start, fragment.start + target.numel())
+    elements = checkpoint.read(name, fragment.start, fragment.start + target.numel(), fragment.cut)
     target.copy_(elements.view(target.shape))
 
 

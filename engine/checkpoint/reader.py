@@ -12,8 +12,10 @@ from torch import Tensor
 
 from weft.engine.checkpoint.errors import CheckpointError
 from weft.engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from weft.engine.checkpoint.parts import cut_tensors, overlap, stored_name
 from weft.engine.checkpoint.pieces import StoredPiece, StoredTensor
-from weft.engine.checkpoint.shard_file import TYPES, ShardReader
+from weft.engine.checkpoint.shard_file import TYPES, ShardReader, damaged
+from weft.engine.parallel.cut import Cut
 
 
 class Checkpoint:
@@ -23,6 +25,10 @@ class Checkpoint:
         """Take a checkpoint whose manifest has been read."""
         self.path = path
         self.manifest = manifest
+        try:
+            self._cuts = cut_tensors({name: tensor.shape for name, tensor in manifest.tensors.items()})
+        except ValueError as error:
+            raise damaged(path / MANIFEST, str(error)) from None
         self._readers: dict[str, ShardReader] = {}
         self._kept: dict[tuple[str, str], Tensor] = {}
 
@@ -38,8 +44,9 @@ class Checkpoint:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Names of all tensors."""
-        return frozenset(self.manifest.tensors)
+        """Names of all tensors, whether they are stored whole or in parts."""
+        parts = {stored_name(name, cut) for name, cuts in self._cuts.items() for cut in cuts}
+        return frozenset((self.manifest.tensors.keys() - parts) | self._cuts.keys())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor.
@@ -47,7 +54,7 @@ class Checkpoint:
         Raises:
             CheckpointError: there is none of that name.
         """
-        return self._stored(name).shape
+        return self._cuts[name][0].shape if name in self._cuts else self._stored(name).shape
 
     def load(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Whole tensors on the CPU.
@@ -57,15 +64,44 @@ class Checkpoint:
         """
         return {name: self.read(name).view(self.shape(name)) for name in names}
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+    def read(self, name: str, start: int = 0, stop: int | None = None, cut: Cut | None = None) -> Tensor:
         """Elements ``start`` to ``stop`` of a flattened tensor, shape [stop - start], on the CPU.
+
+        Args:
+            cut: takes them of this part of the tensor, whatever parts are stored.
 
         Raises:
             CheckpointError: the name is unknown, or a file is damaged.
         """
-        tensor = self._stored(name)
+        source = self._source(name, cut)
+        if source is not None:
+            return self._read(source, start, stop)
+        parts = self._needed(name, cut)
+        first = self._stored(stored_name(name, parts[0]))
+        whole = torch.empty(self.shape(name), dtype=TYPES[first.dtype])
+        for part in parts:
+            stored = stored_name(name, part)
+            elements = self._read(stored, 0, None).view(self._stored(stored).shape)
+            whole.copy_(elements) if part is None else part.put(elements, whole)
+        taken = whole if cut is None else cut.take(whole)
+        return taken.reshape(-1)[start:stop]
+
+    def _source(self, name: str, cut: Cut | None) -> str | None:
+        """What is stored of exactly this part of a tensor."""
+        if name not in self._cuts:
+            return name if cut is None else None
+        same = [mine for mine in self._cuts[name] if cut is not None and stored_name("", mine) == stored_name("", cut)]
+        return stored_name(name, cut) if same else None
+
+    def _needed(self, name: str, cut: Cut | None) -> list[Cut | None]:
+        """Stored parts that a part of a tensor has elements of; None is the whole."""
+        stored = self._cuts.get(name)
+        return [None] if stored is None else [mine for mine in stored if cut is None or overlap(mine, cut)]
+
+    def _read(self, stored: str, start: int, stop: int | None) -> Tensor:
+        tensor = self._stored(stored)
         stop = tensor.num_elements if stop is None else stop
-        assert 0 <= start <= stop <= tensor.num_elements, (name, start, stop)
+        assert 0 <= start <= stop <= tensor.num_elements, (stored, start, stop)
         parts = [torch.empty(0, dtype=TYPES[tensor.dtype])]
         while start < stop:
             piece = self._nearest(tensor, start)
@@ -91,12 +127,22 @@ class Checkpoint:
         """Know a piece from elsewhere; it is not read any more."""
         self._kept[piece.file, piece.key] = elements
 
-    def pieces(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[tuple[StoredPiece, str]]:
+    def pieces(
+        self, name: str, start: int = 0, stop: int | None = None, cut: Cut | None = None
+    ) -> Iterator[tuple[StoredPiece, str]]:
         """The pieces that `read` would read, with safetensors' name of their type.
 
         Raises:
             CheckpointError: the name is unknown.
         """
+        source = self._source(name, cut)
+        if source is not None:
+            yield from self._pieces(source, start, stop)
+            return
+        for part in self._needed(name, cut):
+            yield from self._pieces(stored_name(name, part), 0, None)
+
+    def _pieces(self, name: str, start: int, stop: int | None) -> Iterator[tuple[StoredPiece, str]]:
         tensor = self._stored(name)
         stop = tensor.num_elements if stop is None else stop
         while start < stop:

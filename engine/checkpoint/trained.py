@@ -8,6 +8,8 @@ import torch
 from torch.optim import Optimizer
 
 from weft.engine.module import WeftModule
+from weft.engine.parallel.axis import AxisGroups
+from weft.engine.planning.layout import RankLayout
 from weft.engine.zero import ShardedOptimizer, Sharding
 
 
@@ -18,6 +20,8 @@ class Trained(Protocol):
         global_rank: of this process in the world.
         pipe_rank: position in the pipeline.
         replica: of the pipeline; `num_replicas` hold the same stages.
+        layout: of all ranks.
+        axes: ranks that share layers with this one.
         global_steps: optimiser steps done.
         module: this rank's stages.
         sharding: their weights, in buckets.
@@ -30,6 +34,8 @@ class Trained(Protocol):
     pipe_rank: int
     replica: int
     num_replicas: int
+    layout: RankLayout
+    axes: AxisGroups
     global_steps: int
     module: WeftModule
     sharding: Sharding

@@ -133,6 +133,16 @@ class RankLayout:
         """Ranks of a stage that hold the same experts."""
         return [group[first :: self.expert] for group in self.data_groups(stage) for first in range(self.expert)]
 
+    def holders(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Ranks that hold the same as this one of parameters, by the axis along which these are cut; empty if not."""
+        stage = self.position(rank).stage
+        kinds = {
+            "": [self.lines_of(stage)],
+            "tensor": self.data_groups(stage),
+            "expert": self.expert_data_groups(stage),
+        }
+        return {axis: next(group for group in groups if rank in group) for axis, groups in kinds.items()}
+
     @property
     def axis_groups(self) -> dict[str, list[tuple[int, ...]]]:
         """Ranks that share the work of a layer, by the axis along which they do; without axes of one rank."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.comm.channel import Handle
+from weft.engine.parallel.cut import Cut
 from weft.engine.zero.collectives import Collectives
 
 ALIGNMENT = 8
@@ -28,6 +30,7 @@ class Fragment:
             parameter's shape if it is the whole parameter, flat otherwise.
         trained: whether the optimiser steps it.
         shared: whether every replica holds this part.
+        cut: which part of the named parameter ``parameter`` is; None is all of it.
     """
 
     name: str
@@ -36,6 +39,12 @@ class Fragment:
     tensor: Tensor
     trained: bool
     shared: bool
+    cut: Cut | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the named parameter in the whole model."""
+        return tuple(self.parameter.shape) if self.cut is None else self.cut.shape
 
     @property
     def is_whole(self) -> bool:
@@ -73,6 +82,7 @@ class Bucket:
         zero_stage: int,
         collectives: Collectives,
         tied: dist.ProcessGroup | None = None,
+        cuts: Mapping[str, Cut] = MappingProxyType({}),
     ) -> None:
         """Move the parameters into the bucket's buffer.
 
@@ -80,6 +90,7 @@ class Bucket:
             parameters: the parameters, with their names in the whole model.
             stages: this rank's virtual stages that use them.
             tied: group of the ranks of this pipeline that also hold them.
+            cuts: of parameters that this rank does not hold in full.
         """
         first = parameters[0][1]
         self.stages = stages
@@ -105,7 +116,7 @@ class Bucket:
         self._reduction: tuple[Handle, Tensor] | None = None
         self._gathering: Handle | None = None
         self._adopt_weights(first)
-        self.fragments = tuple(self._cut(shared=zero_stage == 0))
+        self.fragments = tuple(self._cut(cuts, shared=zero_stage == 0))
 
     @torch.no_grad()
     def _adopt_weights(self, like: nn.Parameter) -> None:
@@ -121,7 +132,7 @@ class Bucket:
         self._whole = True
         self.release()
 
-    def _cut(self, *, shared: bool) -> Iterator[Fragment]:
+    def _cut(self, cuts: Mapping[str, Cut], *, shared: bool) -> Iterator[Fragment]:
         low, high = self._held.start, self._held.stop
         for member in self.members:
             begin, end = max(low, member.offset), min(high, member.offset + member.parameter.numel())
@@ -129,7 +140,8 @@ class Bucket:
                 part = self._master[begin - low : end - low]
                 if part.numel() == member.parameter.numel():
                     part = part.view(member.parameter.shape)
-                yield Fragment(member.name, member.parameter, begin - member.offset, part, self.trained, shared)
+                start = begin - member.offset
+                yield Fragment(member.name, member.parameter, start, part, self.trained, shared, cuts.get(member.name))
 
     # -- gradients -------------------------------------------------------------------------------
 

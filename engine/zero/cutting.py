@@ -100,6 +100,7 @@ def cut(
                         zero_stage=zero_stage,
                         collectives=collectives.of(stage.cuts.get(run[0][0])),
                         tied=tied.get(first),
+                        cuts=stage.cuts,
                     )
                 )
     return buckets

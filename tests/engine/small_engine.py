@@ -146,7 +146,7 @@ class SmallEngine:
         """Everything that this rank has of the state: pieces of tensors by name, and numbers."""
         self.sharding.settle()
         fragments = list(self.sharding.fragments())
-        pieces = collect(fragments, self.basic_optimizer, [], part=0, num_parts=1)
+        pieces = collect(fragments, self.basic_optimizer, [], lambda axis: (0, 1))
         with self.sharding.full_weights():
             model = {name: p.detach().clone() for name, p in self.part.named_global_parameters()}
         return {

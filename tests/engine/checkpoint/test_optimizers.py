@@ -92,7 +92,7 @@ def round_trip(folder, make, **settings):
     for _ in range(3):
         first.step()
     meta = {"groups": group_scalars(first.held, first.base), "scale": loss_scale(first.optimizer)}
-    save(folder, 3, collect(first.held, first.base, [], part=0, num_parts=1), meta)
+    save(folder, 3, collect(first.held, first.base, [], lambda axis: (0, 1)), meta)
     expected = [first.step() for _ in range(4)]
 
     other = Trained(make, seed=1, **settings)
@@ -127,7 +127,7 @@ def test_fp16(tmp_path, zero):
 def test_another_optimizer_is_refused(tmp_path):
     first = Trained(torch.optim.AdamW)
     first.step()
-    save(tmp_path, 1, collect(first.held, first.base, [], part=0, num_parts=1), {})
+    save(tmp_path, 1, collect(first.held, first.base, [], lambda axis: (0, 1)), {})
     other = Trained(lambda groups: torch.optim.SGD(groups, momentum=0.9))
     with pytest.raises(CheckpointError, match=r"'(exp_avg|exp_avg_sq|step)'.*SGD.*optimizer\.kind"):
         restore(other.held, other.base, open_checkpoint(newest(tmp_path)))
@@ -136,7 +136,7 @@ def test_another_optimizer_is_refused(tmp_path):
 def test_before_the_first_step(tmp_path):
     """A checkpoint without optimiser state makes an optimiser that trained forget its own."""
     trained = Trained(torch.optim.AdamW)
-    save(tmp_path, 0, collect(trained.held, trained.base, [], part=0, num_parts=1), {})
+    save(tmp_path, 0, collect(trained.held, trained.base, [], lambda axis: (0, 1)), {})
     expected = [trained.step() for _ in range(3)]
     restore(trained.held, trained.base, open_checkpoint(newest(tmp_path)))
     trained.sharding.publish()

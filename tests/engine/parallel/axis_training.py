@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from tests.engine.tiny import tiny_config
+import itertools
+from pathlib import Path
+
+from tests.engine.tiny import batches, tiny_config
 from weft.conf.schema import ParallelConfig, WeftConfig
+from weft.engine.checkpoint.exporting import export as export_model
+from weft.engine.initialize import initialize
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02, "output_router_logits": True}
 
@@ -29,3 +34,22 @@ def axis_config(
     config.data.sequence_length = 12
     config.parallel = ParallelConfig(tensor=tensor, context=context, expert=expert)
     return config
+
+
+def go_on(config: WeftConfig, folder: str, write: bool, export: str = "") -> list[float]:
+    """Losses of two steps, after two others and a checkpoint, or after reading it."""
+    engine, *_ = initialize(config=config)
+    steps = config.pipeline.microbatches * engine.num_replicas
+    data = itertools.islice(batches(0, 1), engine.replica + (0 if write else 2 * steps), None, engine.num_replicas)
+    engine.set_dataiterator(data)
+    if write:
+        for _ in range(2):
+            engine.train_batch()
+        engine.save_checkpoint(folder)
+    else:
+        assert engine.load_checkpoint(folder)[0] is not None
+    losses = [float(engine.train_batch()) for _ in range(2)]
+    if export:
+        export_model(engine, Path(export))
+    engine.destroy()
+    return losses

@@ -3,8 +3,10 @@
 from functools import cache
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from tests.engine.parallel.axis_training import axis_config
+from tests.engine.parallel.axis_training import axis_config, go_on
 from tests.engine.tiny import many_losses, reference_losses
 from weft.tools.ranks import run_ranks
 
@@ -36,3 +38,19 @@ def test_losses_are_those_of_one_process():
     for found in run_ranks(4, many_losses, configs, STEPS, timeout_s=400):
         for (_, case), losses in zip(CASES, found, strict=True):
             assert losses == pytest.approx(_expected(case.get("arch", "llama")), rel=1e-5), case
+
+
+@pytest.mark.slow
+def test_another_layout_goes_on_from_a_checkpoint_and_exports_the_same(tmp_path):
+    two = axis_config("mixtral", expert=2, context=2, zero=1, microbatches=2)
+    alone = axis_config("mixtral")
+    folder = str(tmp_path / "checkpoints")
+    expected = run_ranks(4, go_on, two, folder, True, str(tmp_path / "four"), timeout_s=300)[0]
+    found = run_ranks(1, go_on, alone, folder, False, str(tmp_path / "one"), timeout_s=300)[0]
+    assert found == pytest.approx(expected, rel=1e-5)
+    back = run_ranks(4, go_on, axis_config("mixtral", expert=4, zero=3, microbatches=1), folder, False)[0]
+    assert back == pytest.approx(expected, rel=1e-5)
+    weights = [AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("one", "four")]
+    assert weights[0].keys() == weights[1].keys()
+    for name, weight in weights[0].items():
+        assert torch.allclose(weight, weights[1][name], rtol=1e-4, atol=1e-6), name
