@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedConfig
 
 from weft.comm.wan.network import WanNetwork
 from weft.conf.batch import check_world, fit_batch
@@ -224,10 +225,7 @@ def _engine(
         checked = hf_config if model is None else model
         together(lambda: self_check(checked, own_loss=objective is None) if dist.get_rank() == 0 else None)
     if config.model.self_check:
-        parallel = config.parallel
-        sizes = {"context": parallel.context, "expert": parallel.expert, "packing": config.data.packing}
-        checked = hf_config if model is None else model
-        together(lambda: check_axes(checked, **sizes) if dist.get_rank() == 0 else None)
+        _check_axes(config, hf_config if model is None else model)
     SET_UP.done("self-check")
     run = PreparedRun.open(config, facts, placement, device)
     SET_UP.done("plan")
@@ -240,6 +238,17 @@ def _engine(
     engine = run.engine(config, settings, module, objective=objective, **given)
     engine.groups = [group for group in process_groups() if group not in earlier]
     return engine
+
+
+def _check_axes(config: WeftConfig, model: PreTrainedConfig | nn.Module) -> None:
+    """Check on rank 0 that the model's layers can be shared; a collective call."""
+    sizes, packing = config.parallel, config.data.packing
+
+    def run() -> None:
+        if dist.get_rank() == 0:
+            check_axes(model, context=sizes.context, expert=sizes.expert, packing=packing)
+
+    together(run)
 
 
 def _make_stages(config: WeftConfig, model: nn.Module | None, plan: RunPlan, axes: AxisGroups) -> list[Stage]:

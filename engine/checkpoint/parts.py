@@ -53,7 +53,8 @@ def _whole(name: str, parts: list[Cut], shapes: Iterable[str]) -> tuple[Cut, ...
     parts.sort(key=lambda cut: cut.index)
     first = parts[0]
     alike = {(cut.shape, cut.dim, cut.count, cut.blocks) for cut in parts}
-    if name in shapes or len(alike) > 1 or [cut.index for cut in parts] != list(range(first.count)):
+    complete = len(parts) == first.count and [cut.index for cut in parts] == list(range(len(parts)))
+    if name in shapes or len(alike) > 1 or not complete:
         raise ValueError(f"{name[:200]}: its stored parts do not make up one tensor")
     return tuple(parts)
 

@@ -1,0 +1,43 @@
+"""Ranks that share layers, one of which goes away."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.channel import ChannelError
+from weft.engine.distributed import init_distributed
+from weft.engine.parallel.communicated import open_axes
+
+
+def exchanged(axis: str) -> tuple[list[float], ...]:
+    """What each operation of an axis group gives on this rank."""
+    device = init_distributed(30.0)
+    group = getattr(open_axes({axis: [(0, 1)]}, device, 30.0), axis)
+    mine = torch.arange(4.0).view(2, 2) + 10 * group.index
+    send = [1, 1] if group.index == 0 else [2, 0]
+    receive = [1, 2] if group.index == 0 else [1, 0]
+    results = (
+        group.all_gather(mine).wait(),
+        group.reduce_scatter(mine).wait(),
+        group.all_reduce(mine.clone()).wait(),
+        group.maximum(mine.clone()).wait(),
+        group.all_to_all(mine, send, receive).wait(),
+    )
+    assert (group.size, group.axis) == (2, axis)
+    return tuple(result.flatten().tolist() for result in results)
+
+
+def lose(axis: str) -> str:
+    """What the rank that stays is told."""
+    device = init_distributed(30.0)
+    group = getattr(open_axes({axis: [(0, 1)]}, device, 30.0), axis)
+    group.all_gather(torch.ones(1)).wait()
+    if group.index == 1:
+        dist.destroy_process_group()
+        return ""
+    try:
+        group.all_gather(torch.ones(1)).wait()
+    except ChannelError as error:
+        return str(error)
+    return "nothing"

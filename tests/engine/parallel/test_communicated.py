@@ -1,0 +1,28 @@
+"""Axis groups over ranks: what they compute, and what is said when a member has gone."""
+
+import pytest
+
+from tests.engine.parallel.lost_member import exchanged, lose
+from weft.tools.ranks import run_ranks
+
+
+@pytest.mark.slow
+def test_operations_are_those_of_threads():
+    first, second = run_ranks(2, exchanged, "tensor", timeout_s=120)
+    rows = [[0.0, 1.0], [2.0, 3.0]], [[10.0, 11.0], [12.0, 13.0]]
+    for found, summed, exchanged_rows in (
+        (first, [10.0, 12.0], rows[0][0] + rows[1][0] + rows[1][1]),
+        (second, [14.0, 16.0], rows[0][1]),
+    ):
+        assert found[0] == [0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 12.0, 13.0]
+        assert found[1] == summed
+        assert found[2] == [10.0, 12.0, 14.0, 16.0]
+        assert found[3] == [10.0, 11.0, 12.0, 13.0]
+        assert found[4] == exchanged_rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tensor", "context", "expert"])
+def test_a_lost_member_is_one_error_that_names_the_axis_and_its_ranks(axis):
+    said, _ = run_ranks(2, lose, axis, timeout_s=120)
+    assert said.startswith(f"{axis} axis of ranks 0, 1, on rank 0: all_gather")
