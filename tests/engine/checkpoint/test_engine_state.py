@@ -81,17 +81,18 @@ def test_sources_are_the_files_that_hold_a_ranks_fragments(data):
     stored = SimpleNamespace(
         names=["weight/a", "optim/exp_avg/a", "optim/step/a", "client/b", "buffer/c", "rng/cpu/9"],
         shape=lambda name: () if name == "optim/step/a" else (size,),
-        files=lambda name, low=0, high=None: (
-            {
+        pieces=lambda name, low=0, high=None, cut=None: [
+            (SimpleNamespace(file=file), "F32")
+            for file in {
                 f"file {part}"
                 for part, own in enumerate(files)
                 if name in own and own[name][0] < (size if high is None else high) and low < own[name][1]
             }
             or {name}
-        ),
+        ],
     )
     engine, _ = an_engine()
-    fragment = SimpleNamespace(name="a", parameter=torch.empty(size), start=start, tensor=torch.empty(stop - start))
+    fragment = SimpleNamespace(name="a", shape=(size,), cut=None, start=start, tensor=torch.empty(stop - start))
     expected = {"optim/step/a", "client/b"}
     for name in ("weight/a", "optim/exp_avg/a"):
         expected |= {
