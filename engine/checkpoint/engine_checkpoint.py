@@ -124,9 +124,9 @@ def load_engine(engine: Trained, path: Path, wanted: Wanted = EVERYTHING) -> dic
 
 def _read_once(engine: Trained, checkpoint: Checkpoint, ranks: Ranks, wanted: Wanted) -> None:
     """Have what several replicas need of storage read by one of them; a collective call, errors as of `restore`."""
-    if engine.num_replicas == 1:
+    if engine.layout.data_ranks == 1:
         return
-    members, tell = among(engine.module._grid.get_data_parallel_group(), engine.device)
+    members, tell = among(engine.module.data_group, engine.device)
     pieces = ranks.together(
         checkpoint.path, lambda: [Needed(*each) for each in needed(engine, fragments(engine), checkpoint, wanted)]
     )

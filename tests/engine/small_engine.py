@@ -85,7 +85,7 @@ class SmallEngine:
             placement=SimpleNamespace(rank_stages=tuple((stage,) for stage in range(stages))),
         )
         replicas = [self.layout.lines_of(stage) for stage in range(stages)]
-        self.replicas = self._join(replicas)
+        self.replicas = self.module.data_group = self._join(replicas)
         pipelines = self._join(zip(*replicas, strict=True))
         together = [(part.embed.weight, pipelines)] if part.tied else []
         part.embed.weight.ds_pipe_replicated = bool(part.tied) and self.pipe_rank > 0
