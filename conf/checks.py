@@ -182,7 +182,7 @@ def _layers(config: WeftConfig) -> Iterator[str]:
         )
 
 
-AXES_OF_MODELS = frozenset({"context", "expert"})
+AXES_OF_MODELS = frozenset({"tensor", "context", "expert"})
 """Axes of ``parallel`` that models can be shared out along."""
 
 

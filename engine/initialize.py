@@ -246,7 +246,7 @@ def _check_axes(config: WeftConfig, model: PreTrainedConfig | nn.Module) -> None
 
     def run() -> None:
         if dist.get_rank() == 0:
-            check_axes(model, context=sizes.context, expert=sizes.expert, packing=packing)
+            check_axes(model, tensor=sizes.tensor, context=sizes.context, expert=sizes.expert, packing=packing)
 
     together(run)
 
