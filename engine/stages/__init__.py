@@ -1,5 +1,6 @@
 """Hugging Face models as virtual pipeline stages."""
 
+from weft.engine.stages.axis_check import check_axes
 from weft.engine.stages.batch import Batch
 from weft.engine.stages.checking import check_flash_packing, check_packing, self_check
 from weft.engine.stages.exporting import export_stages
@@ -16,6 +17,7 @@ __all__ = [
     "Stage",
     "StageSplit",
     "build_model",
+    "check_axes",
     "check_flash_packing",
     "check_packing",
     "export_stages",
