@@ -19,6 +19,7 @@ from weft.conf.schema import (
     ModelConfig,
     OptimizerConfig,
     OptimizerKind,
+    ParallelConfig,
     PipelineConfig,
     PlacementKind,
     Precision,
@@ -46,8 +47,13 @@ def tiny_config(
     layers: int = 8,
     cell: int = 1,
     compare_every: int = 0,
+    context: int = 1,
+    expert: int = 1,
 ) -> WeftConfig:
-    """A Llama of eight narrow layers, clipped, warmed up and decayed, so that all of it is compared."""
+    """A Llama of eight narrow layers, clipped, warmed up and decayed, so that all of it is compared.
+
+    With experts to share out it is a Mixtral.
+    """
     shape = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -58,8 +64,12 @@ def tiny_config(
         "max_position_embeddings": 64,
         "tie_word_embeddings": tied,
     }
+    if expert > 1:
+        shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     config = WeftConfig(
-        model=ModelConfig(arch="llama", overrides=shape, self_check=False, lora=LoraConfig(enabled=lora)),
+        model=ModelConfig(
+            arch="mixtral" if expert > 1 else "llama", overrides=shape, self_check=False, lora=LoraConfig(enabled=lora)
+        ),
         pipeline=PipelineConfig(
             stages=stages,
             schedule=ScheduleKind[schedule],
@@ -70,6 +80,7 @@ def tiny_config(
         ),
         cluster=ClusterConfig(sites=[SiteConfig(name=f"site{i}", ranks=ranks) for i, ranks in enumerate(sites)]),
         comm=CommConfig(connections=2, cell=cell),
+        parallel=ParallelConfig(context=context, expert=expert),
         zero=ZeroConfig(stage=zero),
         optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, clip=0.5, warmup_steps=3),
         train=TrainConfig(microbatch_size=2, steps=20, precision=Precision[precision]),

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 3
 ALLOWED = {
     "execution/batches.py": "looks at batches in host memory; what a loader's thread made bears no mark of it here",
+    "parallel/experts.py": "has to know how many tokens travel before they can",
     "execution/sums.py": "refuses a step without labels; a GPU's host reads that count one step later",
     "zero/comparison.py": "looks at checksums; a GPU sends them to the host on another stream, read one step later",
     "zero/finite.py": "reads a norm in host memory; a GPU sends it there on another stream, read one step later",
@@ -45,6 +46,15 @@ FOUR = {
         for zero in range(4)
     },
 }
+SHARED = {
+    "context 2 x stages 2": {"context": 2, "stages": 2},
+    "context 2 x replicas 2, ZeRO-3": {"context": 2, "stages": 1, "zero": 3},
+    "context 2, w, fold": {"context": 2, "stages": 2, "schedule": "w", "placement": "fold"},
+    "expert 2 x stages 2, ZeRO-1": {"expert": 2, "stages": 2, "zero": 1},
+    "expert 2 x replicas 4, ZeRO-3": {"expert": 2, "stages": 1, "zero": 3},
+    "context 2, expert 4, ZeRO-2": {"context": 2, "expert": 4, "stages": 1, "zero": 2},
+}
+"""Keywords of `tiny_config` for ranks that share sequences and experts."""
 EIGHT = {
     "1f1b, 8 stages": (8, {"layers": 8, "microbatches": 8}),
     "w, fold, two replicas, ZeRO-1, tied": (4, {"schedule": "w", "placement": "fold", "zero": 1, "tied": True}),
@@ -85,6 +95,16 @@ def test_every_schedule_and_zero_stage_on_four_ranks():
 
 def test_pipelines_and_replicas_on_eight_ranks_of_a_job_that_has_bound_its_devices():
     _check(EIGHT, 8, bound=True)
+
+
+def test_ranks_that_share_sequences_and_experts():
+    configs = {name: tiny_config(layers=4, **keywords) for name, keywords in SHARED.items()}
+    results = run_ranks(4, losses_under_rules, list(configs.values()), STEPS, False, timeout_s=800)
+    for number, (name, config) in enumerate(configs.items()):
+        expected = reference_losses(config, 4 // config.pipeline.stages // config.parallel.context, STEPS)
+        for losses, _ in results:
+            assert losses[number] == pytest.approx(expected, rel=1e-5), name
+    _refuse_waits(waits for _, waits in results)
 
 
 def test_without_eager_connection_the_first_send_deadlocks():
