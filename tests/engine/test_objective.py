@@ -85,10 +85,15 @@ def test_pipelines_and_zero_match_one_process():
         ("preferred", tiny_config("auto", zero=2, tied=True)),
         ("router", routed_config(tiny_config("1f1b", zero=1))),
         ("router", routed_config(tiny_config("zbv", "fold", zero=3))),
+        ("smoothed", tiny_config("w", "fold", context=2)),
+        ("preferred", tiny_config(context=2, stages=1)),
+        ("router", routed_config(tiny_config(context=2, expert=2, zero=1))),
+        ("router", routed_config(tiny_config(expert=2, stages=1))),
     ]
     found = run_ranks(4, weft_losses, cases, timeout_s=380)[0]
     for (name, config), losses in zip(cases, found, strict=True):
-        assert losses == pytest.approx(reference_losses(name, config, 2), rel=1e-5), (name, config.pipeline)
+        replicas = 4 // config.pipeline.stages // config.parallel.context
+        assert losses == pytest.approx(reference_losses(name, config, replicas), rel=1e-5), (name, config.pipeline)
 
 
 @pytest.mark.slow
