@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -74,6 +75,12 @@ def _tell_size(module: nn.Module) -> None:
 
 def _hook_vocabulary(model: PreTrainedModel, group: AxisGroup) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    for name, module in (("embedding", embedding), ("head", head)):
+        if isinstance(module, BaseTunerLayer):
+            raise UnshareableError(
+                f"parallel.tensor={group.size}: the {name} of {type(model).__name__} has an adapter, which cannot be "
+                "divided over the vocabulary; leave it out of model.lora.target_modules"
+            )
     if isinstance(embedding, nn.Embedding):
         cut_embedding(group, embedding)
     if isinstance(head, nn.Linear):

@@ -151,3 +151,10 @@ def test_checked_before_start(arch):
 def test_sequences_that_cannot_be_divided():
     with pytest.raises(UnshareableError, match="15 tokens in a sequence"):
         members_outcome(whole_model(wide("llama")), micro_batches(1, length=15), torch.tensor(1), {"tensor": 2})
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_an_adapter_over_the_vocabulary_is_refused(target):
+    lora = LoraConfig(enabled=True, rank=4, dropout=0.0, target_modules=["q_proj", target])
+    with pytest.raises(UnshareableError, match=r"has an adapter.*model\.lora\.target_modules"):
+        require_equal(dataclasses.replace(wide("llama"), lora=lora), stages=1, tensor=2)
