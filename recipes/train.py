@@ -27,7 +27,15 @@ from weft.conf.schema import Attention, WeftConfig
 from weft.conf.trees import to_tree, to_yaml
 from weft.engine.checkpoint import check_folder
 from weft.engine.checkpoint.memory import HostMemory
-from weft.engine.data import MicrobatchLoader, Source, build_loader, check_source, load_tokenizer, open_source
+from weft.engine.data import (
+    MicrobatchLoader,
+    Source,
+    build_loader,
+    check_source,
+    load_tokenizer,
+    open_source,
+    vocabulary_for,
+)
 from weft.engine.distributed import (
     SharedError,
     attempt_number,
@@ -203,7 +211,8 @@ def _check_model(config: WeftConfig, passed: Path) -> None:
 
 def _fit_vocabulary(config: WeftConfig, words: int) -> None:
     """Set a new model's vocabulary size from the tokenizer; refuse a configured size that is too small."""
-    if not config.model.path and config.model.overrides.setdefault("vocab_size", words) < words:
+    fitting = vocabulary_for(words, config.parallel.tensor)
+    if not config.model.path and config.model.overrides.setdefault("vocab_size", fitting) < words:
         raise ValueError(
             f"model.overrides.vocab_size={config.model.overrides['vocab_size']}: the tokenizer has {words} tokens; "
             "raise it, or leave it out"

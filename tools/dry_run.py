@@ -8,7 +8,7 @@ from weft.comm.collectives import CollectiveCosts
 from weft.conf.batch import fit_batch
 from weft.conf.hosts import world_size
 from weft.conf.schema import WeftConfig
-from weft.engine.data import load_tokenizer
+from weft.engine.data import load_tokenizer, vocabulary_for
 from weft.engine.planning.estimates import stage_sizes
 from weft.engine.planning.gathering import facts_before_start
 from weft.engine.planning.memory import memory_checkpoint_bytes
@@ -47,7 +47,8 @@ def report(config: WeftConfig) -> str:
     )
     lines = [
         f"{_model(config).model_type}, {parameters / 1e6:,.1f} M parameters; {schedule.name}, "
-        f"{plan.placement.num_stages} stages on {plan.placement.num_ranks} ranks x {plan.layout.replicas} replicas, "
+        f"{plan.placement.num_stages} stages on {plan.placement.num_ranks} ranks x {plan.layout.replicas} replicas"
+        f"{_inside(plan)}, "
         f"{schedule.num_microbatches} micro-batches of {config.train.microbatch_size} x "
         f"{config.data.sequence_length} tokens",
         "",
@@ -93,8 +94,15 @@ def most_bytes(config: WeftConfig) -> float:
 
 def _model(config: WeftConfig) -> PreTrainedConfig:
     if not config.model.path:
-        config.model.overrides.setdefault("vocab_size", len(load_tokenizer(config.model, config.data)))
+        words = len(load_tokenizer(config.model, config.data))
+        config.model.overrides.setdefault("vocab_size", vocabulary_for(words, config.parallel.tensor))
     return load_hf_config(config.model)
+
+
+def _inside(plan: RunPlan) -> str:
+    """The axes inside of layers, where there are any."""
+    sizes = {"context": plan.layout.context, "tensor": plan.layout.tensor}
+    return "".join(f" x {axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
 def _rank_table(plan: RunPlan) -> list[str]:

@@ -5,7 +5,7 @@ from weft.engine.data.check import check_source
 from weft.engine.data.loader import MicrobatchLoader, build_loader
 from weft.engine.data.open import open_source
 from weft.engine.data.source import Source
-from weft.engine.data.tokenizer import load_tokenizer
+from weft.engine.data.tokenizer import load_tokenizer, vocabulary_for
 from weft.engine.stages.batch import count_label_tokens
 from weft.engine.stages.refusals import refuse_packing
 
@@ -19,4 +19,5 @@ __all__ = [
     "load_tokenizer",
     "open_source",
     "refuse_packing",
+    "vocabulary_for",
 ]

@@ -70,6 +70,16 @@ def corpus_tokenizer(cache: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(folder)
 
 
+def vocabulary_for(words: int, members: int) -> int:
+    """Vocabulary size of a new model: that of its tokenizer, raised so that ranks can divide it evenly.
+
+    Args:
+        words: tokens of the tokenizer.
+        members: ranks of ``parallel.tensor``.
+    """
+    return -(-words // members) * members
+
+
 def train_bpe(texts: Iterable[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE on ``texts``, with padding, document and turn tokens; deterministic."""
     bpe = Tokenizer(models.BPE())

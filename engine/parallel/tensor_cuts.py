@@ -40,6 +40,12 @@ def tensor_cuts(model: PreTrainedModel, plan: TensorPlan, group: AxisGroup, laye
                 cuts[full] = _cut(full, tuple(parameter.shape), dim, group, blocks)
     for full, parameter in _by_vocabulary(model):
         done = getattr(parameter, _CUT, None)  # another stage of this rank holds it, too, or it has two names
+        if done is None and (words := parameter.shape[0]) % group.size:
+            raise UnshareableError(
+                f"parallel.tensor={group.size}: {full} has {words} tokens, which {group.size} ranks cannot divide "
+                f"evenly; for a new model set model.overrides.vocab_size={words + -words % group.size}, otherwise "
+                f"choose a divisor of {words}"
+            )
         cuts[full] = done or known.setdefault(id(parameter), _cut(full, tuple(parameter.shape), 0, group))
     return cuts
 

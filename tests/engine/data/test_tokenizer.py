@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from weft.conf.schema import DataConfig, ModelConfig
-from weft.engine.data import build_loader, load_tokenizer
+from weft.engine.data import build_loader, load_tokenizer, vocabulary_for
 from weft.engine.data import tokenizer as module
 from weft.engine.data.corpus import Corpus, load_corpus
 from weft.engine.data.tokenizer import BOS, EOS, PAD, corpus_tokenizer, padding_id, tokenizer_sha256, train_bpe
@@ -107,3 +109,10 @@ def test_corpus_batches(tmp_path, small_corpus):
     assert next(training)["input_ids"].shape == (2, 32)
     assert len(list(held)) == len(list(held)) > 0
     training.close()
+
+
+@given(words=st.integers(1, 300_000), members=st.integers(1, 64))
+def test_a_new_models_vocabulary_can_be_divided(words, members):
+    size = vocabulary_for(words, members)
+    assert size % members == 0
+    assert words <= size < words + members
