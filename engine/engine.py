@@ -126,6 +126,13 @@ class WeftEngine(CheckpointingEngine):
             replica=dist.get_rank(self.module.data_group),
             replicas=dist.get_process_group_ranks(self.module.data_group),
             group=self.module.data_group,
+            expert=plan.layout.expert,
+            experts={
+                name
+                for stage in self.module.stages.values()
+                for name, cut in stage.cuts.items()
+                if cut.axis == "expert"
+            },
         )
         SET_UP.done("engine: ours")
         self._neighbours = Neighbours.join(

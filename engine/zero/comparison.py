@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,6 +57,8 @@ class Comparison:
         replica: int,
         replicas: Sequence[int],
         group: dist.ProcessGroup | None,
+        expert: int = 1,
+        experts: Collection[str] = (),
     ) -> None:
         """Compare every so many steps.
 
@@ -64,10 +66,13 @@ class Comparison:
             replica: this rank's replica.
             replicas: global ranks of this rank and its replicas, in order.
             group: of them.
+            expert: so many neighbours among them share experts, so those so far apart hold the same ones.
+            experts: names of parameters that are experts'.
         """
         self._sharding, self._optimizer = sharding, optimizer
         self._every = every if len(replicas) > 1 else 0
         self._replica, self._ranks, self._group = replica, replicas, group
+        self._expert, self._experts = expert, experts
         self._copies = HostCopy(sharding.device), HostCopy(sharding.device)
         self._compared: _Pending | None = None
         self._told: _Pending | None = None
@@ -162,12 +167,13 @@ class Comparison:
     @property
     def names(self) -> list[str]:
         """What is compared."""
-        return [name for name, _ in self._tensors()]
+        return [label for label, _, _ in self._tensors()]
 
-    def _tensors(self) -> Iterator[tuple[str, list[Tensor]]]:
+    def _tensors(self) -> Iterator[tuple[str, str, list[Tensor]]]:
+        """What is compared, the parameter that it belongs to, and its numbers."""
         for bucket in self._sharding.buckets:
             if not bucket.sharded:
-                yield from ((member.name, [member.parameter.data]) for member in bucket.members)
+                yield from ((member.name, member.name, [member.parameter.data]) for member in bucket.members)
         if self._sharding.is_shared_out:
             return
         for fragment in self._sharding.fragments():
@@ -177,27 +183,32 @@ class Comparison:
                 own = fragment.tensor.detach()
                 if own.data_ptr() != fragment.parameter.data_ptr():
                     kept.append(own)  # the master weights
-                yield f"the optimiser's state of {fragment.name}", kept
+                yield f"the optimiser's state of {fragment.name}", fragment.name, kept
 
     @torch.no_grad()
     def _checksums(self) -> Tensor:
         self._sharding.settle()
         nothing = torch.zeros((), dtype=torch.int64, device=self._sharding.device)
-        sums = [sum(((2 * i + 1) * checksum(t) for i, t in enumerate(held)), nothing) for _, held in self._tensors()]
+        sums = [sum(((2 * i + 1) * checksum(t) for i, t in enumerate(held)), nothing) for *_, held in self._tensors()]
         return torch.stack(sums) if sums else nothing.new_zeros(0)
 
     def _describe(self, table: Tensor) -> str:
         """What differs, for people; empty if nothing does."""
-        names = self.names
-        found: dict[tuple[int, ...], list[str]] = {}
-        for column in (table != table[0]).any(0).nonzero().flatten().tolist():
-            found.setdefault(differing(table[:, column].tolist()), []).append(names[column])
-        return "; ".join(self._say(replicas, names) for replicas, names in found.items())
+        found: dict[tuple[tuple[int, ...], int], list[str]] = {}
+        for column, (label, name, _) in enumerate(self._tensors()):
+            stride = self._expert if name in self._experts else 1
+            same = range(self._replica % stride, len(self._ranks), stride)
+            sums = table[same.start :: stride, column]
+            if (sums != sums[0]).any():
+                wrong = tuple(same[index] for index in differing(sums.tolist()))
+                found.setdefault((wrong, len(same)), []).append(label)
+        return "; ".join(self._say(replicas, count, names) for (replicas, count), names in found.items())
 
-    def _say(self, replicas: tuple[int, ...], names: list[str]) -> str:
+    def _say(self, replicas: tuple[int, ...], count: int, names: list[str]) -> str:
+        """That of ``count`` replicas these are wrong."""
         where = ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES))
         ranks = ", ".join(str(self._ranks[replica]) for replica in replicas)
-        if len(replicas) == len(self._ranks):
+        if len(replicas) == count:
             return f"ranks {ranks} do not agree in {where}, and no majority says which of them is wrong"
         return f"rank{'s' * (len(replicas) > 1)} {ranks} in {where}"
 

@@ -1,5 +1,7 @@
 """A bit that flips in one replica is found, and the replica is named."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.zero.flipped import trained_with_a_flip
-from weft.engine.zero.comparison import checksum, differing
+from weft.engine.zero.comparison import Comparison, checksum, differing
 from weft.tools.ranks import run_ranks
 
 
@@ -82,3 +84,30 @@ def test_a_flipped_bit_is_found_and_its_replica_named(ranks, stages, zero, where
     assert said.format(name=f"the optimiser's state of {name}" if where == "state" else name) in text
     assert "They were equal after step 3" in text and step == done
     assert all(losses == found[0][3] for *_, losses in found)
+
+
+@pytest.mark.parametrize(
+    ("replica", "table", "said"),
+    [
+        (0, [[1, 5], [1, 6], [1, 5], [1, 6]], ""),
+        (1, [[1, 5], [1, 6], [1, 5], [1, 6]], ""),
+        (0, [[1, 5], [1, 6], [1, 7], [1, 6]], "ranks 10, 12 do not agree in an expert, and no majority"),
+        (1, [[1, 5], [1, 6], [1, 7], [1, 6]], ""),
+        (1, [[2, 5], [1, 6], [1, 5], [1, 6]], "rank 10 in a norm"),
+        (0, [[1, 5], [1, 6], [1, 5], [1, 6], [1, 4], [1, 6]], "rank 14 in an expert"),
+    ],
+)
+def test_experts_are_compared_with_those_who_hold_the_same(replica, table, said):
+    members = [SimpleNamespace(name=name, parameter=torch.zeros(1)) for name in ("a norm", "an expert")]
+    sharding = SimpleNamespace(
+        device=torch.device("cpu"),
+        buckets=[SimpleNamespace(sharded=False, members=members)],
+        is_shared_out=True,
+    )
+    ranks = range(10, 10 + len(table))
+    comparison = Comparison(
+        sharding, None, every=1, replica=replica, replicas=ranks, group=None, expert=2, experts={"an expert"}
+    )
+    found = comparison._describe(torch.tensor(table))
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
