@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 
+from weft.conf.files import replacing
+
 
 class Kind(Enum):
     """What to build; the value is the compiler's flags."""
@@ -51,11 +53,8 @@ def build(sources: Sequence[Path], *, kind: Kind, flags: Sequence[str] = ()) -> 
         return target
     if shutil.which(compiler) is None:
         raise ValueError(f"{main.name} is compiled at first use and there is no {compiler}; install gcc and g++")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f"{target.name}.{os.getpid()}")
-    done = subprocess.run([*command, *flags, "-o", str(draft)], capture_output=True, text=True)
-    if done.returncode:
-        draft.unlink(missing_ok=True)
-        raise ValueError(f"{compiler} cannot compile {main}:\n{done.stderr}")
-    draft.replace(target)
+    with replacing(target) as draft:
+        done = subprocess.run([*command, *flags, "-o", str(draft)], capture_output=True, text=True)
+        if done.returncode:
+            raise ValueError(f"{compiler} cannot compile {main}:\n{done.stderr}")
     return target

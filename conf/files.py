@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 
 @contextmanager
@@ -19,8 +19,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Folders above are made. After an error nothing is left of the draft, and ``path`` is as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.unlink(missing_ok=True)
+    draft = path.with_name(f".{path.name}.{uuid4().hex}")  # hosts that share a folder may share process numbers
     try:
         yield draft
         draft.replace(path)

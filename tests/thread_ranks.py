@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -47,20 +47,28 @@ def _inherited() -> Iterator[None]:
 
 
 def run_in_threads(num_ranks: int, function: Callable[..., Any], *args: Any, **more: Any) -> list[Any]:
-    """What ``function(*args, **more)`` returns on each rank; the first error, if there is one."""
+    """What ``function(*args, **more)`` returns on each rank; the first error, if there is one.
+
+    A rank that is done keeps its connections until all are: gloo loses what a peer has not read yet
+    when they are closed. After an error they are closed at once, which frees those that wait for it.
+    """
     store = dist.HashStore()
     results: list[Any] = [None] * num_ranks
     errors: list[BaseException] = []
+    all_done = threading.Barrier(num_ranks)
 
     def run(rank: int) -> None:
         try:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
-            try:
-                results[rank] = function(*args, **more)
-            finally:
-                dist.destroy_process_group()
+            results[rank] = function(*args, **more)
+            with suppress(threading.BrokenBarrierError):
+                all_done.wait()
         except BaseException as error:
-            errors.append(error)
+            errors.append(error)  # before its end makes others fail
+            all_done.abort()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
     for thread in threads:

@@ -25,6 +25,16 @@ def test_an_error_leaves_the_file_as_it_was(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_writers_of_one_file_do_not_meet(tmp_path):
+    """Process numbers would not tell them apart: hosts that share a folder may share those."""
+    path = tmp_path / "file.txt"
+    with replacing(path) as one, replacing(path) as other:
+        one.write_text("one")
+        other.write_text("other")
+    assert path.read_text() == "one", "the last to end"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 BAD = ["", "[1]", "{", "null", '{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', "[" * 100_000, "\0"]
 
 
