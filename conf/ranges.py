@@ -56,7 +56,6 @@ RANGES = {
     "pipeline.microbatches": NATURAL,
     "pipeline.memory_cap_bytes": NATURAL,
     "pipeline.search_seconds": NATURAL,
-    "pipeline.pair_scale": Range(0, 1, low_open=True),
     "pipeline.receive_ahead": COUNT,
     "parallel.tensor": COUNT,
     "parallel.context": COUNT,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 
-from weft.pipeline.action import Op
+from weft.pipeline.action import Action, Op
+from weft.pipeline.strands.pairs import PairCosts
 
 SECONDS_OF = {
     Op.F: "forward_s",
@@ -107,15 +108,15 @@ class CostModel:
         local: a link between two ranks of one site.
         wan: a link between two sites, unless ``wan_links`` names that pair.
         wan_links: links of particular site pairs, by (from site, to site).
-        pair_scale: duration of a strand pair over the sum of its halves; 1 means that
-            interleaving gains nothing.
+        pairs: what is known of the insides of virtual stages, from which strand pairs are planned; None where
+            nothing is, so that interleaving gains nothing.
     """
 
     stages: tuple[StageCost, ...]
     local: LinkCost = LinkCost()
     wan: LinkCost = LinkCost()
     wan_links: tuple[tuple[tuple[int, int], LinkCost], ...] = ()
-    pair_scale: float = 1.0
+    pairs: PairCosts | None = None
 
     @classmethod
     def unit(cls, num_stages: int, *, local: LinkCost | None = None, wan: LinkCost | None = None) -> CostModel:
@@ -126,7 +127,9 @@ class CostModel:
     def for_cell(self, pipelines: int) -> CostModel:
         """Costs of a DP-cell of ``pipelines`` pipelines, which pool their WAN uplinks."""
         shared = tuple((pair, replace(link, sharing=pipelines)) for pair, link in self.wan_links)
-        return replace(self, stages=self.stages * pipelines, wan=replace(self.wan, sharing=pipelines), wan_links=shared)
+        pairs = self.pairs and self.pairs.for_cell(pipelines)
+        wan = replace(self.wan, sharing=pipelines)
+        return replace(self, stages=self.stages * pipelines, wan=wan, wan_links=shared, pairs=pairs)
 
     def cut(self, num_stages: int) -> CostModel:
         """The costs regrouped into ``num_stages`` virtual stages; ``stages`` are layers or larger pieces here.
@@ -145,10 +148,29 @@ class CostModel:
             )
         if pieces < num_stages:
             parts = num_stages // pieces
-            return replace(self, stages=tuple(stage.part(parts) for stage in self.stages for _ in range(parts)))
+            stages = tuple(stage.part(parts) for stage in self.stages for _ in range(parts))
+            return replace(self, stages=stages, pairs=self.pairs and self.pairs.divided(parts))
         bounds = [0, *accumulate(even_counts(pieces, num_stages))]
         stages = tuple(StageCost.whole(self.stages[start:stop]) for start, stop in pairwise(bounds))
-        return replace(self, stages=stages)
+        return replace(self, stages=stages, pairs=self.pairs and self.pairs.joined(bounds))
+
+    def pair_s(self, forward: Action, backward: Action) -> float:
+        """Seconds of a strand pair, by its segment plan; what its halves take together where there is none."""
+        halves_s = sum(self.stages[action.stage].seconds(action.op) for action in (forward, backward))
+        return halves_s * self.pair_scale(forward.stage, backward.stage, backward.op)
+
+    def pair_scale(self, forward: int, backward: int, op: Op) -> float:
+        """The duration of a pair of these stages over the sum of its halves.
+
+        Args:
+            op: of the backward: B, or I alone.
+        """
+        return 1.0 if self.pairs is None else self.pairs.scale(forward, backward, weights=op is Op.B)
+
+    def least_pair_scale(self, stages: Iterable[int]) -> float:
+        """Of pairs of these stages, which one rank holds, the one that gains most; 1 where none gains."""
+        held = tuple(stages) if self.pairs is not None else ()
+        return min((self.pair_scale(f, b, op) for f in held for b in held for op in (Op.B, Op.I)), default=1.0)
 
     def link(self, from_site: int, to_site: int) -> LinkCost:
         """The link between two sites, or inside a site if both are the same."""

@@ -103,3 +103,17 @@ def count(value: Any, name: str, *, least: int = 1, most: int = 10**9) -> int:
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name}={short_repr(value)}: expected a whole number of at least {least} and at most {most}")
     return value
+
+
+def known_fields(data: Any, name: str, known: tuple[str, ...]) -> dict[str, Any]:
+    """Check that ``data`` is a table of ``known`` fields.
+
+    Raises:
+        ValueError: it is not; names the field that is not known.
+    """
+    if not isinstance(data, dict):
+        raise ValueError(f"{name}: expected a table of {', '.join(known)}; got {short_repr(data)}")
+    unknown = [key for key in data if key not in known]
+    if unknown:
+        raise ValueError(f"{name}: field {short_repr(unknown[0])} is not known; one of {', '.join(known)}")
+    return dict(data)

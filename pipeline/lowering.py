@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from weft.pipeline.action import RECEIVES, SENDS, WEIGHT_USERS, Action, Op, Slot
+from weft.pipeline.costs import CostModel
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
 
@@ -124,15 +125,24 @@ def split_backwards(schedule: Schedule, stages: Collection[int]) -> Schedule:
     return schedule.with_rows([[part for slot in row for part in parts(slot)] for row in schedule.rows])
 
 
-def open_pairs(schedule: Schedule) -> Schedule:
+def open_pairs(schedule: Schedule, keep: Callable[[Action, Action], bool] = lambda *_: False) -> Schedule:
     """Open each strand pair into two slots, backward first.
 
     This is faster for an engine that does not interleave kernels: neither half's result waits for
     the other half, and the backward frees its activations before the forward saves its own.
+
+    Args:
+        keep: whether a pair of a forward and a backward stays.
     """
-    return schedule.with_rows([[(action,) for slot in row for action in reversed(slot)] for row in schedule.rows])
+
+    def opened(slot: Slot) -> list[Slot]:
+        return [slot] if len(slot) == 2 and keep(*slot) else [(action,) for action in reversed(slot)]
+
+    return schedule.with_rows([[part for slot in row for part in opened(slot)] for row in schedule.rows])
 
 
-def as_run(schedule: Schedule, pair_scale: float) -> Schedule:
-    """The schedule as the engine runs it: pairs stay only if ``pair_scale`` is below 1."""
-    return schedule if pair_scale < 1.0 else open_pairs(schedule)
+def as_run(schedule: Schedule, costs: CostModel) -> Schedule:
+    """The schedule as the engine runs it: of strand pairs those stay whose segment plans gain something."""
+    if costs.pairs is None:
+        return open_pairs(schedule)
+    return open_pairs(schedule, keep=lambda one, other: costs.pair_scale(one.stage, other.stage, other.op) < 1.0)

@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
-from weft.pipeline.limits import MOST_RANKS, check_nesting, count, number, read_text, short_repr
+from weft.pipeline.limits import MOST_RANKS, check_nesting, count, known_fields, number, read_text, short_repr
+from weft.pipeline.strands.profile import strands_from_tables, strands_to_tables
 
 MOST_BYTES = 2**21
 """Largest file; the costs of a thousand stages take a twentieth of it."""
@@ -53,7 +54,7 @@ def load_costs(path: Path, num_stages: int) -> CostModel:
           # bandwidth_mbps: of a node's uplink; pair_mbps: between a pair of nodes, if it is less
           pairs:                      # particular pairs of sites, both directions
             - {sites: [0, 1], latency_ms: 40, bandwidth_mbps: 300}
-        pair_scale: 0.9               # strand pair over the sum of its halves
+        strands: {...}                # what pairs of micro-batches interleave: see `strands_from_tables`
 
     To give costs for any number of stages, use ``layers`` instead of ``stages``: the same fields,
     each a number or a list with one entry per layer, and ``count``, the number of layers, if no
@@ -84,7 +85,7 @@ def load_pieces(path: Path) -> CostModel:
     def read(data: dict[str, Any]) -> CostModel:
         if "layers" in data:
             return _model(data, _layers(data))
-        table = _table(data.get("stages", {}), "stages", _STAGE_NAMES)
+        table = known_fields(data.get("stages", {}), "stages", _STAGE_NAMES)
         if not any(isinstance(value, list) for value in table.values()):
             raise ValueError(
                 "stages: one number for every virtual stage, whatever its layers, so placements cannot be compared; "
@@ -103,7 +104,7 @@ def _read(path: Path, read: Callable[[dict[str, Any]], CostModel]) -> CostModel:
             data = yaml.safe_load(text)
         except (yaml.YAMLError, RecursionError, ValueError) as error:
             raise ValueError(f"cannot be read ({str(error) or 'nested too deep'})") from error
-        return read(_table(data, "the file", ("stages", "layers", "links", "pair_scale")))
+        return read(known_fields(data, "the file", ("stages", "layers", "links", "strands")))
     except ValueError as error:
         raise ValueError(f"costs file {path}: {error}") from error
 
@@ -117,9 +118,8 @@ def costs_to_yaml(costs: CostModel) -> str:
     links: dict[str, Any] = {"local": _link_to_dict(costs.local), "wan": _link_to_dict(costs.wan)}
     del links["local"]["pair_mbps"]
     links["pairs"] = [{"sites": list(pair), "one_way": True, **_link_to_dict(link)} for pair, link in costs.wan_links]
-    return yaml.safe_dump(
-        {"stages": stages, "links": links, "pair_scale": costs.pair_scale}, sort_keys=False, default_flow_style=None
-    )
+    strands = {} if costs.pairs is None else {"strands": strands_to_tables(costs.pairs)}
+    return yaml.safe_dump({"stages": stages, "links": links, **strands}, sort_keys=False, default_flow_style=None)
 
 
 def _link_to_dict(link: LinkCost) -> dict[str, Any]:
@@ -133,20 +133,20 @@ def _link_to_dict(link: LinkCost) -> dict[str, Any]:
 
 
 def _model(data: dict[str, Any], stages: tuple[StageCost, ...]) -> CostModel:
-    links = _table(data.get("links", {}), "links", ("local", "wan", "pairs"))
+    links = known_fields(data.get("links", {}), "links", ("local", "wan", "pairs"))
     return CostModel(
         stages=stages,
         local=_link(links.get("local", {}), "links.local", local=True),
         wan=_link(links.get("wan", {}), "links.wan"),
         wan_links=_pairs(links.get("pairs", [])),
-        pair_scale=number(data.get("pair_scale", 1.0), "pair_scale", above=0.0),
+        pairs=strands_from_tables(data["strands"], len(stages)) if "strands" in data else None,
     )
 
 
 def _layers(data: dict[str, Any]) -> tuple[StageCost, ...]:
     if "stages" in data:
         raise ValueError("layers: given beside stages; leave one of them out")
-    table = _table(data["layers"], "layers", (*_STAGE_NAMES, "count"))
+    table = known_fields(data["layers"], "layers", (*_STAGE_NAMES, "count"))
     given = count(table.pop("count"), "layers.count", most=MOST_RANKS) if "count" in table else 0
     return _columns(table, "layers", given or _length(table, "layers"), "layers")
 
@@ -160,7 +160,9 @@ def _length(table: dict[str, Any], name: str) -> int:
 
 
 def _stages(data: dict[str, Any], num_stages: int) -> tuple[StageCost, ...]:
-    return _columns(_table(data.get("stages", {}), "stages", _STAGE_NAMES), "stages", num_stages, "virtual stages")
+    return _columns(
+        known_fields(data.get("stages", {}), "stages", _STAGE_NAMES), "stages", num_stages, "virtual stages"
+    )
 
 
 def _columns(table: dict[str, Any], name: str, length: int, what: str) -> tuple[StageCost, ...]:
@@ -188,7 +190,7 @@ def _pairs(data: Any) -> tuple[tuple[tuple[int, int], LinkCost], ...]:
     found = []
     for place, entry in enumerate(data):
         name = f"links.pairs[{place}]"
-        table = _table(entry, name, ("sites", "one_way", *_LINK_FIELDS))
+        table = known_fields(entry, name, ("sites", "one_way", *_LINK_FIELDS))
         sites = table.pop("sites", None)
         if not (isinstance(sites, list) and len(sites) == 2 and all(type(site) is int for site in sites)):
             raise ValueError(f"{name}.sites={short_repr(sites)}: expected the numbers of two sites, as in [0, 1]")
@@ -201,7 +203,7 @@ def _pairs(data: Any) -> tuple[tuple[tuple[int, int], LinkCost], ...]:
 
 
 def _link(data: Any, name: str, *, local: bool = False) -> LinkCost:
-    table = _table(data, name, tuple(field for field in _LINK_FIELDS if not (local and field == "pair_mbps")))
+    table = known_fields(data, name, tuple(field for field in _LINK_FIELDS if not (local and field == "pair_mbps")))
     rates = {
         field: number(table.get(field, float("inf")), f"{name}.{field}", above=0.0, free=True) * 1e6
         for field in ("bandwidth_mbps", "pair_mbps")
@@ -213,12 +215,3 @@ def _link(data: Any, name: str, *, local: bool = False) -> LinkCost:
         streams=count(table.get("streams", 1), f"{name}.streams"),
         sharing=count(table.get("sharing", 1), f"{name}.sharing"),
     )
-
-
-def _table(data: Any, name: str, known: tuple[str, ...]) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise ValueError(f"{name}: expected a table of {', '.join(known)}; got {short_repr(data)}")
-    unknown = [key for key in data if key not in known]
-    if unknown:
-        raise ValueError(f"{name}: field {short_repr(unknown[0])} is not known; one of {', '.join(known)}")
-    return dict(data)

@@ -22,7 +22,7 @@ def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
     """Predict the timeline of ``schedule``; deterministic.
 
     - **Compute**: each rank runs its slots in row order, one at a time. A strand pair starts when
-      the dependencies of both halves are met and takes ``pair_scale`` times their sum.
+      the dependencies of both halves are met and takes as long as their segment plan (`CostModel.pair_s`).
     - **Transfers**: a transfer leaves when its producer has finished and its link is free, first
       come first served, and arrives ``latency_s`` after its last byte has left. Starting it
       occupies the rank for ``send_s``; the transfer may leave meanwhile.
@@ -115,7 +115,7 @@ class SimulatedStep:
             if action.op is Op.STEP:
                 return sum(stages[s].step_s for s in self._schedule.placement.rank_stages[self._rank_of(action)])
             return stages[action.stage].seconds(action.op)
-        return self._costs.pair_scale * sum(stages[action.stage].seconds(action.op) for action in slot)
+        return self._costs.pair_s(*slot)
 
     def _rank_of(self, action: Action) -> int:
         return self._schedule.placement.stage_ranks[action.stage]

@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
         choice = None
         placement = place(args.kind, args.ranks, args.placement, args.sites, args.chunks)
         schedule, costs = _made(args, placement)
-    schedule = as_run(schedule, costs.pair_scale)
+    schedule = as_run(schedule, costs)
     validate(schedule, costs=costs, memory_cap_bytes=args.memory_cap)
     if args.format in ("png", "perfetto"):
         draw(simulate(add_relays(lower(schedule), costs), costs), args.format, args.out)
@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         "--costs",
         type=Path,
         help="YAML file with costs; default: F = I = W = 1 s, 1 byte a chunk (a chunk is half of a straight stage "
-        "where placements are compared). Strand pairs stay where its pair_scale is below 1",
+        "where placements are compared). Strand pairs stay where the plans of its strands gain something",
     )
     parser.add_argument("--together", type=int, default=0, help="micro-batches that interleaved launches in a row")
     parser.add_argument("--memory-cap", type=float, help="most bytes of saved activations on any rank")

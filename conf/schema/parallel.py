@@ -25,6 +25,14 @@ class Partition(Enum):
     workload = "workload"
 
 
+class PairChoice(Enum):
+    """Which strand pairs run interleaved (DHelix section 4.2)."""
+
+    auto = "auto"
+    always = "always"
+    never = "never"
+
+
 @dataclass(kw_only=True)
 class PipelineConfig:
     """How the model is placed on ranks, and the schedule that they run."""
@@ -59,9 +67,9 @@ class PipelineConfig:
     """Limit on the activation memory that a schedule may hold on any rank; 0 means no cap."""
     search_seconds: float = 2.0
     """Nominal time for schedule=auto to improve its first schedule."""
-    pair_scale: float = 1.0
-    """Duration of a strand pair over the sum of its halves; at 1 pairs gain nothing, and their halves
-    run one after the other."""
+    pairs: PairChoice = PairChoice.auto
+    """Which strand pairs of a schedule run interleaved: auto, those that are shorter so by their segment
+    plans; always, all of them; never, none. The halves of others run one after the other, backward first."""
     receive_ahead: int = 4
     """Number of receives to post in advance, per neighbour and direction."""
     debug: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.conf.schema import WeftConfig
+from weft.conf.schema import PairChoice, WeftConfig
 from weft.engine.planning.facts import Facts
 from weft.engine.stages.sizes import ModelSizes, PartSize
 from weft.engine.stages.split import StageSplit
@@ -42,7 +42,7 @@ def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostM
         local=facts.links.local,
         wan=facts.links.wan,
         wan_links=facts.links.pairs,
-        pair_scale=config.pipeline.pair_scale,
+        pairs=None if config.pipeline.pairs is PairChoice.never else facts.stage_pairs.get(split.num_stages),
     )
 
 

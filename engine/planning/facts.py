@@ -12,6 +12,7 @@ from weft.engine.planning.hops import Hop
 from weft.engine.planning.layout import RankLayout
 from weft.engine.stages.sizes import ModelSizes
 from weft.pipeline.costs import LinkCost, StageCost
+from weft.pipeline.strands.pairs import PairCosts
 
 if TYPE_CHECKING:
     from weft.comm.wan.probe import LinkProfile
@@ -44,6 +45,7 @@ class Facts:
         device_bytes: memory of the rank that has least.
         stage_costs: costs of the virtual stages by how many there are, where they are known; where
             there are none, they are estimated from the model and the speed.
+        stage_pairs: what strand pairs of these stages take, where that is known, too.
         links: between ranks.
         replica_nodes: the node of each rank of a data group: those that hold the same weights.
         collectives: costs of collectives over these replicas; None where they are not known.
@@ -55,6 +57,7 @@ class Facts:
     flops_per_s: float | None
     device_bytes: float
     stage_costs: dict[int, tuple[StageCost, ...]]
+    stage_pairs: dict[int, PairCosts] = field(default_factory=dict)
     links: Links
     replica_nodes: tuple[int, ...]
     collectives: CollectiveCosts | None = None

@@ -22,7 +22,7 @@ from weft.engine.planning.facts import Facts, Links
 from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.schedules import open_placements, read_costs
 from weft.engine.stages.sizes import model_sizes
-from weft.pipeline.costs import CostModel, LinkCost, StageCost
+from weft.pipeline.costs import CostModel, LinkCost
 
 
 def facts_before_start(
@@ -108,10 +108,10 @@ def _known_facts(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Mach
         "links": "given by cluster.links",
     }
     links, flops = _given_links(config.cluster), None
-    stage_costs: dict[int, tuple[StageCost, ...]] = {}
+    given: dict[int, CostModel] = {}
     if config.pipeline.costs_file:
-        stage_costs, local = _given_costs(config, layout)
-        links = replace(links, local=local)
+        given = _given_costs(config, layout)
+        links = replace(links, local=next(iter(given.values())).local)
         sources["stage_costs"] = f"given by pipeline.costs_file={config.pipeline.costs_file}"
     else:
         cache = JsonCache(Path(config.data.cache_dir).expanduser() / "devices.json")
@@ -121,15 +121,16 @@ def _known_facts(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Mach
         model=model_sizes(hf_config),
         flops_per_s=flops,
         device_bytes=machine.device_bytes,
-        stage_costs=stage_costs,
+        stage_costs={count: costs.stages for count, costs in given.items()},
+        stage_pairs={count: costs.pairs for count, costs in given.items() if costs.pairs is not None},
         links=links,
         replica_nodes=(0,) * layout.data_ranks,
         sources=sources,
     )
 
 
-def _given_costs(config: WeftConfig, layout: RankLayout) -> tuple[dict[int, tuple[StageCost, ...]], LinkCost]:
-    """Those of ``pipeline.costs_file``, for each placement that may be chosen, and of a link inside a site."""
+def _given_costs(config: WeftConfig, layout: RankLayout) -> dict[int, CostModel]:
+    """Those of ``pipeline.costs_file``, for each placement that may be chosen, by its virtual stages."""
     found: dict[int, CostModel] = {}
     errors: list[ValueError] = []
     for placement in open_placements(config.pipeline, layout.sites).values():
@@ -139,7 +140,7 @@ def _given_costs(config: WeftConfig, layout: RankLayout) -> tuple[dict[int, tupl
             errors.append(error)
     if not found:
         raise errors[0]
-    return {count: costs.stages for count, costs in found.items()}, next(iter(found.values())).local
+    return found
 
 
 def _given_links(cluster: ClusterConfig) -> Links:

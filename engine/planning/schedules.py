@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.conf.checks import chunks_of, settled_placement
-from weft.conf.schema import PipelineConfig
+from weft.conf.schema import PairChoice, PipelineConfig
 from weft.engine.planning.overlap import OverlapPlan
 from weft.pipeline.action import SENDS, Op, receive_of
 from weft.pipeline.cell import add_relays, pipeline_of, side_by_side, uplink_order
@@ -140,7 +140,9 @@ def plan_schedule(
             schedule = _with_overlap(schedule, config, alone, overlap)
     if not as_one:
         schedule = side_by_side(schedule, pipelines)
-    lowered = add_relays(lower(as_run(schedule, config.pair_scale), zero_stage=zero_stage), costs)
+    if config.pairs is not PairChoice.always:
+        schedule = as_run(schedule, costs)
+    lowered = add_relays(lower(schedule, zero_stage=zero_stage), costs)
     validate(lowered, costs=costs, memory_cap_bytes=cap)
     return lowered
 

@@ -115,7 +115,7 @@ def _fixed(problem: Problem, cap_bytes: float) -> Iterator[tuple[float, Rows]]:
             schedule = generate(kind, placement.single, problem.num_microbatches)
         except ValueError:
             continue  # it needs another placement, or more micro-batches
-        schedule = side_by_side(as_run(schedule, problem.costs.pair_scale), placement.pipelines)
+        schedule = side_by_side(as_run(schedule, problem.costs), placement.pipelines)
         timing_s, rows = _time_schedule(problem, schedule)
         if all(problem.peak_bytes(row) <= cap_bytes for row in rows):
             yield timing_s, rows

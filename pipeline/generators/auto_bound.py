@@ -35,7 +35,7 @@ def lower_bound_s(problem: Problem) -> float:
     for transfers in links.values():
         heads_s, busy_s, tails_s = zip(*transfers, strict=True)
         bounds.append(min(heads_s) + sum(busy_s) * problem.num_microbatches + min(tails_s) + weight_s)
-    return max(bounds) * min(1.0, problem.costs.pair_scale)
+    return max(bounds) * problem.least_pair_scale
 
 
 def lone_microbatch(problem: Problem) -> tuple[list[float], list[float], float]:

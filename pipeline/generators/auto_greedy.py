@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 from operator import itemgetter
 
 from weft.pipeline.action import Op
-from weft.pipeline.generators.auto_problem import KINDS, Problem, Rows
+from weft.pipeline.generators.auto_problem import KINDS, NONE, Problem, Rows
 from weft.pipeline.generators.auto_timing import NEVER
 
 F, I, W, B = range(len(KINDS))
@@ -191,9 +191,8 @@ class ListScheduler:
             gradient = other[2] if queue.kind == F else queue
             whole = self.rule.pair is Op.B and self._no_weights_deferred(gradient)
             half = backward + (B - I) * problem.num_microbatches if whole else backward
-            count = problem.num_microbatches
             peak = self._held_bytes[rank] + problem.start_bytes[forward] + problem.start_bytes[half]
-            if forward % count != half % count and peak <= self.cap_bytes:
+            if problem.strand_pair(forward, half) != NONE and peak <= self.cap_bytes:
                 return forward, half
         return (node if queue.kind == F else self._fitting_backward(rank, node, ready),)
 

@@ -115,20 +115,21 @@ class Problem:
             self._pair_nodes[forward, backward] = len(self.seconds)
             self.halves[len(self.seconds)] = (forward, backward)
             both_s = self.seconds[forward] + self.seconds[backward]
-            self.seconds.append(self._compute_s(both_s * self.costs.pair_scale))
+            self.seconds.append(self._compute_s(both_s * self._pair_scale(forward, backward)))
             self.start_bytes.append(self.start_bytes[forward] + self.start_bytes[backward])
             self.net_bytes.append(self.net_bytes[forward] + self.net_bytes[backward])
         return self._pair_nodes[forward, backward]
 
     def strand_pair(self, one: int, other: int = NONE) -> int:
-        """The pair that two neighbours in a row can form, or NONE."""
+        """The pair that two neighbours in a row can form, or NONE; also where it gains nothing."""
         alike = one % self.num_microbatches == other % self.num_microbatches
         if other == NONE or alike or max(one, other) >= self.num_nodes:
             return NONE
         kinds = self.op(one), self.op(other)
         if kinds.count(Op.F) != 1 or Op.W in kinds:
             return NONE
-        return self.pair(one, other) if kinds[0] is Op.F else self.pair(other, one)
+        forward, backward = (one, other) if kinds[0] is Op.F else (other, one)
+        return self.pair(forward, backward) if self._pair_scale(forward, backward) < 1 else NONE
 
     def full_backward(self, one: int, other: int = NONE) -> int:
         """The full backward that two neighbours in a row can form, or NONE."""
@@ -199,6 +200,16 @@ class Problem:
             sum(self.start_bytes[self.node(Action(Op.F, stage, 0))] for stage in held)
             for held in self.placement.rank_stages
         ]
+
+    @cached_property
+    def least_pair_scale(self) -> float:
+        """Duration over that of its halves of the pair that gains most; 1 where none gains."""
+        held = self.placement.single.rank_stages  # pipelines of a cell are alike
+        return min(map(self.costs.least_pair_scale, held), default=1.0)
+
+    def _pair_scale(self, forward: int, backward: int) -> float:
+        each = self.nodes_per_stage
+        return self.costs.pair_scale(forward // each, backward // each, self.op(backward))
 
     def _compile(self, op: Op, stage: int) -> None:
         """Append the nodes of one token."""

@@ -49,7 +49,7 @@ def rules(problem: Problem) -> Iterator[Rule]:
 
 def pair_kinds(problem: Problem) -> tuple[Op | None, ...]:
     """The kinds of backward to pair with forwards; only None if pairs gain nothing."""
-    return (None,) if problem.costs.pair_scale >= 1 else (Op.B, Op.I, None)
+    return (None,) if problem.least_pair_scale >= 1 else (Op.B, Op.I, None)
 
 
 def backward_first(problem: Problem, *, patience: float = 0.0, pair: Op | None = None) -> Rule:

@@ -44,7 +44,7 @@ class Search:
             self._toggle_full_backward,
             self._shift_microbatch,
         ]
-        if problem.costs.pair_scale < 1:
+        if problem.least_pair_scale < 1:
             self._moves += [self._toggle_pair] * 3
 
     def run(self, evaluations: int, lower_bound_s: float) -> Rows:

@@ -38,6 +38,10 @@ class OverlapTable:
             if not 0 <= value <= 1:
                 raise ValueError(f"overlap.{name}={value}: an overlap effectiveness factor lies between 0 and 1")
 
+    def __hash__(self) -> int:
+        """Of its values, however the mapping is ordered."""
+        return hash((frozenset(self.compute.items()), self.links, self.default))
+
     def slowdown(self, kind: Kind | None, links: tuple[LinkClass, ...]) -> float:
         """By how much everything that runs at once is slowed down.
 

@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from weft.pipeline.limits import short_repr
 from weft.pipeline.strands.overlap import OverlapTable
@@ -93,6 +93,12 @@ class SegmentPlan:
         for step, count in wanted.items():
             if done[step] != count:
                 raise ValueError(f"segment plan: {done[step]} steps {step.value}, where the pair has {count}")
+
+    @property
+    def handovers(self) -> int:
+        """How often the turn changes from strand to strand."""
+        turns = [step for step in self.steps if step is not Step.weight]
+        return sum(one is not other for one, other in pairwise(turns))
 
     def seconds(self, pair: StrandPair, table: OverlapTable) -> float:
         """Predicted duration of a pair under this plan, until both strands' last collectives have ended."""

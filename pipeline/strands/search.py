@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.plan import SegmentPlan, Step, take
 from weft.pipeline.strands.segments import StrandPair
+from weft.pipeline.strands.stages import StageStrands
 from weft.pipeline.strands.state import IDLE, PairState, Transfer
 
 WIDTH = 12
@@ -44,30 +45,55 @@ def search(pair: StrandPair, table: OverlapTable, *, width: int = WIDTH, band: f
 def search_layers(layer: StrandPair, layers: int, table: OverlapTable) -> SegmentPlan:
     """A plan for a pair over so many layers, found in time that does not grow with their number.
 
-    Up to `_SEARCHED` layers are searched as they are. A longer plan begins and ends like the one for
-    these, and repeats what that does in its middle, from one point to where both strands have
-    advanced by the same number of layers and are as far apart as before.
-
     Args:
         layer: the pair over one layer.
     """
-    if layers <= _SEARCHED:
-        return search(layer.repeated(layers), table, band=1.0 if layers <= 2 else 1.5 / layers)
-    searched = next((n for n in (_SEARCHED, _SEARCHED - 1) if (layers - n) % 2 == 0), _SEARCHED)
-    plan = search(layer.repeated(searched), table, band=1.5 / searched)
-    start, stop, period = _period(plan, layer, searched, layers - searched)
-    again = plan.steps[start:stop] * ((layers - searched) // period)
-    longer = SegmentPlan((*plan.steps[:stop], *again, *plan.steps[stop:]))
-    longer.check(layer.repeated(layers))
-    return longer
+    stage = StageStrands(((layer, layers),))
+    return search_stages(stage, stage, table)
+
+
+def search_stages(forward: StageStrands, backward: StageStrands, table: OverlapTable) -> SegmentPlan:
+    """A plan for the forward of one stage beside the backward of another.
+
+    Up to `_SEARCHED` layers are searched as they are. A longer plan begins and ends like the one for
+    these, and repeats what that does in its middle, from one point to where both strands have
+    advanced by the same number of layers and are as far apart as before.
+    """
+    whole = forward.beside(backward)
+    layer, layers = _alike(forward, backward)
+    for searched in range(_SEARCHED, _SEARCHED - 2, -1) if layers > _SEARCHED else ():
+        missing = layers - searched
+        shorter = forward.without(layer, missing).beside(backward.without(layer, missing))
+        plan = search(shorter, table, band=_BAND / searched)
+        if (found := _period(plan, layer, missing)) is not None:
+            start, stop, times = found
+            longer = SegmentPlan((*plan.steps[:stop], *plan.steps[start:stop] * times, *plan.steps[stop:]))
+            longer.check(whole)
+            return longer
+    most = max(forward.layers, backward.layers)
+    return search(whole, table, band=1.0 if most <= 2 else _BAND / most)
 
 
 _SEARCHED = 6
+_BAND = 1.5
+"""Layers that the strands may be apart, in what is longer than two."""
 
 
-def _period(plan: SegmentPlan, layer: StrandPair, layers: int, missing: int) -> tuple[int, int, int]:
-    """Where the plan's middle repeats: its first step, the one behind its last, and how many layers it advances."""
-    per_layer = len(layer.forward.segments), len(layer.backward.segments), len(layer.weights)
+def _alike(forward: StageStrands, backward: StageStrands) -> tuple[StrandPair, int]:
+    """The layer that follows itself most often in both stages, and how often."""
+    counts = dict(backward.runs)
+    runs = [(min(count, counts.get(layer, 0)), layer) for layer, count in forward.runs]
+    count, layer = max(runs, key=lambda run: run[0])
+    return layer, count
+
+
+def _period(plan: SegmentPlan, layer: StrandPair, missing: int) -> tuple[int, int, int] | None:
+    """Where the plan's middle repeats: its first step, the one behind its last, and how often; None if nowhere."""
+    one, two = layer, layer.repeated(2)
+    per_layer = [
+        len(of(two)) - len(of(one))
+        for of in (lambda p: p.forward.segments, lambda p: p.backward.segments, lambda p: p.weights)
+    ]
     done, at = [(0, 0, 0)], [0, 0, 0]
     for step in plan.steps:
         at[(Step.forward, Step.backward, Step.weight).index(step)] += 1
@@ -76,19 +102,11 @@ def _period(plan: SegmentPlan, layer: StrandPair, layers: int, missing: int) -> 
     middle = len(done) / 2
     found = []
     for period in (1, 2):
-        if missing % period:
-            continue
-        for number, place in enumerate(done):
-            later = (
-                place[0] + period * per_layer[0],
-                place[1] + period * per_layer[1],
-                place[2] + period * per_layer[2],
-            )
+        for number, (forward, backward, weights) in enumerate(done if missing % period == 0 else ()):
+            later = forward + period * per_layer[0], backward + period * per_layer[1], weights + period * per_layer[2]
             if later in where:
-                found.append((abs((number + where[later]) / 2 - middle), number, where[later], period))
-    # From nothing done to everything done is `layers` layers, so whole strands repeat if nothing else does.
-    _, start, stop, period = min(found)
-    return start, stop, period
+                found.append((abs((number + where[later]) / 2 - middle), number, where[later], missing // period))
+    return min(found)[1:] if found else None
 
 
 def _ways(pair: StrandPair, table: OverlapTable, width: int, band: float) -> _Label:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import repeat
 
 
 class LinkClass(Enum):
@@ -80,9 +81,19 @@ class Strand:
         """Seconds of collectives."""
         return sum(segment.comm_s for segment in self.segments)
 
-    def repeated(self, times: int) -> Strand:
-        """The pass over so many layers like these."""
-        return Strand(self.segments * times)
+    def then(self, other: Strand) -> Strand:
+        """This pass and another behind it; compute without a collective behind it goes on into the other's."""
+        if not self.continues or not other.segments:
+            return Strand(self.segments + other.segments)
+        (*before, last), (first, *after) = self.segments, other.segments
+        kind = max(last, first, key=lambda segment: segment.compute_s).kind
+        joined = replace(first, compute_s=last.compute_s + first.compute_s, kind=kind)
+        return Strand((*before, joined, *after))
+
+    @property
+    def continues(self) -> bool:
+        """Whether its last segment ends without a collective, so that it is one with what follows."""
+        return bool(self.segments) and self.segments[-1].link is None
 
 
 @dataclass(frozen=True)
@@ -125,12 +136,16 @@ class StrandPair:
         """Weight gradients that are possible once ``done`` segments of the backward have run."""
         return sum(weight.after < done for weight in self.weights)
 
+    def then(self, other: StrandPair) -> StrandPair:
+        """These layers and others behind them: forwards first these, backwards first the others."""
+        backward = other.backward.then(self.backward)
+        shift = len(backward.segments) - len(self.backward.segments)
+        weights = (replace(weight, after=weight.after + shift) for weight in self.weights)
+        return StrandPair(self.forward.then(other.forward), backward, (*other.weights, *weights))
+
     def repeated(self, times: int) -> StrandPair:
-        """The pair over so many layers like these."""
-        step = len(self.backward.segments)
-        weights = tuple(
-            WeightGradient(weight.after + layer * step, weight.compute_s, weight.kind)
-            for layer in range(times)
-            for weight in self.weights
-        )
-        return StrandPair(self.forward.repeated(times), self.backward.repeated(times), weights)
+        """The pair over so many layers like these, at least one."""
+        whole = self
+        for again in repeat(self, times - 1):
+            whole = whole.then(again)
+        return whole

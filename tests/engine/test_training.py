@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.tiny import many_losses, reference_losses, tiny_config
 from tests.pipeline.random_schedules import random_placement, random_schedule
+from weft.conf.schema import PairChoice
 from weft.pipeline.serialization import schedule_to_json
 from weft.pipeline.validation import validate
 from weft.tools.ranks import run_ranks
@@ -120,7 +121,7 @@ def test_any_valid_schedule_trains(tmp_path):
         path.write_text(schedule_to_json(schedule))
         config = tiny_config("file", stages=num_ranks, microbatches=schedule.num_microbatches)
         config.pipeline.schedule_file = str(path)
-        config.pipeline.pair_scale = 0.9
+        config.pipeline.pairs = PairChoice.always
         configs.append(config)
     results = run_ranks(4, many_losses, configs, 3, timeout_s=280)
     for config, losses in zip(configs, results[0], strict=True):

@@ -35,7 +35,9 @@ def test_a_schedule_goes_through_json_into_the_simulator(capsys, tmp_path, kind,
 def test_pairs_stay_where_they_gain(capsys, tmp_path):
     """The engine opens pairs that gain nothing, and so do the command and what it exports."""
     costs = tmp_path / "costs.yaml"
-    costs.write_text("stages: {forward_ms: 10, input_ms: 10, weight_ms: 10}\npair_scale: 0.8\n")
+    layer = "{forward: [{link: inside_host, comm_ms: 4}, {compute_ms: 6}], backward: [{compute_ms: 20}]}"
+    stages = "stages: {forward_ms: 10, input_ms: 10, weight_ms: 10}"
+    costs.write_text(f"{stages}\nstrands: {{layers: {{one: {layer}}}, stages: {{one: 1}}}}\n")
     words = ("schedule", "w", "--ranks", 2, "--microbatches", 4, "--format", "torch-csv")
     assert "OVERLAP_F_B" not in run(capsys, *words)
     assert "OVERLAP_F_B" in run(capsys, *words, "--costs", costs)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pipeline.cases import costs_for, maybe_lowered, schedules
+from tests.pipeline.strands.pairs import scaled
 from weft.pipeline.action import COMPUTE, SENDS, Action, Op
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators import generate
@@ -38,9 +39,9 @@ def test_no_step_beats_the_critical_path_or_the_busiest_rank(data):
     costs = data.draw(costs_for(schedule.placement.num_stages))
     timeline = simulate(schedule, costs)
     # Pairs may shorten compute; nothing shortens a lone micro-batch by more than their scale.
-    assert timeline.step_s >= critical_path_s(schedule, costs) * costs.pair_scale
+    assert timeline.step_s >= critical_path_s(schedule, costs) * costs.least_pair_scale(range(len(costs.stages)))
     assert timeline.step_s >= max(timeline.busy_s)
-    unpaired = replace(costs, pair_scale=1.0)
+    unpaired = replace(costs, pairs=None)
     assert simulate(schedule, unpaired).step_s >= critical_path_s(schedule, unpaired)
 
 
@@ -172,7 +173,7 @@ def test_a_pair_is_atomic_and_scaled():
     f, b = Action(Op.F, 0, 1), Action(Op.B, 0, 0)
     placement = Placement.straight(1)
     schedule = Schedule("pair", placement, 2, (((Action(Op.F, 0, 0),), (f, b), (Action(Op.B, 0, 1),)),))
-    timeline = simulate(schedule, replace(CostModel.unit(1), pair_scale=0.75))
+    timeline = simulate(schedule, replace(CostModel.unit(1), pairs=scaled(1, 0.75)))
     assert [(span.start_s, span.end_s) for span in timeline.spans] == [(0, 1), (1, 3.25), (3.25, 5.25)]
     assert timeline.live_microbatches == (2,)
 

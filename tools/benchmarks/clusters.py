@@ -17,6 +17,9 @@ from weft.pipeline.lowering import as_run, lower
 from weft.pipeline.memory import peak_bytes
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
+from weft.pipeline.strands.pairs import PairCosts
+from weft.pipeline.strands.segments import Kind, LinkClass, Segment, Strand, StrandPair, WeightGradient
+from weft.pipeline.strands.stages import StageStrands
 from weft.pipeline.validation import validate
 from weft.tools.benchmarks.results import ROUNDING, parse, ratio_cells, write_json
 from weft.tools.tables import show, table_of
@@ -81,6 +84,12 @@ def main(argv: Sequence[str]) -> int:
     return 1 if slower or held else 0
 
 
+_NORM, _BLOCK = Segment(0.1, LinkClass.inside_host, 0.4, Kind.memory), Segment(0.9, LinkClass.inside_host, 0.4)
+_PASS = Strand((_NORM, _BLOCK) * 2)
+_STRANDS = StageStrands(((StrandPair(_PASS, _PASS, (WeightGradient(1, 1.0), WeightGradient(3, 1.0))), 1),))
+"""A layer of which collectives take a good third, under tensor and sequence parallelism."""
+
+
 def random_cluster(seed: int) -> Cluster:
     """1 to 4 sites of 1 to 3 ranks, links from free to several forwards, uneven layers, any cap that holds one."""
     random = Random(seed)
@@ -95,7 +104,7 @@ def random_cluster(seed: int) -> Cluster:
         local=LinkCost(latency_s=random.choice([0.0, 0.25])),
         wan=_link(random),
         wan_links=pairs if random.random() < 0.7 else (),
-        pair_scale=random.choice([1.0, 1.0, 0.8]),
+        pairs=random.choice([None, None, PairCosts((_STRANDS,) * len(layers))]),
     )
     held = max(
         sum(costs.cut(placement.num_stages).stages[stage].activation_bytes for stage in of_rank)
@@ -167,7 +176,7 @@ def fixed_step_s(cluster: Cluster, kind: str, placement: Placement) -> float:
     """The step of a fixed kind as an engine runs it; infinite where there is none, or over the cap."""
     costs = cluster.layers.cut(placement.num_stages)
     try:
-        schedule = as_run(generate(kind, placement, cluster.num_microbatches), costs.pair_scale)
+        schedule = as_run(generate(kind, placement, cluster.num_microbatches), costs)
     except ValueError:
         return float("inf")
     if peak_bytes(schedule, costs) > cluster.cap_bytes * ROUNDING:

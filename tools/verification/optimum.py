@@ -66,8 +66,8 @@ def solve(
         ValueError: no schedule exists under the cap, or strand pairs are given a gain (the
             model has no pairs, and could be beaten by them).
     """
-    if costs.pair_scale < 1:
-        raise ValueError(f"costs.pair_scale={costs.pair_scale}: the optimum is modelled without pairs; set it to 1")
+    if costs.pairs is not None:
+        raise ValueError("costs.strands: the optimum is modelled without pairs; leave them out")
     if any(link.pair_bps < link.bandwidth_bps for link in (costs.wan, *(link for _, link in costs.wan_links))):
         raise ValueError("costs.links.pair_mbps: the optimum is modelled with uplinks alone; leave it out")
     from ortools.sat.python import cp_model  # a tool's dependency, not Weft's

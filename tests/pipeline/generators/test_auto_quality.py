@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.pipeline.generators.test_auto_cell import costs_of, step_s
+from tests.pipeline.strands.pairs import scaled
 from weft.pipeline.generators.auto import generate_auto
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
@@ -15,7 +16,11 @@ from weft.tools.benchmarks.optimal import random_case
 def case(seed):
     """One of `weft bench optimal`'s random cases; every third with strand pairs that gain."""
     found = random_case(seed)
-    return replace(found, costs=replace(found.costs, pair_scale=0.7)) if seed % 3 == 0 else found
+    return (
+        replace(found, costs=replace(found.costs, pairs=scaled(len(found.costs.stages), 0.7)))
+        if seed % 3 == 0
+        else found
+    )
 
 
 @pytest.mark.parametrize(

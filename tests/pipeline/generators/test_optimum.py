@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.pipeline.strands.pairs import scaled
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators import generate
 from weft.pipeline.placement import Placement
@@ -59,8 +60,8 @@ def test_no_schedule_under_the_cap():
 
 
 def test_pairs_that_gain_are_beyond_the_model():
-    with pytest.raises(ValueError, match=r"costs.pair_scale=0.5"):
-        solve(Placement.fold(2), 1, CostModel(stages=CostModel.unit(4).stages, pair_scale=0.5))
+    with pytest.raises(ValueError, match=r"costs.strands: the optimum is modelled without pairs"):
+        solve(Placement.fold(2), 1, CostModel(stages=CostModel.unit(4).stages, pairs=scaled(4, 0.5)))
 
 
 @pytest.mark.slow

@@ -6,8 +6,10 @@ from functools import cache
 from hypothesis import strategies as st
 
 from weft.pipeline.strands.overlap import OverlapTable
+from weft.pipeline.strands.pairs import PairCosts
 from weft.pipeline.strands.plan import Step, take
 from weft.pipeline.strands.segments import Kind, LinkClass, Segment, Strand, StrandPair, WeightGradient
+from weft.pipeline.strands.stages import StageStrands
 from weft.pipeline.strands.state import PairState
 
 INSIDE, BETWEEN = LinkClass.inside_host, LinkClass.between_hosts
@@ -54,6 +56,13 @@ def llama_layer(comm_s=0.02):
     backward = Strand((norm, Segment(0.045, INSIDE, comm_s), norm, Segment(0.040, INSIDE, comm_s)))
     weights = tuple(WeightGradient(after, s) for after, s in ((1, 0.02), (1, 0.02), (3, 0.01), (3, 0.015)))
     return StrandPair(forward, backward, weights)
+
+
+def scaled(num_stages, scale):
+    """What makes any pair of stages take so much of its halves, from 0.5 to 1: a collective beside compute."""
+    hidden = 2 - 2 * scale
+    stage = StrandPair(Strand((Segment(0.0, INSIDE, hidden), Segment(1 - hidden))), Strand((Segment(1.0),)))
+    return None if scale == 1 else PairCosts((StageStrands(((stage, 1),)),) * num_stages)
 
 
 def shortest(pair, table):

@@ -1,0 +1,94 @@
+"""What strand pairs take: a segment plan for the forward of any stage beside the backward of any other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, reduce
+from itertools import pairwise
+
+from weft.pipeline.strands.overlap import OverlapTable
+from weft.pipeline.strands.plan import SegmentPlan
+from weft.pipeline.strands.search import search_stages
+from weft.pipeline.strands.stages import StageStrands
+
+
+@dataclass(frozen=True)
+class PairCosts:
+    """What is known of the insides of virtual stages, and of how well operators overlap.
+
+    All ranks that know the same find the same plans.
+
+    Attributes:
+        stages: one for each virtual stage.
+        handover_s: seconds of a hand-over of the turn from strand to strand.
+    """
+
+    stages: tuple[StageStrands, ...]
+    overlap: OverlapTable = field(default_factory=OverlapTable)
+    handover_s: float = 0.0
+
+    def plan(self, forward: int, backward: int, *, weights: bool = True) -> SegmentPlan:
+        """The order of segments for the forward of one stage and the backward of another.
+
+        Args:
+            forward, backward: numbers of the stages.
+            weights: whether the backward's weight gradients belong to the pair.
+        """
+        return self._searched(forward, backward, weights)[0]
+
+    def scale(self, forward: int, backward: int, *, weights: bool = True) -> float:
+        """The pair's duration by its plan over that of its halves, one after the other."""
+        return self._searched(forward, backward, weights)[1]
+
+    def for_cell(self, pipelines: int) -> PairCosts:
+        """Those of a DP-cell of so many pipelines."""
+        return replace(self, stages=self.stages * pipelines)
+
+    def joined(self, bounds: list[int]) -> PairCosts:
+        """With stages ``bounds[i]`` to ``bounds[i + 1]`` as one."""
+        parts = (self.stages[start:stop] for start, stop in pairwise(bounds))
+        return replace(self, stages=tuple(reduce(StageStrands.then, part) for part in parts))
+
+    def divided(self, parts: int) -> PairCosts:
+        """With each stage as so many of equal layers.
+
+        Raises:
+            ValueError: the layers of a stage do not divide.
+        """
+        if bad := [count for stage in self.stages for _, count in stage.runs if count % parts]:
+            raise ValueError(
+                f"strands of stages of {bad[0]} layers cannot be divided into {parts} parts; give them for that many"
+            )
+        stages = (StageStrands(tuple((layer, count // parts) for layer, count in s.runs)) for s in self.stages)
+        return replace(self, stages=tuple(stage for stage in stages for _ in range(parts)))
+
+    def _searched(self, forward: int, backward: int, weights: bool) -> tuple[SegmentPlan, float]:
+        key = self._kinds[forward], self._kinds[backward], weights
+        if key not in self._known:
+            self._known[key] = _searched(
+                self.stages[forward], self.stages[backward], self.overlap, self.handover_s, weights
+            )
+        return self._known[key]
+
+    @cached_property
+    def _kinds(self) -> tuple[int, ...]:
+        """For each stage the first that is like it."""
+        firsts: dict[StageStrands, int] = {}
+        return tuple(firsts.setdefault(stage, number) for number, stage in enumerate(self.stages))
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int, bool], tuple[SegmentPlan, float]]:
+        return {}
+
+
+@lru_cache(maxsize=1024)
+def _searched(
+    forward: StageStrands, backward: StageStrands, table: OverlapTable, handover_s: float, weights: bool
+) -> tuple[SegmentPlan, float]:
+    """A plan and its scale; a run that plans again, as a supervised one does, need not search again."""
+    if not weights:
+        backward = StageStrands(tuple((replace(part, weights=()), count) for part, count in backward.runs))
+        forward = StageStrands(tuple((replace(part, weights=()), count) for part, count in forward.runs))
+    plan, pair = search_stages(forward, backward, table), forward.beside(backward)
+    seconds = plan.seconds(pair, table) + plan.handovers * handover_s
+    return plan, seconds / pair.sequential_s if pair.sequential_s else 1.0
