@@ -8,21 +8,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 from weft.comm.exchange import gather
+from weft.engine.grid import RankTopology
 from weft.engine.planning.layout import RankLayout
 from weft.engine.stages import Stage, tied_names
 from weft.pipeline.placement import Placement
 
 
 class WeftModule(PipelineModule):
-    """Virtual stages of one rank, over DeepSpeed's pipe x data x model grid.
-
-    Its axes are those of `RankLayout`, in the same order: to DeepSpeed, replicas are "data", and ranks that
-    share the work of one micro-batch are "model".
-    """
+    """Virtual stages of one rank, over DeepSpeed's pipe x data x model grid, as `RankTopology` gives it."""
 
     def __init__(self, stages: Sequence[Stage], placement: Placement, layout: RankLayout) -> None:
         """Take the stages that this rank holds.
@@ -32,9 +28,7 @@ class WeftModule(PipelineModule):
             placement: of the whole pipeline.
             layout: of the world's ranks.
         """
-        topology = PipeModelDataParallelTopology(
-            num_pp=layout.stages, num_dp=layout.replicas, num_mp=layout.context * layout.tensor
-        )
+        topology = RankTopology(layout)
         mine = layout.position(dist.get_rank()).stage
         held = nn.ModuleList(stages)
         # To DeepSpeed the pipeline has one layer per rank; it builds only this rank's.

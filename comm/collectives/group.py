@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 
@@ -54,10 +55,10 @@ class Group:
         """Ranks on the fullest node."""
         return max(self.layout)
 
-    @property
+    @cached_property
     def layout(self) -> tuple[int, ...]:
         """Ranks per node, in order of first appearance."""
-        return tuple(self.nodes.count(node) for node in dict.fromkeys(self.nodes))
+        return tuple(Counter(self.nodes).values())
 
     @property
     def flat(self) -> Mesh:
@@ -75,10 +76,11 @@ class Group:
         """The meshes that the planner considers: flat, and balanced ones that are no finer than the topology.
 
         Two axes of the same link class would only split a sub-group that the library already
-        drives at full rate.
+        drives at full rate. There are two classes, so two axes at most.
         """
-        coarse = (mesh for mesh in self.balanced_meshes() if len(set(mesh.links)) == len(mesh.links))
-        return (self.flat, *coarse)
+        order = {node: number for number, node in enumerate(dict.fromkeys(self.nodes))}
+        shapes = _coarse_shapes(tuple(order[node] for node in self.nodes))
+        return (self.flat, *(Mesh(self, shape) for shape in shapes))
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,7 @@ class Mesh:
 
     def subgroups(self, axis: int) -> tuple[tuple[int, ...], ...]:
         """The sub-groups along ``axis``, as positions in the group: ranks that differ in that coordinate only."""
-        lines: dict[tuple[int, ...], list[int]] = {}
-        for position in range(self.group.size):
-            index = self.index(position)
-            lines.setdefault(index[:axis] + index[axis + 1 :], []).append(position)
-        return tuple(tuple(line) for line in lines.values())
+        return _lines(self.shape, axis)
 
     @cached_property
     def links(self) -> tuple[LinkClass, ...]:
@@ -120,8 +118,36 @@ class Mesh:
         return LinkClass.mixed not in self.links
 
     def _link(self, axis: int) -> LinkClass:
-        classes = {_link_class([self.group.nodes[p] for p in line]) for line in self.subgroups(axis)}
-        return classes.pop() if len(classes) == 1 else LinkClass.mixed
+        return _link_of(self.group.nodes, self.shape, axis)
+
+
+@lru_cache(maxsize=64)
+def _coarse_shapes(nodes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Shapes of one axis inside nodes and one between them; every stage of a job asks for the same nodes' order."""
+    size = len(nodes)
+    shapes = [(first, size // first) for first in range(2, size) if size % first == 0]
+    return tuple(
+        shape
+        for shape in shapes
+        if {_link_of(nodes, shape, axis) for axis in (0, 1)} == {LinkClass.intra, LinkClass.inter}
+    )
+
+
+def _link_of(nodes: tuple[int, ...], shape: Sequence[int], axis: int) -> LinkClass:
+    """The link class of an axis; mixed if its sub-groups differ."""
+    classes = {_link_class([nodes[position] for position in line]) for line in _lines(shape, axis)}
+    return classes.pop() if len(classes) == 1 else LinkClass.mixed
+
+
+def _lines(shape: Sequence[int], axis: int) -> tuple[tuple[int, ...], ...]:
+    """Positions that differ along ``axis`` of a row-major grid only."""
+    step, size = prod(shape[axis + 1 :]), prod(shape)
+    length = step * shape[axis]
+    return tuple(
+        tuple(range(first, first + length, step))
+        for block in range(0, size, length)
+        for first in range(block, block + step)
+    )
 
 
 def _link_class(nodes: list[int]) -> LinkClass:

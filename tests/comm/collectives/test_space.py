@@ -188,3 +188,19 @@ def test_gathers_go_back_the_way_that_reductions_came():
             assert axes[:2] == axes[:1:-1], rewrite
             found += 1
     assert found >= 2  # one for each order of the two axes
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.randoms())
+def test_meshes_are_the_balanced_ones_with_axes_of_different_links(num_nodes, ranks_per_node, random):
+    nodes = [node for node in range(num_nodes) for _ in range(ranks_per_node)]
+    if random.random() < 0.5:
+        random.shuffle(nodes)
+    group = Group(tuple(range(len(nodes))), tuple(nodes))
+    coarse = [mesh for mesh in group.balanced_meshes() if len(set(mesh.links)) == len(mesh.links)]
+    assert list(group.meshes()) == [group.flat, *coarse]
+
+
+def test_meshes_of_a_large_group_are_those_of_its_nodes():
+    group = Group.regular(128, 8)
+    assert [mesh.shape for mesh in group.meshes()] == [(1024,), (128, 8)]
+    assert group.layout == (8,) * 128
