@@ -6,6 +6,7 @@
 // `transport.py` raises an error if it uses an inherited endpoint.
 #pragma once
 #include <pthread.h>
+#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <mutex>
@@ -48,6 +49,25 @@ private:
         for (int fd : kept_) ::close(fd);
         kept_.clear();
         mutex_.unlock();
+    }
+};
+
+// A descriptor that becomes readable when other threads ask for it.
+class Wakeup {
+public:
+    const int fd = Descriptors::all().keep([] { return eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC); });
+
+    Wakeup() = default;
+    Wakeup(const Wakeup &) = delete;
+    ~Wakeup() { Descriptors::all().close(fd); }
+
+    void ask() const {
+        uint64_t one = 1;
+        if (write(fd, &one, sizeof one) < 0) {}  // a full counter is readable as well
+    }
+    void clear() const {
+        uint64_t count;
+        if (read(fd, &count, sizeof count) < 0) {}  // asked for twice
     }
 };
 

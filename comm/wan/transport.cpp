@@ -48,7 +48,7 @@ Endpoint *weft_wan_open(const WanOptions *given, char *error, size_t room) {
     }
 }
 
-uint32_t weft_wan_port(const Endpoint *endpoint) { return endpoint->port; }
+uint32_t weft_wan_port(const Endpoint *endpoint) { return endpoint->port(); }
 
 // Names a link; with a host, this side opens the connections. Returns 0, or -1 for an invalid address.
 int weft_wan_link(Endpoint *endpoint, uint32_t peer, const char *name, const char *host, uint32_t port,
@@ -126,7 +126,7 @@ void weft_wan_counters(Endpoint *endpoint, uint32_t peer, WanCounters *counters)
     });
 }
 
-uint64_t weft_wan_refused(const Endpoint *endpoint) { return endpoint->refused; }
+uint64_t weft_wan_refused(const Endpoint *endpoint) { return endpoint->refused(); }
 
 void weft_wan_close(Endpoint *endpoint, double linger_s) {
     endpoint->stop(clamped(linger_s, 0, 1e6));

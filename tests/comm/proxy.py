@@ -43,6 +43,11 @@ class Proxy:
                 self._end(pair)
             del self._pairs[:count]
 
+    def thaw(self):
+        """Forward again, and freeze no more."""
+        with self._lock:
+            self.freeze_after, self.frozen = None, False
+
     def _end(self, pair):
         for end in pair:
             with contextlib.suppress(KeyError, ValueError):

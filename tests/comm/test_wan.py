@@ -140,7 +140,7 @@ def test_of_what_waits_the_least_turn_goes_first(stack):
     pair.proxy.frozen = False
     assert torch.equal(arrives["early"].wait(), early)
     assert not arrives["late"].ended()
-    pair.proxy.freeze_after, pair.proxy.frozen = None, False
+    pair.proxy.thaw()
     assert torch.equal(arrives["late"].wait(), late)
     for send in sends:
         send.wait()
