@@ -129,4 +129,5 @@ def test_forks_beside_unauthenticated_peers_and_transfers_do_no_harm(stack):
                 assert client.recv(1) == b""
             client.close()
             pair.exchange("a", noise(20_000, index))
-    until(lambda: pair.ends[1].refused == 20)
+    # A connection that a slow process had begun to replace, and then did not, counts as well.
+    until(lambda: pair.ends[1].refused >= 20)
