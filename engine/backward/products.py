@@ -185,6 +185,6 @@ def match(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mappin
     if matcher is None or not torch.is_grad_enabled():
         return None
     found = matcher(*args, **kwargs)
-    if found is None or torch.is_autocast_enabled(found[0].device.type):
+    if found is None or (not found[0].is_meta and torch.is_autocast_enabled(found[0].device.type)):
         return None
     return found if all(base_parameter(p) is not None for p in found[1].parameters) else None

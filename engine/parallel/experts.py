@@ -124,7 +124,10 @@ class ExpertDispatch:
         size = self._group.size
         counts = chosen.new_zeros(size * held).scatter_add_(0, chosen, torch.ones_like(chosen)).view(size, held)
         theirs = self._group.all_to_all(counts, [1] * size, [1] * size).wait()
-        send, receive = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()
+        if counts.is_meta:  # traced without data: all experts have as many tokens
+            send = receive = [len(chosen) // size] * size
+        else:
+            send, receive = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()
         own = torch.arange(held, device=chosen.device).repeat(size)
         return send, receive, own.repeat_interleave(theirs.reshape(-1), output_size=sum(receive))
 

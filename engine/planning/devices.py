@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from functools import cache
 from time import perf_counter
 
@@ -25,22 +26,42 @@ def usable_flops(device: torch.device, threads: int, cache: JsonCache) -> tuple[
     """
     if (sheet := data_sheet(device)) is not None:
         return EFFICIENCY * sheet.flops_per_s, f"estimated: {EFFICIENCY:.0%} of the data sheet"
+    peak, known = _kept("", device, threads, cache, lambda: _measured_flops(device, threads))
+    what = f"was measured, cache {cache.path}" if known else f"this machine's {device.type} was measured to do"
+    return EFFICIENCY * peak, f"estimated: {EFFICIENCY:.0%} of what {what}"
+
+
+def usable_memory(device: torch.device, threads: int, cache: JsonCache) -> float:
+    """Bytes that a rank reads and writes in a second: its data sheet's on known GPUs, a copy's elsewhere.
+
+    Args:
+        threads: of a rank, where the device is the host's processor.
+    """
+    if (sheet := data_sheet(device)) is not None:
+        return sheet.bytes_per_s
+    return _kept("memory of ", device, threads, cache, lambda: _measured_copy(device, threads))[0]
+
+
+def _kept(
+    what: str, device: torch.device, threads: int, cache: JsonCache, measure: Callable[[], float]
+) -> tuple[float, bool]:
+    """A figure of a device from the cache, or measured and kept there; and whether it was known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, threads={threads}"
-    name = f"{name}, {os.uname().nodename}"
+    name = f"{what}{name}, {os.uname().nodename}"
     known = cache.read().get(name)
     if isinstance(known, float) and known > 0:
-        return EFFICIENCY * known, f"estimated: {EFFICIENCY:.0%} of what was measured, cache {cache.path}"
+        return known, True
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        peak = _measured_flops(device, threads)
+        found = measure()
     finally:
         torch.set_num_threads(before)
     try:
-        cache.add({name: peak})
+        cache.add({name: found})
     except OSError as error:
         log.warning("%s: %s; what this device does is measured anew at every start", cache.path, error.strerror)
-    return EFFICIENCY * peak, f"estimated: {EFFICIENCY:.0%} of what this machine's {device.type} was measured to do"
+    return found, False
 
 
 def peak_flops(device: torch.device) -> float:
@@ -68,4 +89,18 @@ def _measured_flops(device: torch.device, threads: int) -> float:
         start = perf_counter()
         float((a @ a)[0, 0])
         best = max(best, 2 * size**3 / (perf_counter() - start))
+    return best
+
+
+@cache
+def _measured_copy(device: torch.device, threads: int) -> float:
+    """Measured once in a process; arguments as of `_measured_flops`."""
+    source = torch.ones(1 << 23, device=device)
+    target = torch.empty_like(source)
+    best = 0.0
+    for _ in range(5):
+        start = perf_counter()
+        target.copy_(source)
+        float(target[0])
+        best = max(best, 2 * source.nbytes / (perf_counter() - start))
     return best

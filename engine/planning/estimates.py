@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from weft.conf.schema import PairChoice, WeftConfig
+from weft.conf.schema import WeftConfig
 from weft.engine.planning.facts import Facts
+from weft.engine.planning.pairing import stage_pairs, with_strands
 from weft.engine.stages.sizes import ModelSizes, PartSize
 from weft.engine.stages.split import StageSplit
 from weft.pipeline.costs import CostModel, StageCost
@@ -32,8 +33,11 @@ def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostM
     """
     if facts.flops_per_s is not None:
         stages = estimate_stages(config, facts.model, split, facts.flops_per_s)
+        pairs = stage_pairs(config, facts, split, ())
+        stages = stages if pairs is None else with_strands(stages, pairs)
     elif split.num_stages in facts.stage_costs:
         stages = facts.stage_costs[split.num_stages]
+        pairs = stage_pairs(config, facts, split, stages)
     else:
         known = ", ".join(map(str, facts.stage_costs))
         raise ValueError(f"costs are known of {known} virtual stages, and the placement has {split.num_stages}")
@@ -42,7 +46,7 @@ def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostM
         local=facts.links.local,
         wan=facts.links.wan,
         wan_links=facts.links.pairs,
-        pairs=None if config.pipeline.pairs is PairChoice.never else facts.stage_pairs.get(split.num_stages),
+        pairs=pairs,
     )
 
 

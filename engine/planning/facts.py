@@ -12,7 +12,9 @@ from weft.engine.planning.hops import Hop
 from weft.engine.planning.layout import RankLayout
 from weft.engine.stages.sizes import ModelSizes
 from weft.pipeline.costs import LinkCost, StageCost
+from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.pairs import PairCosts
+from weft.pipeline.strands.work import Speed, StrandWork
 
 if TYPE_CHECKING:
     from weft.comm.wan.probe import LinkProfile
@@ -34,6 +36,19 @@ class Links:
     pairs: tuple[tuple[tuple[int, int], LinkCost], ...] = ()
 
 
+@dataclass(frozen=True)
+class AxisFacts:
+    """Ranks that share the work of a layer along an axis.
+
+    Attributes:
+        group: the first of its groups.
+        costs: of collectives among them; None where they are not known.
+    """
+
+    group: Group
+    costs: CollectiveCosts | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """What is known of a run before its first step, measured or estimated.
@@ -46,6 +61,11 @@ class Facts:
         stage_costs: costs of the virtual stages by how many there are, where they are known; where
             there are none, they are estimated from the model and the speed.
         stage_pairs: what strand pairs of these stages take, where that is known, too.
+        strands: what a rank computes between the collectives inside of layers, and what these move; None where
+            no ranks share layers, or their collectives' costs are not known.
+        speed: of a rank, for strands; None where there are none.
+        axes: ranks that share layers, by their axis.
+        operators: how well compute and collectives overlap; None where that was not measured.
         links: between ranks.
         replica_nodes: the node of each rank of a data group: those that hold the same weights.
         collectives: costs of collectives over these replicas; None where they are not known.
@@ -58,6 +78,10 @@ class Facts:
     device_bytes: float
     stage_costs: dict[int, tuple[StageCost, ...]]
     stage_pairs: dict[int, PairCosts] = field(default_factory=dict)
+    strands: StrandWork | None = None
+    speed: Speed | None = None
+    axes: dict[str, AxisFacts] = field(default_factory=dict)
+    operators: OverlapTable | None = None
     links: Links
     replica_nodes: tuple[int, ...]
     collectives: CollectiveCosts | None = None
@@ -87,6 +111,19 @@ class Facts:
         source = f"{self.sources['links']}; sites {named}: {PROBED}"
         links = replace(self.links, pairs=tuple({**known, **found}.items()))
         return replace(self, links=links, sources=self.sources | {"links": source})
+
+    def with_axes(self, axes: dict[str, AxisFacts], source: str) -> Facts:
+        """With who shares layers."""
+        return replace(self, axes=axes, sources=self.sources | {"axes": source})
+
+    def with_operators(self, operators: OverlapTable | None, source: str) -> Facts:
+        """With how well operators overlap."""
+        return replace(self, operators=operators, sources=self.sources | {"operators": source})
+
+    def with_strands(self, strands: StrandWork, speed: Speed) -> Facts:
+        """With what a rank does between the collectives inside of layers."""
+        traced = {"strands": "traced without data", "speed": "as flops_per_s, and of memory"}
+        return replace(self, strands=strands, speed=speed, sources=self.sources | traced)
 
     def with_nodes(self, nodes: tuple[int, ...], source: str) -> Facts:
         """With the node of each rank of a data group."""

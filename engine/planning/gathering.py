@@ -12,17 +12,20 @@ from transformers import PreTrainedConfig
 
 from weft.comm.collectives import CollectiveCosts
 from weft.comm.collectives.cache import CostCache, topology_key
+from weft.comm.collectives.probe import nodes_of_world
 from weft.comm.exchange import gather
 from weft.conf.files import JsonCache
 from weft.conf.hosts import most_ranks_of_a_host, working_hosts, world_size
 from weft.conf.schema import ClusterConfig, Partition, WeftConfig
 from weft.engine.distributed import device_bytes, from_rank_zero, ranks_on_this_host
-from weft.engine.planning.devices import usable_flops
+from weft.engine.planning.devices import usable_flops, usable_memory
 from weft.engine.planning.facts import Facts, Links
 from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.schedules import open_placements, read_costs
+from weft.engine.planning.strand_facts import with_strands
 from weft.engine.stages.sizes import model_sizes
 from weft.pipeline.costs import CostModel, LinkCost
+from weft.pipeline.strands.work import Speed
 
 
 def facts_before_start(
@@ -45,7 +48,7 @@ def facts_before_start(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     available = device_bytes(device, most_ranks_of_a_host(config.cluster))
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))  # as `weft launch` sets it for every rank
-    machine = _Machine(world_size(config.cluster), device, available, threads)
+    machine = _Machine(world_size(config.cluster), device, available, threads, _world_nodes(config.cluster))
     facts = _known_facts(config, hf_config, machine)
     nodes = _replica_nodes(config, facts.layout, num_nodes)
     facts = facts.with_nodes(nodes, "given by cluster.hostfile" if config.cluster.hostfile else f"{num_nodes} assumed")
@@ -66,7 +69,9 @@ def facts_of_ranks(config: WeftConfig, hf_config: PreTrainedConfig, device: torc
         SharedError: ``pipeline.costs_file`` cannot be read.
     """
     available = min(gather(device_bytes(device, ranks_on_this_host())))
-    machine = _Machine(dist.get_world_size(), device, available, torch.get_num_threads())
+    shares = config.parallel.tensor * config.parallel.context * config.parallel.expert
+    nodes = nodes_of_world() if shares > 1 else ()
+    machine = _Machine(dist.get_world_size(), device, available, torch.get_num_threads(), nodes)
     return from_rank_zero(lambda: _known_facts(config, hf_config, machine), Facts)
 
 
@@ -90,12 +95,14 @@ class _Machine:
 
     Attributes:
         threads: of a rank, where its device is the processor.
+        nodes: of each rank.
     """
 
     num_ranks: int
     device: torch.device
     device_bytes: float
     threads: int
+    nodes: tuple[int, ...]
 
 
 def _known_facts(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Machine) -> Facts:
@@ -112,11 +119,10 @@ def _known_facts(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Mach
     if config.pipeline.costs_file:
         given = _given_costs(config, layout)
         links = replace(links, local=next(iter(given.values())).local)
-        sources["stage_costs"] = f"given by pipeline.costs_file={config.pipeline.costs_file}"
+        sources["stage_costs"] = sources["stage_pairs"] = f"given by pipeline.costs_file={config.pipeline.costs_file}"
     else:
-        cache = JsonCache(Path(config.data.cache_dir).expanduser() / "devices.json")
-        flops, sources["flops_per_s"] = usable_flops(machine.device, machine.threads, cache)
-    return Facts(
+        flops, sources["flops_per_s"] = usable_flops(machine.device, machine.threads, _devices(config))
+    facts = Facts(
         layout=layout,
         model=model_sizes(hf_config),
         flops_per_s=flops,
@@ -127,6 +133,22 @@ def _known_facts(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Mach
         replica_nodes=(0,) * layout.data_ranks,
         sources=sources,
     )
+    return with_strands(config, hf_config, facts, machine.nodes, machine.device, lambda: _speed(config, machine))
+
+
+def _speed(config: WeftConfig, machine: _Machine) -> Speed:
+    how = machine.device, machine.threads, _devices(config)
+    return Speed(usable_flops(*how)[0], usable_memory(*how))
+
+
+def _devices(config: WeftConfig) -> JsonCache:
+    return JsonCache(Path(config.data.cache_dir).expanduser() / "devices.json")
+
+
+def _world_nodes(cluster: ClusterConfig) -> tuple[int, ...]:
+    """The node of each rank, on the hosts that the run begins on; one where no hostfile names them."""
+    slots = working_hosts(cluster).values() if cluster.hostfile else [world_size(cluster)]
+    return tuple(node for node, held in enumerate(slots) for _ in range(held))
 
 
 def _given_costs(config: WeftConfig, layout: RankLayout) -> dict[int, CostModel]:
@@ -163,8 +185,7 @@ def _replica_nodes(config: WeftConfig, layout: RankLayout, num_nodes: int) -> tu
     """The node of each rank of the first data group, on the hosts that hold them."""
     count = layout.data_ranks
     if config.cluster.hostfile:
-        slots = working_hosts(config.cluster).values()
-        return tuple(node for node, held in enumerate(slots) for _ in range(held))[: layout.lines : layout.tensor]
+        return _world_nodes(config.cluster)[: layout.lines : layout.tensor]
     if num_nodes < 1 or count % num_nodes:
         raise ValueError(f"--nodes={num_nodes}: {count} replicas cannot be spread evenly over them; give a divisor")
     return tuple(replica * num_nodes // count for replica in range(count))

@@ -62,7 +62,7 @@ def _trace(config: PreTrainedConfig, sequence_length: int, name: str, dtype: tor
         path = decoder_layers(model)
         layers = model.get_submodule(path)
         assert isinstance(layers, nn.ModuleList)
-        kinds = _kinds(model, layers) if repeat else list(range(len(layers)))
+        kinds = layers_alike(model, layers) if repeat else list(range(len(layers)))
         tracer.watch(model, list(layers), kinds)
         try:
             tracer.run(model, sequence_length)
@@ -193,7 +193,7 @@ class _Tracer:
         return _Attention.apply(query, key, value), None
 
 
-def _kinds(model: PreTrainedModel, layers: nn.ModuleList) -> list[int]:
+def layers_alike(model: PreTrainedModel, layers: nn.ModuleList) -> list[int]:
     """For each layer the first that has the same class, shapes of weights and type of attention."""
     types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
     firsts: dict[Any, int] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from weft.pipeline.strands.segments import Kind, LinkClass
+from weft.pipeline.strands.segments import Kind, LinkScope
 
 
 def overlap_effectiveness(first_s: float, second_s: float, together_s: float) -> float:
@@ -26,7 +26,7 @@ class OverlapTable:
         links: of two collectives, one inside of a host and one between hosts.
     """
 
-    compute: Mapping[tuple[Kind, LinkClass], float] = field(default_factory=dict)
+    compute: Mapping[tuple[Kind, LinkScope], float] = field(default_factory=dict)
     links: float = 1.0
     default: float = 1.0
 
@@ -42,7 +42,7 @@ class OverlapTable:
         """Of its values, however the mapping is ordered."""
         return hash((frozenset(self.compute.items()), self.links, self.default))
 
-    def slowdown(self, kind: Kind | None, links: tuple[LinkClass, ...]) -> float:
+    def slowdown(self, kind: Kind | None, links: tuple[LinkScope, ...]) -> float:
         """By how much everything that runs at once is slowed down.
 
         Two operators that take T each alone then take (2 - OEF) T together, as equation 1 says, and

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from weft.pipeline.limits import count, known_fields, number, short_repr
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.pairs import PairCosts
-from weft.pipeline.strands.segments import Kind, LinkClass, Segment, Strand, StrandPair, WeightGradient
+from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, StrandPair, WeightGradient
 from weft.pipeline.strands.stages import StageStrands
 
 MOST_SEGMENTS = 200
@@ -115,7 +115,7 @@ def _segment(data: Any, name: str) -> Segment:
     link = fields.get("link")
     return Segment(
         compute_s=number(fields.get("compute_ms", 0.0), f"{name}.compute_ms") / 1e3,
-        link=None if link is None else _member(LinkClass, link, f"{name}.link"),
+        link=None if link is None else _member(LinkScope, link, f"{name}.link"),
         comm_s=number(fields.get("comm_ms", 0.0), f"{name}.comm_ms") / 1e3,
         kind=_member(Kind, fields.get("kind", Kind.gemm.value), f"{name}.kind"),
     )
@@ -136,7 +136,7 @@ def _overlap(data: Any) -> OverlapTable:
     for index, entry in enumerate(_list(fields.get("compute", []), "strands.overlap", "compute")):
         name = f"strands.overlap.compute[{index}]"
         row = known_fields(entry, name, ("kind", "link", "factor"))
-        key = _member(Kind, row.get("kind"), f"{name}.kind"), _member(LinkClass, row.get("link"), f"{name}.link")
+        key = _member(Kind, row.get("kind"), f"{name}.kind"), _member(LinkScope, row.get("link"), f"{name}.link")
         compute[key] = number(row.get("factor"), f"{name}.factor")
     plain = {field: number(fields.get(field, 1.0), f"strands.overlap.{field}") for field in ("default", "links")}
     return OverlapTable(compute, **plain)

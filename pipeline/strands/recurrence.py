@@ -7,7 +7,7 @@ from itertools import product
 
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.plan import SegmentPlan, Step
-from weft.pipeline.strands.segments import Kind, LinkClass, Strand, StrandPair
+from weft.pipeline.strands.segments import Kind, LinkScope, Strand, StrandPair
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class _Operator:
     compute_s: float = 0.0
     comm_s: float = 0.0
     kind: Kind = Kind.gemm
-    link: LinkClass | None = None
+    link: LinkScope | None = None
     begins: bool = False
     """Whether a segment's compute is in it."""
     weights: int = 0
@@ -73,7 +73,7 @@ def _together(operators: list[_Operator], table: OverlapTable) -> float:
     """P: seconds of operators at once; those that need the same resource follow each other."""
     compute_s = sum(operator.compute_s for operator in operators)
     kind = next((operator.kind for operator in operators if operator.compute_s), None)
-    busy_s: dict[LinkClass, float] = {}
+    busy_s: dict[LinkScope, float] = {}
     for operator in operators:
         if operator.link is not None and operator.comm_s:
             busy_s[operator.link] = busy_s.get(operator.link, 0.0) + operator.comm_s

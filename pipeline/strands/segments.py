@@ -7,7 +7,7 @@ from enum import Enum
 from itertools import repeat
 
 
-class LinkClass(Enum):
+class LinkScope(Enum):
     """Where a collective's bytes go; collectives of one class share their links, those of two do not."""
 
     inside_host = "inside_host"
@@ -38,7 +38,7 @@ class Segment:
     """
 
     compute_s: float
-    link: LinkClass | None = None
+    link: LinkScope | None = None
     comm_s: float = 0.0
     kind: Kind = Kind.gemm
 

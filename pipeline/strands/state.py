@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from weft.pipeline.strands.overlap import OverlapTable
-from weft.pipeline.strands.segments import Kind, LinkClass, Segment
+from weft.pipeline.strands.segments import Kind, LinkScope, Segment
 
 
 class Transfer(NamedTuple):
@@ -17,7 +17,7 @@ class Transfer(NamedTuple):
     """
 
     left_s: float = 0.0
-    link: LinkClass | None = None
+    link: LinkScope | None = None
     second: bool = False
 
 

@@ -8,7 +8,7 @@ from weft.pipeline.costs import LinkCost
 from weft.pipeline.profile import costs_to_yaml, load_costs, load_pieces
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.pairs import PairCosts
-from weft.pipeline.strands.segments import Kind, LinkClass, Segment, Strand, StrandPair, WeightGradient
+from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, StrandPair, WeightGradient
 from weft.pipeline.strands.stages import StageStrands
 
 WHOLE = """
@@ -57,12 +57,12 @@ def test_every_field_is_read(tmp_path):
     assert costs.link(1, 2) == costs.wan
     norm = StrandPair(Strand((Segment(0.002, kind=Kind.memory),)), Strand((Segment(0.001),)))
     block = StrandPair(
-        Strand((Segment(0.003, LinkClass.inside_host, 0.004),)),
-        Strand((Segment(0.0, LinkClass.between_hosts, 0.005), Segment(0.006))),
+        Strand((Segment(0.003, LinkScope.inside_host, 0.004),)),
+        Strand((Segment(0.0, LinkScope.between_hosts, 0.005), Segment(0.006))),
         (WeightGradient(1, 0.007, Kind.attention),),
     )
     stages = StageStrands(((norm, 1), (block, 2))), StageStrands(((block, 3),))
-    table = OverlapTable({(Kind.gemm, LinkClass.inside_host): 0.7}, 0.8, 0.9)
+    table = OverlapTable({(Kind.gemm, LinkScope.inside_host): 0.7}, 0.8, 0.9)
     assert costs.pairs == PairCosts(stages, table, 0.00005)
 
 

@@ -18,7 +18,7 @@ from weft.pipeline.memory import peak_bytes
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 from weft.pipeline.strands.pairs import PairCosts
-from weft.pipeline.strands.segments import Kind, LinkClass, Segment, Strand, StrandPair, WeightGradient
+from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, StrandPair, WeightGradient
 from weft.pipeline.strands.stages import StageStrands
 from weft.pipeline.validation import validate
 from weft.tools.benchmarks.results import ROUNDING, parse, ratio_cells, write_json
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     return 1 if slower or held else 0
 
 
-_NORM, _BLOCK = Segment(0.1, LinkClass.inside_host, 0.4, Kind.memory), Segment(0.9, LinkClass.inside_host, 0.4)
+_NORM, _BLOCK = Segment(0.1, LinkScope.inside_host, 0.4, Kind.memory), Segment(0.9, LinkScope.inside_host, 0.4)
 _PASS = Strand((_NORM, _BLOCK) * 2)
 _STRANDS = StageStrands(((StrandPair(_PASS, _PASS, (WeightGradient(1, 1.0), WeightGradient(3, 1.0))), 1),))
 """A layer of which collectives take a good third, under tensor and sequence parallelism."""

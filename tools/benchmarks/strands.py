@@ -23,12 +23,12 @@ from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.plan import SegmentPlan
 from weft.pipeline.strands.recurrence import pair_operators
 from weft.pipeline.strands.search import search, search_layers
-from weft.pipeline.strands.segments import Kind, LinkClass, Segment, Strand, StrandPair, WeightGradient
+from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, StrandPair, WeightGradient
 from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.ranks import run_ranks
 from weft.tools.tables import show, table_of
 
-LINK = LinkClass.inside_host
+LINK = LinkScope.inside_host
 SHARES = (0.10, 0.20, 0.31, 0.45)
 """Of a step without overlap, what collectives take; 0.31 is DHelix's Llama on A800s (section 2)."""
 NORM_S, BLOCK_S = 0.002, (0.024, 0.036)

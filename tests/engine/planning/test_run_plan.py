@@ -32,6 +32,8 @@ CASES = {
     "interleaved": ({"schedule": "interleaved", "stages": 4, "microbatches": 8}, False, "workload"),
     "w": ({"schedule": "w", "placement": "fold", "stages": 4}, False, "workload"),
     "dualpipev": ({"schedule": "dualpipev", "placement": "fold", "stages": 4, "microbatches": 8}, False, "workload"),
+    "w, context": ({"schedule": "w", "placement": "fold", "stages": 2, "context": 2}, True, "workload"),
+    "auto, expert": ({"schedule": "auto", "placement": "fold", "stages": 2, "expert": 2}, True, "workload"),
     "zbv": ({"schedule": "zbv", "placement": "fold", "stages": 4}, False, "workload"),
     "auto": ({"schedule": "auto", "placement": "any", "stages": 4}, False, "workload"),
     "auto, split by cost": ({"schedule": "auto", "placement": "fold", "stages": 4, "layers": 11}, False, "workload"),

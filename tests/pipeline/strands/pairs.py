@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.pairs import PairCosts
 from weft.pipeline.strands.plan import Step, take
-from weft.pipeline.strands.segments import Kind, LinkClass, Segment, Strand, StrandPair, WeightGradient
+from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, StrandPair, WeightGradient
 from weft.pipeline.strands.stages import StageStrands
 from weft.pipeline.strands.state import PairState
 
-INSIDE, BETWEEN = LinkClass.inside_host, LinkClass.between_hosts
+INSIDE, BETWEEN = LinkScope.inside_host, LinkScope.between_hosts
 
 # Sixteenths add up without rounding, so that equal plans are equally long.
 seconds = st.integers(0, 32).map(lambda sixteenths: sixteenths / 16)

@@ -1,0 +1,91 @@
+"""What is known of strands before the first step: who shares layers over which links, and what a rank does between."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedConfig
+
+from weft.comm.collectives import CollectiveCosts, Group
+from weft.comm.collectives.cache import CostCache, topology_key
+from weft.comm.collectives.costs import AlphaBeta
+from weft.comm.collectives.group import LinkClass
+from weft.conf.schema import PairChoice, WeftConfig
+from weft.engine.planning.devices import data_sheet
+from weft.engine.planning.facts import AxisFacts, Facts
+from weft.engine.planning.pairing import traffic_s
+from weft.engine.planning.strand_tracing import trace_strands
+from weft.engine.precision import DTYPES
+from weft.engine.strands.overlap_probe import overlap_cache, overlap_key
+from weft.pipeline.strands.work import Speed, StrandWork
+
+_LAUNCH_S = 1e-5
+"""Latency of a collective inside of a host where nothing but the data sheet is known."""
+log = logging.getLogger(__name__)
+
+
+def with_strands(
+    config: WeftConfig,
+    hf_config: PreTrainedConfig,
+    facts: Facts,
+    nodes: Sequence[int],
+    device: torch.device,
+    speed: Callable[[], Speed],
+) -> Facts:
+    """The facts with what pairs of strands are planned from, where ranks share layers.
+
+    Args:
+        nodes: of each rank of the world.
+        speed: of a rank; measured if it is asked.
+    """
+    sizes = {axis: len(groups[0]) for axis, groups in facts.layout.axis_groups.items()}
+    if not sizes or config.pipeline.pairs is PairChoice.never or facts.stage_pairs:
+        return facts
+    cache = CostCache.in_folder(config.data.cache_dir)
+    axes, sources = {}, []
+    for axis, groups in facts.layout.axis_groups.items():
+        ranks = tuple(sorted(groups[0]))
+        group = Group(ranks, tuple(nodes[rank] for rank in ranks))
+        costs, source = _collective_costs(group, device, cache)
+        axes[axis] = AxisFacts(group, costs)
+        sources.append(f"{axis}: {source}")
+    operators = overlap_cache(config.data.cache_dir)
+    known = facts.with_axes(axes, "; ".join(sources))
+    known = known.with_operators(operators.read(overlap_key(device)), f"{overlap_key(device)}, cache {operators.path}")
+    if any(axis.costs is None for axis in axes.values()):
+        return known
+    try:
+        strands = _traced(config, hf_config, sizes)
+        for part in (strands.before, *strands.layers, strands.after):
+            for segment in (*part.forward, *part.backward):
+                if segment.traffic is not None:
+                    traffic_s(known, segment.traffic)
+    except ValueError as error:
+        log.warning("strand pairs are not planned: %s", error)
+        return known
+    return known.with_strands(strands, speed())
+
+
+def _traced(config: WeftConfig, hf_config: PreTrainedConfig, sizes: dict[str, int]) -> StrandWork:
+    return trace_strands(
+        hf_config,
+        sizes,
+        microbatch_size=config.train.microbatch_size,
+        sequence_length=config.data.sequence_length,
+        checkpointing=config.model.gradient_checkpointing,
+        dtype=DTYPES[config.train.precision],
+    )
+
+
+def _collective_costs(group: Group, device: torch.device, cache: CostCache) -> tuple[CollectiveCosts | None, str]:
+    """What collectives over a group cost, and where that is known from."""
+    key = topology_key(group, device.type)
+    if (known := cache.read(key)) is not None:
+        return known, f"{key}, cache {cache.path}"
+    sheet = data_sheet(device)
+    if sheet is None or group.flat.links[0] is not LinkClass.intra:
+        return None, f"{key}: not measured; `weft bench collectives` does it"
+    line = AlphaBeta(_LAUNCH_S, 1 / sheet.scale_up_bytes_per_s)
+    return CollectiveCosts.of_links({LinkClass.intra: line}), f"{key}: data sheet of a {sheet.name}"

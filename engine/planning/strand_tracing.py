@@ -1,0 +1,303 @@
+"""The segments of a model's strands, traced on the meta device: what runs between collectives, and what can wait."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from weft.comm.channel import Handle
+from weft.conf.schema import SplitKind
+from weft.engine.backward import SplitBackward
+from weft.engine.backward.products import base_parameter
+from weft.engine.backward.tape import Kept
+from weft.engine.parallel import attention as context_attention
+from weft.engine.parallel.axis import AxisGroups, Completed
+from weft.engine.stages.context import part_of
+from weft.engine.stages.from_model import stages_from_model
+from weft.engine.stages.handover import set_dtype
+from weft.engine.stages.packed import tell_packed
+from weft.engine.stages.skeleton import decoder_layers, model_class, skeleton
+from weft.engine.stages.split import split_layers
+from weft.engine.stages.stage import Stage
+from weft.engine.stages.tracing import layers_alike
+from weft.pipeline.strands.work import PartWork, SegmentWork, StrandWork, Traffic, Work
+
+
+def trace_strands(
+    config: PreTrainedConfig,
+    sizes: Mapping[str, int],
+    *,
+    microbatch_size: int,
+    sequence_length: int,
+    checkpointing: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> StrandWork:
+    """What one rank computes and which collectives it takes part in, in a forward and a backward.
+
+    The model's own forward runs, cut as for training, with a group on each axis that notes what it is
+    asked for; backwards are split as the engine splits them. Experts get as many tokens each.
+
+    Args:
+        config: of the whole model.
+        sizes: members along each axis.
+        checkpointing: whether layers are computed again in the backward.
+        dtype: of weights and activations.
+
+    Raises:
+        ValueError: the model cannot be built or shared so, or its forward does not run without data.
+    """
+    recorder = _Recorder()
+    axes = AxisGroups(
+        **{axis: TracedGroup(axis, sizes.get(axis, 1), recorder) for axis in ("tensor", "context", "expert")}
+    )
+    stage, kinds = _stage(config, axes, dtype, checkpointing=checkpointing)
+    batch = _batch(microbatch_size, sequence_length, axes)
+    recorder.watch(stage, kinds)
+    try:
+        with recorder.running():
+            _run(stage, batch, recorder)
+    except Exception as error:  # any: it is Hugging Face's or the model's own code
+        raise ValueError(
+            f"model: {type(stage.hf_model).__name__} does not run without data ({type(error).__name__}: "
+            f"{' '.join(str(error).split())}), so the segments of its strands are not known; set pipeline.pairs=never"
+        ) from error
+    before, *layers, after = [recorder.part(kinds.get(number, number)) for number in range(recorder.num_parts)]
+    return StrandWork.of(before, layers, after)
+
+
+class TracedGroup:
+    """An axis group whose operations are noted, and answered with tensors of the right shape."""
+
+    def __init__(self, axis: str, size: int, recorder: _Recorder) -> None:
+        self.axis, self.size, self.index = axis, size, 0
+        self._recorder = recorder
+
+    def all_gather(self, shard: Tensor) -> Handle:
+        """See `AxisGroup`."""
+        return self._noted("all_gather", shard.new_empty((self.size * shard.shape[0], *shard.shape[1:])))
+
+    def reduce_scatter(self, tensor: Tensor) -> Handle:
+        """See `AxisGroup`."""
+        part = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
+        return self._noted("reduce_scatter", part, tensor)
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        """See `AxisGroup`."""
+        return self._noted("all_reduce", tensor)
+
+    def maximum(self, tensor: Tensor) -> Handle:
+        """See `AxisGroup`."""
+        return self._noted("all_reduce", tensor)
+
+    def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Handle:
+        """See `AxisGroup`."""
+        return self._noted("all_to_all", tensor.new_empty((sum(receive), *tensor.shape[1:])), tensor)
+
+    def _noted(self, primitive: str, answer: Tensor, whole: Tensor | None = None) -> Handle:
+        if self.size > 1:
+            num_bytes = float((answer if whole is None else whole).nbytes)
+            self._recorder.communicate(Traffic(self.axis, primitive, num_bytes))
+        return Completed(answer)
+
+
+class _Recorder(TorchDispatchMode):
+    """Counts work by part and segment: part 0 is before the layers, then each layer, and the last after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._work = Work()
+        self._at: tuple[int, bool] = (0, True)
+        self._segments: dict[tuple[int, bool], list[SegmentWork]] = {}
+        self._kept: list[tuple[int, int, Kept]] = []
+        self._weights: dict[int, list[tuple[int, Work]]] = {}
+        self.num_parts = 0
+
+    def watch(self, stage: Stage, kinds: Mapping[int, int]) -> None:
+        """Note where each layer begins and ends; those that an earlier one stands for hand on what they get."""
+        layers = list(stage.hf_model.get_submodule(decoder_layers(stage.hf_model)).children())
+        self.num_parts = len(layers) + 2
+        for number, layer in enumerate(layers, start=1):
+            layer.register_forward_pre_hook(partial(self._begins, number), with_kwargs=True)
+            if number in kinds:
+                layer.forward = _hand_on
+        layers[-1].register_forward_hook(partial(self._ends, len(layers) + 1))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count what runs, with attention that keeps no scores."""
+        attention = patch.object(nn.functional, "scaled_dot_product_attention", self._attend)
+        bias = patch.object(context_attention, "causal_lower_right", lambda *_: True)  # torch's is no traceable tensor
+        with attention, bias, self:
+            yield
+
+    def part(self, number: int) -> PartWork:
+        """What was noted of a part."""
+        forward, backward = (tuple(self._segments.get((number, way), [SegmentWork(Work())])) for way in (True, False))
+        return PartWork(forward, backward, tuple(self._weights.get(number, ())))
+
+    def communicate(self, traffic: Traffic) -> None:
+        """A segment ends."""
+        self._append(SegmentWork(self._taken(), traffic))
+
+    def enter(self, number: int, *, forward: bool) -> None:
+        """What follows belongs to another part, or to its backward."""
+        self._append(SegmentWork(self._taken()))
+        self._at = number, forward
+
+    def keep(self, kept: Kept) -> None:
+        """A weight gradient can wait from here."""
+        self._kept.append((self._at[0], len(self._segments.get(self._at, ())), kept))
+
+    def play_weights(self) -> None:
+        """Compute what has waited, the products of each parameter at once, in the order in which the last came."""
+        parameters: dict[Any, list[tuple[int, int, Kept]]] = {}
+        for entry in self._kept:  # what stages tie is a parameter of each of them
+            key = entry[0], base_parameter(entry[2].product.parameters[0])
+            parameters[key] = [*parameters.pop(key, []), entry]
+        for entries in parameters.values():
+            for *_, kept in entries:
+                list(kept.seed())
+            number, after, _ = entries[-1]
+            self._weights.setdefault(number, []).append((after, self._taken()))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, pairs: float, times: float) -> None:
+        """Attention of queries [B, heads, S, D] to so many pairs of positions."""
+        flops = 2 * query.shape[0] * query.shape[1] * pairs * (query.shape[-1] + value.shape[-1])
+        moved = sum(tensor.nbytes for tensor in (query, key, value, query))
+        self._work += Work(0.0, times * flops, times * moved)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        if packet is torch.ops.aten._grouped_mm:
+            self._work += Work(_grouped_flops(*args[:2]))
+        elif packet in flop_registry:
+            self._work += Work(float(flop_registry[packet](*args, **(kwargs or {}), out_val=out)))
+        elif not _is_free(func):
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+            self._work += Work(moved_bytes=float(sum(tensor.nbytes for tensor in tensors)))
+        return out
+
+    def _append(self, segment: SegmentWork) -> None:
+        self._segments.setdefault(self._at, []).append(segment)
+
+    def _taken(self) -> Work:
+        taken, self._work = self._work, Work()
+        return taken
+
+    def _begins(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._boundary(number, next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
+
+    def _ends(self, number: int, module: nn.Module, args: Any, answer: Any) -> None:
+        self._boundary(number, answer if isinstance(answer, Tensor) else answer[0])
+
+    def _boundary(self, number: int, hidden: Tensor) -> None:
+        """Between the part before ``number`` and this one, forwards; backwards the gradient comes by."""
+        if not self._at[1]:
+            return  # computed again
+        self.enter(number, forward=True)
+        hidden.register_hook(lambda _: self.enter(number - 1, forward=False))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        rows, columns = query.shape[-2], key.shape[-2]
+        causal = is_causal or attn_mask is not None
+        pairs = float(rows * columns - rows * (rows - 1) / 2 if causal else rows * columns)
+        return _Attention.apply(query, key, value, pairs, self)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention that keeps queries, keys, values and its output; the backward computes the scores again."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, pairs: float, recorder: _Recorder) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.pairs, ctx.recorder = pairs, recorder
+        recorder.attend(query, key, value, pairs, 1.0)
+        return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors
+        ctx.recorder.attend(query, key, value, ctx.pairs, 2.5)  # five products where the forward has two
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
+
+
+def _stage(
+    config: PreTrainedConfig, axes: AxisGroups, dtype: torch.dtype, *, checkpointing: bool
+) -> tuple[Stage, dict[int, int]]:
+    """The whole model as one stage, one rank's part of it; and of layers the earlier one that is like them."""
+    config = copy.deepcopy(config)
+    cls = model_class(config)
+    config._attn_implementation = "sdpa" if cls._supports_sdpa else "eager"
+    model = skeleton(cls, config)
+    set_dtype(model, dtype)
+    if cls._can_set_experts_implementation():
+        model.set_experts_implementation("grouped_mm")
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    layers = model.get_submodule(decoder_layers(model))
+    assert isinstance(layers, nn.ModuleList)
+    kinds = {n + 1: first + 1 for n, first in enumerate(layers_alike(model, layers)) if first != n}
+    (stage,) = stages_from_model(model, split_layers(model.config, 1, SplitKind.even), [0], axes)
+    for part in stage.modules():
+        if isinstance(part, PreTrainedModel):  # some look for padding in the ids, to warn of it
+            part.warn_if_padding_and_no_attention_mask = lambda *_: None
+    return stage, kinds
+
+
+def _batch(rows: int, tokens: int, axes: AxisGroups) -> dict[str, Tensor]:
+    ids = torch.zeros(rows, tokens, dtype=torch.long, device="meta")
+    batch = part_of({"input_ids": ids, "labels": ids, "position_ids": torch.empty_like(ids)}, axes.context)
+    tell_packed(batch["position_ids"], None)
+    return batch
+
+
+def _run(stage: Stage, batch: dict[str, Tensor], recorder: _Recorder) -> None:
+    backward = SplitBackward(stage)
+    num_items = torch.zeros((), dtype=torch.long, device="meta")
+    loss, saved = backward.forward(lambda: stage(None, batch, num_items), None)
+    recorder.enter(recorder.num_parts - 1, forward=False)
+    assert saved.tape is not None
+    keep: Callable[[Kept], None] = recorder.keep
+    saved.tape.keep = keep  # type: ignore[method-assign, assignment]
+    backward.input_backward(saved, torch.ones_like(loss))
+    recorder.enter(recorder.num_parts, forward=False)
+    recorder.play_weights()
+
+
+def _hand_on(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden_states.view_as(hidden_states)  # of its own, so that its gradient comes by once
+
+
+def _grouped_flops(one: Tensor, other: Tensor) -> float:
+    """Of rows [N, K] by experts' matrices [E, K, M], or for these matrices' gradients of [K, N] by [N, M]."""
+    return 2.0 * one.numel() * other.shape[-1]
+
+
+def _is_free(func: Any) -> bool:
+    """Whether an operator moves nothing: a view, or memory that nobody has written to."""
+    schema = func._schema
+    is_view = any(value.alias_info is not None for value in schema.returns) and not schema.is_mutable
+    return is_view or "empty" in schema.name

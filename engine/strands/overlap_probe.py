@@ -1,0 +1,181 @@
+"""Measures how well compute and collectives overlap on this machine: DHelix's OEF, pair by pair (section 3.2)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from weft.comm.channel import Handle
+from weft.conf.files import JsonCache
+from weft.engine.parallel.axis import AxisGroup
+from weft.pipeline.strands.overlap import OverlapTable, overlap_effectiveness
+from weft.pipeline.strands.segments import Kind, LinkScope
+
+BYTES = 1 << 24
+"""Of what a measured collective works on."""
+REPEATS = 5
+
+
+def measure_overlap(
+    groups: Mapping[LinkScope, AxisGroup],
+    device: torch.device,
+    *,
+    num_bytes: int = BYTES,
+    repeats: int = REPEATS,
+    kernels: Mapping[Kind, Callable[[], object]] | None = None,
+) -> OverlapTable:
+    """OEF of every kind of compute beside a collective of each link class, and of two collectives at once.
+
+    A collective call over the groups: all members start the same collectives in the same order, and go by
+    the slowest of them.
+
+    Args:
+        groups: one with more than one member for each class of links that is to be measured.
+        num_bytes: of each collective.
+        repeats: timed runs of each, after one that warms up.
+        kernels: compute to measure instead of products, attention and copies.
+    """
+    collectives = {link: _AllGather(group, device, num_bytes) for link, group in groups.items()}
+    alone_s = {link: _slowest_s([collective], [], device, repeats) for link, collective in collectives.items()}
+    compute = {}
+    for kind, kernel in (kernels or usual_kernels(device)).items():
+        for link, collective in collectives.items():
+            work = _lasting(kernel, alone_s[link], collective, device)
+            work_s = _slowest_s([], [work], device, repeats, collective)
+            both_s = _slowest_s([collective], [work], device, repeats)
+            compute[kind, link] = _within(overlap_effectiveness(work_s, alone_s[link], both_s))
+    if len(collectives) < 2:
+        return OverlapTable(compute)
+    both_s = _slowest_s([*collectives.values()], [], device, repeats)
+    inside_s, between_s = alone_s[LinkScope.inside_host], alone_s[LinkScope.between_hosts]
+    return OverlapTable(compute, links=_within(overlap_effectiveness(inside_s, between_s, both_s)))
+
+
+def usual_kernels(device: torch.device) -> dict[Kind, Callable[[], object]]:
+    """A product, attention and a copy, in the number format that the device is fast in."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    size = 2048 if device.type == "cuda" else 256
+    matrix = torch.ones(size, size, device=device, dtype=dtype)
+    heads = torch.ones(1, 8, size, 64, device=device, dtype=dtype)
+    source = torch.ones(size * size * 4, device=device)
+    target = torch.empty_like(source)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return {
+        Kind.gemm: lambda: matrix @ matrix,
+        Kind.attention: lambda: attention(heads, heads, heads, is_causal=True),
+        Kind.memory: lambda: target.copy_(source),
+    }
+
+
+@dataclass(frozen=True)
+class OverlapCache:
+    """Tables by device, in a JSON file that several processes may write."""
+
+    path: Path
+
+    def read(self, key: str) -> OverlapTable | None:
+        """The table of a device; None if none was measured, or the file is unreadable."""
+        try:
+            found = JsonCache(self.path).read()[key]
+            compute = {(Kind(row["kind"]), LinkScope(row["link"])): float(row["factor"]) for row in found["compute"]}
+            return OverlapTable(compute, float(found["links"]), float(found["default"]))
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, key: str, table: OverlapTable) -> None:
+        """Add the table of a device; atomic."""
+        compute = [{"kind": k.value, "link": c.value, "factor": factor} for (k, c), factor in table.compute.items()]
+        JsonCache(self.path).add({key: {"compute": compute, "links": table.links, "default": table.default}})
+
+
+def overlap_cache(cache_dir: str) -> OverlapCache:
+    """The cache file in a folder such as ``data.cache_dir``."""
+    return OverlapCache(Path(cache_dir).expanduser() / "overlap.json")
+
+
+def overlap_key(device: torch.device) -> str:
+    """Cache key of a device's table."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return f"{name}, from {os.uname().nodename}"
+
+
+class _AllGather:
+    """A collective that can be started again and again."""
+
+    def __init__(self, group: AxisGroup, device: torch.device, num_bytes: int) -> None:
+        self.group = group
+        self._shard = torch.zeros(num_bytes // 4 // group.size, device=device)
+
+    def start(self) -> Handle:
+        """Start it."""
+        return self.group.all_gather(self._shard)
+
+    def slowest(self, seconds: float) -> float:
+        """The most of the members' seconds; also a barrier."""
+        return float(self.group.maximum(torch.tensor([seconds], device=self._shard.device)).wait())
+
+
+def _slowest_s(
+    collectives: list[_AllGather],
+    work: list[Callable[[], None]],
+    device: torch.device,
+    repeats: int,
+    among: _AllGather | None = None,
+) -> float:
+    """Seconds of collectives and work started at once: the median of the slowest member's.
+
+    Args:
+        among: whose members are asked where no collective is measured.
+    """
+    asked = among or collectives[0]
+    found = []
+    for number in range(repeats + 1):
+        asked.slowest(0.0)
+        _finish(device)
+        start = perf_counter()
+        handles = [collective.start() for collective in collectives]
+        for run in work:
+            run()
+        for handle in handles:
+            handle.wait()
+        _finish(device)
+        seconds = asked.slowest(perf_counter() - start)
+        if number:
+            found.append(seconds)
+    return median(found)
+
+
+def _lasting(
+    kernel: Callable[[], object], seconds: float, among: _AllGather, device: torch.device
+) -> Callable[[], None]:
+    """The kernel as often as takes about so long, equally often on all members."""
+    kernel()
+    _finish(device)
+    start = perf_counter()
+    for _ in range(3):
+        kernel()
+    _finish(device)
+    each_s = among.slowest((perf_counter() - start) / 3)
+    times = max(1, round(seconds / each_s))
+
+    def run() -> None:
+        for _ in range(times):
+            kernel()
+
+    return run
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _within(factor: float) -> float:
+    """A measured factor may lie a little outside of its range."""
+    return min(1.0, max(0.0, factor))

@@ -1,0 +1,147 @@
+"""What segments ask of a machine, before it is known how fast that is: operations, bytes, collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, StrandPair, WeightGradient
+from weft.pipeline.strands.stages import StageStrands
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a rank's device does in a second.
+
+    Attributes:
+        flops_per_s: of products.
+        bytes_per_s: read from and written to its memory.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Work:
+    """Compute.
+
+    Attributes:
+        product_flops, attention_flops: operations of matrix products, and of attention's scores.
+        moved_bytes: read and written by everything else.
+    """
+
+    product_flops: float = 0.0
+    attention_flops: float = 0.0
+    moved_bytes: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.product_flops + other.product_flops,
+            self.attention_flops + other.attention_flops,
+            self.moved_bytes + other.moved_bytes,
+        )
+
+    def by_kind(self, speed: Speed) -> dict[Kind, float]:
+        """Seconds of each kind."""
+        return {
+            Kind.gemm: self.product_flops / speed.flops_per_s,
+            Kind.attention: self.attention_flops / speed.flops_per_s,
+            Kind.memory: self.moved_bytes / speed.bytes_per_s,
+        }
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A collective among the ranks of an axis.
+
+    Attributes:
+        axis: tensor, context or expert.
+        primitive: such as all_gather.
+        num_bytes: of what it works on: all members' parts together of what is gathered or scattered.
+    """
+
+    axis: str
+    primitive: str
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class SegmentWork:
+    """Compute, and the collective that it ends with."""
+
+    work: Work
+    traffic: Traffic | None = None
+
+
+@dataclass(frozen=True)
+class PartWork:
+    """A part of a model: a decoder layer, or what comes before or after all of them.
+
+    Attributes:
+        forward, backward: their segments, the last of which goes on into the part behind.
+        weights: of the weight gradients that can wait, after which segment of the backward each can run, and its work.
+    """
+
+    forward: tuple[SegmentWork, ...]
+    backward: tuple[SegmentWork, ...]
+    weights: tuple[tuple[int, Work], ...] = ()
+
+    def timed(
+        self, speed: Speed, traffic_s: Callable[[Traffic], float], links: Callable[[str], LinkScope]
+    ) -> StrandPair:
+        """The part in seconds.
+
+        Args:
+            traffic_s: seconds of a collective alone.
+            links: over which links the ranks of an axis communicate.
+        """
+
+        def segment(given: SegmentWork) -> Segment:
+            seconds = given.work.by_kind(speed)
+            kind, compute_s = max(seconds, key=lambda kind: seconds[kind]), sum(seconds.values())
+            if given.traffic is None:
+                return Segment(compute_s, kind=kind)
+            return Segment(compute_s, links(given.traffic.axis), traffic_s(given.traffic), kind)
+
+        def weight(after: int, work: Work) -> WeightGradient:
+            return WeightGradient(after, sum(work.by_kind(speed).values()))
+
+        forward, backward = (Strand(tuple(map(segment, strand))) for strand in (self.forward, self.backward))
+        return StrandPair(forward, backward, tuple(weight(*given) for given in self.weights))
+
+
+@dataclass(frozen=True)
+class StrandWork:
+    """A whole model, part by part, on one of the ranks that share its layers.
+
+    Attributes:
+        before, after: what comes before and after the layers.
+        layers: one of each kind.
+        order: the kind of each layer.
+    """
+
+    before: PartWork
+    layers: tuple[PartWork, ...]
+    order: tuple[int, ...]
+    after: PartWork
+
+    @classmethod
+    def of(cls, before: PartWork, layers: Iterable[PartWork], after: PartWork) -> StrandWork:
+        """The model with these layers."""
+        kinds: dict[PartWork, int] = {}
+        order = tuple(kinds.setdefault(layer, len(kinds)) for layer in layers)
+        return cls(before, tuple(kinds), order, after)
+
+    def timed(
+        self, speed: Speed, traffic_s: Callable[[Traffic], float], links: Callable[[str], LinkScope]
+    ) -> Callable[[Collection[int], bool, bool], StageStrands]:
+        """Virtual stages in seconds, by their layers and whether they are the first and the last; see `PartWork`."""
+        before, after = (part.timed(speed, traffic_s, links) for part in (self.before, self.after))
+        kinds = [layer.timed(speed, traffic_s, links) for layer in self.layers]
+
+        def stage(layers: Collection[int], first: bool, last: bool) -> StageStrands:
+            inner = (kinds[self.order[number]] for number in layers)
+            return StageStrands.of((*((before,) if first else ()), *inner, *((after,) if last else ())))
+
+        return stage

@@ -1,0 +1,240 @@
+"""Traced segments equal what members that are threads really start, and in which order; and what is made of them."""
+
+import copy
+import threading
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+from pytest import approx
+from transformers import LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
+
+from tests.engine.parallel.members import micro_batches
+from weft.conf.schema import SplitKind
+from weft.engine.backward import SplitBackward
+from weft.engine.backward.products import base_parameter
+from weft.engine.parallel.axis import AxisGroups
+from weft.engine.parallel.in_process import run_in_threads
+from weft.engine.planning.strand_tracing import trace_strands
+from weft.engine.stages.context import part_of
+from weft.engine.stages.from_model import stages_from_model
+from weft.engine.stages.packed import tell_rows
+from weft.engine.stages.seeding import new_model
+from weft.engine.stages.skeleton import model_class
+from weft.engine.stages.split import split_layers
+from weft.engine.stages.tracing import trace_model
+from weft.pipeline.strands.overlap import OverlapTable
+from weft.pipeline.strands.search import search_stages
+from weft.pipeline.strands.segments import LinkScope
+from weft.pipeline.strands.work import Speed, Traffic
+
+ROWS, LENGTH = 2, 16
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+}
+MODELS = {
+    "llama": LlamaConfig(**SHAPE),
+    "tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=8),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+}
+CASES = [
+    ("llama", {"tensor": 2}, False, 1),
+    ("llama", {"tensor": 2}, True, 2),
+    ("tied", {"tensor": 2}, False, 2),
+    ("qwen3", {"tensor": 2}, False, 2),
+    ("llama", {"context": 2}, False, 2),
+    ("qwen3", {"context": 2}, True, 1),
+    ("mixtral", {"expert": 2}, False, 2),
+    ("mixtral", {"expert": 2}, True, 1),
+    ("mixtral", {"tensor": 2}, False, 1),
+    ("mixtral", {"context": 2}, False, 2),
+]
+
+
+@dataclass
+class Logged:
+    """An axis group that notes what it is asked for."""
+
+    group: object
+    log: list
+
+    def __getattr__(self, name):
+        return getattr(self.group, name)
+
+    def _note(self, primitive, num_bytes):
+        self.log.append(Traffic(self.group.axis, primitive, float(num_bytes)))
+
+    def all_gather(self, shard):
+        self._note("all_gather", shard.nbytes * self.group.size)
+        return self.group.all_gather(shard)
+
+    def reduce_scatter(self, tensor):
+        self._note("reduce_scatter", tensor.nbytes)
+        return self.group.reduce_scatter(tensor)
+
+    def all_reduce(self, tensor):
+        self._note("all_reduce", tensor.nbytes)
+        return self.group.all_reduce(tensor)
+
+    def maximum(self, tensor):
+        self._note("all_reduce", tensor.nbytes)
+        return self.group.maximum(tensor)
+
+    def all_to_all(self, tensor, send, receive):
+        self._note("all_to_all", tensor.nbytes)
+        return self.group.all_to_all(tensor, send, receive)
+
+
+def really_started(config, sizes, checkpointing, num_stages):
+    """By stage, what member 0 starts in a forward and in a backward, and of how many parameters the gradients wait."""
+    config = copy.deepcopy(config)
+    config._attn_implementation = "sdpa"
+    model = new_model(model_class(config), config, dtype=torch.float32, seed=0).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    split, making = split_layers(config, num_stages, SplitKind.even), threading.Lock()
+    batch = micro_batches(1, rows=ROWS, length=LENGTH)[0]
+
+    def member(axes):
+        log = []
+        used = [axis for axis in ("tensor", "context", "expert") if getattr(axes, axis).size > 1]
+        logged = AxisGroups(**{axis: Logged(getattr(axes, axis), log) for axis in used})
+        with making:
+            stages = stages_from_model(copy.deepcopy(model), split, range(num_stages), logged)
+        part = part_of(batch, axes.context)
+        tell_rows(part["position_ids"], batch["position_ids"])
+        hidden, forwards, found = None, [], []
+        for stage in stages:
+            before = None if hidden is None else hidden.detach().requires_grad_()
+            split_backward = SplitBackward(stage)
+            hidden, saved = split_backward.forward(lambda s=stage, b=before: s(b, part), before)
+            forwards.append((split_backward, saved, list(log)))
+            log.clear()
+        gradient = torch.ones_like(hidden)
+        for split_backward, saved, forward in reversed(forwards):
+            gradient = split_backward.input_backward(saved, gradient)
+            kept = {base_parameter(kept.product.parameters[0]) for kept in saved.tape._kept}
+            found.append((forward, list(log), len(kept)))
+            log.clear()
+        return found[::-1]
+
+    return run_in_threads(sizes, member)[0]
+
+
+def comparable(traffic, *, sized):
+    return [(t.axis, t.primitive, t.num_bytes) if sized else (t.axis, t.primitive) for t in traffic]
+
+
+@pytest.mark.parametrize(("name", "sizes", "checkpointing", "num_stages"), CASES)
+def test_traced_collectives_are_those_that_run_in_their_order(name, sizes, checkpointing, num_stages):
+    config = MODELS[name]
+    strands = trace_strands(
+        config,
+        sizes,
+        microbatch_size=ROWS,
+        sequence_length=LENGTH,
+        checkpointing=checkpointing,
+        dtype=torch.float32 if name != "mixtral" else torch.bfloat16,
+    )
+    stage_of = strands.timed(Speed(1e9, 1e9), lambda traffic: traffic.num_bytes, lambda axis: LinkScope.inside_host)
+    split = split_layers(config, num_stages, SplitKind.even)
+    parts = [strands.before, *(strands.layers[kind] for kind in strands.order), strands.after]
+    sized = name != "mixtral"
+    for index, (forward, backward, kept) in enumerate(really_started(config, sizes, checkpointing, num_stages)):
+        first, last = index == 0, index == num_stages - 1
+        layers = split.layers[index]
+        held = parts[layers[0] + (not first) : layers[-1] + 2 + last]
+        traced = [s.traffic for part in held for s in part.forward if s.traffic]
+        assert comparable(traced, sized=sized) == comparable(forward, sized=sized)
+        traced = [s.traffic for part in reversed(held) for s in part.backward if s.traffic]
+        assert comparable(traced, sized=sized) == comparable(backward, sized=sized)
+        # A stage's strands have one segment more than collectives, and each weight gradient that waits.
+        whole = stage_of(layers, first, last).whole
+        assert len(whole.forward.segments) == len(forward) + 1
+        assert len(whole.backward.segments) == len(backward) + 1
+        assert len(whole.weights) == kept
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "tied"])
+def test_operations_are_those_that_the_planner_counts(name):
+    """What a forward multiplies is once more for input gradients, and once more for weight gradients."""
+    config = MODELS[name]
+    strands = trace_strands(config, {}, microbatch_size=1, sequence_length=LENGTH)
+    (layer,) = strands.layers
+    assert strands.order == (0,) * config.num_hidden_layers
+    flops = trace_model(config, LENGTH).layers[0]
+    forward, backward = sum_of(layer.forward), sum_of(layer.backward)
+    assert forward.product_flops == backward.product_flops == flops.matmul_flops
+    assert forward.attention_flops == approx(flops.attention_flops)
+    assert backward.attention_flops == approx(2.5 * flops.attention_flops)
+    assert sum(work.product_flops for _, work in layer.weights) == flops.matmul_flops
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context", "expert"])
+def test_members_share_the_work(axis):
+    config = MODELS["mixtral"]
+    alone, shared = (
+        trace_strands(config, sizes, microbatch_size=1, sequence_length=LENGTH).layers[0] for sizes in ({}, {axis: 2})
+    )
+    share = sum_of(shared.forward).product_flops / sum_of(alone.forward).product_flops
+    # Routers see all tokens of a tensor group; members of an expert group have micro-batches of their own.
+    assert share == approx(1.0 if axis == "expert" else 0.5, rel=0.02)
+    assert len(shared.weights) == len(alone.weights)
+
+
+def test_checkpointing_adds_a_forward_to_the_backward():
+    how = {"microbatch_size": 1, "sequence_length": LENGTH}
+    traced = [trace_strands(MODELS["llama"], {"tensor": 2}, **how, checkpointing=on) for on in (False, True)]
+    plain, again = (strands.layers[0] for strands in traced)
+    assert plain.forward == again.forward
+    forward = Counter(s.traffic for s in plain.forward if s.traffic)
+    backward = Counter(s.traffic for s in plain.backward if s.traffic)
+    more = Counter(s.traffic for s in again.backward if s.traffic) - backward
+    # Nothing needs the last sum again, so torch stops before it.
+    assert sum((forward - more).values()) == 1
+    assert sum_of(again.backward).product_flops > sum_of(plain.backward).product_flops
+
+
+def test_layers_that_differ_stay_apart():
+    """Every second layer of this one has experts, every other one has none."""
+    experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 2}
+    config = Qwen3MoeConfig(**SHAPE, **experts)
+    strands = trace_strands(config, {"expert": 2}, microbatch_size=1, sequence_length=LENGTH)
+    assert strands.order == (0, 1, 0, 1)
+    dense, sparse = strands.layers
+    assert not any(segment.traffic for segment in (*dense.forward, *dense.backward))
+    assert sum(segment.traffic is not None for segment in sparse.forward) == 3
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3])
+def test_a_traced_stage_gets_a_plan_that_hides_most(share):
+    strands = trace_strands(MODELS["llama"], {"tensor": 2}, microbatch_size=1, sequence_length=LENGTH)
+
+    def stage(each_s):
+        timed = strands.timed(Speed(1e9, 1e9), lambda t: each_s * t.num_bytes, lambda _: LinkScope.inside_host)
+        return timed(range(4), False, False)
+
+    one = stage(1.0).whole
+    stage = stage(one.compute_s * share / (1 - share) / one.comm_s)
+    pair = stage.beside(stage)
+    assert pair.comm_s / pair.sequential_s == approx(share)
+    plan = search_stages(stage, stage, OverlapTable())
+    plan.check(pair)
+    assert plan.hidden(pair, OverlapTable()) > 0.8
+
+
+def test_a_model_that_cannot_be_divided_is_refused():
+    with pytest.raises(ValueError, match="cannot"):
+        trace_strands(MODELS["llama"], {"tensor": 3}, microbatch_size=1, sequence_length=15)
+
+
+def sum_of(segments):
+    works = [segment.work for segment in segments]
+    return sum(works[1:], works[0])
