@@ -26,6 +26,7 @@ from weft.engine.execution.drawing import draw
 from weft.engine.execution.executor import Executor
 from weft.engine.execution.loss import StepLoss
 from weft.engine.execution.neighbours import Neighbours
+from weft.engine.execution.pairs import StrandPairs
 from weft.engine.execution.step_state import StepState
 from weft.engine.execution.sums import ReplicaSum
 from weft.engine.module import WeftModule
@@ -40,6 +41,7 @@ from weft.engine.parallel.communicated import close_axes
 from weft.engine.planning.run_plan import RunPlan
 from weft.engine.planning.schedules import RankSchedule, plan_evaluation
 from weft.engine.stages.objective import Minimised, Objective
+from weft.engine.strands.turns import Turns, are_shared, without_turns
 from weft.engine.zero import Collectives, Comparison, Lamb, ShardedOptimizer, Sharding, Skips
 from weft.pipeline.action import Action, Op
 from weft.pipeline.schedule import Schedule
@@ -73,6 +75,7 @@ class WeftEngine(CheckpointingEngine):
         plan: RunPlan,
         collectives: Collectives,
         axes: AxisGroups | None = None,
+        turns: Turns | None = None,
         wan: WanNetwork | None = None,
         objective: Objective | None = None,
         **deepspeed: Any,
@@ -84,6 +87,7 @@ class WeftEngine(CheckpointingEngine):
             plan: of the run, the same on all ranks.
             collectives: over the ranks that hold the same weights as this one.
             axes: ranks that share the work of a layer with this one.
+            turns: that ``axes`` take where strands run; None runs the halves of pairs one after the other.
             wan: the links between sites, where stages lie at several.
             objective: what is minimised, where it is not the model's own loss.
             deepspeed: what DeepSpeed's engine takes; ``model`` is a `WeftModule`.
@@ -101,7 +105,10 @@ class WeftEngine(CheckpointingEngine):
         self.pipe_rank, self.replica, self.line = position.stage, position.replica, position.line
         self.num_replicas, self.layout = plan.layout.replicas, plan.layout
         self._plans: dict[int, RankSchedule] = {}
-        self.schedule = self._plan(plan.cell(self.line)).schedule
+        self.pairs: StrandPairs | None = None
+        if turns is not None and are_shared(self.axes):
+            self.pairs = StrandPairs.open(self.device, turns, plan.costs.pairs, strict=weft.pipeline.debug)
+        self.schedule = self._plan(plan.cells).schedule
         self.records = StepRecords(clock_for(self.device))
         """What the last steps measured."""
         self._state: StepState | None = None
@@ -232,6 +239,7 @@ class WeftEngine(CheckpointingEngine):
                 Op.STEP: self._step_optimizer,
             },
             debug=self.weft.pipeline.debug,
+            pairs=self.pairs,
         )
 
     def _step_groups(self) -> Iterator[tuple[dist.ProcessGroup, Collection[Primitive]]]:
@@ -266,13 +274,16 @@ class WeftEngine(CheckpointingEngine):
     def plan_for(self, num_microbatches: int) -> RankSchedule:
         """The same with what the other pipelines of this rank's DP-cell do."""
         if num_microbatches not in self._plans:
-            cells = from_rank_zero(lambda: self.plan.cells_for(self.weft, num_microbatches), Schedule)
-            self._plan(cells[self.plan.members[self.line].pipelines])
+            self._plan(from_rank_zero(lambda: self.plan.cells_for(self.weft, num_microbatches), Schedule))
         return self._plans[num_microbatches]
 
-    def _plan(self, cell: Schedule) -> RankSchedule:
-        plan = RankSchedule.of(cell, self.plan.members[self.line].local_rank, self.pipe_rank)
-        self._plans[cell.num_microbatches] = plan
+    def _plan(self, cells: Mapping[int, Schedule]) -> RankSchedule:
+        """This rank's part of a step, and the plans of its strand pairs; a collective call."""
+        member = self.plan.members[self.line]
+        cell = cells[member.pipelines]
+        plan = self._plans[cell.num_microbatches] = RankSchedule.of(cell, member.local_rank, self.pipe_rank)
+        if self.pairs is not None:
+            self.pairs.agree(cells.values(), self.plan.placement.num_stages)
         return plan
 
     def train_batch(self, data_iter: Iterator | None = None) -> Tensor:
@@ -465,7 +476,9 @@ class WeftEngine(CheckpointingEngine):
     def _give_back(self) -> None:
         """What no other rank knows of."""
         super().destroy()
-        close_axes(self.axes)
+        if self.pairs is not None:
+            self.pairs.close()
+        close_axes(without_turns(self.axes))
         if self._froze:
             gc.unfreeze()
         if self.bubbles is not None:

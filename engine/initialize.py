@@ -52,6 +52,7 @@ from weft.engine.stages import (
 from weft.engine.stages.axis_check import check_axes
 from weft.engine.stages.objective import Objective
 from weft.engine.stages.stage import hf_model
+from weft.engine.strands.turns import Turns, take_turns
 from weft.engine.zero import Collectives
 from weft.pipeline.placement import Placement
 
@@ -127,12 +128,14 @@ class PreparedRun:
     Attributes:
         collectives: over the ranks that hold the same weights as this one.
         axes: ranks that share the work of a layer with this one.
+        turns: that these groups take in strand pairs.
         wan: the links between sites, where stages lie at several.
     """
 
     plan: RunPlan
     collectives: Collectives
     axes: AxisGroups
+    turns: Turns
     wan: WanNetwork | None
 
     @classmethod
@@ -151,7 +154,8 @@ class PreparedRun:
         SET_UP.done("links between sites")
         collectives = Collectives.open(config, facts.layout, device)
         SET_UP.done("collectives of replicas")
-        axes = open_axes(facts.layout.axis_groups, device, config.comm.timeout_s)
+        turns = Turns()
+        axes = take_turns(open_axes(facts.layout.axis_groups, device, config.comm.timeout_s), turns)
         SET_UP.done("groups inside of layers")
         if wan is not None:
             KEPT.put("links", between, wan.profiles)
@@ -161,7 +165,7 @@ class PreparedRun:
         facts = with_collectives(config, facts, device, collectives.costs, collectives.source)
         # Facts of rank 0's replicas are the run's.
         plan = known_to_any("plan", planned_from, lambda: plan_run(config, facts, placement), RunPlan)
-        return cls(plan, collectives, axes, wan)
+        return cls(plan, collectives, axes, turns, wan)
 
     def engine(self, config: WeftConfig, settings: dict[str, Any], module: WeftModule, **given: Any) -> WeftEngine:
         """The engine of this rank's stages.
@@ -175,6 +179,7 @@ class PreparedRun:
             plan=self.plan,
             collectives=self.collectives,
             axes=self.axes,
+            turns=self.turns,
             wan=self.wan,
             model=module,
             mpu=module.mpu(),

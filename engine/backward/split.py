@@ -26,7 +26,9 @@ class SavedForward:
         self.hidden = hidden
         """The stage's input, a leaf; None on the first stage."""
         self.output: Tensor | None = None
-        """The stage's output with its graph, until the input gradient has been computed."""
+        """The stage's output with its graph, until its backward begins."""
+        self.in_pair = False
+        """Whether its backward runs beside a forward, so that a part of the graph may be alive."""
         self.tape = Tape() if split else None
         """Deferred weight gradients; None if they are computed with the input gradient."""
         self.activation_bytes = 0
@@ -37,7 +39,7 @@ class SavedForward:
     @property
     def holds_activation(self) -> bool:
         """Whether the forward's graph is still alive."""
-        return self.output is not None
+        return self.output is not None or self.in_pair
 
     @property
     def live_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,13 @@ class Kept(NamedTuple):
     activation: Tensor
     gradient: Tensor
 
+    @property
+    def parameter(self) -> nn.Parameter:
+        """That it is filed under; a bias goes with its matrix."""
+        parameter = base_parameter(self.product.parameters[0])
+        assert parameter is not None
+        return parameter
+
     def seed(self) -> Iterable[tuple[Tensor, Tensor]]:
         """Compute the parameters' gradients."""
         return zip(
@@ -30,29 +38,37 @@ class Tape:
     """Products of one micro-batch on one virtual stage, in the order of their backwards."""
 
     def __init__(self) -> None:
-        self._kept: list[Kept] = []
+        self._kept: dict[nn.Parameter, list[Kept]] = {}
+        self._recorded: Counter[nn.Parameter] = Counter()
+        self._ready: deque[nn.Parameter] = deque()
         self.parameters: set[nn.Parameter] = set()
         """Parameters whose gradient is deferred to ``accumulate``."""
 
     def record(self, compute: Callable[[], Tensor], activation: Tensor, product: Product) -> Tensor:
         """Run a product so that its backward computes only the activation's gradient."""
-        for factor in product.parameters:
+        for number, factor in enumerate(product.parameters):
             parameter = base_parameter(factor)
             assert parameter is not None
             self.parameters.add(parameter)
+            self._recorded[parameter] += number == 0
         # The parameters are not inputs of the autograd node: without an anchor, a product of an
         # activation that needs no gradient would have no backward.
         anchor = None if activation.requires_grad else torch.empty(0, requires_grad=True, device=activation.device)
         return _Deferred.apply(activation, anchor, compute, product, self)
 
     def keep(self, kept: Kept) -> None:
-        """Defer the weight gradients of a product to ``accumulate``."""
-        self._kept.append(kept)
+        """Defer the weight gradients of a product to ``play`` or ``accumulate``."""
+        parameter = kept.parameter
+        products = self._kept.setdefault(parameter, [])
+        products.append(kept)
+        if len(products) == self._recorded[parameter]:
+            self._ready.append(parameter)
 
     @property
     def kept_bytes(self) -> int:
         """Memory of the kept activations and gradients, in bytes."""
-        storages = (t.untyped_storage() for kept in self._kept for t in (kept.activation, kept.gradient))
+        products = (kept for of_parameter in self._kept.values() for kept in of_parameter)
+        storages = (t.untyped_storage() for kept in products for t in (kept.activation, kept.gradient))
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def accumulate(self) -> None:
@@ -63,13 +79,26 @@ class Tape:
         BF16_Optimizer with ``immediate_grad_update`` and its ZeRO optimisers register such hooks, and
         otherwise DeepSpeed reads ``.grad``.
         """
-        groups: dict[nn.Parameter | None, list[Kept]] = {}
-        for kept in self._kept:
-            groups.setdefault(base_parameter(kept.product.parameters[0]), []).append(kept)
-        self._kept.clear()
-        for parameter in list(groups):
-            seeds = [seed for kept in groups.pop(parameter) for seed in kept.seed()]
-            torch.autograd.backward([factor for factor, _ in seeds], [gradient for _, gradient in seeds])
+        self._ready.clear()
+        for parameter in list(self._kept):
+            _accumulate(self._kept.pop(parameter))
+
+    def play(self) -> bool:
+        """Do so for the next parameter whose products have all been kept, while the backward goes on.
+
+        Returns:
+            Whether there was one.
+        """
+        if not self._ready:
+            return False
+        _accumulate(self._kept.pop(self._ready.popleft()))
+        return True
+
+
+def _accumulate(products: list[Kept]) -> None:
+    seeds = [seed for kept in products for seed in kept.seed()]
+    products.clear()
+    torch.autograd.backward([factor for factor, _ in seeds], [gradient for _, gradient in seeds])
 
 
 class _Deferred(torch.autograd.Function):

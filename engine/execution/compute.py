@@ -14,7 +14,7 @@ from weft.engine.backward import SplitBackward
 from weft.engine.execution.step_state import StepState, key
 from weft.engine.execution.sums import LabelCount
 from weft.engine.stages import Stage
-from weft.pipeline.action import Action
+from weft.pipeline.action import Action, Op
 from weft.pipeline.placement import Placement
 
 
@@ -92,19 +92,22 @@ class Compute:
         (state.inputs if local else state.outputs)[stage + local, microbatch] = output
 
     def backward(self, state: StepState, action: Action) -> None:
-        """``B``: both gradients at once."""
-        saved, gradient = state.saved.pop(key(action)), state.gradients.pop(key(action))
+        """``B`` or ``I``: both gradients at once, or that for the stage before, with what ``W`` needs kept."""
         with self.around(action):
-            below = self._backward[action.stage].full_backward(saved, gradient)
-        self._pass_back(state, action, below)
+            self.begin_backward(state, action)
+            self.end_backward(state, action)
 
-    def input_backward(self, state: StepState, action: Action) -> None:
-        """``I``: the gradient for the stage before; what ``W`` needs is kept."""
+    def begin_backward(self, state: StepState, action: Action) -> None:
+        """Of ``B`` or ``I``: the gradient for the stage before."""
         saved, gradient = state.saved[key(action)], state.gradients.pop(key(action))
-        with self.around(action):
-            below = self._backward[action.stage].input_backward(saved, gradient)
-        self._pass_back(state, action, below)
-        state.note_peak()
+        self._pass_back(state, action, self._backward[action.stage].input_backward(saved, gradient))
+
+    def end_backward(self, state: StepState, action: Action) -> None:
+        """Of ``B``: the weight gradients that are left."""
+        if action.op is Op.B:
+            self._backward[action.stage].weight_backward(state.saved.pop(key(action)))
+        else:
+            state.note_peak()
 
     def weight_backward(self, state: StepState, action: Action) -> None:
         """``W``: the weight gradients that ``I`` has left."""

@@ -8,6 +8,7 @@ from functools import partial
 
 from weft.comm.channel import Receiver, Sender, TensorSpec
 from weft.engine.execution.compute import Compute
+from weft.engine.execution.pairs import StrandPairs
 from weft.engine.execution.receives import ReceiveQueue
 from weft.engine.execution.step_state import StepState, key
 from weft.engine.observability.slots import SlotObserver
@@ -15,6 +16,7 @@ from weft.engine.stages import Stage
 from weft.pipeline.action import RECEIVES, SENDS, Action, Op, Slot, receive_of
 from weft.pipeline.dependencies import establishes
 from weft.pipeline.schedule import Schedule
+from weft.pipeline.strands.scheduled import is_pair
 
 
 def _run_stage_wide(run: Callable[[Action], None], _: StepState, action: Action, __: Schedule) -> None:
@@ -36,6 +38,7 @@ class Executor:
         receive_ahead: receives posted ahead of need, per neighbour.
         stage_wide: what to do for ``UNSHARD``, ``REDUCE_GRAD`` and ``STEP``.
         debug: assert before each action that its dependencies on this rank have ended.
+        pairs: runs strand pairs interleaved; None runs their halves one after the other.
     """
 
     rank: int
@@ -46,12 +49,13 @@ class Executor:
     receive_ahead: int
     stage_wide: Mapping[Op, Callable[[Action], None]]
     debug: bool
+    pairs: StrandPairs | None = None
 
     def __post_init__(self) -> None:
         self._table: dict[Op, Callable[[StepState, Action, Schedule], None]] = {
             Op.F: lambda state, action, _: self.compute.forward(state, action),
             Op.B: lambda state, action, _: self.compute.backward(state, action),
-            Op.I: lambda state, action, _: self.compute.input_backward(state, action),
+            Op.I: lambda state, action, _: self.compute.backward(state, action),
             Op.W: lambda state, action, _: self.compute.weight_backward(state, action),
             Op.SEND_F: self._send,
             Op.SEND_B: self._send,
@@ -73,10 +77,13 @@ class Executor:
         """
         for observer in observers:
             observer.step_begins(schedule.num_microbatches)
-        state.split = {key(action) for action in schedule.actions(self.rank) if action.op is Op.W}
+        row = schedule.rows[self.rank]
+        state.split = {key(action) for slot in row for action in slot if action.op is Op.W}
+        if self.pairs is not None:
+            state.split |= self.pairs.split(row)
         self._post_receives(schedule, state)
         done: set[Action] = set()
-        for slot in schedule.rows[self.rank]:
+        for slot in row:
             for observer in observers:
                 observer.slot_begins(slot)
             self._run_slot(schedule, state, slot, done)
@@ -88,16 +95,19 @@ class Executor:
     def _run_slot(self, schedule: Schedule, state: StepState, slot: Slot, done: set[Action]) -> None:
         """One action, or the two halves of a strand pair.
 
-        This is the seam for strand interleaving (DHelix section 4.2): the inputs of both
-        halves are there, and their transfers stand before and after the slot. The backward
-        goes first, for it frees what the forward will save.
+        The inputs of both halves are there, and their transfers stand before and after the slot.
+        Where they are not interleaved the backward goes first, for it frees what the forward will save.
         """
-        for action in reversed(slot):
-            if self.debug:
+        if self.debug:
+            for action in slot:
                 self._assert_ready(schedule, action, done)
-            self._table[action.op](state, action, schedule)
-            if self.debug:
-                done.update(establishes(action))
+        if self.pairs is not None and is_pair(slot):
+            self.pairs.run(self.compute, state, slot)
+        else:
+            for action in reversed(slot):
+                self._table[action.op](state, action, schedule)
+        if self.debug:
+            done.update(fact for action in slot for fact in establishes(action))
 
     def _assert_ready(self, schedule: Schedule, action: Action, done: set[Action]) -> None:
         ranks = schedule.placement.stage_ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ class Port:
         self.dtype = torch.float32
         """That the model computes in."""
         self._entered = False
+        self._thread: int | None = None
         self._given: dict[Slot, Tensor] = {}
         self._leaving: Boundary = ()
         self._out: dict[int, Tensor] = {}
@@ -57,7 +59,7 @@ class Port:
 
     def open(self, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> None:
         """Let in what the stage before has handed on: the hidden state first, nothing on the first stage."""
-        self.dtype = dtype
+        self.dtype, self._thread = dtype, threading.get_ident()
         self.hidden, self._entered = tensors[0] if tensors else None, False
         self._given, self._out, self._leaving = {}, {}, ()
         if self.handover is None:
@@ -75,11 +77,12 @@ class Port:
     def put_in(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
         """A layer's arguments, with those that earlier stages have made; for the first that runs the hidden state, too.
 
-        A layer that is run again in its backward, when no forward is under way, gets the same tensors again.
+        A layer that is run again in its backward gets the same tensors again: no forward is under way then, or
+        that of another micro-batch, in another thread.
         """
         entry, hidden = next((e, tree) for e, tree in entries(args, kwargs) if isinstance(tree, Tensor))
         fed: dict[int, dict[tuple[Entry, tuple[int, ...]], Tensor]] = getattr(hidden, _FED, {})
-        if self.hidden is not None:
+        if self.hidden is not None and self._thread == threading.get_ident():
             given = {(slot.entry, slot.place): tensor for slot, tensor in self._given.items() if slot.layer == layer}
             if not self._entered:
                 given[entry, ()] = self.hidden

@@ -7,6 +7,7 @@ both sums, which travel behind the hidden state; their gradient travels back beh
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,7 +47,7 @@ class RouterLoss:
         self.shared_by: AxisGroup = Alone("tensor")
         """Members that all see the same routers."""
         self._noted: list[Tensor] = []
-        self._listens = False
+        self._listener: int | None = None
         for router, index in _routers(model):
             router.register_forward_hook(_Note(self, index))
 
@@ -57,16 +58,16 @@ class RouterLoss:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Note what routers say; a layer that is run again in its backward is not noted."""
-        self._noted, self._listens = [], True
+        """Note what routers say in this thread; a layer that is run again in its backward is not noted."""
+        self._noted, self._listener = [], threading.get_ident()
         try:
             yield
         finally:
-            self._listens = False
+            self._listener = None
 
     def note(self, logits: Tensor) -> None:
         """Take one layer's router logits, [tokens, experts]."""
-        if self._listens:
+        if self._listener == threading.get_ident():
             self._noted.append(count_once(self.shared_by, logits))
 
     def sums(self, before: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor:

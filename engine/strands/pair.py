@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from weft.pipeline.strands.plan import SegmentPlan, Step
 
 Result = TypeVar("Result")
 Other = TypeVar("Other")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -23,34 +25,36 @@ class PairRunner:
     Attributes:
         thread: where backwards run; forwards run in the caller's.
         turns: that the axis groups of both strands take, see `TurnTakingGroup`.
+        strict: refuse a plan for other numbers of segments; otherwise such pairs run as `Baton` says, and
+            a warning is logged once for each plan.
     """
 
     thread: StrandThread
     turns: Turns
+    strict: bool = False
+    _reported: set[SegmentPlan] = field(default_factory=set)
 
     def run(
         self,
         plan: SegmentPlan,
         forward: Callable[[], Result],
         backward: Callable[[], Other],
-        play_weight: Callable[[], None],
-        *,
-        separate_generators: bool = False,
+        play_weight: Callable[[], object] = lambda: None,
     ) -> tuple[Result, Other]:
         """Run a forward and a backward by turns.
 
         Args:
-            plan: whose turn is when.
-            play_weight: computes the backward's next deferred weight gradient.
-            separate_generators: see `Baton`.
+            plan: whose turn is when; without steps they alternate.
+            play_weight: computes the backward's next deferred weight gradient, if there is one by then.
 
         Returns:
             What they return.
 
         Raises:
             Exception: the first error of either; the other has been freed and has ended.
+            RuntimeError: of `strict`.
         """
-        baton = Baton(plan, play_weight, separate_generators=separate_generators)
+        baton = Baton(plan, play_weight)
         future = self.thread.start(partial(self._strand, baton, Step.backward, backward))
         errors: list[BaseException] = []
         try:
@@ -61,6 +65,8 @@ class PairRunner:
             errors.append(other)
         if errors:
             raise min(errors, key=lambda raised: isinstance(raised, OtherStrandFailed))
+        baton.settle()
+        self._compare(plan, baton)
         return result, future.result()
 
     def _strand(self, baton: Baton, strand: Step, body: Callable[[], Result]) -> Result:
@@ -73,3 +79,18 @@ class PairRunner:
             baton.fail(error)
             raise
         return result
+
+    def _compare(self, plan: SegmentPlan, baton: Baton) -> None:
+        """Whether the strands were those that the plan is for."""
+        planned = {strand: plan.steps.count(strand) for strand in baton.segments}
+        if not plan.steps or planned == baton.segments:
+            return
+        counts = ", ".join(
+            f"the {strand.name} {baton.segments[strand]} where {count} are planned" for strand, count in planned.items()
+        )
+        message = f"a strand pair has other segments than its plan: {counts}; the plan was made for another model"
+        if self.strict:
+            raise RuntimeError(message)
+        if plan not in self._reported:
+            self._reported.add(plan)
+            _log.warning("%s, and hides less of the communication than it could", message)

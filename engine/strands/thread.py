@@ -6,11 +6,14 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
 
 Result = TypeVar("Result")
+CLOSING_S = 5.0
+"""How long `StrandThread.close` waits for a thread that may wait for a rank which has gone."""
 
 
 class StrandThread:
@@ -21,19 +24,26 @@ class StrandThread:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Start the thread, on a device and its current stream."""
+        """Start the thread, on a device."""
+        self._device = device
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._thread = threading.Thread(target=self._run, args=(device, stream), name="weft strand", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="weft strand", daemon=True)
         self._thread.start()
 
     def start(self, job: Callable[[], Result]) -> Future[Result]:
-        """Start a job; the future holds what it returns or raises."""
+        """Start a job on the stream that is the caller's now; the future holds what it returns or raises.
+
+        Both strands then compute, allocate and free on one stream, so that memory is used again without
+        a wait; collectives have streams of their own.
+        """
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         future: Future[Result] = Future()
 
         def run() -> None:
             try:
-                future.set_result(job())
+                with nullcontext() if stream is None else torch.cuda.stream(stream):
+                    result = job()
+                future.set_result(result)
             except BaseException as error:
                 future.set_exception(error)
 
@@ -41,14 +51,14 @@ class StrandThread:
         return future
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread; one that waits for a rank which has gone ends with its process group."""
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(CLOSING_S)
 
-    def _run(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
-        if stream is not None:
-            torch.cuda.set_device(device)
-            torch.cuda.set_stream(stream)
+    def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         with torch.autograd.set_multithreading_enabled(False):
             while (job := self._jobs.get()) is not None:
                 job()
+                del job  # an idle thread keeps no tensors

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
 from weft.comm.channel import Handle
-from weft.engine.parallel.axis import AxisGroup
+from weft.engine.parallel.axis import AxisGroup, AxisGroups
 
 
 class Turns:
@@ -95,3 +95,24 @@ class TurnTakingGroup:
 
     def _turn(self, handle: Handle) -> Handle:
         return handle if self.group.size == 1 else TurnTakingHandle(handle, self.turns)
+
+
+def take_turns(axes: AxisGroups, turns: Turns) -> AxisGroups:
+    """A rank's groups, for strands."""
+    groups = {field.name: getattr(axes, field.name) for field in fields(axes)}
+    return AxisGroups(
+        **{axis: TurnTakingGroup(group, turns) if group.size > 1 else group for axis, group in groups.items()}
+    )
+
+
+def without_turns(axes: AxisGroups) -> AxisGroups:
+    """The groups that `take_turns` was given."""
+    groups = {field.name: getattr(axes, field.name) for field in fields(axes)}
+    return AxisGroups(
+        **{axis: group.group if isinstance(group, TurnTakingGroup) else group for axis, group in groups.items()}
+    )
+
+
+def are_shared(axes: AxisGroups) -> bool:
+    """Whether this rank shares the work of layers with others, along any axis."""
+    return any(getattr(axes, field.name).size > 1 for field in fields(axes))

@@ -14,6 +14,8 @@ from weft.comm.channel import Handle
 from weft.engine.parallel.cut import Cut
 from weft.engine.zero.collectives import Collectives
 
+User = tuple[int, bool]
+"""A virtual stage, and whether its backward: of each there is one computation at a time."""
 ALIGNMENT = 8
 """Shard sizes are multiples of this many elements, so that fast kernels and transports apply."""
 
@@ -110,6 +112,8 @@ class Bucket:
         self._held = self._share if zero_stage else slice(0, self.length)
         self.sharded = zero_stage == 3 and collectives.num_replicas > 1
         """Whether the full weights are only gathered on demand (ZeRO-3)."""
+        self.users: set[User | None] = set()
+        """Computations under way that need the full weights."""
         self._buffer: Tensor | None = None
         self._arrived: set[nn.Parameter] = set()
         self._gradient: Tensor | None = None
@@ -243,15 +247,16 @@ class Bucket:
         elif self._held == self._share:
             self._gathering = self._collectives.gather(self._shard, self._weights)
 
-    def gather(self) -> None:
-        """Start the all-gather of the weights, unless they are complete."""
+    def gather(self, user: User | None = None) -> None:
+        """Start the all-gather of the weights, unless they are complete; a user keeps them until it releases them."""
+        self.users |= {user} - {None}
         if not self._whole and self._gathering is None:
             self._weights.untyped_storage().resize_(self._weights.nbytes)
             self._gathering = self._collectives.gather(self._shard, self._weights)
 
-    def wait(self) -> None:
-        """Block until the weights are complete."""
-        self.gather()
+    def wait(self, user: User | None = None) -> None:
+        """Block until the weights are complete; a user as of `gather`."""
+        self.gather(user)
         self.settle_weights()
 
     def settle_weights(self) -> None:
@@ -261,9 +266,10 @@ class Bucket:
             self._gathering = None
             self._whole = True
 
-    def release(self) -> None:
-        """Free the full weights, if they are only gathered on demand."""
-        if self.sharded:
+    def release(self, user: User | None = None) -> None:
+        """Free the full weights, if they are only gathered on demand and nobody but ``user`` needs them."""
+        self.users.discard(user)
+        if self.sharded and not self.users:
             self.settle_weights()
             self._weights.untyped_storage().resize_(0)
             self._whole = False

@@ -118,22 +118,29 @@ class Sharding:
 
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:
-        """Context around a forward or backward of a stage."""
-        weights = self._weights[action.stage]
+        """Context around a forward or backward of a stage, entered in the thread that computes it.
+
+        A forward and a backward may run by turns.
+        """
+        weights, backward = self._weights[action.stage], action.op in BACKWARD
         if action.op is not Op.W:
-            weights.begin(backward=action.op in BACKWARD)
+            weights.begin(backward=backward)
             if upcoming := self._upcoming.get(action.stage):
                 upcoming.popleft()
         if action in self._closing:
             self._close(action)
-        self._running = action
+        if action.op is not Op.F:
+            self._running = action
         yield
+        weights.end(backward=backward)
+        if action.op is Op.F:
+            unsettled = [bucket for bucket in weights.buckets if not bucket.is_settled]
+            assert all(bucket.users for bucket in unsettled), "a forward has passed a block by"
+            return
         self._running = None
         self._reduced.clear()
         if action in self._closing and action not in self._last:
             self._reduce_rest(action.stage)
-        if action.op is Op.F:
-            assert all(bucket.is_settled for bucket in weights.buckets), "a forward has passed a block by"
 
     def _close(self, action: Action) -> None:
         """From now on, reduce each bucket when all of its gradients have arrived."""

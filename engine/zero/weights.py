@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.engine.zero.bucket import Bucket
+from weft.engine.zero.bucket import Bucket, User
 from weft.engine.zero.cutting import ShardedStage, outside_blocks
 
 
@@ -18,7 +19,8 @@ class StageWeights:
 
     A forward runs through the blocks in order, a backward in reverse; while a block computes, the
     next block's weights are gathered. Storage is freed and allocated again under the same tensors,
-    so the tensors that autograd saved stay valid.
+    so the tensors that autograd saved stay valid. A forward and a backward of a stage may run by turns,
+    in two threads: what one of them still needs the other does not release.
     """
 
     def __init__(self, stage: ShardedStage, bucket_of: Mapping[nn.Parameter, Bucket]) -> None:
@@ -34,7 +36,9 @@ class StageWeights:
             [bucket for bucket in _buckets(block.parameters(), bucket_of) if bucket not in self._rest]
             for block in blocks
         ]
-        self._backward = False
+        self._index = stage.index
+        self._direction = _Direction()
+        self._last_direction = False
         sharded = any(bucket.sharded for bucket in self.buckets)
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._before_forward, number))
@@ -48,20 +52,41 @@ class StageWeights:
 
     def prefetch(self, *, backward: bool = False) -> None:
         """Start to gather the weights that the next computation uses first."""
-        for bucket in (*self._rest, *(self._blocks[-1 if backward else 0] if self._blocks else ())):
+        for bucket in self._first(backward):
             bucket.gather()
 
     def begin(self, *, backward: bool) -> None:
-        """Prepare a computation: wait for the weights outside of the blocks."""
-        self._backward = backward
-        self.prefetch(backward=backward)
+        """Prepare a computation, in its thread: wait for the weights outside of the blocks."""
+        self._direction.backward = self._last_direction = backward
+        for bucket in self._first(backward):
+            bucket.gather(self._user)
         for bucket in self._rest:
-            bucket.wait()
+            bucket.wait(self._user)
+
+    def end(self, *, backward: bool) -> None:
+        """The computation has ended."""
+        for bucket in self.buckets:
+            bucket.users.discard((self._index, backward))
 
     def release(self) -> None:
         """Release all weights that are only gathered on demand."""
         for bucket in self.buckets:
             bucket.release()
+
+    def _first(self, backward: bool) -> Iterator[Bucket]:
+        yield from self._rest
+        if self._blocks:
+            yield from self._blocks[-1 if backward else 0]
+
+    @property
+    def _backward(self) -> bool:
+        """Whether this thread computes a backward; autograd's own threads do what began last."""
+        mine = self._direction.backward
+        return self._last_direction if mine is None else mine
+
+    @property
+    def _user(self) -> User:
+        return self._index, self._backward
 
     def _before_forward(self, number: int, module: nn.Module, args: Any) -> None:
         self._wait(number)
@@ -85,16 +110,26 @@ class StageWeights:
     def _gather(self, number: int) -> None:
         if 0 <= number < len(self._blocks):
             for bucket in self._blocks[number]:
-                bucket.gather()
+                bucket.gather(self._user)
 
     def _wait(self, number: int) -> None:
         for bucket in self._blocks[number]:
-            bucket.wait()
+            bucket.wait(self._user)
 
     def _release(self, number: int) -> None:
         if number < len(self._blocks):
             for bucket in self._blocks[number]:
-                bucket.release()
+                bucket.release(self._user)
+
+
+class _Direction(threading.local):
+    """Of the computation that this thread has begun last: whether a backward; None before the first."""
+
+    backward: bool | None = None
+
+    def __reduce__(self) -> tuple[type[_Direction], tuple[()]]:
+        """Copy as of a thread that has begun nothing."""
+        return _Direction, ()
 
 
 def _buckets(parameters: Iterable[nn.Parameter], bucket_of: Mapping[nn.Parameter, Bucket]) -> list[Bucket]:

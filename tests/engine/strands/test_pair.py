@@ -1,12 +1,17 @@
 """Two strands that take turns: results, order, errors."""
 
+import dataclasses
 import threading
+import weakref
+from functools import partial
+from time import monotonic, sleep
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._C import _is_multithreading_enabled as is_multithreading_enabled
 
 from weft.engine.parallel import functions
 from weft.engine.parallel.in_process import run_in_threads
@@ -24,6 +29,13 @@ def runner():
     thread = StrandThread(CPU)
     yield PairRunner(thread, Turns())
     thread.close()
+
+
+def eventually(holds):
+    limit = monotonic() + 10
+    while not holds() and monotonic() < limit:
+        sleep(0.001)
+    return holds()
 
 
 def steps(runner, log, name, count):
@@ -75,22 +87,41 @@ def test_an_error_in_either_strand_ends_both_with_that_error(runner, failing):
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        ("F B F", "backward has more segments than the 1 of its plan"),
-        ("F B B", "forward has more segments than the 1 of its plan"),
-        ("2F 3B", "backward ended 1 segments before its plan did"),
-    ],
-)
-def test_a_plan_for_other_strands_ends_the_pair(runner, plan, message):
-    with pytest.raises(RuntimeError, match=message):
+OTHERS = {
+    "F B F": ("F0 B0 F1 B1", "the forward 2 where 2 are planned, the backward 2 where 1 are planned"),
+    "F B B": ("F0 B0 B1 F1", "the forward 2 where 1 are planned, the backward 2 where 2 are planned"),
+    "2F 3B": ("F0 F1 B0 B1", "the backward 2 where 3 are planned"),
+    "3F B W B": ("F0 F1 B0 W B1", "the forward 2 where 3 are planned"),
+    "F 2W": ("F0 W W B0 F1 B1", "the backward 2 where 0 are planned"),
+}
+
+
+@pytest.mark.parametrize("plan", OTHERS)
+def test_a_plan_for_other_strands_is_followed_as_far_as_it_goes_and_told_once(runner, plan, caplog):
+    order, message = OTHERS[plan]
+    for _ in range(2):
+        log = []
         runner.run(
             SegmentPlan.of(plan),
-            lambda: steps(runner, [], "F", 2),
-            lambda: steps(runner, [], "B", 2),
-            lambda: None,
+            lambda log=log: steps(runner, log, "F", 2),
+            lambda log=log: steps(runner, log, "B", 2),
+            lambda log=log: log.append("W"),
         )
+        assert log == order.split()
+    assert [message in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("plan", OTHERS)
+def test_where_strict_it_is_an_error(runner, plan):
+    strict = dataclasses.replace(runner, strict=True)
+    with pytest.raises(RuntimeError, match=OTHERS[plan][1]):
+        strict.run(SegmentPlan.of(plan), lambda: steps(runner, [], "F", 2), lambda: steps(runner, [], "B", 2))
+
+
+def test_without_a_plan_strands_alternate_and_the_backward_begins(runner):
+    log = []
+    runner.run(SegmentPlan(()), lambda: steps(runner, log, "F", 2), lambda: steps(runner, log, "B", 4))
+    assert log == ["B0", "F0", "B1", "F1", "B2", "B3"]
 
 
 def test_outside_of_a_pair_nothing_pauses(runner):
@@ -156,7 +187,8 @@ def test_pairs_interleaved_and_not_are_equal_bit_by_bit(size, dropout, data):
         assert all(map(torch.equal, alone, together))
 
 
-def test_generators_of_strands_can_be_kept_apart(runner):
+@pytest.mark.parametrize("plan", ["F B F B", "B F B F", "2F 2B", "2B 2F", "B 2F B", "F 2B F", ""])
+def test_each_strand_goes_on_with_its_own_random_numbers(runner, plan):
     """A strand that sets the generator back, as a recomputation does, leaves the other's numbers as they are."""
 
     def draws():
@@ -167,13 +199,45 @@ def test_generators_of_strands_can_be_kept_apart(runner):
     def recomputes():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
-            torch.rand(1)
+            first = torch.rand(1)
             runner.turns.pause()
-            torch.rand(1)
+            return torch.cat([first, torch.rand(1)])
 
+    torch.manual_seed(5)
+    again = torch.rand(2)
     torch.manual_seed(1)
-    alone = torch.rand(4)
+    alone, after = torch.rand(4), torch.rand(3)
     torch.manual_seed(1)
-    plan = SegmentPlan.of("F B F B")
-    together, _ = runner.run(plan, draws, recomputes, lambda: None, separate_generators=True)
-    assert torch.equal(alone, together)
+    drawn, redrawn = runner.run(SegmentPlan.of(plan), draws, recomputes)
+    assert torch.equal(drawn, alone) and torch.equal(redrawn, again)
+    assert torch.equal(torch.rand(3), after), "the next micro-batch has the numbers that it has without pairs"
+
+
+def test_an_idle_thread_keeps_no_tensors(runner):
+    kept = torch.zeros(3)
+    storage = weakref.ref(kept)
+    runner.run(SegmentPlan(()), lambda: None, partial(kept.sum))
+    del kept
+    assert eventually(lambda: storage() is None)
+
+
+def test_a_rank_that_is_interrupted_frees_the_backward(runner):
+    """As by Ctrl-C while the forward has its turn."""
+
+    def interrupted():
+        runner.turns.pause()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(SegmentPlan(()), interrupted, lambda: steps(runner, [], "B", 9))
+    assert runner.run(SegmentPlan(()), lambda: 1, lambda: 2) == (1, 2)
+
+
+def test_gradients_are_recorded_by_a_thread_of_its_own_and_autograd_starts_none(runner):
+    """So that a strand that waits inside of a backward holds nobody else's."""
+    seen = []
+    weight = torch.ones(2, requires_grad=True)
+    loss = (weight * 2).sum()
+    weight.register_hook(lambda gradient: seen.append((threading.current_thread().name, is_multithreading_enabled())))
+    runner.run(SegmentPlan(()), lambda: None, loss.backward)
+    assert seen == [("weft strand", False)] and is_multithreading_enabled()

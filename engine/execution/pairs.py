@@ -1,0 +1,99 @@
+"""Strand pairs of a schedule: both halves of a slot, interleaved inside of layers (DHelix section 4.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from weft.engine.distributed import from_rank_zero
+from weft.engine.execution.compute import Compute
+from weft.engine.execution.step_state import Key, StepState, key
+from weft.engine.strands.pair import PairRunner
+from weft.engine.strands.thread import StrandThread
+from weft.engine.strands.turns import Turns
+from weft.pipeline.action import Op, Slot
+from weft.pipeline.schedule import Schedule
+from weft.pipeline.strands.pairs import PairCosts
+from weft.pipeline.strands.plan import SegmentPlan, Step
+from weft.pipeline.strands.scheduled import is_pair, pair_name, plans_for
+
+BY_TURNS = SegmentPlan(())
+"""Without a plan, strands alternate."""
+
+
+@dataclass(kw_only=True, eq=False)
+class StrandPairs:
+    """Runs pairs on one rank, each by the plan for its two virtual stages.
+
+    The weight gradients of a full backward move if its plan moves them: that is a backward in two parts,
+    whose second the plan plays parameter by parameter, wherever the other strand has room.
+
+    Attributes:
+        costs: what is known of layers' insides; None where nothing is, so that strands alternate.
+        plans: by `pair_name`; the same on all ranks.
+    """
+
+    runner: PairRunner
+    costs: PairCosts | None = None
+    plans: dict[str, SegmentPlan] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, device: torch.device, turns: Turns, costs: PairCosts | None, *, strict: bool) -> StrandPairs:
+        """With a thread of their own; see `PairRunner`."""
+        return cls(runner=PairRunner(StrandThread(device), turns, strict=strict), costs=costs)
+
+    def agree(self, schedules: Collection[Schedule], num_stages: int) -> None:
+        """Take over rank 0's plans for the pairs of these schedules; a collective call if there are any.
+
+        Args:
+            schedules: of all DP-cells, the same on every rank.
+            num_stages: virtual stages of a pipeline.
+        """
+        if not any(is_pair(slot) for schedule in schedules for row in schedule.rows for slot in row):
+            return
+
+        def planned() -> dict[str, str]:
+            return {name: str(plan) for name, plan in plans_for(schedules, self.costs, num_stages).items()}
+
+        self.plans.update((name, SegmentPlan.of(text)) for name, text in from_rank_zero(planned).items())
+
+    def close(self) -> None:
+        """End the thread."""
+        self.runner.thread.close()
+
+    def split(self, row: Iterable[Slot]) -> set[Key]:
+        """Forwards of a row whose full backward the plan of its pair divides."""
+        backwards = ((slot[1], self._plan(slot)) for slot in row if is_pair(slot))
+        return {key(action) for action, plan in backwards if action.op is Op.B and Step.weight in plan.steps}
+
+    def run(self, compute: Compute, state: StepState, pair: Slot) -> None:
+        """Run both halves of a slot.
+
+        Raises:
+            Exception: the first error of either; both have ended.
+        """
+        forward, backward = pair
+        saved = state.saved[key(backward)]
+        saved.in_pair = True
+        around = ExitStack()
+
+        def begin_backward() -> None:
+            around.enter_context(compute.around(backward))
+            compute.begin_backward(state, backward)
+
+        self.runner.run(
+            self._plan(pair),
+            partial(compute.forward, state, forward),
+            begin_backward,
+            saved.tape.play if saved.tape is not None and backward.op is Op.B else lambda: None,
+        )
+        saved.in_pair = False
+        compute.end_backward(state, backward)
+        around.close()
+
+    def _plan(self, pair: Slot) -> SegmentPlan:
+        return self.plans.get(pair_name(pair), BY_TURNS)

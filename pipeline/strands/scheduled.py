@@ -1,0 +1,39 @@
+"""Segment plans for the strand pairs of schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weft.pipeline.action import Op, Slot
+from weft.pipeline.schedule import Schedule
+from weft.pipeline.strands.pairs import PairCosts
+from weft.pipeline.strands.plan import SegmentPlan
+
+
+def is_pair(slot: Slot) -> bool:
+    """Whether a slot is a forward and a backward that both run through layers, so that they can be interleaved."""
+    return len(slot) == 2 and slot[1].op in (Op.B, Op.I)
+
+
+def pair_name(pair: Slot) -> str:
+    """What pairs that follow one plan have in common, such as ``0F+3B``."""
+    return "+".join(f"{action.stage}{action.op.value}" for action in pair)
+
+
+def plans_for(schedules: Iterable[Schedule], costs: PairCosts | None, num_stages: int) -> dict[str, SegmentPlan]:
+    """The plan of each pair in some schedules of a run, by `pair_name` of any of its pipelines.
+
+    Args:
+        schedules: of DP-cells, whose pipelines are alike.
+        costs: of one pipeline; None where nothing is known of layers' insides, and nothing is planned.
+        num_stages: virtual stages of a pipeline.
+    """
+    if costs is None:
+        return {}
+    plans: dict[str, SegmentPlan] = {}
+    for slot in {slot for schedule in schedules for row in schedule.rows for slot in row if is_pair(slot)}:
+        one, other = (action._replace(stage=action.stage % num_stages) for action in slot)
+        name = pair_name((one, other))
+        if name not in plans:
+            plans[name] = costs.plan(one.stage, other.stage, weights=other.op is Op.B)
+    return plans

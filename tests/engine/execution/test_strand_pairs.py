@@ -1,0 +1,74 @@
+"""Strand pairs of a schedule: losses and gradients are those of their halves one after the other, bit by bit."""
+
+import pytest
+
+from tests.engine.execution.strand_ranks import SPLIT, Case, any_plan, require_equal
+from weft.pipeline.strands.plan import SegmentPlan
+from weft.tools.verification.tiny_models import tiny_model
+
+ARCHITECTURES = ("llama", "qwen3", "mistral", "gemma2", "phi3", "mixtral", "qwen3_moe")
+BY_TURNS = SegmentPlan(())
+ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+
+
+def wide(arch, **more):
+    """A model that four tensor ranks can divide."""
+    return tiny_model(arch, num_key_value_heads=4, **more)
+
+
+def recomputing(model):
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def recomputing_reentrantly(model):
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+
+
+def frozen(model):
+    """As with adapters: most weights get no gradient."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name or "down_proj" in name)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_layers_shared_out(arch):
+    require_equal(Case(model=wide(arch), tensor=2), [BY_TURNS, any_plan(1)])
+
+
+CASES = {
+    "tensor 4": Case(model=wide("llama"), tensor=4),
+    "tensor 2, recomputed": Case(model=wide("llama"), tensor=2, adjust=recomputing),
+    "tensor 2, recomputed reentrantly": Case(model=wide("llama"), tensor=2, adjust=recomputing_reentrantly),
+    "tensor 2, split": Case(model=wide("qwen3"), tensor=2, order=SPLIT),
+    "tensor 2, split, recomputed": Case(model=wide("llama"), tensor=2, order=SPLIT, adjust=recomputing),
+    "tensor 2, mostly frozen": Case(model=wide("llama"), tensor=2, adjust=frozen),
+    "tensor 2, tied": Case(model=wide("llama", tie_word_embeddings=True), tensor=2),
+    "tensor 2, ZeRO-1": Case(model=wide("llama"), tensor=2, replicas=2, zero=1),
+    "tensor 2, ZeRO-2, split": Case(model=wide("llama"), tensor=2, replicas=2, zero=2, order=SPLIT),
+    "tensor 2, ZeRO-3": Case(model=wide("llama"), tensor=2, replicas=2, zero=3),
+    "tensor 2, ZeRO-3, recomputed, split": Case(
+        model=wide("llama"), tensor=2, replicas=2, zero=3, adjust=recomputing, order=SPLIT
+    ),
+    "tensor 2, ZeRO-3, tied": Case(model=wide("llama", tie_word_embeddings=True), tensor=2, replicas=2, zero=3),
+    "routers, tensor 2": Case(model=wide("mixtral", **ROUTERS), tensor=2),
+    "routers, tensor 2, recomputed": Case(model=wide("mixtral", **ROUTERS), tensor=2, adjust=recomputing),
+    "context 2": Case(model=wide("llama"), context=2),
+    "context 2, packed": Case(model=wide("qwen3"), context=2, form={"documents": (5, 8, 3)}),
+    "context 2, recomputed, ZeRO-3": Case(model=wide("llama"), context=2, adjust=recomputing, zero=3),
+    "context 2, tensor 2, split": Case(model=wide("mistral"), context=2, tensor=2, order=SPLIT),
+    "expert 2": Case(model=wide("mixtral"), expert=2, replicas=2),
+    "expert 2, eager": Case(
+        model=wide("qwen3_moe"), expert=2, replicas=2, adjust=lambda model: model.set_experts_implementation("eager")
+    ),
+    "expert 2, split, recomputed, ZeRO-1": Case(
+        model=wide("mixtral"), expert=2, replicas=2, order=SPLIT, adjust=recomputing, zero=1
+    ),
+    "expert 2, ZeRO-3, routers": Case(model=wide("mixtral", **ROUTERS), expert=2, replicas=2, zero=3),
+    "expert 2, context 2, tensor 1": Case(model=wide("mixtral"), expert=2, context=2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equal(name):
+    require_equal(CASES[name], [BY_TURNS, any_plan(len(name)), any_plan(len(name) + 100)])
