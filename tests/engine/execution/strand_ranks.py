@@ -91,11 +91,12 @@ class NotingTurns(Turns):
 
 def any_plan(seed: int, length: int = 80) -> SegmentPlan:
     """Turns and weight gradients in any order."""
-    return SegmentPlan(tuple(random.Random(seed).choices([Step.forward, Step.backward, Step.weight], [4, 4, 3], k=length)))
+    steps = [Step.forward, Step.backward, Step.weight]
+    return SegmentPlan(tuple(random.Random(seed).choices(steps, [4, 4, 3], k=length)))
 
 
 def outcomes(case: Case, plans: list[SegmentPlan | None]) -> list[list[dict[str, Tensor]]]:
-    """Losses and every gradient on each rank, for each plan of all pairs; None runs their halves one after the other."""
+    """Losses and gradients of each rank, for each plan of all pairs; None runs their halves one after the other."""
     with_labels = micro_batches(4 * case.replicas, **case.form)
     with _making:
         model = whole_model(case.model)
