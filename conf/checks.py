@@ -182,17 +182,10 @@ def _layers(config: WeftConfig) -> Iterator[str]:
         )
 
 
-AXES_OF_MODELS = frozenset({"tensor", "context", "expert"})
-"""Axes of ``parallel`` that models can be shared out along."""
-
-
 def _parallel(config: WeftConfig) -> Iterator[str]:
     parallel, length = config.parallel, config.data.sequence_length
     sizes = {"tensor": parallel.tensor, "context": parallel.context, "expert": parallel.expert}
     used = {axis: size for axis, size in sizes.items() if size > 1}
-    for axis, size in used.items():
-        if axis not in AXES_OF_MODELS:
-            yield f"parallel.{axis}={size}: models are not shared out along it yet; set parallel.{axis}=1"
     slices = lcm(2 * parallel.context if parallel.context > 1 else 1, parallel.context * parallel.tensor)
     if length % slices:
         yield (

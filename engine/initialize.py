@@ -49,7 +49,7 @@ from weft.engine.stages import (
     self_check,
     stages_from_model,
 )
-from weft.engine.stages.axis_check import check_axes
+from weft.engine.stages.axis_check import check_axes, refuse_unshareable
 from weft.engine.stages.objective import Objective
 from weft.engine.stages.stage import hf_model
 from weft.engine.strands.turns import Turns, take_turns
@@ -229,8 +229,7 @@ def _engine(
     if config.model.self_check and placement.num_stages > 1:
         checked = hf_config if model is None else model
         together(lambda: self_check(checked, own_loss=objective is None) if dist.get_rank() == 0 else None)
-    if config.model.self_check:
-        _check_axes(config, hf_config if model is None else model)
+    _check_axes(config, hf_config if model is None else model)
     SET_UP.done("self-check")
     run = PreparedRun.open(config, facts, placement, device)
     SET_UP.done("plan")
@@ -250,8 +249,10 @@ def _check_axes(config: WeftConfig, model: PreTrainedConfig | nn.Module) -> None
     sizes, packing = config.parallel, config.data.packing
 
     def run() -> None:
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 and config.model.self_check:
             check_axes(model, tensor=sizes.tensor, context=sizes.context, expert=sizes.expert, packing=packing)
+        elif dist.get_rank() == 0:
+            refuse_unshareable(model, tensor=sizes.tensor, expert=sizes.expert)
 
     together(run)
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from weft.conf.schema import ModelConfig
-from weft.engine.parallel.experts import require_experts
+from weft.engine.parallel.axis import Alone
+from weft.engine.parallel.experts import expert_cuts, require_experts
 from weft.engine.parallel.tensor import require_shareable
 from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.stages.batch import Batch, count_label_tokens
@@ -51,12 +52,9 @@ def check_axes(
         return
     what = ", ".join(f"parallel.{axis}={used[axis]}" for axis in sizes)
     remedy = " and ".join(f"parallel.{axis}=1" for axis in sizes)
+    refuse_unshareable(model, tensor=tensor, expert=expert)
     cls, config = architecture(model)
     small = small_copy(cls, config, min_layers=2)
-    require_experts(small, expert)
-    if tensor > 1:
-        whole = skeleton(cls, config)
-        require_shareable(whole, tensor, decoder_layers(whole))
     for kind, batch in _tried(small, packing).items():
         try:
             off = _difference(small, [batch] * sizes.get("expert", 1), sizes)
@@ -74,6 +72,22 @@ def check_axes(
                     f"{what}: {cls.__name__} with its work shared inside of layers differs from one process, {part} by "
                     f"{much:.2g} ({kind}); set {remedy}, or choose another architecture"
                 )
+
+
+def refuse_unshareable(model: PreTrainedConfig | ModelConfig | nn.Module, *, tensor: int = 1, expert: int = 1) -> None:
+    """Refuse what members cannot divide of a model, by its config alone.
+
+    Raises:
+        UnshareableError: naming what, and what to do.
+    """
+    if tensor == expert == 1:
+        return
+    cls, config = architecture(model)
+    whole = skeleton(cls, config)
+    require_experts(whole, expert)
+    expert_cuts(whole, Alone("expert", expert))
+    if tensor > 1:
+        require_shareable(whole, tensor, decoder_layers(whole))
 
 
 def _difference(small: PreTrainedModel, batches: list[Batch], sizes: Mapping[str, int]) -> dict[str, float]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import resource
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from multiprocessing.connection import Connection, wait
@@ -45,12 +45,6 @@ class Verdict(Enum):
 
 OTHER_LOSS = "with `loss=weft.next_token_loss`; its own loss is a mean of each micro-batch, and refused"
 NO_LOSS = "with `loss=weft.next_token_loss`; its own loss does not run on text alone"
-MEANING: Mapping[Verdict, str] = {
-    Verdict.exact: "logits, loss and gradients of its stages equal those of the whole model",
-    Verdict.refused: "cannot be trained in stages; the self-check says why before anything starts",
-    Verdict.untried: "transformers itself cannot build or run a small text-only model of it",
-    Verdict.wrong: "accepted by the self-check, and yet other than the whole model: a defect",
-}
 
 
 @dataclass(frozen=True)
@@ -66,6 +60,7 @@ class Finding:
         folder: "loads and exports", what fails, or empty where it was not tried.
         transformers: the version that it was tried with.
         seconds: it took.
+        shared: ranks along the axes inside of layers, such as "tensor 2"; empty for stages alone.
     """
 
     model_type: str
@@ -76,6 +71,7 @@ class Finding:
     folder: str = ""
     transformers: str = transformers.__version__
     seconds: float = 0.0
+    shared: str = ""
 
 
 def causal_types() -> list[str]:
@@ -86,20 +82,10 @@ def causal_types() -> list[str]:
 def examine(model_type: str) -> Finding:
     """Try one architecture in this process."""
     name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
-    refused = Verdict.untried  # what a ValueError of the step at hand means; other errors may come from any library
-    try:
-        config = small_config(model_type)
-        refused = Verdict.refused
-        cls, config = architecture(config)
-        refused = Verdict.untried
-        whole = skeleton(cls, config)
-        refused = Verdict.refused
-        cuttable_layers(whole)
-        refused = Verdict.untried
-        small = small_copy(cls, config, min_layers=2)
-    except Exception as error:
-        verdict = refused if isinstance(error, ValueError) else Verdict.untried
-        return Finding(model_type, name, verdict, _reason(error))
+    made = prepared(model_type, in_stages=True)
+    if isinstance(made, Finding):
+        return made
+    _, config, small = made
     reason = ""
     try:
         try:
@@ -111,15 +97,40 @@ def examine(model_type: str) -> Finding:
             self_check(config, own_loss=False)
     except ValueError as error:
         verdict = Verdict.untried if _fails_as_a_whole(error) else Verdict.refused
-        return Finding(model_type, name, verdict, _reason(error))
+        return Finding(model_type, name, verdict, reason_of(error))
     try:
         require_causal(small)
         for batches, num_stages in _wider(small):
             check_stages(small, num_stages, batches, own_loss=not reason)
             small.zero_grad()
     except ValueError as error:
-        return Finding(model_type, name, Verdict.wrong, _reason(error))
+        return Finding(model_type, name, Verdict.wrong, reason_of(error))
     return Finding(model_type, name, Verdict.exact, reason, packing=_packing(config), folder=_folder(small))
+
+
+def prepared(
+    model_type: str, *, in_stages: bool
+) -> tuple[type[PreTrainedModel], PreTrainedConfig, PreTrainedModel] | Finding:
+    """An architecture's class, its config, and a small copy to try; or why there is none.
+
+    Args:
+        in_stages: refuse what cannot be cut into them.
+    """
+    refused = Verdict.untried  # what a ValueError of the step at hand means; other errors may come from any library
+    try:
+        config = small_config(model_type)
+        refused = Verdict.refused
+        cls, config = architecture(config)
+        if in_stages:
+            refused = Verdict.untried
+            whole = skeleton(cls, config)
+            refused = Verdict.refused
+            cuttable_layers(whole)
+        refused = Verdict.untried
+        return cls, config, small_copy(cls, config, min_layers=2)
+    except Exception as error:
+        verdict = refused if isinstance(error, ValueError) else Verdict.untried
+        return Finding(model_type, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]), verdict, reason_of(error))
 
 
 def _fails_as_a_whole(error: ValueError) -> bool:
@@ -143,7 +154,7 @@ def _packing(config: PreTrainedConfig) -> str:
     try:
         check_packing(config)
     except ValueError as error:
-        return "leaks" if "see each other" in str(error) else _reason(error)
+        return "leaks" if "see each other" in str(error) else reason_of(error)
     return "apart"
 
 
@@ -170,7 +181,7 @@ def _folder(small: PreTrainedModel) -> str:
             if not torch.equal(again(**takes, use_cache=False).logits, want):
                 return "what stages export differs"
     except Exception as error:  # any: it is Hugging Face's code
-        return _reason(error)
+        return reason_of(error)
     return "loads and exports"
 
 
@@ -181,22 +192,33 @@ def realigned(model: nn.Module) -> nn.Module:
     return model
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Why an architecture was not accepted, without what could be done."""
     text = " ".join(str(error).split()).removeprefix("model: ")
-    text = text.partition("; choose another architecture")[0].partition("; check model.overrides")[0]
+    text = re.sub(r"^(parallel\.\w+=?\d*(, )?)+: ", "", text)
+    for remedy in ("; choose another architecture", "; check model.overrides", "; set parallel", "; choose a divisor"):
+        text = text.partition(remedy)[0]
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
 
 
 # -- all of them -----------------------------------------------------------------------------------
 
 
-def survey(types: Sequence[str], *, jobs: int, stop_after_s: float, note: Callable[[Finding], None]) -> None:
+def survey(
+    types: Sequence[str],
+    *,
+    jobs: int,
+    stop_after_s: float,
+    note: Callable[[Finding], None],
+    trial: Callable[[str], Finding] = examine,
+) -> None:
     """Examine each in a process of its own, with limits of time and memory.
 
     Args:
         jobs: at a time.
         stop_after_s: start none after this time; 0 goes on to the end.
         note: called with each finding.
+        trial: what examines a type.
     """
     torch.set_num_threads(1)
     fork = multiprocessing.get_context("fork")  # what was imported is there
@@ -208,7 +230,8 @@ def survey(types: Sequence[str], *, jobs: int, stop_after_s: float, note: Callab
             while waiting and len(running) < jobs and not late:
                 model_type = waiting.pop(0)
                 ours, theirs = fork.Pipe(duplex=False)
-                process: BaseProcess = fork.Process(target=_examine_apart, args=(model_type, theirs), daemon=True)
+                work = (trial, model_type, theirs)
+                process: BaseProcess = fork.Process(target=_examine_apart, args=work, daemon=True)
                 process.start()
                 theirs.close()
                 running[ours] = model_type, process, time.monotonic()
@@ -225,9 +248,9 @@ def survey(types: Sequence[str], *, jobs: int, stop_after_s: float, note: Callab
             process.kill()
 
 
-def _examine_apart(model_type: str, pipe: Connection) -> None:
+def _examine_apart(trial: Callable[[str], Finding], model_type: str, pipe: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
-    pipe.send(examine(model_type))
+    pipe.send(trial(model_type))
 
 
 def _collect(model_type: str, pipe: Connection | None, process: BaseProcess, seconds: float) -> Finding:
@@ -249,8 +272,11 @@ def write_finding(finding: Finding, file: Path) -> None:
         stream.write(json.dumps(asdict(finding) | {"verdict": finding.verdict.value}) + "\n")
 
 
-def read_findings(file: Path) -> dict[str, Finding]:
+def read_findings(file: Path, shared: str = "") -> dict[str, Finding]:
     """The last finding of each architecture with this version of transformers.
+
+    Args:
+        shared: as the findings'.
 
     Raises:
         ValueError: a line is none.
@@ -262,47 +288,6 @@ def read_findings(file: Path) -> dict[str, Finding]:
             finding = Finding(**fields | {"verdict": Verdict(fields["verdict"])})
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file}: line {number} is no finding ({error}); remove it, or the file") from error
-        if finding.transformers == transformers.__version__:
+        if (finding.transformers, finding.shared) == (transformers.__version__, shared):
             found[finding.model_type] = finding
     return found
-
-
-# -- the table -------------------------------------------------------------------------------------
-
-
-def summary(findings: Sequence[Finding]) -> str:
-    """Counts, in one line."""
-    counts = Counter(finding.verdict for finding in findings)
-    tried = len(findings) - counts[Verdict.untried]
-    share = f"{100 * counts[Verdict.exact] / tried:.0f} %" if tried else "none"
-    listed = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict)
-    return f"{len(findings)} causal architectures: {listed}; {share} of those that could be tried are exact"
-
-
-def table(findings: Sequence[Finding]) -> str:
-    """The page `docs/architectures.md`."""
-    lines = [
-        "# Architectures",
-        "",
-        f"Every type that transformers {transformers.__version__} has a causal language model for, tried by "
-        "`weft parity --all --table docs/architectures.md`, which also writes this page.",
-        "",
-        summary(findings) + ".",
-        "",
-        *(f"- **{verdict.value}**: {meaning}." for verdict, meaning in MEANING.items()),
-        "",
-        "Each is a small copy with random weights and every kind of layer of its default configuration (or of one from "
-        "`tools/verification/small_configs.py`, where the default cannot be shrunk), in fp32 on a CPU, each layer on "
-        "a stage of its own and in two stages; plain, padded and packed batches, tolerance 1e-5 of the largest value. "
-        "*Packing* says whether Hugging Face's own forward keeps packed documents apart; where it does not, "
-        "`data.packing=true` is refused. *Folder* says whether stages load from a saved folder and export one that "
-        "transformers loads, with equal logits.",
-        "",
-        "| model_type | class | stages | packing | folder |",
-        "|---|---|---|---|---|",
-    ]
-    for finding in sorted(findings, key=lambda f: f.model_type):
-        verdict = finding.verdict.value + (f": {finding.reason}" if finding.reason else "")
-        cells = (finding.model_type, finding.model_class, verdict, finding.packing, finding.folder)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from transformers import PreTrainedConfig
 
 from weft.conf import load
 from weft.conf.fields import choices
-from weft.conf.schema import ModelConfig
-from weft.engine.stages import Outline, check_packing, load_hf_config, outline_of, self_check
+from weft.conf.schema import ModelConfig, WeftConfig
+from weft.engine.stages import Outline, check_axes, check_packing, load_hf_config, outline_of, self_check
 from weft.engine.stages.skeleton import model_class
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``model=FOLDER|HUB_NAME`` or ``model.arch=TYPE [model.overrides.NAME=VALUE ...]``.
+    """Run ``model=FOLDER|HUB_NAME`` or ``model.arch=TYPE [model.overrides.NAME=VALUE ...] [parallel.AXIS=N ...]``.
 
     Raises:
-        ValueError: the model cannot be read, or its stages differ from the whole.
+        ValueError: the model cannot be read, or its stages or the members of an axis differ from the whole.
     """
     parser = argparse.ArgumentParser(
         prog="weft check",
-        usage="weft check model=FOLDER|HUB_NAME | model.arch=TYPE [key=value ...]",
+        usage="weft check model=FOLDER|HUB_NAME | model.arch=TYPE [parallel.tensor=N ...] [key=value ...]",
         description="Compare stages of a small copy of a model with Hugging Face's own forward and backward.",
         allow_abbrev=False,
     )
     _, overrides = parser.parse_known_args(argv)
-    print(report(load([_expand(text) for text in overrides]).model))
+    config = load([_expand(text) for text in overrides])
+    print("\n".join([report(config.model), *shared_lines(config)]))
     return 0
 
 
@@ -56,6 +58,22 @@ def report(config: ModelConfig) -> str:
         f"  packing:     {_packing(hf_config)}",
     ]
     return "\n".join(lines)
+
+
+def shared_lines(config: WeftConfig) -> list[str]:
+    """Check that members can share the layers of a model along the axes of a configuration, and say so.
+
+    Raises:
+        ValueError: as `check_axes`.
+    """
+    sizes = asdict(config.parallel)
+    used = {axis: sizes[axis] for axis in ("tensor", "context", "expert") if sizes[axis] > 1}
+    if not used:
+        return []
+    hf_config = load_hf_config(config.model)
+    check_axes(hf_config, **used, packing=config.data.packing)
+    named = ", ".join(f"parallel.{axis}={size}" for axis, size in used.items())
+    return [f"  shared:      {named}: logits, loss and gradients of two members each equal one process"]
 
 
 def _tied(text_config: object, outline: Outline) -> str:

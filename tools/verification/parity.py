@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +25,8 @@ class Row(Difference):
     backend: str
 
 
+AXES = ("tensor", "context", "expert")
+"""Along which `--all` can share the work of layers."""
 Backend = Callable[[Sequence[Case]], Iterator[Outcome]]
 """Runs cases in order."""
 
@@ -86,26 +88,36 @@ def main(argv: Sequence[str]) -> int:
 
 def _all(args: argparse.Namespace) -> int:
     """Try every causal architecture, going on where an earlier call has stopped; 1 if one is silently wrong."""
-    from weft.tools.verification import architectures
+    from weft.tools.verification import architecture_page, architectures, shared_architectures
 
     types = architectures.causal_types()
     _require_known("causal architecture", args.archs, types)
-    file = Path(args.findings).expanduser()
-    found = architectures.read_findings(file)
+    file, sizes = Path(args.findings).expanduser(), {axis: getattr(args, axis) for axis in AXES}
+    shared = shared_architectures.shared_text(sizes)
+    trial = partial(shared_architectures.examine_shared, sizes=sizes) if shared else architectures.examine
+    found = architectures.read_findings(file, shared)
 
     def note(finding: architectures.Finding) -> None:
+        finding = replace(finding, shared=shared)
         found[finding.model_type] = finding
         architectures.write_finding(finding, file)
         print(f"{finding.model_type:<26}{finding.verdict.value:<9}{finding.reason}", flush=True)
 
     todo = args.archs or [name for name in types if name not in found]
-    architectures.survey(todo, jobs=args.jobs, stop_after_s=args.seconds, note=note)
+    architectures.survey(todo, jobs=args.jobs, stop_after_s=args.seconds, note=note, trial=trial)
     findings = [found[name] for name in types if name in found]
-    print(architectures.summary(findings))
+    print(architecture_page.summary(findings))
     if args.table:
-        if missing := [name for name in types if name not in found]:
-            raise ValueError(f"--table: {len(missing)} architectures are still to be tried; call again without --table")
-        Path(args.table).expanduser().write_text(architectures.table(findings))
+        known = {kind: architectures.read_findings(file, kind) for kind in ("", *architecture_page.SHARED)}
+        for kind, of_kind in known.items():
+            if missing := [name for name in types if name not in of_kind]:
+                axes = f" with --{kind}" if kind else ""
+                raise ValueError(
+                    f"--table: {len(missing)} architectures are still to be tried{axes}; call again without --table"
+                )
+        whole, *others = (list(of_kind.values()) for of_kind in known.values())
+        text = architecture_page.page(whole, dict(zip(architecture_page.SHARED, others, strict=True)))
+        Path(args.table).expanduser().write_text(text)
     return int(any(finding.verdict is architectures.Verdict.wrong for finding in findings))
 
 
@@ -137,6 +149,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--findings", default="architectures.jsonl", metavar="FILE", help="of --all: read and added to")
     parser.add_argument("--table", default="", metavar="FILE", help="of --all: a page to write, once all are tried")
+    for axis in AXES:
+        parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help="of --all: ranks that share layers")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="of --all: processes at a time")
     parser.add_argument("--seconds", type=float, default=0.0, metavar="S", help="of --all: start none after these")
     parser.add_argument("--format", choices=("text", "json"), default="text")

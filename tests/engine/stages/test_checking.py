@@ -148,6 +148,12 @@ class TestCommand:
         assert check.main(["model.arch=bloom", "model.attn_implementation=eager"]) == 0
         assert "set data.packing=false" in capsys.readouterr().out
 
+    def test_layers_that_members_share(self, capsys):
+        assert check.main(["model.arch=qwen3", "model.overrides.num_hidden_layers=2", "parallel.tensor=2"]) == 0
+        assert "parallel.tensor=2: logits, loss and gradients of two members" in capsys.readouterr().out
+        with pytest.raises(ValueError, match=r"parallel\.tensor=2: transformers has no tensor-parallel plan"):
+            check.main(["model.arch=gpt2", "parallel.tensor=2"])
+
     def test_missing_folder(self):
         with pytest.raises(ValueError, match="not a folder"):
             check.main(["model=/nowhere/at/all"])
