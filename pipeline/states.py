@@ -52,11 +52,21 @@ class RankMemory:
 
 
 def zero_memory(
-    parameters: int, zero: ZeroConfig, precision: Precision, replicas: int, *, largest_block: int, microbatches: int
+    parameters: int,
+    zero: ZeroConfig,
+    precision: Precision,
+    replicas: int,
+    *,
+    largest_block: int,
+    microbatches: int,
+    share: float | None = None,
 ) -> ZeroMemory:
     """What ``parameters`` trained weights of a rank take, with Adam.
 
     Args:
+        replicas: ranks that hold the same parts of matrices.
+        share: parameters of a rank's shard, where parameters have different numbers of holders; None: all have
+            ``replicas`` of them.
         largest_block: parameters of the largest block: at stage 3 two of them are whole at a
             time, and at stages 2 and 3 the gradients of two, where each micro-batch is reduced.
             Parameters that stay whole are counted where all are small enough to.
@@ -64,7 +74,7 @@ def zero_memory(
     A collective of shards puts its bucket together beside where it belongs: one that arrives and
     one that is being moved are counted.
     """
-    share = parameters / replicas
+    share = parameters / replicas if share is None else share
     blocks = min(parameters, 2 * largest_block) if replicas > 1 else parameters
     reduced = zero.reduce_every or microbatches
     weights: float = parameters

@@ -69,7 +69,7 @@ def _memory_checkpoint_lines(config: WeftConfig, plan: RunPlan) -> list[str]:
         return []
     sizes = stage_sizes(plan.facts.model, plan.split)
     most = max(sum(sizes[stage].parameters for stage in held) for held in plan.placement.rank_stages)
-    each = memory_checkpoint_bytes(most, plan.layout.replicas)
+    each = memory_checkpoint_bytes(most, plan.layout.lines)
     return [
         "",
         f"memory checkpoints every {config.checkpoint.memory_every} steps: {bytes_text(each)} of the fullest rank, "
@@ -101,8 +101,8 @@ def _model(config: WeftConfig) -> PreTrainedConfig:
 
 def _inside(plan: RunPlan) -> str:
     """The axes inside of layers, where there are any."""
-    sizes = {"context": plan.layout.context, "tensor": plan.layout.tensor}
-    return "".join(f" x {axis} {size}" for axis, size in sizes.items() if size > 1)
+    sizes = {" x context": plan.layout.context, " x tensor": plan.layout.tensor, ", expert": plan.layout.expert}
+    return "".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
 def _rank_table(plan: RunPlan) -> list[str]:
@@ -110,7 +110,7 @@ def _rank_table(plan: RunPlan) -> list[str]:
     rows: list[tuple[str, ...]] = [tuple(heads.split())]
     sizes = stage_sizes(plan.facts.model, plan.split)
     for rank, (held, memory) in enumerate(zip(plan.placement.rank_stages, plan.memory, strict=True)):
-        count = sum(sizes[stage].parameters for stage in held)
+        count = sum(sizes[stage].held for stage in held)
         layers = "+".join(f"{plan.split.layers[s].start}-{plan.split.layers[s].stop - 1}" for s in held)
         zero = memory.zero
         parts = (zero.weights, zero.gradients, zero.optimizer, zero.buffers, memory.activations, memory.total)

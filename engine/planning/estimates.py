@@ -13,6 +13,9 @@ from weft.pipeline.states import WEIGHT_BYTES
 SAVED_WIDTHS = 17
 """Hidden states that a layer saves for its backward, in widths of the model: 34 bytes per token
 and width at 2 bytes each, with attention that keeps no scores (Korthikanti et al. 2022, section 4)."""
+GATHERED_WIDTHS = 2
+"""Of these what members of a tensor group hold of the whole sequence: the inputs of attention and of the feed-forward
+part, which they have gathered."""
 LOSS_BYTES = 8
 """Bytes per logit that the loss keeps: fp32 logits and their softmax."""
 
@@ -32,7 +35,7 @@ def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostM
         ValueError: they are known for other numbers of virtual stages.
     """
     if facts.flops_per_s is not None:
-        stages = estimate_stages(config, facts.model, split, facts.flops_per_s)
+        stages = estimate_stages(config, facts, split, facts.flops_per_s)
         pairs = stage_pairs(config, facts, split, ())
         stages = stages if pairs is None else with_strands(stages, pairs)
     elif split.num_stages in facts.stage_costs:
@@ -50,28 +53,31 @@ def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostM
     )
 
 
-def estimate_stages(
-    config: WeftConfig, model: ModelSizes, split: StageSplit, flops_per_s: float
-) -> tuple[StageCost, ...]:
-    """What the planner goes by until steps have been measured.
+def estimate_stages(config: WeftConfig, facts: Facts, split: StageSplit, flops_per_s: float) -> tuple[StageCost, ...]:
+    """What the planner goes by until steps have been measured, of one rank of each stage.
 
     A forward takes two operations per active weight and token, and attention's scores on top;
     the gradients of inputs and of weights take as much each. Recomputed layers add a forward
-    to the input gradient.
+    to the input gradient. Ranks that share layers divide all of this among them; what they exchange
+    is in the costs of strands, where these are known.
 
     Args:
         flops_per_s: what a rank reaches in practice.
     """
+    model, layout = facts.model, facts.layout
+    sharing = layout.context * layout.tensor
     tokens = config.train.microbatch_size * config.data.sequence_length
-    hidden_bytes = tokens * model.hidden_size * WEIGHT_BYTES[config.train.precision]
+    hidden_bytes = tokens * model.hidden_size * WEIGHT_BYTES[config.train.precision] / sharing
     recompute = config.model.gradient_checkpointing
+    widths = SAVED_WIDTHS + GATHERED_WIDTHS * (layout.tensor - 1)
     stages = []
     for index, (size, layers) in enumerate(zip(stage_sizes(model, split), split.layers, strict=True)):
+        is_last = index == split.num_stages - 1
         scores = 2 * len(layers) * model.hidden_size * config.data.sequence_length  # causal: half of 4
-        forward_s = tokens * (2 * size.active + scores) / flops_per_s
-        saved = len(layers) * hidden_bytes * (1 if recompute else SAVED_WIDTHS)
-        if index == split.num_stages - 1:
-            saved += tokens * model.vocab_size * LOSS_BYTES
+        forward_s = tokens * (2 * size.active + scores) / flops_per_s / sharing
+        saved = len(layers) * hidden_bytes * (1 if recompute else widths)
+        if is_last:
+            saved += tokens * model.vocab_size * LOSS_BYTES / sharing
         stages.append(
             StageCost(
                 forward_s=forward_s,

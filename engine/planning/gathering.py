@@ -114,7 +114,7 @@ def _known_facts(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Mach
         "device_bytes": f"memory of this machine's {machine.device.type}",
         "links": "given by cluster.links",
     }
-    links, flops = _given_links(config.cluster), None
+    links, flops = _given_links(config.cluster, layout.context * layout.tensor), None
     given: dict[int, CostModel] = {}
     if config.pipeline.costs_file:
         given = _given_costs(config, layout)
@@ -124,7 +124,7 @@ def _known_facts(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Mach
         flops, sources["flops_per_s"] = usable_flops(machine.device, machine.threads, _devices(config))
     facts = Facts(
         layout=layout,
-        model=model_sizes(hf_config),
+        model=model_sizes(hf_config, tensor=layout.tensor, expert=layout.expert),
         flops_per_s=flops,
         device_bytes=machine.device_bytes,
         stage_costs={count: costs.stages for count, costs in given.items()},
@@ -165,15 +165,19 @@ def _given_costs(config: WeftConfig, layout: RankLayout) -> dict[int, CostModel]
     return found
 
 
-def _given_links(cluster: ClusterConfig) -> Links:
-    """Each link of the configuration both ways, and the slowest for pairs of sites that none is given for."""
+def _given_links(cluster: ClusterConfig, sharing: int) -> Links:
+    """Each link of the configuration both ways, and the slowest for pairs of sites that none is given for.
+
+    Args:
+        sharing: ranks that send their parts of a micro-batch at the same time, over one uplink.
+    """
     number = {site.name: index for index, site in enumerate(cluster.sites)}
     links = []
     for link in cluster.links:
         cost = LinkCost(
             latency_s=link.latency_ms / 1e3,
-            bandwidth_bps=link.bandwidth_mbps * 1e6 if link.bandwidth_mbps else float("inf"),
-            pair_bps=link.pair_mbps * 1e6 if link.pair_mbps else float("inf"),
+            bandwidth_bps=link.bandwidth_mbps * 1e6 / sharing if link.bandwidth_mbps else float("inf"),
+            pair_bps=link.pair_mbps * 1e6 / sharing if link.pair_mbps else float("inf"),
         )
         here, there = (number[name] for name in link.sites)
         links += [((here, there), cost), ((there, here), cost)]

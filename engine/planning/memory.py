@@ -10,22 +10,34 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.states import MASTER_BYTES, OPTIMIZER_BYTES, USABLE, ZeroMemory, zero_memory
 
 
-def memory_checkpoint_bytes(parameters: int, replicas: int) -> float:
+def memory_checkpoint_bytes(parameters: int, ranks: int) -> float:
     """Bytes of host memory that one memory checkpoint of a rank takes: fp32 weights and Adam's moments.
 
-    Replicas share them out, by ZeRO or because they are on one host; at stage 0 each further host
-    with a replica holds all of them.
+    The ranks of a stage share its weights out, by ZeRO or because they are on one host; at stage 0 each
+    further host with a replica holds all of them.
+
+    Args:
+        parameters: of the rank's stages, as a whole.
+        ranks: of a stage.
     """
-    return parameters / replicas * (MASTER_BYTES[Precision.bf16] + OPTIMIZER_BYTES)
+    return parameters / ranks * (MASTER_BYTES[Precision.bf16] + OPTIMIZER_BYTES)
 
 
 def rank_states(
-    config: WeftConfig, placement: Placement, parameters: Sequence[int], *, replicas: int, largest_block: int
+    config: WeftConfig,
+    placement: Placement,
+    parameters: Sequence[int],
+    *,
+    replicas: int,
+    largest_block: int,
+    shares: Sequence[float] | None = None,
 ) -> list[ZeroMemory]:
     """What the states of each pipeline rank take; see `zero_memory`.
 
     Args:
-        parameters: trained weights of each virtual stage.
+        parameters: trained weights that a rank holds of each virtual stage.
+        replicas: ranks that hold the same parts of matrices.
+        shares: of each virtual stage, weights of a rank's shard; None: 1 / ``replicas`` of ``parameters``.
     """
     return [
         zero_memory(
@@ -35,6 +47,7 @@ def rank_states(
             replicas,
             largest_block=largest_block,
             microbatches=config.pipeline.microbatches,
+            share=None if shares is None else sum(shares[stage] for stage in held),
         )
         for held in placement.rank_stages
     ]

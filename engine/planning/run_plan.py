@@ -116,14 +116,15 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
     placement = placement or settle_placement(config, facts)
     split = split_stages(config, facts, placement)
     costs = planning_costs(config, facts, split)
-    shares = facts.layout.tensor
-    parameters = tuple(-(-size.parameters // shares) for size in stage_sizes(facts.model, split))
+    parts, ranks = stage_sizes(facts.model, split), facts.layout.lines
+    parameters = tuple(part.held for part in parts)
     states = rank_states(
         config,
         placement,
         parameters,
         replicas=facts.layout.data_ranks,
-        largest_block=-(-facts.model.largest_layer // shares),
+        largest_block=facts.model.largest_layer,
+        shares=[part.parameters / ranks for part in parts],
     )
     overlap = _plan_overlap(config, facts, placement, costs, parameters, states)
     members = tuple(CellMember.all(facts.layout, config.comm.cell))

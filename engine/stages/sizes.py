@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from weft.engine.parallel.axis import Alone
+from weft.engine.parallel.cut import Cut
+from weft.engine.parallel.experts import expert_cuts, require_experts
+from weft.engine.parallel.tensor import require_shareable
+from weft.engine.parallel.tensor_cuts import tensor_cuts
+from weft.engine.parallel.tensor_styles import TensorPlan
 from weft.engine.stages.skeleton import decoder_layers, model_class, skeleton
 
 
@@ -19,9 +26,16 @@ class PartSize:
     active: int
     """Those that one token is multiplied with: of a mixture of experts the chosen ones, of an
     embedding none. A forward takes twice as many floating-point operations per token."""
+    held: int = -1
+    """Those that one rank holds of them, where several share a layer; all of them, if not given."""
+
+    def __post_init__(self) -> None:
+        """A rank holds all, unless it is said otherwise."""
+        if self.held < 0:
+            object.__setattr__(self, "held", self.parameters)
 
     def __add__(self, other: PartSize) -> PartSize:
-        return PartSize(self.parameters + other.parameters, self.active + other.active)
+        return PartSize(self.parameters + other.parameters, self.active + other.active, self.held + other.held)
 
 
 @dataclass(frozen=True)
@@ -40,40 +54,66 @@ class ModelSizes:
 
     @property
     def largest_layer(self) -> int:
-        """Weights of the largest decoder layer."""
-        return max(layer.parameters for layer in self.layers)
+        """Weights that a rank holds of the largest decoder layer."""
+        return max(layer.held for layer in self.layers)
 
 
-def model_sizes(config: PreTrainedConfig) -> ModelSizes:
-    """Count a model's weights without making them."""
+def model_sizes(config: PreTrainedConfig, *, tensor: int = 1, expert: int = 1) -> ModelSizes:
+    """Count a model's weights without making them.
+
+    Args:
+        tensor, expert: ranks that share matrices, and experts.
+
+    Raises:
+        UnshareableError: they cannot.
+    """
     model = skeleton(model_class(config), config)
     path = decoder_layers(model)
     layers = model.get_submodule(path)
     assert isinstance(layers, nn.ModuleList)
+    cuts = _cuts(model, path, tensor, expert)
     head = model.get_output_embeddings()
-    head_weights = sum(p.numel() for p in head.parameters()) if head is not None else 0
+    inside = {id(parameter) for parameter in layers.parameters()}
+    of_head = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+    after = _size(model, cuts, of_head)
+    outside = _size(model, cuts, {id(parameter) for parameter in model.parameters()} - inside)
+    tied = after.parameters if model.all_tied_weights_keys else 0
+    before = outside if tied else PartSize(outside.parameters - after.parameters, 0, outside.held - after.held)
     text = config.get_text_config()
-    outside = sum(p.numel() for name, p in model.named_parameters() if not name.startswith(f"{path}."))
-    tied = sum(p.numel() for p in head.parameters()) if head is not None and model.all_tied_weights_keys else 0
     return ModelSizes(
-        before=PartSize(outside - (0 if tied else head_weights), 0),
-        layers=tuple(_layer_size(layer, model) for layer in layers),
-        after=PartSize(head_weights, head_weights),
+        before=replace(before, active=0),
+        layers=tuple(_size(model, cuts, {id(parameter) for parameter in layer.parameters()}) for layer in layers),
+        after=after,
         tied=tied,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
     )
 
 
-def _layer_size(layer: nn.Module, model: PreTrainedModel) -> PartSize:
-    config = model.config.get_text_config()
-    total = active = 0
-    for name, parameter in layer.named_parameters():
-        total += parameter.numel()
-        chosen, experts = chosen_experts(config)
-        routed = experts and ".experts." in f".{name}"
-        active += parameter.numel() * chosen // experts if routed else parameter.numel()
-    return PartSize(total, active)
+def _cuts(model: PreTrainedModel, layers: str, tensor: int, expert: int) -> dict[str, Cut]:
+    """What a rank holds of parameters that it does not hold in full, by their names."""
+    cuts: dict[str, Cut] = {}
+    if tensor > 1:
+        require_shareable(model, tensor, layers)
+        cuts |= tensor_cuts(model, TensorPlan(model), Alone("tensor", tensor), layers)
+    if expert > 1:
+        require_experts(model, expert)
+        cuts |= expert_cuts(model, Alone("expert", expert))
+    return cuts
+
+
+def _size(model: PreTrainedModel, cuts: Mapping[str, Cut], wanted: set[int]) -> PartSize:
+    """Of the parameters with these identities."""
+    chosen, experts = chosen_experts(model.config.get_text_config())
+    total = active = held = 0
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in wanted:
+            continue
+        count = parameter.numel()
+        total += count
+        held += cuts[name].num_elements if name in cuts else count
+        active += count * chosen // experts if experts and ".experts." in name else count
+    return PartSize(total, active, held)
 
 
 def chosen_experts(config: PreTrainedConfig) -> tuple[int, int]:

@@ -49,6 +49,7 @@ def tiny_config(
     compare_every: int = 0,
     context: int = 1,
     expert: int = 1,
+    tensor: int = 1,
 ) -> WeftConfig:
     """A Llama of eight narrow layers, clipped, warmed up and decayed, so that all of it is compared.
 
@@ -80,7 +81,7 @@ def tiny_config(
         ),
         cluster=ClusterConfig(sites=[SiteConfig(name=f"site{i}", ranks=ranks) for i, ranks in enumerate(sites)]),
         comm=CommConfig(connections=2, cell=cell),
-        parallel=ParallelConfig(context=context, expert=expert),
+        parallel=ParallelConfig(tensor=tensor, context=context, expert=expert),
         zero=ZeroConfig(stage=zero),
         optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, clip=0.5, warmup_steps=3),
         train=TrainConfig(microbatch_size=2, steps=20, precision=Precision[precision]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import yaml
 
 from weft.conf.files import write_atomic
+from weft.pipeline.costs import CostModel
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Layout
 from weft.pipeline.planner.search import Plan
@@ -27,12 +29,7 @@ def write_recipe(found: Plan, config: dict[str, Any] | None, model: str, path: P
         ValueError: the engine's configuration has no field for a part of the plan.
     """
     layout = found.best.layout
-    for name, size in (("tensor", layout.tensor), ("context", layout.context), ("expert", layout.expert)):
-        if size > 1:
-            raise ValueError(
-                f"--write {path}: the plan has {name} parallelism of {size}, which recipes cannot say yet; add "
-                f"--pin parallel.{name}=1"
-            )
+    _require_expressible(layout, path)
     hosts = dict(_hosts(found, layout))
     hostfile, costs = path.with_suffix(".hostfile"), path.with_suffix(".costs.yaml")
     lines = [f"{host} slots={slots}" for held in hosts.values() for host, slots in held]
@@ -61,21 +58,49 @@ def write_recipe(found: Plan, config: dict[str, Any] | None, model: str, path: P
             "memory_cap_bytes": int(found.best.cap_bytes),
             "search_seconds": 0.0,
         },
+        "parallel": _parallel(found, layout),
         "comm": {"cell": layout.cell},
         "zero": {"stage": layout.zero_stage},
         "train": {"microbatch_size": layout.microbatch_size, "precision": "bf16"},
     }
     write_atomic(hostfile, "\n".join(lines) + "\n")
-    write_atomic(costs, costs_to_yaml(Estimates(found.cluster, found.work).costs(layout)))
+    write_atomic(costs, costs_to_yaml(_costs_of_a_rank(Estimates(found.cluster, found.work).costs(layout), layout)))
     write_atomic(path, head + yaml.safe_dump(tree, sort_keys=False))
     return [path, hostfile, costs]
 
 
+def _require_expressible(layout: Layout, path: Path) -> None:
+    """Refuse plans that a run would refuse."""
+    axes = {axis: size for axis in ("tensor", "context", "expert") if (size := getattr(layout, axis)) > 1}
+    named = " and ".join(f"{axis} parallelism of {size}" for axis, size in axes.items())
+    if layout.cell > 1 and axes:
+        raise ValueError(
+            f"--write {path}: the plan has a DP-cell beside {named}, which runs do not; add --pin comm.cell=1"
+        )
+    if layout.tensor > 1 and layout.expert > 1:
+        raise ValueError(f"--write {path}: the plan has {named}, which runs do not; add --pin parallel.expert=1")
+
+
+def _parallel(found: Plan, layout: Layout) -> dict[str, Any]:
+    """How layers are shared, where they are."""
+    sizes: dict[str, Any] = {axis: getattr(layout, axis) for axis in ("tensor", "context", "expert")}
+    if any(found.cluster.sites[site].gpus_per_host % layout.tensor for site in layout.sites):
+        sizes["tensor_across_hosts"] = True
+    return sizes
+
+
+def _costs_of_a_rank(costs: CostModel, layout: Layout) -> CostModel:
+    """Of the GPUs that share a layer each sends its part of an activation, over its part of the link."""
+    sharing = layout.gpus_per_rank
+    stages = tuple(replace(stage, output_bytes=stage.output_bytes / sharing) for stage in costs.stages)
+    return replace(costs, stages=stages, local=replace(costs.local, bandwidth_bps=costs.local.bandwidth_bps / sharing))
+
+
 def _hosts(found: Plan, layout: Layout) -> Iterator[tuple[str, list[tuple[str, int]]]]:
-    """By site, its hosts and the ranks on each: all replicas of one pipeline rank after the other."""
+    """By site, its hosts and the ranks on each: all ranks of one pipeline rank after the other."""
     for number, held in zip(layout.sites, layout.stages, strict=True):
         site = found.cluster.sites[number]
-        left = held * layout.replicas
+        left = held * layout.replicas * layout.gpus_per_rank
         hosts: list[tuple[str, int]] = []
         while left:
             slots = min(left, site.gpus_per_host)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.stages import check_axes, check_packing
@@ -42,13 +42,13 @@ def examine_shared(model_type: str, sizes: Mapping[str, int]) -> Finding:
     _raise_vocabulary(config, sizes.get("tensor", 1))
     notes = []
     try:
-        check_axes(config, **sizes)
+        _check(config, sizes, packing=False)
     except ValueError as error:
         return found(Verdict.refused, reason_of(error))
     packs = _packs(config)
     if packs:
         try:
-            check_axes(config, **sizes, packing=True)
+            _check(config, sizes, packing=True)
         except ValueError as error:
             notes, packs = [f"not with packed rows: {reason_of(error)}"], False
     used = {axis: size for axis, size in sizes.items() if size > 1}
@@ -62,16 +62,21 @@ def examine_shared(model_type: str, sizes: Mapping[str, int]) -> Finding:
     return found(Verdict.exact, "; ".join(notes))
 
 
-def _raise_vocabulary(config: object, members: int) -> None:
+def _check(config: PreTrainedConfig, sizes: Mapping[str, int], *, packing: bool) -> None:
+    tensor, context, expert = (sizes.get(axis, 1) for axis in ("tensor", "context", "expert"))
+    check_axes(config, tensor=tensor, context=context, expert=expert, packing=packing)
+
+
+def _raise_vocabulary(config: PreTrainedConfig, members: int) -> None:
     """To what members can divide, as for a new model."""
-    text = config.get_text_config()  # type: ignore[attr-defined]
+    text = config.get_text_config()
     if isinstance(getattr(text, "vocab_size", None), int):
         text.vocab_size += -text.vocab_size % members
 
 
-def _packs(config: object) -> bool:
+def _packs(config: PreTrainedConfig) -> bool:
     try:
-        check_packing(config)  # type: ignore[arg-type]
+        check_packing(config)
     except ValueError:
         return False
     return True
@@ -94,7 +99,7 @@ def _most_stages(small: PreTrainedModel, sizes: Mapping[str, int]) -> int:
     return 2
 
 
-def _wider(small: PreTrainedModel, packs: bool) -> Iterator[tuple[str, list[Batch]]]:
+def _wider(small: PreTrainedModel, packs: bool) -> Iterator[tuple[str, Sequence[Batch]]]:
     """Micro-batches beyond those of the check, and what is special about them; the model is as they want it."""
     plain = tried_batch(small)
     rows = [{name: tensor[row : row + 1] for name, tensor in plain.items()} for row in range(2)]

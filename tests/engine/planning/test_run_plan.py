@@ -48,6 +48,9 @@ CASES = {
     "two sites": ({"schedule": "auto", "placement": "any", "stages": 4, "sites": (2, 2)}, False, "workload"),
     "three sites": ({"schedule": "w", "placement": "site_fold", "stages": 4, "sites": (1, 2, 1)}, False, "workload"),
     "cells": ({"schedule": "auto", "placement": "any", "stages": 2, "sites": (1, 1), "cell": 2}, True, "workload"),
+    "tensor": ({"stages": 2, "tensor": 2}, False, "workload"),
+    "context, ZeRO-1, two sites": ({"stages": 2, "context": 2, "zero": 1, "sites": (1, 1)}, False, "workload"),
+    "expert": ({"stages": 2, "expert": 2}, False, "workload"),
     "cells, 1f1b": ({"stages": 2, "sites": (1, 1), "cell": 2, "zero": 1}, True, "none"),
 }
 

@@ -85,6 +85,24 @@ def test_the_recipe_is_what_a_dry_run_takes(weft_plan, folder, capsys):
     assert "3 stages on 3 ranks x 4 replicas" in text and "predicted step" in text
 
 
+def test_a_recipe_says_how_layers_are_shared(weft_plan, folder, capsys):
+    recipe = folder / "shared.yaml"
+    pins = ("parallel.tensor=2", "parallel.context=2", "pipeline.stages=2", "replicas=2", "comm.cell=1")
+    options = [word for pin in pins for word in ("--pin", pin)]
+    assert weft_plan(*options, "--write", str(recipe))[0] == 0
+    hosts = [line.split("slots=") for line in recipe.with_suffix(".hostfile").read_text().splitlines()]
+    assert sum(int(slots) for _, slots in hosts) == 2 * 2 * 2 * 2
+    assert cli.main(["launch", f"recipe={recipe}", "dry_run=true"]) == 0
+    assert "2 stages on 2 ranks x 2 replicas x context 2 x tensor 2" in capsys.readouterr().out
+
+
+def test_a_recipe_that_a_run_would_refuse_is_not_written(weft_plan, folder):
+    pins = ("parallel.tensor=2", "pipeline.stages=2", "replicas=2", "comm.cell=2")
+    options = [word for pin in pins for word in ("--pin", pin)]
+    code, _, error = weft_plan(*options, "--write", str(folder / "refused.yaml"))
+    assert code == 2 and "--pin comm.cell=1" in error
+
+
 @pytest.mark.parametrize(
     ("change", "parts"),
     [

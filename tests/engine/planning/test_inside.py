@@ -1,0 +1,82 @@
+"""What plans know of ranks that share layers: what each holds, exchanges, saves and sends."""
+
+from dataclasses import replace
+
+import pytest
+from transformers import LlamaConfig, MixtralConfig
+
+from tests.engine.planning.given import MODEL
+from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass
+from weft.comm.collectives.cache import CostCache, topology_key
+from weft.conf.schema import ClusterConfig, LinkConfig, ParallelConfig, PipelineConfig, SiteConfig, WeftConfig
+from weft.engine.planning.gathering import facts_before_start
+from weft.engine.planning.run_plan import plan_run
+from weft.engine.stages.sizes import model_sizes
+
+LLAMA = LlamaConfig(**MODEL.to_dict() | {"vocab_size": 4096})
+MIXTRAL = MixtralConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, num_local_experts=4,
+)  # fmt: skip
+
+
+def plan_of(folder, hf_config=LLAMA, **axes):
+    config = WeftConfig(parallel=ParallelConfig(**axes), pipeline=PipelineConfig(stages=2))
+    config.cluster.ranks = 4
+    config.data.cache_dir = str(folder)
+    facts = facts_before_start(config, hf_config)
+    return plan_run(config, replace(facts, flops_per_s=1e9))
+
+
+def test_what_a_member_holds():
+    whole, half = model_sizes(MIXTRAL), model_sizes(MIXTRAL, expert=2)
+    experts = 4 * 3 * 32 * 64
+    assert [layer.held for layer in half.layers] == [layer.parameters - experts // 2 for layer in whole.layers]
+    assert [layer.parameters for layer in half.layers] == [layer.parameters for layer in whole.layers]
+    llama, part = model_sizes(LLAMA), model_sizes(LLAMA, tensor=2)
+    norms = 2 * LLAMA.hidden_size
+    assert [layer.held for layer in part.layers] == [(layer.parameters - norms) // 2 + norms for layer in llama.layers]
+    assert part.after.held == llama.after.parameters // 2 and part.largest_layer < llama.largest_layer
+    with pytest.raises(ValueError, match="num_attention_heads=4, which 8 ranks cannot divide"):
+        model_sizes(LLAMA, tensor=8)
+
+
+def test_members_divide_what_is_computed_saved_and_sent(tmp_path):
+    alone = plan_of(tmp_path)
+    for axis in ("tensor", "context"):
+        plan = plan_of(tmp_path, **{axis: 2})
+        for mine, whole in zip(plan.costs.stages, alone.costs.stages, strict=True):
+            assert mine.forward_s == pytest.approx(whole.forward_s / 2)
+            assert mine.output_bytes == whole.output_bytes / 2
+            more = 19 / 17 if axis == "tensor" else 1.0  # what is gathered is saved by all
+            assert mine.activation_bytes <= whole.activation_bytes / 2 * more * (1 + 1e-9)
+            assert mine.activation_bytes >= whole.activation_bytes / 2 * (1 - 1e-9)
+
+
+def test_experts_are_held_in_parts_and_sharded_over_who_holds_the_same(tmp_path):
+    alone, plan = plan_of(tmp_path, MIXTRAL), plan_of(tmp_path, MIXTRAL, expert=2)
+    for mine, whole in zip(plan.memory, alone.memory, strict=True):
+        assert mine.zero.weights < 0.8 * whole.zero.weights
+
+
+def test_measured_collectives_of_an_axis_are_in_the_step(tmp_path):
+    alpha = 1.0
+    links = CollectiveCosts.of_links({LinkClass.intra: AlphaBeta(alpha, 0.0)})
+    CostCache.in_folder(str(tmp_path)).write(topology_key(Group.regular(1, 2), "cpu"), links)
+    layers = MODEL.num_hidden_layers // 2
+    for stage in plan_of(tmp_path, tensor=2).costs.stages:  # two blocks a layer, each of which gathers and sums
+        assert 4 * layers * alpha < stage.forward_s < 5 * layers * alpha
+        assert 4 * layers * alpha < stage.input_s < 5 * layers * alpha
+
+
+def test_links_between_sites_are_shared_by_members(tmp_path):
+    config = WeftConfig(pipeline=PipelineConfig(stages=2))
+    config.cluster = ClusterConfig(
+        ranks=4,
+        sites=[SiteConfig(name=name, ranks=1) for name in "ab"],
+        links=[LinkConfig(sites=["a", "b"], latency_ms=1, bandwidth_mbps=200)],
+    )
+    config.data.cache_dir = str(tmp_path)
+    alone = facts_before_start(config, LLAMA).links.wan
+    config.parallel = ParallelConfig(context=2)
+    assert facts_before_start(config, LLAMA).links.wan == replace(alone, bandwidth_bps=alone.bandwidth_bps / 2)
