@@ -122,8 +122,8 @@ def _by_vocabulary(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]
 def _cut(name: str, shape: tuple[int, ...], dim: int, group: AxisGroup, blocks: int = 1) -> Cut:
     if shape[dim] % (group.size * blocks):
         raise UnshareableError(
-            f"parallel.tensor={group.size}: {name} has the shape {list(shape)}, whose dimension {dim} "
-            f"{group.size} ranks cannot divide evenly{' in two halves' if blocks == 2 else ''}; choose another number"
+            f"parallel.tensor={group.size}: {name} has the shape {list(shape)}, of which {group.size} ranks "
+            f"cannot divide dimension {dim} evenly{' in two halves' if blocks == 2 else ''}; choose another number"
         )
     return Cut(shape, dim, group.index, group.size, blocks)
 

@@ -53,8 +53,13 @@ SHARED = {
     "expert 2 x stages 2, ZeRO-1": {"expert": 2, "stages": 2, "zero": 1},
     "expert 2 x replicas 4, ZeRO-3": {"expert": 2, "stages": 1, "zero": 3},
     "context 2, expert 4, ZeRO-2": {"context": 2, "expert": 4, "stages": 1, "zero": 2},
+    "tensor 2 x stages 2": {"tensor": 2, "stages": 2},
+    "tensor 2, w, fold, tied": {"tensor": 2, "stages": 2, "schedule": "w", "placement": "fold", "tied": True},
+    "tensor 2, zbv, fold, LoRA": {"tensor": 2, "stages": 2, "schedule": "zbv", "placement": "fold", "lora": True},
+    "tensor 2 x context 2, ZeRO-1": {"tensor": 2, "context": 2, "stages": 1, "zero": 1},
+    **{f"tensor 2 x replicas 2, ZeRO-{zero}": {"tensor": 2, "stages": 1, "zero": zero} for zero in range(4)},
 }
-"""Keywords of `tiny_config` for ranks that share sequences and experts."""
+"""Keywords of `tiny_config` for ranks that share sequences, experts and matrices."""
 EIGHT = {
     "1f1b, 8 stages": (8, {"layers": 8, "microbatches": 8}),
     "w, fold, two replicas, ZeRO-1, tied": (4, {"schedule": "w", "placement": "fold", "zero": 1, "tied": True}),
@@ -97,11 +102,12 @@ def test_pipelines_and_replicas_on_eight_ranks_of_a_job_that_has_bound_its_devic
     _check(EIGHT, 8, bound=True)
 
 
-def test_ranks_that_share_sequences_and_experts():
+def test_ranks_that_share_sequences_experts_and_matrices():
     configs = {name: tiny_config(layers=4, **keywords) for name, keywords in SHARED.items()}
     results = run_ranks(4, losses_under_rules, list(configs.values()), STEPS, False, timeout_s=800)
     for number, (name, config) in enumerate(configs.items()):
-        expected = reference_losses(config, 4 // config.pipeline.stages // config.parallel.context, STEPS)
+        sharing = config.parallel.context * config.parallel.tensor
+        expected = reference_losses(config, 4 // config.pipeline.stages // sharing, STEPS)
         for losses, _ in results:
             assert losses[number] == pytest.approx(expected, rel=1e-5), name
     _refuse_waits(waits for _, waits in results)
@@ -113,13 +119,15 @@ def test_without_eager_connection_the_first_send_deadlocks():
     assert any("comm/rts_channel.py" in text and "execution/executor.py" in text for text in said), said
 
 
-def test_evaluation_checkpoints_and_an_end_by_the_clock(tmp_path):
-    config = tiny_config(stages=2, zero=1, tied=True)
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_evaluation_checkpoints_and_an_end_by_the_clock(tmp_path, tensor):
+    config = tiny_config(stages=2, zero=1, tied=True, tensor=tensor)
     config.checkpoint.background = True
-    overrides = [*TINY_QUICKSTART, "train.max_seconds=0.001", "train.steps=50", f"train.output_dir={tmp_path}/run"]
+    clock = ["train.max_seconds=0.001", "train.steps=50", f"train.output_dir={tmp_path}/run"]
+    overrides = [*TINY_QUICKSTART, *clock, f"pipeline.stages={4 // tensor}", f"parallel.tensor={tensor}"]
     ranks = run_ranks(4, a_run, config, str(tmp_path / "checkpoints"), overrides, timeout_s=400)
     first = ranks[0]
-    assert first["losses"] == pytest.approx(reference_losses(config, 2, STEPS), rel=1e-5)
+    assert first["losses"] == pytest.approx(reference_losses(config, 2 // tensor, STEPS), rel=1e-5)
     assert all(rank["losses"] == first["losses"] and rank["evaluated"] == first["evaluated"] for rank in ranks)
     assert [rank["again"] for rank in ranks] == [first["losses"][1:]] * 4
     assert [rank["loaded"] for rank in ranks] == ["step-00000001"] * 4

@@ -79,9 +79,14 @@ def causal_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+def causal_class(model_type: str) -> str:
+    """The name of its causal language model."""
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+
+
 def examine(model_type: str) -> Finding:
     """Try one architecture in this process."""
-    name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    name = causal_class(model_type)
     made = prepared(model_type, in_stages=True)
     if isinstance(made, Finding):
         return made
@@ -130,7 +135,7 @@ def prepared(
         return cls, config, small_copy(cls, config, min_layers=2)
     except Exception as error:
         verdict = refused if isinstance(error, ValueError) else Verdict.untried
-        return Finding(model_type, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]), verdict, reason_of(error))
+        return Finding(model_type, causal_class(model_type), verdict, reason_of(error))
 
 
 def _fails_as_a_whole(error: ValueError) -> bool:
@@ -261,7 +266,7 @@ def _collect(model_type: str, pipe: Connection | None, process: BaseProcess, sec
         finding, reason = None, "its process ended without a word"
     if finding is None:
         process.kill()
-        finding = Finding(model_type, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]), Verdict.untried, reason)
+        finding = Finding(model_type, causal_class(model_type), Verdict.untried, reason)
     process.join()
     return Finding(**{**vars(finding), "seconds": round(seconds, 1)})
 

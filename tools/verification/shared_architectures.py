@@ -9,14 +9,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.stages import check_axes, check_packing
-from weft.engine.stages.axis_check import TOLERANCE
+from weft.engine.stages.axis_check import TOLERANCE, refuse_unshareable
 from weft.engine.stages.batch import Batch, count_label_tokens
 from weft.engine.stages.checking import LENGTH, tried_batch
 from weft.engine.stages.comparison import difference, whole_outcome
 from weft.engine.stages.members import members_outcome
 from weft.engine.stages.packed import tell_rows
 from weft.engine.stages.skeleton import cuttable_layers
-from weft.tools.verification.architectures import Finding, Verdict, prepared, reason_of
+from weft.tools.verification.architectures import Finding, Verdict, causal_class, prepared, reason_of
+from weft.tools.verification.small_configs import small_config
 
 
 def shared_text(sizes: Mapping[str, int]) -> str:
@@ -31,6 +32,8 @@ def examine_shared(model_type: str, sizes: Mapping[str, int]) -> Finding:
     the check tries: several micro-batches, in two stages, in evaluation and with checkpointed layers.
     """
     shared = shared_text(sizes)
+    if reason := _refused_by_name(model_type, sizes):
+        return Finding(model_type, causal_class(model_type), Verdict.refused, reason, shared=shared)
     made = prepared(model_type, in_stages=False)
     if isinstance(made, Finding):
         return Finding(**vars(made) | {"shared": shared})
@@ -60,6 +63,19 @@ def examine_shared(model_type: str, sizes: Mapping[str, int]) -> Finding:
         if wrong := _difference(small, batches, used, stages):
             return found(Verdict.wrong, f"{what}: {wrong}")
     return found(Verdict.exact, "; ".join(notes))
+
+
+def _refused_by_name(model_type: str, sizes: Mapping[str, int]) -> str:
+    """Why members cannot divide an architecture, where its config alone says so, which takes no small copy."""
+    try:
+        config = small_config(model_type)
+        _raise_vocabulary(config, sizes.get("tensor", 1))
+        refuse_unshareable(config, tensor=sizes.get("tensor", 1), expert=sizes.get("expert", 1))
+    except UnshareableError as error:
+        return reason_of(error)
+    except Exception:  # any: that there is no small copy is told below
+        return ""
+    return ""
 
 
 def _check(config: PreTrainedConfig, sizes: Mapping[str, int], *, packing: bool) -> None:

@@ -1,0 +1,28 @@
+"""What a rank of a run holds of weights, gradients and optimiser state, beside what its plan says."""
+
+from __future__ import annotations
+
+from tests.engine.tiny import batches
+from weft.conf.schema import WeftConfig
+from weft.engine.initialize import initialize
+
+
+def held_and_predicted(configs: list[WeftConfig]) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """Bytes after a step of each run, and those of the plan for this pipeline rank."""
+    found = []
+    for config in configs:
+        engine, *_ = initialize(config=config)
+        engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+        engine.train_batch()
+        planned = engine.plan.memory[engine.pipe_rank].zero
+        weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in engine.module.parameters()}
+        gradients = [bucket._buffer.nbytes for bucket in engine.sharding.buckets]  # kept from step to step
+        states = [state for states in engine.optimizer.state.values() for state in states.values()]
+        held = {
+            "weights": sum(weights.values()),
+            "gradients": sum(gradients),
+            "optimizer": sum(state.nbytes for state in states if state.dim()),
+        }
+        found.append((held, {name: getattr(planned, name) for name in held}))
+        engine.destroy()
+    return found
