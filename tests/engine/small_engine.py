@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tests.engine.zero.replicas import SmallStage
 from weft.conf.schema import Partition, WeftConfig, ZeroConfig
 from weft.engine.checkpoint.optimizer_state import collect
+from weft.engine.checkpoint.parts import cut_tensors, stored_name, whole_name
 from weft.engine.planning.layout import RankLayout
 from weft.engine.zero import Collectives, ShardedOptimizer, Sharding, Skips
 from weft.pipeline.action import Action, Op
@@ -68,14 +69,15 @@ class SmallEngine:
         tied: bool = False,
         frozen: Sequence[str] = (),
         dynamic_scale: bool = False,
+        tensor: int = 1,
     ) -> None:
         world, self.global_rank = dist.get_world_size(), dist.get_rank()
         self.device = torch.device("cpu")
-        self.layout = RankLayout((stages,), world // stages)
+        self.layout = RankLayout((stages,), world // stages // tensor, tensor=tensor)
         position = self.layout.position(self.global_rank)
-        self.pipe_rank, self.replica, self.num_replicas = position.stage, position.replica, world // stages
+        self.pipe_rank, self.replica, self.num_replicas = position.stage, position.replica, self.layout.replicas
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
-        part = SmallPart(self.pipe_rank, tied=tied and stages > 1)
+        part = self.make_part(tied and stages > 1)
         for name, parameter in part.named_parameters():
             parameter.requires_grad_(name not in frozen)
         self.part = part
@@ -88,7 +90,8 @@ class SmallEngine:
         self.replicas = self.module.data_group = self._join(replicas)
         pipelines = self._join(zip(*replicas, strict=True))
         together = [(part.embed.weight, pipelines)] if part.tied else []
-        part.embed.weight.ds_pipe_replicated = bool(part.tied) and self.pipe_rank > 0
+        for parameter, _ in together:
+            parameter.ds_pipe_replicated = self.pipe_rank > 0
         config = WeftConfig(zero=zero)
         config.zero.partition = Partition.none
         self.sharding = Sharding([part], zero, Collectives.open(config, self.layout, self.device), together)
@@ -110,6 +113,10 @@ class SmallEngine:
         self.lr_scheduler = LambdaLR(self.basic_optimizer, lambda step: 1 / (1 + step))
         self.before_update: list[Callable[[], None]] = []
         """Called where the optimiser is about to change what it steps."""
+
+    def make_part(self, tied: bool) -> Any:
+        """This rank's virtual stage."""
+        return SmallPart(self.pipe_rank, tied=tied)
 
     def _join(self, groups: Any) -> dist.ProcessGroup:
         made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
@@ -148,7 +155,11 @@ class SmallEngine:
         fragments = list(self.sharding.fragments())
         pieces = collect(fragments, self.basic_optimizer, [], lambda axis: (0, 1))
         with self.sharding.full_weights():
-            model = {name: p.detach().clone() for name, p in self.part.named_global_parameters()}
+            cuts = self.part.cuts
+            model = {
+                stored_name(f"weight/{name}", cuts.get(name)): p.detach().clone()
+                for name, p in self.part.named_global_parameters()
+            }
         return {
             "pieces": [(p.name, tuple(p.shape), p.start, p.data.detach().clone().flatten()) for p in pieces],
             "model": model,
@@ -174,15 +185,27 @@ def joined(held: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             flat[start : start + data.numel()] = data
     for name, flat in whole.items():
         assert not flat.isnan().any(), f"{name}: nobody holds all of it"
+    shapes = {name: tuple(shape) for of_rank in held for name, shape, _, _ in of_rank["pieces"]}
     models: dict[str, Tensor] = {}
     for of_rank in held:
         for name, weight in of_rank["model"].items():
             assert torch.equal(models.setdefault(name, weight), weight), f"{name}: replicas differ"
-            assert torch.equal(whole[f"weight/{name}"], weight.float().flatten()), name
+            assert torch.equal(whole[name], weight.float().flatten()), name
     buffers = {name: value for of_rank in held for name, value in of_rank["buffers"].items()}
     rest = {key: held[0][key] for key in ("rates", "scheduler", "scale", "counters")}
     assert all({key: of_rank[key] for key in rest} == rest for of_rank in held)
-    return {"tensors": whole, "buffers": buffers} | rest
+    return {"tensors": _without_parts(whole, shapes), "buffers": buffers} | rest
+
+
+def _without_parts(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Flat tensors, those that are in parts put together."""
+    found = {name: flat for name, flat in tensors.items() if whole_name(name) == name}
+    for name, cuts in cut_tensors(shapes).items():
+        whole = torch.full(cuts[0].shape, torch.nan)
+        for cut in cuts:
+            cut.put(tensors[stored_name(name, cut)].view(cut.held_shape), whole)
+        found[name] = whole.flatten()
+    return found
 
 
 def assert_equal(found: Mapping[str, Any], expected: Mapping[str, Any], *, exactly: bool = True) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import AdamW
 
+from tests.engine.cut_engine import CutEngine
 from tests.engine.small_engine import SmallEngine, assert_equal, joined
 from tests.thread_ranks import run_in_threads
 from weft.conf.schema import ZeroConfig
@@ -20,18 +21,27 @@ from weft.engine.checkpoint.memory import HostMemory, MemoryCheckpoints
 from weft.engine.checkpoint.memory.slot import Slot
 
 STEPS = 3
-LAYOUTS = {"one stage, ZeRO-1": (1, 1, (0, 1)), "two stages, ZeRO-0": (2, 0, (0, 1, 0, 1)), "ZeRO-3": (1, 3, (0, 0, 1))}
+LAYOUTS = {
+    "one stage, ZeRO-1": (1, 1, (0, 1)),
+    "two stages, ZeRO-0": (2, 0, (0, 1, 0, 1)),
+    "ZeRO-3": (1, 3, (0, 0, 1)),
+    "tensor 2, ZeRO-0": (1, 0, (0, 0, 1, 1)),
+    "tensor 2, ZeRO-1": (1, 1, (0, 0, 1, 1)),
+}
 """Stages, ZeRO's stage, and the host of each rank."""
-ONE_HOST = {"one host": (1, 1, (0, 0))}
+ONE_HOST = {"one host": (1, 1, (0, 0)), "tensor 1": (1, 1, (0, 1)), "tensor 4": (1, 0, (0, 0, 1, 1))}
 
 
 def opened(root, layout):
     stages, zero, hosts = (LAYOUTS | ONE_HOST)[layout]
-    made = SmallEngine(
+    axis, _, members = layout.partition(" ")
+    make, more = (CutEngine, {"tensor": int(members[0])}) if axis == "tensor" else (SmallEngine, {})
+    made = make(
         stages,
         ZeroConfig(stage=zero, reduce_bucket_size=90),
         lambda parameters: AdamW(parameters, lr=0.02),
         tied=stages > 1,
+        **more,
     )
     host = HostMemory(Path(root, f"host{hosts[made.global_rank]}"))
     memory = MemoryCheckpoints.open(made, host, sites=[0] * len(hosts), timeout_s=20)
@@ -104,6 +114,16 @@ def test_one_host_alone_keeps_its_own(tmp_path):
 def memories(run, tmp_path):
     shutil.copytree(run[2], tmp_path / "memories")
     return tmp_path / "memories"
+
+
+@pytest.mark.parametrize("other", ["tensor 1", "tensor 4"])
+def test_another_number_of_members_takes_a_memory_checkpoint_up(tmp_path, other):
+    states = run_in_threads(4, trained, tmp_path, "tensor 2, ZeRO-1")
+    expected = joined([of_rank[-1] for of_rank in states])
+    count = len((LAYOUTS | ONE_HOST)[other][2])
+    founds, found_states = zip(*run_in_threads(count, recovered, tmp_path, other), strict=True)
+    assert founds == ((STEPS, STEPS, [float(STEPS)] * 3),) * count
+    assert_equal(joined(found_states), expected)
 
 
 def newest(host):

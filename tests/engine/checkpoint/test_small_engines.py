@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from math import prod
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from deepspeed.runtime.fp16 import loss_scaler
 from torch.optim import SGD, AdamW
 
+from tests.engine.cut_engine import CutEngine
 from tests.engine.small_engine import SmallEngine, assert_equal, joined
 from tests.thread_ranks import run_in_threads
 from weft.conf.schema import ZeroConfig
@@ -37,7 +39,8 @@ CLIENT = {"mark": [1, None, "x"], "ema": torch.arange(5.0), "nested": {"a": (1.5
 
 
 def engine(stages, zero, kind, **more):
-    return SmallEngine(stages, ZeroConfig(stage=zero, **BUCKETS), KINDS[kind], **more)
+    make = CutEngine if "tensor" in more else SmallEngine
+    return make(stages, ZeroConfig(stage=zero, **BUCKETS), KINDS[kind], **more)
 
 
 def save(folder, stages, zero, kind, **more):
@@ -78,6 +81,26 @@ def test_any_layout_goes_on_from_any_other(tmp_path, first, second, kind):
     for client in clients:
         assert torch.equal(client["ema"], CLIENT["ema"])
         assert client["mark"] == CLIENT["mark"] and client["nested"] == CLIENT["nested"]
+    assert_equal(joined(ats), at)
+    assert_equal(joined(afters), after, exactly=first == second)
+
+
+CUT = [(1, 1, 1, 0), (1, 1, 2, 1), (1, 1, 4, 0), (1, 2, 2, 0), (1, 2, 2, 1), (1, 2, 2, 3), (1, 3, 1, 2)]
+"""Stages, replicas, members of a tensor group, ZeRO's stage."""
+CUT_CASES = [
+    (first, second, ("adamw", "momentum")[number % 2])
+    for number, (first, second) in enumerate(itertools.product(CUT, CUT))
+]
+
+
+@pytest.mark.parametrize(("first", "second", "kind"), CUT_CASES)
+def test_any_number_of_members_goes_on_from_any_other(tmp_path, first, second, kind):
+    """Exactly what was saved is restored, from and to any parts of matrices."""
+    saved = run_in_threads(prod(first[:3]), save, tmp_path, first[0], first[3], kind, tensor=first[2])
+    at, after = (joined(states) for states in zip(*saved, strict=True))
+    found = run_in_threads(prod(second[:3]), load, tmp_path, second[0], second[3], kind, tensor=second[2])
+    names, _, ats, afters = zip(*found, strict=True)
+    assert set(names) == {"step-00000002"}
     assert_equal(joined(ats), at)
     assert_equal(joined(afters), after, exactly=first == second)
 
