@@ -50,6 +50,27 @@ def test_two_replicas_match_two_processes(tmp_path):
         close([e for e in logs if "loss" in e], [e for e in expected if "loss" in e])
 
 
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_layers_that_ranks_share_match_one_process(tmp_path, axis):
+    """Losses, norms and evaluation between steps; the saved folder is whole."""
+    more = {"eval_strategy": "epoch"}
+    expected = run_ranks(1, stock, str(tmp_path), 40, more)[0]
+    shared = section(2)
+    shared["weft"]["parallel"] = {axis: 2}
+    saved = tmp_path / "saved"
+    found = run_ranks(4, weft, str(tmp_path), 40, more | {"use_cpu": True}, shared, False, str(saved))
+    for logs in found:
+        close([e for e in logs if "loss" in e], [e for e in expected if "loss" in e])
+    assert eval_loss_by_hand(str(saved)) == pytest.approx(found[0][-1]["eval_loss"], rel=1e-4)
+
+
+def test_layers_that_cannot_be_shared_are_refused(tmp_path):
+    shared = section(1)
+    shared["weft"]["parallel"] = {"tensor": 4}
+    with pytest.raises(RuntimeError, match=r"parallel\.tensor=4: LlamaForCausalLM has num_key_value_heads=2"):
+        run_ranks(4, weft, str(tmp_path), 40, {"use_cpu": True}, shared)
+
+
 def test_evaluation_is_the_mean_over_tokens(tmp_path):
     more = {"num_train_epochs": 1, "learning_rate": 0.0, "eval_strategy": "epoch", "eval_on_start": True}
     found = run_ranks(2, weft, str(tmp_path), 8, more, section(2))[0]
