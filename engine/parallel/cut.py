@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -70,3 +70,17 @@ class Cut:
         for start, stop in self.ranges:
             into.narrow(self.dim, start, stop - start).copy_(part.narrow(self.dim, at, stop - start))
             at += stop - start
+
+
+_HELD = "_weft_cut"
+
+
+def held_cut(parameter: nn.Parameter) -> Cut | None:
+    """What a parameter is known to hold of a tensor; None if that is not known."""
+    return getattr(parameter, _HELD, None)
+
+
+def set_held(parameter: nn.Parameter, cut: Cut) -> None:
+    """Tell of a parameter that it holds this part of a tensor."""
+    assert tuple(parameter.shape) == cut.held_shape
+    setattr(parameter, _HELD, cut)

@@ -17,7 +17,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from weft.engine.parallel import functions
 from weft.engine.parallel.axis import AxisGroup
-from weft.engine.parallel.cut import Cut
+from weft.engine.parallel.cut import Cut, held_cut
 from weft.engine.parallel.unshareable import UnshareableError
 
 
@@ -42,6 +42,9 @@ def expert_cuts(model: PreTrainedModel, group: AxisGroup) -> dict[str, Cut]:
                 f"which {group.size} ranks cannot divide evenly; choose a divisor of {module.num_experts}"
             )
         for name, parameter in module.named_parameters():
+            if (held := held_cut(parameter)) is not None:
+                cuts[f"{path}.{name}"] = held
+                continue
             shape = tuple(parameter.shape)
             if shape[:1] != (module.num_experts,):
                 raise UnshareableError(
@@ -71,6 +74,8 @@ def hold_parts(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
         path, _, own = name.rpartition(".")
         module = model.get_submodule(path)
         whole = module.get_parameter(own)
+        if held_cut(whole) is cut:
+            continue
         setattr(module, own, nn.Parameter(cut.take(whole.detach()), requires_grad=whole.requires_grad))
 
 

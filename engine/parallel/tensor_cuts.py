@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from weft.engine.parallel.axis import AxisGroup
-from weft.engine.parallel.cut import Cut
+from weft.engine.parallel.cut import Cut, held_cut, set_held
 from weft.engine.parallel.tensor_styles import Style, TensorPlan
 from weft.engine.parallel.unshareable import UnshareableError
 
@@ -37,9 +37,9 @@ def tensor_cuts(model: PreTrainedModel, plan: TensorPlan, group: AxisGroup, laye
             place = _place(plan, full, name, parameter.dim(), path)
             if place is not None:
                 dim, blocks = place
-                cuts[full] = _cut(full, tuple(parameter.shape), dim, group, blocks)
+                cuts[full] = held_cut(parameter) or _cut(full, tuple(parameter.shape), dim, group, blocks)
     for full, parameter in _by_vocabulary(model):
-        done = getattr(parameter, _CUT, None)  # another stage of this rank holds it, too, or it has two names
+        done = held_cut(parameter)  # read so, or another stage of this rank holds it, too, or it has two names
         if done is None and (words := parameter.shape[0]) % group.size:
             raise UnshareableError(
                 f"parallel.tensor={group.size}: {full} has {words} tokens, which {group.size} ranks cannot divide "
@@ -128,13 +128,10 @@ def _cut(name: str, shape: tuple[int, ...], dim: int, group: AxisGroup, blocks: 
     return Cut(shape, dim, group.index, group.size, blocks)
 
 
-_CUT = "_weft_cut"
-
-
 def hold_in_place(model: nn.Module, cuts: dict[str, Cut]) -> None:
     """Make each parameter the part that is held; it stays the same parameter, wherever else it is."""
     for name, cut in cuts.items():
         parameter = model.get_parameter(name)
-        if getattr(parameter, _CUT, None) is not cut:
+        if held_cut(parameter) is not cut:
             parameter.data = cut.take(parameter.detach())
-            setattr(parameter, _CUT, cut)
+            set_held(parameter, cut)

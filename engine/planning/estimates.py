@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.conf.schema import WeftConfig
+from weft.conf.schema import PairChoice, WeftConfig
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.pairing import stage_pairs, with_strands
 from weft.engine.stages.sizes import ModelSizes, PartSize
@@ -36,11 +36,11 @@ def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostM
     """
     if facts.flops_per_s is not None:
         stages = estimate_stages(config, facts, split, facts.flops_per_s)
-        pairs = stage_pairs(config, facts, split, ())
+        pairs = stage_pairs(facts, split, ())
         stages = stages if pairs is None else with_strands(stages, pairs)
     elif split.num_stages in facts.stage_costs:
         stages = facts.stage_costs[split.num_stages]
-        pairs = stage_pairs(config, facts, split, stages)
+        pairs = stage_pairs(facts, split, stages)
     else:
         known = ", ".join(map(str, facts.stage_costs))
         raise ValueError(f"costs are known of {known} virtual stages, and the placement has {split.num_stages}")
@@ -49,7 +49,7 @@ def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostM
         local=facts.links.local,
         wan=facts.links.wan,
         wan_links=facts.links.pairs,
-        pairs=pairs,
+        pairs=None if config.pipeline.pairs is PairChoice.never else pairs,
     )
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from weft.comm.collectives import Primitive
 from weft.comm.collectives.group import LinkClass
-from weft.conf.schema import PairChoice, WeftConfig
 from weft.engine.planning.facts import Facts
 from weft.engine.stages.split import StageSplit
 from weft.pipeline.costs import StageCost
@@ -24,16 +23,12 @@ _AS = {"all_to_all": Primitive.all_gather}
 """Of primitives whose costs are not measured, the one that moves as much."""
 
 
-def stage_pairs(
-    config: WeftConfig, facts: Facts, split: StageSplit, measured: tuple[StageCost, ...]
-) -> PairCosts | None:
-    """What pairs of the virtual stages take; None where that is not known, or they are not to run interleaved.
+def stage_pairs(facts: Facts, split: StageSplit, measured: tuple[StageCost, ...]) -> PairCosts | None:
+    """What pairs of the virtual stages take; None where that is not known.
 
     Args:
         measured: costs of the stages; empty to go by the speed of a rank.
     """
-    if config.pipeline.pairs is PairChoice.never:
-        return None
     if (given := facts.stage_pairs.get(split.num_stages)) is not None:
         return given
     if facts.strands is None or facts.speed is None:

@@ -12,7 +12,7 @@ from weft.comm.collectives import CollectiveCosts, Group
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.collectives.costs import AlphaBeta
 from weft.comm.collectives.group import LinkClass
-from weft.conf.schema import PairChoice, WeftConfig
+from weft.conf.schema import WeftConfig
 from weft.engine.planning.devices import data_sheet
 from weft.engine.planning.facts import AxisFacts, Facts
 from weft.engine.planning.pairing import traffic_s
@@ -34,14 +34,14 @@ def with_strands(
     device: torch.device,
     speed: Callable[[], Speed],
 ) -> Facts:
-    """The facts with what pairs of strands are planned from, where ranks share layers.
+    """The facts with what ranks that share layers compute and exchange, and pairs of strands are planned from.
 
     Args:
         nodes: of each rank of the world.
         speed: of a rank; measured if it is asked.
     """
     sizes = {axis: len(groups[0]) for axis, groups in facts.layout.axis_groups.items()}
-    if not sizes or config.pipeline.pairs is PairChoice.never or facts.stage_pairs:
+    if not sizes or facts.stage_pairs:
         return facts
     cache = CostCache.in_folder(config.data.cache_dir)
     axes, sources = {}, []

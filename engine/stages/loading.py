@@ -152,7 +152,7 @@ def load_stages(
     cls = model_class(hf_config)
     if split.num_stages > 1:
         return new_stages(cls, hf_config, split, stages, dtype=dtype, seed=seed, source=config, axes=axes)
-    model = _load_part(config, cls, hf_config, lambda model: None, dtype=dtype, seed=seed)
+    model = _load_part(config, cls, hf_config, lambda model: None, dtype=dtype, seed=seed, axes=axes)
     dressed = _dress(model, config, seed)
     cuts = named_parts(model, axes, PREFIX if config.lora.enabled else "")
     return [Stage(dressed, index=0, num_stages=1, port=Port(), axes=axes, cuts=cuts)]
@@ -196,7 +196,13 @@ def _load_stage(
 ) -> Stage:
     window, tied = split.layers[index], set[str]()
     model = _load_part(
-        config, cls, hf_config, lambda model: tied.update(prune(model, outline, window)), dtype=dtype, seed=seed
+        config,
+        cls,
+        hf_config,
+        lambda model: tied.update(prune(model, outline, window)),
+        dtype=dtype,
+        seed=seed,
+        axes=axes,
     )
     _require_tied(model, tied, config, window.stop == outline.num_layers)
     port = open_port(model, outline, window, frozenset(tied))
@@ -223,6 +229,7 @@ def _load_part(
     *,
     dtype: torch.dtype,
     seed: int,
+    axes: AxisGroups | None = None,
 ) -> PreTrainedModel:
     if not config.path:
         return new_model(cls, hf_config, dtype=dtype, seed=seed, prune=prune)
@@ -234,6 +241,7 @@ def _load_part(
             dtype=dtype,
             seed=seed,
             prune=prune,
+            axes=axes,
             output_loading_info=True,
         )
     except Exception as error:  # any: readers of several file formats fail in their own ways

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
+from weft.engine.parallel.axis import AxisGroups
 from weft.engine.stages.placeholders import Placeholder
 from weft.engine.stages.skeleton import quiet, skeleton
+from weft.engine.stages.slices import reading_parts
 
 MAX_CONSTRUCTED = 200_000_000
 """Weights of a model that every rank may construct as a whole, where it has to."""
@@ -65,9 +67,14 @@ def load(
     dtype: torch.dtype,
     seed: int,
     prune: Callable[[PreTrainedModel], Any],
+    axes: AxisGroups | None = None,
     **options: Any,
 ) -> Any:
-    """``cls.from_pretrained(source)`` of a model that is pruned before it takes up memory."""
+    """``cls.from_pretrained(source)`` of a model that is pruned before it takes up memory.
+
+    Args:
+        axes: ranks that share each layer; of what this one holds a part of, only that is read where files allow it.
+    """
 
     def __init__(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         cls.__init__(self, *args, **kwargs)
@@ -81,12 +88,14 @@ def load(
                     _blank(tensor)
         _initialize(self, seed)
 
-    members = {
+    members: dict[str, Any] = {
         "__init__": __init__,
         "initialize_weights": initialize_weights,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
     }
+    if axes is not None and axes != AxisGroups():
+        members["_load_pretrained_model"] = staticmethod(reading_parts(cls._load_pretrained_model, axes))
     part: Any = new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(members))
     with quiet():
         loaded = part.from_pretrained(source, config=config, dtype=dtype, **options)

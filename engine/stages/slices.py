@@ -1,0 +1,131 @@
+"""Slices: of a model's files a rank reads what it holds of each weight, and no more."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming, rename_source_key
+
+from weft.engine.parallel.axis import AxisGroups
+from weft.engine.parallel.cut import Cut, set_held
+from weft.engine.parallel.experts import expert_cuts
+from weft.engine.parallel.tensor_cuts import tensor_cuts
+from weft.engine.parallel.tensor_styles import TensorPlan
+from weft.engine.stages.skeleton import decoder_layers
+
+Load = Callable[..., Any]
+"""`PreTrainedModel._load_pretrained_model`: files, or tensors by their names in them, into a model."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A part of a tensor in a file, read when transformers asks for all of it.
+
+    Attributes:
+        source: safetensors' slice of the whole tensor.
+        cut: the part.
+    """
+
+    source: Any
+    cut: Cut
+
+    def get_dtype(self) -> str:
+        """Of the tensor."""
+        return self.source.get_dtype()
+
+    def get_shape(self) -> list[int]:
+        """Of the part."""
+        return list(self.cut.held_shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """The part."""
+        assert index is Ellipsis
+        before = (slice(None),) * self.cut.dim
+        parts = [self.source[(*before, slice(start, stop))] for start, stop in self.cut.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.cut.dim)
+
+
+def reading_parts(load: Load, axes: AxisGroups) -> Load:
+    """Instead of ``load`` of a model: what ``axes`` let this rank hold is read in parts, where files allow it.
+
+    Weights that transformers puts together from several tensors are read whole, but for experts that others hold;
+    `take_part` cuts them then.
+    """
+
+    def load_parts(
+        model: PreTrainedModel, state_dict: Any, files: Sequence[str] | None, load_config: Any, *more: Any, **named: Any
+    ) -> Any:
+        if state_dict is not None or not files or not all(file.endswith(".safetensors") for file in files):
+            return load(model, state_dict, files, load_config, *more, **named)
+        with ExitStack() as stack:
+            opened = [stack.enter_context(safe_open(file, framework="pt", device="cpu")) for file in files]
+            found = {key: file.get_slice(key) for file in opened for key in file.offset_keys()}
+            cuts = _cuts(model, axes)
+            wanted, held = dict[str, Any](), dict[str, Cut]()
+            for key, name, converter in _targets(model, found, load_config):
+                wanted[key] = found[key]
+                cut = cuts.get(name)
+                if cut is None:
+                    continue
+                if converter is None:
+                    if tuple(found[key].get_shape()) == cut.shape:
+                        wanted[key], held[name] = Slice(found[key], cut), cut
+                elif cut.axis == "expert" and (number := _expert(key, converter)) is not None:
+                    held[name] = cut
+                    if not any(start <= number < stop for start, stop in cut.ranges):
+                        del wanted[key]
+            _shrink(model, held)
+            result = load(model, wanted, None, load_config, *more, **named)
+            for name, cut in held.items():
+                set_held(model.get_parameter(name), cut)
+            return result
+
+    return load_parts
+
+
+def _cuts(model: PreTrainedModel, axes: AxisGroups) -> Mapping[str, Cut]:
+    if axes.tensor.size > 1:
+        return tensor_cuts(model, TensorPlan(model), axes.tensor, decoder_layers(model))
+    return expert_cuts(model, axes.expert)
+
+
+def _targets(
+    model: PreTrainedModel, keys: Mapping[str, Any], load_config: Any
+) -> Iterator[tuple[str, str, WeightConverter | None]]:
+    """Each tensor in the files, the weight that it is or is a part of, and what puts that together."""
+    mapping = load_config.weight_mapping or []
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state = model.state_dict()
+    for key in keys:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if name not in state and key in state:
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
+        yield key, name, None if pattern is None else by_pattern[pattern]
+
+
+def _expert(key: str, converter: WeightConverter) -> int | None:
+    """Which expert's a tensor is, if all of a layer's are stacked; None if that is not known."""
+    if not (isinstance(converter.operations[0], MergeModulelist) and converter.operations[0].dim == 0):
+        return None
+    match = re.search(r"experts\.(\d+)\.", key)
+    return int(match[1]) if match else None
+
+
+def _shrink(model: PreTrainedModel, held: Mapping[str, Cut]) -> None:
+    """Let weights without memory have the shape of what is held of them."""
+    for name, cut in held.items():
+        path, _, own = name.rpartition(".")
+        whole = model.get_parameter(name)
+        assert whole.is_meta
+        part = torch.empty(cut.held_shape, dtype=whole.dtype, device="meta")
+        setattr(model.get_submodule(path), own, nn.Parameter(part, requires_grad=whole.requires_grad))
