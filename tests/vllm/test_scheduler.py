@@ -47,7 +47,7 @@ def test_no_more_is_wanted_than_a_step_takes_and_few_look_ups_are_made():
 @pytest.mark.parametrize(
     ("section", "field", "value", "part"),
     [
-        ("parallel_config", "pipeline_parallel_size", 2, "on their way through the stages"),
+        ("parallel_config", "pipeline_parallel_size", 2, "still in the stages"),
         ("parallel_config", "data_parallel_size", 2, "start one worker per rank"),
         ("scheduler_config", "async_scheduling", True, "--no-async-scheduling"),
         ("scheduler_config", "enable_chunked_prefill", False, "leave it on"),
