@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.engine.zero.replicas import Meeting, in_threads
+from weft.comm.channel import ChannelError
 from weft.comm.collectives import Collective, Group, Mesh, Primitive, communicator, plain
 from weft.comm.collectives.collective import GATHERING, REDUCING
 from weft.comm.collectives.communicator import Communicator
@@ -138,3 +139,38 @@ def test_what_does_not_fit_is_refused(ranks):
                 opened.start(plain(wish), source, target)
 
     ranks(2, run)
+
+
+def test_meshes_and_groups_that_were_not_opened_are_refused(ranks):
+    group, other = Group.regular(2, 2), Group((0, 1, 2, 3), (0, 0, 0, 1))
+
+    def run(rank):
+        opened = Communicator.open([group], device=CPU, timeout_s=1.0, meshes={group: [group.flat]})
+        tensor = torch.ones(4)
+        wish = Collective.flat(Primitive.all_reduce, group, num_elements=4, itemsize=4)
+        *_, fine = space(wish, meshes=[Mesh(group, (2, 2))], granularities=[(1.0,)])
+        with pytest.raises(ValueError, match=r"mesh \(2, 2\) of that group was not opened; pass it to `open`"):
+            opened.start(fine, tensor, tensor)
+        wish = Collective.flat(Primitive.all_reduce, other, num_elements=4, itemsize=4)
+        with pytest.raises(ValueError, match=r"mesh \(4,\) of that group was not opened"):
+            opened.start(plain(wish), tensor, tensor)
+
+    ranks(4, run)
+
+
+def test_what_fails_says_whose_and_on_which_rank(ranks):
+    def fails(tensor, group):
+        raise RuntimeError("torn")
+
+    def run(rank):
+        opened = Communicator.open([Group((1, 2), (0, 1))], device=CPU, timeout_s=1.0, name="loss")
+        if opened is None:
+            return None
+        double = opened.start_whole(lambda tensor, group: tensor * 2, torch.ones(2), "twice")
+        torn = opened.start_whole(fails, torch.ones(2), "sum of losses")
+        with pytest.raises(ChannelError) as caught:
+            torn.wait()
+        return double.wait().tolist(), str(caught.value)
+
+    told = [f"loss of ranks 1, 2, on rank {rank}: sum of losses failed: torn" for rank in (1, 2)]
+    assert ranks(3, run) == [None, ([2.0, 2.0], told[0]), ([2.0, 2.0], told[1])]
