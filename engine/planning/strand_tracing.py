@@ -6,7 +6,8 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -117,6 +118,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._work = Work()
+        self._products: list[_Product] = []
         self._at: tuple[int, bool] = (0, True)
         self._segments: dict[tuple[int, bool], list[SegmentWork]] = {}
         self._kept: list[tuple[int, int, Kept]] = []
@@ -148,11 +150,11 @@ class _Recorder(TorchDispatchMode):
 
     def communicate(self, traffic: Traffic) -> None:
         """A segment ends."""
-        self._append(SegmentWork(self._taken(), traffic))
+        self._append(self._segment(traffic))
 
     def enter(self, number: int, *, forward: bool) -> None:
         """What follows belongs to another part, or to its backward."""
-        self._append(SegmentWork(self._taken()))
+        self._append(self._segment(None))
         self._at = number, forward
 
     def keep(self, kept: Kept) -> None:
@@ -176,14 +178,16 @@ class _Recorder(TorchDispatchMode):
         flops = 2 * query.shape[0] * query.shape[1] * pairs * (query.shape[-1] + value.shape[-1])
         moved = sum(tensor.nbytes for tensor in (query, key, value, query))
         self._work += Work(0.0, times * flops, times * moved)
+        self._products.append(_Product(0.0, object(), ()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
         if packet is torch.ops.aten._grouped_mm:
-            self._work += Work(_grouped_flops(*args[:2]))
+            self._multiplied(_grouped_flops(*args[:2]), args[0], out)
         elif packet in flop_registry:
-            self._work += Work(float(flop_registry[packet](*args, **(kwargs or {}), out_val=out)))
+            flops = float(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
+            self._multiplied(flops, args[1] if packet is torch.ops.aten.addmm else args[0], out)
         elif not _is_free(func):
             tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
             self._work += Work(moved_bytes=float(sum(tensor.nbytes for tensor in tensors)))
@@ -191,6 +195,18 @@ class _Recorder(TorchDispatchMode):
 
     def _append(self, segment: SegmentWork) -> None:
         self._segments.setdefault(self._at, []).append(segment)
+
+    def _multiplied(self, flops: float, source: Tensor, out: Tensor) -> None:
+        self._work += Work(flops)
+        self._products.append(_Product(flops, source.untyped_storage()._cdata, tuple(out.shape)))
+
+    def _segment(self, traffic: Traffic | None) -> SegmentWork:
+        """What has run since the last one. Products of one operand lead in, those of one shape lead out."""
+        products, self._products = self._products, []
+        leading = takewhile(lambda product: product.source == products[0].source, products)
+        trailing = takewhile(lambda product: product.shape == products[-1].shape, reversed(products))
+        ends = [sum(product.flops for product in some) for some in (leading, trailing)]
+        return SegmentWork(self._taken(), traffic, *ends)
 
     def _taken(self) -> Work:
         taken, self._work = self._work, Work()
@@ -224,6 +240,18 @@ class _Recorder(TorchDispatchMode):
         causal = is_causal or attn_mask is not None
         pairs = float(rows * columns - rows * (rows - 1) / 2 if causal else rows * columns)
         return _Attention.apply(query, key, value, pairs, self)
+
+
+class _Product(NamedTuple):
+    """A product, or attention, which has no flops here.
+
+    Attributes:
+        source: what tells its first operand from others.
+    """
+
+    flops: float
+    source: object
+    shape: tuple[int, ...]
 
 
 class _Attention(torch.autograd.Function):

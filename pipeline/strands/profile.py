@@ -111,13 +111,15 @@ def _list(data: Any, name: str, way: str) -> list[Any]:
 
 
 def _segment(data: Any, name: str) -> Segment:
-    fields = known_fields(data, name, ("compute_ms", "kind", "link", "comm_ms"))
+    fields = known_fields(data, name, ("compute_ms", "kind", "link", "comm_ms", "leading_ms", "trailing_ms"))
     link = fields.get("link")
     return Segment(
         compute_s=number(fields.get("compute_ms", 0.0), f"{name}.compute_ms") / 1e3,
         link=None if link is None else _member(LinkScope, link, f"{name}.link"),
         comm_s=number(fields.get("comm_ms", 0.0), f"{name}.comm_ms") / 1e3,
         kind=_member(Kind, fields.get("kind", Kind.gemm.value), f"{name}.kind"),
+        leading_s=number(fields.get("leading_ms", 0.0), f"{name}.leading_ms") / 1e3,
+        trailing_s=number(fields.get("trailing_ms", 0.0), f"{name}.trailing_ms") / 1e3,
     )
 
 
@@ -163,4 +165,6 @@ def _layer_table(layer: StrandPair) -> dict[str, Any]:
 
 def _segment_table(segment: Segment) -> dict[str, Any]:
     comm = {} if segment.link is None else {"link": segment.link.value, "comm_ms": segment.comm_s * 1e3}
-    return {"compute_ms": segment.compute_s * 1e3, "kind": segment.kind.value, **comm}
+    ends = {"leading_ms": segment.leading_s * 1e3, "trailing_ms": segment.trailing_s * 1e3}
+    products = {name: value for name, value in ends.items() if value}
+    return {"compute_ms": segment.compute_s * 1e3, "kind": segment.kind.value, **comm, **products}

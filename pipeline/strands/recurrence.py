@@ -9,9 +9,12 @@ from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.plan import SegmentPlan, Step
 from weft.pipeline.strands.segments import Kind, LinkScope, Strand, StrandPair
 
+_Place = tuple[int, int]
+"""Operators of the forward and of the backward that are done."""
+
 
 @dataclass(frozen=True)
-class _Operator:
+class Operator:
     """A base of the paper: compute, or a collective, with the weight gradients that its own strand has beside it."""
 
     compute_s: float = 0.0
@@ -31,10 +34,12 @@ class Pairing:
     Attributes:
         seconds: the paper's T_opt(N_f, N_b).
         plan: the same order of steps, without the barriers.
+        together: the operators between each two barriers.
     """
 
     seconds: float
     plan: SegmentPlan
+    together: tuple[tuple[Operator, ...], ...]
 
 
 def pair_operators(pair: StrandPair, table: OverlapTable) -> Pairing:
@@ -44,7 +49,7 @@ def pair_operators(pair: StrandPair, table: OverlapTable) -> Pairing:
     with it, as in the paper's figure 10.
     """
     forward, backward = _operators(pair.forward, pair, weights=False), _operators(pair.backward, pair, weights=True)
-    best: dict[tuple[int, int], tuple[float, tuple[int, int]]] = {(0, 0): (0.0, (0, 0))}
+    best: dict[_Place, tuple[float, _Place]] = {(0, 0): (0.0, (0, 0))}
     for i, j in product(range(len(forward) + 1), range(len(backward) + 1)):
         options = []
         if i:  # T(i-1, j) + P(i, nothing)
@@ -56,20 +61,23 @@ def pair_operators(pair: StrandPair, table: OverlapTable) -> Pairing:
             options.append((best[i - 1, j - 1][0] + both, (i - 1, j - 1)))
         if options:
             best[i, j] = min(options)
-    return Pairing(best[len(forward), len(backward)][0], SegmentPlan(tuple(_order(best, forward, backward))))
+    path = _path(best, len(forward), len(backward))
+    together = tuple((*backward[before_j:j], *forward[before_i:i]) for (i, j), (before_i, before_j) in path)
+    plan = SegmentPlan(tuple(_order(path, forward, backward)))
+    return Pairing(best[len(forward), len(backward)][0], plan, together)
 
 
-def _operators(strand: Strand, pair: StrandPair, *, weights: bool) -> list[_Operator]:
+def _operators(strand: Strand, pair: StrandPair, *, weights: bool) -> list[Operator]:
     found = []
     for index, segment in enumerate(strand.segments):
-        found.append(_Operator(segment.compute_s, kind=segment.kind, begins=True))
+        found.append(Operator(segment.compute_s, kind=segment.kind, begins=True))
         beside = [weight.compute_s for weight in pair.weights if weights and weight.after == index]
         if segment.link is not None or beside:
-            found.append(_Operator(sum(beside), segment.comm_s, Kind.gemm, segment.link, weights=len(beside)))
+            found.append(Operator(sum(beside), segment.comm_s, Kind.gemm, segment.link, weights=len(beside)))
     return found
 
 
-def _together(operators: list[_Operator], table: OverlapTable) -> float:
+def _together(operators: list[Operator], table: OverlapTable) -> float:
     """P: seconds of operators at once; those that need the same resource follow each other."""
     compute_s = sum(operator.compute_s for operator in operators)
     kind = next((operator.kind for operator in operators if operator.compute_s), None)
@@ -87,16 +95,19 @@ def _together(operators: list[_Operator], table: OverlapTable) -> float:
     return seconds
 
 
-def _order(
-    best: dict[tuple[int, int], tuple[float, tuple[int, int]]], forward: list[_Operator], backward: list[_Operator]
-) -> list[Step]:
-    """The steps of the best pairing, pair by pair: segments first, so that their collectives start early."""
-    at, path = (len(forward), len(backward)), []
+def _path(best: dict[_Place, tuple[float, _Place]], i: int, j: int) -> list[tuple[_Place, _Place]]:
+    """The places that the best pairing goes through, each with the one before it."""
+    at, path = (i, j), []
     while at != (0, 0):
         path.append((at, best[at][1]))
         at = best[at][1]
+    return path[::-1]
+
+
+def _order(path: list[tuple[_Place, _Place]], forward: list[Operator], backward: list[Operator]) -> list[Step]:
+    """The steps of a pairing, pair by pair: segments first, so that their collectives start early."""
     steps = []
-    for (i, j), (before_i, before_j) in reversed(path):
+    for (i, j), (before_i, before_j) in path:
         if j > before_j and backward[before_j].begins:
             steps.append(Step.backward)
         if i > before_i and forward[before_i].begins:

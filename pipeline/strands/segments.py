@@ -35,16 +35,20 @@ class Segment:
         compute_s: seconds of compute alone.
         link: of the collective; None where the strand ends without one.
         comm_s: seconds of the collective alone.
+        leading_s: of the compute, products that take in what the collective before has brought.
+        trailing_s: of the compute, products that make what this collective carries.
     """
 
     compute_s: float
     link: LinkScope | None = None
     comm_s: float = 0.0
     kind: Kind = Kind.gemm
+    leading_s: float = 0.0
+    trailing_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse times that are none."""
-        for name in ("compute_s", "comm_s"):
+        for name in ("compute_s", "comm_s", "leading_s", "trailing_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"segment.{name}={getattr(self, name)}: must be 0 or more, and finite")
         if self.link is None and self.comm_s:
@@ -87,7 +91,7 @@ class Strand:
             return Strand(self.segments + other.segments)
         (*before, last), (first, *after) = self.segments, other.segments
         kind = max(last, first, key=lambda segment: segment.compute_s).kind
-        joined = replace(first, compute_s=last.compute_s + first.compute_s, kind=kind)
+        joined = replace(first, compute_s=last.compute_s + first.compute_s, kind=kind, leading_s=last.leading_s)
         return Strand((*before, joined, *after))
 
     @property

@@ -40,32 +40,35 @@ class PairState(NamedTuple):
         """Once the strand's collective has ended, with the processor idle until then."""
         state = self
         while (state.forward if forward else state.backward).left_s > 0:
-            state = state._until_next_end(table, None, float("inf"))[0]
+            state = state.until_next_end(table, None, float("inf"))[0]
         return state
 
     def computed(self, table: OverlapTable, seconds: float, kind: Kind) -> PairState:
         """After compute that takes so many seconds alone."""
         state, left_s = self, seconds
         while left_s > 0:
-            state, left_s = state._until_next_end(table, kind, left_s)
+            state, left_s = state.until_next_end(table, kind, left_s)
         return state
 
     def ran(self, table: OverlapTable, segment: Segment, *, forward: bool) -> PairState:
         """After a segment of a strand: its wait, its compute, and the start of its collective."""
         state = self.waited(table, forward=forward).computed(table, segment.compute_s, segment.kind)
-        return state if segment.link is None else state._started(segment, forward=forward)
+        return state.started(segment, forward=forward)
 
     def ended(self, table: OverlapTable) -> PairState:
         """Once both collectives have ended."""
         return self.waited(table, forward=True).waited(table, forward=False)
 
-    def _started(self, segment: Segment, *, forward: bool) -> PairState:
+    def started(self, segment: Segment, *, forward: bool) -> PairState:
+        """With a segment's collective under way, if it has one."""
+        if segment.link is None:
+            return self
         other = self.backward if forward else self.forward
         second = other.left_s > 0 and other.link is segment.link
         mine = Transfer(segment.comm_s, segment.link, second)
         return self._replace(forward=mine) if forward else self._replace(backward=mine)
 
-    def _until_next_end(self, table: OverlapTable, kind: Kind | None, left_s: float) -> tuple[PairState, float]:
+    def until_next_end(self, table: OverlapTable, kind: Kind | None, left_s: float) -> tuple[PairState, float]:
         """Until the compute or a collective that runs has ended; and what is left of the compute."""
         running = [t for t in (self.forward, self.backward) if t.left_s > 0 and not t.second]
         first_s = min([left_s, *(transfer.left_s for transfer in running)])

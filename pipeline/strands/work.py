@@ -68,10 +68,17 @@ class Traffic:
 
 @dataclass(frozen=True)
 class SegmentWork:
-    """Compute, and the collective that it ends with."""
+    """Compute, and the collective that it ends with.
+
+    Attributes:
+        leading_flops: of products that take in what the collective before has brought.
+        trailing_flops: of products that make what this one carries.
+    """
 
     work: Work
     traffic: Traffic | None = None
+    leading_flops: float = 0.0
+    trailing_flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -100,9 +107,11 @@ class PartWork:
         def segment(given: SegmentWork) -> Segment:
             seconds = given.work.by_kind(speed)
             kind, compute_s = max(seconds, key=lambda kind: seconds[kind]), sum(seconds.values())
+            leading_s, trailing_s = given.leading_flops / speed.flops_per_s, given.trailing_flops / speed.flops_per_s
             if given.traffic is None:
-                return Segment(compute_s, kind=kind)
-            return Segment(compute_s, links(given.traffic.axis), traffic_s(given.traffic), kind)
+                return Segment(compute_s, kind=kind, leading_s=leading_s, trailing_s=trailing_s)
+            link, comm_s = links(given.traffic.axis), traffic_s(given.traffic)
+            return Segment(compute_s, link, comm_s, kind, leading_s, trailing_s)
 
         def weight(after: int, work: Work) -> WeightGradient:
             return WeightGradient(after, sum(work.by_kind(speed).values()))

@@ -1,0 +1,124 @@
+"""A pair of strands in time: what the processor and the links do, as spans and as a picture in text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.pipeline.strands.overlap import OverlapTable
+from weft.pipeline.strands.plan import SegmentPlan, Step
+from weft.pipeline.strands.segments import Kind, LinkScope, StrandPair
+from weft.pipeline.strands.state import PairState
+
+PROCESSOR = "compute"
+"""Lane of what is computed; the others are named as their links."""
+
+
+@dataclass(frozen=True)
+class StrandSpan:
+    """Something that takes its time.
+
+    Attributes:
+        lane: the processor, or a link.
+        step: the strand that it is of; a weight gradient is of neither.
+    """
+
+    lane: str
+    step: Step
+    start_s: float
+    end_s: float
+
+
+def predicted_spans(pair: StrandPair, plan: SegmentPlan, table: OverlapTable) -> tuple[StrandSpan, ...]:
+    """What a plan is predicted to do, in order."""
+    watched = _Watched()
+    state, at = PairState(), dict.fromkeys(Step, 0)
+    for step in plan.steps:
+        if step is Step.weight:
+            weight = pair.weights[at[step]]
+            state = watched.compute(state, table, step, weight.compute_s, weight.kind)
+        else:
+            forward = step is Step.forward
+            segment = (pair.forward if forward else pair.backward).segments[at[step]]
+            state = watched.wait(state, table, forward=forward)
+            state = watched.compute(state, table, step, segment.compute_s, segment.kind)
+            state = state.started(segment, forward=forward)
+        at[step] += 1
+    for forward in (True, False):
+        state = watched.wait(state, table, forward=forward)
+    return _merged(watched.spans)
+
+
+class _Watched:
+    """Goes through a pair's states, and notes what runs between one and the next."""
+
+    def __init__(self) -> None:
+        self.spans: list[StrandSpan] = []
+
+    def wait(self, state: PairState, table: OverlapTable, *, forward: bool) -> PairState:
+        while (state.forward if forward else state.backward).left_s > 0:
+            state, _ = self._next(state, table, None, None, float("inf"))
+        return state
+
+    def compute(self, state: PairState, table: OverlapTable, step: Step, seconds: float, kind: Kind) -> PairState:
+        while seconds > 0:
+            state, seconds = self._next(state, table, step, kind, seconds)
+        return state
+
+    def _next(
+        self, state: PairState, table: OverlapTable, step: Step | None, kind: Kind | None, left_s: float
+    ) -> tuple[PairState, float]:
+        later, left_s = state.until_next_end(table, kind, left_s)
+        if step is not None:
+            self.spans.append(StrandSpan(PROCESSOR, step, state.now_s, later.now_s))
+        for transfer, owner in ((state.forward, Step.forward), (state.backward, Step.backward)):
+            if transfer.left_s > 0 and not transfer.second and transfer.link is not None:
+                self.spans.append(StrandSpan(transfer.link.value, owner, state.now_s, later.now_s))
+        return later, left_s
+
+
+def _merged(spans: Iterable[StrandSpan]) -> tuple[StrandSpan, ...]:
+    """With parts of one thing put together."""
+    last: dict[tuple[str, Step], int] = {}
+    found: list[StrandSpan] = []
+    for span in spans:
+        key = span.lane, span.step
+        if key in last and found[last[key]].end_s == span.start_s:
+            before = found[last[key]]
+            found[last[key]] = StrandSpan(span.lane, span.step, before.start_s, span.end_s)
+        else:
+            last[key] = len(found)
+            found.append(span)
+    return tuple(found)
+
+
+def strands_text(rows: Mapping[str, Sequence[StrandSpan]], width: int = 100) -> str:
+    """Rows of letters under each other, on one time scale: F, B and W where something runs, a dot where nothing does.
+
+    Args:
+        rows: spans by a title, such as predicted and measured.
+        width: characters for the longest.
+    """
+    end_s = max((span.end_s for spans in rows.values() for span in spans), default=0.0)
+    links = [link.value for link in LinkScope if any(s.lane == link.value for spans in rows.values() for s in spans)]
+    lines = []
+    for title, spans in rows.items():
+        lines.append(f"{title}: {max((span.end_s for span in spans), default=0.0) * 1e3:.1f} ms")
+        for lane in (PROCESSOR, *links):
+            cells = [
+                _cell([span for span in spans if span.lane == lane], column, end_s / width) for column in range(width)
+            ]
+            lines.append(f"{lane:<14}{''.join(cells).rstrip()}")
+    return "\n".join(lines)
+
+
+def _cell(spans: Sequence[StrandSpan], column: int, each_s: float) -> str:
+    """The letter of what runs longest in a column."""
+    start_s, end_s = column * each_s, (column + 1) * each_s
+    inside: dict[str, float] = {".": 0.0}
+    for span in spans:
+        shared_s = min(span.end_s, end_s) - max(span.start_s, start_s)
+        if shared_s > 0:
+            inside[span.step.value] = inside.get(span.step.value, 0.0) + shared_s
+    inside["."] = each_s - sum(inside.values())
+    return max(inside, key=lambda letter: inside[letter])

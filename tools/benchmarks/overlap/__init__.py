@@ -1,0 +1,1 @@
+"""Emulated strands: compute that sleeps, real collectives over links that take their time."""

@@ -1,0 +1,177 @@
+"""One rank of an emulated pair: compute takes its time, collectives are gloo's and take their links' besides."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.engine.emulation.stage import pause
+from weft.engine.strands.pair import PairRunner
+from weft.engine.strands.thread import StrandThread
+from weft.engine.strands.turns import Turns, TurnTakingHandle
+from weft.pipeline.strands.chunked import Do, chunked
+from weft.pipeline.strands.overlap import OverlapTable
+from weft.pipeline.strands.plan import SegmentPlan, Step
+from weft.pipeline.strands.segments import Kind, LinkScope, Segment, StrandPair, WeightGradient
+from weft.pipeline.strands.timeline import PROCESSOR, StrandSpan
+from weft.tools.benchmarks.overlap.cases import CHUNKS, COMPUTE, NAMES, OURS, PAIRS, SEQUENTIAL, Case, Orders
+
+
+@dataclass
+class _Transfer:
+    """What a link carries.
+
+    Attributes:
+        end_s: when it ends if nothing slows it down any more.
+    """
+
+    link: LinkScope
+    step: Step
+    start_s: float
+    end_s: float
+    work: Any
+    spans: list[StrandSpan]
+
+    def wait(self) -> Tensor:
+        """Until all have brought their part, and the link's time is over."""
+        if self.work is not None:
+            self.work.wait()
+        pause(self.end_s - perf_counter())
+        self.spans.append(StrandSpan(self.link.value, self.step, self.start_s, self.end_s))
+        return torch.empty(0)
+
+
+class Machine:
+    """A processor and a queue per link; operators that run at once slow each other down as a table says."""
+
+    def __init__(self, table: OverlapTable, axis: str) -> None:
+        self._table, self._axis = table, axis
+        self._transfers: list[_Transfer] = []
+        self._tensor = torch.zeros(dist.get_world_size())
+        self.spans: list[StrandSpan] = []
+
+    def compute(self, seconds: float, kind: Kind, step: Step) -> None:
+        """Take so long, and longer while links are busy, whose transfers take longer, too."""
+        begin_s = perf_counter()
+        busy = [t for t in self._transfers if t.end_s > begin_s]
+        self._transfers = busy
+        slow = self._table.slowdown(kind, tuple({transfer.link for transfer in busy})) - 1.0 if busy else 0.0
+        beside_s = min(seconds, max((transfer.end_s for transfer in busy), default=begin_s) - begin_s)
+        for transfer in busy:
+            transfer.end_s += slow * min(beside_s, transfer.end_s - begin_s)
+        pause(seconds + slow * beside_s - (perf_counter() - begin_s))
+        self.spans.append(StrandSpan(PROCESSOR, step, begin_s, perf_counter()))
+
+    def start(self, seconds: float, link: LinkScope, step: Step, *, whole: bool = True) -> _Transfer:
+        """Start a collective, or the link's part of a chunk that gloo is not to be kept busy with."""
+        received = torch.empty_like(self._tensor)
+        work = None
+        if not whole:
+            pass
+        elif self._axis == "expert":
+            work = dist.all_to_all_single(received, self._tensor, async_op=True)
+        else:
+            work = dist.all_gather_into_tensor(received, self._tensor[:1], async_op=True)
+        now_s = perf_counter()
+        start_s = max([now_s, *(t.end_s for t in self._transfers if t.link is link)])
+        transfer = _Transfer(link, step, start_s, start_s + seconds, work, self.spans)
+        self._transfers.append(transfer)
+        return transfer
+
+
+def measure(
+    case: Case, pair: StrandPair, orders: Orders, rounds: int
+) -> tuple[dict[str, list[float]], list[StrandSpan]]:
+    """On one rank: seconds of every way to run a pair, by turns; and what the last run of ours did when."""
+    thread, turns = StrandThread(torch.device("cpu")), Turns()
+    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+    spans: list[StrandSpan] = []
+    for number in range(rounds + 1):
+        for name in NAMES:
+            machine = Machine(case.table, case.axis)
+            run = _way(name, machine, pair, orders, PairRunner(thread, turns), turns)
+            dist.barrier()
+            begin_s = perf_counter()
+            run()
+            taken_s = perf_counter() - begin_s
+            if number:  # the first round warms up
+                seconds[name].append(taken_s)
+            if name == OURS:
+                spans = [StrandSpan(s.lane, s.step, s.start_s - begin_s, s.end_s - begin_s) for s in machine.spans]
+    thread.close()
+    return seconds, spans
+
+
+def _way(
+    name: str, machine: Machine, pair: StrandPair, orders: Orders, runner: PairRunner, turns: Turns
+) -> Callable[[], None]:
+    if name == COMPUTE:
+        return lambda: _alone(machine, pair, communicate=False)
+    if name == SEQUENTIAL:
+        return lambda: _alone(machine, pair, communicate=True)
+    if name == CHUNKS:
+        return lambda: _chunked(machine, pair)
+    if name == PAIRS:
+        return lambda: _paired(machine, orders)
+    return lambda: _by_turns(machine, pair, orders.plans[name], runner, turns)
+
+
+def _alone(machine: Machine, pair: StrandPair, *, communicate: bool) -> None:
+    """One strand after the other, with nothing beside a collective."""
+    for step, strand in ((Step.backward, pair.backward), (Step.forward, pair.forward)):
+        for segment in strand.segments:
+            machine.compute(segment.compute_s, segment.kind, step)
+            if segment.link is not None and communicate:
+                machine.start(segment.comm_s, segment.link, step).wait()
+    for weight in pair.weights:
+        machine.compute(weight.compute_s, weight.kind, Step.weight)
+
+
+def _chunked(machine: Machine, pair: StrandPair) -> None:
+    coming: deque[_Transfer] = deque()
+    for step in chunked(pair):
+        if step.do is Do.wait:
+            coming.popleft().wait()
+        elif step.do is Do.compute:
+            machine.compute(step.seconds, step.kind, Step.backward)
+        else:
+            assert step.link is not None
+            coming.append(machine.start(step.seconds, step.link, Step.backward, whole=step.last))
+
+
+def _paired(machine: Machine, orders: Orders) -> None:
+    """Operators in pairs, with a barrier after each."""
+    for operators in orders.paired.together:
+        started = [machine.start(o.comm_s, o.link, Step.forward) for o in operators if o.link is not None]
+        for operator in operators:
+            machine.compute(operator.compute_s, operator.kind, Step.forward)
+        for transfer in started:
+            transfer.wait()
+
+
+def _by_turns(machine: Machine, pair: StrandPair, plan: SegmentPlan, runner: PairRunner, turns: Turns) -> None:
+    weights: Iterator[WeightGradient] = iter(pair.weights)
+
+    def strand(segments: tuple[Segment, ...], step: Step) -> None:
+        for segment in segments:
+            machine.compute(segment.compute_s, segment.kind, step)
+            if segment.link is not None:
+                TurnTakingHandle(machine.start(segment.comm_s, segment.link, step), turns).wait()
+
+    def play_weight() -> None:
+        weight = next(weights)
+        machine.compute(weight.compute_s, weight.kind, Step.weight)
+
+    runner.run(
+        plan,
+        lambda: strand(pair.forward.segments, Step.forward),
+        lambda: strand(pair.backward.segments, Step.backward),
+        play_weight,
+    )
