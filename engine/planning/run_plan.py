@@ -13,13 +13,12 @@ from weft.engine.planning.memory import activation_memory, rank_states
 from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap, with_collectives
 from weft.engine.planning.schedules import plan_cells, plan_placement
 from weft.engine.stages.split import StageSplit, split_model
-from weft.pipeline.action import Op, Slot
+from weft.pipeline.action import Slot
 from weft.pipeline.cell import pipeline_of, predict
 from weft.pipeline.costs import CostModel
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.states import WEIGHT_BYTES, RankMemory, ZeroMemory
-from weft.pipeline.strands.plan import SegmentPlan
 from weft.pipeline.text import bytes_text
 from weft.pipeline.timeline import Timeline
 
@@ -61,13 +60,6 @@ class RunPlan:
     def step_costs(self) -> CostModel:
         """`costs` with ZeRO's collectives in them, for predictions."""
         return _step_costs(self.costs, self.overlap)
-
-    def segment_plan(self, pair: Slot) -> SegmentPlan | None:
-        """In which order the segments of a strand pair of one pipeline run; None where its halves are not known so."""
-        if self.costs.pairs is None:
-            return None
-        forward, backward = pair
-        return self.costs.pairs.plan(forward.stage, backward.stage, weights=backward.op is Op.B)
 
     def cell(self, line: int = 0) -> Schedule:
         """The schedule of a line's DP-cell."""

@@ -20,7 +20,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from weft.comm.channel import Handle
 from weft.conf.schema import SplitKind
 from weft.engine.backward import SplitBackward
-from weft.engine.backward.products import base_parameter
 from weft.engine.backward.tape import Kept
 from weft.engine.parallel import attention as context_attention
 from weft.engine.parallel.axis import AxisGroups, Completed
@@ -165,7 +164,7 @@ class _Recorder(TorchDispatchMode):
         """Compute what has waited, the products of each parameter at once, in the order in which the last came."""
         parameters: dict[Any, list[tuple[int, int, Kept]]] = {}
         for entry in self._kept:  # what stages tie is a parameter of each of them
-            key = entry[0], base_parameter(entry[2].product.parameters[0])
+            key = entry[0], entry[2].parameter
             parameters[key] = [*parameters.pop(key, []), entry]
         for entries in parameters.values():
             for *_, kept in entries:

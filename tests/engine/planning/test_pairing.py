@@ -19,6 +19,7 @@ from weft.engine.planning.run_plan import RunPlan, plan_run
 from weft.pipeline.action import Op
 from weft.pipeline.costs import StageCost
 from weft.pipeline.profile import costs_to_yaml
+from weft.pipeline.strands.scheduled import pair_name, plans_for
 from weft.pipeline.strands.segments import LinkScope
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4}
@@ -47,6 +48,10 @@ def planned(config):
     return plan_run(config, facts_before_start(config, MODEL))
 
 
+def plans_of(plan):
+    return plans_for(plan.cells.values(), plan.costs.pairs, plan.placement.num_stages)
+
+
 def pairs_of(plan):
     return [slot for row in plan.cell().rows for slot in row if len(slot) == 2]
 
@@ -60,11 +65,12 @@ def one_thread(monkeypatch):
 def test_pairs_are_planned_where_they_gain(tmp_path, schedule):
     config = run_of(tmp_path, schedule)
     plan = planned(config)
-    assert pairs_of(plan)
+    segments = plans_of(plan)
+    assert pairs_of(plan) and set(segments) == {pair_name(slot) for slot in pairs_of(plan)}
     for slot in pairs_of(plan):
         forward, backward = (plan.costs.pairs.stages[action.stage] for action in slot)
         pair = forward.beside(backward)
-        plan.segment_plan(slot).check(pair if slot[1].op is Op.B else replace(pair, weights=()))
+        segments[pair_name(slot)].check(pair if slot[1].op is Op.B else replace(pair, weights=()))
         assert plan.costs.pair_s(*slot) < sum(plan.costs.stages[action.stage].seconds(action.op) for action in slot)
     config.pipeline.pairs = PairChoice.never
     alone = planned(config)
@@ -98,7 +104,7 @@ def test_every_rank_that_knows_the_facts_plans_the_same(tmp_path):
     mine, theirs = plan_run(config, facts), plan_run(config, decode(encode(facts), (Facts,)))
     assert mine.cells == theirs.cells and mine.costs == theirs.costs
     sent = decode(encode(mine), (RunPlan,))
-    assert [sent.segment_plan(slot) for slot in pairs_of(sent)] == [mine.segment_plan(slot) for slot in pairs_of(mine)]
+    assert plans_of(sent) == plans_of(mine)
     assert '"strands"' in plan_to_json(mine)
 
 

@@ -13,7 +13,6 @@ from transformers import LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 from tests.engine.parallel.members import micro_batches
 from weft.conf.schema import SplitKind
 from weft.engine.backward import SplitBackward
-from weft.engine.backward.products import base_parameter
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.in_process import run_in_threads
 from weft.engine.planning.strand_tracing import trace_strands
@@ -120,8 +119,7 @@ def really_started(config, sizes, checkpointing, num_stages):
         gradient = torch.ones_like(hidden)
         for split_backward, saved, forward in reversed(forwards):
             gradient = split_backward.input_backward(saved, gradient)
-            kept = {base_parameter(kept.product.parameters[0]) for kept in saved.tape._kept}
-            found.append((forward, list(log), len(kept)))
+            found.append((forward, list(log), len(saved.tape._kept)))
             log.clear()
         return found[::-1]
 
