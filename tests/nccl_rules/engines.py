@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.nccl_rules.device import Device
 from tests.nccl_rules.group import join
+from tests.nccl_rules.host import HostRules
 from weft.conf.schema import WeftConfig
 
 LIMIT_S = 60.0
@@ -22,8 +23,22 @@ def losses_under_rules(configs: list[WeftConfig], steps: int, bound: bool) -> tu
     from tests.engine.tiny import many_losses
 
     device = join(LIMIT_S, bound=bound)
+    rule_strands(device)
     waits = note_waits_in_steps(device)
     return many_losses(configs, steps), dict(waits)
+
+
+def rule_strands(device: Device) -> None:
+    """Put the threads of strands under the host's rules, too: what torch intercepts it does thread by thread."""
+    from weft.engine.strands.thread import StrandThread
+
+    run = StrandThread._run
+
+    def ruled(thread: StrandThread) -> None:
+        with HostRules(device):
+            run(thread)
+
+    StrandThread._run = ruled  # type: ignore[method-assign]
 
 
 def without_eager_connection(config: WeftConfig, limit_s: float) -> str:

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 
+from tests.engine.execution.strand_training import pair_config
 from tests.engine.tiny import reference_losses, tiny_config
 from tests.nccl_rules.engines import a_run, losses_under_rules, without_eager_connection
 from tests.quickstart import TINY_QUICKSTART
@@ -60,6 +61,12 @@ SHARED = {
     **{f"tensor 2 x replicas 2, ZeRO-{zero}": {"tensor": 2, "stages": 1, "zero": zero} for zero in range(4)},
 }
 """Keywords of `tiny_config` for ranks that share sequences, experts and matrices."""
+PAIRS = {
+    "tensor 2, recomputed": {"tensor": 2, "stages": 2, "checkpointing": True},
+    "context 2, ZeRO-3": {"context": 2, "stages": 2, "zero": 3},
+    "expert 2, ZeRO-1": {"arch": "mixtral", "expert": 2, "stages": 2, "zero": 1},
+}
+"""Keywords of `pair_config`, for pairs of a fold that run interleaved."""
 EIGHT = {
     "1f1b, 8 stages": (8, {"layers": 8, "microbatches": 8}),
     "w, fold, two replicas, ZeRO-1, tied": (4, {"schedule": "w", "placement": "fold", "zero": 1, "tied": True}),
@@ -108,6 +115,19 @@ def test_ranks_that_share_sequences_experts_and_matrices():
     for number, (name, config) in enumerate(configs.items()):
         sharing = config.parallel.context * config.parallel.tensor
         expected = reference_losses(config, 4 // config.pipeline.stages // sharing, STEPS)
+        for losses, _ in results:
+            assert losses[number] == pytest.approx(expected, rel=1e-5), name
+    _refuse_waits(waits for _, waits in results)
+
+
+def test_strand_pairs(tmp_path):
+    """Two threads of a rank launch collectives in one order, and a strand that hands over does not wait on the host."""
+    configs = {name: pair_config("always", str(tmp_path), **keywords) for name, keywords in PAIRS.items()}
+    # Routers balance by micro-batch, unlike the reference.
+    configs["expert 2, ZeRO-1"].model.overrides["output_router_logits"] = False
+    results = run_ranks(4, losses_under_rules, list(configs.values()), STEPS, False, timeout_s=800)
+    for number, (name, config) in enumerate(configs.items()):
+        expected = reference_losses(config, config.parallel.expert, STEPS)
         for losses, _ in results:
             assert losses[number] == pytest.approx(expected, rel=1e-5), name
     _refuse_waits(waits for _, waits in results)
