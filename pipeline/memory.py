@@ -26,7 +26,8 @@ def peak_bytes(schedule: Schedule, costs: CostModel) -> float:
 def held_along(row: Iterable[Slot], costs: CostModel) -> Iterator[Held]:
     """The most that a rank holds during each slot of its row.
 
-    A strand pair saves when both halves start and frees when both have finished.
+    A strand pair with a segment plan and a full backward saves and frees layer by layer, any other
+    saves when both halves start and frees when both have finished.
     """
     saved = {(op, stage): saved_bytes(cost, op) for stage, cost in enumerate(costs.stages) for op in COMPUTE}
     freed = {(op, stage): freed_bytes(cost, op) for stage, cost in enumerate(costs.stages) for op in COMPUTE}
@@ -35,13 +36,26 @@ def held_along(row: Iterable[Slot], costs: CostModel) -> Iterator[Held]:
         if slot[0].op not in COMPUTE:
             yield Held(num_bytes, num_chunks)
             continue
+        before = num_bytes
         for op, stage, _ in slot:
             num_bytes += saved[op, stage]
             num_chunks += op is Op.F
-        yield Held(num_bytes, num_chunks)
+        yield Held(before + _paired_bytes(slot, costs) if _is_planned(slot, costs) else num_bytes, num_chunks)
         for op, stage, _ in slot:
             num_bytes -= freed[op, stage]
             num_chunks -= op is Op.B or op is Op.I
+
+
+def _is_planned(slot: Slot, costs: CostModel) -> bool:
+    return costs.pairs is not None and len(slot) == 2 and slot[1].op is Op.B
+
+
+def _paired_bytes(slot: Slot, costs: CostModel) -> float:
+    """What a pair holds at most beyond what was held before it."""
+    (_, forward, _), (_, backward, _) = slot
+    assert costs.pairs is not None
+    saved, freed = (costs.stages[stage].activation_bytes for stage in (forward, backward))
+    return costs.pairs.held(forward, backward, saved, freed)
 
 
 def saved_bytes(cost: StageCost, op: Op) -> float:

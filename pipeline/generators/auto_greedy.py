@@ -191,8 +191,8 @@ class ListScheduler:
             gradient = other[2] if queue.kind == F else queue
             whole = self.rule.pair is Op.B and self._no_weights_deferred(gradient)
             half = backward + (B - I) * problem.num_microbatches if whole else backward
-            peak = self._held_bytes[rank] + problem.start_bytes[forward] + problem.start_bytes[half]
-            if problem.strand_pair(forward, half) != NONE and peak <= self.cap_bytes:
+            pair = problem.strand_pair(forward, half)
+            if pair != NONE and self._held_bytes[rank] + problem.start_bytes[pair] <= self.cap_bytes:
                 return forward, half
         return (node if queue.kind == F else self._fitting_backward(rank, node, ready),)
 

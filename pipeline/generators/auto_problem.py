@@ -116,7 +116,7 @@ class Problem:
             self.halves[len(self.seconds)] = (forward, backward)
             both_s = self.seconds[forward] + self.seconds[backward]
             self.seconds.append(self._compute_s(both_s * self._pair_scale(forward, backward)))
-            self.start_bytes.append(self.start_bytes[forward] + self.start_bytes[backward])
+            self.start_bytes.append(self._pair_bytes(forward, backward))
             self.net_bytes.append(self.net_bytes[forward] + self.net_bytes[backward])
         return self._pair_nodes[forward, backward]
 
@@ -206,6 +206,13 @@ class Problem:
         """Duration over that of its halves of the pair that gains most; 1 where none gains."""
         held = self.placement.single.rank_stages  # pipelines of a cell are alike
         return min(map(self.costs.least_pair_scale, held), default=1.0)
+
+    def _pair_bytes(self, forward: int, backward: int) -> float:
+        """As `held_along` has it."""
+        if self.costs.pairs is None or self.op(backward) is not Op.B:
+            return self.start_bytes[forward] + self.start_bytes[backward]
+        stages = forward // self.nodes_per_stage, backward // self.nodes_per_stage
+        return self.costs.pairs.held(*stages, self.start_bytes[forward], -self.net_bytes[backward])
 
     def _pair_scale(self, forward: int, backward: int) -> float:
         each = self.nodes_per_stage

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, reduce
 from itertools import pairwise
+from typing import NamedTuple
 
 from weft.pipeline.strands.overlap import OverlapTable
-from weft.pipeline.strands.plan import SegmentPlan
+from weft.pipeline.strands.plan import SegmentPlan, Step
 from weft.pipeline.strands.search import search_stages
+from weft.pipeline.strands.segments import StrandPair
 from weft.pipeline.strands.stages import StageStrands
 
 
@@ -34,11 +37,24 @@ class PairCosts:
             forward, backward: numbers of the stages.
             weights: whether the backward's weight gradients belong to the pair.
         """
-        return self._searched(forward, backward, weights)[0]
+        return self._searched(forward, backward, weights).plan
 
     def scale(self, forward: int, backward: int, *, weights: bool = True) -> float:
         """The pair's duration by its plan over that of its halves, one after the other."""
-        return self._searched(forward, backward, weights)[1]
+        return self._searched(forward, backward, weights).scale
+
+    def held(self, forward: int, backward: int, saved_bytes: float, freed_bytes: float) -> float:
+        """The most bytes that a pair holds beyond what was held before it; its backward is a full one.
+
+        While the forward saves its layers' activations one by one, the backward frees its own
+        (DHelix section 4.1), so this is how far the plan lets the forward be ahead.
+
+        Args:
+            saved_bytes: by the whole forward.
+            freed_bytes: by the whole backward.
+        """
+        progress = self._searched(forward, backward, True).progress
+        return max(saved * saved_bytes - freed * freed_bytes for saved, freed in progress)
 
     def for_cell(self, pipelines: int) -> PairCosts:
         """Those of a DP-cell of so many pipelines."""
@@ -62,7 +78,7 @@ class PairCosts:
         stages = (StageStrands(tuple((layer, count // parts) for layer, count in s.runs)) for s in self.stages)
         return replace(self, stages=tuple(stage for stage in stages for _ in range(parts)))
 
-    def _searched(self, forward: int, backward: int, weights: bool) -> tuple[SegmentPlan, float]:
+    def _searched(self, forward: int, backward: int, weights: bool) -> _Found:
         key = self._kinds[forward], self._kinds[backward], weights
         if key not in self._known:
             self._known[key] = _searched(
@@ -77,18 +93,48 @@ class PairCosts:
         return tuple(firsts.setdefault(stage, number) for number, stage in enumerate(self.stages))
 
     @cached_property
-    def _known(self) -> dict[tuple[int, int, bool], tuple[SegmentPlan, float]]:
+    def _known(self) -> dict[tuple[int, int, bool], _Found]:
         return {}
+
+
+class _Found(NamedTuple):
+    """A plan.
+
+    Attributes:
+        scale: its duration over that of the halves.
+        progress: shares of the forward that have begun and of the backward that have ended, weight
+            gradients and all, at the instants at which the forward's grows.
+    """
+
+    plan: SegmentPlan
+    scale: float
+    progress: tuple[tuple[float, float], ...]
 
 
 @lru_cache(maxsize=1024)
 def _searched(
     forward: StageStrands, backward: StageStrands, table: OverlapTable, handover_s: float, weights: bool
-) -> tuple[SegmentPlan, float]:
-    """A plan and its scale; a run that plans again, as a supervised one does, need not search again."""
+) -> _Found:
+    """A plan, and what follows from it; a run that plans again, as a supervised one does, need not search again."""
     if not weights:
         backward = StageStrands(tuple((replace(part, weights=()), count) for part, count in backward.runs))
         forward = StageStrands(tuple((replace(part, weights=()), count) for part, count in forward.runs))
     plan, pair = search_stages(forward, backward, table), forward.beside(backward)
     seconds = plan.seconds(pair, table) + plan.handovers * handover_s
-    return plan, seconds / pair.sequential_s if pair.sequential_s else 1.0
+    scale = seconds / pair.sequential_s if pair.sequential_s else 1.0
+    return _Found(plan, scale, tuple(_progress(plan, pair)))
+
+
+def _progress(plan: SegmentPlan, pair: StrandPair) -> Iterator[tuple[float, float]]:
+    ends = {
+        Step.forward: len(pair.forward.segments),
+        Step.backward: len(pair.backward.segments),
+        Step.weight: len(pair.weights),
+    }
+    done = dict.fromkeys(Step, 0)
+    yield 0.0, 0.0
+    for step in plan.steps:
+        if step is Step.forward:
+            freed = min((done[kind] / ends[kind] for kind in (Step.backward, Step.weight) if ends[kind]), default=1.0)
+            yield (done[step] + 1) / ends[step], freed
+        done[step] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -14,7 +15,12 @@ import torch.distributed as dist
 from weft.engine.strands.pair import PairRunner
 from weft.engine.strands.thread import StrandThread
 from weft.engine.strands.turns import Turns
+from weft.pipeline.costs import CostModel
+from weft.pipeline.generators import generate
+from weft.pipeline.memory import peak_bytes
+from weft.pipeline.placement import Placement
 from weft.pipeline.strands.overlap import OverlapTable
+from weft.pipeline.strands.pairs import PairCosts
 from weft.pipeline.strands.plan import SegmentPlan
 from weft.pipeline.strands.search import search_stages
 from weft.pipeline.strands.segments import StrandPair
@@ -46,6 +52,8 @@ GOAL, UP_TO, NEAR, HANDOVER_S = 0.90, 0.35, 0.05, 1e-4
 """Share that ours is to hide where communication takes up to a share, how near its prediction is to be,
 and what a hand-over may take."""
 LAYERS = (1, 2, 4, 8, 16, 32, 80)
+RANKS, MICROBATCHES = 4, 12
+"""Of the pipeline whose memory is compared (DHelix figure 8)."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,6 +83,11 @@ def main(argv: Sequence[str]) -> int:
     print(f"a hand-over of the turn: {median(handovers) * 1e6:.0f} us ({_spread(handovers):.0%} spread)")
     searches = _searches(args.layers)
     print("the search, by layers: " + ", ".join(f"{n}: {s:.2f} s" for n, s in searches.items()))
+    memory = {layers: _memory(layers) for layers in LAYERS[1:4]}
+    print(
+        f"activations of the W over 1F1B's, {RANKS} ranks, by layers of a chunk: "
+        + ", ".join(f"{layers}: {more - 1:+.1%}" for layers, more in memory.items())
+    )
     for predicted, ran in spans:
         print(strands_text({"measured": ran, "predicted": predicted}))
         if args.plot is not None:
@@ -82,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     if median(handovers) >= HANDOVER_S:
         met.append(f"a hand-over takes more than {HANDOVER_S * 1e6:.0f} us")
     print("met" if not met else "NOT met:\n" + "\n".join(met))
-    figures = {"orders": rows, "handover_s": median(handovers), "search_s": searches}
+    figures = {"orders": rows, "handover_s": median(handovers), "search_s": searches, "memory": memory}
     write_json(args, "strands", figures, met=not met)
     return 1 if met else 0
 
@@ -164,6 +177,15 @@ def _searches(layers: int) -> dict[int, float]:
         search_stages(whole, whole, OverlapTable())
         found[count] = perf_counter() - begin_s
     return found
+
+
+def _memory(layers: int) -> float:
+    """Activations of the fullest rank under the W, whose pairs run by plans, over those under 1F1B."""
+    stages = (Case("tensor", 2, USUAL, layers=layers).stage(),) * (2 * RANKS)
+    costs = replace(CostModel.unit(RANKS).cut(2 * RANKS), pairs=PairCosts(stages))
+    folded = generate("w", Placement.fold(RANKS), MICROBATCHES)
+    straight = generate("1f1b", Placement.straight(RANKS), MICROBATCHES)
+    return peak_bytes(folded, costs) / peak_bytes(straight, CostModel.unit(RANKS))
 
 
 def _measure(

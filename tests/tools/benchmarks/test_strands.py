@@ -75,3 +75,8 @@ def test_all_ways_run_and_the_picture_has_all_of_ours(factor):
         assert seconds[COMPUTE][0] > 0
         steps = len(pair.forward.segments) + len(pair.backward.segments) + len(pair.weights)
         assert sum(span.lane == PROCESSOR for span in spans) == steps
+
+
+def test_the_w_takes_three_percent_more_at_most_where_chunks_have_layers_to_interleave():
+    more = {layers: strands._memory(layers) for layers in (2, 4, 8)}
+    assert 1 <= more[8] <= more[4] <= 1.03 and more[2] <= 1.05

@@ -52,7 +52,7 @@ class Case:
     share: float
     factor: float = 1.0
     layers: int = 2
-    seconds: float = 0.5
+    seconds: float = 0.8
 
     def __str__(self) -> str:
         """Such as tensor 2, 31 %."""
