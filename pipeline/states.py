@@ -28,9 +28,14 @@ class ZeroMemory:
     buffers: float
 
     @property
+    def kept(self) -> float:
+        """What is there all the time."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
     def total(self) -> float:
         """All of it."""
-        return self.weights + self.gradients + self.optimizer + self.buffers
+        return self.kept + self.buffers
 
 
 @dataclass(frozen=True)
@@ -40,15 +45,26 @@ class RankMemory:
     Attributes:
         zero: of weights, gradients and optimiser, sharded as they are.
         activations: saved ones, of all micro-batches that are alive.
+        working: what a backward takes besides them.
+        beside: those of the buffers that are there while most activations are. The others come
+            when a rank's backwards are over, as gradients are reduced.
     """
 
     zero: ZeroMemory
     activations: float
+    working: float = 0.0
+    beside: float = 0.0
 
     @property
     def total(self) -> float:
-        """All of it."""
-        return self.zero.total + self.activations
+        """The most at any time."""
+        return self.zero.kept + max(self.activations + self.working + self.beside, self.zero.buffers)
+
+    def room(self, limit: float) -> float:
+        """Bytes for further activations; negative where a rank does not fit without any."""
+        if self.zero.total > limit:
+            return limit - self.zero.total
+        return limit - self.zero.kept - self.activations - self.working - self.beside
 
 
 def zero_memory(

@@ -106,14 +106,22 @@ def _inside(plan: RunPlan) -> str:
 
 
 def _rank_table(plan: RunPlan) -> list[str]:
-    heads = "rank stages layers parameters weights gradients optimiser buffers activations total"
+    heads = "rank stages layers parameters weights gradients optimiser buffers activations backward total"
     rows: list[tuple[str, ...]] = [tuple(heads.split())]
     sizes = stage_sizes(plan.facts.model, plan.split)
     for rank, (held, memory) in enumerate(zip(plan.placement.rank_stages, plan.memory, strict=True)):
         count = sum(sizes[stage].held for stage in held)
         layers = "+".join(f"{plan.split.layers[s].start}-{plan.split.layers[s].stop - 1}" for s in held)
         zero = memory.zero
-        parts = (zero.weights, zero.gradients, zero.optimizer, zero.buffers, memory.activations, memory.total)
+        parts = (
+            zero.weights,
+            zero.gradients,
+            zero.optimizer,
+            zero.buffers,
+            memory.activations,
+            memory.working,
+            memory.total,
+        )
         rows.append((str(rank), "+".join(map(str, held)), layers, f"{count / 1e6:,.2f} M", *map(bytes_text, parts)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

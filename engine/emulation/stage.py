@@ -6,7 +6,7 @@ the real ones (NeuronaBox section 3 emulates the rest of a job in the same spiri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter, sleep
 from typing import Any
@@ -42,15 +42,18 @@ class EmulatedWork:
         Raises:
             ValueError: the layers cannot be cut evenly.
         """
-        each = layers_per_stage(num_layers, num_stages)
-        stage = StageCost(
-            forward_s=self.forward_s * each,
-            input_s=self.input_s * each,
-            weight_s=self.weight_s * each,
+        stage = self.cost(layers_per_stage(num_layers, num_stages))
+        return CostModel(stages=(stage,) * num_stages, local=local or LinkCost(), wan=wan or LinkCost())
+
+    def cost(self, num_layers: int) -> StageCost:
+        """Of a virtual stage of so many such layers."""
+        return StageCost(
+            forward_s=self.forward_s * num_layers,
+            input_s=self.input_s * num_layers,
+            weight_s=self.weight_s * num_layers,
             activation_bytes=self.hidden_bytes,
             output_bytes=self.hidden_bytes,
         )
-        return CostModel(stages=(stage,) * num_stages, local=local or LinkCost(), wan=wan or LinkCost())
 
 
 def layers_per_stage(num_layers: int, num_stages: int) -> int:
@@ -178,17 +181,16 @@ def emulated_hidden(work: EmulatedWork) -> Tensor:
 class EmulatedStage(nn.Module):
     """A virtual stage of emulated layers, with what the engine uses of `weft.engine.stages.Stage`."""
 
-    def __init__(self, work: EmulatedWork, *, index: int, num_layers: int, num_stages: int) -> None:
-        """Take the share of stage ``index`` in ``num_layers`` layers, cut evenly."""
+    def __init__(self, work: EmulatedWork, *, index: int, layers: Sequence[range]) -> None:
+        """Take the layers of stage ``index``, of those of every stage."""
         super().__init__()
-        each = layers_per_stage(num_layers, num_stages)
         self.index = index
-        self.is_last = index == num_stages - 1
+        self.is_last = index == len(layers) - 1
         self.tied: frozenset[str] = frozenset()
         self.cuts: dict[str, Cut] = {}
         self.work = work
-        self.first_layer = index * each
-        self.layers = nn.ModuleList(EmulatedLayer(work) for _ in range(each))
+        self.first_layer = layers[index].start
+        self.layers = nn.ModuleList(EmulatedLayer(work) for _ in layers[index])
 
     def forward(self, hidden: Tensor | None, batch: Mapping[str, Tensor], num_items: Tensor | None = None) -> Tensor:
         """The next stage's hidden state, or on the last stage a loss over ``num_items``."""

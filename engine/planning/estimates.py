@@ -8,6 +8,7 @@ from weft.engine.planning.pairing import stage_pairs, with_strands
 from weft.engine.stages.sizes import ModelSizes, PartSize
 from weft.engine.stages.split import StageSplit
 from weft.pipeline.costs import CostModel, StageCost
+from weft.pipeline.planner.workload import LOSS_BYTES, NOTHING, LayerWork, ModelWork
 from weft.pipeline.states import WEIGHT_BYTES
 
 SAVED_WIDTHS = 17
@@ -16,8 +17,6 @@ and width at 2 bytes each, with attention that keeps no scores (Korthikanti et a
 GATHERED_WIDTHS = 2
 """Of these what members of a tensor group hold of the whole sequence: the inputs of attention and of the feed-forward
 part, which they have gathered."""
-LOSS_BYTES = 8
-"""Bytes per logit that the loss keeps: fp32 logits and their softmax."""
 
 
 def stage_sizes(model: ModelSizes, split: StageSplit) -> list[PartSize]:
@@ -35,7 +34,11 @@ def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostM
         ValueError: they are known for other numbers of virtual stages.
     """
     if facts.flops_per_s is not None:
-        stages = estimate_stages(config, facts, split, facts.flops_per_s)
+        stages = (
+            _by_weights(config, facts, split, facts.flops_per_s)
+            if facts.work is None
+            else _by_work(config, facts, facts.work, split, facts.flops_per_s)
+        )
         pairs = stage_pairs(facts, split, ())
         stages = stages if pairs is None else with_strands(stages, pairs)
     elif split.num_stages in facts.stage_costs:
@@ -53,8 +56,58 @@ def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostM
     )
 
 
-def estimate_stages(config: WeftConfig, facts: Facts, split: StageSplit, flops_per_s: float) -> tuple[StageCost, ...]:
-    """What the planner goes by until steps have been measured, of one rank of each stage.
+def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit) -> list[float]:
+    """What a backward of each virtual stage takes besides what is saved; nothing is known without ``facts.work``."""
+    if facts.work is None:
+        return [0.0] * split.num_stages
+    found = []
+    for work, layers in zip(_stage_works(facts.work, split), split.layers, strict=True):
+        again = (work.activation_bytes - work.unrecomputed_bytes) / len(layers)
+        found.append(max(work.working_bytes, again if config.model.gradient_checkpointing else 0.0))
+    return [size * _sequences(config, facts) for size in found]
+
+
+def _sequences(config: WeftConfig, facts: Facts) -> float:
+    """Of a micro-batch on one rank: a part of one, where ranks share layers or sequences."""
+    return config.train.microbatch_size / (facts.layout.tensor * facts.layout.context)
+
+
+def _stage_works(work: ModelWork, split: StageSplit) -> list[LayerWork]:
+    """What a sequence asks of each virtual stage."""
+    stages = [sum((work.layers[layer] for layer in layers), NOTHING) for layers in split.layers]
+    stages[0] += work.before
+    stages[-1] += work.after
+    return stages
+
+
+def _by_work(
+    config: WeftConfig, facts: Facts, work: ModelWork, split: StageSplit, flops_per_s: float
+) -> tuple[StageCost, ...]:
+    """By the operations and bytes of each layer; ranks that share layers divide all of this among them."""
+    sequences, recompute = _sequences(config, facts), config.model.gradient_checkpointing
+    stages = []
+    for part, layers in zip(_stage_works(work, split), split.layers, strict=True):
+        matmul_s, attention_s = (flops * sequences / flops_per_s for flops in (part.matmul_flops, part.attention_flops))
+        forward_s = matmul_s + attention_s
+        hidden_bytes = len(layers) * work.message_bytes
+        gathered_bytes = GATHERED_WIDTHS * (facts.layout.tensor - 1) * hidden_bytes
+        saved = part.unrecomputed_bytes + hidden_bytes if recompute else part.activation_bytes + gathered_bytes
+        stages.append(
+            StageCost(
+                forward_s=forward_s,
+                input_s=matmul_s + 2 * attention_s + (forward_s if recompute else 0.0),
+                weight_s=matmul_s,
+                activation_bytes=saved * sequences,
+                # Inputs and output gradients of the matrices: about what the forward saved.
+                weight_saved_bytes=saved * sequences,
+                output_bytes=work.message_bytes * sequences,
+            )
+        )
+    return tuple(stages)
+
+
+def _by_weights(config: WeftConfig, facts: Facts, split: StageSplit, flops_per_s: float) -> tuple[StageCost, ...]:
+    """Where the work of layers is not known.
 
     A forward takes two operations per active weight and token, and attention's scores on top;
     the gradients of inputs and of weights take as much each. Recomputed layers add a forward

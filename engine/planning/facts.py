@@ -12,6 +12,7 @@ from weft.engine.planning.hops import Hop
 from weft.engine.planning.layout import RankLayout
 from weft.engine.stages.sizes import ModelSizes
 from weft.pipeline.costs import LinkCost, StageCost
+from weft.pipeline.planner.workload import ModelWork
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.pairs import PairCosts
 from weft.pipeline.strands.work import Speed, StrandWork
@@ -56,6 +57,7 @@ class Facts:
     Attributes:
         layout: the ranks.
         model: weights of its parts.
+        work: what a sequence asks of each layer; None where the model's forward does not run without data.
         flops_per_s: what a rank reaches in practice; None where the stages' costs are known.
         device_bytes: memory of the rank that has least.
         stage_costs: costs of the virtual stages by how many there are, where they are known; where
@@ -85,6 +87,7 @@ class Facts:
     links: Links
     replica_nodes: tuple[int, ...]
     collectives: CollectiveCosts | None = None
+    work: ModelWork | None = None
     sources: dict[str, str]
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +25,11 @@ from weft.engine.planning.facts import Facts, Links
 from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.schedules import open_placements, read_costs
 from weft.engine.planning.strand_facts import with_strands
+from weft.engine.precision import DTYPES
 from weft.engine.stages.sizes import model_sizes
+from weft.engine.stages.tracing import trace_model
 from weft.pipeline.costs import CostModel, LinkCost
+from weft.pipeline.planner.workload import WORK_FORM, ModelWork
 from weft.pipeline.strands.work import Speed
 
 
@@ -122,9 +127,11 @@ def _known_facts(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Mach
         sources["stage_costs"] = sources["stage_pairs"] = f"given by pipeline.costs_file={config.pipeline.costs_file}"
     else:
         flops, sources["flops_per_s"] = usable_flops(machine.device, machine.threads, _devices(config))
+    work, sources["work"] = _traced(config, hf_config)
     facts = Facts(
         layout=layout,
         model=model_sizes(hf_config, tensor=layout.tensor, expert=layout.expert),
+        work=work,
         flops_per_s=flops,
         device_bytes=machine.device_bytes,
         stage_costs={count: costs.stages for count, costs in given.items()},
@@ -149,6 +156,23 @@ def _world_nodes(cluster: ClusterConfig) -> tuple[int, ...]:
     """The node of each rank, on the hosts that the run begins on; one where no hostfile names them."""
     slots = working_hosts(cluster).values() if cluster.hostfile else [world_size(cluster)]
     return tuple(node for node, held in enumerate(slots) for _ in range(held))
+
+
+def _traced(config: WeftConfig, hf_config: PreTrainedConfig) -> tuple[ModelWork | None, str]:
+    """What a sequence asks of each layer, kept between runs, and where that is known from."""
+    length, precision = config.data.sequence_length, config.train.precision
+    text = f"{length} {precision.name} {hf_config.to_json_string(use_diff=False)}"
+    key = f"{WORK_FORM} {hashlib.sha256(text.encode()).hexdigest()}"
+    cache = JsonCache(Path(config.data.cache_dir).expanduser() / "work.json")
+    with contextlib.suppress(KeyError, TypeError):
+        return ModelWork.from_dict(cache.read()[key]), f"traced before, cache {cache.path}"
+    try:
+        work = trace_model(hf_config, length, dtype=DTYPES[precision])
+    except Exception as error:  # any: it is the model's own code; sizes of weights have to do
+        return None, f"not known: {error}"
+    with contextlib.suppress(OSError):  # it is traced again the next time
+        cache.add({key: work.to_dict()})
+    return work, "the model's forward, traced on the meta device"
 
 
 def _given_costs(config: WeftConfig, layout: RankLayout) -> dict[int, CostModel]:

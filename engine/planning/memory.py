@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.conf.schema import Precision, WeftConfig
+from weft.pipeline.action import Op
+from weft.pipeline.cell import pipeline_of
 from weft.pipeline.costs import CostModel
+from weft.pipeline.memory import held_along
 from weft.pipeline.placement import Placement
-from weft.pipeline.states import MASTER_BYTES, OPTIMIZER_BYTES, USABLE, ZeroMemory, zero_memory
+from weft.pipeline.schedule import Schedule
+from weft.pipeline.states import MASTER_BYTES, OPTIMIZER_BYTES, USABLE, RankMemory, ZeroMemory, zero_memory
 
 
 def memory_checkpoint_bytes(parameters: int, ranks: int) -> float:
@@ -51,6 +55,43 @@ def rank_states(
         )
         for held in placement.rank_stages
     ]
+
+
+def rank_memory(
+    config: WeftConfig,
+    cell: Schedule,
+    costs: CostModel,
+    states: Sequence[ZeroMemory],
+    parameters: Sequence[int],
+    working: Sequence[float],
+) -> tuple[RankMemory, ...]:
+    """What each pipeline rank of a cell's first pipeline holds along its row.
+
+    Args:
+        cell: lowered.
+        costs: of one pipeline.
+        states: of each rank.
+        parameters: trained weights of each virtual stage.
+        working: what a backward of each virtual stage takes besides what is saved.
+    """
+    single = pipeline_of(cell, 0)
+    found = []
+    for rank, (row, state) in enumerate(zip(single.rows, states, strict=True)):
+        held = single.placement.rank_stages[rank]
+        saved = [entry.num_bytes for entry in held_along(row, costs)]
+        used = [
+            num_bytes + max((working[action.stage] for action in slot if action.op in (Op.B, Op.I)), default=0.0)
+            for slot, num_bytes in zip(row, saved, strict=True)
+        ]
+        reducing = [
+            num_bytes + state.buffers * parameters[slot[0].stage] / max(parameters[stage] for stage in held)
+            for slot, num_bytes in zip(row, saved, strict=True)
+            if slot[0].op is Op.REDUCE_GRAD
+        ]
+        activations, most = max(saved, default=0.0), max(used, default=0.0)
+        beside = state.buffers if config.zero.stage == 3 else max(0.0, max(reducing, default=0.0) - most)
+        found.append(RankMemory(state, activations, most - activations, beside))
+    return tuple(found)
 
 
 def activation_memory(

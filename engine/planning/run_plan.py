@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from weft.conf.schema import Partition, WeftConfig
 from weft.engine.planning.dp_cells import CellMember
-from weft.engine.planning.estimates import planning_costs, stage_sizes
+from weft.engine.planning.estimates import planning_costs, stage_sizes, working_bytes
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.layout import RankLayout
-from weft.engine.planning.memory import activation_memory, rank_states
+from weft.engine.planning.memory import activation_memory, rank_memory, rank_states
 from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap, with_collectives
 from weft.engine.planning.schedules import plan_cells, plan_placement
 from weft.engine.stages.split import StageSplit, split_model
@@ -131,7 +131,7 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
         overlap=overlap,
         members=members,
         cells=cells,
-        memory=tuple(map(RankMemory, states, timeline.peak_bytes)),
+        memory=rank_memory(config, cells[sizes[0]], costs, states, parameters, working_bytes(config, facts, split)),
         step_s=timeline.step_s,
         bubble_share=timeline.bubble_share,
     )

@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from weft.engine.stages import packed
 from weft.engine.stages.handover import set_dtype
 from weft.engine.stages.skeleton import decoder_layers, model_class, skeleton
-from weft.pipeline.planner.workload import LOSS_BYTES, LayerWork, ModelWork
+from weft.pipeline.planner.workload import LOSS_BYTES, LOSS_WORKING_BYTES, LayerWork, ModelWork
 
 assert packed  # on the meta device transformers could not look for packed rows by itself
 _TRACED = "weft_traced"
@@ -212,29 +212,36 @@ def _work(model: PreTrainedModel, path: str, tracer: _Tracer, name: str, tokens:
     outside = sum(weight.numel() for at, weight in model.named_parameters() if not at.startswith(f"{path}."))
     text = model.config.get_text_config()
     before, *inner, after = tracer.parts
-    loss_bytes = float(tokens * text.vocab_size * LOSS_BYTES)
+    logits = float(tokens * text.vocab_size)
+    loss = LayerWork(
+        parameters=0,
+        activation_bytes=logits * LOSS_BYTES,
+        unrecomputed_bytes=logits * LOSS_BYTES,
+        working_bytes=logits * LOSS_WORKING_BYTES,
+    )
     return ModelWork(
         name=name,
         sequence_length=tokens,
-        before=_layer_work(before, outside - (0 if tied else head_weights), 0),
+        before=_layer_work(before, outside - (0 if tied else head_weights), 0, recomputed=False),
         layers=tuple(
             _layer_work(part, sum(w.numel() for w in layer.parameters()), expert_parameters(layer))
             for part, layer in zip(inner, layers, strict=True)
         ),
-        after=_layer_work(after, head_weights, 0) + LayerWork(parameters=0, activation_bytes=loss_bytes),
+        after=_layer_work(after, head_weights, 0, recomputed=False) + loss,
         tied_parameters=head_weights if tied else 0,
         message_bytes=float(tokens * text.hidden_size * dtype.itemsize),
         attended_bytes=max((part.attended_bytes for part in inner), default=0.0),
     )
 
 
-def _layer_work(part: _Part, parameters: int, experts: int) -> LayerWork:
+def _layer_work(part: _Part, parameters: int, experts: int, *, recomputed: bool = True) -> LayerWork:
     return LayerWork(
         parameters=parameters,
         expert_parameters=experts,
         matmul_flops=part.matmul_flops,
         attention_flops=part.attention_flops,
         activation_bytes=part.activation_bytes,
+        unrecomputed_bytes=0.0 if recomputed else part.activation_bytes,
         routed_bytes=part.routed_bytes,
     )
 

@@ -63,6 +63,7 @@ class ListScheduler:
         self.problem, self.rule = problem, rule
         self.cap_bytes = cap_bytes
         self.rows: Rows = [[] for _ in range(problem.num_ranks)]
+        self.finished_s: list[float] = []  # when each micro-batch's gradient has come back to the first stage
         count = problem.num_microbatches
         stages = range(problem.placement.num_stages)
         queues = [
@@ -212,6 +213,8 @@ class ListScheduler:
             stage, kind = divmod(node // problem.num_microbatches, len(KINDS))
             for queue_kind in (I, W) if kind == B else (kind,):
                 self._queues[stage][queue_kind].started += 1
+            if stage == 0 and kind in (I, B):
+                self.finished_s.append(end_s)
             sent_s = end_s
             link, pair_link = problem.link[node], problem.pair_link[node]
             if link >= 0:

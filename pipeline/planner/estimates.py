@@ -36,6 +36,8 @@ class Estimates:
             "matmul_flops",
             "attention_flops",
             "activation_bytes",
+            "unrecomputed_bytes",
+            "working_bytes",
             "routed_bytes",
         )
         return {
@@ -126,11 +128,13 @@ class Estimates:
 
     def activation_bytes(self, work: LayerWork, num_layers: int, shape: Shape) -> float:
         """What a micro-batch leaves on each GPU of a rank until its backward."""
-        kept = self.work.message_bytes * num_layers if shape.checkpointing else work.activation_bytes
+        kept = work.activation_bytes
+        if shape.checkpointing:
+            kept = self.work.message_bytes * num_layers + work.unrecomputed_bytes
         return kept * shape.microbatch_size / shape.gpus_per_rank
 
-    def states(self, work: LayerWork, num_layers: int, shape: Shape) -> RankMemory:
-        """What a rank's GPU holds besides saved activations; ``activations`` is what a backward works on."""
+    def memory(self, work: LayerWork, num_layers: int, shape: Shape, activations: float = 0.0) -> RankMemory:
+        """What a rank's GPU holds, with so many bytes of saved activations."""
         zero = zero_memory(
             round(self.parameters(work, shape)),
             ZeroConfig(stage=shape.zero_stage),
@@ -142,8 +146,11 @@ class Estimates:
         if shape.zero_stage:  # experts that several replicas share have fewer replicas of their own
             whole = work.parameters / shape.tensor / max(1.0, self.parameters(work, shape))
             zero = replace(zero, optimizer=zero.optimizer * whole)
-        working = work.activation_bytes / max(1, num_layers) if shape.checkpointing else 0.0
-        return RankMemory(zero, working * shape.microbatch_size / shape.gpus_per_rank)
+        working = work.working_bytes
+        if shape.checkpointing:  # a layer's forward runs again before its backward
+            working = max(working, (work.activation_bytes - work.unrecomputed_bytes) / max(1, num_layers))
+        beside = zero.buffers if shape.zero_stage == 3 else 0.0
+        return RankMemory(zero, activations, working * shape.microbatch_size / shape.gpus_per_rank, beside)
 
     def costs(self, layout: Layout) -> CostModel:
         """Seconds and bytes of one pipeline of a layout."""

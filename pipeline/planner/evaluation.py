@@ -74,8 +74,8 @@ class Evaluation:
         whole, number = self._whole, len(self._work.layers)
         part = _share(whole, shape.num_stages)
         least = min(self._least(shape, site) for site in sites)
-        memory = self._estimates.states(part, max(1, number // shape.num_stages), shape).total
-        memory += self._estimates.activation_bytes(part, max(1, number // shape.num_stages), shape)
+        held = max(1, number // shape.num_stages)
+        memory = self._estimates.memory(part, held, shape, self._estimates.activation_bytes(part, held, shape)).total
         most = self._request.max_memory * max(site.gpu.memory_bytes for site in sites)
         if memory > most:
             self._least_bytes = min(self._least_bytes, (memory, f"pipeline.stages={shape.num_stages}"))
@@ -105,9 +105,9 @@ class Evaluation:
         works = self._estimates.ranks(base)
         costs = self._estimates.costs(base)
         stages = costs.stages
-        states = tuple(self._estimates.states(work, held, base) for work, held in zip(works, layers, strict=True))
+        states = tuple(self._estimates.memory(work, held, base) for work, held in zip(works, layers, strict=True))
         rooms = tuple(
-            request.max_memory * names[site].gpu.memory_bytes - state.total
+            state.room(request.max_memory * names[site].gpu.memory_bytes)
             for site, state in zip(on, states, strict=True)
         )
         if any(left < stage.activation_bytes for left, stage in zip(rooms, stages, strict=True)):
@@ -148,11 +148,11 @@ class Evaluation:
         peaks = latency.peak_bytes[: layout.num_stages]
         if any(peak > left for peak, left in zip(peaks, candidate.rooms, strict=True)):
             return None
-        totals = [state.total + peak for state, peak in zip(candidate.states, peaks, strict=True)]
+        memory = [replace(state, activations=peak) for state, peak in zip(candidate.states, peaks, strict=True)]
+        totals = [held.total for held in memory]
         on = [self._cluster.sites[site] for site in layout.site_of()]
         shares = [total / site.gpu.memory_bytes for total, site in zip(totals, on, strict=True)]
         fullest = max(range(len(shares)), key=shares.__getitem__)
-        state = candidate.states[fullest]
         ends_s = candidate.collective_s + candidate.optimizer_s
         step_s = max(latency.step_s + ends_s, candidate.bound_s)  # a closed form may come out too short
         tokens = self._tokens(layout)
@@ -168,7 +168,7 @@ class Evaluation:
             busy_s=busy_s,
             tokens=tokens,
             mfu=self._work.flops_per_token * tokens / step_s / peak_flops,
-            memory=replace(state, activations=state.activations + peaks[fullest]),
+            memory=memory[fullest],
             memory_share=shares[fullest],
             cap_bytes=cap,
             wan_bytes=self._wan_bytes(layout),
@@ -237,8 +237,8 @@ class Evaluation:
 
             def fits(count: int) -> bool:
                 work = estimates.rank_work(range(number - count, number), first=first, last=last)
-                states = estimates.states(work, count, shape).total
-                return states + estimates.activation_bytes(work, count, shape) <= most
+                activations = estimates.activation_bytes(work, count, shape)
+                return estimates.memory(work, count, shape, activations).total <= most
 
             low, high = 0, number
             while low < high:
@@ -399,5 +399,6 @@ def _share(work: LayerWork, parts: int) -> LayerWork:
         matmul_flops=work.matmul_flops / parts,
         attention_flops=work.attention_flops / parts,
         activation_bytes=work.activation_bytes / parts,
+        unrecomputed_bytes=work.unrecomputed_bytes / parts,
         routed_bytes=work.routed_bytes / parts,
     )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
+from weft.pipeline.action import Op
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators.auto_greedy import ListScheduler
-from weft.pipeline.generators.auto_problem import Problem, Rows
+from weft.pipeline.generators.auto_problem import Problem
 from weft.pipeline.generators.auto_rules import atlas, backward_first
 from weft.pipeline.generators.auto_timing import time_rows
 from weft.pipeline.generators.one_f_one_b import generate_1f1b
 from weft.pipeline.placement import Placement
 
+_EQUAL = 1e-6
+_RULES = ("backward first", "atlas")
 _ROUNDED_UP = 1 + 1e-9
 """Tolerance for rounding errors in sums of bytes."""
 
@@ -34,28 +39,58 @@ def pipeline_latency(
 ) -> Latency:
     """The step that a list scheduler finds for a DP-cell, or 1F1B takes; `auto` searches on from there.
 
-    Long runs have a closed form: the first micro-batches are scheduled, and each further one takes
-    what the last of these took on average.
+    Long runs have a closed form: the first micro-batches are scheduled, and the period in which
+    the pipeline repeats itself is counted on.
 
     Args:
         costs: of one pipeline.
         cap_bytes: activations that a rank may hold.
         schedule: ``auto`` or ``1f1b``.
     """
-    ranks = placement.single.num_ranks
-    if num_microbatches <= first_microbatches(ranks):
-        return _scheduled(placement, num_microbatches, costs, cap_bytes, schedule)
-    # A pipeline with P micro-batches in flight repeats itself after P: periods are counted whole.
-    shorter = first_microbatches(ranks) - 2 * ranks + (num_microbatches - first_microbatches(ranks)) % ranks
-    first = _scheduled(placement, shorter, costs, cap_bytes, schedule)
-    last = _scheduled(placement, shorter + ranks, costs, cap_bytes, schedule)
-    periods = (num_microbatches - shorter - ranks) / ranks
-    return Latency(last.step_s + periods * (last.step_s - first.step_s), last.peak_bytes)
+    rules = _RULES if schedule == "auto" else (schedule,)
+    return min(
+        (_latency(placement, num_microbatches, costs, cap_bytes, rule) for rule in rules), key=lambda one: one.step_s
+    )
+
+
+def _latency(placement: Placement, num_microbatches: int, costs: CostModel, cap_bytes: float, rule: str) -> Latency:
+    """By one rule: what is counted on has to be of the same."""
+    first = first_microbatches(placement.single.num_ranks)
+    if num_microbatches <= first:
+        return _scheduled(placement, num_microbatches, costs, cap_bytes, rule)[0]
+    latency, finished_s = _scheduled(placement, first, costs, cap_bytes, rule)
+    period, period_s = _period(finished_s)
+    busiest_s = max(cost.forward_s + cost.input_s + cost.weight_s for cost in costs.stages)
+    period_s = max(period_s, period * busiest_s)  # weight gradients may be put off, but not for ever
+    shorter = first - (first - num_microbatches) % period
+    if shorter < first:
+        latency, _ = _scheduled(placement, shorter, costs, cap_bytes, rule)
+    return replace(latency, step_s=latency.step_s + (num_microbatches - shorter) // period * period_s)
+
+
+def _period(finished_s: Sequence[float]) -> tuple[int, float]:
+    """After how many micro-batches a pipeline repeats itself, and after how many seconds; on average, if it does not.
+
+    Looked for where it is full: in the middle half.
+
+    Args:
+        finished_s: when each micro-batch has come back.
+    """
+    begin, end = len(finished_s) // 4, 3 * len(finished_s) // 4
+    pauses_s = [after - before for before, after in pairwise(finished_s[begin : end + 1])]
+    average_s = sum(pauses_s) / len(pauses_s)
+    for period in range(1, len(pauses_s) // 2 + 1):
+        if all(
+            abs(after - before) < _EQUAL * average_s
+            for before, after in zip(pauses_s[:-period], pauses_s[period:], strict=True)
+        ):
+            return period, sum(pauses_s[-period:])
+    return 1, average_s
 
 
 def first_microbatches(num_ranks: int) -> int:
     """Micro-batches up to which a pipeline of so many ranks is scheduled as a whole."""
-    return 4 * num_ranks + 8
+    return max(4 * num_ranks + 8, 32)
 
 
 def latency_bound_s(
@@ -108,16 +143,18 @@ def latency_bound_s(
     return bound_s
 
 
-def _scheduled(placement: Placement, count: int, costs: CostModel, cap_bytes: float, schedule: str) -> Latency:
+def _scheduled(
+    placement: Placement, count: int, costs: CostModel, cap_bytes: float, rule: str
+) -> tuple[Latency, list[float]]:
+    """The whole step by one rule, and when each micro-batch has come back to the first rank."""
     problem = Problem(placement, count, costs.for_cell(placement.pipelines))
-    if schedule == "1f1b":
+    if rule == "1f1b":
         rows = problem.rows(generate_1f1b(placement, count).rows)
         timing = time_rows(problem, rows)
-        assert timing is not None, schedule
-        return Latency(timing.makespan_s, tuple(map(problem.peak_bytes, rows)))
-    found: list[tuple[float, Rows]] = []
-    for rule in (backward_first(problem), atlas(problem, defer_weights=True)):
-        scheduler = ListScheduler(problem, rule, cap_bytes * _ROUNDED_UP)
-        found.append((scheduler.run(), scheduler.rows))
-    step_s, rows = min(found, key=lambda entry: entry[0])
-    return Latency(step_s, tuple(map(problem.peak_bytes, rows)))
+        assert timing is not None, rule
+        finished_s = sorted(timing.end_s[node] for node in rows[0] if problem.op(node) is Op.B)
+        return Latency(timing.makespan_s, tuple(map(problem.peak_bytes, rows))), finished_s
+    order = backward_first(problem) if rule == "backward first" else atlas(problem, defer_weights=True)
+    scheduler = ListScheduler(problem, order, cap_bytes * _ROUNDED_UP)
+    step_s = scheduler.run()
+    return Latency(step_s, tuple(map(problem.peak_bytes, scheduler.rows))), scheduler.finished_s

@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-LOSS_BYTES = 8
-"""Bytes per logit that the loss keeps: fp32 logits and their softmax."""
+WORK_FORM = 2
+"""Of work that is kept in files; another number makes old entries unread."""
+LOSS_BYTES = 4
+"""Bytes per logit that the loss saves: the fp32 logarithms of probabilities."""
+LOSS_WORKING_BYTES = 8
+"""Bytes per logit that the loss's backward takes besides: fp32 gradients of these and of the logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +29,10 @@ class LayerWork:
     attention half of what `FlopCounterMode` counts."""
     activation_bytes: float = 0.0
     """What autograd saves in a forward, without weights."""
-
+    unrecomputed_bytes: float = 0.0
+    """Those of them that gradient checkpointing saves, too: all that do not belong to a decoder layer."""
+    working_bytes: float = 0.0
+    """What its backward takes besides, where that is much: the loss's."""
     routed_bytes: float = 0.0
     """Hidden states that go to routed experts, once for each expert of a token."""
 

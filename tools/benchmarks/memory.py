@@ -1,4 +1,4 @@
-"""`weft bench memory`: memory of a rank at each ZeRO stage, measured and predicted, beside DeepSpeed's."""
+"""`weft bench memory`: memory of a rank by ZeRO stage and layout, measured and predicted, beside DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from weft.conf.schema import ModelConfig, PipelineConfig, Precision, TrainConfig, WeftConfig, ZeroConfig
 from weft.pipeline.states import zero_memory
+from weft.tools.benchmarks.predictions.memory import NUM_RANKS, peaks
 from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.ranks import run_ranks
 from weft.tools.tables import show, table_of
@@ -33,9 +34,23 @@ def main(argv: Sequence[str]) -> int:
     args = parse(parser, argv)
     title = f"peak memory of a rank in MB, {args.ranks} replicas, fp32, Adam, 1 micro-batch"
     table = table_of((_row(stage, args.ranks) for stage in range(4)), title)
-    show(table)
-    write_json(args, "memory", table)
+    layouts = table_of(layout_rows(), "peak of tensors on a rank of the quickstart in MB, 4 ranks")
+    show(table, layouts)
+    write_json(args, "memory", {"zero": table, "layouts": layouts})
     return 0
+
+
+def layout_rows() -> Iterator[dict[str, object]]:
+    """The quickstart's layouts, a row each: of the rank that is predicted worst."""
+    for found in zip(*run_ranks(NUM_RANKS, peaks, timeout_s=TIMEOUT_S), strict=True):
+        worst = max(found, key=lambda rank: abs(rank.error))
+        yield {
+            "layout": worst.layout,
+            "rank": worst.rank,
+            "predicted": f"{worst.predicted / 1e6:.1f}",
+            "measured": f"{worst.measured / 1e6:.1f}",
+            "error": f"{worst.error:+.1%}",
+        }
 
 
 def _row(stage: int, ranks: int) -> dict[str, object]:

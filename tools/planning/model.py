@@ -10,10 +10,7 @@ from typing import Any
 
 from weft.conf.files import JsonCache
 from weft.pipeline.limits import read_text, short_repr
-from weft.pipeline.planner.workload import ModelWork
-
-_FORM = 1
-"""Of cached work; another number makes old entries unread."""
+from weft.pipeline.planner.workload import WORK_FORM, ModelWork
 
 
 def model_work(model: str, sequence_length: int, cache: Path) -> ModelWork:
@@ -27,7 +24,7 @@ def model_work(model: str, sequence_length: int, cache: Path) -> ModelWork:
         ValueError: the model cannot be read or traced.
     """
     text = _config_text(model)
-    key = hashlib.sha256(f"{_FORM} {sequence_length} {text or model}".encode()).hexdigest()
+    key = hashlib.sha256(f"{WORK_FORM} {sequence_length} {text or model}".encode()).hexdigest()
     store = JsonCache(cache.expanduser())
     try:
         return ModelWork.from_dict(store.read()[key])

@@ -95,6 +95,7 @@ def explanation(found: Plan, one: Prediction) -> Iterator[str]:
         "optimiser": zero.optimizer,
         "buffers": zero.buffers,
         "activations": one.memory.activations,
+        "backward": one.memory.working,
     }
     named = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts.items())
     yield f"fullest GPU: {bytes_text(one.memory.total)} ({one.memory_share:.0%}): {named}"

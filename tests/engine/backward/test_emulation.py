@@ -10,6 +10,7 @@ from weft.engine.emulation import stage as emulation
 from weft.engine.emulation.stage import EmulatedLayer, EmulatedStage, EmulatedWork
 
 WORK = EmulatedWork(forward_s=1.0, input_s=2.0, weight_s=4.0, hidden_bytes=64)
+HALVES = (range(3), range(3, 6))
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def slept(monkeypatch):
 
 
 def test_full_backward(slept):
-    stage = EmulatedStage(WORK, index=0, num_layers=6, num_stages=2)
+    stage = EmulatedStage(WORK, index=0, layers=HALVES)
     hidden = stage(None, {})
     assert slept() == 3.0
     hidden.sum().backward()
@@ -37,7 +38,7 @@ def test_full_backward(slept):
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_split_backward(slept, index):
-    stage = EmulatedStage(WORK, index=index, num_layers=6, num_stages=2)
+    stage = EmulatedStage(WORK, index=index, layers=HALVES)
     hidden = None if index == 0 else torch.zeros(1, 16, requires_grad=True)
     split = SplitBackward(stage)
     output, saved = split.forward(lambda: stage(hidden, {}, torch.tensor(2.0)), hidden)

@@ -35,7 +35,7 @@ def test_the_last_block_waits_for_the_count_and_no_other(training):
             return super().wait()
 
     work = EmulatedWork(forward_s=0, input_s=0, weight_s=0, hidden_bytes=64)
-    stage = EmulatedStage(work, index=0, num_layers=3, num_stages=1)
+    stage = EmulatedStage(work, index=0, layers=(range(3),))
     for layer in stage.layers:
         layer.register_forward_pre_hook(lambda *_: order.append("layer"))
     state = StepState(batches=[{}], num_items=Noted(torch.tensor(4), None), training=training)

@@ -14,6 +14,7 @@ from weft.engine.emulation.stage import EmulatedStage, EmulatedWork
 from weft.engine.planning.memory import activation_memory, rank_states
 from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap
 from weft.engine.planning.schedules import open_placements, plan_schedule
+from weft.engine.stages.split import StageSplit
 from weft.engine.zero import Collectives, Sharding
 from weft.engine.zero.collectives import CompletedHandle
 from weft.pipeline.action import Action, Op
@@ -78,7 +79,8 @@ def issued_by(stage):
 def test_a_step_issues_what_is_planned(nodes, zero_stage, num_stages, bytes_per_s):
     plan = planned(GROUPS[nodes], zero_stage, num_stages, bytes_per_s)
     collectives = Recorded()
-    stages = [EmulatedStage(WORK, index=i, num_layers=LAYERS, num_stages=num_stages) for i in range(num_stages)]
+    layers = StageSplit((LAYERS // num_stages,) * num_stages).layers
+    stages = [EmulatedStage(WORK, index=i, layers=layers) for i in range(num_stages)]
     sharding = Sharding(stages, ZeroConfig(stage=zero_stage), collectives, cuts=plan.cuts)
     forwards = [Action(Op.F, stage.index, m) for stage in stages for m in range(2)]
     backwards = [Action(Op.B, stage.index, m) for stage in reversed(stages) for m in range(2)]

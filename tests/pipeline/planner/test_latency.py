@@ -14,6 +14,7 @@ from weft.pipeline.generators.auto_problem import Problem
 from weft.pipeline.generators.one_f_one_b import generate_1f1b
 from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
+from weft.pipeline.planner import latency
 from weft.pipeline.planner.latency import first_microbatches, latency_bound_s, pipeline_latency
 from weft.pipeline.simulation import simulate
 
@@ -88,3 +89,18 @@ def test_the_closed_form_of_auto_is_its_list_schedules(pipeline, more, cell):
     schedule = generate_auto(placement, microbatches, whole, 8.0)
     assert bound_s <= found.step_s * 1.02
     assert simulate(add_relays(lower(schedule), whole), whole).step_s <= found.step_s * 1.02
+
+
+@pytest.mark.parametrize("microbatches", [50, 64, 71])
+def test_a_pipeline_repeats_itself_after_what_its_memory_holds(microbatches, monkeypatch):
+    """Five micro-batches are on their way at a time, over a pair's narrow link; two ranks."""
+    stages = tuple(
+        StageCost(forward_s=f, input_s=i, weight_s=w, activation_bytes=1.0, output_bytes=1e6)
+        for f, i, w in ((3.0, 3.0, 0.1), (0.1, 0.1, 1.0))
+    )
+    link = LinkCost(latency_s=2.5, bandwidth_bps=8e7, pair_bps=8e6 / 3)
+    costs = CostModel(stages=stages, wan=link)
+    counted_on = pipeline_latency(Placement.straight(2, (1, 1)), microbatches, costs, 5.0)
+    monkeypatch.setattr(latency, "first_microbatches", lambda _: 100)
+    scheduled = pipeline_latency(Placement.straight(2, (1, 1)), microbatches, costs, 5.0)
+    assert counted_on.step_s == pytest.approx(scheduled.step_s, rel=0.02)

@@ -167,7 +167,7 @@ def test_shared_experts_leave_the_optimizer_as_large_as_it_is():
     estimates = Estimates(cluster(site("a")), work)
     shape = Shape(num_stages=1, replicas=4, microbatches=1)
     held = estimates.rank_work(range(8), first=False, last=False)
-    alone, shared = (estimates.states(held, 8, replace(shape, expert=expert)).zero for expert in (1, 4))
+    alone, shared = (estimates.memory(held, 8, replace(shape, expert=expert)).zero for expert in (1, 4))
     assert shared.weights == pytest.approx(alone.weights * 0.4)
     assert shared.optimizer == pytest.approx(alone.optimizer)
 

@@ -71,10 +71,7 @@ def emulated_engine(case: Case, config: WeftConfig) -> WeftEngine:
     placement = from_rank_zero(lambda: settle_placement(config, facts), Placement)
     opened = PreparedRun.open(config, facts, placement, device)
     held = placement.rank_stages[facts.layout.position(dist.get_rank()).stage]
-    stages = [
-        EmulatedStage(case.work, index=index, num_layers=case.num_layers, num_stages=placement.num_stages)
-        for index in held
-    ]
+    stages = [EmulatedStage(case.work, index=index, layers=opened.plan.split.layers) for index in held]
     module = WeftModule(stages, placement, facts.layout)
     engine = opened.engine(
         config,
@@ -96,11 +93,14 @@ def _facts(case: Case, config: WeftConfig, device: torch.device) -> Facts:
     """What is known of emulated layers: all but what their collectives cost."""
     layer = PartSize(case.work.weight_elements, case.work.weight_elements)
     sites = range(len(case.sites))
-    costs = {
-        count: case.work.costs(case.num_layers, count).stages
-        for count in range(case.num_ranks, case.num_layers + 1, case.num_ranks)
-        if not case.num_layers % count
-    }
+    if layers := config.pipeline.layers:
+        costs = {len(layers): tuple(map(case.work.cost, layers))}
+    else:
+        costs = {
+            count: case.work.costs(case.num_layers, count).stages
+            for count in range(case.num_ranks, case.num_layers + 1, case.num_ranks)
+            if not case.num_layers % count
+        }
     return Facts(
         layout=RankLayout(case.sites or (case.num_ranks,), case.num_replicas),
         model=ModelSizes(

@@ -1,0 +1,89 @@
+"""Memory of the quickstart model's ranks: what a plan says, and what torch's allocator hands out."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from weft.conf.compose import compose
+from weft.conf.schema import WeftConfig
+
+NUM_RANKS = 4
+VOCABULARY = 4096
+QUICKSTART = ("recipe=quickstart", f"model.overrides.vocab_size={VOCABULARY}", "model.self_check=false")
+LAYOUTS = (
+    ("pipeline.stages=4",),
+    ("pipeline.stages=2", "zero.stage=1"),
+    ("pipeline.stages=2", "pipeline.schedule=w", "zero.stage=1"),
+    ("pipeline.stages=1", "model.gradient_checkpointing=true"),
+)
+"""Departures from the quickstart, each on four ranks."""
+_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPeak:
+    """Bytes of a rank in one layout.
+
+    Attributes:
+        predicted: of its plan.
+        measured: that tensors took at most, set-up included, by the profiler, which follows one thread: what
+            collectives put together in theirs is left out, and what they free would be missed (ZeRO 2 and 3).
+    """
+
+    layout: str
+    rank: int
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured."""
+        return self.predicted / self.measured - 1
+
+
+def peaks(layouts: Sequence[tuple[str, ...]] = LAYOUTS) -> list[RankPeak]:
+    """This rank's memory in each layout; a collective call of `NUM_RANKS` ranks."""
+    torch.set_num_threads(1)
+    return [_peak(layout) for layout in layouts]
+
+
+def _peak(layout: tuple[str, ...]) -> RankPeak:
+    from weft.engine.initialize import initialize
+
+    config = compose([*QUICKSTART, *layout])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        engine, *_ = initialize(config=config)
+        engine.set_dataiterator(_batches(config))
+        for _ in range(_STEPS):
+            engine.train_batch()
+        predicted = engine.plan.memory[engine.pipe_rank].total
+        engine.destroy()
+        del engine
+        gc.collect()
+    return RankPeak(
+        layout=" ".join(layout), rank=dist.get_rank(), predicted=predicted, measured=_most_allocated(profiled)
+    )
+
+
+def _most_allocated(profiled: profile) -> int:
+    """The most bytes that tensors took, by the profiler's record of each that was made or freed."""
+    assert profiled.profiler is not None
+    events = profiled.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(accumulate(num_bytes for _, num_bytes in changes))
+
+
+def _batches(config: WeftConfig) -> Iterator[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    size = config.train.microbatch_size, config.data.sequence_length
+    while True:
+        ids = torch.randint(VOCABULARY, size, generator=generator)
+        yield {"input_ids": ids, "labels": ids}
