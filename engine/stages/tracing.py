@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import gcd
 from typing import Any
 from unittest.mock import patch
 
@@ -231,6 +232,7 @@ def _work(model: PreTrainedModel, path: str, tracer: _Tracer, name: str, tokens:
         tied_parameters=head_weights if tied else 0,
         message_bytes=float(tokens * text.hidden_size * dtype.itemsize),
         attended_bytes=max((part.attended_bytes for part in inner), default=0.0),
+        heads=gcd(*(int(getattr(text, name, 0) or 0) for name in ("num_attention_heads", "num_key_value_heads"))),
     )
 
 

@@ -69,12 +69,13 @@ class Estimates:
         speed = site.gpu.flops_per_s * self.cluster.efficiency * shared / shape.microbatch_size
         matmul_s, attention_s = work.matmul_flops / speed, work.attention_flops / speed
         exchanged_s = self.layer_collectives_s(work, num_layers, shape, site)
-        forward_s = matmul_s + attention_s + exchanged_s
-        again_s = forward_s if shape.checkpointing else 0.0
+        gathered_s = self.weights_s(work, shape, site)
+        forward_s = max(matmul_s + attention_s + exchanged_s, gathered_s)
+        again_s = matmul_s + attention_s + exchanged_s if shape.checkpointing else 0.0
         saved = self.activation_bytes(work, num_layers, shape)
         return StageCost(
             forward_s=forward_s,
-            input_s=matmul_s + 2 * attention_s + exchanged_s + again_s,
+            input_s=max(matmul_s + 2 * attention_s + exchanged_s + again_s, gathered_s),
             weight_s=matmul_s,
             activation_bytes=saved,
             weight_saved_bytes=saved,
@@ -104,11 +105,20 @@ class Estimates:
 
         Replicas of one host reduce first, and hosts what is left to each (Centauri's group partition).
         """
+        moved = {0: 8.0, 3: 4.0}.get(shape.zero_stage, 4.0 + 2.0)
+        return self._over_replicas_s(moved * self.parameters(work, shape), shape, site)
+
+    def weights_s(self, work: LayerWork, shape: Shape, site: Site) -> float:
+        """Seconds in which a rank's weights are gathered for one pass of a micro-batch, while it computes: ZeRO 3."""
+        if shape.zero_stage < 3:
+            return 0.0
+        return self._over_replicas_s(2.0 * self.parameters(work, shape), shape, site)
+
+    def _over_replicas_s(self, moved: float, shape: Shape, site: Site) -> float:
+        """Seconds in which so many bytes of a rank are reduced or gathered over its replicas."""
         shards = shape.replicas * shape.context
         if shards == 1:
             return 0.0
-        parameters = self.parameters(work, shape)
-        moved = parameters * (4 + 2) if shape.zero_stage else parameters * 8.0
         together = min(shards, max(1, site.gpus_per_host // shape.tensor))
         hosts = -(-shards // together)
         seconds = 2 * STARTING_S[True] * (together - 1) + 2 * STARTING_S[False] * (hosts - 1)

@@ -347,7 +347,15 @@ class Evaluation:
 
     def _key(self, shape: Shape) -> tuple[Any, ...]:
         """What the time of a layer depends on."""
-        return (shape.tensor, shape.context, shape.expert, shape.microbatch_size, shape.checkpointing)
+        gathered_over = shape.replicas if shape.zero_stage == 3 else 0
+        return (
+            shape.tensor,
+            shape.context,
+            shape.expert,
+            shape.microbatch_size,
+            shape.checkpointing,
+            gathered_over,
+        )
 
     def _tokens(self, shape: Shape) -> int:
         return shape.sequences * self._work.sequence_length

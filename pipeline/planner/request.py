@@ -112,6 +112,6 @@ def _value(name: str, text: str) -> Any:
         return text == "true"
     value = number(text, name)
     whole = int(value) if value == int(value) else value
-    if name == "zero.stage" and whole not in (0, 1):
-        raise ValueError(f"{name}={text}: plans know stages 0 and 1; choose one of them")
+    if name == "zero.stage" and whole not in range(4):
+        raise ValueError(f"{name}={text}: choose one of 0, 1, 2 and 3")
     return count(whole, name, least=0 if name == "zero.stage" else 1)

@@ -67,23 +67,45 @@ def plan(cluster: Cluster, work: ModelWork, request: Request) -> Plan:
         ValueError: no layout fits; the message says what binds.
     """
     evaluation = Evaluation(cluster, work, request)
-    order = count()
-    most = next(ways for sites, ways in MOST_ROUTES.items() if len(cluster.sites) <= sites)
-    whole: list[tuple[float, int, Shape]] = []
-    for shape in shapes(cluster, work, request):
-        bound = evaluation.shape_bound(shape)
-        if bound is not None:
-            whole.append((bound, next(order), shape))
+    bounds = [(evaluation.shape_bound(shape), shape) for shape in shapes(cluster, work, request)]
+    whole = [(bound, number, shape) for number, (bound, shape) in enumerate(bounds) if bound is not None]
     heapify(whole)
-    num_shapes, spent, left_out, best = len(whole), 0, float("inf"), float("inf")
-    expanded = 0
+    found, left_out = _search(evaluation, cluster, request, list(whole))
+    if not found:
+        raise ValueError(evaluation.nothing_fits(len(whole)))
+    scheduled = len(found)
+    if request.max_sites != 1 and all(len(one.layout.sites) > 1 for one in found):  # whether the WAN pays at all
+        alone, _ = _search(evaluation, cluster, replace(request, max_sites=1, effort=request.effort // 2), whole)
+        found += sorted(alone, key=request.score)[:1]
+    ranked = _distinct(sorted(found, key=request.score))
+    return Plan(
+        cluster=cluster,
+        work=work,
+        request=request,
+        ranked=tuple(ranked),
+        gap=max(0.0, 1 - left_out / request.score(ranked[0])),
+        shapes=len(bounds) - sum(bound is None for bound, _ in bounds),
+        scheduled=scheduled,
+    )
+
+
+def _search(
+    evaluation: Evaluation, cluster: Cluster, request: Request, whole: list[tuple[float, int, Shape]]
+) -> tuple[list[Prediction], float]:
+    """What was scheduled, and the least bound of what was not.
+
+    Args:
+        whole: a heap of shapes by their bounds, each with a number of its own; it is used up.
+    """
+    order = count(len(whole))
+    most = next(ways for sites, ways in MOST_ROUTES.items() if len(cluster.sites) <= sites)
+    spent, left_out, best, expanded = 0, float("inf"), float("inf"), 0
     placed: list[tuple[float, int, Candidate]] = []
     found: list[Prediction] = []
     while whole or placed:
         bound = min(heap[0][0] for heap in (whole, placed) if heap)
         if bound * WORTH >= best or (spent >= request.effort and found):
-            left_out = min(left_out, bound)
-            break
+            return found, min(left_out, bound)
         if whole and (not placed or whole[0][0] < placed[0][0]):
             bound, _, shape = heappop(whole)
             ways, complete = routes(cluster, shape, request, most=most)
@@ -102,29 +124,7 @@ def plan(cluster: Cluster, work: ModelWork, request: Request) -> Plan:
             if (prediction := evaluation.schedule(candidate)) is not None:
                 found.append(prediction)
                 best = min(best, request.score(prediction))
-    if not found:
-        raise ValueError(evaluation.nothing_fits(num_shapes))
-    alone = _alone(cluster, work, request, found)
-    ranked = _distinct(sorted([*found, *alone], key=request.score))
-    return Plan(
-        cluster=cluster,
-        work=work,
-        request=request,
-        ranked=tuple(ranked),
-        gap=max(0.0, 1 - left_out / request.score(ranked[0])),
-        shapes=num_shapes,
-        scheduled=len(found),
-    )
-
-
-def _alone(cluster: Cluster, work: ModelWork, request: Request, found: list[Prediction]) -> list[Prediction]:
-    """The best that stays in one site, where the search has not come across one: whether the WAN pays at all."""
-    if request.max_sites == 1 or any(len(one.layout.sites) == 1 for one in found):
-        return []
-    try:
-        return [plan(cluster, work, replace(request, max_sites=1, effort=request.effort // 2)).best]
-    except ValueError:
-        return []
+    return found, left_out
 
 
 def _distinct(ranked: list[Prediction]) -> list[Prediction]:

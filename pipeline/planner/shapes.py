@@ -21,10 +21,12 @@ def shapes(cluster: Cluster, work: ModelWork, request: Request) -> Iterator[Shap
     experts = any(layer.expert_parameters for layer in work.layers)
     sharing = _powers(8) if work.sequence_length >= LONG_SEQUENCE else [1]
     for tensor in request.choices("tensor", _powers(widest)):
+        if work.heads % tensor:
+            continue
         for context in request.choices("context", sharing):
             for size in request.choices("microbatch_size", list(MICROBATCH_SIZES)):
                 for replicas, microbatches in _batches(cluster, request, tensor * context, size, len(work.layers)):
-                    for expert in request.choices("expert", _powers(8) if experts else [1]):
+                    for expert in request.choices("expert", _powers(8) if experts and tensor == 1 else [1]):
                         if replicas % expert:
                             continue
                         for stages in _stages(cluster, request, tensor * context, replicas, len(work.layers)):

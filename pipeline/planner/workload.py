@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-WORK_FORM = 2
+WORK_FORM = 3
 """Of work that is kept in files; another number makes old entries unread."""
 LOSS_BYTES = 4
 """Bytes per logit that the loss saves: the fp32 logarithms of probabilities."""
@@ -61,6 +61,7 @@ class ModelWork:
         tied_parameters: weights that embedding and head share; counted in both.
         message_bytes: of the hidden states that a layer hands to the next.
         attended_bytes: of one layer's keys and values, which context parallelism gathers.
+        heads: what tensor parallelism has to divide: heads of keys and values, and of queries; 0 is not known.
     """
 
     name: str
@@ -71,6 +72,7 @@ class ModelWork:
     tied_parameters: int
     message_bytes: float
     attended_bytes: float
+    heads: int = 0
 
     @property
     def whole(self) -> LayerWork:

@@ -76,13 +76,24 @@ def test_what_if_and_marginal_values(weft_plan):
     assert "site east gpus=0: step" in text and "on west" in text and "site east hosts x 1.1:" in text
 
 
-def test_the_recipe_is_what_a_dry_run_takes(weft_plan, folder, capsys):
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        (("parallel.tensor=1", "pipeline.stages=3", "replicas=4"), "3 stages on 3 ranks x 4 replicas"),
+        (("parallel.tensor=2", "pipeline.stages=2", "replicas=2"), "2 ranks x 2 replicas x tensor 2"),
+        (("parallel.context=2", "parallel.tensor=2", "pipeline.stages=1"), "x context 2 x tensor 2"),
+        (("zero.stage=3", "model.gradient_checkpointing=true", "replicas=2"), "x 2 replicas"),
+        (("zero.stage=2", "pipeline.stages=4", "comm.cell=2", "replicas=2"), "4 stages on 4 ranks x 2 replicas"),
+        ((), "predicted step"),
+    ],
+)
+def test_the_recipe_is_what_a_dry_run_takes(weft_plan, folder, capsys, pins, said):
     recipe = folder / "recipe.yaml"
-    pins = ["--pin", "parallel.tensor=1", "--pin", "pipeline.stages=3", "--pin", "replicas=4"]
-    assert weft_plan(*pins, "--write", str(recipe))[0] == 0
+    options = [word for pin in pins for word in ("--pin", pin)]
+    assert weft_plan(*options, "--write", str(recipe))[0] == 0
     assert cli.main(["launch", f"recipe={recipe}", "dry_run=true"]) == 0
     text = capsys.readouterr().out
-    assert "3 stages on 3 ranks x 4 replicas" in text and "predicted step" in text
+    assert said in text and "predicted step" in text
 
 
 def test_a_recipe_says_how_layers_are_shared(weft_plan, folder, capsys):
@@ -142,7 +153,7 @@ def test_a_site_without_a_link_is_named(weft_plan):
         (["--batch-tokens", "0"], ("--pin pipeline.microbatches=N",)),
         (["--sequence-length", "0"], ("--sequence-length=0", "at least 1")),
         (["--tokens", "nan"], ("--tokens='nan'", "finite")),
-        (["--pin", "zero.stage=3"], ("stages 0 and 1",)),
+        (["--pin", "zero.stage=4"], ("zero.stage=4", "0, 1, 2 and 3")),
         (["--rows", "0"], ("--rows=0",)),
         (["--keep-data-in", "mars"], ("--keep-data-in mars", "east, us, west")),
         (["--what-if", "site mars gpus=0"], ("no such site; the cluster has east, west",)),
