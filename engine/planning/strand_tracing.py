@@ -23,6 +23,7 @@ from weft.engine.backward import SplitBackward
 from weft.engine.backward.tape import Kept
 from weft.engine.parallel import attention as context_attention
 from weft.engine.parallel.axis import AxisGroups, Completed
+from weft.engine.parallel.experts import expert_modules
 from weft.engine.stages.context import part_of
 from weft.engine.stages.from_model import stages_from_model
 from weft.engine.stages.handover import set_dtype
@@ -52,16 +53,17 @@ def trace_strands(
         config: of the whole model.
         sizes: members along each axis.
         checkpointing: whether layers are computed again in the backward.
-        dtype: of weights and activations.
+        dtype: of weights and activations; models with experts are traced in bf16, as torch takes no other.
 
     Raises:
         ValueError: the model cannot be built or shared so, or its forward does not run without data.
     """
-    recorder = _Recorder()
+    traced = torch.bfloat16 if any(True for _ in expert_modules(skeleton(model_class(config), config))) else dtype
+    recorder = _Recorder(dtype.itemsize / traced.itemsize)
     axes = AxisGroups(
         **{axis: TracedGroup(axis, sizes.get(axis, 1), recorder) for axis in ("tensor", "context", "expert")}
     )
-    stage, kinds = _stage(config, axes, dtype, checkpointing=checkpointing)
+    stage, kinds = _stage(config, axes, traced, checkpointing=checkpointing)
     batch = _batch(microbatch_size, sequence_length, axes)
     recorder.watch(stage, kinds)
     try:
@@ -106,7 +108,7 @@ class TracedGroup:
 
     def _noted(self, primitive: str, answer: Tensor, whole: Tensor | None = None) -> Handle:
         if self.size > 1:
-            num_bytes = float((answer if whole is None else whole).nbytes)
+            num_bytes = self._recorder.bytes_of(answer if whole is None else whole)
             self._recorder.communicate(Traffic(self.axis, primitive, num_bytes))
         return Completed(answer)
 
@@ -114,8 +116,14 @@ class TracedGroup:
 class _Recorder(TorchDispatchMode):
     """Counts work by part and segment: part 0 is before the layers, then each layer, and the last after them."""
 
-    def __init__(self) -> None:
+    def __init__(self, widening: float) -> None:
+        """Begin before the layers.
+
+        Args:
+            widening: how much larger floating-point numbers are than those that are traced.
+        """
         super().__init__()
+        self._widening = widening
         self._work = Work()
         self._products: list[_Product] = []
         self._at: tuple[int, bool] = (0, True)
@@ -147,6 +155,10 @@ class _Recorder(TorchDispatchMode):
         forward, backward = (tuple(self._segments.get((number, way), [SegmentWork(Work())])) for way in (True, False))
         return PartWork(forward, backward, tuple(self._weights.get(number, ())))
 
+    def bytes_of(self, tensor: Tensor) -> float:
+        """Bytes of a tensor."""
+        return tensor.nbytes * (self._widening if tensor.is_floating_point() else 1.0)
+
     def communicate(self, traffic: Traffic) -> None:
         """A segment ends."""
         self._append(self._segment(traffic))
@@ -175,7 +187,7 @@ class _Recorder(TorchDispatchMode):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, pairs: float, times: float) -> None:
         """Attention of queries [B, heads, S, D] to so many pairs of positions."""
         flops = 2 * query.shape[0] * query.shape[1] * pairs * (query.shape[-1] + value.shape[-1])
-        moved = sum(tensor.nbytes for tensor in (query, key, value, query))
+        moved = sum(map(self.bytes_of, (query, key, value, query)))
         self._work += Work(0.0, times * flops, times * moved)
         self._products.append(_Product(0.0, object(), ()))
 
@@ -189,7 +201,7 @@ class _Recorder(TorchDispatchMode):
             self._multiplied(flops, args[1] if packet is torch.ops.aten.addmm else args[0], out)
         elif not _is_free(func):
             tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
-            self._work += Work(moved_bytes=float(sum(tensor.nbytes for tensor in tensors)))
+            self._work += Work(moved_bytes=sum(map(self.bytes_of, tensors)))
         return out
 
     def _append(self, segment: SegmentWork) -> None:
