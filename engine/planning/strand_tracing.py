@@ -120,7 +120,7 @@ class _Recorder(TorchDispatchMode):
         """Begin before the layers.
 
         Args:
-            widening: how much larger floating-point numbers are than those that are traced.
+            widening: how much larger numbers are that are traced in bf16.
         """
         super().__init__()
         self._widening = widening
@@ -156,8 +156,8 @@ class _Recorder(TorchDispatchMode):
         return PartWork(forward, backward, tuple(self._weights.get(number, ())))
 
     def bytes_of(self, tensor: Tensor) -> float:
-        """Bytes of a tensor."""
-        return tensor.nbytes * (self._widening if tensor.is_floating_point() else 1.0)
+        """Bytes of a tensor in training."""
+        return tensor.nbytes * (self._widening if tensor.dtype is torch.bfloat16 else 1.0)
 
     def communicate(self, traffic: Traffic) -> None:
         """A segment ends."""
