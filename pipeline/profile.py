@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,18 @@ def _read(path: Path, read: Callable[[dict[str, Any]], CostModel]) -> CostModel:
             data = yaml.safe_load(text)
         except (yaml.YAMLError, RecursionError, ValueError) as error:
             raise ValueError(f"cannot be read ({str(error) or 'nested too deep'})") from error
-        return read(known_fields(data, "the file", ("stages", "layers", "links", "strands")))
+        return read(known_fields(data, "the file", ("stages", "layers", "links", "strands", "measured")))
     except ValueError as error:
         raise ValueError(f"costs file {path}: {error}") from error
 
 
-def costs_to_yaml(costs: CostModel) -> str:
-    """YAML text of ``costs`` that `load_costs` reads."""
+def costs_to_yaml(costs: CostModel, *, per: str = "stages", measured: Mapping[str, Any] | None = None) -> str:
+    """YAML text of ``costs`` that `load_costs` reads.
+
+    Args:
+        per: what ``costs.stages`` are: ``stages`` or ``layers``.
+        measured: what they were measured on, see `Measured`.
+    """
     stages = {
         name: [getattr(stage, field) * scale for stage in costs.stages]
         for field, (name, scale) in _STAGE_FIELDS.items()
@@ -119,7 +124,9 @@ def costs_to_yaml(costs: CostModel) -> str:
     del links["local"]["pair_mbps"]
     links["pairs"] = [{"sites": list(pair), "one_way": True, **_link_to_dict(link)} for pair, link in costs.wan_links]
     strands = {} if costs.pairs is None else {"strands": strands_to_tables(costs.pairs)}
-    return yaml.safe_dump({"stages": stages, "links": links, **strands}, sort_keys=False, default_flow_style=None)
+    told = {} if measured is None else {"measured": dict(measured)}
+    tree = {**told, per: stages, "links": links, **strands}
+    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None)
 
 
 def _link_to_dict(link: LinkCost) -> dict[str, Any]:

@@ -16,6 +16,7 @@ COMMANDS = {
     "config": ("weft.tools.config", "print the resolved configuration with the meaning of every field"),
     "check": ("weft.tools.verification.check", "compare a model's stages with Hugging Face's own forward"),
     "plan": ("weft.tools.plan", "which sites, GPUs and layout train a model, and what that costs"),
+    "profile": ("weft.tools.profile", "measure what a model's layers take on this machine"),
     "schedule": ("weft.tools.schedule", "generate a schedule and print, draw or export it"),
     "simulate": ("weft.tools.simulate", "time a schedule without a GPU"),
     "doctor": ("weft.tools.doctor", "check the environment of a run: hosts, ranks' connections, links between sites"),

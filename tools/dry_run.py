@@ -26,7 +26,7 @@ def expected_plan(config: WeftConfig, *, num_nodes: int = 1, collectives: Collec
     Raises:
         ValueError: the model or the data cannot be read, or no schedule can be had.
     """
-    hf_config = _model(config)
+    hf_config = settled_model(config)
     return plan_run(config, facts_before_start(config, hf_config, num_nodes=num_nodes, collectives=collectives))
 
 
@@ -46,7 +46,7 @@ def report(config: WeftConfig) -> str:
         else f"at {plan.facts.flops_per_s / 1e12:.3g} TFLOP/s a rank ({known['flops_per_s']})"
     )
     lines = [
-        f"{_model(config).model_type}, {parameters / 1e6:,.1f} M parameters; {schedule.name}, "
+        f"{settled_model(config).model_type}, {parameters / 1e6:,.1f} M parameters; {schedule.name}, "
         f"{plan.placement.num_stages} stages on {plan.placement.num_ranks} ranks x {plan.layout.replicas} replicas"
         f"{_inside(plan)}, "
         f"{schedule.num_microbatches} micro-batches of {config.train.microbatch_size} x "
@@ -92,7 +92,12 @@ def most_bytes(config: WeftConfig) -> float:
     return max(memory.total for memory in expected_plan(config).memory)
 
 
-def _model(config: WeftConfig) -> PreTrainedConfig:
+def settled_model(config: WeftConfig) -> PreTrainedConfig:
+    """The model's configuration; a new model takes the tokenizer's vocabulary.
+
+    Raises:
+        ValueError: the model or the tokenizer cannot be read.
+    """
     if not config.model.path:
         words = len(load_tokenizer(config.model, config.data))
         config.model.overrides.setdefault("vocab_size", vocabulary_for(words, config.parallel.tensor))

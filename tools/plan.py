@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
 from weft.pipeline.limits import count, number
 from weft.pipeline.planner.cluster import Cluster, load_cluster
+from weft.pipeline.planner.measured import load_measured
 from weft.pipeline.planner.request import Objective, Request, read_pins
 from weft.pipeline.planner.search import Plan, plan
 from weft.pipeline.planner.workload import ModelWork
@@ -37,6 +39,8 @@ def main(argv: Sequence[str]) -> int:
     cluster = load_cluster(args.cluster)
     count(args.sequence_length, "--sequence-length", most=2**24)
     work = model_work(args.model, args.sequence_length, args.cache)
+    if args.profile is not None:
+        cluster = _as_measured(cluster, work, args.profile)
     request = _request(args, cluster, work)
     started = perf_counter()
     found = plan(cluster, work, request)
@@ -53,6 +57,15 @@ def main(argv: Sequence[str]) -> int:
         for path in write_recipe(found, config_of(args.model), args.model, args.write):
             print(f"wrote {path}")
     return 0
+
+
+def _as_measured(cluster: Cluster, work: ModelWork, path: Path) -> Cluster:
+    """The cluster with the efficiency that a profile's layers reached."""
+    measured = load_measured(path)
+    try:
+        return replace(cluster, efficiency=measured.efficiency(work, cluster))
+    except ValueError as error:
+        raise ValueError(f"--profile {path}: {error}") from error
 
 
 def _show(found: Plan, seconds: float, args: argparse.Namespace) -> None:
@@ -157,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--explain", type=int, default=0, metavar="RANK", help="where a plan's time and memory go")
     parser.add_argument("--rows", type=int, default=8, help="plans to show; default 8")
     parser.add_argument("--format", choices=("table", "json", "md"), default="table")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="what `weft profile` measured on one of the GPUs")
     parser.add_argument("--write", type=Path, metavar="FILE", help="the best plan as a recipe, with hostfile and costs")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/weft/models.json"), help=argparse.SUPPRESS)
     return parser

@@ -76,6 +76,16 @@ def test_what_if_and_marginal_values(weft_plan):
     assert "site east gpus=0: step" in text and "on west" in text and "site east hosts x 1.1:" in text
 
 
+def test_a_profile_says_what_share_of_their_peak_gpus_reach(weft_plan, folder):
+    file, layers = folder / "profile.yaml", "count: 12, forward_ms: 0.01, input_ms: 0.01, weight_ms: 0.01"
+    file.write_text(f"layers: {{{layers}}}\nmeasured: {{gpu: A100, sequence_length: 128, microbatch_size: 1}}")
+    code, text, _ = weft_plan("--profile", str(file))
+    assert code == 0 and "GPUs at 6% of their peak" in text
+    file.write_text(f"layers: {{{layers}}}\nmeasured: {{gpu: H200, sequence_length: 128, microbatch_size: 1}}")
+    code, _, error = weft_plan("--profile", str(file))
+    assert code == 2 and "measured on H200, and the cluster has A100, A40" in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("pins", "said"),
     [

@@ -1,0 +1,92 @@
+"""What `weft profile` has measured, for plans: the share of its peak that a kind of GPU reaches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from weft.pipeline.costs import CostModel
+from weft.pipeline.limits import count, known_fields, read_text, short_repr
+from weft.pipeline.planner.cluster import Cluster
+from weft.pipeline.planner.hardware import GPU_KINDS, gpu_kind
+from weft.pipeline.planner.workload import ModelWork
+from weft.pipeline.profile import MOST_BYTES, load_pieces
+
+FIELDS = ("gpu", "device", "model", "sequence_length", "microbatch_size", "precision", "gradient_checkpointing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Costs of a model's layers, and what they were measured on.
+
+    Attributes:
+        gpu: kind of the device; empty for one that is not in the hardware table.
+        device: as its driver calls it.
+    """
+
+    gpu: str
+    device: str
+    sequence_length: int
+    microbatch_size: int
+    checkpointing: bool
+    layers: CostModel
+
+    def efficiency(self, work: ModelWork, cluster: Cluster) -> float:
+        """The share of the GPU's peak that the layers reached.
+
+        Raises:
+            ValueError: the layers are not this model's, or were measured on no GPU of the cluster.
+        """
+        if len(self.layers.stages) != len(work.layers) or self.sequence_length != work.sequence_length:
+            raise ValueError(
+                f"it is of {len(self.layers.stages)} layers and {self.sequence_length} tokens, and the plan of "
+                f"{len(work.layers)} and {work.sequence_length}; measure this model, or give --sequence-length"
+            )
+        kinds = sorted({site.gpu.name for site in cluster.sites})
+        if self.gpu not in kinds:
+            raise ValueError(
+                f"it was measured on {self.gpu or self.device}, and the cluster has {', '.join(kinds)}; measure on one "
+                "of these"
+            )
+        seconds = sum(cost.forward_s + cost.input_s + cost.weight_s for cost in self.layers.stages)
+        flops = work.whole.forward_flops * (4 if self.checkpointing else 3) * self.microbatch_size
+        found = flops / seconds / GPU_KINDS[self.gpu].flops_per_s
+        if not 0 < found <= 1:
+            raise ValueError(
+                f"its layers reach {found:.3g} of the peak of a {self.gpu}, which is no share of it; measure anew"
+            )
+        return found
+
+
+def load_measured(path: Path) -> Measured:
+    """Read what `weft profile` has written.
+
+    Raises:
+        ValueError: the file cannot be read, or does not say what it was measured on.
+    """
+    layers = load_pieces(path)
+    data = yaml.safe_load(read_text(path, most_bytes=MOST_BYTES))
+    try:
+        if "measured" not in data:
+            raise ValueError("measured: missing; `weft profile` writes files that say what they were measured on")
+        table: dict[str, Any] = known_fields(data["measured"], "measured", FIELDS)
+        gpu = str(table.get("gpu", ""))
+        return Measured(
+            gpu=gpu_kind(gpu, "measured.gpu").name if gpu else "",
+            device=str(table.get("device", "")),
+            sequence_length=count(table.get("sequence_length"), "measured.sequence_length"),
+            microbatch_size=count(table.get("microbatch_size"), "measured.microbatch_size"),
+            checkpointing=_truth(table.get("gradient_checkpointing", False)),
+            layers=layers,
+        )
+    except ValueError as error:
+        raise ValueError(f"costs file {path}: {error}") from error
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"measured.gradient_checkpointing={short_repr(value)}: expected true or false")
+    return value
