@@ -2,28 +2,129 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic, sleep
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
-from weft.comm.channel import Handle
+from weft.comm.channel import ChannelError, Handle
 from weft.comm.collectives import Collective, Group, Primitive, plain
 from weft.comm.collectives.communicator import PLAIN, Communicator
 from weft.comm.collectives.primitives import all_to_all, maximum
 from weft.comm.collectives.probe import nodes_of_world
+from weft.comm.exchange import gather
+from weft.comm.shared_channel import host_identity
+from weft.conf.processes import own_start, process_state
 from weft.engine.parallel.axis import AxisGroup, AxisGroups
+
+GONE_S = 1.0
+"""Seconds after a failed operation in which a member's process is expected to have ended, if that is why."""
+
+
+class Whereabouts(NamedTuple):
+    """A member's process.
+
+    Attributes:
+        host: of its host and network namespace.
+        pid: its id there.
+        started: when, in clock ticks since boot.
+    """
+
+    host: tuple[object, ...]
+    pid: int
+    started: int
+
+    @classmethod
+    def own(cls) -> Whereabouts:
+        """Of this process."""
+        return cls(host_identity(), os.getpid(), own_start())
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has ended, as far as this host can tell."""
+        if self.host != host_identity():
+            return False
+        state = process_state(self.pid)
+        return state is None or state.state == "Z" or state.started != self.started
+
+
+@dataclass(frozen=True)
+class MemberHandle:
+    """An operation in flight, whose failure names the members that are lost.
+
+    Attributes:
+        handle: of the collective.
+        others: processes of the other members, by rank.
+    """
+
+    handle: Handle
+    others: Mapping[int, Whereabouts]
+
+    def wait(self) -> Tensor:
+        """The result.
+
+        Raises:
+            ChannelError: a member has not come in time, or has exited.
+        """
+        try:
+            return self.handle.wait()
+        except ChannelError as error:
+            lost = _lost(self.others)
+            if not lost:
+                raise
+            named = f"rank {lost[0]} is" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} are"
+            raise ChannelError(f"{error}; {named} lost") from error
+
+
+def _lost(others: Mapping[int, Whereabouts]) -> list[int]:
+    """Ranks whose processes have ended, or the only other one; none where all are still there, or on other hosts.
+
+    Who fails because another is lost says so in the job's store, and may then go, too.
+    """
+    if len(others) == 1:
+        return list(others)
+    _tell_of_failure()
+    deadline = monotonic() + GONE_S
+    while not (lost := [rank for rank, process in others.items() if process.is_gone and not _has_told(rank)]):
+        if monotonic() > deadline:
+            break
+        sleep(GONE_S / 50)
+    return lost
+
+
+def _tell_of_failure() -> None:
+    with contextlib.suppress(RuntimeError, ValueError):  # the store may have gone
+        _get_default_store().set(f"weft/failed/{dist.get_rank()}", "")
+
+
+def _forget_failure() -> None:
+    """That of an earlier attempt, whose store this may be."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        _get_default_store().delete_key(f"weft/failed/{dist.get_rank()}")
+
+
+def _has_told(rank: int) -> bool:
+    with contextlib.suppress(RuntimeError, ValueError):
+        return bool(_get_default_store().check([f"weft/failed/{rank}"]))
+    return False
 
 
 @dataclass(frozen=True, eq=False)
 class CommunicatedGroup:
-    """Members that are ranks of their own; see `AxisGroup`. A lost one is a `ChannelError` that names the axis."""
+    """Members that are ranks of their own; see `AxisGroup`. A lost one is a `ChannelError` that names axis and rank."""
 
     axis: str
     communicator: Communicator
+    others: Mapping[int, Whereabouts]
+    """Processes of the other members, by rank."""
 
     @property
     def size(self) -> int:
@@ -50,16 +151,20 @@ class CommunicatedGroup:
 
     def maximum(self, tensor: Tensor) -> Handle:
         """See `AxisGroup`."""
-        return self.communicator.start_whole(maximum, tensor, "maximum")
+        return self._named(self.communicator.start_whole(maximum, tensor, "maximum"))
 
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Handle:
         """See `AxisGroup`."""
-        return self.communicator.start_whole(partial(all_to_all, send=send, receive=receive), tensor, "all_to_all")
+        work = partial(all_to_all, send=send, receive=receive)
+        return self._named(self.communicator.start_whole(work, tensor, "all_to_all"))
 
     def _start(self, primitive: Primitive, source: Tensor, target: Tensor) -> Handle:
         size = max(source.numel(), target.numel())
         wish = Collective.flat(primitive, self.communicator.group, num_elements=size, itemsize=source.itemsize)
-        return self.communicator.start(plain(wish), source, target)
+        return self._named(self.communicator.start(plain(wish), source, target))
+
+    def _named(self, handle: Handle) -> Handle:
+        return MemberHandle(handle, self.others)
 
 
 def open_axes(groups: Mapping[str, Sequence[tuple[int, ...]]], device: torch.device, timeout_s: float) -> AxisGroups:
@@ -70,7 +175,8 @@ def open_axes(groups: Mapping[str, Sequence[tuple[int, ...]]], device: torch.dev
     """
     if not groups:
         return AxisGroups()
-    nodes = nodes_of_world()
+    _forget_failure()
+    nodes, processes = nodes_of_world(), gather(Whereabouts.own(), kinds=(Whereabouts,))
     opened: dict[str, AxisGroup] = {}
     for axis, members in groups.items():
         flat = [Group(ranks, tuple(nodes[rank] for rank in ranks)) for ranks in members]
@@ -83,7 +189,8 @@ def open_axes(groups: Mapping[str, Sequence[tuple[int, ...]]], device: torch.dev
             primitives=(*PLAIN, Primitive.reduces) if axis == "expert" else PLAIN,
         )
         assert communicator is not None, "every rank is in one of the groups"
-        opened[axis] = CommunicatedGroup(axis, communicator)
+        others = {rank: processes[rank] for rank in communicator.group.ranks if rank != dist.get_rank()}
+        opened[axis] = CommunicatedGroup(axis, communicator, others)
     return AxisGroups(**opened)
 
 

@@ -24,9 +24,10 @@ def axis_config(
     tensor: int = 1,
     schedule: str = "1f1b",
     checkpointing: bool = False,
+    precision: str = "fp32",
 ) -> WeftConfig:
     """Four layers, clipped, warmed up and decayed."""
-    config = tiny_config(schedule, stages=stages, zero=zero, microbatches=microbatches, layers=4)
+    config = tiny_config(schedule, stages=stages, zero=zero, microbatches=microbatches, layers=4, precision=precision)
     config.model.arch = arch
     config.model.gradient_checkpointing = checkpointing
     if arch == "mixtral":

@@ -57,3 +57,23 @@ def test_another_layout_goes_on_from_a_checkpoint_and_exports_the_same(tmp_path)
     assert weights[0].keys() == weights[1].keys()
     for name, weight in weights[0].items():
         assert torch.allclose(weight, weights[1][name], rtol=1e-4, atol=1e-6), name
+
+
+LOW = [
+    (2, {"tensor": 2, "microbatches": 2}),
+    (1, {"tensor": 2, "stages": 2, "zero": 1}),
+    (2, {"context": 2, "zero": 2, "microbatches": 2}),
+]
+
+
+@pytest.mark.slow
+def test_bf16_is_as_near_to_fp32_as_plain_bf16_is():
+    configs = [axis_config(**case, precision="bf16") for _, case in LOW]
+    high = _expected("llama")
+    low = run_ranks(1, reference_losses, axis_config(precision="bf16"), 1, STEPS)[0]
+    room = max(abs(one - other) for one, other in zip(low, high, strict=True))
+    assert room > 0
+    for found in run_ranks(4, many_losses, configs, STEPS, timeout_s=400):
+        for (_, case), losses in zip(LOW, found, strict=True):
+            off = max(abs(one - other) for one, other in zip(losses, high, strict=True))
+            assert off <= 2 * room and losses == pytest.approx(low, rel=1e-3), case

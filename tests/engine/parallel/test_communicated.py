@@ -26,3 +26,13 @@ def test_operations_are_those_of_threads():
 def test_a_lost_member_is_one_error_that_names_the_axis_and_its_ranks(axis):
     said, _ = run_ranks(2, lose, axis, timeout_s=120)
     assert said.startswith(f"{axis} axis of ranks 0, 1, on rank 0: all_gather")
+    assert said.endswith("; rank 1 is lost")
+
+
+@pytest.mark.slow
+def test_of_several_members_the_lost_one_is_named():
+    said = run_ranks(4, lose, "tensor", 4, timeout_s=120)
+    assert not said[2]
+    for rank in (0, 1, 3):
+        assert said[rank].startswith(f"tensor axis of ranks 0, 1, 2, 3, on rank {rank}: all_gather")
+        assert said[rank].endswith("; rank 2 is lost")
