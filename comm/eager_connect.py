@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from weft.comm.emulated.group import BACKEND
 from weft.comm.sites.joining import GLOO
 
 Hop = tuple[int, int]
@@ -20,7 +21,7 @@ Hop = tuple[int, int]
 
 def on_host(group: dist.ProcessGroup | None = None) -> bool:
     """Whether the group communicates from host memory (gloo, which connects when the group is created)."""
-    return dist.get_backend(group) in ("gloo", GLOO)
+    return dist.get_backend(group) in ("gloo", GLOO, BACKEND)
 
 
 def connect_pairs(hops: Sequence[tuple[Hop, dist.ProcessGroup]], device: torch.device) -> None:

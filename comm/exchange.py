@@ -8,13 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm.emulated.world import Asked, emulated_world
 from weft.comm.values import decode, encode
 
 MOST_BYTES = 1 << 30
 """Maximum size of one rank's value; a larger announced size is an error."""
 
 
-def gather(value: object, *, group: dist.ProcessGroup | None = None, kinds: tuple[type, ...] = ()) -> list[Any]:
+def gather(
+    value: object,
+    *,
+    group: dist.ProcessGroup | None = None,
+    kinds: tuple[type, ...] = (),
+    asked: Asked = Asked.value,
+) -> list[Any]:
     """All ranks' values, in rank order; a collective call over ``group``.
 
     `torch.distributed.all_gather_object` does the same with pickle, which would execute code sent by
@@ -23,10 +30,14 @@ def gather(value: object, *, group: dist.ProcessGroup | None = None, kinds: tupl
     Args:
         value: anything that `weft.comm.values.encode` accepts.
         kinds: dataclasses and enums that may occur in values.
+        asked: what it is, where ranks that are emulated answer it differently.
 
     Raises:
         ValueError: a rank sent something else.
     """
+    world = emulated_world()
+    if world is not None:
+        return world.gather(value, dist.get_process_group_ranks(group or dist.group.WORLD), asked)
     mine = _bytes(encode(value), group)
     lengths = _lengths(mine, group)
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=mine.device)
@@ -48,6 +59,9 @@ def broadcast(value: object, *, src: int = 0, kinds: tuple[type, ...] = ()) -> A
     Raises:
         ValueError: rank ``src`` sent something else.
     """
+    world = emulated_world()
+    if world is not None:
+        return world.hear(src, lambda: value)
     first = dist.get_rank() == src
     data = _bytes(encode(value) if first else b"", None)
     length = torch.tensor([len(data)], device=data.device)

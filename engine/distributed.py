@@ -18,6 +18,7 @@ from weft.comm import rendezvous
 from weft.comm.agreement import attempt
 from weft.comm.channel import ChannelError
 from weft.comm.eager_connect import on_host
+from weft.comm.emulated.world import emulated_world
 from weft.comm.exchange import broadcast, gather
 from weft.comm.sites.joining import backend_of
 from weft.comm.sites.links import Sites
@@ -68,7 +69,8 @@ def init_distributed(timeout_s: float = CommConfig.timeout_s, *, sites: Sites | 
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "0")
     rendezvous.register()
-    if dist.is_initialized() and not rendezvous.made_here() and dist.get_rank() == 0 < dist.get_world_size() - 1:
+    given = dist.is_initialized() and not rendezvous.made_here() and emulated_world() is None
+    if given and dist.get_rank() == 0 < dist.get_world_size() - 1:
         log.warning(
             "the process group was there before weft: torch's store listens on every address, without a key; call "
             "weft.init_distributed() first (with a Trainer: before TrainingArguments)"
@@ -194,6 +196,9 @@ def from_rank_zero(action: Callable[[], T], *kinds: type) -> T:
     Args:
         kinds: dataclasses and enums that the answer is made of.
     """
+    world = emulated_world()
+    if world is not None:
+        return world.hear(0, lambda: together(action))
     return broadcast(together(lambda: action() if dist.get_rank() == 0 else None), kinds=kinds)
 
 

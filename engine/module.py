@@ -10,6 +10,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
+from weft.comm.emulated.world import Asked
 from weft.comm.exchange import gather
 from weft.engine.grid import RankTopology
 from weft.engine.planning.layout import RankLayout
@@ -75,7 +76,11 @@ class WeftModule(PipelineModule):
             for name, parameter in stage.named_global_parameters()
             if name in tied_names(stage)
         }
-        names = gather({name: p.requires_grad for name, p in mine.items()}, group=self._grid.get_pipe_parallel_group())
+        names = gather(
+            {name: p.requires_grad for name, p in mine.items()},
+            group=self._grid.get_pipe_parallel_group(),
+            asked=Asked.tied,
+        )
         joined = []
         for name in sorted(set().union(*names)):
             holders = [rank for rank, held in enumerate(names) if held.get(name)]

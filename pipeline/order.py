@@ -68,6 +68,14 @@ def execution_order(schedule: Schedule, *, send_key: Callable[[Visit], Any] | No
         raise _deadlock(schedule, fronts, waiting)
 
 
+def visits_of(schedule: Schedule) -> list[list[Visit]]:
+    """The visits of each row, in order, for those who decide themselves when one takes place."""
+    return [
+        [Visit(rank, index, slot, _needs(schedule, slot)) for index, slot in enumerate(row)]
+        for rank, row in enumerate(schedule.rows)
+    ]
+
+
 def time_slots(schedule: Schedule) -> list[list[Slot | None]]:
     """The rows on a common clock of equal ticks: one slot per tick, None while idle.
 

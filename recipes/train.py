@@ -118,20 +118,9 @@ def train(config: WeftConfig, heartbeat: Heartbeat | None = None, held: Held | N
     if lock is not None:
         held.callback(lock.release)
     SET_UP.done("lock")
-    together(lambda: check_source(config.data) if dist.get_rank() == 0 else None)
-    tokenizer = rank_zero_first(lambda: _tokenizer(config))
-    _fit_vocabulary(config, len(tokenizer))
-    SET_UP.done("tokenizer")
-    if config.model.self_check and virtual_stages(config) > 1:  # only a recipe knows whether sequences are packed
-        together(lambda: _check_model(config, folder / "self_check.json") if dist.get_rank() == 0 else None)
-    SET_UP.done("self-check")
-    loader, evaluation = _loaders(config, tokenizer)
-    SET_UP.done("data")
+    config, tokenizer, loader, evaluation = prepare(config, folder)
     for each in (loader, evaluation):
         held.callback(each.close) if each is not None else None
-    config = _with_steps(config, loader)
-    torch.manual_seed(config.train.seed)
-    config = _with_skips(config)
     engine, *_ = initialize(config=replace(config, model=replace(config.model, self_check=False)))
     held.callback(engine.abandon)
     held.interrupt = engine.interrupt
@@ -161,6 +150,33 @@ def train(config: WeftConfig, heartbeat: Heartbeat | None = None, held: Held | N
     if lock is not None:
         lock.release()
     return engine
+
+
+def prepare(
+    config: WeftConfig, folder: Path
+) -> tuple[WeftConfig, PreTrainedTokenizerBase, MicrobatchLoader, MicrobatchLoader | None]:
+    """What a run reads, on a rank that has joined: its settled configuration, tokenizer, data and evaluation data.
+
+    A collective call.
+
+    Args:
+        folder: of the run; remembers that a model's self-check has passed.
+
+    Raises:
+        ValueError: bad input, with the same message on every rank.
+    """
+    together(lambda: check_source(config.data) if dist.get_rank() == 0 else None)
+    tokenizer = rank_zero_first(lambda: _tokenizer(config))
+    _fit_vocabulary(config, len(tokenizer))
+    SET_UP.done("tokenizer")
+    if config.model.self_check and virtual_stages(config) > 1:  # only a recipe knows whether sequences are packed
+        together(lambda: _check_model(config, folder / "self_check.json") if dist.get_rank() == 0 else None)
+    SET_UP.done("self-check")
+    loader, evaluation = _loaders(config, tokenizer)
+    SET_UP.done("data")
+    config = _with_steps(config, loader)
+    torch.manual_seed(config.train.seed)
+    return _with_skips(config), tokenizer, loader, evaluation
 
 
 def _open_memory(config: WeftConfig, engine: WeftEngine) -> None:

@@ -17,6 +17,7 @@ from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.costs import CollectiveCosts, fit, moved_share, rounds
 from weft.comm.collectives.group import LinkClass
 from weft.comm.collectives.primitives import PRIMITIVES
+from weft.comm.emulated.world import Asked, emulated_world
 from weft.comm.exchange import gather
 from weft.comm.shared_channel import host_identity
 
@@ -42,7 +43,7 @@ def nodes_of_world() -> tuple[int, ...]:
 
     Different network namespaces of one machine count as different nodes.
     """
-    hosts = gather(host_identity())
+    hosts = gather(host_identity(), asked=Asked.host)
     order = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
     return tuple(order[host] for host in hosts)
 
@@ -123,6 +124,8 @@ def known_costs(communicator: Communicator, *, device: torch.device, cache: Cost
     """
     group = communicator.group
     key, first = topology_key(group, device.type), dist.get_rank() == group.ranks[0]
+    if emulated_world() is not None:
+        return cache.read(key)  # what emulated ranks take part in measures nothing
     mine = (group.layout, cache.read(key) if first else None)
     everyones: list[tuple[tuple[int, ...], CollectiveCosts | None]] = gather(mine, kinds=(CollectiveCosts,))
     known = {layout: costs for layout, costs in everyones if costs is not None}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.comm.emulated.world import emulated_world
 from weft.comm.sites.joining import spans_sites
 from weft.comm.sites.links import Sites
 from weft.conf.schema import CommConfig, WeftConfig
@@ -59,7 +60,7 @@ def join(config: WeftConfig) -> torch.device:
     """
     sites = _sites(config, int(os.environ.get("WORLD_SIZE", "1")))
     device = distributed.init_distributed(config.comm.timeout_s, sites=sites)
-    if sites is not None and not spans_sites() and dist.get_rank() == 0:
+    if sites is not None and not spans_sites() and dist.get_rank() == 0 and emulated_world() is None:
         log.warning(
             "cluster.sites: the process group was there before weft knew of them, and connects every rank to every "
             "other in the clear; call weft.init_distributed(config) first, with the configuration that has them"

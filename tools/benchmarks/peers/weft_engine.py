@@ -13,7 +13,7 @@ import torch.distributed as dist
 from weft.conf.deepspeed import deepspeed_config
 from weft.conf.schema import CommConfig, PipelineConfig, PlacementKind, ScheduleKind, WeftConfig
 from weft.engine.distributed import device_bytes, from_rank_zero
-from weft.engine.emulation.stage import EmulatedStage
+from weft.engine.emulation.stage import EmulatedStage, EmulatedWork
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import PreparedRun
 from weft.engine.module import WeftModule
@@ -63,15 +63,19 @@ def run(
     return RankRun(step_s, cells, ended_s, median(steps), profile)
 
 
-def emulated_engine(case: Case, config: WeftConfig) -> WeftEngine:
-    """Weft's engine on the emulated layers of ``case``, laid out and scheduled as ``config`` says, with its data."""
+def emulated_engine(case: Case, config: WeftConfig, work: EmulatedWork | None = None) -> WeftEngine:
+    """Weft's engine on the emulated layers of ``case``, laid out and scheduled as ``config`` says, with its data.
+
+    Args:
+        work: of this rank's layers, where it is not what the plan goes by.
+    """
     device = join(config)
 
     facts = _facts(case, config, device)
     placement = from_rank_zero(lambda: settle_placement(config, facts), Placement)
     opened = PreparedRun.open(config, facts, placement, device)
     held = placement.rank_stages[facts.layout.position(dist.get_rank()).stage]
-    stages = [EmulatedStage(case.work, index=index, layers=opened.plan.split.layers) for index in held]
+    stages = [EmulatedStage(work or case.work, index=index, layers=opened.plan.split.layers) for index in held]
     module = WeftModule(stages, placement, facts.layout)
     engine = opened.engine(
         config,

@@ -1,0 +1,98 @@
+"""The ends of a channel to an emulated neighbour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.comm.channel import TensorSpec
+from weft.comm.emulated.conversation import Said
+from weft.comm.emulated.meeting import Meeting
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A message that has been taken over; see `weft.comm.channel.SendHandle`."""
+
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        """The tensor."""
+        return self.tensor
+
+    def ended(self) -> bool:
+        """It has."""
+        return True
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A message that an emulated neighbour sends; see `weft.comm.channel.Handle`."""
+
+    world: Meeting
+    peer: int
+    tag: str
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        """Zeros, when they would be here.
+
+        Raises:
+            EmulationError: the neighbour never sends this.
+        """
+        with self.world.clock.left_out():
+            at_s = self.world.step.arrival_s(self.peer, self.tag)
+        self.world.clock.until(at_s)
+        return self.tensor
+
+
+class EmulatedSender:
+    """To a neighbour; see `weft.comm.channel.Sender`. A message is copied once, as into shared memory."""
+
+    def __init__(self, world: Meeting, peer: int) -> None:
+        """``peer`` is a global rank."""
+        self._world, self._peer = world, peer
+        self._copies: dict[torch.Size, Tensor] = {}
+
+    def send(self, tag: str, tensor: Tensor) -> Sent:
+        """Start to send ``tensor``.
+
+        Raises:
+            EmulationError: the neighbour does not expect this.
+        """
+        self._world.recorder.say([self._peer], f"to {self._peer}", Said(f"send {tag}", _form(tensor)))
+        at_s = self._world.clock.now()
+        copy = self._copies.get(tensor.shape)
+        if copy is None or copy.dtype != tensor.dtype:
+            copy = self._copies[tensor.shape] = torch.empty_like(tensor)
+        copy.copy_(tensor)
+        with self._world.clock.left_out():
+            self._world.step.sent(self._peer, tag, tensor.nbytes, at_s)
+        return Sent(tensor)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class EmulatedReceiver:
+    """From a neighbour; see `weft.comm.channel.Receiver`."""
+
+    def __init__(self, world: Meeting, peer: int) -> None:
+        """``peer`` is a global rank."""
+        self._world, self._peer = world, peer
+
+    def recv(self, tag: str, spec: TensorSpec) -> Coming:
+        """Start to receive."""
+        form = f"{tuple(spec.shape)} {str(spec.dtype).removeprefix('torch.')}"
+        self._world.recorder.say([self._peer], f"from {self._peer}", Said(f"receive {tag}", form))
+        tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=self._world.device)
+        return Coming(self._world, self._peer, tag, tensor)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

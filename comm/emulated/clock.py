@@ -1,0 +1,56 @@
+"""The clock of an emulated job: the host's, without the time that emulating the others takes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter, sleep
+
+from weft.conf.timer_slack import set_timer_slack
+
+WAKE_UP_S = 1e-4
+"""How late a sleeper may wake up without timer slack."""
+
+
+class EmulatedClock:
+    """Seconds since any moment. What the rank's own threads do counts, and `left_out` does not."""
+
+    def __init__(self) -> None:
+        self._left_out_s = 0.0
+        self._main = threading.get_ident()
+
+    def now(self) -> float:
+        """Seconds."""
+        return perf_counter() - self._left_out_s
+
+    def until(self, at_s: float) -> None:
+        """Wait until `now` is ``at_s``.
+
+        The rank's own thread watches the clock at the end, to within microseconds; others sleep through, for
+        watching would take the interpreter from it.
+        """
+        slack = WAKE_UP_S if threading.get_ident() == self._main else 0.0
+        set_timer_slack(0.0)
+        while (left := at_s - slack - self.now()) > 0:
+            sleep(left)
+        while self.now() < at_s:
+            pass
+
+    @property
+    def left_out_s(self) -> float:
+        """Seconds left out so far."""
+        return self._left_out_s
+
+    def leave_out(self, seconds: float) -> None:
+        """What has just been done took so many seconds less, or more if they are below 0."""
+        self._left_out_s += seconds
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """What is done inside takes no time; on the rank's own thread."""
+        begun = perf_counter()
+        try:
+            yield
+        finally:
+            self._left_out_s += perf_counter() - begun

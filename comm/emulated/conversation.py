@@ -1,0 +1,93 @@
+"""What a rank says to each of the others, in order: recorded once, and compared with what they expect of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+
+class EmulationError(ValueError):
+    """An emulation cannot go on; says what the user can change."""
+
+
+class Mismatch(EmulationError):
+    """This rank does something that no other rank expects of it; names both, and what each does."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """One thing that a rank does with others, as each of them would do its part.
+
+    Attributes:
+        what: such as ``all_reduce SUM`` or ``send 3RECV_F7``.
+        form: of the tensor: number of elements or shape, and number format.
+    """
+
+    what: str
+    form: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what} of {self.form}" if self.form else self.what
+
+
+@dataclass
+class Conversation:
+    """All that one rank said, by whom it said it to: a message's peer, or the members of one process group.
+
+    Attributes:
+        said: in order, by the counterpart.
+        answers: what one rank told all, in order, by the counterpart.
+    """
+
+    said: dict[str, list[Said]] = field(default_factory=lambda: defaultdict(list))
+    answers: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+
+
+class Recorder:
+    """Writes down a conversation; with ``expected``, a rank that was set up as all others would have had this one."""
+
+    def __init__(
+        self, rank: int, expected: Conversation | None = None, told: Mapping[str, Sequence[Any]] | None = None
+    ) -> None:
+        """Of global rank ``rank``.
+
+        Args:
+            expected: to compare with.
+            told: answers that are known already, in order, by the counterpart.
+        """
+        self.rank = rank
+        self.heard = Conversation()
+        self._expected, self._lock = expected, Lock()
+        self._told = told if told is not None else (expected.answers if expected is not None else {})
+
+    def say(self, others: Sequence[int], counterpart: str, said: Said) -> None:
+        """Note what this rank does with ``others``, global ranks, the nearest first.
+
+        Raises:
+            Mismatch: they do something else at this point.
+        """
+        with self._lock:
+            mine = self.heard.said[counterpart]
+            mine.append(said)
+            if self._expected is None:
+                return
+            theirs = self._expected.said.get(counterpart, [])
+        place = len(mine) - 1
+        if place >= len(theirs):
+            then = f"does nothing more with it ({counterpart})" if theirs else f"does nothing with it ({counterpart})"
+        elif theirs[place] != said:
+            then = f"does {theirs[place]}"
+        else:
+            return
+        peer = next((rank for rank in others if rank != self.rank), self.rank)
+        raise Mismatch(f"rank {self.rank} does {said}, and rank {peer}, which should do the same, {then}")
+
+    def answer(self, counterpart: str, make: Callable[[], Any]) -> Any:
+        """What the others said when they were asked: what is known, or what this rank would ``make`` of it."""
+        given, known = self.heard.answers[counterpart], self._told.get(counterpart, ())
+        answer = known[len(given)] if len(given) < len(known) else make()
+        given.append(answer)
+        return answer

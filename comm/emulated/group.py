@@ -1,0 +1,245 @@
+"""A process group of which one member is real: collectives end when the delay model says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm.emulated.conversation import Said
+from weft.comm.emulated.meeting import Meeting
+
+BACKEND = "weft_emulated"
+"""Name of the backend of torch.distributed."""
+_SUM = dist.ReduceOp(dist.ReduceOp.SUM)
+
+
+class EmulatedWork(dist.Work):
+    """An operation that ends at a time that is known when it begins."""
+
+    def __init__(self, world: Meeting, ended: Callable[[float], None], at_s: float, outputs: list[Tensor]) -> None:
+        """``ended`` is told when somebody waited for it."""
+        super().__init__()
+        self._world, self._ended, self._at_s, self._outputs = world, ended, at_s, outputs
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block the host until then."""
+        self._world.clock.until(self._at_s)
+        self._ended(self._at_s)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+        return self._world.clock.now() >= self._at_s
+
+    def is_success(self) -> bool:
+        """It never fails."""
+        return True
+
+    def result(self) -> list[Tensor]:
+        """What it writes."""
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future:
+        """A future that has ended, for callers that do not wait by `wait`."""
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future
+
+
+class EmulatedGroup(dist.ProcessGroup):
+    """The interface of gloo's and NCCL's groups, for one rank among emulated ones.
+
+    Numbers stay harmless: every emulated member holds what this rank holds, so that a sum is as many times as much
+    and a maximum the same, and what an emulated member sends is zero. A group's operations end one after the other.
+    """
+
+    def __init__(self, world: Meeting, ranks: Sequence[int], name: str = "") -> None:
+        """A group of global ``ranks``, this one among them, which it calls ``name``."""
+        self.world: Any = world
+        self.ranks, self._called = tuple(ranks), name
+        self._position = self.ranks.index(world.rank)
+        super().__init__(self._position, len(self.ranks))
+        self._free_s = 0.0
+        self._name = self._description = ""
+
+    # -- what torch asks of a group --------------------------------------------------------------
+
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        """This rank's position."""
+        return self._position
+
+    def getBackendName(self) -> str:
+        """Name of the backend."""
+        return BACKEND
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    @property
+    def group_name(self) -> str:
+        """Torch's name."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for."""
+        return self._description
+
+    def new_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        pg_options: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+    ) -> EmulatedGroup | None:
+        """A group of some ranks: no rendezvous, no connections; None where this rank is in none of its places."""
+        if self.world.rank not in ranks:
+            return None
+        made = self.world.group(ranks)
+        made._name, made._description = group_name or "", group_desc or ""
+        return made
+
+    def shutdown(self) -> None:
+        """Nothing to end."""
+
+    def abort(self) -> None:
+        """Nothing to end."""
+
+    # -- collectives -----------------------------------------------------------------------------
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """See `ProcessGroup`."""
+        op = opts.reduceOp if opts is not None else _SUM
+        if op == dist.ReduceOp.SUM:
+            for tensor in tensors:
+                tensor.mul_(self.size())
+        return self._begin("all_reduce", tensors, tensors, detail=_named(op))
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """See `ProcessGroup`."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """See `ProcessGroup`."""
+        return self._begin("reduce", tensors, tensors)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        """See `ProcessGroup`."""
+        return self._begin("broadcast", tensors, tensors, root=self.ranks[opts.rootRank])
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """See `ProcessGroup`."""
+        for parts, source in zip(outputs, inputs, strict=True):
+            for part in parts:
+                part.copy_(source)
+        return self._begin("all_gather", outputs[0], outputs[0])
+
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
+        """See `ProcessGroup`."""
+        output.view(self.size(), -1).copy_(source.reshape(1, -1).expand(self.size(), -1))
+        return self._begin("all_gather", [output], [output])
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """See `ProcessGroup`."""
+        for part in outputs[0] if outputs else []:
+            part.copy_(inputs[0])
+        return self._begin("gather", inputs * self.size(), outputs[0] if outputs else [])
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
+        """See `ProcessGroup`."""
+        for output, parts in zip(outputs, inputs, strict=True):
+            torch.mul(parts[self._position], self._factor(opts), out=output)
+        return self._begin("reduce_scatter", inputs[0], outputs)
+
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
+        """See `ProcessGroup`."""
+        mine = source.view(self.size(), -1)[self._position].view_as(output)
+        torch.mul(mine, self._factor(opts), out=output)
+        return self._begin("reduce_scatter", [source], [output])
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
+        """See `ProcessGroup`."""
+        for output in outputs:
+            output.copy_(inputs[0][self._position]) if inputs else output.zero_()
+        return self._begin("scatter", outputs * self.size(), outputs, root=self.ranks[opts.rootRank])
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        """See `ProcessGroup`."""
+        mine = inputs[self._position]
+        for output in outputs:
+            output.copy_(mine.view_as(output)) if output.numel() == mine.numel() else output.zero_()
+        return self._begin("all_to_all", inputs, outputs)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+        opts: Any = None,
+    ) -> dist.Work:
+        """See `ProcessGroup`."""
+        if output_splits or input_splits or not source.numel():
+            output.zero_()
+        else:
+            parts = source.view(self.size(), -1)
+            output.view(self.size(), -1).copy_(parts[self._position].expand_as(parts))
+        return self._begin("all_to_all", [source], [output])
+
+    # The names of torch 2.11.
+    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """See `ProcessGroup`."""
+        return self._begin("barrier", [], [])
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
+        """To a member."""
+        return self._begin("send", tensors, tensors, root=self.ranks[peer])
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
+        """From a member: zeros."""
+        for tensor in tensors:
+            tensor.zero_()
+        return self._begin("recv", tensors, tensors, root=self.ranks[peer])
+
+    def _factor(self, opts: Any) -> int:
+        op = opts.reduceOp if opts is not None else _SUM
+        return self.size() if op == dist.ReduceOp.SUM else 1
+
+    def _begin(
+        self,
+        operation: str,
+        moved: Sequence[Tensor],
+        outputs: list[Tensor],
+        *,
+        root: int | None = None,
+        detail: str = "",
+    ) -> dist.Work:
+        """Begin an operation of the group that moves ``moved`` altogether."""
+        world = self.world
+        elements = sum(tensor.numel() for tensor in moved)
+        form = f"{elements} {str(moved[0].dtype).removeprefix('torch.')}" if moved else ""
+        world.recorder.say(self.ranks, self._called, Said(f"{operation} {detail}".strip(), form))
+        num_bytes = sum(tensor.nbytes for tensor in moved)
+        start_s = max(world.clock.now(), self._free_s)
+        self._free_s = world.ends_s(operation, self.ranks, num_bytes, root, start_s)
+        return EmulatedWork(world, partial(world.step.ended, operation, self.ranks), self._free_s, outputs)
+
+
+def _named(op: Any) -> str:
+    return str(getattr(op, "op", op)).rpartition(".")[2]

@@ -1,0 +1,210 @@
+"""Delay models: how long what emulated ranks take part in takes. A class of the user's can be one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from weft.comm.collectives.collective import Primitive
+from weft.comm.collectives.costs import AlphaBeta, CollectiveCosts
+from weft.comm.collectives.group import LinkClass
+from weft.comm.emulated.conversation import EmulationError
+from weft.comm.emulated.meeting import Call
+
+ENTRY_POINTS = "weft.delay_models"
+"""Group of entry points under which packages offer delay models by name."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one pipeline rank hands to the next.
+
+    Attributes:
+        tag: the send, such as ``2SEND_F7``.
+        sender, receiver: pipeline ranks.
+        crosses: whether they are at different sites.
+        num_bytes: its size.
+    """
+
+    tag: str
+    sender: int
+    receiver: int
+    crosses: bool
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a delay model may know.
+
+    Attributes:
+        num_ranks: of the job.
+        collectives: what collectives cost over each class of link, as measured; None where nobody has.
+        links: inside a node (``intra``) and between nodes of a site (``inter``).
+        wan: between two sites; None where there is one.
+        options: what stands behind the model's name, ``name:key=value,...``.
+    """
+
+    num_ranks: int
+    collectives: CollectiveCosts | None
+    links: Mapping[LinkClass, AlphaBeta]
+    wan: AlphaBeta | None = None
+
+
+class DelayModel:
+    """How long things take: collectives by alpha and beta, computation as planned, messages as their links say.
+
+    Subclasses change what they know better. All seconds are at least 0.
+    """
+
+    def __init__(self, job: Job) -> None:
+        """Take what is known of the job."""
+        self.job = job
+        self._costs = job.collectives or CollectiveCosts.of_links(job.links)
+
+    def collective_s(self, call: Call) -> float:
+        """Seconds from when the last member has come until a collective has ended on this rank."""
+        size = len(call.ranks)
+        if size == 1:
+            return 0.0
+        link = link_of(call)
+        line = self.job.links[LinkClass.intra if link is LinkClass.intra else LinkClass.inter]
+        inside_s = math.ceil(math.log2(size)) * line.alpha_s + call.num_bytes * line.beta_s
+        if call.crosses and self.job.wan is not None:  # leaders of sites talk to each other once
+            return inside_s + self.job.wan.alpha_s + call.num_bytes * self.job.wan.beta_s
+        primitive = _PRIMITIVES.get(call.operation)
+        if primitive is None or (link, primitive) not in self._costs.table:
+            return inside_s
+        return self._costs.step_s(primitive, link, size, call.num_bytes)
+
+    def compute_s(self, rank: int, action: str, seconds: float) -> float:
+        """Seconds that an emulated pipeline rank takes for an action that the plan says takes ``seconds``."""
+        return seconds
+
+    def late_s(self, message: Message) -> float:
+        """Seconds that a message takes beyond its link's latency and bandwidth."""
+        return 0.0
+
+
+class AlphaBetaDelays(DelayModel):
+    """Links and collectives take their time; emulated ranks compute in none, and are always ready."""
+
+    def compute_s(self, rank: int, action: str, seconds: float) -> float:
+        """None."""
+        return 0.0
+
+
+def link_of(call: Call) -> LinkClass:
+    """What lies between the members of a collective."""
+    spread = LinkClass.inter if call.num_hosts == len(call.ranks) else LinkClass.mixed
+    return LinkClass.intra if call.num_hosts == 1 else spread
+
+
+class TraceDelays(DelayModel):
+    """Emulated ranks compute as long as ranks of an earlier emulation did, action by action."""
+
+    def __init__(self, job: Job, file: str = "") -> None:
+        """Read what ``weft emulate --record FILE`` wrote."""
+        super().__init__(job)
+        try:
+            self._seconds: dict[str, dict[str, float]] = json.loads(Path(file).expanduser().read_text())["compute"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise EmulationError(
+                f"--delays trace:{file}: cannot be read: {error}; `weft emulate --record FILE` writes one"
+            ) from error
+
+    def compute_s(self, rank: int, action: str, seconds: float) -> float:
+        """As recorded; what was not, as planned."""
+        return self._seconds.get(str(rank), {}).get(action, seconds)
+
+
+BUILT_IN: Mapping[str, Callable[..., DelayModel]] = {
+    "alpha-beta": AlphaBetaDelays,
+    "simulate": DelayModel,
+    "trace": TraceDelays,
+}
+_PRIMITIVES = {
+    "all_reduce": Primitive.all_reduce,
+    "reduce_scatter": Primitive.reduce_scatter,
+    "all_gather": Primitive.all_gather,
+}
+
+
+class CheckedDelays:
+    """A delay model whose errors, and answers that are no times, are one clear `EmulationError`."""
+
+    def __init__(self, name: str, make: Callable[[Job], Any], job: Job) -> None:
+        """Make the model called ``name``."""
+        self._name = name
+        self._model = self._ask("it", lambda: make(job))
+
+    def collective_s(self, call: Call) -> float:
+        """As of `DelayModel`."""
+        return self._seconds("collective_s", call)
+
+    def compute_s(self, rank: int, action: str, seconds: float) -> float:
+        """As of `DelayModel`."""
+        return self._seconds("compute_s", rank, action, seconds)
+
+    def late_s(self, message: Message) -> float:
+        """As of `DelayModel`."""
+        return self._seconds("late_s", message)
+
+    def _seconds(self, method: str, *args: Any) -> float:
+        found = self._ask(method, lambda: getattr(self._model, method)(*args))
+        if not isinstance(found, int | float) or not math.isfinite(found) or found < 0:
+            raise EmulationError(f"--delays {self._name}: {method}{args} is {found!r}; return seconds of at least 0")
+        return float(found)
+
+    def _ask(self, what: str, ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except EmulationError:
+            raise
+        except Exception as error:
+            raise EmulationError(f"--delays {self._name}: {what} raised {type(error).__name__}: {error}") from error
+
+
+def delay_model(given: str, known: Mapping[str, Callable[[Job], Any]] = BUILT_IN) -> tuple[str, Callable[[Job], Any]]:
+    """The delay model of ``NAME``, ``trace:FILE``, ``FILE.py:CLASS`` or ``package.module:CLASS``: what makes it.
+
+    Raises:
+        EmulationError: there is none.
+    """
+    name, _, option = given.partition(":")
+    if name in known:
+        make: Callable[..., Any] = known[name]
+        return given, partial(make, file=option) if option else make
+    offered = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    try:
+        if given in offered:
+            return given, offered[given].load()
+        place, _, name = given.rpartition(":")
+        if place:
+            return given, getattr(_module(place), name)
+    except Exception as error:
+        raise EmulationError(f"--delays {given}: cannot be loaded: {type(error).__name__}: {error}") from error
+    names = ", ".join(sorted({*known, *offered}))
+    raise EmulationError(f"--delays {given}: not known; choose from {names}, or give FILE.py:CLASS or MODULE:CLASS")
+
+
+def _module(place: str) -> Any:
+    if not place.endswith(".py"):
+        return import_module(place)
+    path = Path(place).expanduser()
+    spec = importlib.util.spec_from_file_location(f"weft_delays_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,190 @@
+"""The online twin: the other ranks of a pipeline, simulated while one of its ranks runs for real.
+
+It is told when the real rank sends, and tells when what the others send arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from weft.pipeline.action import RELAYS, SENDS, Action, Op, Slot, slot_text
+from weft.pipeline.costs import CostModel
+from weft.pipeline.dependencies import establishes
+from weft.pipeline.order import visits_of
+from weft.pipeline.schedule import Schedule
+from weft.pipeline.simulation import SimulatedStep
+from weft.pipeline.timeline import Span
+
+
+class Pace(Protocol):
+    """How long the emulated ranks take."""
+
+    def compute_s(self, rank: int, action: str, seconds: float) -> float:
+        """Seconds for an action that costs ``seconds``."""
+        ...
+
+    def late_s(self, send: Action, sender: int, receiver: int, num_bytes: float) -> float:
+        """Seconds that a message takes beyond its link's latency and bandwidth."""
+        ...
+
+
+class OnlineTwin:
+    """All rows of a schedule but one, step after step, on a clock of the caller's.
+
+    Costs are those of `simulate`. A rank begins a step when it has ended the one before; who waits for others at
+    its end is told by `hold`.
+    """
+
+    def __init__(self, schedule: Schedule, costs: CostModel, real: int, pace: Pace | None = None) -> None:
+        """Simulate all ranks but ``real``.
+
+        Args:
+            schedule: lowered and valid, of a pipeline or a DP-cell.
+            costs: of all its virtual stages.
+            pace: changes what things take.
+        """
+        self.schedule, self.costs, self.real, self._pace = schedule, costs, real, pace
+        self._visits = visits_of(schedule)
+        self._senders = {
+            action: rank for rank, row in enumerate(self._visits) for v in row for action in v.slot if _sends(action)
+        }
+        self._began_s: list[float] | None = None
+        self._step: _Peers | None = None
+        self.num_visits = 0
+
+    def begin(self, at_s: float, pause_s: float = 0.0) -> None:
+        """The real rank begins a step; the others ``pause_s`` after they have ended the one before."""
+        if self._began_s is None:
+            self._began_s = [at_s] * self.schedule.num_ranks
+        else:
+            self._began_s = [self.ended_s(rank) + pause_s for rank in range(self.schedule.num_ranks)]
+        self._began_s[self.real] = at_s
+        self._step = _Peers(self.schedule, self.costs, self._pace, self._began_s)
+        self._fronts = [0] * self.schedule.num_ranks
+        self._waiting: dict[Action, list[int]] = {}
+        self._reached_s: dict[int, float] = {}
+        self._go_on([rank for rank in range(self.schedule.num_ranks) if rank != self.real])
+
+    def sent(self, send: Action, at_s: float) -> None:
+        """The real rank sends; the message leaves when its link is free.
+
+        Raises:
+            LookupError: nobody receives it.
+        """
+        if self._senders.get(send) != self.real:
+            raise LookupError(f"no rank of schedule {self.schedule.name!r} waits for {send} of rank {self.real}")
+        self._running.post(self.real, (send,), at_s)
+        self._go_on(self._waiting.pop(send, []))
+
+    def arrival_s(self, send: Action) -> float:
+        """When what another rank sends is here.
+
+        Raises:
+            LookupError: it is never sent; says what it waits for.
+        """
+        if send not in self._senders:
+            raise LookupError(f"no rank of schedule {self.schedule.name!r} sends {send}")
+        found = self._running.time_of(send)
+        if found is None:
+            raise LookupError(self._stuck(send))
+        return found
+
+    def reached_s(self, rank: int) -> float:
+        """When a rank has come to the end of its row: to its optimiser's step, with its reductions ended."""
+        return self._reached_s.get(rank, self._running.free_s(rank))
+
+    def ended_s(self, rank: int) -> float:
+        """When a rank has ended its row."""
+        return self._running.free_s(rank)
+
+    def hold(self, rank: int, until_s: float) -> None:
+        """A rank has not ended before: it waits for others."""
+        self._running.hold(rank, until_s)
+
+    def spans(self) -> list[Span]:
+        """What the simulated ranks did in the step, on the caller's clock."""
+        return [span for span in self._running.spans() if span.rank != self.real]
+
+    @property
+    def _running(self) -> _Peers:
+        assert self._step is not None, "a step has begun"
+        return self._step
+
+    def _go_on(self, ranks: Sequence[int]) -> None:
+        """Let ranks run as far as they come, and those that wait for them."""
+        ready, step = list(ranks), self._running
+        while ready:
+            rank = ready.pop()
+            row = self._visits[rank]
+            index = self._fronts[rank]
+            while index < len(row):
+                visit = row[index]
+                missing = next((need for need in visit.needs if step.time_of(need) is None), None)
+                if missing is not None:
+                    self._waiting.setdefault(missing, []).append(rank)
+                    break
+                if visit.slot[0].op is Op.STEP:
+                    self._reached_s[rank] = step.could_start_s(visit)
+                step.step(visit)
+                index += 1
+                self.num_visits += 1
+                for action in visit.slot:
+                    for fact in establishes(action):
+                        ready += self._waiting.pop(fact, ())
+            self._fronts[rank] = index
+
+    def _stuck(self, send: Action) -> str:
+        rank = self._senders[send]
+        if rank == self.real:
+            return f"{send} is this rank's own"
+        visit = self._visits[rank][self._fronts[rank]]
+        needs = [str(need) for need in visit.needs if self._running.time_of(need) is None]
+        return f"{send} of rank {rank} never comes: its {slot_text(visit.slot)} waits for {', '.join(needs)}"
+
+
+def _sends(action: Action) -> bool:
+    return action.op in SENDS
+
+
+class _Peers(SimulatedStep):
+    """A simulated step whose ranks begin at times of their own, and one of which runs elsewhere."""
+
+    def __init__(self, schedule: Schedule, costs: CostModel, pace: Pace | None, began_s: Sequence[float]) -> None:
+        super().__init__(schedule, costs)
+        self._rank_free_s = list(began_s)
+        self._pace = pace
+
+    def post(self, rank: int, slot: Slot, at_s: float) -> None:
+        """A rank that runs elsewhere sends."""
+        end_s = self._send(rank, slot, at_s)
+        for action in slot:
+            self._fact_s[action] = end_s
+
+    def time_of(self, fact: Action) -> float | None:
+        """When a fact was established; None if it is not yet."""
+        return self._fact_s.get(fact)
+
+    def free_s(self, rank: int) -> float:
+        """When a rank has ended what it did so far."""
+        return self._rank_free_s[rank]
+
+    def hold(self, rank: int, until_s: float) -> None:
+        """Have a rank wait."""
+        self._rank_free_s[rank] = max(self._rank_free_s[rank], until_s)
+
+    def _seconds(self, slot: Slot) -> float:
+        seconds = super()._seconds(slot)
+        if self._pace is None or slot[0].op in SENDS | RELAYS:
+            return seconds
+        return self._pace.compute_s(self._rank_of(slot[0]), slot_text(slot), seconds)
+
+    def _send(self, rank: int, slot: Slot, posted_s: float) -> float:
+        end_s = super()._send(rank, slot, posted_s)
+        if self._pace is None:
+            return end_s
+        (op, stage, _) = slot[0]
+        other = stage + 1 if op is Op.SEND_F else stage - 1
+        num_bytes = self._costs.stages[min(stage, other)].output_bytes
+        receiver = self._schedule.placement.stage_ranks[other]
+        return end_s + self._pace.late_s(slot[0], rank, receiver, num_bytes)

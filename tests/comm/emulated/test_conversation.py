@@ -1,0 +1,49 @@
+"""What a rank says, compared with what the others expect of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.comm.emulated.conversation import Mismatch, Recorder, Said
+
+GROUP = (704, 737, 767)
+
+
+def heard():
+    right = Recorder(737)
+    right.say(GROUP, "group 0", Said("all_reduce SUM", "8192 bfloat16"))
+    right.say([753], "to 753", Said("send 45RECV_F0", "(1, 64) bfloat16"))
+    return right.heard
+
+
+def test_the_same_is_expected():
+    again = Recorder(737, heard())
+    again.say([753], "to 753", Said("send 45RECV_F0", "(1, 64) bfloat16"))  # order counts within a counterpart only
+    again.say(GROUP, "group 0", Said("all_reduce SUM", "8192 bfloat16"))
+    assert again.heard.said == heard().said
+
+
+@pytest.mark.parametrize(
+    ("others", "counterpart", "said", "message"),
+    [
+        (
+            GROUP,
+            "group 0",
+            Said("all_reduce SUM", "8192 float32"),
+            "rank 737 does all_reduce SUM of 8192 float32, and rank 704, which should do the same, "
+            "does all_reduce SUM of 8192 bfloat16",
+        ),
+        ([753], "to 753", Said("send 45RECV_F7", "(1, 64) bfloat16"), "and rank 753, .* does send 45RECV_F0"),
+        ([721], "to 721", Said("send 44RECV_B0", "(1, 64) bfloat16"), "rank 721, .* does nothing with it"),
+    ],
+)
+def test_the_first_difference_names_both_ranks_and_what_each_does(others, counterpart, said, message):
+    with pytest.raises(Mismatch, match=message):
+        Recorder(737, heard()).say(others, counterpart, said)
+
+
+def test_more_than_the_others_do_is_a_difference():
+    again = Recorder(737, heard())
+    again.say([753], "to 753", Said("send 45RECV_F0", "(1, 64) bfloat16"))
+    with pytest.raises(Mismatch, match="rank 753, which should do the same, does nothing more with it"):
+        again.say([753], "to 753", Said("send 45RECV_F1", "(1, 64) bfloat16"))

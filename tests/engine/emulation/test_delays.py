@@ -1,0 +1,110 @@
+"""Delay models: those that come along, a user's own, and what is wrong with one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+from weft.comm.collectives.collective import Primitive
+from weft.comm.collectives.costs import AlphaBeta, CollectiveCosts
+from weft.comm.collectives.group import LinkClass
+from weft.comm.emulated.conversation import EmulationError
+from weft.comm.emulated.meeting import Call
+from weft.engine.emulation.delays import AlphaBetaDelays, CheckedDelays, DelayModel, Job, Message, delay_model
+
+ROOT = Path(__file__).parents[3]
+LINKS = MappingProxyType({LinkClass.intra: AlphaBeta(1.0, 0.5), LinkClass.inter: AlphaBeta(10.0, 5.0)})
+JOB = Job(num_ranks=64, collectives=None, links=LINKS, wan=AlphaBeta(1000.0, 0.0))
+MESSAGE = Message("0SEND_F0", 0, 1, crosses=False, num_bytes=1.0)
+
+
+def call(operation="all_reduce", size=4, num_hosts=1, crosses=False, num_bytes=8):
+    return Call(operation, tuple(range(size)), num_hosts, crosses, num_bytes)
+
+
+def test_collectives_by_alpha_and_beta_of_their_link():
+    model = DelayModel(JOB)
+    assert model.collective_s(call()) == 6 * 1.0 + 6 / 4 * 8 * 0.5
+    assert model.collective_s(call(num_hosts=4)) == 6 * 10.0 + 6 / 4 * 8 * 5.0
+    assert model.collective_s(call(num_hosts=2)) == model.collective_s(call(num_hosts=4))  # the slow links hold back
+    assert model.collective_s(call("broadcast")) == 2 * 1.0 + 8 * 0.5
+    assert model.collective_s(call(num_hosts=4, crosses=True)) == 2 * 10.0 + 8 * 5.0 + 1000.0
+    assert model.collective_s(call(size=1)) == 0.0
+
+
+def test_measured_costs_come_first():
+    costs = CollectiveCosts({(LinkClass.intra, Primitive.all_reduce): AlphaBeta(0.25, 0.0)})
+    model = DelayModel(Job(num_ranks=4, collectives=costs, links=LINKS))
+    assert model.collective_s(call()) == 6 * 0.25
+    assert model.collective_s(call("all_gather")) == 2 * 1.0 + 8 * 0.5  # not measured
+
+
+def test_alpha_beta_has_ranks_that_are_always_ready():
+    assert AlphaBetaDelays(JOB).compute_s(0, "0F0", 3.0) == 0.0
+    assert DelayModel(JOB).compute_s(0, "0F0", 3.0) == 3.0
+
+
+def test_a_trace_says_what_was_recorded(tmp_path):
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps({"compute": {"1": {"1F0": 7.0}}}))
+    name, make = delay_model(f"trace:{file}")
+    model = CheckedDelays(name, make, JOB)
+    assert model.compute_s(1, "1F0", 3.0) == 7.0
+    assert model.compute_s(0, "0F0", 3.0) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("packet", "--delays packet: not known; choose from .*alpha-beta.*simulate.*trace"),
+        ("no_such_module:Model", "cannot be loaded: ModuleNotFoundError"),
+        ("{folder}/none.py:Model", "cannot be loaded: FileNotFoundError"),
+        ("{folder}/model.py:None_", "cannot be loaded: AttributeError"),
+        ("{folder}/model.py:Raises", "it raised ZeroDivisionError: division by zero"),
+        ("{folder}/model.py:Negative", r"collective_s\(Call\(.*\) is -1.0; return seconds of at least 0"),
+        ("{folder}/model.py:NotANumber", "is nan; return seconds"),
+        ("{folder}/model.py:Text", "is 'soon'; return seconds"),
+        ("{folder}/model.py:Later", "collective_s raised KeyError: 'here'"),
+        ("trace:{folder}/none.json", "trace:.*none.json: cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_one_clear_error(tmp_path, given, message):
+    (tmp_path / "model.py").write_text(
+        "from weft.engine.emulation.delays import DelayModel\n"
+        "class Raises:\n    def __init__(self, job): 1 / 0\n"
+        "class Negative(DelayModel):\n    def collective_s(self, call): return -1.0\n"
+        "class NotANumber(DelayModel):\n    def collective_s(self, call): return float('nan')\n"
+        "class Text(DelayModel):\n    def collective_s(self, call): return 'soon'\n"
+        "class Later(DelayModel):\n    def collective_s(self, call): return {}['here']\n"
+    )
+    with pytest.raises(EmulationError, match=message):
+        name, make = delay_model(given.format(folder=tmp_path))
+        CheckedDelays(name, make, JOB).collective_s(call())
+
+
+def test_the_model_in_the_docs_runs_as_it_is_written(tmp_path):
+    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/emulation.md").read_text(), re.DOTALL)
+    assert len(text.splitlines()) <= 20
+    file = tmp_path / "fabric.py"
+    file.write_text(text)
+    name, make = delay_model(f"{file}:Fabric")
+    model, plain = CheckedDelays(name, make, JOB), DelayModel(JOB)
+    assert model.collective_s(call()) == plain.collective_s(call())
+    assert model.collective_s(call(num_hosts=2)) == 3 * plain.collective_s(call(num_hosts=2))
+    late = [model.late_s(MESSAGE) for _ in range(1000)]
+    assert set(late) == {0.0, 0.002}
+    assert model.compute_s(0, "0F0", 1.5) == 1.5
+
+
+def test_messages_are_late_when_the_model_says(tmp_path):
+    file = tmp_path / "late.py"
+    file.write_text(
+        "from weft.engine.emulation.delays import DelayModel\n"
+        "class Late(DelayModel):\n    def late_s(self, message): return 0.5 if message.crosses else 0.25\n"
+    )
+    name, make = delay_model(f"{file}:Late")
+    assert CheckedDelays(name, make, JOB).late_s(MESSAGE) == 0.25

@@ -1,0 +1,1 @@
+"""`weft emulate`: one machine stands for all ranks of a job."""

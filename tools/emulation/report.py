@@ -1,0 +1,50 @@
+"""What an emulation found, as text."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from weft.pipeline.cell import predict
+from weft.pipeline.text import bytes_text
+from weft.tools.emulation.session import Setting
+from weft.tools.emulation.turns import Emulation
+
+
+def report(found: Emulation, setting: Setting) -> str:
+    """The step, each real rank's part of it, and what the simulator says of the same costs."""
+    layout, schedule = found.plan.layout, found.plan.cell()
+    lines = [
+        f"{layout.world_size:,} ranks: {layout.stages} pipeline ranks x {layout.lines} lines at {len(layout.sites)} "
+        f"sites, {schedule.name}, {schedule.num_microbatches} micro-batches; {len(found.classes)} classes of ranks, "
+        f"{len(found.turns)} of them real",
+        "",
+        f"{'rank':>7} {'stages':>10} {'ranks alike':>11} {'step':>10} {'spread':>7} {'computes':>9} {'set-up':>7} "
+        f"{'twin':>7} {'memory':>8}",
+    ]
+    for each, turn, set_up_s in zip(found.real, found.turns, found.set_up_s, strict=True):
+        step_s = median(turn.step_s)
+        spread = (max(turn.step_s) - min(turn.step_s)) / step_s
+        lines.append(
+            f"{turn.rank:>7} {'+'.join(map(str, each.stages)):>10} {len(each.ranks):>11,} {1e3 * step_s:>7.1f} ms "
+            f"{spread:>6.1%} {turn.busy_s / step_s:>8.1%} {set_up_s:>5.1f} s {1e3 * turn.twin_s:>4.1f} ms "
+            f"{bytes_text(turn.memory_bytes):>8}"
+        )
+    rounds = ", ".join(f"{1e3 * step_s:.1f}" for step_s in found.rounds)
+    lines += [
+        "",
+        f"step {1e3 * found.step_s:.1f} ms; round by round {rounds} ms: {found.change:.1%} in the last",
+        _beside_simulation(found, setting),
+        "losses and gradient norms of this emulation mean nothing: emulated ranks send zeros",
+    ]
+    return "\n".join(lines)
+
+
+def _beside_simulation(found: Emulation, setting: Setting) -> str:
+    """The simulator's step with the measured costs, and what it leaves out."""
+    costs = setting.what_if.costs(found.costs)
+    simulated_s = predict(found.plan.cell(), costs, 0).step_s
+    between_s = found.step_s - simulated_s
+    return (
+        f"simulated with the costs that were measured: {1e3 * simulated_s:.1f} ms; the {1e3 * between_s:+.1f} ms "
+        "between are what a schedule has no slots for: reading data, agreeing on norm and loss, the host's own work"
+    )

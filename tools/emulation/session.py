@@ -1,0 +1,250 @@
+"""One real rank of an emulated job, in a process of its own: set up once, then steps whenever it is its turn."""
+
+from __future__ import annotations
+
+import os
+import resource
+import traceback
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from weft.comm.collectives.costs import AlphaBeta
+from weft.comm.collectives.group import LinkClass
+from weft.comm.emulated.conversation import Conversation, EmulationError, Recorder
+from weft.comm.emulated.meeting import Call
+from weft.comm.emulated.world import VALUES, Asked, EmulatedWorld
+from weft.engine.emulation.delays import BUILT_IN, CheckedDelays, Job, delay_model
+from weft.engine.planning.estimates import stage_sizes
+from weft.engine.planning.layout import RankLayout
+from weft.engine.planning.run_plan import RunPlan
+from weft.pipeline.action import slot_text
+from weft.pipeline.costs import CostModel, LinkCost, StageCost
+from weft.pipeline.fitting import fit_costs
+from weft.pipeline.timeline import COMPUTE_LANE, Timeline
+from weft.tools.emulation.job import EmulatedJob, hosts_of, sites_of
+from weft.tools.emulation.step import TwinStep
+from weft.tools.emulation.what_if import WhatIf
+
+WARM_UP = 2
+"""Steps of a turn that count for nothing: the first have connections, caches and buffers to make."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all real ranks of an emulation are given.
+
+    Attributes:
+        delays: name of the delay model.
+        per_host: ranks of a host, where no hostfile says so.
+        inside: a link inside a host.
+        between: a link between hosts of a site.
+        told: what all heard from rank 0, in order, from a rank that was set up before.
+        expected: what a rank that is set up as all others says; this one is compared with it.
+    """
+
+    delays: str
+    per_host: int
+    inside: LinkCost
+    between: LinkCost
+    what_if: WhatIf
+    told: Sequence[Any] | None = None
+    expected: Conversation | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A real rank that is set up.
+
+    Attributes:
+        plan: of the run.
+        set_up_s: seconds that it took.
+        heard: what it said to the others and heard from them meanwhile.
+    """
+
+    plan: RunPlan
+    set_up_s: float
+    heard: Conversation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """Some steps of a real rank.
+
+    Attributes:
+        rank: its number.
+        step_s: seconds of each step.
+        stages: costs of its virtual stages, as measured.
+        actions: seconds of each computation of a step.
+        busy_s: seconds of a step in which it computed.
+        twin_s: seconds of a step that the twin took, which count for nothing.
+        memory_bytes: that the process had at most.
+        heard: all that it said.
+    """
+
+    rank: int
+    step_s: tuple[float, ...]
+    stages: Mapping[int, StageCost]
+    actions: Mapping[str, float]
+    busy_s: float
+    twin_s: float
+    memory_bytes: int
+    heard: Conversation
+
+
+class Session:
+    """A real rank."""
+
+    def __init__(self, job: EmulatedJob, rank: int, size: int, setting: Setting) -> None:
+        """Set it up, as it would set itself up among the others."""
+        begun = perf_counter()
+        self._job, self._setting = job, setting
+        layout = RankLayout.of(job.config, size)
+        told = None if setting.told is None else {VALUES: setting.told}
+        self.world = EmulatedWorld(
+            rank=rank,
+            size=size,
+            hosts=hosts_of(job.config, setting.per_host),
+            sites=sites_of(layout),
+            recorder=Recorder(rank, setting.expected, told),
+        )
+        self.world.answers[Asked.timeline] = _unknown_timeline
+        self.world.answers[Asked.tied] = self._tied_of
+        self.world.join()
+        self.engine = job.engine()
+        self.plan: RunPlan = self.engine.plan
+        self._delays = self._make_delays()
+        self.world.collective_s = self._delays.collective_s
+        self.prepared = Prepared(plan=self.plan, set_up_s=perf_counter() - begun, heard=self.world.recorder.heard)
+
+    def run(self, steps: int, costs: CostModel, what_if: WhatIf, seed: int = 0) -> Turn:
+        """Train ``steps`` steps, and some before that are not measured.
+
+        Args:
+            costs: of the virtual stages of one pipeline; ``what_if`` is not in them yet.
+        """
+        world, engine = self.world, self.engine
+        step = TwinStep(world, self.plan, what_if.costs(costs), self._delays, what_if, seed)
+        engine.slot_observers.insert(0, step)
+        ends, left_out_s = [], world.clock.left_out_s
+        try:
+            for _ in range(WARM_UP + steps):
+                engine.train_batch()
+                ends.append(world.clock.now())
+        finally:
+            engine.slot_observers.remove(step)
+        schedule = engine.schedule
+        timelines = step.timelines(schedule, WARM_UP)
+        fitted = fit_costs(timelines, costs).stages
+        own_s = median(step.step_s[WARM_UP:])
+        held = self.plan.placement.rank_stages[engine.pipe_rank]
+        stages = {
+            stage: replace(
+                fitted[stage],
+                reduce_s=costs.stages[stage].reduce_s,
+                unshard_s=costs.stages[stage].unshard_s,
+                step_s=own_s / len(held),
+            )
+            for stage in held
+        }
+        busy = [sum(s.end_s - s.start_s for s in line.spans if s.lane == COMPUTE_LANE) for line in timelines]
+        return Turn(
+            rank=world.rank,
+            step_s=tuple(b - a for a, b in zip(ends[WARM_UP - 1 :], ends[WARM_UP:], strict=False)),
+            stages=stages,
+            actions=_medians(timelines),
+            busy_s=median(busy),
+            twin_s=(world.clock.left_out_s - left_out_s) / (WARM_UP + steps),
+            memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            heard=world.recorder.heard,
+        )
+
+    def collectives(self, costs: CostModel) -> CostModel:
+        """With what replicas reduce and gather of each stage, as the delay model says."""
+        layout, sizes = self.plan.layout, _parameters(self.plan)
+        ranks = layout.data_groups(0)[0]
+        if len(ranks) == 1:
+            return costs
+        zero = self._job.config.zero.stage
+        hosts = hosts_of(self._job.config, self._setting.per_host)
+        spread = len({hosts(rank) for rank in ranks}), False
+
+        def seconds(operation: str, num_bytes: int) -> float:
+            return self._delays.collective_s(Call(operation, ranks, *spread, num_bytes))
+
+        stages = tuple(
+            replace(
+                stage,
+                reduce_s=seconds("reduce_scatter" if zero else "all_reduce", 4 * size),
+                unshard_s=seconds("all_gather", 4 * size) if zero else 0.0,
+            )
+            for stage, size in zip(costs.stages, sizes, strict=True)
+        )
+        return replace(costs, stages=stages)
+
+    def _make_delays(self) -> CheckedDelays:
+        setting, facts = self._setting, self.plan.facts
+        job = Job(
+            num_ranks=self.world.size,
+            collectives=facts.collectives,
+            links={LinkClass.intra: _line(setting.inside), LinkClass.inter: _line(setting.between)},
+            wan=_line(setting.what_if.costs(self.plan.costs).wan) if len(facts.layout.sites) > 1 else None,
+        )
+        name, make = delay_model(setting.delays, BUILT_IN)
+        return CheckedDelays(name, make, job)
+
+    def _tied_of(self, rank: int, mine: dict[str, bool]) -> dict[str, bool]:
+        """Names of parameters that another rank shares: what is tied lies at both ends of the model."""
+        plan = next(
+            value for value in reversed(self.world.recorder.heard.answers[VALUES]) if isinstance(value, RunPlan)
+        )
+        ranks = plan.placement.stage_ranks
+        return mine if plan.layout.position(rank).stage in (ranks[0], ranks[-1]) else {}
+
+
+def _unknown_timeline(rank: int, mine: Any) -> Any:
+    raise EmulationError(f"rank {rank} is emulated and has measured nothing; `weft emulate` prints what is known of it")
+
+
+def _medians(timelines: Sequence[Timeline]) -> dict[str, float]:
+    seconds = defaultdict(list)
+    for timeline in timelines:
+        for span in timeline.spans:
+            if span.lane == COMPUTE_LANE:
+                seconds[slot_text(span.slot)].append(span.end_s - span.start_s)
+    return {action: median(values) for action, values in seconds.items()}
+
+
+def _line(link: LinkCost) -> AlphaBeta:
+    return AlphaBeta(link.latency_s, 8 / link.bandwidth_bps)
+
+
+def _parameters(plan: RunPlan) -> list[int]:
+    return [size.parameters for size in stage_sizes(plan.facts.model, plan.split)]
+
+
+def serve(pipe: Connection, job: EmulatedJob, rank: int, size: int, setting: Setting, threads: int) -> None:
+    """The process of a real rank: answers orders until its parent has no more."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
+    try:
+        session = Session(job, rank, size, setting)
+        pipe.send((True, session.prepared))
+        while (order := pipe.recv()) is not None:
+            name, args = order
+            pipe.send((True, getattr(session, name)(*args)))
+    except (EOFError, KeyboardInterrupt):
+        pass
+    except ValueError as error:
+        pipe.send((False, error if isinstance(error, EmulationError) else ValueError(str(error))))
+    except Exception as error:
+        traceback.print_exc()
+        pipe.send((False, EmulationError(f"real rank {rank} failed: {type(error).__name__}: {error}")))
+    finally:
+        os._exit(0)  # threads of the engine would wait for peers

@@ -1,0 +1,161 @@
+"""A step of an emulated job: the twin of this rank's pipeline, and what it says to groups and channels."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from time import thread_time
+
+from weft.comm.emulated.conversation import EmulationError
+from weft.comm.emulated.world import EmulatedWorld
+from weft.engine.emulation.delays import CheckedDelays, Message
+from weft.engine.planning.run_plan import RunPlan
+from weft.pipeline.action import COMPUTE, RECEIVES, Action, Op, Slot
+from weft.pipeline.costs import CostModel
+from weft.pipeline.schedule import Schedule
+from weft.pipeline.timeline import COMPUTE_LANE, SEND_LANE, Span, Timeline
+from weft.pipeline.twin import OnlineTwin
+from weft.tools.emulation.what_if import WhatIf
+
+_SENT_BY = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, 1)}
+_FROM_ROOT = ("broadcast", "scatter", "recv")
+
+
+class JobPace:
+    """How long emulated ranks take: as the delay model says, under what is different; see `weft.pipeline.twin.Pace`."""
+
+    def __init__(self, plan: RunPlan, line: int, delays: CheckedDelays, what_if: WhatIf, seed: int) -> None:
+        """For the twin of ``line``."""
+        self._plan, self._delays, self._what_if = plan, delays, what_if
+        self._first_line = line - plan.members[line].local_rank
+        self._stages = plan.placement.num_ranks
+        self._random = random.Random(seed)
+
+    def compute_s(self, rank: int, action: str, seconds: float) -> float:
+        """Of a rank of the cell."""
+        pipeline, stage = divmod(rank, self._stages)
+        number = self._plan.layout.lines_of(stage)[self._first_line + pipeline]
+        return self._delays.compute_s(stage, action, seconds) / self._what_if.factor(number, stage)
+
+    def late_s(self, send: Action, sender: int, receiver: int, num_bytes: float) -> float:
+        """Of a message between ranks of the cell."""
+        sites, here, there = self._plan.placement.rank_sites, sender % self._stages, receiver % self._stages
+        crosses = sites[here] != sites[there]
+        late_s = self._delays.late_s(Message(str(send), here, there, crosses, num_bytes))
+        return late_s + (self._what_if.late_s(self._random) if crosses else 0.0)
+
+
+class TwinStep:
+    """What the emulated ranks do in a step; a `SlotObserver` of this rank, and the `Step` of its world."""
+
+    def __init__(
+        self, world: EmulatedWorld, plan: RunPlan, costs: CostModel, delays: CheckedDelays, what_if: WhatIf, seed: int
+    ) -> None:
+        """Stand for all ranks but the world's.
+
+        Args:
+            costs: of the virtual stages of one pipeline.
+            seed: of jitter and losses.
+        """
+        at = plan.layout.position(world.rank)
+        member = plan.members[at.line]
+        self._world, self._plan, self._stage, self._line = world, plan, at.stage, at.line
+        self._first_stage = member.local_rank * plan.placement.num_stages
+        self._first_rank = member.local_rank * plan.placement.num_ranks
+        pace = JobPace(plan, at.line, delays, what_if, seed)
+        cell: Schedule = plan.cell(at.line)
+        self._pipelines = member.pipelines
+        self.twin = OnlineTwin(cell, costs.for_cell(member.pipelines), self._first_rank + at.stage, pace)
+        self._speed = what_if.factor(world.rank, at.stage)
+        self._members: dict[Sequence[int], tuple[int, ...]] = {}
+        self.spans: list[list[Span]] = []
+        """What this rank did in each step, on the world's clock."""
+        self.step_s: list[float] = []
+        """Seconds that this rank itself worked in each optimiser's step."""
+        self._ended_s: float | None = None
+
+    # -- what this rank does (SlotObserver) --------------------------------------------------------
+
+    def step_begins(self, num_microbatches: int) -> None:
+        """All ranks begin."""
+        clock = self._world.clock
+        with clock.left_out():
+            now = clock.now()
+            self.twin.begin(now, 0.0 if self._ended_s is None else max(0.0, now - self._ended_s))
+        self._world.step = self
+        self.spans.append([])
+
+    def slot_begins(self, slot: Slot) -> None:
+        """Note when."""
+        self._begun_s, self._begun_cpu_s = self._world.clock.now(), thread_time()
+
+    def slot_ends(self, slot: Slot) -> None:
+        """Note when, and stretch what was computed to the speed that this rank would have."""
+        op, now = slot[0].op, self._world.clock.now()
+        if op in RECEIVES:
+            return
+        lane = COMPUTE_LANE if op in COMPUTE or op is Op.STEP else SEND_LANE
+        self.spans[-1].append(Span(self._stage, lane, slot, self._begun_s, now))
+        if op is Op.STEP:
+            self.step_s.append(thread_time() - self._begun_cpu_s)
+        if op in COMPUTE and self._speed != 1.0:
+            self._world.clock.leave_out((now - self._begun_s) * (1.0 - 1.0 / self._speed))
+
+    def timelines(self, schedule: Schedule, skip: int) -> list[Timeline]:
+        """What this rank did in all steps but the first ``skip``, as timelines of its row."""
+        none = (0.0,) * schedule.num_ranks
+        return [
+            Timeline(schedule.name, schedule.num_ranks, tuple(spans), none, (0,) * schedule.num_ranks)
+            for spans in self.spans[skip:]
+        ]
+
+    # -- what the others do (Step) -------------------------------------------------------------------
+
+    def sent(self, peer: int, tag: str, num_bytes: int, at_s: float) -> None:
+        """See `weft.comm.emulated.meeting.Step`."""
+        try:
+            self.twin.sent(self._send_of(tag), at_s)
+        except LookupError as error:
+            raise EmulationError(f"rank {self._world.rank} sends {tag} to rank {peer}: {error}") from error
+
+    def arrival_s(self, peer: int, tag: str) -> float:
+        """See `weft.comm.emulated.meeting.Step`."""
+        try:
+            return self.twin.arrival_s(self._send_of(tag))
+        except LookupError as error:
+            raise EmulationError(f"rank {self._world.rank} waits for {tag} of rank {peer}: {error}") from error
+
+    def ready_s(self, operation: str, ranks: Sequence[int], root: int | None) -> float:
+        """See `weft.comm.emulated.meeting.Step`. Ranks of this one's stage come when it does."""
+        if operation in _FROM_ROOT and root is not None:
+            at = self._plan.layout.position(root)
+            other = root != self._world.rank and at.line == self._line
+            return self.twin.ended_s(self._first_rank + at.stage) if other else 0.0
+        if operation == "send":
+            return 0.0
+        return max((self.twin.reached_s(rank) for rank in self._others(ranks)), default=0.0)
+
+    def ended(self, operation: str, ranks: Sequence[int], at_s: float) -> None:
+        """See `weft.comm.emulated.meeting.Step`. What is told by a root comes after steps, other things within."""
+        others = self._others(ranks)
+        after = operation in (*_FROM_ROOT, "barrier")
+        for rank in others:
+            self.twin.hold(rank, at_s + (0.0 if after else self._step_s(rank)))
+        if others and after:
+            self._ended_s = self._world.clock.now()
+
+    def _others(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Other ranks of this one's pipeline among ``ranks``, as the cell numbers them."""
+        if ranks not in self._members:
+            found = (self._plan.layout.position(rank) for rank in ranks if rank != self._world.rank)
+            self._members[ranks] = tuple(self._first_rank + at.stage for at in found if at.line == self._line)
+        return self._members[ranks]
+
+    def _step_s(self, rank: int) -> float:
+        stages = self.twin.costs.stages
+        return sum(stages[stage].step_s for stage in self.twin.schedule.placement.rank_stages[rank])
+
+    def _send_of(self, tag: str) -> Action:
+        receive = Action.parse(tag)
+        op, step = _SENT_BY[receive.op]
+        return Action(op, self._first_stage + receive.stage + step, receive.microbatch)

@@ -1,0 +1,204 @@
+"""Real ranks by turns: each runs against what was measured of the others, until they agree."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+
+from weft.comm.emulated.conversation import EmulationError
+from weft.comm.emulated.world import VALUES
+from weft.engine.planning.run_plan import RunPlan
+from weft.pipeline.costs import CostModel, LinkCost, StageCost
+from weft.tools.emulation.classes import RankClass, classes_of, representatives
+from weft.tools.emulation.job import EmulatedJob, hosts_of
+from weft.tools.emulation.session import Prepared, Setting, Turn, serve
+from weft.tools.emulation.what_if import WhatIf
+
+AGREED = 0.02
+"""Real ranks agree when the step changes by no more than this share from one round to the next."""
+MOST_ROUNDS = 4
+TRIAL_STEPS = 3
+"""Measured steps of a turn before the last round."""
+PRELOADED = ["weft.tools.rank_server"]
+
+
+class RealRank:
+    """A real rank in a process of its own, which ends with this one."""
+
+    def __init__(self, job: EmulatedJob, rank: int, size: int, setting: Setting) -> None:
+        """Start it; `prepared` waits until it is set up."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        self.rank = rank
+        self._pipe, theirs = context.Pipe()
+        threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+        self._process = context.Process(target=serve, args=(theirs, job, rank, size, setting, threads), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.prepared: Prepared = self._result()
+
+    def ask(self, order: str, *args: Any) -> Any:
+        """Have a `Session` do something, and wait."""
+        self._pipe.send((order, args))
+        return self._result()
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.join()
+
+    def _result(self) -> Any:
+        pipe: Connection = self._pipe
+        try:
+            done, value = pipe.recv()
+        except EOFError:
+            raise EmulationError(f"real rank {self.rank} has ended without a word; its output says more") from None
+        if not done:
+            raise value
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emulation:
+    """What was emulated.
+
+    Attributes:
+        plan: of the run.
+        classes: of its ranks.
+        real: the class of each real rank.
+        turns: the last of each.
+        rounds: seconds of a step, round by round.
+        costs: of a pipeline's virtual stages, as measured.
+        set_up_s: of each real rank.
+    """
+
+    plan: RunPlan
+    classes: list[RankClass]
+    real: list[RankClass]
+    turns: list[Turn]
+    rounds: list[float]
+    costs: CostModel
+    set_up_s: list[float]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: the median over real ranks, each the median of its steps."""
+        return median(median(turn.step_s) for turn in self.turns)
+
+    @property
+    def change(self) -> float:
+        """By what share the step changed in the last round."""
+        return abs(self.rounds[-1] / self.rounds[-2] - 1) if len(self.rounds) > 1 else 0.0
+
+
+def emulate(
+    job: EmulatedJob,
+    size: int,
+    setting: Setting,
+    *,
+    steps: int,
+    most: int = 16,
+    real: Sequence[int] = (),
+    at_once: int = 1,
+) -> Emulation:
+    """Emulate a job of ``size`` ranks.
+
+    Args:
+        steps: measured at last.
+        most: real ranks, where they are chosen.
+        real: global ranks that are to be real; empty chooses.
+        at_once: real ranks that run side by side, each on a core or a device of its own.
+
+    Raises:
+        EmulationError: what an emulated rank meets, or the delay model, does not go on.
+        ValueError: bad input that the ranks themselves refuse.
+    """
+    if wrong := [rank for rank in real if not 0 <= rank < size]:
+        raise EmulationError(f"--real {wrong[0]}: there is no such rank; the job has ranks 0 to {size - 1}")
+    what_if = setting.what_if
+    with ExitStack() as stack:
+
+        def start(rank: int, told: Sequence[Any] | None) -> RealRank:
+            started = RealRank(job, rank, size, replace(setting, told=told))
+            stack.callback(started.close)
+            return started
+
+        first = start(real[0] if real else min(what_if.slow, default=0), None)
+        plan = first.prepared.plan
+        line = plan.layout.position(first.rank).line
+        classes = classes_of(plan, hosts_of(job.config, setting.per_host), what_if.speed.get)
+        chosen = _chosen(classes, plan, real, most, line, first.rank)
+        told = first.prepared.heard.answers[VALUES]
+        ranks = [first if rank == first.rank else start(rank, told) for rank, _ in chosen]
+        if first not in ranks:
+            first.close()
+        known = plan.costs if plan.costs.local != LinkCost() else replace(plan.costs, local=setting.inside)
+        costs = ranks[0].ask("collectives", known)
+        rounds: list[float] = []
+        while len(rounds) < MOST_ROUNDS:
+            turns = _run(ranks, TRIAL_STEPS, costs, what_if, at_once)
+            costs = _with_measured(costs, turns, [each for _, each in chosen], classes)
+            rounds.append(median(median(turn.step_s) for turn in turns))
+            if len(rounds) > 1 and abs(rounds[-1] / rounds[-2] - 1) <= AGREED:
+                break
+        turns = _run(ranks, steps, costs, what_if, at_once)
+        rounds.append(median(median(turn.step_s) for turn in turns))
+    return Emulation(
+        plan=plan,
+        classes=classes,
+        real=[each for _, each in chosen],
+        turns=turns,
+        rounds=rounds,
+        costs=costs,
+        set_up_s=[rank.prepared.set_up_s for rank in ranks],
+    )
+
+
+def _run(ranks: Sequence[RealRank], steps: int, costs: CostModel, what_if: WhatIf, at_once: int) -> list[Turn]:
+    """A turn of every real rank."""
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(lambda rank: rank.ask("run", steps, costs, what_if), ranks))
+
+
+def _chosen(
+    classes: list[RankClass], plan: RunPlan, real: Sequence[int], most: int, line: int, first: int
+) -> list[tuple[int, RankClass]]:
+    """Real ranks with their classes, of one line where its ranks are of these classes."""
+    if real:
+        return [(rank, next(each for each in classes if rank in each.ranks)) for rank in real]
+    chosen = []
+    for each in representatives(classes, most):
+        own = plan.layout.lines_of(each.pipeline_rank)[line]
+        chosen.append((own if own in each.ranks else each.ranks[0], each))
+    return chosen
+
+
+def _with_measured(
+    costs: CostModel, turns: Sequence[Turn], real: Sequence[RankClass], classes: Sequence[RankClass]
+) -> CostModel:
+    """With what was measured of real ranks, for all stages of ranks of the same kind."""
+    stages = list(costs.stages)
+    of_kind: dict[Any, list[dict[int, StageCost]]] = {}
+    for turn, each in zip(turns, real, strict=True):
+        of_kind.setdefault(each.kind, []).append({n: turn.stages[s] for n, s in enumerate(each.stages)})
+    own = {stage: cost for turn in turns for stage, cost in turn.stages.items()}
+    for each in classes:
+        for number, stage in enumerate(each.stages):
+            if stage in own:
+                stages[stage] = own[stage]
+            elif each.kind in of_kind:
+                stages[stage] = _middle([measured[number] for measured in of_kind[each.kind]], costs.stages[stage])
+    return replace(costs, stages=tuple(stages))
+
+
+def _middle(measured: Sequence[StageCost], known: StageCost) -> StageCost:
+    names = ("forward_s", "input_s", "weight_s", "step_s", "send_s")
+    return replace(known, **{name: median(getattr(cost, name) for cost in measured) for name in names})

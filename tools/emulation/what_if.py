@@ -1,0 +1,116 @@
+"""What-if conditions of an emulation: what would be different from the job as it is configured."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from weft.comm.emulated.conversation import EmulationError
+from weft.pipeline.costs import CostModel, LinkCost
+
+TIMEOUT_S = 0.2
+"""Seconds until TCP sends what was lost again: the kernel's shortest timeout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """What is different.
+
+    Attributes:
+        slow: speed of single global ranks over what they have.
+        speed: the same, of all ranks of a pipeline stage: another kind of GPU.
+        bandwidth: of links between sites, over what they have.
+        latency_ms: that messages between sites take longer, one way.
+        jitter_ms: that a message between sites takes longer at most; evenly distributed.
+        loss: share of messages between sites that a retransmission delays.
+        replicas: of the pipeline; 0 are those of the job.
+    """
+
+    slow: dict[int, float] = field(default_factory=dict)
+    speed: dict[int, float] = field(default_factory=dict)
+    bandwidth: float = 1.0
+    latency_ms: float = 0.0
+    jitter_ms: float = 0.0
+    loss: float = 0.0
+    replicas: int = 0
+
+    @classmethod
+    def parse(cls, given: Sequence[str]) -> WhatIf:
+        """That of ``slow-rank=7:0.8``, ``speed=0-3:1.5``, ``bandwidth=2``, ``latency-ms=10`` and others.
+
+        Raises:
+            EmulationError: a condition is not known, or its value is none.
+        """
+        found: dict[str, Any] = {"slow": {}, "speed": {}}
+        for text in given:
+            name, _, value = text.partition("=")
+            try:
+                if name == "slow-rank":
+                    rank, _, factor = value.partition(":")
+                    found["slow"][int(rank)] = _above_zero(factor)
+                elif name == "speed":
+                    stages, _, factor = value.partition(":")
+                    first, _, last = stages.partition("-")
+                    found["speed"] |= dict.fromkeys(range(int(first), int(last or first) + 1), _above_zero(factor))
+                elif name == "bandwidth":
+                    found["bandwidth"] = _above_zero(value)
+                elif name in ("latency-ms", "jitter-ms"):
+                    found[name.replace("-", "_")] = _at_least_zero(value)
+                elif name == "loss" and _at_least_zero(value) < 1:
+                    found["loss"] = float(value)
+                elif name == "replicas" and int(value) > 0:
+                    found["replicas"] = int(value)
+                else:
+                    raise ValueError
+            except ValueError:
+                raise EmulationError(
+                    f"--what-if {text}: give slow-rank=RANK:SPEED, speed=STAGES:SPEED (as in 0-3:1.5), "
+                    "bandwidth=FACTOR, latency-ms=MS, jitter-ms=MS, loss=SHARE or replicas=N"
+                ) from None
+        return cls(**found)
+
+    def check(self, num_ranks: int, num_stages: int) -> None:
+        """Refuse ranks and stages that the job has not.
+
+        Raises:
+            EmulationError: it has no such rank or stage.
+        """
+        for name, keys, count in (("slow-rank", self.slow, num_ranks), ("speed", self.speed, num_stages)):
+            if unknown := [key for key in keys if not 0 <= key < count]:
+                raise EmulationError(f"--what-if {name}={unknown[0]}: the job has 0 to {count - 1}")
+
+    def factor(self, rank: int, stage: int) -> float:
+        """Speed of a global rank of a pipeline stage over what it has."""
+        return self.slow.get(rank, 1.0) * self.speed.get(stage, 1.0)
+
+    def costs(self, costs: CostModel) -> CostModel:
+        """With the links as they would be."""
+        links = tuple((pair, self._link(link)) for pair, link in costs.wan_links)
+        return replace(costs, wan=self._link(costs.wan), wan_links=links)
+
+    def _link(self, link: LinkCost) -> LinkCost:
+        return replace(
+            link,
+            latency_s=link.latency_s + self.latency_ms / 1e3,
+            bandwidth_bps=link.bandwidth_bps * self.bandwidth,
+            pair_bps=link.pair_bps * self.bandwidth,
+        )
+
+    def late_s(self, rng: random.Random) -> float:
+        """Seconds that the next message between sites is late."""
+        late_s = rng.uniform(0.0, self.jitter_ms / 1e3) if self.jitter_ms else 0.0
+        return late_s + (TIMEOUT_S if self.loss and rng.random() < self.loss else 0.0)
+
+
+def _above_zero(text: str) -> float:
+    if not 0 < float(text) < float("inf"):
+        raise ValueError(text)
+    return float(text)
+
+
+def _at_least_zero(text: str) -> float:
+    if not 0 <= float(text) < float("inf"):
+        raise ValueError(text)
+    return float(text)
