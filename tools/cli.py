@@ -19,7 +19,7 @@ COMMANDS = {
     "profile": ("weft.tools.profile", "measure what a model's layers take on this machine"),
     "schedule": ("weft.tools.schedule", "generate a schedule and print, draw or export it"),
     "simulate": ("weft.tools.simulate", "time a schedule without a GPU"),
-    "emulate": ("weft.tools.emulate", "the step of a job of any size, from a few real ranks on this machine"),
+    "emulate": ("weft.recipes.emulate", "the step of a job of any size, from a few real ranks on this machine"),
     "doctor": ("weft.tools.doctor", "check the environment of a run: hosts, ranks' connections, links between sites"),
     "evict": ("weft.tools.evict", "keep hosts out of runs, or list those that are"),
     "readmit": ("weft.tools.readmit", "let evicted hosts back in"),

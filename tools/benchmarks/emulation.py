@@ -14,11 +14,11 @@ from weft.conf.schema import CommConfig, PipelineConfig, PlacementKind, Schedule
 from weft.engine.emulation.stage import EmulatedWork
 from weft.pipeline.costs import LinkCost
 from weft.tools.benchmarks.peers.case import Case
+from weft.tools.benchmarks.peers.emulated_job import LayersJob
 from weft.tools.benchmarks.peers.link import measure_link
 from weft.tools.benchmarks.peers.stepping import time_steps
 from weft.tools.benchmarks.peers.weft_engine import emulated_engine
 from weft.tools.benchmarks.results import parse, write_json
-from weft.tools.emulation.job import LayersJob
 from weft.tools.emulation.session import Setting
 from weft.tools.emulation.turns import emulate
 from weft.tools.emulation.what_if import WhatIf

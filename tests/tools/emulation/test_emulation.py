@@ -10,9 +10,9 @@ from weft.engine.emulation.stage import EmulatedWork
 from weft.pipeline.costs import LinkCost
 from weft.pipeline.simulation import simulate
 from weft.tools.benchmarks.peers.case import Case
+from weft.tools.benchmarks.peers.emulated_job import LayersJob
 from weft.tools.emulation.checking import check_rank
 from weft.tools.emulation.classes import representatives
-from weft.tools.emulation.job import LayersJob
 from weft.tools.emulation.session import Setting
 from weft.tools.emulation.turns import emulate
 from weft.tools.emulation.what_if import WhatIf

@@ -8,7 +8,6 @@ import pytest
 
 from weft.comm.emulated.conversation import EmulationError
 from weft.pipeline.costs import CostModel, LinkCost
-from weft.tools.emulate import main
 from weft.tools.emulation.what_if import TIMEOUT_S, WhatIf
 
 
@@ -61,26 +60,3 @@ def test_ranks_and_stages_that_are_not_there_are_refused():
         WhatIf.parse(["slow-rank=16:0.5"]).check(16, 4)
     with pytest.raises(EmulationError, match="--what-if speed=4: the job has 0 to 3"):
         WhatIf.parse(["speed=2-4:0.5"]).check(16, 4)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["cluster.ranks=6"], "pipeline.stages=4: 6 processes are not a multiple of it"),
-        (["--real", "first"], "--real first: give auto, or global ranks"),
-        (["--at", "3"], "--at 3: give a rank and its settings"),
-        (["cluster=two_sites", "cluster.links=[]"], "cluster.links: empty, and there are several sites"),
-        (
-            ["cluster=two_sites", "cluster.links=[{sites: [east, west], latency_ms: 20}]"],
-            "cluster.links: east to west has bandwidth_mbps=0, which a run would measure; give it",
-        ),
-        (["--delays", "nothing"], "--delays nothing: not known; choose from"),
-        (["--real", "4"], "--real 4: there is no such rank; the job has ranks 0 to 3"),
-        (["--most", "0"], "--most 0: at least one rank is real"),
-        (["--steps", "0"], "--steps 0: give at least 1"),
-    ],
-)
-def test_bad_input_is_refused_before_any_process_starts(argv, message, monkeypatch):
-    monkeypatch.setattr("weft.tools.emulation.turns.RealRank", lambda *_: pytest.fail("a process was started"))
-    with pytest.raises(ValueError, match=message):
-        main(["recipe=quickstart", *argv])

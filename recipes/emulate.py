@@ -14,8 +14,8 @@ from weft.conf.files import write_atomic
 from weft.conf.hosts import world_size
 from weft.engine.emulation.delays import delay_model
 from weft.pipeline.costs import LinkCost
+from weft.recipes.emulated_job import recipe_job
 from weft.tools.emulation.checking import check_rank
-from weft.tools.emulation.job import recipe_job
 from weft.tools.emulation.report import report
 from weft.tools.emulation.session import Setting
 from weft.tools.emulation.turns import emulate

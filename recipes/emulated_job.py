@@ -1,0 +1,80 @@
+"""The job of a recipe, as its real ranks run it among emulated ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from pathlib import Path
+
+from weft.comm.emulated.conversation import EmulationError
+from weft.conf.batch import check_world, fit_batch
+from weft.conf.hosts import asks_for_nodes, world_size
+from weft.conf.schema import WeftConfig
+from weft.conf.sites import ranks_per_site
+from weft.engine.engine import WeftEngine
+from weft.engine.initialize import initialize
+from weft.engine.planning.joining import join
+from weft.recipes.train import prepare
+
+
+@dataclass(frozen=True)
+class RecipeJob:
+    """Its own model, data and settings, without checkpoints, evaluations and logs.
+
+    Attributes:
+        folder: what a run of it would leave, such as the result of the model's self-check.
+    """
+
+    config: WeftConfig
+    folder: Path
+
+    def engine(self) -> WeftEngine:
+        """As `weft train` makes it."""
+        join(self.config)
+        config, _, loader, _ = prepare(self.config, self.folder)
+        engine, *_ = initialize(config=replace(config, model=replace(config.model, self_check=False)))
+        engine.set_dataiterator(chain.from_iterable(repeat(loader)))
+        return engine
+
+
+def recipe_job(config: WeftConfig, folder: Path, replicas: int = 0) -> RecipeJob:
+    """The job of a configuration.
+
+    Args:
+        replicas: instead of those that its cluster has room for; 0 takes these.
+
+    Raises:
+        EmulationError: nobody has said how fast its sites' links are, or which hosts it runs on.
+        ValueError: the cluster does not fit the recipe.
+    """
+    cluster = config.cluster
+    if replicas:
+        each = config.pipeline.stages * config.parallel.context * config.parallel.tensor
+        cluster = replace(cluster, hostfile="", ranks=replicas * each)
+    if asks_for_nodes(cluster):
+        raise EmulationError(
+            f"cluster.manager={cluster.manager.name}: the hosts are not known yet; give cluster.hostfile, or "
+            "cluster.ranks with cluster.manager=ssh"
+        )
+    train = replace(config.train, eval_every=0, epochs=0.0, max_seconds=0.0, timeline=False)
+    config = replace(
+        config,
+        cluster=cluster,
+        train=train,
+        checkpoint=replace(config.checkpoint, every=0, final=False, memory_every=0, resume="never"),
+        model=replace(config.model, self_check=False),
+        inference=replace(config.inference, enabled=False),
+    )
+    size = world_size(cluster)
+    config = fit_batch(config, size)
+    check_world(config, size)
+    for link in cluster.links:
+        if not link.bandwidth_mbps:
+            raise EmulationError(
+                f"cluster.links: {' to '.join(link.sites)} has bandwidth_mbps=0, which a run would measure; give it"
+            )
+    if len(ranks_per_site(config)) > 1 and not cluster.links:
+        raise EmulationError(
+            "cluster.links: empty, and there are several sites; give latency and bandwidth of each link"
+        )
+    return RecipeJob(config, folder)
