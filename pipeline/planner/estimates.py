@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from weft.conf.schema import Precision, ZeroConfig
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
@@ -14,8 +15,10 @@ from weft.pipeline.planner.layout import Layout, Shape
 from weft.pipeline.planner.workload import LayerWork, ModelWork
 from weft.pipeline.states import RankMemory, zero_memory
 
+Found = TypeVar("Found")
 STARTING_S = {True: 5e-6, False: 2e-5}
 """Seconds per member to start a collective inside of a host, and between hosts (alpha of NCCL's rings)."""
+_ZERO = [ZeroConfig(stage=stage) for stage in range(4)]
 STEP_BYTES = 30
 """Bytes of memory traffic per stepped weight: reads and writes of fp32 weight and moments, gradient, bf16 weight."""
 
@@ -55,13 +58,24 @@ class Estimates:
         held = held + self.work.before if first else held
         return held + self.work.after if last else held
 
-    def ranks(self, layout: Layout) -> list[LayerWork]:
-        """What a sequence asks of each pipeline rank."""
-        end = layout.num_stages - 1
-        return [
-            self.rank_work(layers, first=rank == 0, last=rank == end)
-            for rank, layers in enumerate(layout.layer_ranges())
-        ]
+    @cached_property
+    def _layers_are_alike(self) -> bool:
+        return all(layer == self.work.layers[0] for layer in self.work.layers)
+
+    def of_ranks(self, layout: Layout, what: Callable[[LayerWork, int, Site], Found]) -> list[Found]:
+        """A function's answers for each pipeline rank: of its work, its number of layers and its site.
+
+        Ranks in the middle that hold as many layers, all alike, at one site have one answer.
+        """
+        end, known, found = layout.num_stages - 1, {}, []
+        for rank, (layers, site) in enumerate(zip(layout.layer_ranges(), layout.site_of(), strict=True)):
+            inside = 0 < rank < end and self._layers_are_alike
+            key = (len(layers), site) if inside else (rank, -1)
+            if key not in known:
+                work = self.rank_work(layers, first=rank == 0, last=rank == end)
+                known[key] = what(work, len(layers), self.cluster.sites[site])
+            found.append(known[key])
+        return found
 
     def stage_cost(self, work: LayerWork, num_layers: int, shape: Shape, site: Site) -> StageCost:
         """Seconds and bytes of a pipeline rank's micro-batch."""
@@ -145,17 +159,17 @@ class Estimates:
 
     def memory(self, work: LayerWork, num_layers: int, shape: Shape, activations: float = 0.0) -> RankMemory:
         """What a rank's GPU holds, with so many bytes of saved activations."""
+        shards = shape.replicas * shape.context
         zero = zero_memory(
             round(self.parameters(work, shape)),
-            ZeroConfig(stage=shape.zero_stage),
+            _ZERO[shape.zero_stage],
             Precision.bf16,
-            shape.replicas * shape.context,
+            shards,
             largest_block=self._largest_layer // shape.tensor,
             microbatches=shape.microbatches,
+            # experts that several replicas share have fewer replicas of their own
+            share=work.parameters / shape.tensor / shards if shape.zero_stage else None,
         )
-        if shape.zero_stage:  # experts that several replicas share have fewer replicas of their own
-            whole = work.parameters / shape.tensor / max(1.0, self.parameters(work, shape))
-            zero = replace(zero, optimizer=zero.optimizer * whole)
         working = work.working_bytes
         if shape.checkpointing:  # a layer's forward runs again before its backward
             working = max(working, (work.activation_bytes - work.unrecomputed_bytes) / max(1, num_layers))
@@ -164,11 +178,8 @@ class Estimates:
 
     def costs(self, layout: Layout) -> CostModel:
         """Seconds and bytes of one pipeline of a layout."""
-        sites, on = self.cluster.sites, layout.site_of()
-        stages = tuple(
-            self.stage_cost(work, held, layout, sites[site])
-            for work, held, site in zip(self.ranks(layout), layout.layers, on, strict=True)
-        )
+        sites = self.cluster.sites
+        stages = tuple(self.of_ranks(layout, lambda work, held, site: self.stage_cost(work, held, layout, site)))
         pairs = {}
         for place, (here, there) in enumerate(zip(layout.sites, layout.sites[1:], strict=False)):
             cost = self.link_cost(here, there, layout)

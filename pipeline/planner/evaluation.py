@@ -20,6 +20,8 @@ from weft.pipeline.planner.workload import LayerWork, ModelWork
 from weft.pipeline.states import RankMemory
 from weft.pipeline.text import bytes_text
 
+NEAR = 1.001
+"""Schedules that are longer than their bound by less are not improved."""
 MOST_CELL = 8
 """Replicas that are compared as one DP-cell; more is rarely better (Atlas takes communication over compute)."""
 
@@ -102,10 +104,18 @@ class Evaluation:
             self._refuse("--max-cost-per-hour: every layout that fits costs more")
             return
         base = Layout(**vars(shape), sites=route.sites, stages=route.stages, layers=layers)
-        works = self._estimates.ranks(base)
-        costs = self._estimates.costs(base)
+        estimates = self._estimates
+        costs = estimates.costs(base)
         stages = costs.stages
-        states = tuple(self._estimates.memory(work, held, base) for work, held in zip(works, layers, strict=True))
+        parts = estimates.of_ranks(
+            base,
+            lambda work, held, site: (
+                estimates.memory(work, held, base),
+                estimates.collective_s(work, base, site),
+                estimates.optimizer_s(work, base, site),
+            ),
+        )
+        states = tuple(memory for memory, _, _ in parts)
         rooms = tuple(
             state.room(request.max_memory * names[site].gpu.memory_bytes)
             for site, state in zip(on, states, strict=True)
@@ -113,8 +123,8 @@ class Evaluation:
         if any(left < stage.activation_bytes for left, stage in zip(rooms, stages, strict=True)):
             self._refuse("memory: the model does not fit the GPUs")
             return
-        collective_s = max(self._estimates.collective_s(w, base, names[s]) for w, s in zip(works, on, strict=True))
-        optimizer_s = max(self._estimates.optimizer_s(w, base, names[s]) for w, s in zip(works, on, strict=True))
+        collective_s = max(seconds for _, seconds, _ in parts)
+        optimizer_s = max(seconds for _, _, seconds in parts)
         in_flight = [left / max(stage.activation_bytes, 1.0) for left, stage in zip(rooms, stages, strict=True)]
         for cell in self._cells(base, costs):
             layout = replace(base, cell=cell, connections=tuple(link.streams for _, link in costs.wan_links[::2]))
@@ -144,7 +154,10 @@ class Evaluation:
         """The prediction of a scheduled layout; None if its schedule exceeds memory."""
         layout = candidate.layout
         cap = min(candidate.rooms)
-        latency = pipeline_latency(layout.placement, layout.microbatches, candidate.costs, cap, layout.schedule)
+        enough_s = NEAR * (candidate.bound_s - candidate.collective_s - candidate.optimizer_s)
+        latency = pipeline_latency(
+            layout.placement, layout.microbatches, candidate.costs, cap, layout.schedule, enough_s
+        )
         peaks = latency.peak_bytes[: layout.num_stages]
         if any(peak > left for peak, left in zip(peaks, candidate.rooms, strict=True)):
             return None

@@ -35,7 +35,12 @@ class Latency:
 
 
 def pipeline_latency(
-    placement: Placement, num_microbatches: int, costs: CostModel, cap_bytes: float, schedule: str = "auto"
+    placement: Placement,
+    num_microbatches: int,
+    costs: CostModel,
+    cap_bytes: float,
+    schedule: str = "auto",
+    enough_s: float = 0.0,
 ) -> Latency:
     """The step that a list scheduler finds for a DP-cell, or 1F1B takes; `auto` searches on from there.
 
@@ -46,11 +51,15 @@ def pipeline_latency(
         costs: of one pipeline.
         cap_bytes: activations that a rank may hold.
         schedule: ``auto`` or ``1f1b``.
+        enough_s: a step for which no shorter one is looked for.
     """
-    rules = _RULES if schedule == "auto" else (schedule,)
-    return min(
-        (_latency(placement, num_microbatches, costs, cap_bytes, rule) for rule in rules), key=lambda one: one.step_s
-    )
+    first, *others = _RULES if schedule == "auto" else (schedule,)
+    best = _latency(placement, num_microbatches, costs, cap_bytes, first)
+    for rule in others:
+        if best.step_s > enough_s:
+            other = _latency(placement, num_microbatches, costs, cap_bytes, rule)
+            best = min(best, other, key=lambda one: one.step_s)
+    return best
 
 
 def _latency(placement: Placement, num_microbatches: int, costs: CostModel, cap_bytes: float, rule: str) -> Latency:
