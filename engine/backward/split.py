@@ -117,6 +117,8 @@ class SplitBackward:
         assert saved.output is not None, "the input gradient of this micro-batch has been computed"
         output, hidden = saved.output, saved.hidden
         saved.output = saved.hidden = None
+        if saved.tape:
+            saved.tape.begin_backward()
         if output.requires_grad:
             with self._playing(saved.tape):  # a checkpointed layer reruns its forward
                 torch.autograd.backward(output, gradient)

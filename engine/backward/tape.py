@@ -40,6 +40,8 @@ class Tape:
     def __init__(self) -> None:
         self._kept: dict[nn.Parameter, list[Kept]] = {}
         self._recorded: Counter[nn.Parameter] = Counter()
+        self._recomputed: Counter[nn.Parameter] = Counter()
+        self._in_backward = False
         self._ready: deque[nn.Parameter] = deque()
         self.parameters: set[nn.Parameter] = set()
         """Parameters whose gradient is deferred to ``accumulate``."""
@@ -50,18 +52,23 @@ class Tape:
             parameter = base_parameter(factor)
             assert parameter is not None
             self.parameters.add(parameter)
-            self._recorded[parameter] += number == 0
+            (self._recomputed if self._in_backward else self._recorded)[parameter] += number == 0
         # The parameters are not inputs of the autograd node: without an anchor, a product of an
         # activation that needs no gradient would have no backward.
         anchor = None if activation.requires_grad else torch.empty(0, requires_grad=True, device=activation.device)
         return _Deferred.apply(activation, anchor, compute, product, self)
+
+    def begin_backward(self) -> None:
+        """What is recorded from now on belongs to layers that are computed again."""
+        self._in_backward = True
 
     def keep(self, kept: Kept) -> None:
         """Defer the weight gradients of a product to ``play`` or ``accumulate``."""
         parameter = kept.parameter
         products = self._kept.setdefault(parameter, [])
         products.append(kept)
-        if len(products) == self._recorded[parameter]:
+        # Of a layer that is computed again, what its forward recorded is kept, unless that had no gradients.
+        if len(products) == (self._recorded[parameter] or self._recomputed[parameter]):
             self._ready.append(parameter)
 
     @property

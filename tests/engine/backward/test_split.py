@@ -411,3 +411,60 @@ def test_a_full_backward_returns_the_input_gradient(split):
     _, saved = owner.forward(lambda: module(leaf), leaf, split=split)
     torch.testing.assert_close(owner.full_backward(saved, seed), plain.grad)
     torch.testing.assert_close(collect(module), want)
+
+
+class Tokens(nn.Module):
+    """As experts do: one parameter, a product with a part of it for each of some choices."""
+
+    def __init__(self, choices):
+        super().__init__()
+        self.choices = choices
+        self.weight = nn.Parameter(torch.randn(4, 6, 6))
+
+    def forward(self, x):
+        return sum(F.linear(x, self.weight[choice]) for choice in self.choices)
+
+
+def recomputed(module, use_reentrant):
+    def run(x):
+        return checkpoint(module, x, use_reentrant=use_reentrant)
+
+    return run
+
+
+RUNS = {
+    "": lambda module: module,
+    "recomputed": lambda module: recomputed(module, use_reentrant=False),
+    "recomputed reentrantly": lambda module: recomputed(module, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("way", RUNS)
+@pytest.mark.parametrize("first", [1, 3])
+def test_weight_gradients_can_be_played_one_parameter_at_a_time(way, first):
+    """Some inside of the backward, as soon as they are ready; each once, with the numbers of all at once."""
+    shared = nn.Linear(6, 6)
+    module = nn.Sequential(Tokens([2, 0, 2]), nn.Tanh(), shared, nn.Tanh(), nn.Linear(6, 6, bias=False), shared)
+    x, seed = torch.randn(3, 6), torch.randn(3, 6)
+    split, saved, output = run_split(module, x)
+    split.full_backward(saved, seed)
+    want = collect(module)
+    split.remove()
+    accumulated = []
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(accumulated.append)
+
+    played = []
+    module[1].register_full_backward_hook(lambda *_: played.extend(saved.tape.play() for _ in range(first)))
+    split = SplitBackward(module)
+    hidden = x.clone().requires_grad_()
+    output, saved = split.forward(lambda: RUNS[way](module)(hidden), hidden)
+    split.input_backward(saved, seed)
+    assert played == ([True, True, False] if first == 3 else [True])  # the shared one, and the one before it
+    left = 3 - sum(played)
+    assert [saved.tape.play() for _ in range(left + 1)] == [True] * left + [False]
+    assert saved.tape.kept_bytes == 0
+    split.weight_backward(saved)
+    assert len(accumulated) == len(set(accumulated)) == 4  # the shared one has a bias
+    found = collect(module)
+    assert all(torch.equal(found[name], gradient) for name, gradient in want.items())
