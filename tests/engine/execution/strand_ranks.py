@@ -58,6 +58,9 @@ class Case:
     order: str = FULL
     adjust: Callable[[Any], None] = lambda model: None
     form: dict[str, Any] = field(default_factory=dict)
+    timeout_s: float = 20.0
+    spoil: Callable[[dict[int, Any]], None] = lambda stages: None
+    """What goes wrong on the last rank, in its stages."""
 
     @property
     def world(self) -> int:
@@ -107,7 +110,7 @@ def outcomes(case: Case, plans: list[SegmentPlan | None]) -> list[list[dict[str,
 def _train(case: Case, model: Any, batches: list, plans: list[SegmentPlan | None]) -> list[dict[str, Tensor]]:
     layout = RankLayout((1,), case.replicas, case.context, case.tensor, case.expert)
     config = WeftConfig(zero=ZeroConfig(stage=case.zero, partition=Partition.none, reduce_bucket_size=2000))
-    opened = open_axes(layout.axis_groups, CPU, 20.0)
+    opened = open_axes(layout.axis_groups, CPU, case.timeout_s)
     found = [_step(case, model, batches, layout, config, opened, plan) for plan in plans]
     close_axes(opened)
     return found
@@ -127,6 +130,8 @@ def _step(
     with _making:
         split = split_layers(model.config, 2, SplitKind.even)
         stages = {s.index: s for s in stages_from_model(copy.deepcopy(model), split, range(2), axes)}
+    if dist.get_rank() == case.world - 1:
+        case.spoil(stages)
     sharding = Sharding(stages.values(), config.zero, Collectives.open(config, layout, CPU))
     schedule = case.schedule
     compute = Compute(

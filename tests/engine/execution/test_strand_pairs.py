@@ -1,8 +1,11 @@
 """Strand pairs of a schedule: losses and gradients are those of their halves one after the other, bit by bit."""
 
+import itertools
+import threading
+
 import pytest
 
-from tests.engine.execution.strand_ranks import SPLIT, Case, any_plan, require_equal
+from tests.engine.execution.strand_ranks import SPLIT, Case, any_plan, outcomes, require_equal
 from weft.pipeline.strands.plan import SegmentPlan
 from weft.tools.verification.tiny_models import tiny_model
 
@@ -86,3 +89,48 @@ FAST = [
 @pytest.mark.parametrize("name", slow_but(FAST, CASES))
 def test_equal(name):
     require_equal(CASES[name], [BY_TURNS, any_plan(len(name))])
+
+
+class Broken(Exception):
+    """What a rank fails with."""
+
+
+def fails_in_forward(stages):
+    calls = itertools.count()
+
+    def fail(*_):
+        if next(calls) == 1:  # micro-batch 0 goes alone
+            raise Broken("forward")
+
+    stages[1].blocks()[0].register_forward_hook(fail)
+
+
+def fails_in_backward(stages):
+    stages[1].blocks()[0].register_full_backward_hook(fail_in("backward"))
+
+
+def fails_in_a_weight_gradient(stages):
+    for parameter in stages[1].blocks()[0].parameters():
+        parameter.register_post_accumulate_grad_hook(fail_in("weight gradient"))
+
+
+def fails_between_collectives(stages):
+    stages[1].blocks()[0].self_attn.register_full_backward_hook(fail_in("backward"))
+
+
+def fail_in(place):
+    def fail(*_):
+        raise Broken(place)
+
+    return fail
+
+
+@pytest.mark.slow  # the others wait until their groups' time is over
+@pytest.mark.parametrize(
+    "spoil", [fails_in_forward, fails_in_backward, fails_in_a_weight_gradient, fails_between_collectives]
+)
+@pytest.mark.parametrize("plan", [BY_TURNS, any_plan(5)], ids=["by turns", "planned"])
+def test_an_error_in_either_strand_of_one_rank_ends_all_with_that_error(spoil, plan):
+    with pytest.raises(Broken):
+        outcomes(Case(model=wide("llama"), tensor=2, spoil=spoil, timeout_s=5.0), [plan])
+    assert not [thread for thread in threading.enumerate() if thread.name == "weft strand"]
