@@ -68,8 +68,9 @@ class PipelineConfig:
     search_seconds: float = 2.0
     """Nominal time for schedule=auto to improve its first schedule."""
     pairs: PairChoice = PairChoice.auto
-    """Which strand pairs of a schedule run interleaved: auto, those that are shorter so by their segment
-    plans; always, all of them; never, none. The halves of others run one after the other, backward first."""
+    """Which strand pairs of a schedule run interleaved, where ranks share layers: auto, those that are
+    shorter so by their segment plans; always, all of them; never, none. The halves of others run one after
+    the other, backward first."""
     receive_ahead: int = 4
     """Number of receives to post in advance, per neighbour and direction."""
     debug: bool = False

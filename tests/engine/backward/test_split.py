@@ -458,7 +458,7 @@ def test_weight_gradients_can_be_played_one_parameter_at_a_time(way, first):
     module[1].register_full_backward_hook(lambda *_: played.extend(saved.tape.play() for _ in range(first)))
     split = SplitBackward(module)
     hidden = x.clone().requires_grad_()
-    output, saved = split.forward(lambda: RUNS[way](module)(hidden), hidden)
+    _, saved = split.forward(lambda: RUNS[way](module)(hidden), hidden)
     split.input_backward(saved, seed)
     assert played == ([True, True, False] if first == 3 else [True])  # the shared one, and the one before it
     left = 3 - sum(played)
