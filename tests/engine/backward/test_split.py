@@ -446,7 +446,7 @@ def test_weight_gradients_can_be_played_one_parameter_at_a_time(way, first):
     shared = nn.Linear(6, 6)
     module = nn.Sequential(Tokens([2, 0, 2]), nn.Tanh(), shared, nn.Tanh(), nn.Linear(6, 6, bias=False), shared)
     x, seed = torch.randn(3, 6), torch.randn(3, 6)
-    split, saved, output = run_split(module, x)
+    split, saved, _ = run_split(module, x)
     split.full_backward(saved, seed)
     want = collect(module)
     split.remove()
