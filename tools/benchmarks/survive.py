@@ -41,7 +41,7 @@ SETTINGS = (
     "checkpoint.every=50",
     "checkpoint.memory_every=5",
     "logging.progress=false",
-    "supervise.compare_every=5",
+    "supervise.compare_every=1",
 )
 
 
