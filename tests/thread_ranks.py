@@ -50,6 +50,11 @@ def _inherited() -> Iterator[None]:
         distributed_c10d._world = world
 
 
+def at_end(close: Callable[[], None]) -> None:
+    """Have something closed when this rank ends: hooks of parameters keep what they call for ever."""
+    threading.current_thread().__dict__["weft_at_end"].append(close)
+
+
 def run_in_threads(num_ranks: int, function: Callable[..., Any], *args: Any, **more: Any) -> list[Any]:
     """What ``function(*args, **more)`` returns on each rank; the first error, if there is one.
 
@@ -71,12 +76,15 @@ def run_in_threads(num_ranks: int, function: Callable[..., Any], *args: Any, **m
             errors.append(error)  # before its end makes others fail
             all_done.abort()
         finally:
+            for close in threading.current_thread().__dict__["weft_at_end"]:
+                close()
             if dist.is_initialized():
                 dist.destroy_process_group()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
     for thread in threads:
         thread.__dict__["weft_world"] = WorldData(None, {}, {}, {}, {}, 0, {}, {}, {}, [])
+        thread.__dict__["weft_at_end"] = []
     with _inherited():
         for thread in threads:
             thread.start()

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.engine.zero.replicas import SmallStage
+from tests.thread_ranks import at_end
 from weft.conf.schema import Partition, WeftConfig, ZeroConfig
 from weft.engine.checkpoint.optimizer_state import collect
 from weft.engine.checkpoint.parts import cut_tensors, stored_name, whole_name
@@ -95,6 +96,7 @@ class SmallEngine:
         config = WeftConfig(zero=zero)
         config.zero.partition = Partition.none
         self.sharding = Sharding([part], zero, Collectives.open(config, self.layout, self.device), together)
+        at_end(self.sharding.close)
         self.basic_optimizer = make([p for p in part.parameters() if p.requires_grad])
         scaler = DynamicLossScaler(4.0, 2.0, 3, 1.0, 2, True, False) if dynamic_scale else LossScaler(1.0)
         self.waited = 0
