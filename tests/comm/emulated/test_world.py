@@ -52,7 +52,9 @@ class Step:
 
 
 @pytest.fixture
-def world():
+def world(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # puts back what `join` replaces
     made = EmulatedWorld(rank=RANK, size=SIZE, hosts=lambda rank: rank // 8, sites=lambda rank: rank // 5120)
     made.clock = Clock()
     made.join()

@@ -77,10 +77,9 @@ def _die(model_type: str) -> Finding:
     os._exit(3)
 
 
-def test_a_process_that_dies_is_a_finding(monkeypatch):
-    monkeypatch.setattr(architectures, "examine", _die)
+def test_a_process_that_dies_is_a_finding():
     found: list[Finding] = []
-    architectures.survey(["llama"], jobs=1, stop_after_s=0, note=found.append)
+    architectures.survey(["llama"], jobs=1, stop_after_s=0, note=found.append, trial=_die)
     assert [(f.verdict, f.reason) for f in found] == [(Verdict.untried, "its process ended without a word")]
 
 
