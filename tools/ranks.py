@@ -87,7 +87,7 @@ def _collect(pipes: list[Connection], folder: Path, timeout_s: float) -> list[An
 def _rank(
     rank: int, num_ranks: int, port: int, timeout_s: float, log: Path, pipe: Connection, function: Callable, args: tuple
 ) -> None:
-    _end_with_parent()
+    end_with_parent()
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
@@ -116,7 +116,8 @@ def _rank(
         os._exit(0)  # destructors of a process group may wait for peers that have ended
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """End this process, which `multiprocessing` started, as soon as the one that started it has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -108,6 +108,9 @@ class NetBed:
     def __enter__(self) -> NetBed:
         return self
 
+    def __reduce__(self) -> tuple[type[NetBed], tuple[str]]:
+        return NetBed, (self.name,)  # another process has a handle on it, and does not end it
+
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.down()
 

@@ -1,12 +1,10 @@
-"""A Python function that runs in a node, in a process forked from this one."""
+"""A Python function that runs in a node, in a process of its own."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
-import signal
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -14,9 +12,9 @@ from types import TracebackType
 from typing import Any
 
 from weft.tools.netbed.bed import NetBed
+from weft.tools.ranks import PRELOADED, end_with_parent
 
-_FORK = multiprocessing.get_context("fork")  # what is imported here is there at once
-_PR_SET_PDEATHSIG = 1
+_CONTEXT = multiprocessing.get_context("forkserver")
 
 
 class Job:
@@ -24,13 +22,25 @@ class Job:
 
     ``say(value)`` and ``hear()`` talk with the parent's `hear` and `say`; what the function
     returns is the parent's `result`.
+
+    Its process is forked from a server that has imported torch and DeepSpeed and done nothing
+    else, as those of `weft.tools.ranks.run_ranks` are. It must not be forked from this one: a process
+    group that nobody holds here any more would be collected there, and wait for its threads,
+    which a fork does not carry over. It has this process's environment variables.
     """
 
     def __init__(self, bed: NetBed, node: str, function: Callable[..., Any], *args: Any) -> None:
-        """Start it."""
+        """Start it.
+
+        Args:
+            function: importable, and its arguments can be pickled.
+        """
         self._name = f"{function.__name__} in node {node}"
-        self._pipe, theirs = _FORK.Pipe()
-        self.process = _FORK.Process(target=_run, args=(bed, node, function, args, theirs, os.getpid()), daemon=True)
+        _CONTEXT.set_forkserver_preload(PRELOADED)
+        self._pipe, theirs = _CONTEXT.Pipe()
+        self.process = _CONTEXT.Process(
+            target=_run, args=(dict(os.environ), bed, node, function, args, theirs), daemon=True
+        )
         self.process.start()
         theirs.close()
 
@@ -84,17 +94,22 @@ class Job:
 
 
 def _run(
-    bed: NetBed, node: str, function: Callable[..., Any], args: tuple[Any, ...], pipe: Connection, parent: int
+    environment: dict[str, str],
+    bed: NetBed,
+    node: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    pipe: Connection,
 ) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)  # it died before we could ask to die with it
+    os.environ.clear()
+    os.environ.update(environment)
     try:
         bed.enter(node)
+        end_with_parent()
         result = function(lambda value: pipe.send(("said", value)), pipe.recv, *args)
         pipe.send(("returned", result))
     except BaseException:
         with contextlib.suppress(OSError):
             pipe.send(("raised", traceback.format_exc()))
     finally:
-        os._exit(0)  # forked: what the parent registered to run at exit is not ours
+        os._exit(0)  # destructors of a process group may wait for peers that have ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from weft.comm.wan.key import VARIABLE
 from weft.tools.netbed.bed import NetBed
 from weft.tools.netbed.job import Job
 
+_TOLD = 0.95
 _PORTS = count(29400)  # a bed's own network: nobody else is on it
 
 
@@ -31,15 +33,14 @@ def run_ranks_in(
 
     Args:
         nodes: node of each rank; a node may hold several.
-        function: as of `weft.tools.ranks.run_ranks`. Ranks are forked from this process, so
-            what is imported here is there at once, and this process must have no threads.
+        function: as of `weft.tools.ranks.run_ranks`.
         timeout_s: seconds after which the run is given up.
         meanwhile: called again and again until the first rank has ended.
         environment: further variables of every rank.
 
     Raises:
         RuntimeError: a rank failed, with its traceback.
-        TimeoutError: the time was up.
+        TimeoutError: the time was up; shortly before that each rank writes its stacks to stderr.
     """
     port, key = next(_PORTS), os.environ.get(VARIABLE) or secrets.token_hex(32)
     deadline = monotonic() + timeout_s
@@ -57,7 +58,7 @@ def run_ranks_in(
                 VARIABLE: key,
                 **(environment or {}),
             }
-            jobs.append(stack.enter_context(Job(bed, node, _rank, variables, function, args)))
+            jobs.append(stack.enter_context(Job(bed, node, _rank, timeout_s, variables, function, args)))
         while meanwhile is not None and not _ready(jobs, 0.0) and monotonic() < deadline:
             meanwhile()
         return _results(jobs, deadline)
@@ -78,8 +79,11 @@ def _ready(jobs: Sequence[Job], timeout_s: float) -> list[Job]:
     return [job for job in jobs if job.fileno() in files]
 
 
-def _rank(say: Callable, hear: Callable, environment: dict[str, str], function: Callable, args: tuple) -> Any:
+def _rank(
+    say: Callable, hear: Callable, timeout_s: float, environment: dict[str, str], function: Callable, args: tuple
+) -> Any:
     os.environ.update(environment)
+    faulthandler.dump_traceback_later(_TOLD * timeout_s)  # where it hangs, while there is time to tell
     import torch
 
     torch.set_num_threads(1)

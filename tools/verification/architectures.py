@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import re
@@ -254,6 +255,7 @@ def survey(
 
 
 def _examine_apart(trial: Callable[[str], Finding], model_type: str, pipe: Connection) -> None:
+    gc.freeze()  # a process group among what the parent no longer holds would wait for threads that a fork lacks
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
     pipe.send(trial(model_type))
 
