@@ -79,7 +79,7 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
 def _address(rank: int, timeout: timedelta) -> AuthenticatedSocket:
     """The authenticated socket that the environment describes; on rank 0 it is listening when this returns."""
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if _alone_on_host(master):
+    if on_one_host():
         # A process that an earlier attempt has left behind, stopped for example, cannot hold this one's name, nor
         # can another supervised run, which may have been started with the same port.
         run, attempt = os.environ.get(RUN, f"{master}-{port}"), os.environ.get("WEFT_ATTEMPT", "0")
@@ -98,10 +98,10 @@ def _address(rank: int, timeout: timedelta) -> AuthenticatedSocket:
     return AuthenticatedTcpSocket((host, int(number)), listens=False)
 
 
-def _alone_on_host(master: str) -> bool:
+def on_one_host() -> bool:
     """Whether all ranks are on this host, by the launcher's variables or because the master's address is loopback."""
     local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    return is_loopback(master) or local_size == os.environ["WORLD_SIZE"]
+    return os.environ["WORLD_SIZE"] in ("1", local_size) or is_loopback(os.environ["MASTER_ADDR"])
 
 
 def own_address() -> str:

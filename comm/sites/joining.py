@@ -1,4 +1,4 @@
-"""The backend of torch.distributed for jobs over several sites: gloo or NCCL inside a site, `SiteGroup` across."""
+"""The backend of torch.distributed for jobs over several hosts: sealed gloo or NCCL in a site, `SiteGroup` across."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from weft.comm import rendezvous
 from weft.comm.sites.group import SiteGroup
 from weft.comm.sites.links import SiteLinks, Sites
 from weft.comm.sites.sealing import sealed_afterwards
@@ -20,10 +21,11 @@ _DEVICES = ["cpu", "cuda"]
 
 
 def backend_of(inside: str) -> str:
-    """The backend for a job over several sites, where a site's is ``inside``: gloo or nccl.
+    """The backend for a job over several hosts, where that of a site is ``inside``: gloo or nccl.
 
     Once it is the job's, every group that `torch.distributed.new_group` makes, whoever calls it, is one of
-    ``inside`` if its ranks are of one site, and a `SiteGroup` otherwise.
+    ``inside`` if its ranks are of one site, and a `SiteGroup` otherwise. A job that was not made with `Sites`
+    is of one site. Groups of gloo accept no connection once they stand.
     """
     name = {"gloo": GLOO, "nccl": NCCL}[inside]
     if name.upper() not in dist.Backend._plugins:
@@ -34,7 +36,7 @@ def backend_of(inside: str) -> str:
 
 def spans_sites() -> bool:
     """Whether the job's process group was made for several sites."""
-    return isinstance(dist.distributed_c10d._get_default_group(), SiteGroup)
+    return isinstance(dist.group.WORLD, SiteGroup)
 
 
 def door() -> tuple[str, int] | None:
@@ -56,13 +58,16 @@ def interrupt_groups() -> None:
 
 def in_host_memory(backend: str) -> str:
     """The backend for groups of tensors in host memory, in a job whose backend is ``backend``."""
-    return backend_of("gloo") if backend in (GLOO, NCCL) else "gloo"
+    over_hosts = backend == "nccl" and rendezvous.made_here() and not rendezvous.on_one_host()
+    return backend_of("gloo") if over_hosts or backend in (GLOO, NCCL) else "gloo"
 
 
 def _create(options: Any, given: Any, *, inside: Callable[..., Any]) -> Any:
     """As `torch.distributed.Backend.register_backend` wants it; ``given`` are the `Sites`, for the first group."""
     store, ranks, me = options.store, options.global_ranks_in_group, options.group_rank
     first = isinstance(given, Sites)
+    if not first and not spans_sites():
+        return inside(store, me, options.group_size, options)
     if first:
         ranks = list(range(options.group_size))
         links = SiteLinks(dist.PrefixStore("sites", store), given, rank=me)

@@ -212,7 +212,7 @@ def test_an_impostor_in_rank_0s_place_learns_tls_greeting_only():
 
 def test_under_torchrun_the_agents_store_tells_the_address_only(monkeypatch):
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-    monkeypatch.setattr(rendezvous, "_alone_on_host", lambda master: False)
+    monkeypatch.setattr(rendezvous, "on_one_host", lambda: False)
     settings = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job", "WEFT_KEY": KEY}
     with environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(agent.port), **settings):
         store, _ = first_rank(rendezvous._address(0, TIMEOUT))

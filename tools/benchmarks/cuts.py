@@ -20,7 +20,7 @@ from weft.conf.schema import WeftConfig
 from weft.conf.sites import ranks_per_site
 from weft.engine.emulation.stage import EmulatedWork
 from weft.pipeline.costs import LinkCost
-from weft.tools.benchmarks.peers.case import Case
+from weft.tools.benchmarks.peers.case import EngineCase
 from weft.tools.benchmarks.peers.weft_engine import emulated_engine
 from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.netbed import NetBed, Topology
@@ -170,7 +170,7 @@ class _Cutter:
 def _train(config: WeftConfig, num_steps: int, file: Path) -> list[float]:
     """One rank of emulated layers; returns when each step ended."""
     (link,) = config.cluster.links
-    case = Case(
+    case = EngineCase(
         num_ranks=_STAGES,
         num_layers=_STAGES,
         num_microbatches=_MICROBATCHES,

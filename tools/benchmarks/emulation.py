@@ -13,7 +13,7 @@ from statistics import median
 from weft.conf.schema import CommConfig, PipelineConfig, PlacementKind, ScheduleKind, WeftConfig
 from weft.engine.emulation.stage import EmulatedWork
 from weft.pipeline.costs import LinkCost
-from weft.tools.benchmarks.peers.case import Case
+from weft.tools.benchmarks.peers.case import EngineCase
 from weft.tools.benchmarks.peers.emulated_job import LayersJob
 from weft.tools.benchmarks.peers.link import measure_link
 from weft.tools.benchmarks.peers.stepping import time_steps
@@ -43,9 +43,9 @@ class Layout:
     zero: int = 1
     slow: tuple[int, float] | None = None
 
-    def case(self, steps: int) -> Case:
+    def case(self, steps: int) -> EngineCase:
         """Its layers."""
-        return Case(
+        return EngineCase(
             num_ranks=self.stages,
             num_layers=8,
             num_replicas=self.replicas,
@@ -150,7 +150,7 @@ def compare(layout: Layout, link: LinkCost, rounds: int, steps: int, cache: str)
     return beside
 
 
-def real_steps(case: Case, config: WeftConfig, slow: tuple[int, float] | None) -> tuple[float, ...]:
+def real_steps(case: EngineCase, config: WeftConfig, slow: tuple[int, float] | None) -> tuple[float, ...]:
     """Seconds of the measured steps on one rank of the real job."""
     if slow is not None and int(os.environ["RANK"]) == slow[0]:
         work = case.work

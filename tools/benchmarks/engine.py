@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from weft.engine.emulation.stage import EmulatedWork
-from weft.tools.benchmarks.peers.case import Case
+from weft.tools.benchmarks.peers.case import EngineCase
 from weft.tools.benchmarks.peers.race import print_table, race
 from weft.tools.benchmarks.results import parse, write_json
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="weft bench engine", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one round of three steps")
     args = parse(parser, argv)
-    case = Case(work=WORK, num_steps=3 if args.quick else 8)
+    case = EngineCase(work=WORK, num_steps=3 if args.quick else 8)
     results = list(race(ENGINES, [case], rounds=1 if args.quick else 3))
     print_table(results, "a training step: 10 ms forward, 20 ms backward per layer, 4 ranks")
     ratio = results[0].over_simulated

@@ -57,7 +57,7 @@ _SENDER, _RELAY, _RECEIVER = "east0", "east1", "mid0"  # a crossing of the first
 _VICTIM = 4  # a rank in the middle
 
 
-class Run:
+class NetbedRun:
     """A `weft netbed launch` process, and the end times of its steps."""
 
     def __init__(self, folder: Path, overrides: Sequence[str]) -> None:
@@ -136,7 +136,7 @@ class Fault:
     """A fault to inject into the run, and its duration."""
 
     name: str
-    inflict: Callable[[Run], object]
+    inflict: Callable[[NetbedRun], object]
     lasts_s: float = 0.0
 
 
@@ -166,8 +166,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 @contextmanager
-def _running(folder: Path, overrides: Sequence[str]) -> Iterator[Run]:
-    run = Run(folder, overrides)
+def _running(folder: Path, overrides: Sequence[str]) -> Iterator[NetbedRun]:
+    run = NetbedRun(folder, overrides)
     try:
         yield run
     finally:
@@ -175,13 +175,13 @@ def _running(folder: Path, overrides: Sequence[str]) -> Iterator[Run]:
         run.process.wait(timeout=60)
 
 
-def _disturb(run: Run, patience_s: float) -> list[dict[str, str]]:
+def _disturb(run: NetbedRun, patience_s: float) -> list[dict[str, str]]:
     """Inject the faults one by one, each once steps take their usual time; returns the rows."""
     run.wait_for(lambda: len(run.losses) > 2 + _USUAL_STEPS, timeout_s=300.0)
     return [_inject(run, fault, patience_s) for fault in _FAULTS]
 
 
-def _inject(run: Run, fault: Fault, patience_s: float) -> dict[str, str]:
+def _inject(run: NetbedRun, fault: Fault, patience_s: float) -> dict[str, str]:
     count = len(run.ends_s)
     run.waited_for(lambda: len(run.ends_s) >= count + _USUAL_STEPS, patience_s)
     usual_s, start_s, count = run.usual_s(), monotonic(), len(run.ends_s)
@@ -202,7 +202,7 @@ def _inject(run: Run, fault: Fault, patience_s: float) -> dict[str, str]:
     return row
 
 
-def _kill_a_rank(run: Run) -> str:
+def _kill_a_rank(run: NetbedRun) -> str:
     """How a run ends when one of its ranks is killed."""
     ranks = [p for p in psutil.Process(run.process.pid).children(recursive=True) if "weft.recipes.train" in p.cmdline()]
     (victim,) = (p for p in ranks if p.environ()["RANK"] == str(_VICTIM))
@@ -220,22 +220,22 @@ def _kill_a_rank(run: Run) -> str:
 # ---- the faults
 
 
-def _cut_all(run: Run) -> None:
+def _cut_all(run: NetbedRun) -> None:
     for site in ("east", "mid", "west"):
         run.bed.cut(site, for_s=5.0)
 
 
-def _flap_all(run: Run) -> None:
+def _flap_all(run: NetbedRun) -> None:
     for site in ("east", "mid"):
         run.bed.flap(site, every_s=0.2, for_s=10.0)
 
 
-def _lose_packets(run: Run) -> None:
+def _lose_packets(run: NetbedRun) -> None:
     for site in ("east", "mid"):
         run.bed.drop(site, share=0.01, for_s=5.0)
 
 
-def _port_of(run: Run) -> tuple[int, list[str]]:
+def _port_of(run: NetbedRun) -> tuple[int, list[str]]:
     """The receiver's WAN port, and the sender's ports on its connections to it."""
     seen = run.bed.run(_SENDER, ["ss", "-tnH", "dst", run.bed.address(_RECEIVER)], capture_output=True, text=True)
     pairs = re.findall(r"\S+:(\d+)\s+\S+:(\d+)\s*$", seen.stdout, re.MULTILINE)
@@ -243,12 +243,12 @@ def _port_of(run: Run) -> tuple[int, list[str]]:
     return int(port), [local for local, remote in pairs if remote == port]
 
 
-def _kill_connection(run: Run) -> None:
+def _kill_connection(run: NetbedRun) -> None:
     _, locals_ = _port_of(run)
     run.bed.run(_SENDER, ["ss", "-K", "-tnH", "sport", f"= :{locals_[0]}"], check=True, capture_output=True)
 
 
-def _attack(run: Run) -> None:
+def _attack(run: NetbedRun) -> None:
     bed = run.bed
     port, locals_ = _port_of(run)
     with Job(bed, _RECEIVER, record_handshakes, "wan0", port, 2, 10.0) as recorder:

@@ -18,7 +18,7 @@ from weft.tools.verification.optimum import Optimum, solve
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class SchedulingCase:
     """A scheduling problem with integer seconds and bytes, so that the solver is exact."""
 
     name: str
@@ -32,7 +32,7 @@ class Case:
 class Result:
     """The results of `auto` and the solver for a case."""
 
-    case: Case
+    case: SchedulingCase
     auto_s: float
     auto_wall_s: float
     optimum: Optimum
@@ -78,7 +78,7 @@ def closed_cases(count: int, limit_s: float, search_s: float) -> Iterator[Result
         seed += 1
 
 
-def measure(case: Case, limit_s: float, search_s: float) -> Result:
+def measure(case: SchedulingCase, limit_s: float, search_s: float) -> Result:
     """Schedule a case with `auto`, then with the solver."""
     started_s = time.perf_counter()
     schedule = generate_auto(case.placement, case.num_microbatches, case.costs, case.cap_bytes, search_s)
@@ -90,7 +90,7 @@ def measure(case: Case, limit_s: float, search_s: float) -> Result:
     return Result(case=case, auto_s=makespan_s, auto_wall_s=wall_s, optimum=optimum)
 
 
-def random_case(seed: int) -> Case:
+def random_case(seed: int) -> SchedulingCase:
     """A random case: 2-6 ranks in 1-3 sites, 1-12 micro-batches, uneven stages and links, any feasible cap."""
     random = Random(seed)
     num_ranks = random.randint(2, 6)
@@ -110,7 +110,7 @@ def random_case(seed: int) -> Case:
     costs = CostModel(stages=stages, local=local, wan=wan)
     held = max(sum(stages[stage].activation_bytes for stage in of_rank) for of_rank in placement.rank_stages)
     cap_bytes = float(int(held * random.uniform(1.0, 1.2 * min(num_ranks, num_microbatches) + 0.3)))
-    return Case(
+    return SchedulingCase(
         name=f"{seed}: {layout} {'+'.join(map(str, sites))}",
         placement=placement,
         num_microbatches=num_microbatches,
@@ -137,7 +137,7 @@ def _stage(random: Random) -> StageCost:
     )
 
 
-def large_cases() -> Iterator[Case]:
+def large_cases() -> Iterator[SchedulingCase]:
     """Pipelines that are too large for the solver, so `auto` is compared with the solver's lower bound."""
     for num_ranks, num_microbatches in ((4, 16), (8, 16), (8, 32)):
         wan = LinkCost(latency_s=2, bandwidth_bps=8 / 6)
@@ -150,7 +150,7 @@ def large_cases() -> Iterator[Case]:
             stage = StageCost(
                 forward_s=work_s, input_s=work_s, weight_s=work_s, activation_bytes=work_s, output_bytes=1
             )
-            yield Case(
+            yield SchedulingCase(
                 name=f"{layout} {halves[0]}+{halves[1]}, even",
                 placement=placement,
                 num_microbatches=num_microbatches,

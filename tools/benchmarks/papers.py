@@ -19,7 +19,7 @@ from weft.pipeline.planner.request import Request
 from weft.pipeline.planner.search import plan
 from weft.pipeline.planner.workload import LayerWork, ModelWork
 from weft.pipeline.simulation import simulate
-from weft.tools.benchmarks.overlap.cases import B_THEN_F, CHUNKS, OURS, PAIRS, ROUND_ROBIN, Case, Orders
+from weft.tools.benchmarks.overlap.cases import B_THEN_F, CHUNKS, OURS, PAIRS, ROUND_ROBIN, Orders, OverlapCase
 from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.tables import show, table_of
 
@@ -296,7 +296,7 @@ def dhelix(_: int) -> Iterator[Claim]:
 
 def dhelix_11(_: int) -> Iterator[Claim]:
     """What each way to overlap hides, and how much faster the paper's is for that."""
-    case = Case("tensor", 8, 0.31)
+    case = OverlapCase("tensor", 8, 0.31)
     pair = case.stage().whole
     seconds = Orders.of(pair, case.table).predicted_s(pair, case.table)
     for name, paper in {PAIRS: 0.83, ROUND_ROBIN: 0.399, CHUNKS: 0.261}.items():

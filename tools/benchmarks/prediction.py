@@ -15,7 +15,7 @@ from weft.comm.wan.library import load
 from weft.conf.schema import CommConfig
 from weft.engine.emulation.stage import EmulatedWork
 from weft.pipeline.costs import LinkCost
-from weft.tools.benchmarks.peers.case import Case, middle_and_spread
+from weft.tools.benchmarks.peers.case import EngineCase, middle_and_spread
 from weft.tools.benchmarks.peers.link import measure_link
 from weft.tools.benchmarks.peers.sites import MANY, profile
 from weft.tools.benchmarks.predictions.layouts import LAYOUTS, NUM_LAYERS, EmulatedLayout
@@ -118,7 +118,7 @@ def _topology(nodes: Sequence[int], args: argparse.Namespace) -> Topology:
 def _measure(
     layout: EmulatedLayout, work: EmulatedWork, near: LinkCost, wan: LinkCost, args: argparse.Namespace
 ) -> Predicted:
-    case = Case(
+    case = EngineCase(
         num_ranks=layout.stages,
         num_layers=NUM_LAYERS,
         num_microbatches=layout.microbatches,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from weft.engine.emulation.stage import EmulatedWork
-from weft.tools.benchmarks.peers.case import Case
+from weft.tools.benchmarks.peers.case import EngineCase
 from weft.tools.benchmarks.peers.race import Result, print_table, race
 from weft.tools.benchmarks.peers.table import PEERS
 from weft.tools.benchmarks.results import parse, write_json
@@ -38,8 +38,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _cases(quick: bool) -> list[Case]:
-    base = Case(num_steps=3 if quick else 5)
+def _cases(quick: bool) -> list[EngineCase]:
+    base = EngineCase(num_steps=3 if quick else 5)
     cases = [
         replace(base, num_layers=layers, num_microbatches=count, work=EmulatedWork(hidden_bytes=mib * 2**20))
         for layers, count in SIZES

@@ -22,7 +22,7 @@ from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 from weft.tools.benchmarks.peers import rendezvous
-from weft.tools.benchmarks.peers.case import Case
+from weft.tools.benchmarks.peers.case import EngineCase
 from weft.tools.benchmarks.peers.link import measure_link
 from weft.tools.benchmarks.peers.sites import MANY, WAN_PEERS, WanPeer, profile, run_on
 from weft.tools.benchmarks.peers.uplinks import Step, draw
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     results: list[Result] = []
     steps: list[Step] = []
     for latency_ms in args.latency:
-        case = Case(
+        case = EngineCase(
             num_ranks=4, num_layers=4, work=work, num_replicas=REPLICAS, sites=SITES, in_a_row=True, num_warmup=1
         )
         topology = Topology.even(
@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(
-    bed: NetBed, name: str, case: Case, link: LinkProfile, latency_ms: float, args: argparse.Namespace
+    bed: NetBed, name: str, case: EngineCase, link: LinkProfile, latency_ms: float, args: argparse.Namespace
 ) -> tuple[Result, Step]:
     peer = WAN_PEERS[name]
     placement = Placement.straight(case.num_ranks, case.sites)

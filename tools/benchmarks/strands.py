@@ -35,8 +35,8 @@ from weft.tools.benchmarks.overlap.cases import (
     PAIRS,
     ROUND_ROBIN,
     SEQUENTIAL,
-    Case,
     Orders,
+    OverlapCase,
 )
 from weft.tools.benchmarks.overlap.emulator import measure
 from weft.tools.benchmarks.overlap.picture import draw_strands
@@ -100,21 +100,21 @@ def main(argv: Sequence[str]) -> int:
     return 1 if met else 0
 
 
-def cases_of(shares: Sequence[float], layers: int, *, tensor_only: bool) -> list[Case]:
+def cases_of(shares: Sequence[float], layers: int, *, tensor_only: bool) -> list[OverlapCase]:
     """All shares with two tensor ranks; with more, along other axes and with worse overlap one share."""
-    cases = [Case("tensor", 2, share, layers=layers) for share in shares]
+    cases = [OverlapCase("tensor", 2, share, layers=layers) for share in shares]
     if tensor_only:
         return cases
     others = [("tensor", 4, 1.0), ("context", 2, 1.0), ("expert", 2, 1.0)]
     worse = [("tensor", 2, FACTOR), ("context", 2, FACTOR), ("expert", 2, FACTOR)]
-    return cases + [Case(axis, size, USUAL, factor, layers) for axis, size, factor in (*others, *worse)]
+    return cases + [OverlapCase(axis, size, USUAL, factor, layers) for axis, size, factor in (*others, *worse)]
 
 
-def _by_size(cases: Sequence[Case]) -> dict[int, list[Case]]:
+def _by_size(cases: Sequence[OverlapCase]) -> dict[int, list[OverlapCase]]:
     return {n: [case for case in cases if case.members == n] for n in sorted({case.members for case in cases})}
 
 
-def _rows(case: Case, pair: StrandPair, orders: Orders, seconds: dict[str, list[float]]) -> list[dict]:
+def _rows(case: OverlapCase, pair: StrandPair, orders: Orders, seconds: dict[str, list[float]]) -> list[dict]:
     predicted = orders.predicted_s(pair, case.table)
     measured = {name: median(found) for name, found in seconds.items()}
     comm_s = measured[SEQUENTIAL] - measured[COMPUTE]
@@ -149,7 +149,7 @@ def _shown(row: dict) -> dict:
     }
 
 
-def _unmet(case: Case, rows: list[dict]) -> list[str]:
+def _unmet(case: OverlapCase, rows: list[dict]) -> list[str]:
     """What falls short of the goals."""
     by_name = {row["order"]: row for row in rows}
     ours, found = by_name[OURS], []
@@ -169,7 +169,7 @@ def _spread(seconds: Sequence[float]) -> float:
 
 def _searches(layers: int) -> dict[int, float]:
     """Seconds that the search takes, by layers."""
-    stage = Case("tensor", 2, USUAL, layers=layers).stage()
+    stage = OverlapCase("tensor", 2, USUAL, layers=layers).stage()
     ((layer, _),) = stage.runs
     found = {}
     for count in LAYERS:
@@ -181,7 +181,7 @@ def _searches(layers: int) -> dict[int, float]:
 
 def _memory(layers: int) -> float:
     """Activations of the fullest rank under the W, whose pairs run by plans, over those under 1F1B."""
-    stages = (Case("tensor", 2, USUAL, layers=layers).stage(),) * (2 * RANKS)
+    stages = (OverlapCase("tensor", 2, USUAL, layers=layers).stage(),) * (2 * RANKS)
     costs = replace(CostModel.unit(RANKS).cut(2 * RANKS), pairs=PairCosts(stages))
     folded = generate("w", Placement.fold(RANKS), MICROBATCHES)
     straight = generate("1f1b", Placement.straight(RANKS), MICROBATCHES)
@@ -189,7 +189,7 @@ def _memory(layers: int) -> float:
 
 
 def _measure(
-    given: list[tuple[Case, StrandPair, Orders]], rounds: int
+    given: list[tuple[OverlapCase, StrandPair, Orders]], rounds: int
 ) -> list[tuple[dict[str, list[float]], list[StrandSpan]]]:
     """On one rank, all cases one after the other."""
     dist.init_process_group("gloo")

@@ -44,7 +44,7 @@ SHAPE = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads"
 
 
 @dataclass(frozen=True)
-class Case:
+class TrainingCase:
     """What is trained.
 
     Attributes:
@@ -69,7 +69,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """What a rank of an engine did; of an engine that could not, why.
 
     Attributes:
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _race(arch: str, args: argparse.Namespace, folder: str) -> dict[str, Run]:
+def _race(arch: str, args: argparse.Namespace, folder: str) -> dict[str, TrainingRun]:
     """Each engine's first rank, one process of plain transformers first."""
     case = _case(arch, args, folder)
     topology = Topology.even((1, 1), uplink_mbps=args.rate, latency_ms=args.latency)
@@ -128,13 +128,13 @@ def _race(arch: str, args: argparse.Namespace, folder: str) -> dict[str, Run]:
     return found
 
 
-def _case(arch: str, args: argparse.Namespace, folder: str) -> Case:
+def _case(arch: str, args: argparse.Namespace, folder: str) -> TrainingCase:
     """A model that is saved in a folder, and how it is trained."""
     vocabulary = 4096
     shape = SHAPE | {"hidden_size": args.hidden, "intermediate_size": 3 * args.hidden, "vocab_size": vocabulary}
     config = ModelConfig(arch=arch, overrides={**shape, "head_dim": args.hidden // 8}, self_check=False)
     build_model(config, dtype=torch.float32, seed=1).save_pretrained(folder)
-    return Case(folder, args.microbatches, 2, args.length, vocabulary, args.steps)
+    return TrainingCase(folder, args.microbatches, 2, args.length, vocabulary, args.steps)
 
 
 def _hops(args: argparse.Namespace) -> int:
@@ -156,17 +156,17 @@ def _hops(args: argparse.Namespace) -> int:
     return 0 if ratio < MORE else 1
 
 
-def _attempt(name: str, case: Case) -> Run:
+def _attempt(name: str, case: TrainingCase) -> TrainingRun:
     torch.set_num_threads(1)
     try:
         return {"one process": one_process, **ENGINES}[name](case)
     except Exception as error:  # any: what an engine cannot do is a finding
         if name == "Weft":
             raise
-        return Run(failure=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        return TrainingRun(failure=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 
-def _timed(case: Case, train: Callable[[list[dict[str, Tensor]]], tuple[float, float]]) -> Run:
+def _timed(case: TrainingCase, train: Callable[[list[dict[str, Tensor]]], tuple[float, float]]) -> TrainingRun:
     """Train with a function of a step's micro-batches to its loss and the norm of its gradient."""
     found, seconds, sent = [], [], []
     for number in range(case.steps):
@@ -175,7 +175,7 @@ def _timed(case: Case, train: Callable[[list[dict[str, Tensor]]], tuple[float, f
         seconds.append(perf_counter() - start)
         sent.append(_sent() - before)
     losses, norms = zip(*found, strict=True)
-    return Run([*losses], [*norms], median(seconds[1:]), median(sent[1:]))
+    return TrainingRun([*losses], [*norms], median(seconds[1:]), median(sent[1:]))
 
 
 def _sent() -> int:
@@ -186,14 +186,14 @@ def _sent() -> int:
     )
 
 
-def one_process(case: Case) -> Run:
+def one_process(case: TrainingCase) -> TrainingRun:
     """Plain transformers and torch's AdamW."""
     from transformers import AutoModelForCausalLM
 
     return _trained(case, AutoModelForCausalLM.from_pretrained(case.folder, dtype=torch.float32))
 
 
-def transformers_own(case: Case) -> Run:
+def transformers_own(case: TrainingCase) -> TrainingRun:
     """Transformers' own tensor parallelism, trained as one process trains."""
     from transformers import AutoModelForCausalLM
 
@@ -202,7 +202,7 @@ def transformers_own(case: Case) -> Run:
     return _trained(case, model)
 
 
-def _trained(case: Case, model: torch.nn.Module) -> Run:
+def _trained(case: TrainingCase, model: torch.nn.Module) -> TrainingRun:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=case.rate, betas=BETAS, weight_decay=0.0, foreach=False)
 
@@ -235,7 +235,7 @@ def _clip(gradients: Sequence[Tensor], limit: float) -> float:
     return norm
 
 
-def deepspeed_autotp(case: Case) -> Run:
+def deepspeed_autotp(case: TrainingCase) -> TrainingRun:
     """DeepSpeed's AutoTP."""
     import deepspeed
     from transformers import AutoModelForCausalLM
@@ -270,18 +270,18 @@ def deepspeed_autotp(case: Case) -> Run:
     return _timed(case, train)
 
 
-def weft(case: Case) -> Run:
+def weft(case: TrainingCase) -> TrainingRun:
     """Weft with ``parallel.tensor=2``."""
     return _weft(case, ParallelConfig(tensor=int(os.environ["WORLD_SIZE"]), tensor_across_hosts=True), ())
 
 
-def over_sites(case: Case, tensor: int) -> Run:
+def over_sites(case: TrainingCase, tensor: int) -> TrainingRun:
     """Weft with a stage at each of two sites, of so many members."""
     torch.set_num_threads(1)
     return _weft(case, ParallelConfig(tensor=tensor), ("n0", "n1"))
 
 
-def _weft(case: Case, parallel: ParallelConfig, sites: Sequence[str]) -> Run:
+def _weft(case: TrainingCase, parallel: ParallelConfig, sites: Sequence[str]) -> TrainingRun:
     from weft.engine.initialize import initialize
 
     config = WeftConfig(
@@ -311,7 +311,7 @@ def _iterator(batches: Sequence[dict[str, Tensor]]) -> Iterator[dict[str, Tensor
     yield from batches
 
 
-ENGINES: Mapping[str, Callable[[Case], Run]] = {
+ENGINES: Mapping[str, Callable[[TrainingCase], TrainingRun]] = {
     "Weft": weft,
     "transformers": transformers_own,
     "DeepSpeed": deepspeed_autotp,
@@ -322,7 +322,7 @@ def _off(found: Sequence[float], alone: Sequence[float]) -> float:
     return max(abs(mine - theirs) / theirs for mine, theirs in zip(found, alone, strict=True))
 
 
-def _show(arch: str, found: Mapping[str, Run], args: argparse.Namespace) -> bool:
+def _show(arch: str, found: Mapping[str, TrainingRun], args: argparse.Namespace) -> bool:
     """Print the table; whether Weft's losses are those of one process."""
     alone, ours = found["one process"], found.get("Weft")
 

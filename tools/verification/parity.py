@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from weft.engine.stages.comparison import Difference, Outcome, difference, staged_outcome, whole_outcome
-from weft.tools.verification.parity_cases import VARIANTS, Case, cases
+from weft.tools.verification.parity_cases import VARIANTS, ParityCase, cases
 from weft.tools.verification.parity_engine import through_engine
 from weft.tools.verification.tiny_models import TINY
 
@@ -27,11 +27,11 @@ class Row(Difference):
 
 AXES = ("tensor", "context", "expert")
 """Along which `--all` can share the work of layers."""
-Backend = Callable[[Sequence[Case]], Iterator[Outcome]]
+Backend = Callable[[Sequence[ParityCase]], Iterator[Outcome]]
 """Runs cases in order."""
 
 
-def in_process(cases: Sequence[Case]) -> Iterator[Outcome]:
+def in_process(cases: Sequence[ParityCase]) -> Iterator[Outcome]:
     """Every stage in this process, one after the other."""
     return (staged_outcome(case.stages(range(case.num_stages)), case.microbatches, case.num_items) for case in cases)
 
@@ -43,12 +43,12 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-def hugging_face(case: Case) -> Outcome:
+def hugging_face(case: ParityCase) -> Outcome:
     """Hugging Face's own run of the whole model."""
     return whole_outcome(case.whole(), case.microbatches, case.num_items)
 
 
-def compare(case: Case, backend: str, got: Outcome) -> Row:
+def compare(case: ParityCase, backend: str, got: Outcome) -> Row:
     """Hold what a backend made of a case against Hugging Face's own run."""
     want = hugging_face(case)
     assert got.gradients.keys() == want.gradients.keys(), got.gradients.keys() ^ want.gradients.keys()

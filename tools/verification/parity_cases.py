@@ -18,7 +18,7 @@ SEED = 1
 
 
 @dataclass(frozen=True)
-class Case:
+class ParityCase:
     """One comparison."""
 
     arch: str
@@ -80,13 +80,13 @@ VARIANTS: dict[str, tuple[Callable[[str], ModelConfig], torch.dtype, bool]] = {
 """The model, its number format, and whether documents are packed."""
 
 
-def cases(archs: Sequence[str], variants: Sequence[str], stage_counts: Sequence[int]) -> Iterator[Case]:
+def cases(archs: Sequence[str], variants: Sequence[str], stage_counts: Sequence[int]) -> Iterator[ParityCase]:
     """Every combination."""
     for arch in archs:
         for variant in variants:
             make, dtype, packed = VARIANTS[variant]
             for count in stage_counts:
-                yield Case(arch, variant, count, make(arch), dtype, _batch(packed), torch.tensor(40))
+                yield ParityCase(arch, variant, count, make(arch), dtype, _batch(packed), torch.tensor(40))
 
 
 def _batch(packed: bool) -> Batch:

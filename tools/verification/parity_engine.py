@@ -20,13 +20,13 @@ from weft.pipeline.generators import generate
 from weft.pipeline.lowering import add_transfers
 from weft.pipeline.placement import Placement
 from weft.tools.ranks import run_ranks
-from weft.tools.verification.parity_cases import Case
+from weft.tools.verification.parity_cases import ParityCase
 from weft.tools.verification.parity_cases import cases as make_cases
 
 TIMEOUT_S = 1800.0
 
 
-def through_engine(kind: str, cases: Sequence[Case]) -> Iterator[Outcome]:
+def through_engine(kind: str, cases: Sequence[ParityCase]) -> Iterator[Outcome]:
     """Run every case under a schedule of ``kind``, on ranks of one job, one micro-batch a sequence."""
     num_ranks = max(case.num_stages for case in cases)
     names = [(case.arch, case.variant, case.num_stages) for case in cases]  # tensors would need a file each
@@ -50,7 +50,7 @@ def _run_cases(names: list[tuple[str, str, int]], kind: str) -> list[tuple]:
     return [_run_case(case, kind, channels[case.num_stages]) for case in cases]
 
 
-def _run_case(case: Case, kind: str, channels: dict[tuple[int, int], TorchChannel]) -> tuple:
+def _run_case(case: ParityCase, kind: str, channels: dict[tuple[int, int], TorchChannel]) -> tuple:
     rank, rows = dist.get_rank(), case.microbatches
     if rank >= case.num_stages:
         return None, None, {}

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm import rendezvous
+from weft.comm.sites.joining import in_host_memory
 from weft.comm.sites.links import Sites
 from weft.conf.schema import CommConfig
 from weft.engine.distributed import init_distributed
@@ -213,3 +220,49 @@ def tear_down(sites: tuple[int, ...]) -> float:
             dist.all_reduce(number, group=group, async_op=True)  # nobody else comes to it
         dist.destroy_process_group()
     return total
+
+
+def hosts_of_one_site() -> dict[str, Any]:
+    """What ranks say and listen on that take each other for ranks of another host of the same site."""
+    rendezvous.on_one_host = lambda: False
+    os.environ["WEFT_KEY"] = "a key of sixteen bytes or more"
+    said = _Said()
+    logging.getLogger("weft").addHandler(said)
+    init_distributed(60.0)
+    group, number = dist.new_group([0, 1]), torch.ones(3)
+    for over in (None, group, dist.new_group(backend=in_host_memory("nccl"))):
+        dist.all_reduce(number, group=over)
+    accepting = _accepting()
+    dist.all_reduce(number, group=group)
+    dist.barrier()
+    backends = [dist.get_backend(over) for over in (None, group)]
+    dist.destroy_process_group()
+    return {"said": said.messages, "accepting": accepting, "sum": number.tolist(), "backends": backends}
+
+
+class _Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def _accepting() -> list[int]:
+    """Ports of this process that take connections of other processes; a child tries each."""
+    found = psutil.Process().net_connections("tcp4")
+    ports = [connection.laddr.port for connection in found if connection.status == psutil.CONN_LISTEN]
+    assert len(ports) > 3, "gloo listens for each group"
+    command = [sys.executable, "-c", _TRY, *map(str, ports)]
+    return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+
+
+_TRY = """
+import contextlib, socket, sys
+accepting = []
+for port in map(int, sys.argv[1:]):
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=0.5):
+        accepting.append(port)
+print(accepting)
+"""

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.comm.sites import ranks
+from weft.comm.sites.joining import GLOO
 from weft.tools.ranks import run_ranks
 
 
@@ -43,3 +44,12 @@ def test_a_lost_member_is_noticed_at_every_site():
 @pytest.mark.slow
 def test_groups_are_torn_down_with_a_collective_under_way_and_made_anew():
     assert run_ranks(4, ranks.tear_down, (0, 0, 1, 1)) == [18.0] * 4
+
+
+@pytest.mark.slow
+def test_hosts_of_one_site_accept_nobody_once_their_groups_stand_and_say_what_is_in_the_clear():
+    said = run_ranks(2, ranks.hosts_of_one_site)
+    for told in said:
+        assert len(told["accepting"]) == 1  # the rendezvous, or the way to it, which ask who comes
+        assert told["backends"] == [GLOO, GLOO] and told["sum"] == [16.0] * 3
+    assert sum("in the clear" in message for told in said for message in told["said"]) == 1

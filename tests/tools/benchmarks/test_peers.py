@@ -12,12 +12,12 @@ from weft.pipeline.costs import LinkCost
 from weft.tools.benchmarks import engine as bench_engine
 from weft.tools.benchmarks import schedules as bench_schedules
 from weft.tools.benchmarks.peers import race as race_module
-from weft.tools.benchmarks.peers.case import Case, middle_and_spread
+from weft.tools.benchmarks.peers.case import EngineCase, middle_and_spread
 from weft.tools.benchmarks.peers.link import measure_link
-from weft.tools.benchmarks.peers.table import PEERS, Run, measure
+from weft.tools.benchmarks.peers.table import PEERS, PeerRun, measure
 from weft.tools.ranks import run_ranks
 
-SMALL = Case(
+SMALL = EngineCase(
     num_ranks=2,
     num_layers=4,
     num_microbatches=4,
@@ -98,7 +98,7 @@ def no_processes(monkeypatch):
 
     def measured(peer, case):
         order.append((case.name, peer))
-        return Run((1.0, 1.1, 1.2), 2.0 if peer.startswith("deepspeed") else 1.0, 2.2, 4.4, (2, 1))
+        return PeerRun((1.0, 1.1, 1.2), 2.0 if peer.startswith("deepspeed") else 1.0, 2.2, 4.4, (2, 1))
 
     monkeypatch.setattr(race_module, "measure", measured)
     monkeypatch.setattr(race_module, "measure_link", lambda num_bytes, shared: LinkCost())

@@ -8,26 +8,36 @@ from pytest import approx
 
 from weft.pipeline.strands.timeline import PROCESSOR
 from weft.tools.benchmarks import strands
-from weft.tools.benchmarks.overlap.cases import B_THEN_F, CHUNKS, COMPUTE, NAMES, OURS, PAIRS, ROUND_ROBIN, Case, Orders
+from weft.tools.benchmarks.overlap.cases import (
+    B_THEN_F,
+    CHUNKS,
+    COMPUTE,
+    NAMES,
+    OURS,
+    PAIRS,
+    ROUND_ROBIN,
+    Orders,
+    OverlapCase,
+)
 from weft.tools.benchmarks.overlap.emulator import measure
 from weft.tools.ranks import run_ranks
 
-USUAL = Case("tensor", 2, 0.31)
+USUAL = OverlapCase("tensor", 2, 0.31)
 
 
 @pytest.mark.parametrize("axis", ["tensor", "context", "expert"])
 @pytest.mark.parametrize("share", [0.1, 0.45])
 def test_collectives_take_the_wanted_share(axis, share):
-    pair = Case(axis, 2, share, layers=2).stage().whole
+    pair = OverlapCase(axis, 2, share, layers=2).stage().whole
     assert pair.comm_s / pair.sequential_s == approx(share)
-    assert pair.sequential_s == approx(Case.seconds)
+    assert pair.sequential_s == approx(OverlapCase.seconds)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.8])
 @pytest.mark.parametrize("share", strands.SHARES)
 def test_ways_to_run_a_pair_come_in_the_papers_order(share, factor):
     """DHelix's figure 11 and section 6.2: MegaScale's chunks, Wavelet's turns, pairs of operators; then ours."""
-    case = Case("tensor", 2, share, factor)
+    case = OverlapCase("tensor", 2, share, factor)
     pair = case.stage().whole
     predicted = Orders.of(pair, case.table).predicted_s(pair, case.table)
     ways = [B_THEN_F, CHUNKS, ROUND_ROBIN, PAIRS, OURS]
@@ -66,7 +76,7 @@ def _measured(case, pair, orders):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("factor", [1.0, 0.8])
 def test_all_ways_run_and_the_picture_has_all_of_ours(factor):
-    case = Case("tensor", 2, 0.31, factor, layers=1, seconds=0.05)
+    case = OverlapCase("tensor", 2, 0.31, factor, layers=1, seconds=0.05)
     pair = case.stage().whole
     orders = Orders.of(pair, case.table)
     for seconds, spans in run_ranks(2, _measured, case, pair, orders, timeout_s=100):

@@ -9,7 +9,7 @@ from weft.conf.schema import CommConfig, PipelineConfig, PlacementKind, Schedule
 from weft.engine.emulation.stage import EmulatedWork
 from weft.pipeline.costs import LinkCost
 from weft.pipeline.simulation import simulate
-from weft.tools.benchmarks.peers.case import Case
+from weft.tools.benchmarks.peers.case import EngineCase
 from weft.tools.benchmarks.peers.emulated_job import LayersJob
 from weft.tools.emulation.checking import check_rank
 from weft.tools.emulation.classes import representatives
@@ -23,7 +23,7 @@ LINK = LinkCost(latency_s=1e-6, bandwidth_bps=1e10)
 
 
 def job(tmp_path, replicas, *, placement="straight", kind="1f1b", zero=1, sites=(), microbatches=4):
-    case = Case(
+    case = EngineCase(
         num_ranks=4,
         num_layers=8,
         num_microbatches=microbatches,

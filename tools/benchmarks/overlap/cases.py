@@ -35,7 +35,7 @@ _LATENCY_BYTES = 1e6
 
 
 @dataclass(frozen=True)
-class Case:
+class OverlapCase:
     """A pair to interleave.
 
     Attributes:

@@ -21,7 +21,7 @@ from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.plan import SegmentPlan, Step
 from weft.pipeline.strands.segments import Kind, LinkScope, Segment, StrandPair, WeightGradient
 from weft.pipeline.strands.timeline import PROCESSOR, StrandSpan
-from weft.tools.benchmarks.overlap.cases import CHUNKS, COMPUTE, NAMES, OURS, PAIRS, SEQUENTIAL, Case, Orders
+from weft.tools.benchmarks.overlap.cases import CHUNKS, COMPUTE, NAMES, OURS, PAIRS, SEQUENTIAL, Orders, OverlapCase
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Machine:
 
 
 def measure(
-    case: Case, pair: StrandPair, orders: Orders, rounds: int
+    case: OverlapCase, pair: StrandPair, orders: Orders, rounds: int
 ) -> tuple[dict[str, list[float]], list[StrandSpan]]:
     """On one rank: seconds of every way to run a pair, by turns; and what the last run of ours did when."""
     thread, turns = StrandThread(torch.device("cpu")), Turns()

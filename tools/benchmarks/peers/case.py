@@ -11,7 +11,7 @@ from weft.pipeline.costs import CostModel, LinkCost
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class EngineCase:
     """Emulated layers on a few ranks of this machine."""
 
     num_ranks: int = 4

@@ -17,22 +17,22 @@ from torch import nn
 
 from weft.engine.distributed import init_distributed
 from weft.engine.emulation.stage import EmulatedLayer, EmulatedWork, emulated_hidden, emulated_loss
-from weft.tools.benchmarks.peers.case import Case, RankRun
+from weft.tools.benchmarks.peers.case import EngineCase, RankRun
 from weft.tools.benchmarks.peers.stepping import time_steps
 from weft.tools.benchmarks.peers.zero_case import ZeroCase, ZeroRun, time_computes
 
 
-def run_1f1b(case: Case, timeout_s: float) -> RankRun:
+def run_1f1b(case: EngineCase, timeout_s: float) -> RankRun:
     """One rank of DeepSpeed's 1F1B."""
     return _run(case, timeout_s, PipelineModule)
 
 
-def run_dualpipev(case: Case, timeout_s: float) -> RankRun:
+def run_dualpipev(case: EngineCase, timeout_s: float) -> RankRun:
     """One rank of DeepSpeed's DualPipeV."""
     return _run(case, timeout_s, DualPipeVModule)
 
 
-def _run(case: Case, timeout_s: float, kind: type[PipelineModule]) -> RankRun:
+def _run(case: EngineCase, timeout_s: float, kind: type[PipelineModule]) -> RankRun:
     init_distributed(timeout_s)
     engine, step = _pipeline(case.work, case.num_layers, case.num_ranks, _config(case.num_microbatches), kind)
     return RankRun(time_steps(case, step), tuple(_cells(engine)))

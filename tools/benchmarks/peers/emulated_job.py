@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from weft.conf.schema import WeftConfig
 from weft.engine.engine import WeftEngine
-from weft.tools.benchmarks.peers.case import Case
+from weft.tools.benchmarks.peers.case import EngineCase
 from weft.tools.benchmarks.peers.weft_engine import emulated_engine
 
 
@@ -14,7 +14,7 @@ from weft.tools.benchmarks.peers.weft_engine import emulated_engine
 class LayersJob:
     """For measurements beside the same job with nothing else emulated; see `weft.tools.emulation.job.EmulatedJob`."""
 
-    case: Case
+    case: EngineCase
     config: WeftConfig
 
     def engine(self) -> WeftEngine:

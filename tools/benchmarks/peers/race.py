@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from weft.tools.benchmarks.peers.case import Case, middle_and_spread
+from weft.tools.benchmarks.peers.case import EngineCase, middle_and_spread
 from weft.tools.benchmarks.peers.link import measure_link
-from weft.tools.benchmarks.peers.table import PEERS, Run, measure
+from weft.tools.benchmarks.peers.table import PEERS, PeerRun, measure
 from weft.tools.tables import show, table_of
 
 
@@ -29,7 +29,7 @@ class Result:
     """
 
     peer: str
-    case: Case
+    case: EngineCase
     step_s: tuple[float, ...]
     median_s: float
     spread: float
@@ -49,7 +49,7 @@ class Result:
         return None if self.profiled_s is None else self.median_s / self.profiled_s
 
 
-def race(peers: Sequence[str], cases: Sequence[Case], *, rounds: int) -> Iterator[Result]:
+def race(peers: Sequence[str], cases: Sequence[EngineCase], *, rounds: int) -> Iterator[Result]:
     """Run every engine on every case, a case at a time.
 
     The engines take turns, ``rounds`` times, so that a change of the machine's load meets all
@@ -60,7 +60,7 @@ def race(peers: Sequence[str], cases: Sequence[Case], *, rounds: int) -> Iterato
     """
     for case in cases:
         links = {shared: measure_link(case.work.hidden_bytes, shared=shared) for shared in (False, True)}
-        runs: dict[str, list[Run]] = {peer: [] for peer in peers}
+        runs: dict[str, list[PeerRun]] = {peer: [] for peer in peers}
         for turn in range(rounds):
             for peer in peers:
                 print(f"{case.name}: round {turn + 1} of {rounds}, {PEERS[peer].title}", file=sys.stderr)
@@ -68,7 +68,7 @@ def race(peers: Sequence[str], cases: Sequence[Case], *, rounds: int) -> Iterato
         yield from (_result(peer, case, runs[peer]) for peer in peers)
 
 
-def _result(peer: str, case: Case, runs: Sequence[Run]) -> Result:
+def _result(peer: str, case: EngineCase, runs: Sequence[PeerRun]) -> Result:
     step_s = tuple(seconds for run in runs for seconds in run.step_s)
     median_s, spread = middle_and_spread(step_s)
     first = runs[0]

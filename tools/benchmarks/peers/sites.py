@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.comm.wan.probe import LinkProfile
 from weft.conf.schema import CommConfig
-from weft.tools.benchmarks.peers.case import Case, RankRun
+from weft.tools.benchmarks.peers.case import EngineCase, RankRun
 from weft.tools.benchmarks.peers.rendezvous import PROGRAMS, Program
 from weft.tools.benchmarks.peers.table import Peer
 from weft.tools.benchmarks.peers.uplinks import Uplinks
@@ -78,7 +78,7 @@ def profile(bed: NetBed) -> LinkProfile:
     return found
 
 
-def run_on(bed: NetBed, peer: WanPeer, case: Case, *, timeout_s: float) -> tuple[list[RankRun], Uplinks]:
+def run_on(bed: NetBed, peer: WanPeer, case: EngineCase, *, timeout_s: float) -> tuple[list[RankRun], Uplinks]:
     """Run an engine once, each rank in its node, and watch the uplinks.
 
     Raises:

@@ -8,10 +8,10 @@ from time import perf_counter
 
 import torch.distributed as dist
 
-from weft.tools.benchmarks.peers.case import Case
+from weft.tools.benchmarks.peers.case import EngineCase
 
 
-def time_steps(case: Case, step: Callable[[], object]) -> tuple[float, ...]:
+def time_steps(case: EngineCase, step: Callable[[], object]) -> tuple[float, ...]:
     """Seconds of each measured step: from barrier to barrier, or from end to end of steps in a row."""
     if case.in_a_row:
         return _in_a_row(case, step)
@@ -25,7 +25,7 @@ def time_steps(case: Case, step: Callable[[], object]) -> tuple[float, ...]:
     return tuple(seconds[case.num_warmup :])
 
 
-def _in_a_row(case: Case, step: Callable[[], object]) -> tuple[float, ...]:
+def _in_a_row(case: EngineCase, step: Callable[[], object]) -> tuple[float, ...]:
     dist.barrier()
     ends = [perf_counter()]
     for _ in range(case.num_warmup + case.num_steps):

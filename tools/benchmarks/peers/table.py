@@ -13,7 +13,7 @@ from weft.pipeline.schedule import Schedule
 from weft.pipeline.serialization import schedule_from_csv
 from weft.pipeline.simulation import simulate
 from weft.pipeline.timeline import Timeline
-from weft.tools.benchmarks.peers.case import Case, RankRun
+from weft.tools.benchmarks.peers.case import EngineCase, RankRun
 from weft.tools.ranks import run_ranks
 
 START_S = 60.0
@@ -71,7 +71,7 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Run:
+class PeerRun:
     """One run of a peer on a case: measured steps, and its own schedule simulated.
 
     Attributes:
@@ -89,7 +89,7 @@ class Run:
     live_layers: tuple[int, ...]
 
 
-def measure(peer: str, case: Case) -> Run:
+def measure(peer: str, case: EngineCase) -> PeerRun:
     """Run a peer once, in fresh processes.
 
     Raises:
@@ -105,14 +105,14 @@ def measure(peer: str, case: Case) -> Run:
     profiled_s = None if profile is None else _end_s(simulate(schedule, profile))
     each = layers_per_stage(case.num_layers, num_stages)
     live_layers = tuple(each * chunks for chunks in ideal.live_microbatches)
-    return Run(ranks[0].step_s, _end_s(ideal), _end_s(linked), profiled_s, live_layers)
+    return PeerRun(ranks[0].step_s, _end_s(ideal), _end_s(linked), profiled_s, live_layers)
 
 
 def _end_s(timeline: Timeline) -> float:
     return max(span.end_s for span in timeline.spans)
 
 
-def serial_s(case: Case) -> float:
+def serial_s(case: EngineCase) -> float:
     """Seconds of all computation of a step."""
     work = case.work
     return case.num_layers * case.num_microbatches * (work.forward_s + work.input_s + work.weight_s)

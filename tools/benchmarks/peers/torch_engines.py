@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 from weft.engine.emulation.stage import EmulatedLayer, emulated_hidden, emulated_loss, layers_per_stage
 from weft.pipeline.generators import generate
 from weft.pipeline.placement import Placement
-from weft.tools.benchmarks.peers.case import Case, RankRun
+from weft.tools.benchmarks.peers.case import EngineCase, RankRun
 from weft.tools.benchmarks.peers.stepping import time_steps
 
 _KINDS: Mapping[str, tuple[type[_PipelineSchedule], str]] = MappingProxyType(
@@ -30,7 +30,7 @@ _KINDS: Mapping[str, tuple[type[_PipelineSchedule], str]] = MappingProxyType(
 """Schedule class and legs of the placement that it is made for."""
 
 
-def run(case: Case, timeout_s: float, kind: str) -> RankRun:
+def run(case: EngineCase, timeout_s: float, kind: str) -> RankRun:
     """One rank of a schedule of torch.distributed.pipelining."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     rank, pipeline, replicas = _groups(case)
@@ -58,7 +58,7 @@ def run(case: Case, timeout_s: float, kind: str) -> RankRun:
     return RankRun(step_s, tuple(_cells(schedule.pipeline_order[rank])))
 
 
-def _groups(case: Case) -> tuple[int, dist.ProcessGroup | None, dist.ProcessGroup | None]:
+def _groups(case: EngineCase) -> tuple[int, dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """This rank's place in its pipeline, the group of the pipeline, and that of the stage's replicas."""
     count = case.num_replicas
     if count == 1:
@@ -69,7 +69,9 @@ def _groups(case: Case) -> tuple[int, dist.ProcessGroup | None, dist.ProcessGrou
     return rank, pipelines[replica], replicas[rank]
 
 
-def _stage(case: Case, index: int, num_stages: int, pipeline: dist.ProcessGroup | None) -> pipelining.PipelineStage:
+def _stage(
+    case: EngineCase, index: int, num_stages: int, pipeline: dist.ProcessGroup | None
+) -> pipelining.PipelineStage:
     layers = nn.Sequential(*(EmulatedLayer(case.work) for _ in range(layers_per_stage(case.num_layers, num_stages))))
     return pipelining.PipelineStage(layers, index, num_stages, torch.device("cpu"), group=pipeline)
 

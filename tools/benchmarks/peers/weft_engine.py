@@ -25,12 +25,12 @@ from weft.engine.stages.sizes import ModelSizes, PartSize
 from weft.pipeline.action import COMPUTE, slot_text
 from weft.pipeline.fitting import fit_costs
 from weft.pipeline.placement import Placement
-from weft.tools.benchmarks.peers.case import Case, RankRun
+from weft.tools.benchmarks.peers.case import EngineCase, RankRun
 from weft.tools.benchmarks.peers.stepping import time_steps
 
 
 def run(
-    case: Case, timeout_s: float, kind: str, placement: str, comm: CommConfig | None = None, chunks: int = 0
+    case: EngineCase, timeout_s: float, kind: str, placement: str, comm: CommConfig | None = None, chunks: int = 0
 ) -> RankRun:
     """One rank of Weft's engine with a schedule of ``kind``.
 
@@ -63,7 +63,7 @@ def run(
     return RankRun(step_s, cells, ended_s, median(steps), profile)
 
 
-def emulated_engine(case: Case, config: WeftConfig, work: EmulatedWork | None = None) -> WeftEngine:
+def emulated_engine(case: EngineCase, config: WeftConfig, work: EmulatedWork | None = None) -> WeftEngine:
     """Weft's engine on the emulated layers of ``case``, laid out and scheduled as ``config`` says, with its data.
 
     Args:
@@ -93,7 +93,7 @@ def emulated_engine(case: Case, config: WeftConfig, work: EmulatedWork | None = 
     return engine
 
 
-def _facts(case: Case, config: WeftConfig, device: torch.device) -> Facts:
+def _facts(case: EngineCase, config: WeftConfig, device: torch.device) -> Facts:
     """What is known of emulated layers: all but what their collectives cost."""
     layer = PartSize(case.work.weight_elements, case.work.weight_elements)
     sites = range(len(case.sites))

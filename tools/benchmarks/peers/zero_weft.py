@@ -20,7 +20,7 @@ from weft.pipeline.generators import generate
 from weft.pipeline.lowering import split_backwards
 from weft.pipeline.placement import Placement
 from weft.pipeline.serialization import schedule_to_json
-from weft.tools.benchmarks.peers.case import Case
+from weft.tools.benchmarks.peers.case import EngineCase
 from weft.tools.benchmarks.peers.weft_engine import emulated_engine
 from weft.tools.benchmarks.peers.zero_case import Technique, ZeroCase, ZeroRun, time_computes
 
@@ -37,7 +37,7 @@ def _run(case: ZeroCase, technique: Technique) -> ZeroRun:
     with tempfile.TemporaryDirectory(prefix="weft-zero-") as folder:
         config = _config(case, technique, Path(folder))
         engine = emulated_engine(
-            Case(
+            EngineCase(
                 num_ranks=technique.num_stages,
                 num_replicas=NUM_RANKS // technique.num_stages,
                 num_layers=case.num_layers,

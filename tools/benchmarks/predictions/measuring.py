@@ -8,7 +8,7 @@ from statistics import median
 from weft.conf.schema import WeftConfig
 from weft.pipeline.fitting import fit_costs
 from weft.pipeline.timeline import Timeline
-from weft.tools.benchmarks.peers.case import Case
+from weft.tools.benchmarks.peers.case import EngineCase
 from weft.tools.benchmarks.peers.stepping import time_steps
 from weft.tools.benchmarks.peers.weft_engine import emulated_engine
 
@@ -30,7 +30,7 @@ class RankSteps:
     told_s: float
 
 
-def measure(case: Case, config: WeftConfig) -> RankSteps:
+def measure(case: EngineCase, config: WeftConfig) -> RankSteps:
     """Train a few steps in a row; a collective call."""
     engine = emulated_engine(case, config)
     try:

@@ -21,7 +21,7 @@ from weft.engine.engine import WeftEngine
 from weft.inference.board.common_bubbles import Spans
 from weft.pipeline.action import COMPUTE, Op
 from weft.pipeline.costs import LinkCost
-from weft.tools.benchmarks.peers.case import Case
+from weft.tools.benchmarks.peers.case import EngineCase
 from weft.tools.netbed import NetBed
 
 WORK = EmulatedWork(forward_s=0.02, input_s=0.02, weight_s=0.02, hidden_bytes=2**18)
@@ -137,7 +137,7 @@ def _emulated(config: WeftConfig) -> WeftEngine:
         LinkCost(latency_s=link.latency_ms / 1e3, bandwidth_bps=link.bandwidth_mbps * 1e6)
         for link in config.cluster.links
     ]
-    case = Case(
+    case = EngineCase(
         num_ranks=config.pipeline.stages,
         num_layers=config.pipeline.stages,
         work=WORK,
