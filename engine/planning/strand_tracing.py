@@ -58,12 +58,14 @@ def trace_strands(
     Raises:
         ValueError: the model cannot be built or shared so, or its forward does not run without data.
     """
-    traced = torch.bfloat16 if any(True for _ in expert_modules(skeleton(model_class(config), config))) else dtype
+    model = _model(config, checkpointing=checkpointing)
+    traced = torch.bfloat16 if any(True for _ in expert_modules(model)) else dtype
+    set_dtype(model, traced)
     recorder = _Recorder(dtype.itemsize / traced.itemsize)
     axes = AxisGroups(
         **{axis: TracedGroup(axis, sizes.get(axis, 1), recorder) for axis in ("tensor", "context", "expert")}
     )
-    stage, kinds = _stage(config, axes, traced, checkpointing=checkpointing)
+    stage, kinds = _stage(model, axes)
     batch = _batch(microbatch_size, sequence_length, axes)
     recorder.watch(stage, kinds)
     try:
@@ -282,20 +284,22 @@ class _Attention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
 
 
-def _stage(
-    config: PreTrainedConfig, axes: AxisGroups, dtype: torch.dtype, *, checkpointing: bool
-) -> tuple[Stage, dict[int, int]]:
-    """The whole model as one stage, one rank's part of it; and of layers the earlier one that is like them."""
+def _model(config: PreTrainedConfig, *, checkpointing: bool) -> PreTrainedModel:
+    """The whole model on the meta device, as it trains."""
     config = copy.deepcopy(config)
     cls = model_class(config)
     config._attn_implementation = "sdpa" if cls._supports_sdpa else "eager"
     model = skeleton(cls, config)
-    set_dtype(model, dtype)
     if cls._can_set_experts_implementation():
         model.set_experts_implementation("grouped_mm")
     model.train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def _stage(model: PreTrainedModel, axes: AxisGroups) -> tuple[Stage, dict[int, int]]:
+    """The whole model as one stage, one rank's part of it; and of layers the earlier one that is like them."""
     layers = model.get_submodule(decoder_layers(model))
     assert isinstance(layers, nn.ModuleList)
     kinds = {n + 1: first + 1 for n, first in enumerate(layers_alike(model, layers)) if first != n}
