@@ -6,7 +6,7 @@ the real ones (NeuronaBox section 3 emulates the rest of a job in the same spiri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter, sleep
 from typing import Any
@@ -181,8 +181,19 @@ def emulated_hidden(work: EmulatedWork) -> Tensor:
 class EmulatedStage(nn.Module):
     """A virtual stage of emulated layers, with what the engine uses of `weft.engine.stages.Stage`."""
 
-    def __init__(self, work: EmulatedWork, *, index: int, layers: Sequence[range]) -> None:
-        """Take the layers of stage ``index``, of those of every stage."""
+    def __init__(
+        self,
+        work: EmulatedWork,
+        *,
+        index: int,
+        layers: Sequence[range],
+        make: Callable[[], nn.Module] | None = None,
+    ) -> None:
+        """Take the layers of stage ``index``, of those of every stage.
+
+        Args:
+            make: a layer; None makes an `EmulatedLayer`.
+        """
         super().__init__()
         self.index = index
         self.is_last = index == len(layers) - 1
@@ -190,7 +201,8 @@ class EmulatedStage(nn.Module):
         self.cuts: dict[str, Cut] = {}
         self.work = work
         self.first_layer = layers[index].start
-        self.layers = nn.ModuleList(EmulatedLayer(work) for _ in layers[index])
+        make = make or (lambda: EmulatedLayer(work))
+        self.layers = nn.ModuleList(make() for _ in layers[index])
 
     def forward(self, hidden: Tensor | None, batch: Mapping[str, Tensor], num_items: Tensor | None = None) -> Tensor:
         """The next stage's hidden state, or on the last stage a loss over ``num_items``."""
@@ -214,4 +226,5 @@ class EmulatedStage(nn.Module):
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by their name in the whole model."""
         for number, layer in enumerate(self.layers):
-            yield f"layers.{self.first_layer + number}.linear.weight", layer.linear.weight
+            for name, parameter in layer.named_parameters():
+                yield f"layers.{self.first_layer + number}.{name}", parameter

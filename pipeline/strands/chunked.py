@@ -45,8 +45,8 @@ def chunked(pair: StrandPair, chunks: int = CHUNKS) -> Iterator[ChunkStep]:
     what a collective carries sends each chunk of its result at once. Chunks cost nothing. Weight gradients
     stay in place, where they hide their own strand's collectives, as Megatron-LM has it.
     """
-    yield from _strand(pair.backward, pair.weights, chunks)
-    yield from _strand(pair.forward, (), chunks)
+    yield from chunked_strand(pair.backward, pair.weights, chunks)
+    yield from chunked_strand(pair.forward, (), chunks)
 
 
 def chunked_s(pair: StrandPair, table: OverlapTable, chunks: int = CHUNKS) -> float:
@@ -68,7 +68,10 @@ def chunked_s(pair: StrandPair, table: OverlapTable, chunks: int = CHUNKS) -> fl
     return now_s + (worst - 1.0) * hidden_s
 
 
-def _strand(strand: Strand, weights: tuple[WeightGradient, ...], chunks: int) -> Iterator[ChunkStep]:
+def chunked_strand(
+    strand: Strand, weights: tuple[WeightGradient, ...] = (), chunks: int = CHUNKS
+) -> Iterator[ChunkStep]:
+    """One of the two strands of `chunked`."""
     longest_s = max((max(s.leading_s, s.trailing_s) for s in strand.segments), default=0.0)
     on_their_way = 0
     for index, segment in enumerate(strand.segments):

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from weft.engine.emulation.stage import pause
+from weft.engine.emulation.stage import WAKE_UP_S, pause
 from weft.engine.strands.pair import PairRunner
 from weft.engine.strands.thread import StrandThread
 from weft.engine.strands.turns import Turns, TurnTakingHandle
@@ -30,60 +29,89 @@ class _Transfer:
 
     Attributes:
         end_s: when it ends if nothing slows it down any more.
+        carried: the collective itself; None for a part that goes without.
     """
 
     link: LinkScope
     step: Step
     start_s: float
     end_s: float
-    work: Any
-    spans: list[StrandSpan]
+    carried: Any
+    machine: Machine
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Any:
         """Until all have brought their part, and the link's time is over."""
-        if self.work is not None:
-            self.work.wait()
-        pause(self.end_s - perf_counter())
-        self.spans.append(StrandSpan(self.link.value, self.step, self.start_s, self.end_s))
-        return torch.empty(0)
+        begin_s = perf_counter()
+        result = None if self.carried is None else self.carried.wait()
+        came_s = perf_counter()
+        pause(self.end_s - came_s)
+        self.machine.spans.append(StrandSpan(self.link.value, self.step, self.start_s, self.end_s))
+        self.machine.stood_still(max(self.end_s, came_s) if came_s - begin_s > WAKE_UP_S else self.end_s)
+        return result
 
 
 class Machine:
-    """A processor and a queue per link; operators that run at once slow each other down as a table says."""
+    """A processor and a queue per link; operators that run at once slow each other down as a table says.
 
-    def __init__(self, table: OverlapTable, axis: str) -> None:
-        self._table, self._axis = table, axis
+    Where the host runs ahead, as a GPU's does, what it takes between two computations is hidden: a computation
+    begins when the one before has ended, or what was waited for has come.
+    """
+
+    def __init__(self, table: OverlapTable, *, runs_ahead: bool = False) -> None:
+        self._table, self._runs_ahead = table, runs_ahead
         self._transfers: list[_Transfer] = []
-        self._tensor = torch.zeros(dist.get_world_size())
+        self._free_s = 0.0
         self.spans: list[StrandSpan] = []
+        self.hurries = False
+        """Whether nothing takes time, as in a step that only warms up."""
 
     def compute(self, seconds: float, kind: Kind, step: Step) -> None:
         """Take so long, and longer while links are busy, whose transfers take longer, too."""
-        begin_s = perf_counter()
+        begin_s, seconds = self._now_s, 0.0 if self.hurries else seconds
         busy = [t for t in self._transfers if t.end_s > begin_s]
         self._transfers = busy
         slow = self._table.slowdown(kind, tuple({transfer.link for transfer in busy})) - 1.0 if busy else 0.0
         beside_s = min(seconds, max((transfer.end_s for transfer in busy), default=begin_s) - begin_s)
         for transfer in busy:
             transfer.end_s += slow * min(beside_s, transfer.end_s - begin_s)
-        pause(seconds + slow * beside_s - (perf_counter() - begin_s))
-        self.spans.append(StrandSpan(PROCESSOR, step, begin_s, perf_counter()))
+        end_s = begin_s + seconds + slow * beside_s
+        pause(end_s - perf_counter())
+        self._free_s = end_s if self._runs_ahead else perf_counter()
+        self.spans.append(StrandSpan(PROCESSOR, step, begin_s, self._free_s))
 
-    def start(self, seconds: float, link: LinkScope, step: Step, *, whole: bool = True) -> _Transfer:
-        """Start a collective, or the link's part of a chunk that gloo is not to be kept busy with."""
-        received = torch.empty_like(self._tensor)
-        work = None
-        if not whole:
-            pass
-        elif self._axis == "expert":
-            work = dist.all_to_all_single(received, self._tensor, async_op=True)
-        else:
-            work = dist.all_gather_into_tensor(received, self._tensor[:1], async_op=True)
-        now_s = perf_counter()
-        start_s = max([now_s, *(t.end_s for t in self._transfers if t.link is link)])
-        transfer = _Transfer(link, step, start_s, start_s + seconds, work, self.spans)
+    def start(self, seconds: float, link: LinkScope, step: Step, carried: Any = None) -> _Transfer:
+        """Occupy a link from when it is free, beside a collective that has been started."""
+        seconds = 0.0 if self.hurries else seconds
+        start_s = max([self._now_s, *(t.end_s for t in self._transfers if t.link is link)])
+        transfer = _Transfer(link, step, start_s, start_s + seconds, carried, self)
         self._transfers.append(transfer)
         return transfer
+
+    def stood_still(self, until_s: float) -> None:
+        """There was nothing to compute until then."""
+        self._free_s = max(self._free_s, until_s)
+
+    @property
+    def _now_s(self) -> float:
+        return self._free_s if self._runs_ahead else perf_counter()
+
+
+class _PairMachine(Machine):
+    """One whose collectives are all like those of an axis."""
+
+    def __init__(self, table: OverlapTable, axis: str) -> None:
+        super().__init__(table)
+        self._axis, self._tensor = axis, torch.zeros(dist.get_world_size())
+
+    def exchange(self, seconds: float, link: LinkScope, step: Step, *, whole: bool = True) -> _Transfer:
+        """Start a collective, or the link's part of a chunk that gloo is not to be kept busy with."""
+        return self.start(seconds, link, step, self._collective() if whole else None)
+
+    def _collective(self) -> Any:
+        received = torch.empty_like(self._tensor)
+        if self._axis == "expert":
+            return dist.all_to_all_single(received, self._tensor, async_op=True)
+        return dist.all_gather_into_tensor(received, self._tensor[:1], async_op=True)
 
 
 def measure(
@@ -95,7 +123,7 @@ def measure(
     spans: list[StrandSpan] = []
     for number in range(rounds + 1):
         for name in NAMES:
-            machine = Machine(case.table, case.axis)
+            machine = _PairMachine(case.table, case.axis)
             run = _way(name, machine, pair, orders, PairRunner(thread, turns), turns)
             dist.barrier()
             begin_s = perf_counter()
@@ -110,7 +138,7 @@ def measure(
 
 
 def _way(
-    name: str, machine: Machine, pair: StrandPair, orders: Orders, runner: PairRunner, turns: Turns
+    name: str, machine: _PairMachine, pair: StrandPair, orders: Orders, runner: PairRunner, turns: Turns
 ) -> Callable[[], None]:
     if name == COMPUTE:
         return lambda: _alone(machine, pair, communicate=False)
@@ -123,18 +151,18 @@ def _way(
     return lambda: _by_turns(machine, pair, orders.plans[name], runner, turns)
 
 
-def _alone(machine: Machine, pair: StrandPair, *, communicate: bool) -> None:
+def _alone(machine: _PairMachine, pair: StrandPair, *, communicate: bool) -> None:
     """One strand after the other, with nothing beside a collective."""
     for step, strand in ((Step.backward, pair.backward), (Step.forward, pair.forward)):
         for segment in strand.segments:
             machine.compute(segment.compute_s, segment.kind, step)
             if segment.link is not None and communicate:
-                machine.start(segment.comm_s, segment.link, step).wait()
+                machine.exchange(segment.comm_s, segment.link, step).wait()
     for weight in pair.weights:
         machine.compute(weight.compute_s, weight.kind, Step.weight)
 
 
-def _chunked(machine: Machine, pair: StrandPair) -> None:
+def _chunked(machine: _PairMachine, pair: StrandPair) -> None:
     coming: deque[_Transfer] = deque()
     for step in chunked(pair):
         if step.do is Do.wait:
@@ -143,27 +171,27 @@ def _chunked(machine: Machine, pair: StrandPair) -> None:
             machine.compute(step.seconds, step.kind, Step.backward)
         else:
             assert step.link is not None
-            coming.append(machine.start(step.seconds, step.link, Step.backward, whole=step.last))
+            coming.append(machine.exchange(step.seconds, step.link, Step.backward, whole=step.last))
 
 
-def _paired(machine: Machine, orders: Orders) -> None:
+def _paired(machine: _PairMachine, orders: Orders) -> None:
     """Operators in pairs, with a barrier after each."""
     for operators in orders.paired.together:
-        started = [machine.start(o.comm_s, o.link, Step.forward) for o in operators if o.link is not None]
+        started = [machine.exchange(o.comm_s, o.link, Step.forward) for o in operators if o.link is not None]
         for operator in operators:
             machine.compute(operator.compute_s, operator.kind, Step.forward)
         for transfer in started:
             transfer.wait()
 
 
-def _by_turns(machine: Machine, pair: StrandPair, plan: SegmentPlan, runner: PairRunner, turns: Turns) -> None:
+def _by_turns(machine: _PairMachine, pair: StrandPair, plan: SegmentPlan, runner: PairRunner, turns: Turns) -> None:
     weights: Iterator[WeightGradient] = iter(pair.weights)
 
     def strand(segments: tuple[Segment, ...], step: Step) -> None:
         for segment in segments:
             machine.compute(segment.compute_s, segment.kind, step)
             if segment.link is not None:
-                TurnTakingHandle(machine.start(segment.comm_s, segment.link, step), turns).wait()
+                TurnTakingHandle(machine.exchange(segment.comm_s, segment.link, step), turns).wait()
 
     def play_weight() -> None:
         weight = next(weights)

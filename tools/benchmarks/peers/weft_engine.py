@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import repeat
 from statistics import median
@@ -21,6 +22,7 @@ from weft.engine.planning.facts import Facts, Links
 from weft.engine.planning.joining import join
 from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.run_plan import settle_placement
+from weft.engine.stages.batch import Batch
 from weft.engine.stages.sizes import ModelSizes, PartSize
 from weft.pipeline.action import COMPUTE, slot_text
 from weft.pipeline.fitting import fit_costs
@@ -71,12 +73,31 @@ def emulated_engine(case: EngineCase, config: WeftConfig, work: EmulatedWork | N
     """
     device = join(config)
 
-    facts = _facts(case, config, device)
+    def stage(opened: PreparedRun, index: int) -> EmulatedStage:
+        return EmulatedStage(work or case.work, index=index, layers=opened.plan.split.layers)
+
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    same = repeat({"input_ids": ids, "labels": ids})
+    return engine_of(config, emulated_facts(case, config, device), device, stage, same)
+
+
+def engine_of(
+    config: WeftConfig,
+    facts: Facts,
+    device: torch.device,
+    stage: Callable[[PreparedRun, int], EmulatedStage],
+    data: Iterator[Batch],
+) -> WeftEngine:
+    """Weft's engine of emulated stages, planned from ``facts``; a collective call.
+
+    Args:
+        stage: makes the virtual stage of a number, once all is planned.
+        data: micro-batches.
+    """
     placement = from_rank_zero(lambda: settle_placement(config, facts), Placement)
     opened = PreparedRun.open(config, facts, placement, device)
     held = placement.rank_stages[facts.layout.position(dist.get_rank()).stage]
-    stages = [EmulatedStage(work or case.work, index=index, layers=opened.plan.split.layers) for index in held]
-    module = WeftModule(stages, placement, facts.layout)
+    module = WeftModule([stage(opened, index) for index in held], placement, facts.layout)
     engine = opened.engine(
         config,
         deepspeed_config(config, dist.get_world_size()),
@@ -88,12 +109,11 @@ def emulated_engine(case: EngineCase, config: WeftConfig, work: EmulatedWork | N
         lr_scheduler=None,
         collate_fn=None,
     )
-    ids = torch.zeros(1, 2, dtype=torch.long)
-    engine.set_dataiterator(repeat({"input_ids": ids, "labels": ids}))
+    engine.set_dataiterator(data)
     return engine
 
 
-def _facts(case: EngineCase, config: WeftConfig, device: torch.device) -> Facts:
+def emulated_facts(case: EngineCase, config: WeftConfig, device: torch.device) -> Facts:
     """What is known of emulated layers: all but what their collectives cost."""
     layer = PartSize(case.work.weight_elements, case.work.weight_elements)
     sites = range(len(case.sites))
