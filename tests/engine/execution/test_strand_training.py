@@ -13,6 +13,8 @@ FOUR = {
     "context 2": {"context": 2, "stages": 2},
     "context 2, ZeRO-1, recomputed": {"context": 2, "stages": 2, "zero": 1, "checkpointing": True},
     "context 2, ZeRO-3, dropout": {"context": 2, "stages": 2, "zero": 3, "dropout": 0.2},
+    "tensor 2, between sites": {"tensor": 2, "stages": 2, "sites": (1, 1)},
+    "context 2, between sites, recomputed": {"context": 2, "stages": 2, "sites": (1, 1), "checkpointing": True},
     "expert 2, ZeRO-1": {"arch": "mixtral", "expert": 2, "stages": 2, "zero": 1},
     "expert 2, recomputed": {"arch": "mixtral", "expert": 2, "stages": 2, "checkpointing": True},
 }

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.engine.execution.strand_training import pair_config
 from tests.engine.observability.bubbles import train_and_read
 from tests.engine.tiny import tiny_config
 from weft.tools.ranks import run_ranks
@@ -11,17 +12,29 @@ STEPS = 4
 
 @pytest.mark.slow
 def test_the_board_shows_the_steps_that_were_trained(tmp_path):
-    config = tiny_config(stages=2, microbatches=4)
-    silent = run_ranks(2, train_and_read, config, STEPS)
-    config.inference.enabled, config.inference.boards = True, str(tmp_path / "boards")
-    told = run_ranks(2, train_and_read, config, STEPS)
+    for rank in told(2, tiny_config(stages=2, microbatches=4), tmp_path):
+        assert len(rank["marks"]) >= 8  # a forward and a backward of each micro-batch
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_an_interleaved_pair_is_work_from_its_begin_to_its_end(tmp_path):
+    """Also while its strands wait for collectives, as any forward does."""
+    for rank in told(4, pair_config("always", str(tmp_path / "cache"), tensor=2, stages=2), tmp_path):
+        assert rank["pairs"] >= 2
+
+
+def told(num_ranks, config, folder):
+    """What boards say of a run, which are checked against the engine's own marks."""
+    silent = run_ranks(num_ranks, train_and_read, config, STEPS)
+    config.inference.enabled, config.inference.boards = True, str(folder / "boards")
+    told = run_ranks(num_ranks, train_and_read, config, STEPS)
     assert [rank["losses"] for rank in told] == [rank["losses"] for rank in silent]
     assert not any(rank["work"] for rank in silent)
     for rank in told:
         assert rank["gone"] and rank["predicted"]
-        computed = [(start, end) for op, start, end in rank["marks"] if op in ("F", "B")]
-        assert len(computed) >= 8  # a forward and a backward of each micro-batch
         # The board's marks stand around the engine's own, and in the same order.
-        for (start, end), (busy, idle) in zip(computed, rank["work"], strict=False):
+        for (start, end), (busy, idle) in zip(rank["marks"], rank["work"], strict=False):
             assert busy <= start <= end <= idle
-        assert len(rank["work"]) > len(computed)
+        assert len(rank["work"]) > len(rank["marks"])
+    return told
