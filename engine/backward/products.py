@@ -140,9 +140,8 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha:
 
 
 def _grouped_mm(input: Tensor, mat2: Tensor, offs: Tensor | None = None, **rest: Any) -> Match:
-    return (
-        (input, GroupedProduct(mat2, offs)) if offs is not None and mat2.dim() == 3 and not any(rest.values()) else None
-    )
+    plain = all(value is None for value in rest.values())
+    return (input, GroupedProduct(mat2, offs)) if plain and offs is not None and mat2.dim() == 3 else None
 
 
 def _embedding(
