@@ -1,6 +1,7 @@
 """Plans are as good as they say: they fit, more never hurts, and what is alike is treated alike."""
 
 from dataclasses import replace
+from math import ceil
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +11,10 @@ from tests.pipeline.planner.planned import cluster, model, site
 from weft.pipeline.generators import generate
 from weft.pipeline.planner.algorithm1 import algorithm1
 from weft.pipeline.planner.estimates import Estimates
+from weft.pipeline.planner.evaluation import Evaluation
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.request import Objective, Request
+from weft.pipeline.planner.routes import Route
 from weft.pipeline.planner.search import plan
 from weft.pipeline.planner.workload import LayerWork
 from weft.pipeline.validation import validate
@@ -177,3 +180,33 @@ def test_of_equal_sites_the_cheaper_is_taken():
     for objective in Objective:
         found = plan(some, model(), replace(REQUEST, objective=objective))
         assert found.alone.layout.sites == (1,)
+
+
+def test_cells_pool_as_many_replicas_as_a_transfer_takes_longer_than_a_forward():
+    shape = Shape(num_stages=2, replicas=4, microbatches=8)
+
+    def cells(bandwidth_bps, replicas=4, where=(0, 1), **request):
+        some = cluster(site("a", hosts=4), site("b", hosts=4), latency_s=0.0, bandwidth_bps=bandwidth_bps)
+        held = (1, 1) if len(where) == 2 else (2,)
+        evaluation = Evaluation(some, model(), replace(REQUEST, **request))
+        found = list(evaluation.candidates(replace(shape, replicas=replicas), Route(where, held)))
+        (costs,) = {one.costs for one in found}
+        sizes = sorted(one.layout.cell for one in found)
+        if not costs.wan_links:
+            return sizes, None
+        forward_s = max(stage.forward_s for stage in costs.stages)
+        sent_s = max(link.transit_s(costs.stages[0].output_bytes) for _, link in costs.wan_links)
+        return sizes, sent_s / forward_s
+
+    seen = set()
+    for bandwidth_bps in (1e8, 3e8, 1e9, 1e10, 1e12):
+        sizes, ratio = cells(bandwidth_bps)
+        most = min(4, ceil(ratio))
+        assert sizes == sorted({1, most})
+        seen.add(most)
+    assert len(seen) > 1, "the rates are such that it matters"
+    assert cells(1e8, replicas=1)[0] == [1]
+    assert cells(1e8, replicas=2)[0] == [1, 2]
+    assert cells(1e8, where=(0,))[0] == [1]
+    assert cells(1e8, pins={"cell": 2})[0] == [2]
+    assert cells(1e12, pins={"cell": 4})[0] == [4]
