@@ -1,0 +1,114 @@
+"""Strands in a cost model's YAML: what is left out, what comes back, and what is refused with its place."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.pipeline.strands.pairs import PairCosts
+from weft.pipeline.strands.profile import strands_from_tables, strands_to_tables
+from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, StrandPair, WeightGradient
+from weft.pipeline.strands.stages import StageStrands
+
+
+def least():
+    """As little as can be said."""
+    return {
+        "layers": {"block": {"forward": [{"link": "inside_host"}, {}], "backward": [{}]}},
+        "stages": {"block": 3},
+    }
+
+
+def test_what_is_left_out_takes_no_time_and_overlaps_in_full():
+    pairs = strands_from_tables(least(), 2)
+    ends = Segment(compute_s=0.0, link=None, comm_s=0.0, kind=Kind.gemm, leading_s=0.0, trailing_s=0.0)
+    starts = Segment(
+        compute_s=0.0, link=LinkScope.inside_host, comm_s=0.0, kind=Kind.gemm, leading_s=0.0, trailing_s=0.0
+    )
+    block = StrandPair(Strand((starts, ends)), Strand((ends,)), ())
+    assert pairs.stages == (StageStrands(((block, 3),)),) * 2
+    assert pairs.handover_s == 0.0
+    assert (pairs.overlap.default, pairs.overlap.links, dict(pairs.overlap.compute)) == (1.0, 1.0, {})
+
+
+def test_a_weight_gradient_needs_no_seconds_but_a_place():
+    tables = least()
+    tables["layers"]["block"]["weights"] = [{"after": 0}]
+    (stage,) = strands_from_tables(tables, 1).stages
+    assert stage.runs[0][0].weights == (WeightGradient(after=0, compute_s=0.0, kind=Kind.gemm),)
+    tables["layers"]["block"]["weights"] = [{"compute_ms": 1}]
+    with pytest.raises(ValueError, match=r"strands\.layers\.block\.weights\[0\]\.after"):
+        strands_from_tables(tables, 1)
+
+
+MILLISECONDS = st.floats(0, 1e3)
+
+
+@given(st.lists(MILLISECONDS, min_size=6, max_size=6), st.sampled_from(Kind), st.sampled_from(LinkScope))
+def test_milliseconds_are_seconds_and_come_back(times, kind, link):
+    compute, comm, leading, trailing, weight, handover = times
+    segment = {"compute_ms": compute, "comm_ms": comm, "leading_ms": leading, "trailing_ms": trailing}
+    tables = least() | {"handover_ms": handover}
+    block = tables["layers"]["block"]
+    block["forward"] = [segment | {"kind": kind.value, "link": link.value}]
+    block["weights"] = [{"after": 0, "compute_ms": weight, "kind": kind.value}]
+    pairs = strands_from_tables(tables, 1)
+    layer = pairs.stages[0].runs[0][0]
+    (read,) = layer.forward.segments
+    approx = pytest.approx
+    assert (read.kind, read.link) == (kind, link)
+    assert [read.compute_s, read.comm_s, read.leading_s, read.trailing_s] == approx([t / 1e3 for t in times[:4]])
+    assert layer.weights[0].compute_s == approx(weight / 1e3) and pairs.handover_s == approx(handover / 1e3)
+    again = strands_to_tables(strands_from_tables(strands_to_tables(pairs), 1))
+    assert _flat(again) == approx(_flat(strands_to_tables(pairs)))
+
+
+def _flat(tables):
+    """Every number of nested tables."""
+    if isinstance(tables, dict):
+        tables = list(tables.values())
+    if isinstance(tables, list):
+        return [number for value in tables for number in _flat(value)]
+    return [tables] if isinstance(tables, int | float) else []
+
+
+def change(*path, to):
+    tables = least()
+    holder = tables
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = to
+    return tables
+
+
+BLOCK = ("layers", "block")
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        (change("layers", to={}), r"strands\.layers={}"),
+        (change("layers", to=[]), r"strands\.layers=\[\]"),
+        (change("stages", to=[{"block": 1}]), r"strands\.stages: 1 tables where there are 2"),
+        (change("stages", to={}), r"strands\.stages\[0\]: no layers; .*block: 4"),
+        (change("stages", to={"brick": 1}), "brick"),
+        (change("stages", to={"block": 0}), r"strands\.stages\[0\]\.block"),
+        (change("stages", to={"block": 1001}), r"strands\.stages\[0\]\.block"),
+        (change("handover_ms", to=-1), r"strands\.handover_ms"),
+        (change(*BLOCK, "forward", to=None), r"strands\.layers\.block\.forward=None"),
+        (change(*BLOCK, "forward", to=[{}] * 201), r"at most 200"),
+        (change(*BLOCK, "forward", to=[{"kind": "x"}]), r"forward\[0\]\.kind='x': expected one of"),
+        (change(*BLOCK, "forward", to=[{"link": "x"}]), r"forward\[0\]\.link='x': expected one of"),
+        (change(*BLOCK, "backward", to=[{}, {"comm_ms": float("nan")}]), r"backward\[1\]\.comm_ms"),
+        (change(*BLOCK, "sideways", to=[]), "sideways"),
+        (change("overlap", to={"default": "x"}), r"strands\.overlap\.default"),
+        (change("overlap", to={"compute": [{"kind": "gemm", "factor": 1}]}), r"overlap\.compute\[0\]\.link"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_its_name(tables, said):
+    with pytest.raises(ValueError, match=said):
+        strands_from_tables(tables, 2)
+
+
+@pytest.mark.parametrize("tables", [change("stages", to={"block": 1000}), change(*BLOCK, "forward", to=[{}] * 200)])
+def test_the_largest_are_taken(tables):
+    assert isinstance(strands_from_tables(tables, 2), PairCosts)
