@@ -1,5 +1,7 @@
 """What the probe of collectives makes of what it measures."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -45,3 +47,8 @@ def test_more_bytes_are_tried_until_they_take_long(monkeypatch):
     assert sizes(AlphaBeta(1.0, 1e-9)) == probe.SIZES
     assert sizes(AlphaBeta(1e-3, 1e-6)) == probe.SIZES[:3]
     assert sizes(AlphaBeta(1e-3, 1e-3)) == probe.SIZES[:2]
+
+
+def test_sizes_reach_from_where_latency_counts_to_where_bandwidth_does():
+    assert probe.SIZES[0] <= 1 << 12 and probe.SIZES[-1] >= 1 << 22
+    assert all(4 * here <= following for here, following in pairwise(probe.SIZES))

@@ -172,6 +172,19 @@ def test_no_cost_is_negative(samples):
     assert line.beta_s >= 0
 
 
+@given(st.lists(st.tuples(st.integers(1, 9), st.floats(1e3, 1e8), st.floats(1e-5, 1.0)), min_size=2, max_size=8))
+def test_no_other_line_fits_better(samples):
+    """The conditions of Karush, Kuhn and Tucker for the sum of squared relative errors."""
+    line = fit(samples)
+    rows = [(rounds / seconds, size / seconds) for rounds, size, seconds in samples]
+    errors = [line.alpha_s * x + line.beta_s * y - 1 for x, y in rows]
+    for value, column in ((line.alpha_s, 0), (line.beta_s, 1)):
+        slope = sum(row[column] * error for row, error in zip(rows, errors, strict=True))
+        scale = sum(row[column] * (1 + abs(error)) for row, error in zip(rows, errors, strict=True))
+        assert slope >= -1e-6 * scale
+        assert not value or slope <= 1e-6 * scale
+
+
 def test_chunks_lie_end_to_end():
     chunked = plain(wish(Primitive.all_reduce)).chunked((0.2, 0.3, 0.5))
     assert chunked.bounds(10) == [(0, 2), (2, 5), (5, 10)]

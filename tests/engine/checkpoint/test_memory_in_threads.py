@@ -283,3 +283,28 @@ def waiting(root):
 def test_the_time_that_training_waits_is_counted(tmp_path):
     for first, stalled, most in run_in_threads(2, waiting, tmp_path):
         assert 0 < first <= stalled <= most
+
+
+def _trained_beside_a_slow_commit(root, copied, told):
+    made, memory = opened(root, "one host")
+    made.step()
+    memory.take({})
+    memory.before_step()  # returns although no commit can be written yet
+    if copied.wait(20) == 0:
+        told.set()
+    memory.finish()
+    whole = memory.num_whole
+    memory.close()
+    dist.barrier()
+    return whole
+
+
+def test_the_optimiser_waits_for_the_copy_and_not_for_its_commit(tmp_path, monkeypatch):
+    copied, told, commit = threading.Barrier(2), threading.Event(), Slot.commit
+
+    def slow(slot, text):
+        assert told.wait(20), "the optimiser was not let go on"
+        commit(slot, text)
+
+    monkeypatch.setattr(Slot, "commit", slow)
+    assert run_in_threads(2, _trained_beside_a_slow_commit, tmp_path, copied, told) == [1, 1]
