@@ -1,0 +1,111 @@
+"""DeepSpeed's methods for the optimiser, as Weft has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from deepspeed.runtime.config import LAMB_OPTIMIZER
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.optim import Optimizer
+
+from weft.conf.schema import WeftConfig
+from weft.engine.module import WeftModule
+from weft.engine.observability.heartbeat import Heartbeat
+from weft.engine.planning.run_plan import RunPlan
+from weft.engine.zero import Collectives, Comparison, Lamb, ShardedOptimizer, Sharding, Skips
+
+
+class OptimizingEngine(PipelineEngine):
+    """A pipeline engine whose optimiser steps `weft.engine.zero`'s buckets, at every stage of ZeRO."""
+
+    weft: WeftConfig
+    plan: RunPlan
+    module: WeftModule
+    heartbeat: Heartbeat
+    sharding: Sharding
+    optimizer: ShardedOptimizer
+    basic_optimizer: Optimizer
+    _collectives: Collectives
+    _comparison: Comparison
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """While this rank waits for others that are not through yet."""
+        raise NotImplementedError
+
+    def _broadcast_model(self) -> None:
+        """As DeepSpeed's, over replicas; but those that share out experts hold different ones."""
+        if self.plan.layout.expert == 1:
+            super()._broadcast_model()
+
+    def zero_optimization(self) -> bool:
+        """Whether the optimiser clips and drops gradients itself: ours does, at stage 0, too."""
+        return True
+
+    def zero_optimization_stage(self) -> int:
+        """What DeepSpeed itself shards: nothing. ``weft.zero.stage`` is what `weft.engine.zero` does."""
+        return 0
+
+    def _configure_optimizer(
+        self, client_optimizer: Optimizer | Callable | None, model_parameters: list[dict[str, Any]]
+    ) -> None:
+        """Make the optimiser, and shard it."""
+        if client_optimizer is None:
+            self.basic_optimizer = self._configure_basic_optimizer(model_parameters)
+        elif isinstance(client_optimizer, Optimizer):
+            self.basic_optimizer = client_optimizer
+        else:
+            self.basic_optimizer = client_optimizer(model_parameters)
+        self._check_for_duplicates(self.basic_optimizer)
+        self.sharding = Sharding(
+            self.module.stages.values(),
+            self.weft.zero,
+            self._collectives,
+            self.module.tied,
+            self.plan.overlap.cuts if self.plan.overlap is not None else {},
+        )
+        grid, fp16 = self.module._grid, self.fp16_enabled()
+        dtype = torch.float16 if fp16 else torch.float32
+        self.optimizer = ShardedOptimizer(
+            self.basic_optimizer,
+            self.sharding,
+            loss_scaler=CreateLossScaler(
+                dtype, self.loss_scale(), self.dynamic_loss_scale(), self.dynamic_loss_scale_args()
+            ),
+            clip=self.gradient_clipping,
+            waiting=self._waiting,
+            steps_done=lambda: self.global_steps,
+            skips=Skips(self.weft.supervise.max_skips or 0, self.weft.supervise.spike),
+            check_overflow=fp16 or (self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow),
+            replicas=self.module.stage_group if self.plan.layout.lines > 1 else None,
+            pipeline=grid.get_pipe_parallel_group() if grid.get_pipe_parallel_world_size() > 1 else None,
+        )
+
+    def _configure_basic_optimizer(self, model_parameters: list[dict[str, Any]]) -> Optimizer:
+        """The optimiser that the configuration names; DeepSpeed's own LAMB takes whole parameters on GPUs only."""
+        if self.optimizer_name() == LAMB_OPTIMIZER:
+            return Lamb(model_parameters, **(self.optimizer_params() or {}))
+        return super()._configure_basic_optimizer(model_parameters)
+
+    def get_global_grad_norm(self) -> float | None:
+        """2-norm of the whole model's gradient in the last step, before clipping; None before the first."""
+        with self.heartbeat.waiting():
+            norm = self.optimizer.gradient_norm
+        return None if norm is None else norm.item()
+
+    def check_finite(self) -> None:
+        """Make sure that what was trained so far may be kept; a collective call, between steps.
+
+        `save_checkpoint` and `export` do so before they write.
+
+        Raises:
+            NonFiniteError: on every rank: the last gradient, a weight or its optimiser's state is not finite.
+            ReplicasDiffer: on every rank: they should hold the same numbers (``supervise.compare_every``).
+        """
+        self._comparison.now(self.global_steps)
+        with self.heartbeat.waiting():
+            self.sharding.settle()
+            self.optimizer.check_finite()
