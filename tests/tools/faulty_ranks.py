@@ -36,6 +36,21 @@ def _signal(number: signal.Signals) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
+def _die_in_a_pair() -> None:
+    """In the next strand pair, in the backward's thread, with a collective of each strand in flight."""
+    from weft.engine.strands.baton import Baton
+    from weft.pipeline.strands.plan import Step
+
+    pause = Baton.pause
+
+    def fatal(baton: Baton, strand: Step) -> None:
+        if strand is Step.backward and baton.handovers >= 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        pause(baton, strand)
+
+    Baton.pause = fatal  # type: ignore[method-assign]
+
+
 def _evict_and_die() -> None:
     _deny_list().evict("right", "by a test")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -60,6 +75,7 @@ def _deny_list() -> DenyList:
 DEEDS: Mapping[str, Callable[[], None]] = {
     "SIGKILL": _signal(signal.SIGKILL),
     "SIGSTOP": _signal(signal.SIGSTOP),
+    "pair": _die_in_a_pair,
     "evict": _evict_and_die,
     "readmit": _readmit_and_wait,
     "wait": _wait,

@@ -93,6 +93,21 @@ def test_a_run_with_faults_computes_what_one_without_does(settings):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * LIMIT_S + 60)
+def test_a_rank_that_dies_inside_of_a_strand_pair_costs_no_loss(settings):
+    pairs = ["pipeline.schedule=w", "pipeline.placement=fold", "pipeline.microbatches=4", "pipeline.pairs=always"]
+    settings = [*settings, *pairs, "parallel.tensor=2", "model.overrides.num_hidden_layers=4"]
+    process, calm = start(settings, "calm")
+    assert process.wait(LIMIT_S) == 0
+    process, folder = start(settings, "faulty", faults="1:1:6:pair")
+    assert process.wait(LIMIT_S) == 0
+    assert [(fault["culprit"]["rank"], fault["kind"]) for fault in events(folder, "fault")] == [(1, "signal")]
+    assert [event["attempt"] for event in events(folder, "good_step")] == [1, 2]
+    assert losses(folder) == losses(calm)
+    wait_for(lambda: not left_of(folder))
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_with_fewer_replicas_and_grows_back(settings):
     settings = [*settings, "supervise.least_deadline_s=200"]
     process, calm = start(settings, "calm")
