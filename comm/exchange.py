@@ -61,7 +61,7 @@ def broadcast(value: object, *, src: int = 0, kinds: tuple[type, ...] = ()) -> A
     """
     world = emulated_world()
     if world is not None:
-        return world.hear(src, lambda: value)
+        return world.hear(src, lambda: value, kinds)
     first = dist.get_rank() == src
     data = _bytes(encode(value) if first else b"", None)
     length = torch.tensor([len(data)], device=data.device)

@@ -57,7 +57,7 @@ def _meet(url: str, timeout: timedelta = dist.default_pg_timeout, **_: Any) -> I
 
 def open_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
     """The store of the job that the launcher's environment describes; a collective call, errors as of `_meet`."""
-    address = _address(rank, timeout)
+    address = job_socket(rank, timeout)
     _choose_interface(address)
     if rank == 0:
         local = ProcessLocalPort.open()
@@ -76,8 +76,8 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", proxy.port, size, is_master=False, timeout=timeout)
 
 
-def _address(rank: int, timeout: timedelta) -> AuthenticatedSocket:
-    """The authenticated socket that the environment describes; on rank 0 it is listening when this returns."""
+def job_socket(rank: int, timeout: timedelta) -> AuthenticatedSocket:
+    """The authenticated socket of the job in the environment; on rank 0 it is listening when this returns."""
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if on_one_host():
         # A process that an earlier attempt has left behind, stopped for example, cannot hold this one's name, nor

@@ -204,7 +204,7 @@ def from_rank_zero(action: Callable[[], T], *kinds: type) -> T:
     """
     world = emulated_world()
     if world is not None:
-        return world.hear(0, lambda: together(action))
+        return world.hear(0, lambda: together(action), kinds)
     return broadcast(together(lambda: action() if dist.get_rank() == 0 else None), kinds=kinds)
 
 

@@ -77,13 +77,13 @@ class Recorder:
             theirs = self._expected.said.get(counterpart, [])
         place = len(mine) - 1
         if place >= len(theirs):
-            then = f"does nothing more with it ({counterpart})" if theirs else f"does nothing with it ({counterpart})"
+            expected = f"nothing more of it ({counterpart})" if theirs else f"nothing of it ({counterpart})"
         elif theirs[place] != said:
-            then = f"does {theirs[place]}"
+            expected = str(theirs[place])
         else:
             return
         peer = next((rank for rank in others if rank != self.rank), self.rank)
-        raise Mismatch(f"rank {self.rank} does {said}, and rank {peer}, which should do the same, {then}")
+        raise Mismatch(f"rank {self.rank} comes to {said}, where rank {peer} expects {expected}")
 
     def answer(self, counterpart: str, make: Callable[[], Any]) -> Any:
         """What the others said when they were asked: what is known, or what this rank would ``make`` of it."""

@@ -118,21 +118,27 @@ class EmulatedWorld:
         span = f"{members[0]} to {members[-1]}" if len(members) > 4 else ", ".join(map(str, members))
         return EmulatedGroup(self, members, f"group {number} of {len(members)} ranks {span}")
 
+    def group_sizes(self) -> tuple[int, ...]:
+        """Members of each process group that this rank is in, in the order of their making."""
+        return tuple(len(members) for members, last in self._made.items() for _ in range(last + 1))
+
     # -- small values ----------------------------------------------------------------------------
 
     def gather(self, value: Any, ranks: Sequence[int], asked: Asked) -> list[Any]:
         """What every one of ``ranks`` says; this one says ``value``."""
-        self.recorder.say(ranks, f"{asked.value} of {len(ranks)} ranks", Said(f"tell the others ({asked.value})"))
+        said = Said(f"the {asked.value} that ranks tell each other")
+        self.recorder.say(ranks, f"{asked.value} of {len(ranks)} ranks", said)
         other = self.answers.get(asked)
         mine = self.rank
-        said = [value if rank == mine or other is None else other(rank, value) for rank in ranks]
+        answers = [value if rank == mine or other is None else other(rank, value) for rank in ranks]
         if other is not None and asked is Asked.host:
-            said[list(ranks).index(mine)] = other(mine, value)
-        return said
+            answers[list(ranks).index(mine)] = other(mine, value)
+        return answers
 
-    def hear(self, src: int, make: Callable[[], Any]) -> Any:
-        """What rank ``src`` tells all: what this rank would ``make`` in its place."""
-        self.recorder.say([src], VALUES, Said(f"hear what rank {src} says"))
+    def hear(self, src: int, make: Callable[[], Any], kinds: Sequence[type] = ()) -> Any:
+        """What rank ``src`` tells all, a value of ``kinds``: what this rank would ``make`` in its place."""
+        name = kinds[0].__name__ if kinds else "value"
+        self.recorder.say([src], VALUES, Said(f"the {name} that rank {src} tells all ranks"))
         return self.recorder.answer(VALUES, make)
 
     # -- tensors ---------------------------------------------------------------------------------

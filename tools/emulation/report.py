@@ -7,7 +7,7 @@ from statistics import median
 from weft.pipeline.cell import predict
 from weft.pipeline.text import bytes_text
 from weft.tools.emulation.session import Setting
-from weft.tools.emulation.turns import Emulation
+from weft.tools.emulation.turns import AGREED, Emulation
 
 
 def report(found: Emulation, setting: Setting) -> str:
@@ -33,10 +33,21 @@ def report(found: Emulation, setting: Setting) -> str:
     lines += [
         "",
         f"step {1e3 * found.step_s:.1f} ms; round by round {rounds} ms: {found.change:.1%} in the last",
+        *([] if found.agreed else [_disagreement(found)]),
         _beside_simulation(found, setting),
         "losses and gradient norms of this emulation mean nothing: emulated ranks send zeros",
     ]
     return "\n".join(lines)
+
+
+def _disagreement(found: Emulation) -> str:
+    """What the user can do about rounds that differ."""
+    turns = [median(turn.step_s) for turn in found.turns]
+    return (
+        f"the rounds do not agree to within {AGREED:.0%} (real ranks of the last: {1e3 * min(turns):.1f} to "
+        f"{1e3 * max(turns):.1f} ms), so take the step as no more exact than that: let nothing else run on this "
+        "machine, take --at-once 1, or measure more --steps"
+    )
 
 
 def _beside_simulation(found: Emulation, setting: Setting) -> str:

@@ -98,6 +98,11 @@ class Emulation:
         """By what share the step changed in the last round."""
         return abs(self.rounds[-1] / self.rounds[-2] - 1) if len(self.rounds) > 1 else 0.0
 
+    @property
+    def agreed(self) -> bool:
+        """Whether the last round said what the round before it did."""
+        return self.change <= AGREED
+
 
 def emulate(
     job: EmulatedJob,
@@ -118,9 +123,15 @@ def emulate(
         at_once: real ranks that run side by side, each on a core or a device of its own.
 
     Raises:
-        EmulationError: what an emulated rank meets, or the delay model, does not go on.
+        EmulationError: what an emulated rank meets, or the delay model, does not go on; or the ranks would not be
+            on CPUs.
         ValueError: bad input that the ranks themselves refuse.
     """
+    if (device := os.environ.get("DS_ACCELERATOR", "cpu")) != "cpu":
+        raise EmulationError(
+            f"DS_ACCELERATOR={device}: the clock of an emulation holds up the host, which a device's stream would not "
+            "notice; emulate on CPUs (DS_ACCELERATOR=cpu), and say with --what-if speed= how much faster the device is"
+        )
     if wrong := [rank for rank in real if not 0 <= rank < size]:
         raise EmulationError(f"--real {wrong[0]}: there is no such rank; the job has ranks 0 to {size - 1}")
     what_if = setting.what_if

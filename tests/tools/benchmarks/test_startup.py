@@ -1,0 +1,61 @@
+"""What ranks ask of the store, as it is counted and fitted."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from weft.tools.benchmarks import startup
+from weft.tools.benchmarks.starts.clients import Asked
+from weft.tools.benchmarks.starts.counted_store import CountedStore
+from weft.tools.benchmarks.starts.ranks import DEEPSPEED, ENGINE, WORLD, EmulatedStart, Part
+
+
+def test_a_counted_store_answers_as_the_store_behind_it_and_counts():
+    store = CountedStore(dist.HashStore())
+    through = dist.PrefixStore("group", store)  # as torch hands it to process groups
+    through.set("a", "1")
+    assert through.get("a") == b"1"
+    assert through.add("n", 2) == 2
+    assert through.check(["a"])
+    through.wait(["a"], timedelta(seconds=1))
+    through.multi_set(["b", "c"], ["2", "3"])
+    assert through.multi_get(["b", "c"]) == [b"2", b"3"]
+    assert through.compare_set("a", "1", "4") == b"4"
+    assert store.store.get("group/a") == b"4"
+    assert store.has_extended_api()
+    once = ("set", "get", "add", "check", "wait", "multi_set", "multi_get", "compare_set")
+    assert store.asked == dict.fromkeys(once, 1)
+
+
+def test_what_the_store_behind_raises_is_raised():
+    with pytest.raises(dist.DistStoreError):
+        CountedStore(dist.HashStore()).wait(["never"], timedelta(milliseconds=1))
+
+
+def test_operations_of_the_busiest_rank_are_fitted_over_the_number_of_ranks():
+    ranks = {
+        count: [{name: Part({"get": 2 * count, "set": 1}, 0.1) for name in (WORLD, ENGINE, DEEPSPEED)}]
+        for count in (4, 8, 16)
+    }
+    assert startup._fits(ranks)[0] == f"{WORLD}: 2.00 n +1.0 operations of a rank of n"
+    assert startup._fits({4: ranks[4]}) == []
+    row = startup._real_rows(ranks)[0]
+    assert (row["of a rank, at most"], row["which"], row["of all"]) == (9, "8 get, 1 set", 9)
+
+
+def test_numbers_that_cannot_be_started_are_refused_before_anything_is(monkeypatch):
+    monkeypatch.setattr(startup, "run_ranks", lambda *args, **kwargs: pytest.fail("nothing starts"))
+    with pytest.raises(ValueError, match="6 ranks: give a multiple of 4"):
+        startup.main(["--ranks", "6", "--clients"])
+    with pytest.raises(ValueError, match=r"--clients 400000000: this process may open \d+ files"):
+        startup.main(["--ranks", "--clients", "400000000"])
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(1.0, 0), (5.0, 1)])
+def test_a_store_that_takes_longer_than_its_goal_fails_the_bench(monkeypatch, seconds, code):
+    monkeypatch.setattr(startup, "_emulated", lambda count: EmulatedStart(0.1, (count, 4)))
+    monkeypatch.setattr(startup, "_asked", lambda count, start: Asked(10, seconds, seconds / 2))
+    assert startup.main(["--ranks", "--clients", "2048"]) == code

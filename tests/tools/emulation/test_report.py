@@ -1,0 +1,31 @@
+"""What an emulation says of itself."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from weft.comm.emulated.conversation import EmulationError
+from weft.tools.emulation.report import _disagreement
+from weft.tools.emulation.turns import AGREED, Emulation, emulate
+
+
+def found(*rounds):
+    turns = [SimpleNamespace(step_s=(rounds[-1] * share,)) for share in (0.9, 1.0, 1.2)]
+    return Emulation(plan=None, classes=[], real=[], turns=turns, rounds=list(rounds), costs=None, set_up_s=[])
+
+
+def test_rounds_agree_by_the_last_two():
+    assert found(1.0, 2.0, 2.0 * (1 + AGREED / 2)).agreed
+    assert not found(2.0, 2.0, 2.2).agreed
+
+
+def test_rounds_that_differ_are_told_with_what_to_do():
+    assert "real ranks of the last: 1980.0 to 2640.0 ms" in _disagreement(found(2.0, 2.0, 2.2))
+
+
+def test_an_emulation_on_another_device_is_refused_before_a_process_starts(monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    with pytest.raises(EmulationError, match=r"^DS_ACCELERATOR=cuda: .*; emulate on CPUs"):
+        emulate(None, 8, None, steps=1)

@@ -1,0 +1,1 @@
+"""What ranks ask of the job's store when they start."""

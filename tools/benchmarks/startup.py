@@ -1,0 +1,134 @@
+"""Start-up: what ranks ask of the job's store before their first step, and how long they take."""
+
+from __future__ import annotations
+
+import argparse
+import resource
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from statistics import linear_regression
+
+from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.starts.clients import Asked, ask_as_many
+from weft.tools.benchmarks.starts.ranks import (
+    DEEPSPEED,
+    ENGINE,
+    WORLD,
+    EmulatedStart,
+    Part,
+    start_among_emulated,
+    start_for_real,
+)
+from weft.tools.ranks import run_ranks
+from weft.tools.tables import show, table_of
+
+STAGES = 4
+TIMEOUT_S = 280.0
+PROCESSES = 8
+"""That share the clients of the store."""
+GOALS_S = {2048: 5.0, 10_240: 30.0}
+"""Most seconds that clients are connected and answered in (MegaScale section 3.5: below 5 at 2,048 ranks)."""
+FILES_PER_CLIENT = 4
+"""Open files of the store's process and of the clients' together, at most, for each client."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``[--ranks N ...] [--clients N ...]``; returns 1 if the store takes longer than its goal.
+
+    Raises:
+        ValueError: a number of ranks or clients that cannot be started here.
+    """
+    parser = argparse.ArgumentParser(prog="weft bench startup", description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[4, 8, 16, 32], help="real ranks (default 4 8 16 32)")
+    parser.add_argument(
+        "--clients", type=int, nargs="*", default=[2048, 10_240], help="clients of the store (default 2048 10240)"
+    )
+    args = parse(parser, argv)
+    if wrong := [count for count in (*args.ranks, *args.clients) if count < STAGES or count % STAGES]:
+        raise ValueError(f"{wrong[0]} ranks: give a multiple of {STAGES}, which is how many stages the job has")
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if too_many := [count for count in args.clients if FILES_PER_CLIENT * count > 2 * files]:
+        raise ValueError(f"--clients {too_many[0]}: this process may open {files} files; raise it (ulimit -n)")
+    real = {count: _real(count) for count in args.ranks}
+    if real:
+        show(table_of(_real_rows(real), f"Real ranks over gloo, {STAGES} stages"), *_fits(real))
+    emulated = {count: _emulated(count) for count in args.clients}
+    asked = {count: _asked(count, emulated[count]) for count in args.clients}
+    if emulated:
+        show(table_of(map(_client_row, emulated.values(), asked.items()), "A rank among emulated ones, and its store"))
+    met = all(each.connect_s + each.ask_s <= GOALS_S.get(count, TIMEOUT_S) for count, each in asked.items())
+    figures = {
+        "real": {count: list(map(_as_dicts, ranks)) for count, ranks in real.items()},
+        "emulated": {count: asdict(each) for count, each in emulated.items()},
+        "clients": {count: asdict(each) for count, each in asked.items()},
+    }
+    write_json(args, "startup", figures, met=met)
+    return 0 if met else 1
+
+
+def _real(count: int) -> list[dict[str, Part]]:
+    return run_ranks(count, start_for_real, STAGES, count // STAGES, TIMEOUT_S, timeout_s=TIMEOUT_S)
+
+
+def _emulated(count: int) -> EmulatedStart:
+    return run_ranks(1, start_among_emulated, STAGES, count // STAGES, TIMEOUT_S, timeout_s=TIMEOUT_S)[0]
+
+
+def _asked(count: int, start: EmulatedStart) -> Asked:
+    """By all clients: operations of all, and the time that the last of them took."""
+    run = partial(run_ranks, PROCESSES + 1, ask_as_many, count, start.group_sizes, TIMEOUT_S)
+    found: list[Asked] = run(timeout_s=TIMEOUT_S)
+    return Asked(
+        sum(each.operations for each in found),
+        max(each.connect_s for each in found),
+        max(each.ask_s for each in found),
+    )
+
+
+def _real_rows(real: Mapping[int, Sequence[Mapping[str, Part]]]) -> list[dict[str, object]]:
+    return [
+        {
+            "part": name,
+            "ranks": count,
+            "of a rank, at most": max(each[name].operations for each in ranks),
+            "which": _named(max((each[name] for each in ranks), key=lambda part: part.operations)),
+            "of all": sum(each[name].operations for each in ranks),
+            "slowest rank": f"{max(each[name].seconds for each in ranks):.2f} s",
+        }
+        for name in (WORLD, ENGINE, DEEPSPEED)
+        for count, ranks in real.items()
+    ]
+
+
+def _fits(real: Mapping[int, Sequence[Mapping[str, Part]]]) -> list[str]:
+    """What a rank asks, as a line over the number of ranks."""
+    if len(real) < 2:
+        return []
+    lines = []
+    for name in (WORLD, ENGINE, DEEPSPEED):
+        most = [max(each[name].operations for each in ranks) for ranks in real.values()]
+        slope, rest = linear_regression(list(real), most)
+        lines.append(f"{name}: {slope:.2f} n {rest:+.1f} operations of a rank of n")
+    return lines
+
+
+def _client_row(start: EmulatedStart, found: tuple[int, Asked]) -> dict[str, object]:
+    count, asked = found
+    return {
+        "ranks": f"{count:,}",
+        "engine stands after": f"{start.seconds:.1f} s",
+        "groups of a rank": len(start.group_sizes),
+        "operations of all": f"{asked.operations:,}",
+        "connected": f"{asked.connect_s:.1f} s",
+        "answered": f"{asked.ask_s:.1f} s",
+        "goal": f"{GOALS_S[count]:g} s" if count in GOALS_S else "",
+    }
+
+
+def _as_dicts(parts: Mapping[str, Part]) -> dict[str, dict[str, object]]:
+    return {name: asdict(part) for name, part in parts.items()}
+
+
+def _named(part: Part) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(part.asked.items()))
