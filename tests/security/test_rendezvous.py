@@ -215,13 +215,13 @@ def test_under_torchrun_the_agents_store_tells_the_address_only(monkeypatch):
     monkeypatch.setattr(rendezvous, "on_one_host", lambda: False)
     settings = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job", "WEFT_KEY": KEY}
     with environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(agent.port), **settings):
-        store, _ = first_rank(rendezvous._address(0, TIMEOUT))
-        another_rank(rendezvous._address(1, TIMEOUT)).set("a", b"1")
+        store, _ = first_rank(rendezvous.job_socket(0, TIMEOUT))
+        another_rank(rendezvous.job_socket(1, TIMEOUT)).set("a", b"1")
         assert store.get("a") == b"1"
         with socket.create_server(("127.0.0.1", 0)) as false:
             agent.set("weft/store_address/job/None", f"127.0.0.1 {false.getsockname()[1]}")
             monkeypatch.setattr("weft.comm.authenticated_socket.HANDSHAKE_TIMEOUT_S", 0.2)
-            proxy = LoopbackProxy(rendezvous._address(1, TIMEOUT).connect)
+            proxy = LoopbackProxy(rendezvous.job_socket(1, TIMEOUT).connect)
             with pytest.raises(ConnectionError, match=r"rank 0 did not listen within 1 s"):
                 proxy.preconnect(1.0)
 
@@ -286,10 +286,10 @@ def test_supervised_runs_with_one_port_do_not_meet(monkeypatch):
     listening = []
     for run in ("one", "other"):
         monkeypatch.setenv("WEFT_RUN", f"{run}-{os.getpid()}")
-        listening.append(rendezvous._address(0, timedelta(seconds=5)))
+        listening.append(rendezvous.job_socket(0, timedelta(seconds=5)))
     try:
         with pytest.raises(ValueError, match=r"cannot meet at .*: Address already in use"):
-            rendezvous._address(0, timedelta(seconds=5))
+            rendezvous.job_socket(0, timedelta(seconds=5))
     finally:
         for each in listening:
             each.listener.close()
