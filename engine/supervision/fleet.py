@@ -8,7 +8,10 @@ from math import inf
 from typing import Any
 
 CONNECT_S = 30.0
-"""Seconds that a host has to start an agent, and the agent to reach the driver."""
+"""Seconds that a host has to start an agent, and the agent to reach the driver, while it is not known how many do."""
+LEAST_CONNECT_S = 5.0
+LONGER = 4.0
+"""Times as long as the slowest host took so far that another agent may take."""
 PROBE_S = 30.0
 """Seconds between attempts to start an agent on a host that could not be reached."""
 
@@ -19,6 +22,7 @@ class Host:
 
     Attributes:
         generation: of its newest agent.
+        starting: whether it was started by this driver and has not had a connection yet.
         connected: whether that agent has a connection.
         exited: whether its process is known to have ended.
         heard: when it was last heard of.
@@ -29,6 +33,7 @@ class Host:
     """
 
     generation: int = 0
+    starting: bool = False
     connected: bool = False
     exited: bool = False
     heard: float = 0.0
@@ -58,17 +63,15 @@ class Fleet:
         say: Callable[[str], None],
         *,
         sites: Sequence[Collection[str]] = (),
-        link_s: float = 0.0,
     ) -> None:
         """No host yet.
 
         Args:
             sites: the hosts of each; empty where there is one.
-            link_s: seconds that a link between sites may be silent, for links heal by themselves.
         """
         self._start_agent, self._record, self._say = start_agent, record, say
         self._sites = sites if len(sites) > 1 else ()
-        self._link_s = link_s
+        self._connected_s = 0.0
         self._silent_at: dict[tuple[str, ...], float] = {}
         self.hosts: dict[str, Host] = {}
         self.away: dict[str, str] = {}
@@ -97,6 +100,20 @@ class Fleet:
         host = self.hosts.get(name)
         return host if host is not None and host.generation == generation else None
 
+    def saw_connection(self, name: str, now: float) -> None:
+        """The newest agent of a host has a connection."""
+        host = self.hosts[name]
+        if host.starting:
+            self._connected_s, host.starting = max(self._connected_s, now - host.since), False
+        host.connected, host.heard = True, now
+
+    @property
+    def connect_s(self) -> float:
+        """Seconds that a host has to start an agent, and the agent to reach the driver."""
+        if not self._connected_s:
+            return CONNECT_S
+        return min(CONNECT_S, max(LEAST_CONNECT_S, LONGER * self._connected_s))
+
     def start_missing(self, names: Iterable[str], now: float) -> None:
         """Start agents on the hosts that have none."""
         for name in names:
@@ -106,7 +123,7 @@ class Fleet:
 
     def _start(self, name: str, now: float) -> None:
         generation = self.hosts[name].generation + 1
-        self.hosts[name] = Host(generation=generation, since=now, heard=now)
+        self.hosts[name] = Host(generation=generation, starting=True, since=now, heard=now)
         self._record("agent", host=name, generation=generation)
         self._start_agent(name, generation)
 
@@ -114,18 +131,27 @@ class Fleet:
         """Its agent counts as ended, whatever may be left of it."""
         self.hosts[name].connected, self.hosts[name].exited = False, True
 
+    def lose_site(self, name: str, names: Collection[str], silence_s: float, now: float) -> None:
+        """Leave out all hosts of a host's site, if none of it is heard; one that is heard again comes back."""
+        for silent in self._silent_site(name, names, silence_s, now):
+            if silent in names:
+                self.hosts[silent].connected = False
+                self._unreachable[silent] = now
+                self.evict(silent, "its whole site is silent")
+
     def attach(self, now: float) -> None:
         """A new driver waits for the agents that there are, from now on."""
         for host in self.hosts.values():
             host.heard = host.since = now
+            host.starting = False
 
     def lost(
-        self, names: Collection[str], silence_s: float, now: float, *, patient: bool = True
+        self, names: Collection[str], silence_s: float, now: float, patience: Callable[[Collection[str]], float]
     ) -> tuple[str, str, str] | None:
         """The first host that has no agent any more: agent or host, its name, and the evidence.
 
         Args:
-            patient: whether a site of which nobody is heard has the time that links have.
+            patience: seconds that a site of which nobody is heard has, from its hosts.
         """
         for name in names:
             host = self.hosts[name]
@@ -139,7 +165,7 @@ class Fleet:
                     continue  # others of its site are heard again, and its own connection is about to be
                 if not site:
                     return "host", name, alone
-                if silent_s > self._link_s or not patient:
+                if silent_s > patience(site):
                     return "host", name, f"{alone}, nor of any of its site: {', '.join(site)}"
         return None
 
@@ -175,13 +201,15 @@ class Fleet:
         done = True
         for name in names:
             host = self.hosts[name]
+            if name in self._unreachable and name in self.away:
+                continue
             if host.connected and now - host.heard > silence_s:
                 self.give_up(name)
                 self.start_missing([name], now)
                 done = False
             elif host.connected:
                 done &= host.has_stopped(attempt)
-            elif now - host.since > CONNECT_S:
+            elif now - host.since > self.connect_s:
                 self._unreachable[name] = now
                 self.evict(name, "no agent could be started or reached")
             else:

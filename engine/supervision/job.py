@@ -18,9 +18,10 @@ from weft.engine.supervision.deadlines import Deadlines
 from weft.engine.supervision.effects import Effects
 from weft.engine.supervision.examination import DOCTOR_S, Suspicions, reason_to_evict
 from weft.engine.supervision.faults import FaultKind, RankEnd
-from weft.engine.supervision.fleet import CONNECT_S, Fleet
+from weft.engine.supervision.fleet import Fleet
 from weft.engine.supervision.layout import Layout
 from weft.engine.supervision.message import AgentMessage
+from weft.engine.supervision.patience import SitePatience
 from weft.engine.supervision.progress import Progress, step_under_way
 from weft.engine.supervision.watch import Watch
 
@@ -85,8 +86,8 @@ class Job:
             effects.record,
             effects.say,
             sites=sites,
-            link_s=max(link_deadline_s, settings.silence_s),
         )
+        self._patience = SitePatience(max(link_deadline_s, settings.silence_s), self._goes_on_without)
         self._silent: set[tuple[str, ...]] = set()
         self.stage = Stage.starting
         self.attempt = 0
@@ -100,11 +101,12 @@ class Job:
         self._drop: list[int] | None = None
         self._most_ranks = 0
         self._grows_after: str | None = None
-        self._reason = "restart"
+        self._reason, self._waiting = "restart", ""
         self._suspicions, self._suspect = Suspicions(), ""
         self._watch_anew(0.0)
         for event in past:
             self._replay(event)
+        self._patience.began(None)  # by the clock of another driver
 
     def _replay(self, event: Mapping[str, Any]) -> None:
         self.fleet.replay(event)
@@ -118,6 +120,7 @@ class Job:
                 self.attempt = event["attempt"]
                 self.stage = Stage.starting
                 self._layout = Layout(event["slots"], tuple(event["master"]), tuple(event["arguments"]))
+                self._patience.began(event.get("at"))
                 self._most_ranks = max(self._most_ranks, self._layout.num_ranks)
                 if event["reason"] in ("restart", "shrink"):
                     self._budget.saw_restart()
@@ -126,6 +129,7 @@ class Job:
                 self.stage = Stage.stopping
             case "good_step":
                 self._budget.saw_good_step()
+                self._patience.came_to_step(event.get("at"))
                 self.stage = Stage.running
             case "end":
                 self.stage = Stage.ended
@@ -171,9 +175,12 @@ class Job:
             if reason == "start":
                 raise
             away = "".join(f"; {host}: {why}" for host, why in self.fleet.away.items())
-            self._effects.say(f"waiting for hosts: {str(error).splitlines()[-1]}{away}")
-            self._resume_at = now + CONNECT_S
+            text = f"waiting for hosts: {str(error).splitlines()[-1]}{away}"
+            if text != self._waiting:
+                self._effects.say(text)
+            self._waiting, self._resume_at = text, now + HOSTS_S
             return
+        self._waiting = ""
         event = {
             "attempt": self.attempt + 1,
             "reason": self._kind_of_start(reason, layout),
@@ -183,7 +190,7 @@ class Job:
             "arguments": list(layout.arguments),
         }
         self._effects.record("attempt", **event)
-        self._replay({"event": "attempt", **event})
+        self._replay({"event": "attempt", "at": now, **event})
         self._ends.clear()
         self._lines.clear()
         self._grows_after = None
@@ -231,7 +238,7 @@ class Job:
             # What is left of a host that was given up, where another agent may be by now.
             self._effects.tell(name, generation, {"end": True, "replaced": host is None})
             return
-        host.connected, host.heard = True, now
+        self.fleet.saw_connection(name, now)
         self._assign(name)
 
     def on_lost(self, name: str, generation: int) -> None:
@@ -259,14 +266,15 @@ class Job:
         ends = dict(said.ends)
         for rank, reason in said.parked.items():  # a consequence, of what may be known later or elsewhere
             ends.setdefault(rank, RankEnd(kind=FaultKind.lost_peer, message=reason, status=1))
-        host.heard, host.attempt, host.parked = now, said.attempt, dict(said.parked)
+        host.connected, host.heard = True, now
+        host.attempt, host.parked = said.attempt, dict(said.parked)
         host.codes = {rank.rank: rank.exit_code for rank in said.report.ranks}
         if said.attempt == self.attempt and self.stage in (Stage.starting, Stage.running):
             self._watch.observe(said.report, now)
             self._progress.observe(said.report)
             self._lines |= said.lines
             self._take_ends(ends, now)
-            self._note_progress()
+            self._note_progress(now)
         if self.stage is Stage.examining and name == self._suspect and said.examined == self.attempt:
             self._take_findings(name, said.failed, now)
 
@@ -277,13 +285,13 @@ class Job:
         if self._progress.has_finished:
             self.end(0, "every rank has finished")
 
-    def _note_progress(self) -> None:
+    def _note_progress(self, now: float) -> None:
         if not self._has_rows and self._progress.has_plan:
             self._has_rows = True
             self._watch.rows = self._effects.rows()
         if self.stage is Stage.starting and self._progress.has_stepped:
             self._effects.record("good_step", attempt=self.attempt, step=step_under_way(self._watch))
-            self._replay({"event": "good_step"})
+            self._replay({"event": "good_step", "at": now})
 
     # Time
 
@@ -336,8 +344,7 @@ class Job:
         lost = None
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
-            # Where ranks have ended, links that heal would be of no use.
-            lost = self.fleet.lost(self._layout.slots, self._settings.silence_s, now, patient=not self._ends)
+            lost = self.fleet.lost(self._layout.slots, self._settings.silence_s, now, self._site_patience_s)
             self._alert_of_silence(now)
         if lost is not None:
             kind, name, evidence = lost
@@ -348,10 +355,22 @@ class Job:
             return None
         return Fault(verdict.kind, verdict.culprit, verdict.evidence, verdict.step, verdict.seconds)
 
+    def _site_patience_s(self, site: Collection[str]) -> float:
+        """Where ranks have ended, links that heal would be of no use."""
+        return 0.0 if self._ends else self._patience.seconds(site)
+
+    def _goes_on_without(self, hosts: Collection[str]) -> bool:
+        try:
+            self._layouts(self.attempt + 1, set(self.fleet.away) | set(hosts), self._layout.slots)
+        except ValueError:
+            return False
+        return True
+
     def _alert_of_silence(self, now: float) -> None:
         silent = self.fleet.silent_sites(self._layout.slots, self._settings.silence_s, now)
         for site in silent - self._silent:
-            text = f"no sign of {', '.join(site)}: their site, or the links to it; links have comm.deadline_s to heal"
+            text = f"no sign of {', '.join(site)}: their site, or the links to it, which have"
+            text += f" {self._site_patience_s(site):.0f} s to heal"
             self._effects.record(
                 "alert", attempt=self.attempt, kind="silent_site", culprit={"hosts": list(site)}, evidence=text
             )
@@ -393,7 +412,9 @@ class Job:
             self.end(*end)
             return
         self._suspicions.saw_fault(fault.kind, fault.culprit)
-        if fault.kind in ("agent", "host"):
+        if fault.kind == "host":
+            self.fleet.lose_site(fault.culprit["host"], self._layout.slots, self._settings.silence_s, now)
+        if fault.kind in ("agent", "host") and fault.culprit["host"] not in self.fleet.away:
             self.fleet.give_up(fault.culprit["host"])
         # Where starting again in the same processes has not led to a good step, new ones may.
         keeps = self._settings.in_process and self._budget.fruitless == 1

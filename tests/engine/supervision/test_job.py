@@ -8,7 +8,7 @@ from tests.engine.supervision.fake_run import rows_of
 from weft.conf.schema.supervision import SuperviseConfig
 from weft.engine.supervision.examination import DOCTOR_S
 from weft.engine.supervision.faults import FaultKind, RankEnd
-from weft.engine.supervision.fleet import CONNECT_S, PROBE_S
+from weft.engine.supervision.fleet import CONNECT_S, LEAST_CONNECT_S, LONGER, PROBE_S
 from weft.engine.supervision.job import LOOK_S, SETTLE_S, Job, Stage
 from weft.engine.supervision.layout import Layout
 from weft.engine.supervision.message import AgentMessage
@@ -32,6 +32,7 @@ class World:
         self.away_asked = []
         self.layout_hosts = hosts
         self.on_deny_list = {}
+        self.needed = set()
         self.checkpoint = ""
         self.job_rows = None
         self.places = {}
@@ -47,8 +48,8 @@ class World:
     def layouts(self, attempt, away, before):
         self.away_asked.append(set(away))
         left = {host: slots for host, slots in self.layout_hosts.items() if host not in away}
-        if not left:
-            raise ValueError("no host is left")
+        if not left or self.needed & set(away):
+            raise ValueError("too few hosts are left")
         return Layout(left, ("127.0.0.1", 1), ("--x",))
 
     def start_agent(self, host, generation):
@@ -391,21 +392,78 @@ FOUR = {"a": 1, "b": 1, "c": 1, "d": 1}
 SITES = (["a", "b"], ["c", "d"])
 
 
-def test_a_site_of_which_nobody_is_heard_has_the_time_that_links_have():
+def restart_takes(world, seconds):
+    """Come to a good step after so long."""
+    world.job.launch(world.now)
+    world.connect()
+    world.now += seconds
+    for host in world.layout_hosts:
+        world.report(host)
+
+
+def test_a_site_of_which_nobody_is_heard_may_be_silent_for_as_long_as_a_restart_takes():
     """A cut of some seconds between sites ends nothing; an alert tells of it."""
     world = World(FOUR, sites=SITES, silence_s=5.0)
-    world.train()
-    world.pass_time(25.0, "a", "b")
+    restart_takes(world, 20.0)
+    world.pass_time(18.0, "a", "b")
     assert not world.events("fault")
     (alert,) = world.events("alert")
     assert alert["kind"] == "silent_site" and alert["culprit"] == {"hosts": ["c", "d"]}
+    assert "20 s to heal" in alert["evidence"]
     world.pass_time(10.0, "a", "b", "c", "d")
     assert not world.events("fault") and world.job.attempt == 1
     world.pass_time(6.0, "a", "b")
     assert len(world.events("alert")) == 2
-    world.pass_time(26.0, "a", "b")
+    world.pass_time(16.0, "a", "b")
     (fault,) = world.events("fault")
     assert fault["kind"] == "host" and fault["culprit"] == {"host": "c"} and "c, d" in fault["evidence"]
+
+
+@pytest.mark.parametrize(("restart_s", "patience_s"), [(1.0, 10.0), (14.0, 14.0), (300.0, 30.0)])
+def test_a_silent_site_has_time_within_bounds(restart_s, patience_s):
+    world = World(FOUR, sites=SITES, silence_s=5.0)
+    restart_takes(world, restart_s)
+    world.pass_time(patience_s - 1.0, "a", "b")
+    assert not world.events("fault")
+    world.pass_time(2.0, "a", "b")
+    assert len(world.events("fault")) == 1
+
+
+def test_a_site_that_is_lost_is_left_out_at_once_and_comes_back_when_it_is_heard():
+    world = World(FOUR, sites=SITES, silence_s=5.0)
+    restart_takes(world, 3.0)
+    world.pass_time(11.0, "a", "b")
+    assert [event["host"] for event in world.events("evict")] == ["c", "d"]
+    for host in ("a", "b"):
+        world.report(host, parked={rank: "left" for rank in world.told[host, 1]["ranks"]})
+    world.job.tick(world.now)
+    assert world.job.attempt == 2 and world.away_asked[-1] == {"c", "d"}, "nobody waits for agents there"
+    world.pass_time(3.0, "a", "b", "c", "d")
+    assert [event["host"] for event in world.events("readmit")] == ["c", "d"]
+    assert all(generation == 1 for _, generation in world.started)
+
+
+def test_a_site_that_is_needed_has_all_the_time_that_links_have():
+    world = World(FOUR, sites=SITES, silence_s=5.0)
+    restart_takes(world, 3.0)
+    world.needed = {"c", "d"}
+    world.pass_time(29.0, "a", "b")
+    assert not world.events("fault")
+    world.pass_time(2.0, "a", "b")
+    assert len(world.events("fault")) == 1
+    for host in ("a", "b"):
+        world.report(host, parked={rank: "left" for rank in world.told[host, 1]["ranks"]})
+    world.job.tick(world.now)
+    assert world.job.stage is Stage.restarting
+    for _ in range(20):
+        world.now += 0.5
+        world.job.tick(world.now)
+    assert sum("waiting for hosts" in line for line in world.said) == 1, "it says so once"
+    for host in ("c", "d"):
+        world.report(host, codes=dict.fromkeys(world.told[host, world.generation(host)]["ranks"], -15))
+    world.now += 2.0
+    world.job.tick(world.now)
+    assert world.job.attempt == 2
 
 
 def test_hosts_of_a_site_are_not_heard_again_at_once():
@@ -439,12 +497,17 @@ def test_a_driver_that_was_stopped_itself_blames_nobody_for_the_silence():
     assert world.events("fault")[0]["culprit"] == {"host": "b"}, "who stays silent is found later"
 
 
-def test_a_host_on_which_no_agent_starts_again_is_left_out():
+@pytest.mark.parametrize(("connect_s", "limit_s"), [(0.1, LEAST_CONNECT_S), (2.0, 2.0 * LONGER), (20.0, CONNECT_S)])
+def test_a_host_on_which_no_agent_starts_again_is_left_out(connect_s, limit_s):
     world = World()
-    world.train()
+    world.job.launch(world.now)
+    world.now += connect_s
+    world.connect()
+    for host in HOSTS:
+        world.report(host)
     world.pass_time(6.0, "a")
     world.report("a", codes={0: -15, 1: -15})
-    until = world.now + CONNECT_S + 1
+    until = world.now + limit_s + 1
     while world.now < until:
         world.now += 0.5
         world.report("a", attempt=1, codes={0: -15, 1: -15})
@@ -452,6 +515,7 @@ def test_a_host_on_which_no_agent_starts_again_is_left_out():
         if world.job.attempt == 2:
             break
     assert [event["host"] for event in world.events("evict")] == ["b"]
+    assert world.now > until - 3.0, "not before an agent has had the time that agents took"
     assert world.told["a", 1]["ranks"] == [0, 1] and world.told["a", 1]["run"]
     assert world.away_asked[-1] == {"b"}
     before = len(world.started)
