@@ -132,7 +132,11 @@ class SiteLinks:
                 sleep(0.01)
 
     def close(self, *, linger_s: float = _LINGER_S) -> None:
-        """Send what is left, for at most ``linger_s``, and stop listening."""
+        """Send what is left, for at most ``linger_s``, and stop listening.
+
+        A host's first rank listens for all of them, so it closes last: ranks end with a barrier, as torch's do
+        because of the store on rank 0.
+        """
         if self._closer.detach():
             self._endpoint.close(linger_s=linger_s)
 

@@ -168,6 +168,7 @@ def groups(sites: tuple[int, ...]) -> dict[str, Any]:
                 launched.append((work, number, float(sum(rank + 10 * turn for rank in ranks))))
     for work, _, _ in reversed(launched):
         work.wait()
+    dist.barrier()  # the host's first rank listens for the others, whose links may yet be without contact
     dist.destroy_process_group()
     return {"kinds": kinds, "sums": [(float(number[0]), expected) for _, number, expected in launched]}
 

@@ -435,7 +435,7 @@ def test_a_site_that_is_lost_is_left_out_at_once_and_comes_back_when_it_is_heard
     world.pass_time(11.0, "a", "b")
     assert [event["host"] for event in world.events("evict")] == ["c", "d"]
     for host in ("a", "b"):
-        world.report(host, parked={rank: "left" for rank in world.told[host, 1]["ranks"]})
+        world.report(host, parked=dict.fromkeys(world.told[host, 1]["ranks"], "left"))
     world.job.tick(world.now)
     assert world.job.attempt == 2 and world.away_asked[-1] == {"c", "d"}, "nobody waits for agents there"
     world.pass_time(3.0, "a", "b", "c", "d")
@@ -452,7 +452,7 @@ def test_a_site_that_is_needed_has_all_the_time_that_links_have():
     world.pass_time(2.0, "a", "b")
     assert len(world.events("fault")) == 1
     for host in ("a", "b"):
-        world.report(host, parked={rank: "left" for rank in world.told[host, 1]["ranks"]})
+        world.report(host, parked=dict.fromkeys(world.told[host, 1]["ranks"], "left"))
     world.job.tick(world.now)
     assert world.job.stage is Stage.restarting
     for _ in range(20):
