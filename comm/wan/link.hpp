@@ -4,42 +4,12 @@
 // that connection broke. A connection takes the next chunk when its socket buffer has room, so faster
 // connections carry more. The receiver acknowledges complete chunks and drops duplicates.
 #pragma once
-#include <atomic>
-
 #include "connection.hpp"
+#include "link_options.hpp"
+#include "outbox.hpp"
 #include "pacer.hpp"
 
 namespace weft {
-
-constexpr int64_t SECOND = 1000000000;
-constexpr char CLOSED[] = "closed";  // the reason in the BYE of an endpoint that was closed
-constexpr uint16_t SINK = 0xffff;  // a lane whose messages are acknowledged and discarded, for probes
-
-struct Options {
-    uint32_t id;
-    Job job;
-    uint64_t session;
-    uint32_t chunk_bytes;
-    int unsent_bytes;
-    int64_t deadline_ns;   // silence after which a link fails
-    int64_t patience_ns;   // the same before the first contact
-    int64_t interval_ns;   // between pings
-    int64_t stall_ns;      // silence after which a connection is replaced
-    int64_t attempt_ns;    // limit for connecting and the handshake
-    std::string key, tls_key, congestion;
-    std::string door_key;  // empty: connections do not knock, and this endpoint listens for itself
-};
-
-// If one iteration of the loop moves fewer than `bytes`, the loop sleeps `ns` to batch more packets.
-struct Batching {
-    uint64_t bytes = 32 << 10;
-    int64_t ns = 1000000;
-};
-
-struct Counters {  // also read by other threads
-    std::atomic<uint64_t> sent_bytes{0}, received_bytes{0}, resent_chunks{0}, duplicate_chunks{0}, broken{0}, ready{0};
-    std::atomic<int64_t> rtt_ns{0};  // the minimum so far
-};
 
 class Link {
 public:
@@ -93,9 +63,7 @@ public:
         message->start = lane.stream_bytes;
         message->unacknowledged = num_chunks(message->total, options_.chunk_bytes);
         lane.stream_bytes += message->total;
-        auto later = [priority = message->priority](const Outgoing *other) { return other->priority > priority; };
-        queue_.insert(std::find_if(queue_.begin(), queue_.end(), later), message.get());
-        outgoing_.push_back(std::move(message));
+        outbox_.add(std::move(message));
     }
 
     void receive(uint16_t number, std::unique_ptr<Receive> receive) {
@@ -107,7 +75,7 @@ public:
     // Whether the peer has acknowledged everything, and every acknowledgement of ours is sent.
     bool drained() const {
         auto quiet = [](const Connection *connection) { return !connection || connection->quiet(); };
-        return failed() || (outgoing_.empty() && std::all_of(slots.begin(), slots.end(), quiet));
+        return failed() || (outbox_.empty() && std::all_of(slots.begin(), slots.end(), quiet));
     }
 
     // ---- connections
@@ -152,7 +120,7 @@ public:
         last_trouble_ = why;
         counters.resent_chunks += connection.unacknowledged.size();
         for (const Chunk &chunk : connection.unacknowledged) pacer_.lost(chunk.length);
-        resend_.insert(resend_.begin(), connection.unacknowledged.begin(), connection.unacknowledged.end());
+        outbox_.resend(connection.unacknowledged);
         connection.unacknowledged.clear();
         for (auto &[_, lane] : lanes_) lane.credit_due |= lane.open;  // the last CREDIT may be lost
     }
@@ -190,7 +158,7 @@ public:
         Chunk chunk;
         for (size_t left = 8 * slots.size(); left; left--) {
             Connection *connection = pacer_.ready(now_) ? least_loaded() : nullptr;
-            if (!connection || !next_chunk(chunk)) return false;
+            if (!connection || !outbox_.next(chunk, options_.chunk_bytes, lanes_)) return false;
             chunk.sent_ns = now_;
             pacer_.sent(chunk.length, now_);
             connection->begin(chunk);
@@ -292,14 +260,12 @@ public:
         if (failed()) return;
         failure_ = "link " + name + ": " + why;
         cause_ = cause;
-        for (auto &message : outgoing_) completed_.push_back({message->request, failure_});
+        outbox_.fail(failure_, completed_);
         for (auto &[_, lane] : lanes_) lane.fail(failure_, completed_);
-        queue_.clear();
         send_bye(cause);
         for (Connection *connection : slots)
             if (connection) lose(*connection, failure_);
-        resend_.clear();
-        outgoing_.clear();
+        outbox_.clear();
     }
 
     void send_bye(const std::string &why) {
@@ -322,9 +288,7 @@ private:
     const Options &options_;
     std::vector<Completed> &completed_;
     std::map<uint16_t, Lane> lanes_;
-    std::vector<std::unique_ptr<Outgoing>> outgoing_;
-    std::deque<Outgoing *> queue_;  // messages with unsent chunks, by priority
-    std::deque<Chunk> resend_;
+    Outbox outbox_;
     uint64_t session_ = 0;          // of the peer; 0 before the first connection
     uint32_t peer_chunk_bytes_ = 0;
     int64_t last_receive_ns_, last_ping_ns_ = 0, refused_since_ns_ = 0;
@@ -340,24 +304,6 @@ private:
         char text[32];
         snprintf(text, sizeof text, "%g s", ns * 1e-9);
         return text;
-    }
-
-    bool next_chunk(Chunk &chunk) {
-        if (!resend_.empty()) {
-            chunk = resend_.front();
-            resend_.pop_front();
-            return true;
-        }
-        for (auto candidate = queue_.begin(); candidate != queue_.end(); ++candidate) {
-            Outgoing *message = *candidate;
-            uint64_t offset = message->next_chunk * options_.chunk_bytes;
-            uint32_t length = std::min<uint64_t>(options_.chunk_bytes, message->total - offset);
-            if (message->start + offset + length > lanes_[message->lane].credit) continue;
-            chunk = {message, offset, length};
-            if (++message->next_chunk == num_chunks(message->total, options_.chunk_bytes)) queue_.erase(candidate);
-            return true;
-        }
-        return false;
     }
 
     // After which a link without traffic is pinged.
@@ -409,10 +355,7 @@ private:
             connection.unacknowledged.pop_front();
             counters.sent_bytes += chunk.length;
             pacer_.delivered(chunk.length, chunk.sent_ns, arrived_ns, now);
-            if (--chunk.message->unacknowledged) continue;
-            completed_.push_back({chunk.message->request, ""});
-            outgoing_.erase(std::find_if(outgoing_.begin(), outgoing_.end(),
-                                         [&](auto &message) { return message.get() == chunk.message; }));
+            outbox_.acknowledged(chunk, completed_);
         }
     }
 
