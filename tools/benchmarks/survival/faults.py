@@ -22,6 +22,7 @@ from weft.engine.supervision.rows import read_rows
 from weft.pipeline.action import Op, Slot
 from weft.tools.benchmarks.survival.hosts import HOSTS
 from weft.tools.benchmarks.survival.run import RankProcess, SupervisedRun, now
+from weft.tools.preflight import MIN_FREE_BYTES
 
 Culprit = dict[str, Any]
 """As a journal's fault has it: rank and host, or a link."""
@@ -334,5 +335,6 @@ def _fill_disk(run: SupervisedRun) -> Inflicted:
     return Inflicted(begun.blamed, begun.at_s, now())
 
 
-DISK_MIB = 90
-DISK = (Fault(f"a disk of {DISK_MIB} MiB full, then emptied", _fill_disk),)
+DISK_MIB = (MIN_FREE_BYTES >> 20) + 90
+"""A little more than a run asks for before it starts."""
+DISK = (Fault("the disk full, then emptied", _fill_disk),)
