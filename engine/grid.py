@@ -4,14 +4,18 @@ DeepSpeed 0.19.8's own takes minutes at 10,000 ranks: it looks every rank up in 
 finds coordinates by going through the whole world, makes a process group of every single rank, and the groups of
 each model a second time under another name. Each rank here makes the same groups in the same order, but for those
 that nobody asks for. A pipeline module takes its grid from a name of its module and from nowhere else: that name
-is bound to `grid_of`, once, and gives every other topology DeepSpeed's.
+is bound to `grid_of`, once, and gives every other topology DeepSpeed's. Before that it makes a second group of the
+whole world, for which each rank asks the store about every other: what it takes for `deepspeed.comm` is bound to
+`_OneWorld`, which gives it the group that there is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import deepspeed
 import torch.distributed as dist
 from deepspeed.runtime.pipe import module as pipe_module
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
@@ -24,7 +28,7 @@ class RankTopology(PipeModelDataParallelTopology):
 
     def __init__(self, layout: RankLayout) -> None:
         """To DeepSpeed, replicas are "data", and ranks that share the work of one micro-batch are "model"."""
-        pipe_module.PipelineParallelGrid = grid_of
+        pipe_module.PipelineParallelGrid, pipe_module.dist = grid_of, _OneWorld()
         super().__init__(num_pp=layout.stages, num_dp=layout.replicas, num_mp=layout.context * layout.tensor)
 
     def get_coord(self, rank: int) -> Any:
@@ -107,3 +111,15 @@ def grid_of(process_group: dist.ProcessGroup | None = None, topology: Any = None
     if isinstance(topology, RankTopology):
         return RankGrid(topology)
     return PipelineParallelGrid(topology=topology, process_group=process_group)
+
+
+class _OneWorld:
+    """`deepspeed.comm`, but that a group of all ranks is the world's own."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(deepspeed.comm, name)
+
+    def new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        if len(ranks) == dist.get_world_size():
+            return dist.group.WORLD
+        return deepspeed.comm.new_group(ranks)

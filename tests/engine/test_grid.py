@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import deepspeed
 import pytest
 from deepspeed.runtime.pipe import module as pipe_module
 from deepspeed.runtime.pipe import topology as deepspeed_topology
@@ -45,6 +48,7 @@ class _World:
 
     def __init__(self, rank, size):
         self.rank, self.size, self.made = rank, size, []
+        self.group = SimpleNamespace(WORLD="the world's")
 
     def get_rank(self):
         return self.rank
@@ -111,6 +115,16 @@ def test_other_topologies_get_deepspeeds_own_grid(join):
     RankTopology(RankLayout((2,)))
     assert pipe_module.PipelineParallelGrid is grid_of
     assert type(grid_of(topology=PipeModelDataParallelTopology(num_pp=2, num_mp=1, num_dp=1))) is PipelineParallelGrid
+
+
+def test_a_module_makes_no_second_group_of_the_world(join, monkeypatch):
+    world = join(0, 2)
+    RankTopology(RankLayout((2,)))
+    monkeypatch.setattr(deepspeed.comm, "new_group", world.new_group)
+    assert pipe_module.dist.new_group(ranks=range(2)) == "the world's"
+    assert pipe_module.dist.new_group([1]) == (1,)
+    assert world.made == [(1,)]
+    assert pipe_module.dist.barrier is deepspeed.comm.barrier
 
 
 def test_a_topology_of_another_size_is_refused(join):
