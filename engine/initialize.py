@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,8 @@ class PreparedRun:
         collectives = Collectives.open(config, facts.layout, device)
         SET_UP.done("collectives of replicas")
         turns = Turns()
-        axes = take_turns(open_axes(facts.layout.axis_groups, device, config.comm.timeout_s), turns)
+        opened = open_axes(facts.layout.axis_groups, device, config.comm.timeout_s)
+        axes = take_turns(replace(opened, exchange=facts.exchange), turns)
         SET_UP.done("groups inside of layers")
         if wan is not None:
             KEPT.put("links", between, wan.profiles)
@@ -250,7 +251,14 @@ def _check_axes(config: WeftConfig, model: PreTrainedConfig | nn.Module) -> None
 
     def run() -> None:
         if dist.get_rank() == 0 and config.model.self_check:
-            check_axes(model, tensor=sizes.tensor, context=sizes.context, expert=sizes.expert, packing=packing)
+            check_axes(
+                model,
+                tensor=sizes.tensor,
+                context=sizes.context,
+                expert=sizes.expert,
+                exchange=sizes.context_exchange,
+                packing=packing,
+            )
         elif dist.get_rank() == 0:
             refuse_unshareable(model, tensor=sizes.tensor, expert=sizes.expert)
 

@@ -53,6 +53,7 @@ def report(config: WeftConfig) -> str:
         f"{config.data.sequence_length} tokens",
         "",
         *_rank_table(plan),
+        *_context_lines(plan),
         *(["", *overlap_lines(config, plan)] if plan.layout.replicas > 1 else []),
         *_memory_checkpoint_lines(config, plan),
         "",
@@ -61,6 +62,13 @@ def report(config: WeftConfig) -> str:
     if schedule.name == "auto":
         lines.append(bound_text(schedule, plan.step_costs.for_cell(schedule.placement.pipelines), plan.step_s))
     return "\n".join(lines)
+
+
+def _context_lines(plan: RunPlan) -> list[str]:
+    """What ranks that share sequences exchange."""
+    if plan.layout.context == 1:
+        return []
+    return ["", f"parallel.context_exchange: {plan.facts.exchange.value} ({plan.facts.sources['exchange']})"]
 
 
 def _memory_checkpoint_lines(config: WeftConfig, plan: RunPlan) -> list[str]:

@@ -77,6 +77,14 @@ class PipelineConfig:
     """Check before each action that its dependencies have finished."""
 
 
+class ContextExchange(Enum):
+    """What ranks that share sequences exchange so that each query meets all keys before it."""
+
+    auto = "auto"
+    gather = "gather"
+    all_to_all = "all_to_all"
+
+
 @dataclass(kw_only=True)
 class ParallelConfig:
     """How the work inside of a layer is shared; a replica has stages x context x tensor ranks."""
@@ -86,6 +94,10 @@ class ParallelConfig:
     sequence: neighbouring ranks of one host."""
     context: int = 1
     """Ranks that share each sequence; they are data ranks of ZeRO, too."""
+    context_exchange: ContextExchange = ContextExchange.auto
+    """How attention sees whole sequences: gather collects keys and values on every rank; all_to_all gives
+    each rank some heads of the whole sequence, and needs heads that `context` divides; auto takes what
+    moves fewer bytes."""
     expert: int = 1
     """Ranks that share the experts of each layer, each with micro-batches of its own; a divisor of replicas x
     context."""

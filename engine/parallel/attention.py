@@ -1,10 +1,10 @@
 """Attention over a sequence of which each member of a context group has a part.
 
 Hugging Face's forward looks up its attention, and the masks for it, by a name in the config. A member
-registers its own under a name of its own: it gathers keys and values, and lets the attention that was
-configured before run with this member's queries. Masks are made by Hugging Face's own function of the
-positions, for the rows that this member has: windows, chunks, packed documents and padding stay what
-they are.
+registers its own under a name of its own. Here it gathers keys and values, and lets the attention that was
+configured before run with this member's queries; `HeadAttention` is the other way. Masks are made by Hugging
+Face's own function of the positions, for the rows that this member has: windows, chunks, packed documents and
+padding stay what they are.
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
 from transformers.masking_utils import causal_mask_function
 
+from weft.conf.schema import ContextExchange
 from weft.engine.parallel import functions, zigzag
-from weft.engine.parallel.axis import AxisGroup
+from weft.engine.parallel.axis import AxisGroup, AxisGroups
+from weft.engine.parallel.context_exchange import MASKED
+from weft.engine.parallel.head_attention import HeadAttention
 from weft.engine.parallel.unshareable import UnshareableError
 
-BASES = ("sdpa", "eager")
-"""Implementations that can run with another's keys and values: they take any mask."""
 
-
-def attend_over(group: AxisGroup, model: PreTrainedModel) -> None:
-    """Let a model attend to keys and values of all members, whose parts of the sequence are zigzag.
+def attend_over(axes: AxisGroups, model: PreTrainedModel) -> None:
+    """Let a model attend to keys and values of a context group's members, whose parts of the sequence are zigzag.
 
     Raises:
-        UnshareableError: its attention takes no masks.
+        UnshareableError: keys and values are to be gathered for an attention that takes no masks.
     """
+    group = axes.context
     if group.size == 1:
         return
     base = model.config.get_text_config()._attn_implementation
-    if base not in BASES:
+    if axes.exchange is ContextExchange.gather and base not in MASKED:
         raise UnshareableError(
-            f"model.attn_implementation={base}: with parallel.context={group.size} attention has to take masks of any "
-            f"form; choose {' or '.join(BASES)}"
+            f"model.attn_implementation={base}: where parallel.context={group.size} members gather keys and values, "
+            f"attention has to take masks of any form; choose {' or '.join(MASKED)}, or a context that divides heads"
         )
-    member = ContextAttention(group, base)
+    makes = HeadAttention if axes.exchange is ContextExchange.all_to_all else ContextAttention
+    member = makes(group, base)
     AttentionInterface.register(member.name, member.attend)
     AttentionMaskInterface.register(member.name, member.mask)
     model.set_attn_implementation(member.name)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from weft.comm.channel import Handle
+from weft.conf.schema import ContextExchange
+
+AXES = ("tensor", "context", "expert")
+"""Along which the work of a layer is shared."""
 
 
 class AxisGroup(Protocol):
@@ -105,11 +109,23 @@ class AxisGroups:
         tensor: members hold parts of each layer's matrices, and of the sequence between blocks.
         context: members hold parts of the sequence.
         expert: members hold different experts; they are replicas of everything else.
+        exchange: how attention sees the whole of sequences that members of ``context`` share: not auto.
     """
 
     tensor: AxisGroup = field(default_factory=lambda: Alone("tensor"))
     context: AxisGroup = field(default_factory=lambda: Alone("context"))
     expert: AxisGroup = field(default_factory=lambda: Alone("expert"))
+    exchange: ContextExchange = ContextExchange.gather
+
+    @property
+    def by_axis(self) -> dict[str, AxisGroup]:
+        """The groups by their names."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def with_groups(self, groups: Mapping[str, AxisGroup]) -> AxisGroups:
+        """The same with others along some axes."""
+        fields: dict[str, Any] = dict(groups)
+        return replace(self, **fields)
 
 
 def gather(group: AxisGroup, shard: Tensor, dim: int) -> Tensor:

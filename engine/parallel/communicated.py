@@ -191,11 +191,11 @@ def open_axes(groups: Mapping[str, Sequence[tuple[int, ...]]], device: torch.dev
         assert communicator is not None, "every rank is in one of the groups"
         others = {rank: processes[rank] for rank in communicator.group.ranks if rank != dist.get_rank()}
         opened[axis] = CommunicatedGroup(axis, communicator, others)
-    return AxisGroups(**opened)
+    return AxisGroups().with_groups(opened)
 
 
 def close_axes(axes: AxisGroups) -> None:
     """Stop the threads of the groups; their process groups end with the engine's."""
-    for group in (axes.tensor, axes.context, axes.expert):
+    for group in axes.by_axis.values():
         if isinstance(group, CommunicatedGroup):
             group.communicator.close()

@@ -100,7 +100,7 @@ def run_in_threads(sizes: dict[str, int], member: Callable[[AxisGroups], Result]
     errors: list[BaseException] = []
 
     def groups(at: dict[str, int]) -> AxisGroups:
-        return AxisGroups(**{axis: _group(axis, axes[axis], at, meetings) for axis in axes})
+        return AxisGroups().with_groups({axis: _group(axis, axes[axis], at, meetings) for axis in axes})
 
     def run(number: int, mine: AxisGroups) -> None:
         try:

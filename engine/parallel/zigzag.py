@@ -40,6 +40,12 @@ def in_order(size: int, gathered: Tensor, dim: int) -> Tensor:
     return torch.cat([chunks[number] for number in range(2 * size)], dim)
 
 
+def by_member(size: int, whole: Tensor, dim: int) -> Tensor:
+    """All members' parts one behind the other along ``dim``, of a whole sequence: the inverse of `in_order`."""
+    chunks = whole.chunk(2 * size, dim)
+    return torch.cat([chunks[number] for index in range(size) for number in chunks_of(size, index)], dim)
+
+
 def positions(group: AxisGroup, length: int, device: torch.device | str) -> Tensor:
     """Where in a sequence of ``length`` this member's positions lie, in its order."""
     return take(group, torch.arange(length, device=device), 0)

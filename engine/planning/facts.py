@@ -8,6 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from weft.comm.collectives import CollectiveCosts, Group
+from weft.conf.schema import ContextExchange
 from weft.engine.planning.hops import Hop
 from weft.engine.planning.layout import RankLayout
 from weft.engine.stages.sizes import ModelSizes
@@ -68,6 +69,7 @@ class Facts:
         speed: of a rank, for strands; None where there are none.
         axes: ranks that share layers, by their axis.
         operators: how well compute and collectives overlap; None where that was not measured.
+        exchange: how ranks that share sequences let each query meet all keys; not auto.
         links: between ranks.
         replica_nodes: the node of each rank of a data group: those that hold the same weights.
         collectives: costs of collectives over these replicas; None where they are not known.
@@ -84,6 +86,7 @@ class Facts:
     speed: Speed | None = None
     axes: dict[str, AxisFacts] = field(default_factory=dict)
     operators: OverlapTable | None = None
+    exchange: ContextExchange = ContextExchange.gather
     links: Links
     replica_nodes: tuple[int, ...]
     collectives: CollectiveCosts | None = None

@@ -20,6 +20,7 @@ from weft.conf.files import JsonCache
 from weft.conf.hosts import most_ranks_of_a_host, working_hosts, world_size
 from weft.conf.schema import ClusterConfig, Partition, WeftConfig
 from weft.engine.distributed import device_bytes, from_rank_zero, ranks_on_this_host
+from weft.engine.parallel.context_exchange import choose_exchange
 from weft.engine.planning.devices import usable_flops, usable_memory
 from weft.engine.planning.facts import Facts, Links
 from weft.engine.planning.layout import RankLayout
@@ -128,10 +129,13 @@ def _known_facts(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Mach
     else:
         flops, sources["flops_per_s"] = usable_flops(machine.device, machine.threads, _devices(config))
     work, sources["work"] = _traced(config, hf_config)
+    wanted = config.parallel.context_exchange
+    exchange, sources["exchange"] = choose_exchange(hf_config, wanted, context=layout.context, tensor=layout.tensor)
     facts = Facts(
         layout=layout,
         model=model_sizes(hf_config, tensor=layout.tensor, expert=layout.expert),
         work=work,
+        exchange=exchange,
         flops_per_s=flops,
         device_bytes=machine.device_bytes,
         stage_costs={count: costs.stages for count, costs in given.items()},

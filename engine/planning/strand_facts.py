@@ -12,7 +12,7 @@ from weft.comm.collectives import CollectiveCosts, Group
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.collectives.costs import AlphaBeta
 from weft.comm.collectives.group import LinkClass
-from weft.conf.schema import WeftConfig
+from weft.conf.schema import ContextExchange, WeftConfig
 from weft.engine.planning.devices import data_sheet
 from weft.engine.planning.facts import AxisFacts, Facts
 from weft.engine.planning.pairing import traffic_s
@@ -57,7 +57,7 @@ def with_strands(
     if any(axis.costs is None for axis in axes.values()):
         return known
     try:
-        strands = _traced(config, hf_config, sizes)
+        strands = _traced(config, hf_config, sizes, facts.exchange)
         for part in (strands.before, *strands.layers, strands.after):
             for segment in (*part.forward, *part.backward):
                 if segment.traffic is not None:
@@ -68,10 +68,13 @@ def with_strands(
     return known.with_strands(strands, speed())
 
 
-def _traced(config: WeftConfig, hf_config: PreTrainedConfig, sizes: dict[str, int]) -> StrandWork:
+def _traced(
+    config: WeftConfig, hf_config: PreTrainedConfig, sizes: dict[str, int], exchange: ContextExchange
+) -> StrandWork:
     return trace_strands(
         hf_config,
         sizes,
+        exchange=exchange,
         microbatch_size=config.train.microbatch_size,
         sequence_length=config.data.sequence_length,
         checkpointing=config.model.gradient_checkpointing,

@@ -18,11 +18,11 @@ from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from weft.comm.channel import Handle
-from weft.conf.schema import SplitKind
+from weft.conf.schema import ContextExchange, SplitKind
 from weft.engine.backward import SplitBackward
 from weft.engine.backward.tape import Kept
 from weft.engine.parallel import attention as context_attention
-from weft.engine.parallel.axis import AxisGroups, Completed
+from weft.engine.parallel.axis import AXES, AxisGroups, Completed
 from weft.engine.parallel.experts import expert_modules
 from weft.engine.stages.context import part_of
 from weft.engine.stages.from_model import stages_from_model
@@ -41,6 +41,7 @@ def trace_strands(
     *,
     microbatch_size: int,
     sequence_length: int,
+    exchange: ContextExchange = ContextExchange.gather,
     checkpointing: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> StrandWork:
@@ -52,6 +53,7 @@ def trace_strands(
     Args:
         config: of the whole model.
         sizes: members along each axis.
+        exchange: between members of a context group; not auto.
         checkpointing: whether layers are computed again in the backward.
         dtype: of weights and activations; models with experts are traced in bf16, as torch takes no other.
 
@@ -62,9 +64,7 @@ def trace_strands(
     traced = torch.bfloat16 if any(True for _ in expert_modules(model)) else dtype
     set_dtype(model, traced)
     recorder = _Recorder(dtype.itemsize / traced.itemsize)
-    axes = AxisGroups(
-        **{axis: TracedGroup(axis, sizes.get(axis, 1), recorder) for axis in ("tensor", "context", "expert")}
-    )
+    axes = AxisGroups(**{axis: TracedGroup(axis, sizes.get(axis, 1), recorder) for axis in AXES}, exchange=exchange)
     stage, kinds = _stage(model, axes)
     batch = _batch(microbatch_size, sequence_length, axes)
     recorder.watch(stage, kinds)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from weft.conf.schema import ModelConfig
+from weft.conf.schema import ContextExchange, ModelConfig
 from weft.engine.parallel.axis import Alone
+from weft.engine.parallel.context_exchange import choose_exchange
 from weft.engine.parallel.experts import expert_cuts, require_experts
 from weft.engine.parallel.tensor import require_shareable
 from weft.engine.parallel.unshareable import UnshareableError
@@ -34,6 +35,7 @@ def check_axes(
     tensor: int = 1,
     context: int = 1,
     expert: int = 1,
+    exchange: ContextExchange = ContextExchange.auto,
     packing: bool = False,
 ) -> None:
     """Compare two members of each axis that is in use with one process, on a small copy: logits, loss and gradients.
@@ -41,6 +43,7 @@ def check_axes(
     Args:
         model: a config, or a model, which is left alone.
         tensor, context, expert: ranks along each axis, as training will have them.
+        exchange: between ranks that share sequences, as configured.
         packing: whether rows hold several documents; else they may be padded.
 
     Raises:
@@ -54,10 +57,11 @@ def check_axes(
     remedy = " and ".join(f"parallel.{axis}=1" for axis in sizes)
     refuse_unshareable(model, tensor=tensor, expert=expert)
     cls, config = architecture(model)
+    chosen, _ = choose_exchange(config, exchange, context=context, tensor=tensor)
     small = small_copy(cls, config, min_layers=2)
     for kind, batch in _tried(small, packing).items():
         try:
-            off = _difference(small, [batch] * sizes.get("expert", 1), sizes)
+            off = _difference(small, [batch] * sizes.get("expert", 1), sizes, chosen)
         except UnshareableError:
             raise
         except Exception as error:  # any: it is Hugging Face's or the model's own code
@@ -90,9 +94,12 @@ def refuse_unshareable(model: PreTrainedConfig | ModelConfig | nn.Module, *, ten
         require_shareable(whole, tensor, decoder_layers(whole))
 
 
-def _difference(small: PreTrainedModel, batches: list[Batch], sizes: Mapping[str, int]) -> dict[str, float]:
+def _difference(
+    small: PreTrainedModel, batches: list[Batch], sizes: Mapping[str, int], exchange: ContextExchange
+) -> dict[str, float]:
     num_items = torch.tensor(sum(map(count_label_tokens, batches)))
-    off = difference(members_outcome(small, batches, num_items, sizes), _alone(small, batches, num_items))
+    together = members_outcome(small, batches, num_items, sizes, exchange=exchange)
+    off = difference(together, _alone(small, batches, num_items))
     return {"logits": off.logits, "loss": off.loss, f"gradient of {off.gradient}": off.gradients}
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weft.conf.schema import SplitKind
+from weft.conf.schema import ContextExchange, SplitKind
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.cut import Cut
 from weft.engine.parallel.in_process import run_in_threads
@@ -24,7 +25,12 @@ from weft.engine.stages.split import split_layers
 
 
 def members_outcome(
-    model: PreTrainedModel, batches: Sequence[Batch], num_items: Tensor, sizes: Mapping[str, int], num_stages: int = 1
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    num_items: Tensor,
+    sizes: Mapping[str, int],
+    num_stages: int = 1,
+    exchange: ContextExchange = ContextExchange.gather,
 ) -> Outcome:
     """What members make of some micro-batches together, each with its part of a copy of a whole model.
 
@@ -32,6 +38,7 @@ def members_outcome(
         batches: in turn for each member of an expert group; members of a context or tensor group share each.
         sizes: members along each axis.
         num_stages: to cut the model into.
+        exchange: between members of a context group.
 
     Raises:
         Exception: the first that a member has raised.
@@ -39,7 +46,8 @@ def members_outcome(
     making = threading.Lock()  # transformers replaces functions of torch while it does
     split = split_layers(model.config, num_stages, SplitKind.even)
 
-    def member(axes: AxisGroups) -> tuple[AxisGroups, dict[str, Cut], Outcome]:
+    def member(groups: AxisGroups) -> tuple[AxisGroups, dict[str, Cut], Outcome]:
+        axes = replace(groups, exchange=exchange)
         with making:
             stages = stages_from_model(copy.deepcopy(model), split, range(num_stages), axes)
         last = stages[-1]

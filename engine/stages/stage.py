@@ -74,7 +74,7 @@ class Stage(nn.Module):
         self.router = RouterLoss(self.hf_model) if wants_router_loss(self.hf_model.config) else None
         if self.router is not None:
             self.router.shared_by = self.axes.tensor
-        attend_over(self.axes.context, self.hf_model)
+        attend_over(self.axes, self.hf_model)
         if port.handover is not None and self.axes.tensor.size > 1:
             raise UnshareableError(
                 f"parallel.tensor={self.axes.tensor.size}: layers of {type(self.hf_model).__name__} hand each other "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -99,20 +99,16 @@ class TurnTakingGroup:
 
 def take_turns(axes: AxisGroups, turns: Turns) -> AxisGroups:
     """A rank's groups, for strands."""
-    groups = {field.name: getattr(axes, field.name) for field in fields(axes)}
-    return AxisGroups(
-        **{axis: TurnTakingGroup(group, turns) if group.size > 1 else group for axis, group in groups.items()}
-    )
+    taking = {axis: TurnTakingGroup(group, turns) for axis, group in axes.by_axis.items() if group.size > 1}
+    return axes.with_groups(taking)
 
 
 def without_turns(axes: AxisGroups) -> AxisGroups:
     """The groups that `take_turns` was given."""
-    groups = {field.name: getattr(axes, field.name) for field in fields(axes)}
-    return AxisGroups(
-        **{axis: group.group if isinstance(group, TurnTakingGroup) else group for axis, group in groups.items()}
-    )
+    given = {axis: group.group for axis, group in axes.by_axis.items() if isinstance(group, TurnTakingGroup)}
+    return axes.with_groups(given)
 
 
 def are_shared(axes: AxisGroups) -> bool:
     """Whether this rank shares the work of layers with others, along any axis."""
-    return any(getattr(axes, field.name).size > 1 for field in fields(axes))
+    return any(group.size > 1 for group in axes.by_axis.values())

@@ -15,6 +15,7 @@ from tests.engine.zero.reference_lamb import ReferenceLamb
 from weft.conf.schema import (
     ClusterConfig,
     CommConfig,
+    ContextExchange,
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
@@ -50,6 +51,7 @@ def tiny_config(
     context: int = 1,
     expert: int = 1,
     tensor: int = 1,
+    exchange: str = "auto",
 ) -> WeftConfig:
     """A Llama of eight narrow layers, clipped, warmed up and decayed, so that all of it is compared.
 
@@ -81,7 +83,9 @@ def tiny_config(
         ),
         cluster=ClusterConfig(sites=[SiteConfig(name=f"site{i}", ranks=ranks) for i, ranks in enumerate(sites)]),
         comm=CommConfig(connections=2, cell=cell),
-        parallel=ParallelConfig(tensor=tensor, context=context, expert=expert),
+        parallel=ParallelConfig(
+            tensor=tensor, context=context, context_exchange=ContextExchange[exchange], expert=expert
+        ),
         zero=ZeroConfig(stage=zero),
         optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, clip=0.5, warmup_steps=3),
         train=TrainConfig(microbatch_size=2, steps=20, precision=Precision[precision]),

@@ -50,6 +50,7 @@ FOUR = {
 SHARED = {
     "context 2 x stages 2": {"context": 2, "stages": 2},
     "context 2 x replicas 2, ZeRO-3": {"context": 2, "stages": 1, "zero": 3},
+    "context 2, heads": {"context": 2, "exchange": "all_to_all", "stages": 2},
     "context 2, w, fold": {"context": 2, "stages": 2, "schedule": "w", "placement": "fold"},
     "expert 2 x stages 2, ZeRO-1": {"expert": 2, "stages": 2, "zero": 1},
     "expert 2 x replicas 4, ZeRO-3": {"expert": 2, "stages": 1, "zero": 3},
@@ -64,6 +65,7 @@ SHARED = {
 PAIRS = {
     "tensor 2, recomputed": {"tensor": 2, "stages": 2, "checkpointing": True},
     "context 2, ZeRO-3": {"context": 2, "stages": 2, "zero": 3},
+    "context 2, heads": {"context": 2, "exchange": "all_to_all", "stages": 2},
     "expert 2, ZeRO-1": {"arch": "mixtral", "expert": 2, "stages": 2, "zero": 1},
 }
 """Keywords of `pair_config`, for pairs of a fold that run interleaved."""

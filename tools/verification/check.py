@@ -71,7 +71,7 @@ def shared_lines(config: WeftConfig) -> list[str]:
     if not used:
         return []
     hf_config = load_hf_config(config.model)
-    check_axes(hf_config, **used, packing=config.data.packing)
+    check_axes(hf_config, **used, exchange=config.parallel.context_exchange, packing=config.data.packing)
     named = ", ".join(f"parallel.{axis}={size}" for axis, size in used.items())
     return [f"  shared:      {named}: logits, loss and gradients of two members each equal one process"]
 

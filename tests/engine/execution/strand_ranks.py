@@ -6,7 +6,7 @@ import copy
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.engine.parallel.members import micro_batches, whole_model
 from tests.thread_ranks import run_in_threads
-from weft.conf.schema import ModelConfig, Partition, SplitKind, WeftConfig, ZeroConfig
+from weft.conf.schema import ContextExchange, ModelConfig, Partition, SplitKind, WeftConfig, ZeroConfig
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
 from weft.engine.execution.pairs import StrandPairs
@@ -52,6 +52,7 @@ class Case:
     model: ModelConfig
     tensor: int = 1
     context: int = 1
+    exchange: ContextExchange = ContextExchange.gather
     expert: int = 1
     replicas: int = 1
     zero: int = 0
@@ -110,7 +111,7 @@ def outcomes(case: Case, plans: list[SegmentPlan | None]) -> list[list[dict[str,
 def _train(case: Case, model: Any, batches: list, plans: list[SegmentPlan | None]) -> list[dict[str, Tensor]]:
     layout = RankLayout((1,), case.replicas, case.context, case.tensor, case.expert)
     config = WeftConfig(zero=ZeroConfig(stage=case.zero, partition=Partition.none, reduce_bucket_size=2000))
-    opened = open_axes(layout.axis_groups, CPU, case.timeout_s)
+    opened = replace(open_axes(layout.axis_groups, CPU, case.timeout_s), exchange=case.exchange)
     found = [_step(case, model, batches, layout, config, opened, plan) for plan in plans]
     close_axes(opened)
     return found

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from tests.engine.execution.strand_ranks import SPLIT, Case, any_plan, outcomes, require_equal
+from weft.conf.schema import ContextExchange
 from weft.pipeline.strands.plan import SegmentPlan
 from weft.tools.verification.tiny_models import tiny_model
 
@@ -64,6 +65,9 @@ CASES = {
     "context 2": Case(model=wide("llama"), context=2),
     "context 2, packed": Case(model=wide("qwen3"), context=2, form={"documents": (5, 8, 3)}),
     "context 2, recomputed, ZeRO-3": Case(model=wide("llama"), context=2, adjust=recomputing, zero=3),
+    "context 2, heads, recomputed, split": Case(
+        model=wide("llama"), context=2, exchange=ContextExchange.all_to_all, adjust=recomputing, order=SPLIT
+    ),
     "context 2, tensor 2, split": Case(model=wide("mistral"), context=2, tensor=2, order=SPLIT),
     "expert 2": Case(model=wide("mixtral"), expert=2, replicas=2),
     "expert 2, eager": Case(

@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 
 from tests.engine.tiny import batches, tiny_config
-from weft.conf.schema import ParallelConfig, WeftConfig
+from weft.conf.schema import ContextExchange, ParallelConfig, WeftConfig
 from weft.engine.checkpoint.exporting import export as export_model
 from weft.engine.initialize import initialize
 
@@ -20,6 +20,7 @@ def axis_config(
     zero: int = 0,
     microbatches: int = 4,
     context: int = 1,
+    exchange: str = "auto",
     expert: int = 1,
     tensor: int = 1,
     schedule: str = "1f1b",
@@ -33,7 +34,9 @@ def axis_config(
     if arch == "mixtral":
         config.model.overrides |= EXPERTS
     config.data.sequence_length = 12
-    config.parallel = ParallelConfig(tensor=tensor, context=context, expert=expert)
+    config.parallel = ParallelConfig(
+        tensor=tensor, context=context, context_exchange=ContextExchange[exchange], expert=expert
+    )
     return config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.conf.schema import ModelConfig
+from weft.conf.schema import ContextExchange, ModelConfig
 from weft.engine.execution.batches import prepare_batch
 from weft.engine.stages import build_model
 from weft.engine.stages.batch import Batch, count_label_tokens
@@ -50,9 +50,9 @@ def items_of(batches: list[Batch]) -> Tensor:
     return torch.tensor(sum(map(count_label_tokens, batches)))
 
 
-def shared(model, batches: list[Batch], **sizes: int) -> Outcome:
+def shared(model, batches: list[Batch], exchange=ContextExchange.gather, **sizes: int) -> Outcome:
     """What members along the axes make of the micro-batches."""
-    return members_outcome(model, batches, items_of(batches), sizes)
+    return members_outcome(model, batches, items_of(batches), sizes, exchange=exchange)
 
 
 def require_same(got: Outcome, want: Outcome, tolerance=1e-5) -> None:

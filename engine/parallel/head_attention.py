@@ -1,0 +1,86 @@
+"""Attention of whole sequences by some of the heads, which members of a context group share ("DeepSpeed Ulysses").
+
+Queries, keys and values travel to the members that have their heads, and what comes of them travels back: one
+exchange each, in each direction. In between the attention that was configured runs on sequences as they are, so what
+it makes of windows, packed documents and padding stays its own, and flash attention needs no mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, cat, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from weft.engine.parallel import functions, zigzag
+from weft.engine.parallel.axis import AxisGroup
+
+_OF_POSITIONS = ("position_ids",)
+"""Arguments that are of this member's part of the sequence; flash attention is told of packed rows otherwise."""
+_OF_HEADS = ("position_bias", "s_aux")
+"""Arguments with an entry for each head."""
+
+
+class HeadAttention:
+    """One member's attention and masks."""
+
+    def __init__(self, group: AxisGroup, base: str) -> None:
+        self._group, self._base = group, base
+        self.name = f"{base}_weft_heads_{id(self)}"  # what begins like flash attention is told what that is told
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **arguments: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention of this member's positions, by all heads, to the whole sequence.
+
+        Args:
+            query: [B, heads, S / members, D].
+            key, value: [B, key and value heads, S / members, D].
+            attention_mask: from `mask`, of whole sequences.
+
+        Returns:
+            [B, S / members, heads, D], and no weights.
+
+        Raises:
+            ValueError: the attention has an argument for each head.
+        """
+        if any(arguments.get(name) is not None for name in _OF_HEADS):
+            raise ValueError(
+                f"{type(module).__name__} gives its attention something for each head; set "
+                "parallel.context_exchange=gather"
+            )
+        given = {name: value for name, value in arguments.items() if name not in _OF_POSITIONS}
+        whole = self._to_heads(query, key, value)
+        output, _ = AttentionInterface()[self._base](module, *whole, attention_mask, **given)
+        return self._to_positions(output), None
+
+    def mask(self, *, q_length: int, kv_length: int, **arguments: Any) -> Tensor | None:
+        """What the configured attention takes as its mask for whole sequences."""
+        length = q_length * self._group.size
+        return AttentionMaskInterface()[self._base](q_length=length, kv_length=length, **arguments)
+
+    def _to_heads(self, *parts: Tensor) -> list[Tensor]:
+        """[B, heads / members, S, D] of each [B, heads, S / members, D], by one exchange."""
+        size = self._group.size
+        rows = [part.unflatten(1, (size, -1)).permute(1, 3, 0, 2, 4) for part in parts]
+        widths = [row.shape[-2:] for row in rows]
+        joined = self._exchange(cat([row.flatten(3).flatten(0, 1) for row in rows], -1))
+        whole = zigzag.in_order(size, joined, 0).split([width.numel() for width in widths], -1)
+        return [part.unflatten(-1, width).permute(1, 2, 0, 3) for part, width in zip(whole, widths, strict=True)]
+
+    def _to_positions(self, output: Tensor) -> Tensor:
+        """[B, S / members, heads, D] of [B, S, heads / members, D]."""
+        size, width = self._group.size, output.shape[2:]
+        rows = zigzag.by_member(size, output.transpose(0, 1).flatten(2), 0)
+        of_heads = self._exchange(rows).unflatten(0, (size, -1)).unflatten(-1, width)
+        return of_heads.permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+    def _exchange(self, rows: Tensor) -> Tensor:
+        each = [rows.shape[0] // self._group.size] * self._group.size
+        return functions.exchange(self._group, rows, each, each)

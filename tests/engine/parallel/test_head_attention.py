@@ -1,0 +1,130 @@
+"""Heads over the members of a context group: the same logits, losses and gradients as one process."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from tests.engine.parallel.members import items_of, micro_batches, require_same, shared, whole_model
+from weft.conf.schema import ContextExchange
+from weft.engine.parallel import zigzag
+from weft.engine.parallel.axis import Alone
+from weft.engine.parallel.context_exchange import choose_exchange
+from weft.engine.parallel.head_attention import HeadAttention
+from weft.engine.parallel.unshareable import UnshareableError
+from weft.engine.stages.axis_check import check_axes
+from weft.engine.stages.comparison import whole_outcome
+from weft.engine.stages.flash import ON_CPU
+from weft.tools.verification.tiny_models import tiny_model
+
+FORMS = {"plain": {}, "packed": {"documents": (5, 8, 3)}, "padded": {"padding": 5}}
+SHAPES = [("llama", 2, form) for form in FORMS] + [("llama", 4, "packed"), ("mistral", 4, "plain")]
+SHAPES += [(arch, 2, form) for arch in ("qwen3", "mistral", "phi3", "mixtral") for form in ("plain", "packed")]
+
+
+def with_heads(arch, heads=4, of_keys=4, layers=2, **more):
+    return whole_model(
+        tiny_model(arch, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=of_keys, **more)
+    )
+
+
+@pytest.mark.parametrize(("arch", "size", "form"), SHAPES)
+def test_members_compute_what_one_process_does(arch, size, form):
+    """Three micro-batches; Mistral's window is 4."""
+    model = with_heads(arch)
+    batches = micro_batches(3, **FORMS[form])
+    got = shared(model, batches, ContextExchange.all_to_all, context=size)
+    require_same(got, whole_outcome(model, batches, items_of(batches)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_heads_may_share_keys(form):
+    model = with_heads("llama", heads=8, of_keys=2)
+    batches = micro_batches(2, **FORMS[form])
+    got = shared(model, batches, ContextExchange.all_to_all, context=2)
+    require_same(got, whole_outcome(model, batches, items_of(batches)))
+
+
+@pytest.mark.parametrize("form", ["plain", "packed"])
+def test_attention_that_takes_bounds_in_place_of_masks_gets_those_of_whole_rows(form):
+    """A stand-in for flash attention, which needs a GPU, is told what flash attention is told."""
+    model = with_heads("llama")
+    batches = micro_batches(2, **FORMS[form])
+    want = whole_outcome(model, batches, items_of(batches))
+    model.set_attn_implementation(ON_CPU)
+    require_same(shared(model, batches, ContextExchange.all_to_all, context=2), want)
+
+
+def test_recomputed_layers_exchange_again():
+    model = with_heads("llama")
+    batches = micro_batches(2, documents=(6, 10))
+    want = whole_outcome(model, batches, items_of(batches))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    require_same(shared(model, batches, ContextExchange.all_to_all, context=2), want)
+
+
+def test_members_may_share_matrices_as_well():
+    model = with_heads("llama")
+    batches = micro_batches(2)
+    got = shared(model, batches, ContextExchange.all_to_all, context=2, tensor=2)
+    require_same(got, whole_outcome(model, batches, items_of(batches)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_parts_are_put_in_order_and_back(size):
+    whole = torch.arange(12 * size)
+    assert torch.equal(zigzag.in_order(size, zigzag.by_member(size, whole, 0), 0), whole)
+
+
+def config_of(heads, of_keys, attention="sdpa"):
+    config = LlamaConfig(hidden_size=16 * heads, num_attention_heads=heads, num_key_value_heads=of_keys)
+    config._attn_implementation = attention
+    return config
+
+
+@pytest.mark.parametrize(
+    ("heads", "of_keys", "context", "tensor", "chosen"),
+    [
+        (32, 32, 2, 1, "gather"),
+        (32, 32, 4, 1, "all_to_all"),
+        (64, 8, 8, 1, "gather"),
+        (16, 8, 4, 1, "all_to_all"),
+        (64, 8, 16, 1, "gather"),  # 16 members cannot have 8 heads
+        (32, 32, 4, 16, "gather"),  # nor 4 of them the 2 of a member of a tensor group
+        (32, 32, 4, 4, "all_to_all"),
+    ],
+)
+def test_what_moves_less_is_chosen(heads, of_keys, context, tensor, chosen):
+    found, _ = choose_exchange(config_of(heads, of_keys), ContextExchange.auto, context=context, tensor=tensor)
+    assert found is ContextExchange[chosen]
+
+
+def test_flash_attention_exchanges_heads_whatever_moves():
+    config = config_of(64, 8, "flash_attention_2")
+    found, why = choose_exchange(config, ContextExchange.auto, context=2, tensor=1)
+    assert found is ContextExchange.all_to_all and why == "flash_attention_2 takes no mask"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"heads": 6}, r"context_exchange=all_to_all: parallel.context=4 .* a rank's 6 heads each; set it to gather"),
+        ({"of_keys": 2}, "a rank's 2 key and value heads each"),
+        ({"attention": "eager"}, "model.attn_implementation=eager has parameters of all heads"),
+    ],
+)
+def test_heads_that_cannot_be_divided_are_refused(given, message):
+    config = config_of(**{"heads": 8, "of_keys": 4} | given)
+    with pytest.raises(UnshareableError, match=message):
+        choose_exchange(config, ContextExchange.all_to_all, context=4, tensor=1)
+
+
+def test_what_is_given_for_each_head_is_refused():
+    attention = HeadAttention(Alone("context", 2), "sdpa")
+    with pytest.raises(ValueError, match=r"each head; set parallel.context_exchange=gather"):
+        attention.attend(torch.nn.Identity(), *torch.zeros(3, 1, 2, 4, 2), None, s_aux=torch.zeros(2))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_an_architecture_that_works_is_found_exact(packing):
+    config = tiny_model("qwen3", num_attention_heads=4, num_key_value_heads=4)
+    check_axes(config, context=4, exchange=ContextExchange.all_to_all, packing=packing)
