@@ -293,7 +293,8 @@ def _restore_progress(engine: Trained, checkpoint: Checkpoint) -> None:
         for state in states.values():
             get_accelerator().set_rng_state(state)
     else:
-        torch.manual_seed((checkpoint.step << 20) + engine.global_rank)
+        alike = engine.global_rank - engine.layout.position(engine.global_rank).tensor  # members drop the same
+        torch.manual_seed((checkpoint.step << 20) + alike)
 
 
 def _without_groups(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from weft.engine.parallel import functions
 from weft.engine.parallel.axis import Alone, AxisGroup
 from weft.engine.parallel.cut import Cut
+from weft.engine.parallel.dropout import hook_dropout
 from weft.engine.parallel.tensor_cuts import hold_in_place, require_divisible, tensor_cuts
 from weft.engine.parallel.tensor_styles import Style, TensorPlan
 from weft.engine.parallel.unshareable import UnshareableError
@@ -49,8 +50,8 @@ def share_layers(model: PreTrainedModel, group: AxisGroup, layers: str) -> dict[
     for name in cuts:
         _tell_size(model.get_submodule(name.rpartition(".")[0]))
     _hook_matrices(model, plan, group, layers)
-    for block in _blocks(model, layers):
-        _hook_block(block, plan, group)
+    hooked = [block for path, block in _blocks(model, layers) if _hook_block(path, block, plan, group)]
+    hook_dropout(model, plan, group, layers, hooked)
     first = next(iter(model.get_submodule(layers).children()))
     first.register_forward_pre_hook(_Slice(group), with_kwargs=True)
     _hook_vocabulary(model, group)
@@ -117,19 +118,20 @@ def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
             yield f"{path}.{name}", child
 
 
-def _hook_block(block: tuple[str, nn.Module], plan: TensorPlan, group: AxisGroup) -> None:
-    path, module = block
+def _hook_block(path: str, module: nn.Module, plan: TensorPlan, group: AxisGroup) -> bool:
+    """Gather before a block and take slices behind it; false where a slice is all that it needs."""
     parts = [path, *(f"{path}.{name}" for name, _ in (*module.named_modules(), *module.named_parameters()))]
     styles = {style for part in parts if (style := plan.style(part.rstrip("."))) is not None}
     own = plan.style(path)
     has_parts = any(True for _ in module.children()) and any(True for _ in module.parameters())
     if not styles and not has_parts and not isinstance(module, nn.Conv1d):
-        return
+        return False
     if own is None or not own.sums:
         module.register_forward_pre_hook(_Gather(group), with_kwargs=True)
     if own is None or own.sums:
         sums = any(style.sums for style in styles)
         module.register_forward_hook(_ScatterSum(group) if sums else _TakeSlice(group))
+    return True
 
 
 class _OnInput:
