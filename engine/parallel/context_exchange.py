@@ -13,11 +13,6 @@ MASKED = ("sdpa", "eager")
 """Attention that takes any mask, so that keys and values can be gathered for it."""
 
 
-def is_flash(attention: str) -> bool:
-    """Whether an attention takes bounds of sequences in place of a mask."""
-    return attention.startswith("flash_attention")
-
-
 def choose_exchange(
     config: PreTrainedConfig, wanted: ContextExchange, *, context: int, tensor: int
 ) -> tuple[ContextExchange, str]:

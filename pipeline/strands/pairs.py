@@ -119,8 +119,8 @@ def _searched(
     if not weights:
         backward = StageStrands(tuple((replace(part, weights=()), count) for part, count in backward.runs))
         forward = StageStrands(tuple((replace(part, weights=()), count) for part, count in forward.runs))
-    plan, pair = search_stages(forward, backward, table), forward.beside(backward)
-    seconds = plan.seconds(pair, table) + plan.handovers * handover_s
+    plan, pair = search_stages(forward, backward, table, handover_s), forward.beside(backward)
+    seconds = plan.seconds(pair, table, handover_s)
     scale = seconds / pair.sequential_s if pair.sequential_s else 1.0
     return _Found(plan, scale, tuple(_progress(plan, pair)))
 

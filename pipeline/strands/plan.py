@@ -100,10 +100,15 @@ class SegmentPlan:
         turns = [step for step in self.steps if step is not Step.weight]
         return sum(one is not other for one, other in pairwise(turns))
 
-    def seconds(self, pair: StrandPair, table: OverlapTable) -> float:
-        """Predicted duration of a pair under this plan, until both strands' last collectives have ended."""
-        state, at = PairState(), dict.fromkeys(Step, 0)
+    def seconds(self, pair: StrandPair, table: OverlapTable, handover_s: float = 0.0) -> float:
+        """Predicted duration of a pair under this plan, until both strands' last collectives have ended.
+
+        Args:
+            handover_s: of a hand-over of the turn from strand to strand.
+        """
+        state, at, turn = PairState(), dict.fromkeys(Step, 0), None
         for step in self.steps:
+            state, turn = turned(state, turn, step, table, handover_s)
             state = take(state, pair, step, at[step], table)
             at[step] += 1
         return state.ended(table).now_s
@@ -111,6 +116,15 @@ class SegmentPlan:
     def hidden(self, pair: StrandPair, table: OverlapTable) -> float:
         """Share of the collectives' time that the plan hides behind compute or each other."""
         return (pair.sequential_s - self.seconds(pair, table)) / pair.comm_s if pair.comm_s else 1.0
+
+
+def turned(
+    state: PairState, turn: Step | None, step: Step, table: OverlapTable, handover_s: float
+) -> tuple[PairState, Step | None]:
+    """The state once it is the turn of the strand of ``step``, and whose turn it is then; at first it is anybody's."""
+    if step is Step.weight or step is turn:
+        return state, turn
+    return (state if turn is None else state.handed(table, handover_s)), step
 
 
 def take(state: PairState, pair: StrandPair, step: Step, index: int, table: OverlapTable) -> PairState:

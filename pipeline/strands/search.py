@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from weft.pipeline.strands.overlap import OverlapTable
-from weft.pipeline.strands.plan import SegmentPlan, Step, take
+from weft.pipeline.strands.plan import SegmentPlan, Step, take, turned
 from weft.pipeline.strands.segments import StrandPair
 from weft.pipeline.strands.stages import StageStrands
 from weft.pipeline.strands.state import IDLE, PairState, Transfer
@@ -20,26 +20,31 @@ _At = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class _Label:
-    """A way to come this far: the state it leaves, and its last step."""
+    """A way to come this far: the state it leaves, whose turn it is, and its last step."""
 
     state: PairState
+    turn: Step | None = None
     step: Step | None = None
     before: _Label | None = None
 
 
-def search(pair: StrandPair, table: OverlapTable, *, width: int = WIDTH, band: float = 1.0) -> SegmentPlan:
+def search(
+    pair: StrandPair, table: OverlapTable, *, handover_s: float = 0.0, width: int = WIDTH, band: float = 1.0
+) -> SegmentPlan:
     """The best plan, by dynamic programming over (F done, B done, W done).
 
     Of the ways to the same place those survive that no other beats in time and in what is left of both
     collectives; a way that is ahead can always wait for one that is behind, so they are compared at
-    the later one's time. Beyond the paper: weight gradients move, collectives need no barrier, and
-    those of two link classes overlap.
+    the later one's time, less a hand-over if it is the other strand's turn. Beyond the paper: weight
+    gradients move, collectives need no barrier, those of two link classes overlap, and changing strands
+    takes time.
 
     Args:
+        handover_s: seconds of a hand-over of the turn.
         width: ways kept for each place.
         band: how far the strands may be apart, as a share of their length; 1 searches everything.
     """
-    return _plan(_ways(pair, table, width, band))
+    return _plan(_ways(pair, table, handover_s, width, band))
 
 
 def search_layers(layer: StrandPair, layers: int, table: OverlapTable) -> SegmentPlan:
@@ -52,7 +57,9 @@ def search_layers(layer: StrandPair, layers: int, table: OverlapTable) -> Segmen
     return search_stages(stage, stage, table)
 
 
-def search_stages(forward: StageStrands, backward: StageStrands, table: OverlapTable) -> SegmentPlan:
+def search_stages(
+    forward: StageStrands, backward: StageStrands, table: OverlapTable, handover_s: float = 0.0
+) -> SegmentPlan:
     """A plan for the forward of one stage beside the backward of another.
 
     Up to `_SEARCHED` layers are searched as they are. A longer plan begins and ends like the one for
@@ -64,14 +71,14 @@ def search_stages(forward: StageStrands, backward: StageStrands, table: OverlapT
     for searched in range(_SEARCHED, _SEARCHED - 2, -1) if layers > _SEARCHED else ():
         missing = layers - searched
         shorter = forward.without(layer, missing).beside(backward.without(layer, missing))
-        plan = search(shorter, table, band=_BAND / searched)
+        plan = search(shorter, table, handover_s=handover_s, band=_BAND / searched)
         if (found := _period(plan, layer, missing)) is not None:
             start, stop, times = found
             longer = SegmentPlan((*plan.steps[:stop], *plan.steps[start:stop] * times, *plan.steps[stop:]))
             longer.check(whole)
             return longer
     most = max(forward.layers, backward.layers)
-    return search(whole, table, band=1.0 if most <= 2 else _BAND / most)
+    return search(whole, table, handover_s=handover_s, band=1.0 if most <= 2 else _BAND / most)
 
 
 _SEARCHED = 6
@@ -109,7 +116,7 @@ def _period(plan: SegmentPlan, layer: StrandPair, missing: int) -> tuple[int, in
     return min(found)[1:] if found else None
 
 
-def _ways(pair: StrandPair, table: OverlapTable, width: int, band: float) -> _Label:
+def _ways(pair: StrandPair, table: OverlapTable, handover_s: float, width: int, band: float) -> _Label:
     """The best way to the end of both strands."""
     ends = len(pair.forward.segments), len(pair.backward.segments), len(pair.weights)
     places: dict[_At, list[_Label]] = {(0, 0, 0): [_Label(PairState())]}
@@ -121,7 +128,8 @@ def _ways(pair: StrandPair, table: OverlapTable, width: int, band: float) -> _La
                 index = at[(Step.forward, Step.backward, Step.weight).index(step)]
                 kept = onward.setdefault(place, [])
                 for label in labels:
-                    _keep(kept, _Label(take(label.state, pair, step, index, table), step, label), width)
+                    state, turn = turned(label.state, label.turn, step, table, handover_s)
+                    _keep(kept, _Label(take(state, pair, step, index, table), turn, step, label), handover_s, width)
         places = onward
     return min(places[ends], key=lambda label: label.state.ended(table).now_s)
 
@@ -140,12 +148,11 @@ def _steps(at: _At, ends: _At, pair: StrandPair, band: float) -> Iterator[tuple[
             yield Step.backward, (forward, backward + 1, weights)
 
 
-def _keep(kept: list[_Label], label: _Label, width: int) -> None:
+def _keep(kept: list[_Label], label: _Label, handover_s: float, width: int) -> None:
     """Add a way unless one that is kept is as good; drop those that it beats."""
-    mine = label.state
-    if any(_as_good(other.state, mine) for other in kept):
+    if any(_as_good(other, label, handover_s) for other in kept):
         return
-    kept[:] = [other for other in kept if not _as_good(mine, other.state)]
+    kept[:] = [other for other in kept if not _as_good(label, other, handover_s)]
     kept.append(label)
     if len(kept) > width:
         kept.remove(max(kept, key=lambda other: _promise(other.state)))
@@ -155,11 +162,12 @@ def _promise(state: PairState) -> float:
     return 2 * state.now_s + state.forward.left_s + state.backward.left_s
 
 
-def _as_good(state: PairState, other: PairState) -> bool:
-    """Whether nothing is lost by going on from ``state`` instead of ``other``."""
-    if state.now_s > other.now_s:
+def _as_good(label: _Label, than: _Label, handover_s: float) -> bool:
+    """Whether nothing is lost by going on from one way instead of another."""
+    state, other = label.state, than.state
+    gained_s = other.now_s - state.now_s - (handover_s if label.turn is not than.turn else 0.0)
+    if gained_s < 0:
         return False
-    gained_s = other.now_s - state.now_s
     return _left(state.forward, state.backward, gained_s) <= _left(other.forward, other.backward, 0.0) and _left(
         state.backward, state.forward, gained_s
     ) <= _left(other.backward, other.forward, 0.0)

@@ -50,6 +50,13 @@ class PairState(NamedTuple):
             state, left_s = state.until_next_end(table, kind, left_s)
         return state
 
+    def handed(self, table: OverlapTable, seconds: float) -> PairState:
+        """After a hand-over of the turn, which occupies the processor so long and slows nothing down."""
+        state, left_s = self, seconds
+        while left_s > 0:
+            state, left_s = state.until_next_end(table, None, left_s)
+        return state
+
     def ran(self, table: OverlapTable, segment: Segment, *, forward: bool) -> PairState:
         """After a segment of a strand: its wait, its compute, and the start of its collective."""
         state = self.waited(table, forward=forward).computed(table, segment.compute_s, segment.kind)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.pairs import PairCosts
-from weft.pipeline.strands.plan import Step, take
+from weft.pipeline.strands.plan import Step, take, turned
 from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, StrandPair, WeightGradient
 from weft.pipeline.strands.stages import StageStrands
 from weft.pipeline.strands.state import PairState
@@ -65,18 +65,18 @@ def scaled(num_stages, scale):
     return None if scale == 1 else PairCosts((StageStrands(((stage, 1),)),) * num_stages)
 
 
-def shortest(pair, table):
+def shortest(pair, table, handover_s=0.0):
     """Seconds of the best of all plans, by trying every one."""
+    ends = len(pair.forward.segments), len(pair.backward.segments)
 
     @cache
-    def best(state, forward, backward, weights):
+    def best(state, turn, at):
         options = []
-        if forward < len(pair.forward.segments):
-            options.append(best(take(state, pair, Step.forward, forward, table), forward + 1, backward, weights))
-        if backward < len(pair.backward.segments):
-            options.append(best(take(state, pair, Step.backward, backward, table), forward, backward + 1, weights))
-        if weights < pair.available(backward):
-            options.append(best(take(state, pair, Step.weight, weights, table), forward, backward, weights + 1))
+        for number, step in enumerate((Step.forward, Step.backward, Step.weight)):
+            if at[number] < (*ends, pair.available(at[1]))[number]:
+                turned_state, turned_to = turned(state, turn, step, table, handover_s)
+                after = tuple(count + (index == number) for index, count in enumerate(at))
+                options.append(best(take(turned_state, pair, step, at[number], table), turned_to, after))
         return min(options, default=state.ended(table).now_s)
 
-    return best(PairState(), 0, 0, 0)
+    return best(PairState(), None, (0, 0, 0))

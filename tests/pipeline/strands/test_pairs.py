@@ -86,10 +86,11 @@ def test_all_who_know_the_same_find_the_same_plans():
 def test_hand_overs_count():
     stage = StageStrands(((LAYER, 2),))
     free, dear = (PairCosts((stage,), handover_s=s) for s in (0.0, 0.001))
-    handovers = free.plan(0, 0).handovers
-    assert handovers > 8
-    more = (dear.scale(0, 0) - free.scale(0, 0)) * stage.beside(stage).sequential_s
-    assert more == approx(handovers * 0.001)
+    pair, table = stage.beside(stage), OverlapTable()
+    assert 2 < dear.plan(0, 0).handovers <= free.plan(0, 0).handovers
+    seconds = dear.scale(0, 0) * pair.sequential_s
+    assert seconds == approx(dear.plan(0, 0).seconds(pair, table, 0.001))
+    assert seconds <= free.plan(0, 0).seconds(pair, table, 0.001) + 1e-9
 
 
 def test_pieces_become_stages_of_as_many_layers():

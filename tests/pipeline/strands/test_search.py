@@ -24,6 +24,20 @@ def test_the_search_finds_the_best_of_all_plans(pair):
     assert plan.seconds(pair, table) == approx(shortest(pair, table), rel=1e-9, abs=1e-12)
 
 
+@given(pair=pairs(), handover_s=st.sampled_from([0.05, 0.3, 2.0]))
+@settings(max_examples=60)
+def test_it_does_so_where_hand_overs_take_time(pair, handover_s):
+    table = OverlapTable()
+    found = search(pair, table, handover_s=handover_s, width=1000).seconds(pair, table, handover_s)
+    assert found == approx(shortest(pair, table, handover_s), rel=1e-9, abs=1e-12)
+
+
+def test_a_hand_over_that_costs_more_than_it_hides_is_left_out():
+    pair, table = llama_layer(0.01).repeated(2), OverlapTable()
+    assert search(pair, table, handover_s=1e-4).handovers > 2
+    assert search(pair, table, handover_s=1.0).handovers == 1
+
+
 @given(pair=pairs(), table=tables)
 @settings(max_examples=40)
 def test_where_overlap_slows_down_the_search_is_at_most_a_hundredth_off(pair, table):

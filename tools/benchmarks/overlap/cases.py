@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 
+from weft.engine.planning.pairing import HANDOVER_S
 from weft.engine.planning.strand_tracing import trace_strands
 from weft.pipeline.planner.hardware import EFFICIENCY, GPU_KINDS
 from weft.pipeline.strands.chunked import chunked_s
@@ -93,12 +94,16 @@ class Orders:
     @classmethod
     def of(cls, pair: StrandPair, table: OverlapTable) -> Orders:
         """Those of a pair."""
-        plans = {B_THEN_F: backward_then_forward(pair), ROUND_ROBIN: round_robin(pair), OURS: search(pair, table)}
+        plans = {
+            B_THEN_F: backward_then_forward(pair),
+            ROUND_ROBIN: round_robin(pair),
+            OURS: search(pair, table, handover_s=HANDOVER_S),
+        }
         return cls(plans, pair_operators(pair, table))
 
     def predicted_s(self, pair: StrandPair, table: OverlapTable) -> dict[str, float]:
         """Seconds by the simulation, of every way."""
-        seconds = {name: plan.seconds(pair, table) for name, plan in self.plans.items()}
+        seconds = {name: plan.seconds(pair, table, HANDOVER_S) for name, plan in self.plans.items()}
         alone = {SEQUENTIAL: pair.sequential_s, COMPUTE: pair.compute_s}
         found = alone | seconds | {CHUNKS: chunked_s(pair, table), PAIRS: self.paired.seconds}
         return {name: found[name] for name in NAMES}

@@ -141,7 +141,7 @@ class OrderedPairs(PairCosts):
         """As `PairCosts`."""
         pair = self.stages[forward].beside(self.stages[backward])
         plan = self.order(pair)
-        return (plan.seconds(pair, self.overlap) + plan.handovers * self.handover_s) / pair.sequential_s
+        return plan.seconds(pair, self.overlap, self.handover_s) / pair.sequential_s
 
 
 def weft(

@@ -105,13 +105,15 @@ class SharedLayer(nn.Module):
             products = [matrix(self.one) for matrix in self.matrices]
             return _Chunked.apply(hidden, self, *products)
         added = torch.zeros(1, 1)
-        # Autograd runs what was recorded last first: the last segment's node stands before the first's, and the
-        # products of each just before it, so that their gradients come directly behind.
-        for index in reversed(range(len(self.pair.backward.segments))):
+        # Autograd runs what was recorded last first: the last segment's nodes stand before the first's, and in each
+        # the collective before the products before the compute. So gradients of matrices can be computed while the
+        # segment's own collective is under way.
+        for index, segment in reversed([*enumerate(self.pair.backward.segments)]):
             weights = zip(self.matrices, self.pair.weights, strict=True)
+            hidden = _BackwardEnd.apply(hidden, segment, self.rank, index == len(self.pair.backward.segments) - 1)
             products = [matrix(self.one) for matrix, weight in weights if weight.after == index]
             added = added + sum(product.detach() for product in products)
-            hidden = _BackwardSegment.apply(hidden, index, self, *products)
+            hidden = _BackwardSegment.apply(hidden, segment, self.rank, index == 0, *products)
         return _Forward.apply(hidden, added, self)
 
     def _weight_gradient(self, weight: WeightGradient, gradient: Tensor) -> None:
@@ -154,24 +156,35 @@ class _Forward(torch.autograd.Function):
 
 
 class _BackwardSegment(torch.autograd.Function):
-    """Identity; the backward is one segment of the layer's, and gives the products that follow it their gradient."""
+    """Identity; the backward is the compute of a segment, and gives the products of it their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, index: int, layer: SharedLayer, *products: Tensor) -> Tensor:
-        ctx.index, ctx.layer, ctx.products = index, layer, len(products)
+    def forward(ctx: Any, hidden: Tensor, segment: Segment, rank: SharedRank, first: bool, *products: Tensor) -> Tensor:
+        ctx.segment, ctx.rank, ctx.first, ctx.products = segment, rank, first, len(products)
         return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        segments, rank = ctx.layer.pair.backward.segments, ctx.layer.rank
-        segment = segments[ctx.index]
-        if ctx.index == 0:
-            rank.begin_layer(Step.backward)
-        rank.compute(segment, Step.backward)
-        if segment.link is not None:
-            gradient = rank.mean(gradient, segment, Step.backward)
-        rank.live -= ctx.index == len(segments) - 1
-        return gradient, None, None, *[gradient.sum().reshape(1, 1)] * ctx.products
+        if ctx.first:
+            ctx.rank.begin_layer(Step.backward)
+        ctx.rank.compute(ctx.segment, Step.backward)
+        return gradient, None, None, None, *[gradient.sum().reshape(1, 1)] * ctx.products
+
+
+class _BackwardEnd(torch.autograd.Function):
+    """Identity; the backward is the collective at the end of a segment, if it has one."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, segment: Segment, rank: SharedRank, last: bool) -> Tensor:
+        ctx.segment, ctx.rank, ctx.last = segment, rank, last
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.segment.link is not None:
+            gradient = ctx.rank.mean(gradient, ctx.segment, Step.backward)
+        ctx.rank.live -= ctx.last
+        return gradient, None, None, None
 
 
 class SharedStage(EmulatedStage):
