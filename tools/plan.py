@@ -12,7 +12,7 @@ from weft.pipeline.limits import count, number
 from weft.pipeline.planner.cluster import Cluster, load_cluster
 from weft.pipeline.planner.measured import load_measured
 from weft.pipeline.planner.request import Objective, Request, read_pins
-from weft.pipeline.planner.search import Plan, plan
+from weft.pipeline.planner.search import FEW_SITES, Plan, plan
 from weft.pipeline.planner.workload import ModelWork
 from weft.pipeline.states import USABLE
 from weft.tools.planning.model import config_of, model_work
@@ -127,7 +127,7 @@ def _request(args: argparse.Namespace, cluster: Cluster, work: ModelWork) -> Req
         max_cost_per_hour=number(args.max_cost_per_hour, "--max-cost-per-hour"),
         home=_home(cluster, args.keep_data_in),
         pins=pins,
-        effort=90_000 if len(cluster.sites) <= 6 else 240_000,
+        effort=90_000 if len(cluster.sites) <= FEW_SITES else 300_000,
     )
 
 

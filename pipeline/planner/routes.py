@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from weft.pipeline.planner.cluster import Cluster
@@ -18,77 +18,53 @@ class Route:
     sites: tuple[int, ...]
     stages: tuple[int, ...]
 
-
-@dataclass(frozen=True)
-class _Partial:
-    sites: tuple[int, ...]
-    stages: tuple[int, ...]
-    flops_per_s: float
-    link_s: float
-    price: float
+    def is_whole(self, shape: Shape) -> bool:
+        """Whether it has all of a shape's ranks."""
+        return sum(self.stages) == shape.num_stages
 
 
-def routes(cluster: Cluster, shape: Shape, request: Request, *, most: int) -> tuple[list[Route], bool]:
-    """Routes, those with most operations per second and shortest links first, and whether these are all.
+class Routes:
+    """The routes of shapes, a site at a time.
 
     Each site takes as many ranks as it has room for, until none are left (steps 3 to 10 of
-    Algorithm 1). The paper is given the order of sites; here every order along links is tried, as
-    far as ``most`` go at a time. Of sites that are alike in all, one order stands for the others.
+    Algorithm 1). The paper is given the order of sites; here every order along links is a route.
+    Of sites that are alike in all, one order stands for the others, the one of the cheapest.
     """
-    caps = room(cluster, shape.gpus_per_rank, shape.replicas)
-    kinds = _kinds(cluster, caps, request)
-    alike = _alike(cluster, kinds)
-    found: list[Route] = []
-    complete = True
-    level = [
-        _Partial(
-            (site,),
-            (held := min(cap, shape.num_stages),),
-            held * cluster.sites[site].gpu.flops_per_s,
-            0.0,
-            held * cluster.sites[site].price,
-        )
-        for site, cap in enumerate(caps)
-        if cap and (not request.home or site in request.home)
-    ]
-    while level:
-        level, seen = sorted(level, key=lambda one: (-one.flops_per_s, one.link_s, one.price)), set()
-        following: list[_Partial] = []
-        kept = 0
-        for one in level:
-            whole = sum(one.stages) == shape.num_stages
-            alone = whole and len(one.sites) == 1  # then links do not matter
-            name = ("alone", kinds[one.sites[0]]) if alone else tuple(alike[site] for site in one.sites)
-            if name in seen:
-                continue
-            seen.add(name)
-            if kept == most:
-                complete = False
-                break
-            kept += 1
-            if whole:
-                if not request.home or one.sites[-1] in request.home:
-                    found.append(Route(one.sites, one.stages))
-                continue
-            if request.max_sites and len(one.sites) == request.max_sites:
-                continue
-            following += _longer(cluster, one, caps, shape)
-        level = following
-    return found, complete
 
+    def __init__(self, cluster: Cluster, request: Request) -> None:
+        self._cluster, self._request = cluster, request
+        self._known: dict[tuple[int, int], tuple[list[int], list[Hashable], list[Hashable]]] = {}
+        self._cheapest = sorted(range(len(cluster.sites)), key=lambda site: cluster.sites[site].price)
+        self._neighbours = [
+            [site for site in self._cheapest if cluster.link(here, site) is not None]
+            for here in range(len(cluster.sites))
+        ]
 
-def _longer(cluster: Cluster, one: _Partial, caps: list[int], shape: Shape) -> list[_Partial]:
-    left = shape.num_stages - sum(one.stages)
-    longer = []
-    for site, cap in enumerate(caps):
-        link = cluster.link(one.sites[-1], site)
-        if cap and site not in one.sites and link is not None:
-            seconds = link.latency_s + 1e9 / min(link.bandwidth_bps, link.pair_bps)
-            held = min(cap, left)
-            speed = one.flops_per_s + held * cluster.sites[site].gpu.flops_per_s
-            price = one.price + held * cluster.sites[site].price
-            longer.append(_Partial((*one.sites, site), (*one.stages, held), speed, one.link_s + seconds, price))
-    return longer
+    def longer(self, shape: Shape, route: Route | None) -> Iterator[Route]:
+        """Routes that go on from one for a site, or of one site."""
+        caps, kinds, alike = self._of(shape)
+        home, most = self._request.home, self._request.max_sites
+        sites, stages = (route.sites, route.stages) if route else ((), ())
+        if most and len(sites) == most:
+            return
+        left, seen = shape.num_stages - sum(stages), set()
+        for site in self._neighbours[sites[-1]] if sites else self._cheapest:
+            held, whole = min(caps[site], left), caps[site] >= left
+            if not held or site in sites or (home and site not in home and (whole or not sites)):
+                continue
+            name = ("alone", kinds[site]) if whole and not sites else alike[site]  # then links do not matter
+            if name not in seen:
+                seen.add(name)
+                yield Route((*sites, site), (*stages, held))
+
+    def _of(self, shape: Shape) -> tuple[list[int], list[Hashable], list[Hashable]]:
+        """By site, the ranks that it has room for, its kind, and what stands for it."""
+        key = (shape.gpus_per_rank, shape.replicas)
+        if key not in self._known:
+            caps = room(self._cluster, *key)
+            kinds = _kinds(self._cluster, caps, self._request)
+            self._known[key] = caps, kinds, _alike(self._cluster, kinds)
+        return self._known[key]
 
 
 def _kinds(cluster: Cluster, caps: list[int], request: Request) -> list[Hashable]:

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Any
 
 from weft.pipeline.planner.cluster import Cluster
 from weft.pipeline.planner.evaluation import Candidate, Evaluation
-from weft.pipeline.planner.layout import Prediction, Shape
+from weft.pipeline.planner.layout import Layout, Prediction, Shape
 from weft.pipeline.planner.request import Request
-from weft.pipeline.planner.routes import routes
+from weft.pipeline.planner.routes import Route, Routes
 from weft.pipeline.planner.shapes import shapes
 from weft.pipeline.planner.workload import ModelWork
 
 WORTH = 1.002
 """A layout is not looked at more closely if it can only be better by a five hundredth."""
-MOST_ROUTES = {6: 64, 12: 16, 10**9: 6}
-"""Orders of sites that are compared for one shape, by how many sites there are at most."""
+DEEPENING, FEW_SITES = (1, 2, 4), 6
+"""Sites of a pipeline at first, where there are more than a few; a single site always comes first."""
+RANKED = 8
+"""Layouts that are ranked at least, if there are as many that differ."""
+BOUNDED = 3
+"""Actions whose scheduling takes as long as the bound of a route."""
 EXPANDED = 5
 """Actions whose scheduling takes as long as the bound of a layout, a rank."""
-EVERY = 16
-"""Shapes after which a layout is scheduled, so that bounds have something to be held against early."""
+EVERY = 2000
+"""Effort after which a layout is scheduled, so that bounds have something to be held against early."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,26 +62,36 @@ def plan(cluster: Cluster, work: ModelWork, request: Request) -> Plan:
     """Find the best layouts of a model on a cluster.
 
     A shape is all of a layout but its sites. Shapes are taken in the order of their lower bounds;
-    a shape becomes its routes, orders of sites with Algorithm 1's stages at each, with bounds of
-    their own; a route that comes first again is scheduled. The search ends where the next bound
-    is no better than the best layout, or where the request's effort is spent: the remaining
-    bounds then say by how much something else could be better.
+    a shape becomes routes through sites, with Algorithm 1's stages at each and bounds of their own.
+    The route whose bound comes first grows by a site, or is scheduled once it is whole. The search
+    ends where the next bound is no better than the best layout, or where the request's effort is
+    spent: the remaining bounds then say by how much something else could be better. It goes
+    through pipelines of few sites first.
 
     Raises:
         ValueError: no layout fits; the message says what binds.
     """
-    evaluation = Evaluation(cluster, work, request)
+    evaluation, scheduled = Evaluation(cluster, work, request), 0
     bounds = [(evaluation.shape_bound(shape), shape) for shape in shapes(cluster, work, request)]
     whole = [(bound, number, shape) for number, (bound, shape) in enumerate(bounds) if bound is not None]
-    heapify(whole)
-    found, left_out = _search(evaluation, cluster, request, list(whole))
+    found: list[Prediction] = []
+    left_out = best = float("inf")
+    for max_sites in _deepening(len(cluster.sites), request.max_sites):
+        pass_request = replace(request, max_sites=max_sites)
+        more, left_out, spare = _search(evaluation, cluster, pass_request, whole, best)
+        found += more if max_sites != 1 else sorted(more, key=request.score)[:1]
+        scheduled += len(more)
+        best = min(map(request.score, found), default=best)
     if not found:
         raise ValueError(evaluation.nothing_fits(len(whole)))
-    scheduled = len(found)
-    if request.max_sites != 1 and all(len(one.layout.sites) > 1 for one in found):  # whether the WAN pays at all
-        alone, _ = _search(evaluation, cluster, replace(request, max_sites=1, effort=request.effort // 2), whole)
-        found += sorted(alone, key=request.score)[:1]
     ranked = _distinct(sorted(found, key=request.score))
+    seen = {_likeness(one.layout) for one in ranked}
+    while spare and len(seen) < RANKED:
+        candidate = heappop(spare)[2]
+        if _likeness(candidate.layout) not in seen and (one := evaluation.schedule(candidate)) is not None:
+            seen.add(_likeness(candidate.layout))
+            ranked.append(one)
+    ranked.sort(key=request.score)
     return Plan(
         cluster=cluster,
         work=work,
@@ -89,59 +103,76 @@ def plan(cluster: Cluster, work: ModelWork, request: Request) -> Plan:
     )
 
 
+def _deepening(num_sites: int, max_sites: int) -> list[int]:
+    """Sites that pipelines may go through, search by search; 0 is no limit.
+
+    Few sites are searched through soon, and what they take ends much of the search for more.
+    """
+    first = [sites for sites in DEEPENING if num_sites > FEW_SITES or sites == 1]
+    return [sites for sites in first if not max_sites or sites < max_sites] + [max_sites]
+
+
 def _search(
-    evaluation: Evaluation, cluster: Cluster, request: Request, whole: list[tuple[float, int, Shape]]
-) -> tuple[list[Prediction], float]:
-    """What was scheduled, and the least bound of what was not.
+    evaluation: Evaluation,
+    cluster: Cluster,
+    request: Request,
+    whole: list[tuple[float, int, Shape]],
+    best: float = float("inf"),
+) -> tuple[list[Prediction], float, list[tuple[float, int, Candidate]]]:
+    """What was scheduled, the least bound of what was not, and a heap of whole layouts by their bounds.
 
     Args:
-        whole: a heap of shapes by their bounds, each with a number of its own; it is used up.
+        whole: shapes by their bounds, each with a number of its own.
+        best: score of what is found already.
     """
     order = count(len(whole))
-    most = next(ways for sites, ways in MOST_ROUTES.items() if len(cluster.sites) <= sites)
-    spent, left_out, best, expanded = 0, float("inf"), float("inf"), 0
+    ways = Routes(cluster, request)
+    opened: list[tuple[float, int, int, Shape, Route | None]] = [
+        (bound, 0, one, shape, None) for bound, one, shape in whole
+    ]
+    heapify(opened)
     placed: list[tuple[float, int, Candidate]] = []
     found: list[Prediction] = []
-    while whole or placed:
-        bound = min(heap[0][0] for heap in (whole, placed) if heap)
-        if bound * WORTH >= best or (spent >= request.effort and found):
-            return found, min(left_out, bound)
-        if whole and (not placed or whole[0][0] < placed[0][0]):
-            bound, _, shape = heappop(whole)
-            ways, complete = routes(cluster, shape, request, most=most)
-            if not complete:
-                left_out = min(left_out, bound)
-            for route in ways:
-                for candidate in evaluation.candidates(shape, route):
-                    heappush(placed, (max(bound, candidate.score_bound), next(order), candidate))
-                    spent += EXPANDED * candidate.layout.num_stages
-            expanded += 1
-            if expanded % EVERY:
-                continue
-        if placed and placed[0][0] < best:
+    spent, due, left_out = 0, EVERY, float("inf")
+    while opened or placed:
+        bound = min(heap[0][0] for heap in (opened, placed) if heap)
+        if bound * WORTH >= best or (spent >= request.effort and best < float("inf")):
+            return found, min(bound, left_out), placed
+        if opened and (not placed or (opened[0][0] < placed[0][0] and spent < due)):
+            bound, depth, _, shape, route = heappop(opened)
+            for further in ways.longer(shape, route):
+                spent += BOUNDED
+                if (least := evaluation.route_bound(shape, further, request.max_sites)) is None:
+                    continue
+                least = max(bound, least)
+                if least * WORTH >= best:
+                    left_out = min(left_out, least)
+                elif not further.is_whole(shape):
+                    heappush(opened, (least, depth - 1, next(order), shape, further))
+                else:
+                    for candidate in evaluation.candidates(shape, further):
+                        heappush(placed, (max(least, candidate.score_bound), next(order), candidate))
+                        spent += EXPANDED * candidate.layout.num_stages
+            continue
+        due = spent + EVERY
+        if placed[0][0] < best:
             _, _, candidate = heappop(placed)
             spent += candidate.actions
             if (prediction := evaluation.schedule(candidate)) is not None:
                 found.append(prediction)
                 best = min(best, request.score(prediction))
-    return found, left_out
+    return found, left_out, placed
 
 
 def _distinct(ranked: list[Prediction]) -> list[Prediction]:
     """The best of those that differ in little."""
-    seen: set[Any] = set()
-    kept = []
+    kept: dict[Hashable, Prediction] = {}
     for one in ranked:
-        layout = one.layout
-        key = (
-            frozenset(layout.sites),
-            layout.num_stages,
-            layout.replicas,
-            layout.tensor,
-            layout.context,
-            layout.expert,
-        )
-        if key not in seen:
-            seen.add(key)
-            kept.append(one)
-    return kept
+        kept.setdefault(_likeness(one.layout), one)
+    return list(kept.values())
+
+
+def _likeness(layout: Layout) -> Hashable:
+    """What layouts have in common that differ in little."""
+    degrees = layout.num_stages, layout.replicas, layout.tensor, layout.context, layout.expert
+    return frozenset(layout.sites), *degrees

@@ -1,6 +1,7 @@
 """Plans are as good as they say: they fit, more never hurts, and what is alike is treated alike."""
 
 from dataclasses import replace
+from itertools import islice
 from math import ceil
 
 import pytest
@@ -14,8 +15,9 @@ from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.evaluation import Evaluation
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.request import Objective, Request
-from weft.pipeline.planner.routes import Route
+from weft.pipeline.planner.routes import Route, Routes
 from weft.pipeline.planner.search import plan
+from weft.pipeline.planner.shapes import shapes
 from weft.pipeline.planner.workload import LayerWork
 from weft.pipeline.validation import validate
 
@@ -62,6 +64,44 @@ def test_a_plan_fits_and_runs(some, objective):
             assert some.link(here, there) is not None
     layout = found.best.layout
     validate(generate("1f1b", replace(layout.placement, pipelines=1), layout.microbatches))
+
+
+def ways(some, shape, route=None):
+    """All whole routes of a shape."""
+    for further in Routes(some, REQUEST).longer(shape, route):
+        if further.is_whole(shape):
+            yield further
+        else:
+            yield from ways(some, shape, further)
+
+
+@given(clusters(), st.sampled_from(Objective), st.sampled_from([{}, {"zero_stage": 3}, {"cell": 1}]))
+@settings(max_examples=12, deadline=None)
+def test_bounds_are_below_what_they_bound(some, objective, pins):
+    request = replace(REQUEST, objective=objective, pins=pins)
+    evaluation = Evaluation(some, model(), request)
+    for shape in islice(shapes(some, model(), request), 0, None, 5):
+        bound = evaluation.shape_bound(shape)
+        for route in ways(some, shape):
+            parts = [Route(route.sites[:place], route.stages[:place]) for place in range(1, len(route.sites) + 1)]
+            for candidate in evaluation.candidates(shape, route):
+                above = candidate.score_bound * (1 + 1e-9)
+                assert bound is not None and bound <= above
+                assert all(evaluation.route_bound(shape, part) <= above for part in parts)
+
+
+@given(clusters(), st.sampled_from(Objective))
+@settings(max_examples=5, deadline=None)
+def test_nothing_is_better_than_proven(some, objective):
+    request = replace(REQUEST, objective=objective, pins={"tensor": 1, "microbatch_size": 1})
+    if (found := planned(some, request)) is None:
+        return
+    evaluation = Evaluation(some, model(), request)
+    for shape in shapes(some, model(), request):
+        for route in ways(some, shape):
+            for candidate in evaluation.candidates(shape, route):
+                if candidate.score_bound < request.score(found.best) and (one := evaluation.schedule(candidate)):
+                    assert request.score(one) >= request.score(found.best) * (1 - found.gap) * (1 - 1e-9)
 
 
 @given(clusters(), st.floats(1.1, 10))

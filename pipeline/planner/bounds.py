@@ -1,0 +1,311 @@
+"""What no schedule of a shape beats, wherever it lies, or where the first sites of its route are given."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import astuple, dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+from weft.pipeline.costs import StageCost
+from weft.pipeline.planner.cluster import Site
+from weft.pipeline.planner.estimates import Estimates
+from weft.pipeline.planner.layout import Shape
+from weft.pipeline.planner.routes import Route
+from weft.pipeline.planner.shapes import room
+from weft.pipeline.planner.workload import LayerWork
+
+MOST_CELL = 8
+"""Replicas that are compared as one DP-cell; more is rarely better (Atlas takes communication over compute)."""
+ANYWHERE = Route((), ())
+
+
+@dataclass(frozen=True)
+class _Speed:
+    """Of one rank.
+
+    Attributes:
+        whole_s: seconds of a micro-batch, if it holds the whole model.
+        through_s: of them without gradients of weights, and ``through_share`` the share.
+        forward_s: of them the forward.
+        layer_s: seconds of a micro-batch on the layer that takes least.
+        ends_s: seconds of a step besides the pipeline.
+    """
+
+    whole_s: float
+    through_s: float
+    through_share: float
+    forward_s: float
+    layer_s: float
+    ends_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Hops:
+    """Seconds of a micro-batch between sites.
+
+    Attributes:
+        way_s: of each hop, and ``sent_s`` for which it holds the uplink.
+        quickest_s: of so many of the quickest hops together.
+        least_way_s: of the quickest hop from a site, or from any (None); ``least_sent_s`` alike.
+    """
+
+    way_s: dict[tuple[int, int], float]
+    sent_s: dict[tuple[int, int], float]
+    quickest_s: list[float]
+    least_way_s: dict[int | None, float]
+    least_sent_s: dict[int | None, float]
+
+
+class Bounds:
+    """Lower bounds of steps.
+
+    Args:
+        cell: replicas of a DP-cell, where it is fixed.
+    """
+
+    def __init__(self, estimates: Estimates, cell: int | None = None) -> None:
+        self._estimates, self._cluster, self._work = estimates, estimates.cluster, estimates.work
+        self._whole = self._work.whole
+        self._cell = cell or MOST_CELL
+        self._known: dict[Hashable, Any] = {}
+
+    def step_s(self, shape: Shape, route: Route = ANYWHERE, max_sites: int = 0) -> float | None:
+        """Seconds of a step; None if GPUs, links or so many sites do not suffice.
+
+        Args:
+            route: how the pipeline begins; ranks that it leaves may lie at any other sites.
+            max_sites: of a pipeline; 0 is no limit.
+        """
+        crossing = self._crossing(shape, route)
+        if crossing is None or (max_sites and len(crossing[0]) > max_sites):
+            return None
+        ways_s, uplink_s, sending_s = crossing
+        speeds, ranks, count = self._speeds(shape), self._ranks(shape, route), shape.microbatches
+        least, last_way_s = self._least_of(shape, route), ways_s[-1][1]
+        pace_s = 1 / sum([held / speeds[site].whole_s for site, held in ranks])
+        fullest = -(-len(self._work.layers) // shape.num_stages)
+        spans = [(held / speeds[site].whole_s, way_s) for site, held, way_s in _spans(ranks, ways_s, len(route.sites))]
+        pipeline_s = max(
+            count * fullest * least.layer_s,
+            sending_s,
+            least.through_s + 2 * last_way_s + (count - 1) * uplink_s,
+            _fill_s(count, least.forward_s, last_way_s, least.whole_s, pace_s),
+            _shared_s(spans, count),
+            _shared_s([(rate / least.through_share, 2 * way_s) for rate, way_s in spans], count),
+        )
+        return pipeline_s + least.ends_s
+
+    def _ranks(self, shape: Shape, route: Route) -> list[tuple[int, int]]:
+        """Sites and how many ranks: those of a route, then the fastest others."""
+        ranks = list(zip(route.sites, route.stages, strict=True))
+        left = shape.num_stages - sum(route.stages)
+        for site, cap in self._fastest(shape):
+            if not left:
+                break
+            if site not in route.sites:
+                ranks.append((site, min(cap, left)))
+                left -= min(cap, left)
+        return ranks
+
+    def part(self, num_stages: int) -> LayerWork:
+        """What some rank has at least."""
+        key = ("part", num_stages)
+        if key not in self._known:
+            self._known[key] = _share(self._whole, num_stages)
+        return self._known[key]
+
+    def caps(self, shape: Shape) -> list[int]:
+        """Pipeline ranks that each site has room for."""
+        key = ("caps", shape.gpus_per_rank, shape.replicas)
+        if key not in self._known:
+            self._known[key] = room(self._cluster, shape.gpus_per_rank, shape.replicas)
+        return self._known[key]
+
+    def _fastest(self, shape: Shape) -> list[tuple[int, int]]:
+        """Sites with their room, the fastest first."""
+        key = ("fastest", *timing_key(shape), shape.replicas)
+        if key not in self._known:
+            speeds = self._speeds(shape)
+            held = [(site, cap) for site, cap in enumerate(self.caps(shape)) if cap]
+            self._known[key] = sorted(held, key=lambda one: speeds[one[0]].whole_s)
+        return self._known[key]
+
+    def _speeds(self, shape: Shape) -> list[_Speed]:
+        """Of a rank at each site."""
+        key = ("speeds", *timing_key(shape))
+        if key not in self._known:
+            of: dict[Hashable, _Speed] = {}
+            for site in self._cluster.sites:
+                if _kind(site) not in of:
+                    of[_kind(site)] = self._speed(shape, site)
+            self._known[key] = [of[_kind(site)] for site in self._cluster.sites]
+        return self._known[key]
+
+    def _speed(self, shape: Shape, site: Site) -> _Speed:
+        estimates = self._estimates
+        whole = estimates.stage_cost(self._whole, len(self._work.layers), shape, site)
+        alone = replace(shape, zero_stage=1)  # a layer's share of the weights that ZeRO 3 gathers is not its own
+        each = [busy_s(estimates.stage_cost(layer, 1, alone, site)) for layer in set(self._work.layers)]
+        through_s, whole_s = whole.forward_s + whole.input_s, busy_s(whole)
+        return _Speed(whole_s, through_s, through_s / whole_s, whole.forward_s, min(each))
+
+    def _crossing(self, shape: Shape, route: Route) -> tuple[list[tuple[int, float]], float, float] | None:
+        """How many ranks lie how many seconds from the first, in order; seconds of a micro-batch on the slowest
+        uplink; and of a step for a rank that sends both ways.
+
+        Ranks that a route leaves are as near as links and the roomiest sites allow. None where these do not suffice.
+        """
+        known = self._hops(shape)
+        sent_s = [known.sent_s[hop] for hop in pairwise(route.sites)]
+        ways_s = list(accumulate((known.way_s[hop] for hop in pairwise(route.sites)), initial=0.0))
+        chain = list(zip(route.stages, ways_s, strict=False))
+        here = route.sites[-1] if route.sites else None
+        left, further = shape.num_stages - sum(route.stages), -1 if here is None else 0
+        for site, cap in self._roomiest(shape):
+            if left <= 0 or not cap:
+                break
+            if site not in route.sites:
+                further += 1
+                if further == len(known.quickest_s) or (further and here not in known.least_way_s):
+                    return None
+                quickest_s = known.quickest_s[further]
+                if further:
+                    quickest_s = max(quickest_s, known.least_way_s[here] + known.quickest_s[further - 1])
+                chain.append((min(cap, left), ways_s[-1] + quickest_s))
+                left -= cap
+        if left > 0:
+            return None
+        if further > 0:
+            sent_s.append(known.least_sent_s[here])
+            sent_s += [known.least_sent_s[None]] * (further - 1)
+        most = self._roomiest(shape)[0][1]
+        sending_s = 0.0
+        for site, (before_s, after_s) in enumerate(pairwise(sent_s), start=1):
+            held, way_s = chain[site]
+            if held == 1 and (site < len(route.sites) or most == 1):
+                sending_s = max(sending_s, shape.microbatches * (before_s + after_s) - before_s + 2 * way_s)
+        return chain, max(sent_s, default=0.0), sending_s
+
+    def _roomiest(self, shape: Shape) -> list[tuple[int, int]]:
+        """Sites with their room, the roomiest first."""
+        key = ("roomiest", shape.gpus_per_rank, shape.replicas)
+        if key not in self._known:
+            self._known[key] = sorted(enumerate(self.caps(shape)), key=lambda one: -one[1])
+        return self._known[key]
+
+    def _hops(self, shape: Shape) -> _Hops:
+        """Of all links, with as large a DP-cell as there may be."""
+        cell = min(self._cell, shape.replicas)
+        key = ("hops", shape.gpus_per_rank, shape.microbatch_size, cell)
+        if key not in self._known:
+            sent = self._work.message_bytes * shape.microbatch_size
+            sent_s, way_s = {}, {}
+            for here, there in self._cluster.links:
+                link = self._estimates.link_cost(here, there, shape)
+                seconds = link.transit_s(sent)
+                sent_s[here, there] = sent_s[there, here] = seconds
+                way_s[here, there] = way_s[there, here] = link.latency_s + seconds / cell
+            quickest = sorted(seconds for (here, there), seconds in way_s.items() if here < there)
+            self._known[key] = _Hops(
+                way_s, sent_s, list(accumulate(quickest, initial=0.0)), _least(way_s), _least(sent_s)
+            )
+        return self._known[key]
+
+    def _least_of(self, shape: Shape, route: Route) -> _Speed:
+        """The least of any site that ranks may lie at, figure by figure."""
+        whole = route.is_whole(shape)
+        of = frozenset(route.sites) if whole else None
+        key = ("least", of, *timing_key(shape), shape.num_stages, shape.replicas, shape.zero_stage)
+        if key not in self._known:
+            sites = of or [site for site, cap in enumerate(self.caps(shape)) if cap]
+            speeds, part = self._speeds(shape), self.part(shape.num_stages)
+            found = [replace(speeds[site], ends_s=self._ends_s(part, shape, site)) for site in sites]
+            self._known[key] = _Speed(*(min(column) for column in zip(*map(astuple, found), strict=True)))
+        return self._known[key]
+
+    def _ends_s(self, part: LayerWork, shape: Shape, number: int) -> float:
+        """Collectives over replicas and the optimiser, of a rank with as much as all have on average."""
+        site = self._cluster.sites[number]
+        return self._estimates.collective_s(part, shape, site) + self._estimates.optimizer_s(part, shape, site)
+
+
+def timing_key(shape: Shape) -> tuple[Any, ...]:
+    """What the time of a layer depends on."""
+    gathered_over = shape.replicas if shape.zero_stage == 3 else 0
+    return shape.tensor, shape.context, shape.expert, shape.microbatch_size, shape.checkpointing, gathered_over
+
+
+def busy_s(stage: StageCost) -> float:
+    """Seconds in which a micro-batch keeps a rank busy."""
+    return stage.forward_s + stage.input_s + stage.weight_s
+
+
+def _kind(site: Site) -> Hashable:
+    """What the speed of a site depends on."""
+    return site.gpu.name, site.gpus_per_host, site.network_bps
+
+
+def _least(seconds: dict[tuple[int, int], float]) -> dict[int | None, float]:
+    """By the site that hops leave, and None for any."""
+    least: dict[int | None, float] = {}
+    for (here, _), one in seconds.items():
+        for site in (here, None):
+            least[site] = min(least.get(site, one), one)
+    return least
+
+
+def _fill_s(count: int, forward_s: float, way_s: float, whole_s: float, pace_s: float) -> float:
+    """A step by its last rank, which begins when a micro-batch has come through, and the others.
+
+    If the last rank holds a share x of the model, the step takes (1 - x) forward + way + M x whole;
+    the others have the rest, and take at least M (1 - x) pace. The least of both is where they meet.
+    """
+    share = (count * pace_s - forward_s - way_s) / (count * (whole_s + pace_s) - forward_s)
+    share = min(1.0, max(0.0, share))
+    return (1 - share) * forward_s + way_s + share * count * whole_s
+
+
+def _spans(
+    ranks: list[tuple[int, int]], ways_s: list[tuple[int, float]], given: int
+) -> Iterator[tuple[int, int, float]]:
+    """Sites, ranks and the way to them: the first ``given`` sites as they are, of others the fastest are nearest."""
+    for (site, held), (_, way_s) in zip(ranks[:given], ways_s, strict=False):
+        yield site, held, way_s
+    ways, room, way_s = iter(ways_s[given:]), 0, 0.0
+    for site, held in ranks[given:]:
+        while held:
+            if not room:
+                room, way_s = next(ways)
+            together = min(held, room)
+            yield site, together, way_s
+            held, room = held - together, room - together
+
+
+def _shared_s(spans: list[tuple[float, float]], count: int) -> float:
+    """A step in which ranks share all work, each from when a micro-batch can have reached it.
+
+    Args:
+        spans: models per second of some ranks, and seconds that these cannot work.
+    """
+    rate, lost, step_s = 0.0, 0.0, float("inf")
+    for speed, off_s in spans:  # the nearest first
+        if off_s >= step_s:
+            break
+        rate += speed
+        lost += speed * off_s
+        step_s = (count + lost) / rate
+    return step_s
+
+
+def _share(work: LayerWork, parts: int) -> LayerWork:
+    """One of so many equal parts."""
+    return LayerWork(
+        parameters=work.parameters // parts,
+        expert_parameters=work.expert_parameters // parts,
+        matmul_flops=work.matmul_flops / parts,
+        attention_flops=work.attention_flops / parts,
+        activation_bytes=work.activation_bytes / parts,
+        unrecomputed_bytes=work.unrecomputed_bytes / parts,
+        routed_bytes=work.routed_bytes / parts,
+    )
