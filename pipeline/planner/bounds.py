@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.pipeline.costs import StageCost
 from weft.pipeline.planner.cluster import Site
@@ -20,8 +20,7 @@ MOST_CELL = 8
 ANYWHERE = Route((), ())
 
 
-@dataclass(frozen=True)
-class _Speed:
+class _Speed(NamedTuple):
     """Of one rank.
 
     Attributes:
@@ -68,6 +67,8 @@ class Bounds:
         self._estimates, self._cluster, self._work = estimates, estimates.cluster, estimates.work
         self._whole = self._work.whole
         self._cell = cell or MOST_CELL
+        alike = [(site.gpu.name, site.gpus_per_host, site.network_bps) for site in self._cluster.sites]
+        self._kinds = [alike.index(kind) for kind in alike]
         self._known: dict[Hashable, Any] = {}
 
     def step_s(self, shape: Shape, route: Route = ANYWHERE, max_sites: int = 0) -> float | None:
@@ -135,11 +136,8 @@ class Bounds:
         """Of a rank at each site."""
         key = ("speeds", *timing_key(shape))
         if key not in self._known:
-            of: dict[Hashable, _Speed] = {}
-            for site in self._cluster.sites:
-                if _kind(site) not in of:
-                    of[_kind(site)] = self._speed(shape, site)
-            self._known[key] = [of[_kind(site)] for site in self._cluster.sites]
+            of = {first: self._speed(shape, self._cluster.sites[first]) for first in set(self._kinds)}
+            self._known[key] = [of[first] for first in self._kinds]
         return self._known[key]
 
     def _speed(self, shape: Shape, site: Site) -> _Speed:
@@ -214,14 +212,14 @@ class Bounds:
 
     def _least_of(self, shape: Shape, route: Route) -> _Speed:
         """The least of any site that ranks may lie at, figure by figure."""
-        whole = route.is_whole(shape)
-        of = frozenset(route.sites) if whole else None
-        key = ("least", of, *timing_key(shape), shape.num_stages, shape.replicas, shape.zero_stage)
+        caps = self.caps(shape)
+        sites = route.sites if route.is_whole(shape) else [site for site, cap in enumerate(caps) if cap]
+        kinds = frozenset([self._kinds[site] for site in sites])
+        key = ("least", kinds, *timing_key(shape), shape.num_stages, shape.replicas, shape.zero_stage)
         if key not in self._known:
-            sites = of or [site for site, cap in enumerate(self.caps(shape)) if cap]
             speeds, part = self._speeds(shape), self.part(shape.num_stages)
-            found = [replace(speeds[site], ends_s=self._ends_s(part, shape, site)) for site in sites]
-            self._known[key] = _Speed(*(min(column) for column in zip(*map(astuple, found), strict=True)))
+            found = [speeds[site]._replace(ends_s=self._ends_s(part, shape, site)) for site in kinds]
+            self._known[key] = _Speed(*map(min, zip(*found, strict=True)))
         return self._known[key]
 
     def _ends_s(self, part: LayerWork, shape: Shape, number: int) -> float:
@@ -239,11 +237,6 @@ def timing_key(shape: Shape) -> tuple[Any, ...]:
 def busy_s(stage: StageCost) -> float:
     """Seconds in which a micro-batch keeps a rank busy."""
     return stage.forward_s + stage.input_s + stage.weight_s
-
-
-def _kind(site: Site) -> Hashable:
-    """What the speed of a site depends on."""
-    return site.gpu.name, site.gpus_per_host, site.network_bps
 
 
 def _least(seconds: dict[tuple[int, int], float]) -> dict[int | None, float]:

@@ -60,9 +60,9 @@ class Evaluation:
 
     def shape_bound(self, shape: Shape) -> float | None:
         """What no route and no schedule of a shape scores below; None if it fits nowhere."""
-        sites = [site for site, cap in zip(self._cluster.sites, self._bounds.caps(shape), strict=True) if cap]
-        step_s = self._bounds.step_s(shape)
-        if step_s is None:
+        caps = self._bounds.caps(shape)
+        sites = [site for site, cap in zip(self._cluster.sites, caps, strict=True) if cap]
+        if sum(caps) < shape.num_stages:
             self._refuse("GPUs: no set of sites has enough")
             return None
         price = shape.gpus * min(site.price for site in sites)
@@ -75,6 +75,9 @@ class Evaluation:
         if memory > most:
             self._least_bytes = min(self._least_bytes, (memory, f"pipeline.stages={shape.num_stages}"))
             self._refuse("memory: the model does not fit the GPUs")
+            return None
+        if (step_s := self._bounds.step_s(shape)) is None:
+            self._refuse("links: sites with enough GPUs are not neighbours")
             return None
         return self._request.score_of(step_s, None, price, 0.0, self._tokens(shape))
 
@@ -208,7 +211,7 @@ class Evaluation:
                 f"{reason}: {need}, and a plan fills {bytes_text(most)}; add GPUs or choose ones with more memory, "
                 "raise --max-memory, or free a pinned field"
             )
-        return f"{reason}; loosen it, or add GPUs"
+        return f"{reason}; {'add links' if reason.startswith('links') else 'loosen it'}, or add GPUs"
 
     # -- what a route takes ------------------------------------------------------------------
 

@@ -31,7 +31,9 @@ def shapes(cluster: Cluster, work: ModelWork, request: Request) -> Iterator[Shap
                             continue
                         for stages in _stages(cluster, request, tensor * context, replicas, len(work.layers)):
                             for checkpointing in request.choices("checkpointing", [False, True]):
-                                for zero in request.choices("zero_stage", [1 if replicas * context > 1 else 0]):
+                                for zero in request.choices(
+                                    "zero_stage", _zero_stages(replicas * context, microbatches)
+                                ):
                                     yield Shape(
                                         num_stages=stages,
                                         replicas=replicas,
@@ -52,6 +54,13 @@ def room(cluster: Cluster, gpus_per_rank: int, replicas: int) -> list[int]:
 
 def _powers(most: int) -> list[int]:
     return [2**power for power in range(most.bit_length()) if 2**power <= most]
+
+
+def _zero_stages(shards: int, microbatches: int) -> list[int]:
+    """Stages that may be best: 2 holds less than 1 only where gradients are not added up over micro-batches."""
+    if shards == 1:
+        return [0]
+    return [1, 2, 3] if microbatches == 1 else [1, 3]
 
 
 def _batches(
