@@ -42,12 +42,16 @@ def main(argv: Sequence[str]) -> int:
     if args.profile is not None:
         cluster = _as_measured(cluster, work, args.profile)
     request = _request(args, cluster, work)
+    count(args.explain, "--explain", least=0)
+    questions = {question: changed(cluster, question) for question in args.what_if}
+    if args.write is not None and not args.write.absolute().parent.is_dir():
+        raise ValueError(f"--write {args.write}: cannot be written; name a file in a folder that is there")
     started = perf_counter()
     found = plan(cluster, work, request)
     seconds = perf_counter() - started
     _show(found, seconds, args)
-    for question in args.what_if:
-        _answer(found, question)
+    for question, other in questions.items():
+        _answer(found, question, other)
     if args.marginal:
         for name, gain in sorted(marginal_values(found), key=lambda entry: -entry[1]):
             print(f"{name}: {gain:+.2%}")
@@ -86,9 +90,8 @@ def _show(found: Plan, seconds: float, args: argparse.Namespace) -> None:
         print("\n".join(explanation(found, found.ranked[args.explain - 1])))
 
 
-def _answer(found: Plan, question: str) -> None:
-    """Print what a change of the cluster does to the best plan."""
-    cluster = changed(found.cluster, question)
+def _answer(found: Plan, question: str, cluster: Cluster) -> None:
+    """Print what another cluster does to the best plan."""
     try:
         other = plan(cluster, found.work, found.request)
     except ValueError as error:

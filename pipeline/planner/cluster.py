@@ -132,7 +132,7 @@ def load_cluster(path: Path) -> Cluster:
         try:
             data = yaml.safe_load(text)
         except (yaml.YAMLError, RecursionError, ValueError) as error:
-            raise ValueError(f"cannot be read ({str(error) or 'nested too deep'})") from error
+            raise ValueError(f"cannot be read ({' '.join(str(error).split()) or 'nested too deep'})") from error
         return _cluster(data)
     except ValueError as error:
         raise ValueError(f"cluster file {path}: {error}") from error
@@ -145,6 +145,8 @@ def _cluster(data: Any) -> Cluster:
         raise ValueError("sites: missing; list at least one site")
     sites = tuple(_site(entry, f"sites[{place}]") for place, entry in enumerate(entries))
     names = [site.name for site in sites]
+    if not any(site.gpus for site in sites):
+        raise ValueError("sites.hosts: no site has a GPU; give at least one site a host")
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"sites.name={name}: {names.count(name)} sites have this name; give every site its own")
@@ -177,8 +179,11 @@ def _site(data: Any, name: str) -> Site:
     for required in ("name", "hosts", "gpus_per_host", "gpu"):
         if required not in table:
             raise ValueError(f"{name}.{required}: missing")
+    called = table["name"]
+    if called is None or not str(called) or any(letter.isspace() for letter in str(called)):
+        raise ValueError(f"{name}.name={short_repr(called)}: expected a word; it is part of host names in a recipe")
     return Site(
-        name=str(table["name"]),
+        name=str(called),
         hosts=count(table["hosts"], f"{name}.hosts", least=0, most=10**6),
         gpus_per_host=count(table["gpus_per_host"], f"{name}.gpus_per_host", most=1024),
         gpu=gpu_kind(str(table["gpu"]), f"{name}.gpu"),

@@ -14,12 +14,14 @@ from weft.pipeline.planner.cutting import RankSpeed, cut_layers
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.latency import first_microbatches, latency_bound_s, pipeline_latency
 from weft.pipeline.planner.layout import Layout, Prediction, Shape
-from weft.pipeline.planner.request import Request
+from weft.pipeline.planner.request import PINS, Request
 from weft.pipeline.planner.routes import Route
+from weft.pipeline.planner.shapes import shapes
 from weft.pipeline.planner.workload import LayerWork, ModelWork
 from weft.pipeline.states import RankMemory
 from weft.pipeline.text import bytes_text
 
+TOO_DEAR = "--max-cost-per-hour: every layout costs more"
 NEAR = 1.001
 """Schedules that are longer than their bound by less are not improved."""
 
@@ -57,6 +59,7 @@ class Evaluation:
         self._bounds = Bounds(self._estimates, request.pins.get("cell"))
         self._refused: dict[str, int] = {}
         self._least_bytes = (float("inf"), "")
+        self._least_cost = float("inf")
 
     def shape_bound(self, shape: Shape) -> float | None:
         """What no route and no schedule of a shape scores below; None if it fits nowhere."""
@@ -65,16 +68,16 @@ class Evaluation:
         if sum(caps) < shape.num_stages:
             self._refuse("GPUs: no set of sites has enough")
             return None
-        price = shape.gpus * min(site.price for site in sites)
-        if self._request.max_cost_per_hour and price > self._request.max_cost_per_hour:
-            self._refuse("--max-cost-per-hour: every layout that fits costs more")
-            return None
         part, held = self._bounds.part(shape.num_stages), max(1, len(self._work.layers) // shape.num_stages)
         memory = self._estimates.memory(part, held, shape, self._estimates.activation_bytes(part, held, shape)).total
         most = self._request.max_memory * max(site.gpu.memory_bytes for site in sites)
         if memory > most:
             self._least_bytes = min(self._least_bytes, (memory, f"pipeline.stages={shape.num_stages}"))
             self._refuse("memory: the model does not fit the GPUs")
+            return None
+        price = shape.gpus * min(site.price for site in sites)
+        if self._request.max_cost_per_hour and price > self._request.max_cost_per_hour:
+            self._refuse(TOO_DEAR, price)
             return None
         if (step_s := self._bounds.step_s(shape)) is None:
             self._refuse("links: sites with enough GPUs are not neighbours")
@@ -92,7 +95,7 @@ class Evaluation:
         each += sum(held * sites[site].price for site, held in zip(route.sites, route.stages, strict=True))
         price = each * shape.replicas * shape.gpus_per_rank
         if request.max_cost_per_hour and price > request.max_cost_per_hour:
-            self._refuse("--max-cost-per-hour: every layout that fits costs more")
+            self._refuse(TOO_DEAR, price)
             return None
         return request.score_of(step_s, None, price, self._egress(shape, route.sites), self._tokens(shape))
 
@@ -106,7 +109,7 @@ class Evaluation:
             return
         price = sum(names[site].price for site in on) * shape.replicas * shape.gpus_per_rank
         if request.max_cost_per_hour and price > request.max_cost_per_hour:
-            self._refuse("--max-cost-per-hour: every layout that fits costs more")
+            self._refuse(TOO_DEAR, price)
             return
         base = Layout(**vars(shape), sites=route.sites, stages=route.stages, layers=layers)
         estimates = self._estimates
@@ -198,10 +201,7 @@ class Evaluation:
     def nothing_fits(self, num_shapes: int) -> str:
         """Why there is no plan, and what to change."""
         if not self._refused:
-            return (
-                "no layout: the pinned fields, the batch and the GPUs go with no layout; loosen --pin, or choose a "
-                "--batch-tokens that more numbers of replicas divide"
-            )
+            return self._no_shape()
         reason = max(self._refused, key=lambda name: self._refused[name])
         if reason.startswith("memory"):
             least, where = self._least_bytes
@@ -211,7 +211,25 @@ class Evaluation:
                 f"{reason}: {need}, and a plan fills {bytes_text(most)}; add GPUs or choose ones with more memory, "
                 "raise --max-memory, or free a pinned field"
             )
-        return f"{reason}; {'add links' if reason.startswith('links') else 'loosen it'}, or add GPUs"
+        if reason.startswith("--max-cost"):
+            return f"{reason}, the cheapest {self._least_cost:,.4g} an hour; raise it, or add cheaper GPUs"
+        return f"{reason}; {'add links' if reason.startswith('links') else 'loosen --pin'}, or add GPUs"
+
+    def _no_shape(self) -> str:
+        """Which pinned field no layout has, and what it could be."""
+        pins = self._request.pins
+        for name, value in pins.items():
+            others = replace(self._request, pins={one: held for one, held in pins.items() if one != name})
+            known = name in Shape.__dataclass_fields__
+            found = {getattr(one, name) for one in shapes(self._cluster, self._work, others)} if known else set()
+            if found and value not in found:
+                field = next(field for field, held in PINS.items() if held == name)
+                some = ", ".join(map(str, sorted(found)[:12])) + (", ..." if len(found) > 12 else "")
+                return f"--pin {field}={value}: no layout has it beside the batch and the GPUs; choose one of {some}"
+        return (
+            "no layout: the pinned fields, the batch, the GPUs, links, --max-sites and --keep-data-in go with none; "
+            "loosen one of them, or choose a --batch-tokens that more numbers of replicas divide"
+        )
 
     # -- what a route takes ------------------------------------------------------------------
 
@@ -312,5 +330,6 @@ class Evaluation:
         most = max(shares, key=lambda name: shares[name])
         return f"{most} ({shares[most] / step_s:.0%} of the step)"
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, reason: str, price: float = float("inf")) -> None:
+        self._least_cost = min(self._least_cost, price)
         self._refused[reason] = self._refused.get(reason, 0) + 1

@@ -22,6 +22,8 @@ class Objective(Enum):
     time_to_tokens = "time-to-tokens"
 
 
+FREE = 1e-6
+"""Money of an hour of GPUs without a price, so that of plans that cost nothing the fastest is the best."""
 PINS = {
     # what may be fixed: the layout's field
     "pipeline.stages": "num_stages",
@@ -80,7 +82,7 @@ class Request:
         if self.objective is Objective.latency:
             return step_s
         if self.objective is Objective.cost:
-            return (price_per_hour * step_s / 3600 + egress) / tokens
+            return ((price_per_hour + FREE) * step_s / 3600 + egress) / tokens
         return step_s / tokens
 
 

@@ -41,14 +41,16 @@ def changed(cluster: Cluster, question: str) -> Cluster:
                     f"--what-if {question!r}: {here} and {there} have no link; add one to the cluster file"
                 )
             field, unit = _LINK[_known(name, tuple(_LINK), question)]
-            amount = number(value, name, above=0.0 if field.endswith("bps") else None)
+            amount = number(
+                value, f"--what-if link {here} {there} {name}", above=0.0 if field.endswith("bps") else None
+            )
             changes: dict[str, Any] = {field: amount * unit}
             return cluster.with_link(ends[0], ends[1], **changes)
         case ["site", here, _] if given:
             site = cluster.number(here, "--what-if site")
             return _changed_site(cluster, site, _known(name, _SITE, question), value)
         case ["gpu", kind, _] if given and name == "price":
-            wanted, price = gpu_kind(kind, "--what-if gpu"), number(value, "price")
+            wanted, price = gpu_kind(kind, "--what-if gpu"), number(value, f"--what-if gpu {kind} price")
             sites = tuple(replace(site, price=price) if site.gpu == wanted else site for site in cluster.sites)
             return replace(cluster, sites=sites)
     raise ValueError(wrong)
@@ -77,7 +79,8 @@ def _score(found: Plan, cluster: Cluster) -> float:
 def _changed_site(cluster: Cluster, site: int, name: str, value: str) -> Cluster:
     if name == "gpu":
         return cluster.with_site(site, gpu=gpu_kind(value, "--what-if gpu"))
-    amount = number(value, name, above=0.0 if name == "network_gbps" else None)
+    asked = f"--what-if site {cluster.sites[site].name} {name}"
+    amount = number(value, asked, above=0.0 if name == "network_gbps" else None)
     if name == "gpus":
         return cluster.with_site(site, hosts=int(amount) // cluster.sites[site].gpus_per_host)
     if name == "hosts":

@@ -177,8 +177,9 @@ def test_the_cheapest_plan_costs_no_more_than_the_fastest():
     ("changes", "part"),
     [
         ({"max_memory": 0.001}, "memory: the model does not fit"),
-        ({"max_cost_per_hour": 0.01}, "--max-cost-per-hour"),
-        ({"pins": {"num_stages": 4, "replicas": 32}}, "loosen --pin"),
+        ({"max_cost_per_hour": 0.01}, "--max-cost-per-hour: every layout costs more, the cheapest 1.5 an hour"),
+        ({"pins": {"num_stages": 4, "replicas": 32}}, "--pin replicas=32: no layout has it .* choose one of 1, 2, 4$"),
+        ({"pins": {"num_stages": 3, "tensor": 4}, "max_sites": 1}, "--max-sites"),
     ],
 )
 def test_what_no_layout_meets_is_named(changes, part):
@@ -213,6 +214,13 @@ def test_shared_experts_leave_the_optimizer_as_large_as_it_is():
     alone, shared = (estimates.memory(held, 8, replace(shape, expert=expert)).zero for expert in (1, 4))
     assert shared.weights == pytest.approx(alone.weights * 0.4)
     assert shared.optimizer == pytest.approx(alone.optimizer)
+
+
+def test_of_plans_that_cost_nothing_the_fastest_is_best():
+    some = cluster(site("a", price=0.0), site("b", gpu="H100", price=0.0), bandwidth_bps=1e7, latency_s=0.1)
+    found = plan(some, model(), replace(REQUEST, objective=Objective.cost))
+    assert found.best.layout.sites == (1,) and found.best.cost(1e9) == 0
+    assert found.best.step_s == pytest.approx(plan(some, model(), REQUEST).best.step_s)
 
 
 def test_of_equal_sites_the_cheaper_is_taken():

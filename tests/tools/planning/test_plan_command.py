@@ -136,12 +136,20 @@ def test_a_recipe_that_a_run_would_refuse_is_not_written(weft_plan, folder):
         (("bandwidth_mbps: 100000", "bandwidth_mbps: 0"), ("links[0].bandwidth_mbps=0", "above 0")),
         (("latency_ms: 1", "latency_ms: .nan"), ("links[0].latency_ms=nan", "finite")),
         (("links:\n", "links: []\nx:\n"), ("'x' is not known",)),
+        (("name: west", "name: far west"), ("sites[1].name='far west'", "expected a word")),
+        (("name: west", "name: null"), ("sites[1].name=None", "expected a word")),
+        (("sites:\n", "sites: [{\n"), ("cannot be read",)),
     ],
 )
 def test_a_wrong_cluster_file_is_one_line(weft_plan, change, parts):
     code, _, error = weft_plan(cluster=SITES.replace(*change, 1))
     assert code == 2 and len(error.splitlines()) == 1
     assert all(part in error for part in parts), error
+
+
+def test_a_cluster_without_gpus_is_one_line(weft_plan):
+    code, _, error = weft_plan(cluster=SITES.replace("hosts: 2", "hosts: 0"))
+    assert code == 2 and "no site has a GPU" in error and len(error.splitlines()) == 1
 
 
 def test_a_site_without_a_link_is_named(weft_plan):
@@ -154,7 +162,7 @@ def test_a_site_without_a_link_is_named(weft_plan):
     [
         (["--max-memory", "0.0001"], ("memory: the model does not fit", "raise --max-memory")),
         (["--max-memory", "2"], ("--max-memory 2",)),
-        (["--max-cost-per-hour", "0.1"], ("--max-cost-per-hour", "loosen it")),
+        (["--max-cost-per-hour", "0.1"], ("--max-cost-per-hour", "the cheapest", "raise it")),
         (["--pin", "pipeline.stage=3"], ("did you mean pipeline.stages",)),
         (["--pin", "pipeline.stages=x"], ("pipeline.stages='x'",)),
         (["--batch-tokens", "1000"], ("--batch-tokens 1000", "--sequence-length 128")),
@@ -167,6 +175,10 @@ def test_a_site_without_a_link_is_named(weft_plan):
         (["--rows", "0"], ("--rows=0",)),
         (["--keep-data-in", "mars"], ("--keep-data-in mars", "east, us, west")),
         (["--what-if", "site mars gpus=0"], ("no such site; the cluster has east, west",)),
+        (["--what-if", "site east gpus=-1"], ("--what-if site east gpus='-1'", "at least 0")),
+        (["--pin", "parallel.tensor=3"], ("--pin parallel.tensor=3", "choose one of 1, 2")),
+        (["--explain", "-1"], ("--explain=-1",)),
+        (["--write", "/no/such/folder/r.yaml"], ("--write /no/such/folder/r.yaml", "a folder that is there")),
         (["--what-if", "link east west width=3"], ("there is no field 'width'",)),
         (["--explain", "999"], ("--explain 999",)),
     ],
