@@ -157,7 +157,8 @@ def _unmet(case: OverlapCase, rows: list[dict]) -> list[str]:
         found.append(f"ours hides {ours['hidden']:.0%}, not {GOAL:.0%}")
     if abs(ours["ratio"] - 1) > NEAR:
         found.append(f"ours takes {ours['ratio']:.3f} of its prediction, not within {NEAR:.0%}")
-    if best := [name for name in (B_THEN_F, CHUNKS, ROUND_ROBIN, PAIRS) if by_name[name]["planned"] > ours["planned"]]:
+    others = (B_THEN_F, CHUNKS, ROUND_ROBIN, PAIRS)
+    if best := [name for name in others if by_name[name]["planned"] > ours["planned"] + 1e-9]:
         found.append(f"{best[0]} is planned to hide more than ours")
     return found
 

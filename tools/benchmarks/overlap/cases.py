@@ -102,8 +102,8 @@ class Orders:
         return cls(plans, pair_operators(pair, table))
 
     def predicted_s(self, pair: StrandPair, table: OverlapTable) -> dict[str, float]:
-        """Seconds by the simulation, of every way."""
-        seconds = {name: plan.seconds(pair, table, HANDOVER_S) for name, plan in self.plans.items()}
+        """Seconds by the simulation, of every way, of a host that runs ahead."""
+        seconds = {name: plan.seconds(pair, table) for name, plan in self.plans.items()}
         alone = {SEQUENTIAL: pair.sequential_s, COMPUTE: pair.compute_s}
         found = alone | seconds | {CHUNKS: chunked_s(pair, table), PAIRS: self.paired.seconds}
         return {name: found[name] for name in NAMES}

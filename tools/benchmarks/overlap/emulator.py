@@ -100,7 +100,7 @@ class _PairMachine(Machine):
     """One whose collectives are all like those of an axis."""
 
     def __init__(self, table: OverlapTable, axis: str) -> None:
-        super().__init__(table)
+        super().__init__(table, runs_ahead=True)
         self._axis, self._tensor = axis, torch.zeros(dist.get_world_size())
 
     def exchange(self, seconds: float, link: LinkScope, step: Step, *, whole: bool = True) -> _Transfer:
@@ -127,6 +127,7 @@ def measure(
             run = _way(name, machine, pair, orders, PairRunner(thread, turns), turns)
             dist.barrier()
             begin_s = perf_counter()
+            machine.stood_still(begin_s)
             run()
             taken_s = perf_counter() - begin_s
             if number:  # the first round warms up
