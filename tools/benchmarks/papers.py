@@ -13,6 +13,7 @@ from weft.pipeline.generators import generate
 from weft.pipeline.placement import Placement
 from weft.pipeline.planner.algorithm1 import algorithm1
 from weft.pipeline.planner.cluster import Cluster, Site
+from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.hardware import GPU_KINDS
 from weft.pipeline.planner.latency import latency_bound_s, pipeline_latency
 from weft.pipeline.planner.request import Request
@@ -26,6 +27,10 @@ from weft.tools.tables import show, table_of
 INFINITE = float("inf")
 SINGLE_MBPS = {10: 1220, 20: 600, 30: 396, 40: 293}
 """Of one TCP connection, by milliseconds (Atlas table 1)."""
+MEGASCALE_MFU = {3072: 59.1, 6144: 57.3, 8192: 54.9, 12288: 55.2}
+"""Percent of their peak that so many GPUs reach on the model of 175 billion parameters (MegaScale table 2)."""
+CHUNKS_A_RANK = 6
+"""Of MegaScale's interleaved pipeline for this model (its section 6.1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,20 +264,28 @@ def megascale(_: int) -> Iterator[Claim]:
         message_bytes=2.0 * tokens * width,
         attended_bytes=4.0 * tokens * width,
     )
-    found: dict[int, float] = {}
-    for gpus in (3072, 12288):
+    straight, interleaved = {}, {}
+    for gpus in MEGASCALE_MFU:
         site = Site(name="one", hosts=gpus // 8, gpus_per_host=8, gpu=GPU_KINDS["A100"], price=1.0, network_bps=1600e9)
-        pins = {"tensor": 8, "num_stages": 8, "microbatch_size": 1, "replicas": gpus // 64}
+        pins = {"tensor": 8, "num_stages": 8, "microbatch_size": 1, "replicas": gpus // 64, "zero_stage": 1}
         cluster = Cluster(sites=(site,), efficiency=0.68)
-        found[gpus] = plan(cluster, work, Request(sequences=6144, pins=pins, max_memory=1.0)).best.mfu
-    ours, paper = found[12288] / found[3072], 55.2 / 59.1
-    yield Claim(
-        figure="table 2",
-        what=f"MFU at 12,288 GPUs over that at 3,072 ({found[12288]:.1%}, {found[3072]:.1%})",
-        paper=f"{paper:.3f} (55.2 %, 59.1 %)",
-        ours=f"{ours:.3f}",
-        verdict=judged(ours, paper, 0.05),
-    )
+        best = plan(cluster, work, Request(sequences=6144, pins=pins, max_memory=1.0)).best
+        costs = Estimates(cluster, work).costs(best.layout).cut(8 * CHUNKS_A_RANK)
+        schedule = generate("interleaved", Placement.interleaved(8, CHUNKS_A_RANK), best.layout.microbatches)
+        exposed_s = best.collective_s / CHUNKS_A_RANK + best.optimizer_s
+        straight[gpus] = best.mfu
+        interleaved[gpus] = best.mfu * best.step_s / (simulate(schedule, costs).step_s + exposed_s)
+    for gpus, percent in MEGASCALE_MFU.items():
+        if gpus != 3072:
+            ours, paper = interleaved[gpus] / interleaved[3072], percent / MEGASCALE_MFU[3072]
+            without = straight[gpus] / straight[3072]
+            yield Claim(
+                figure="table 2",
+                what=f"MFU at {gpus:,} GPUs over that at 3,072 (without interleaving and overlap {without:.3f})",
+                paper=f"{paper:.3f}",
+                ours=f"{ours:.3f}",
+                verdict=judged(ours, paper, 0.05),
+            )
 
 
 # -- DHelix, figures 8 and 11 ----------------------------------------------------------------------
@@ -341,7 +354,8 @@ FIGURES: dict[str, tuple[Callable[[int], Iterator[Claim]], str]] = {
     "atlas-savings": (savings, "the paper names no price"),
     "megascale-table-2": (
         megascale,
-        "TP 8, PP 8 without interleaving; GPUs reach 68 % of their peak; collectives not overlapped; 1.6 Tbit/s a host",
+        "TP 8, PP 8 interleaved, 6 chunks a rank; GPUs reach 68 % of their peak; of collectives over replicas those of "
+        "one chunk are not hidden; 1.6 Tbit/s a host",
     ),
     "dhelix-8": (dhelix, "every chunk of the fold is half a stage; strand pairs take as long as their halves"),
     "dhelix-11": (
