@@ -44,8 +44,11 @@ def main(argv: Sequence[str]) -> int:
     request = _request(args, cluster, work)
     count(args.explain, "--explain", least=0)
     questions = {question: changed(cluster, question) for question in args.what_if}
-    if args.write is not None and not args.write.absolute().parent.is_dir():
-        raise ValueError(f"--write {args.write}: cannot be written; name a file in a folder that is there")
+    for name, file in {"--write": args.write, "--out": args.out}.items():
+        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+            raise ValueError(f"{name} {file}: cannot be written; name a file in a folder that is there")
+    if (args.format == "png") != (args.out is not None):
+        raise ValueError("--format png: it writes a file, and no other format does; name it with --out FILE")
     started = perf_counter()
     found = plan(cluster, work, request)
     seconds = perf_counter() - started
@@ -75,6 +78,15 @@ def _as_measured(cluster: Cluster, work: ModelWork, path: Path) -> Cluster:
 def _show(found: Plan, seconds: float, args: argparse.Namespace) -> None:
     if args.format == "json":
         print(as_json(found, args.rows))
+        return
+    if args.format == "png":
+        from weft.tools.planning.picture import plot_plans  # needs matplotlib
+
+        try:
+            plot_plans(found, args.rows, args.out)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--out {args.out}: cannot be written ({error})") from error
+        print(f"wrote {args.out}")
         return
     table = rows(found, args.rows)
     if args.format == "md":
@@ -172,7 +184,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--marginal", action="store_true", help="what a tenth more of each link and site is worth")
     parser.add_argument("--explain", type=int, default=0, metavar="RANK", help="where a plan's time and memory go")
     parser.add_argument("--rows", type=int, default=8, help="plans to show; default 8")
-    parser.add_argument("--format", choices=("table", "json", "md"), default="table")
+    parser.add_argument("--format", choices=("table", "json", "md", "png"), default="table")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the picture of --format png")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="what `weft profile` measured on one of the GPUs")
     parser.add_argument("--write", type=Path, metavar="FILE", help="the best plan as a recipe, with hostfile and costs")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/weft/models.json"), help=argparse.SUPPRESS)

@@ -46,8 +46,9 @@ def degrees(one: Prediction) -> str:
     """Stages, replicas, and GPUs that share a layer."""
     layout = one.layout
     more = "".join(f" {name}{size}" for name, size in (("cp", layout.context), ("ep", layout.expert)) if size > 1)
+    zero = f" ZeRO-{layout.zero_stage}" if layout.zero_stage > 1 else ""
     checkpointing = " ckpt" if layout.checkpointing else ""
-    return f"{layout.num_stages} x {layout.replicas} x {layout.tensor}{more}{checkpointing}"
+    return f"{layout.num_stages} x {layout.replicas} x {layout.tensor}{more}{zero}{checkpointing}"
 
 
 def reason(found: Plan, one: Prediction) -> str:

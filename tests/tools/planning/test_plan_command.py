@@ -66,6 +66,18 @@ def test_json_has_every_figure(weft_plan):
     assert steps == sorted(steps) and all(0 < one["memory_share"] <= 0.8 for one in found["plans"])
 
 
+def test_the_picture_is_written_where_it_is_asked_for(weft_plan, tmp_path):
+    path = tmp_path / "plans.png"
+    code, text, _ = weft_plan("--format", "png", "--out", str(path))
+    assert code == 0 and f"wrote {path}" in text
+    assert path.read_bytes().startswith(b"\x89PNG") and list(tmp_path.iterdir()) == [path]
+    for options in (["--format", "png"], ["--out", str(path)]):
+        code, _, error = weft_plan(*options)
+        assert code == 2 and "--out FILE" in error
+    code, _, error = weft_plan("--format", "png", "--out", str(tmp_path / "plans.nosuch"))
+    assert code == 2 and "plans.nosuch" in error and list(tmp_path.iterdir()) == [path]
+
+
 def test_what_if_and_marginal_values(weft_plan):
     questions = ("site east gpus=0", "link east west bandwidth_mbps=1", "gpu A100 price=9")
     pins = ("pipeline.stages=4", "replicas=2", "parallel.tensor=1")
