@@ -19,7 +19,7 @@ from weft.comm.wan.network import WanNetwork
 from weft.conf.batch import check_world, fit_batch
 from weft.conf.checks import check
 from weft.conf.deepspeed import deepspeed_config
-from weft.conf.schema import WeftConfig
+from weft.conf.schema import ContextExchange, WeftConfig
 from weft.engine.deepspeed.keys import split_deepspeed_config
 from weft.engine.deepspeed.optimization import learning_rate, parameter_groups
 from weft.engine.distributed import (
@@ -230,7 +230,7 @@ def _engine(
     if config.model.self_check and placement.num_stages > 1:
         checked = hf_config if model is None else model
         together(lambda: self_check(checked, own_loss=objective is None) if dist.get_rank() == 0 else None)
-    _check_axes(config, hf_config if model is None else model)
+    _check_axes(config, hf_config if model is None else model, facts.exchange)
     SET_UP.done("self-check")
     run = PreparedRun.open(config, facts, placement, device)
     SET_UP.done("plan")
@@ -245,8 +245,8 @@ def _engine(
     return engine
 
 
-def _check_axes(config: WeftConfig, model: PreTrainedConfig | nn.Module) -> None:
-    """Check on rank 0 that the model's layers can be shared; a collective call."""
+def _check_axes(config: WeftConfig, model: PreTrainedConfig | nn.Module, exchange: ContextExchange) -> None:
+    """Check on rank 0 that the model's layers can be shared so; a collective call."""
     sizes, packing = config.parallel, config.data.packing
 
     def run() -> None:
@@ -256,7 +256,7 @@ def _check_axes(config: WeftConfig, model: PreTrainedConfig | nn.Module) -> None
                 tensor=sizes.tensor,
                 context=sizes.context,
                 expert=sizes.expert,
-                exchange=sizes.context_exchange,
+                exchange=exchange,
                 packing=packing,
             )
         elif dist.get_rank() == 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.conf.schema import PairChoice, WeftConfig
+from weft.conf.schema import ContextExchange, PairChoice, WeftConfig
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.pairing import stage_pairs, with_strands
 from weft.engine.stages.sizes import ModelSizes, PartSize
@@ -63,6 +63,7 @@ def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit) -> list[f
     found = []
     for work, layers in zip(_stage_works(facts.work, split), split.layers, strict=True):
         again = (work.activation_bytes - work.unrecomputed_bytes) / len(layers)
+        again += _gathered_widths(facts) * facts.work.message_bytes
         found.append(max(work.working_bytes, again if config.model.gradient_checkpointing else 0.0))
     return [size * _sequences(config, facts) for size in found]
 
@@ -70,6 +71,14 @@ def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit) -> list[f
 def _sequences(config: WeftConfig, facts: Facts) -> float:
     """Of a micro-batch on one rank: a part of one, where ranks share layers or sequences."""
     return config.train.microbatch_size / (facts.layout.tensor * facts.layout.context)
+
+
+def _gathered_widths(facts: Facts) -> float:
+    """What a layer saves of the parts of others, in hidden states of what one rank has."""
+    found = float(GATHERED_WIDTHS * (facts.layout.tensor - 1))
+    if facts.exchange is ContextExchange.gather:
+        found += facts.model.key_value_size / facts.model.hidden_size * (facts.layout.context - 1)
+    return found
 
 
 def _stage_works(work: ModelWork, split: StageSplit) -> list[LayerWork]:
@@ -90,7 +99,7 @@ def _by_work(
         matmul_s, attention_s = (flops * sequences / flops_per_s for flops in (part.matmul_flops, part.attention_flops))
         forward_s = matmul_s + attention_s
         hidden_bytes = len(layers) * work.message_bytes
-        gathered_bytes = GATHERED_WIDTHS * (facts.layout.tensor - 1) * hidden_bytes
+        gathered_bytes = _gathered_widths(facts) * hidden_bytes
         saved = part.unrecomputed_bytes + hidden_bytes if recompute else part.activation_bytes + gathered_bytes
         stages.append(
             StageCost(
@@ -122,7 +131,7 @@ def _by_weights(config: WeftConfig, facts: Facts, split: StageSplit, flops_per_s
     tokens = config.train.microbatch_size * config.data.sequence_length
     hidden_bytes = tokens * model.hidden_size * WEIGHT_BYTES[config.train.precision] / sharing
     recompute = config.model.gradient_checkpointing
-    widths = SAVED_WIDTHS + GATHERED_WIDTHS * (layout.tensor - 1)
+    widths = SAVED_WIDTHS + _gathered_widths(facts)
     stages = []
     for index, (size, layers) in enumerate(zip(stage_sizes(model, split), split.layers, strict=True)):
         is_last = index == split.num_stages - 1

@@ -20,12 +20,11 @@ from weft.conf.files import JsonCache
 from weft.conf.hosts import most_ranks_of_a_host, working_hosts, world_size
 from weft.conf.schema import ClusterConfig, Partition, WeftConfig
 from weft.engine.distributed import device_bytes, from_rank_zero, ranks_on_this_host
-from weft.engine.parallel.context_exchange import choose_exchange
 from weft.engine.planning.devices import usable_flops, usable_memory
 from weft.engine.planning.facts import Facts, Links
 from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.schedules import open_placements, read_costs
-from weft.engine.planning.strand_facts import with_strands
+from weft.engine.planning.strand_facts import with_axes, with_exchange, with_strands
 from weft.engine.precision import DTYPES
 from weft.engine.stages.sizes import model_sizes
 from weft.engine.stages.tracing import trace_model
@@ -129,13 +128,10 @@ def _known_facts(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Mach
     else:
         flops, sources["flops_per_s"] = usable_flops(machine.device, machine.threads, _devices(config))
     work, sources["work"] = _traced(config, hf_config)
-    wanted = config.parallel.context_exchange
-    exchange, sources["exchange"] = choose_exchange(hf_config, wanted, context=layout.context, tensor=layout.tensor)
     facts = Facts(
         layout=layout,
         model=model_sizes(hf_config, tensor=layout.tensor, expert=layout.expert),
         work=work,
-        exchange=exchange,
         flops_per_s=flops,
         device_bytes=machine.device_bytes,
         stage_costs={count: costs.stages for count, costs in given.items()},
@@ -144,7 +140,9 @@ def _known_facts(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Mach
         replica_nodes=(0,) * layout.data_ranks,
         sources=sources,
     )
-    return with_strands(config, hf_config, facts, machine.nodes, machine.device, lambda: _speed(config, machine))
+    facts = with_axes(config, facts, machine.nodes, machine.device)
+    facts = with_exchange(config, hf_config, facts)
+    return with_strands(config, hf_config, facts, lambda: _speed(config, machine))
 
 
 def _speed(config: WeftConfig, machine: _Machine) -> Speed:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from weft.engine.parallel.axis import Alone
+from weft.engine.parallel.context_exchange import key_value_size
 from weft.engine.parallel.cut import Cut
 from weft.engine.parallel.experts import expert_cuts, require_experts
 from weft.engine.parallel.tensor import require_shareable
@@ -51,6 +52,8 @@ class ModelSizes:
     """Elements of a token's hidden state."""
     vocab_size: int
     """Logits of a token."""
+    key_value_size: int = 0
+    """Elements of a token's keys and values in a layer; 0 where that is not known."""
 
     @property
     def largest_layer(self) -> int:
@@ -87,6 +90,7 @@ def model_sizes(config: PreTrainedConfig, *, tensor: int = 1, expert: int = 1) -
         tied=tied,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
+        key_value_size=key_value_size(config),
     )
 
 

@@ -7,9 +7,11 @@ from transformers import LlamaConfig
 from tests.engine.parallel.members import items_of, micro_batches, require_same, shared, whole_model
 from weft.conf.schema import ContextExchange
 from weft.engine.parallel import zigzag
+from weft.engine.parallel.attention import ContextAttention
 from weft.engine.parallel.axis import Alone
-from weft.engine.parallel.context_exchange import choose_exchange
+from weft.engine.parallel.context_exchange import choose_exchange, key_value_size
 from weft.engine.parallel.head_attention import HeadAttention
+from weft.engine.parallel.in_process import run_in_threads
 from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.stages.axis_check import check_axes
 from weft.engine.stages.comparison import whole_outcome
@@ -62,6 +64,51 @@ def test_recomputed_layers_exchange_again():
     require_same(shared(model, batches, ContextExchange.all_to_all, context=2), want)
 
 
+class Grouped(torch.nn.Module):
+    """What attention asks its module: how many heads share keys."""
+
+    is_causal = True
+
+    def __init__(self, groups):
+        super().__init__()
+        self.num_key_value_groups = groups
+
+
+def saved_bytes(makes, size, heads, of_keys, length):
+    """What one layer's attention of the first member keeps for its backward, by storage."""
+
+    def member(axes):
+        parts = [
+            2 * torch.zeros(1, count, length // size, 8, requires_grad=True) for count in (heads, of_keys, of_keys)
+        ]
+        kept = {}
+
+        def keep(tensor):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            makes(axes.context, "sdpa").attend(Grouped(heads // of_keys), *parts, None)
+        return sum(storage.nbytes() for storage in kept.values())
+
+    return run_in_threads({"context": size}, member)[0]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("of_keys", [4, 8])
+def test_gathered_keys_and_values_are_kept_and_exchanged_heads_are_not(size, of_keys):
+    """That is what the estimates of memory say of either."""
+    heads, length = 8, 64
+    config = LlamaConfig(hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=of_keys)
+    of_others = (size - 1) / size * length * key_value_size(config) * 4
+    chunk = length // (2 * size)
+    mask = 4 * chunk * (2 * size * chunk)  # the second chunk's, which a processor makes in full
+    gathered, exchanged = (
+        saved_bytes(makes, size, heads, of_keys, length) for makes in (ContextAttention, HeadAttention)
+    )
+    assert gathered - exchanged == of_others + mask
+
+
 def test_members_may_share_matrices_as_well():
     model = with_heads("llama")
     batches = micro_batches(2)
@@ -96,6 +143,25 @@ def config_of(heads, of_keys, attention="sdpa"):
 def test_what_moves_less_is_chosen(heads, of_keys, context, tensor, chosen):
     found, _ = choose_exchange(config_of(heads, of_keys), ContextExchange.auto, context=context, tensor=tensor)
     assert found is ContextExchange[chosen]
+
+
+def test_what_takes_longer_is_not_chosen():
+    """An exchange of heads starts twice as many collectives, which short sequences do not make up for."""
+    config, auto = config_of(32, 32), ContextExchange.auto
+
+    def choice(tokens, latency=1e-5, per_element=1e-11):
+        def seconds(primitive, elements):
+            return latency + tokens * elements * per_element
+
+        return choose_exchange(config, auto, context=4, tensor=1, seconds=seconds)
+
+    short, why_short = choice(64)
+    long, why_long = choice(65536)
+    assert (short, long) == (ContextExchange.gather, ContextExchange.all_to_all)
+    # 2 x 32 heads of 16 gathered and scattered; 3 x 8 heads there and 8 back, twice
+    assert why_short.endswith(f"; {4e-2 + 64 * 64 * 16 * 1e-8:.3g} ms a layer and micro-batch, "
+                              f"{2e-2 + 64 * 128 * 16 * 1e-8:.3g} ms gathered")  # fmt: skip
+    assert why_long != why_short
 
 
 def test_flash_attention_exchanges_heads_whatever_moves():
