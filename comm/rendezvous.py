@@ -24,6 +24,8 @@ from weft.conf.hosts import is_loopback
 
 METHOD = "weft://"
 """What `torch.distributed.init_process_group` takes as ``init_method`` for this rendezvous."""
+_READ_TOGETHER = "GLOO_ENABLE_STORE_V2_API"
+"""Has gloo ask the store for the addresses of all members of a group in one operation, in place of two a member."""
 _ADDRESS_KEY = "weft/store_address"
 """Key of torchrun's store under which rank 0 publishes the address of the authenticated socket."""
 
@@ -59,6 +61,7 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
     """The store of the job that the launcher's environment describes; a collective call, errors as of `_meet`."""
     address = job_socket(rank, timeout)
     _choose_interface(address)
+    os.environ.setdefault(_READ_TOGETHER, "1")
     if rank == 0:
         local = ProcessLocalPort.open()
         proxy = LoopbackProxy(local.connect, host=local.PROXY_HOST, port=local.port)

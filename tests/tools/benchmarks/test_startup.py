@@ -10,7 +10,8 @@ import torch.distributed as dist
 from weft.tools.benchmarks import startup
 from weft.tools.benchmarks.starts.clients import Asked
 from weft.tools.benchmarks.starts.counted_store import CountedStore
-from weft.tools.benchmarks.starts.ranks import DEEPSPEED, ENGINE, WORLD, EmulatedStart, Part
+from weft.tools.benchmarks.starts.ranks import DEEPSPEED, ENGINE, WORLD, EmulatedStart, Part, start_for_real
+from weft.tools.ranks import run_ranks
 
 
 def test_a_counted_store_answers_as_the_store_behind_it_and_counts():
@@ -40,8 +41,10 @@ def test_operations_of_the_busiest_rank_are_fitted_over_the_number_of_ranks():
         count: [{name: Part({"get": 2 * count, "set": 1}, 0.1) for name in (WORLD, ENGINE, DEEPSPEED)}]
         for count in (4, 8, 16)
     }
-    assert startup._fits(ranks)[0] == f"{WORLD}: 2.00 n +1.0 operations of a rank of n"
-    assert startup._fits({4: ranks[4]}) == []
+    one_replica = {4: [{name: Part({"get": 1}, 0.1) for name in (WORLD, ENGINE, DEEPSPEED)}]}
+    for fitted in (ranks, ranks | one_replica):
+        assert startup._fits(fitted)[0] == f"{WORLD}: 2.00 n +1.0 operations of a rank of n"
+    assert startup._fits({4: ranks[4], 8: ranks[8]}) == []
     row = startup._real_rows(ranks)[0]
     assert (row["of a rank, at most"], row["which"], row["of all"]) == (9, "8 get, 1 set", 9)
 
@@ -59,3 +62,11 @@ def test_a_store_that_takes_longer_than_its_goal_fails_the_bench(monkeypatch, se
     monkeypatch.setattr(startup, "_emulated", lambda count: EmulatedStart(0.1, (count, 4)))
     monkeypatch.setattr(startup, "_asked", lambda count, start: Asked(10, seconds, seconds / 2))
     assert startup.main(["--ranks", "--clients", "2048"]) == code
+
+
+@pytest.mark.slow
+def test_a_group_asks_as_much_of_the_store_whatever_its_size():
+    for stages, replicas in ((3, 1), (2, 2)):
+        for parts in run_ranks(stages * replicas, start_for_real, stages, replicas, 60.0, timeout_s=100):
+            assert parts[WORLD].asked == {"set": 1, "multi_get": 1}
+            assert "wait" not in parts[ENGINE].asked
