@@ -23,11 +23,23 @@ class Said:
 
     Attributes:
         what: such as ``all_reduce SUM`` or ``send 3RECV_F7``.
-        form: of the tensor: number of elements or shape, and number format.
+        form: of the tensor: number of elements or shape, and behind the last blank the number format.
     """
 
     what: str
     form: str = ""
+
+    def differs(self, other: Said) -> str:
+        """In what another form of the same thing differs from this one; empty where it is the form that agrees."""
+        if self.what != other.what or not self.form or not other.form:
+            return ""
+        (mine, my_format), (its, its_format) = self.form.rsplit(" ", 1), other.form.rsplit(" ", 1)
+        sized = "shape" if mine.startswith("(") else "number of elements"
+        return " and ".join(
+            f"another {name} ({here}, not {there})"
+            for name, here, there in ((sized, mine, its), ("number format", my_format, its_format))
+            if here != there
+        )
 
     def __str__(self) -> str:
         return f"{self.what} of {self.form}" if self.form else self.what
@@ -75,15 +87,16 @@ class Recorder:
             if self._expected is None:
                 return
             theirs = self._expected.said.get(counterpart, [])
-        place = len(mine) - 1
+        place, differing = len(mine) - 1, ""
         if place >= len(theirs):
             expected = f"nothing more of it ({counterpart})" if theirs else f"nothing of it ({counterpart})"
         elif theirs[place] != said:
-            expected = str(theirs[place])
+            expected, differing = str(theirs[place]), said.differs(theirs[place])
         else:
             return
         peer = next((rank for rank in others if rank != self.rank), self.rank)
-        raise Mismatch(f"rank {self.rank} comes to {said}, where rank {peer} expects {expected}")
+        in_what = f": {differing}" if differing else ""
+        raise Mismatch(f"rank {self.rank} comes to {said}, where rank {peer} expects {expected}{in_what}")
 
     def answer(self, counterpart: str, make: Callable[[], Any]) -> Any:
         """What the others said when they were asked: what is known, or what this rank would ``make`` of it."""

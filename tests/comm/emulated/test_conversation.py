@@ -30,8 +30,22 @@ def test_the_same_is_expected():
             GROUP,
             "group 0",
             Said("all_reduce SUM", "8192 float32"),
-            "rank 737 comes to all_reduce SUM of 8192 float32, where rank 704 expects all_reduce SUM of 8192 bfloat16",
+            "rank 737 comes to all_reduce SUM of 8192 float32, where rank 704 expects all_reduce SUM of 8192 bfloat16"
+            r": another number format \(float32, not bfloat16\)$",
         ),
+        (
+            GROUP,
+            "group 0",
+            Said("all_reduce SUM", "4096 bfloat16"),
+            r"bfloat16: another number of elements \(4096, not 8192\)$",
+        ),
+        (
+            [753],
+            "to 753",
+            Said("send 45RECV_F0", "(2, 64) float32"),
+            r"another shape \(\(2, 64\), not \(1, 64\)\) and another number format \(float32, not bfloat16\)$",
+        ),
+        (GROUP, "group 0", Said("barrier"), "rank 704 expects all_reduce SUM of 8192 bfloat16$"),
         ([753], "to 753", Said("send 45RECV_F7", "(1, 64) bfloat16"), "where rank 753 expects send 45RECV_F0"),
         ([721], "to 721", Said("send 44RECV_B0", "(1, 64) bfloat16"), r"rank 721 expects nothing of it \(to 721\)"),
     ],
