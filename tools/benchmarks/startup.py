@@ -102,7 +102,7 @@ def _real_rows(real: Mapping[int, Sequence[Mapping[str, Part]]]) -> list[dict[st
 
 
 def _fits(real: Mapping[int, Sequence[Mapping[str, Part]]]) -> list[str]:
-    """What a rank asks, as a line over the number of ranks; without jobs of one replica, whose groups are other ones."""
+    """What a rank asks, as a line over the number of ranks; a single replica has other groups and is left out."""
     real = {count: ranks for count, ranks in real.items() if count > STAGES}
     if len(real) < 2:
         return []
