@@ -44,16 +44,19 @@ class _Hops:
     """Seconds of a micro-batch between sites.
 
     Attributes:
-        way_s: of each hop, and ``sent_s`` for which it holds the uplink.
+        way_s: of each hop; ``sent_s`` until it has left, one pair of hosts at a time, and ``held_s`` for which the
+            uplink is held.
         quickest_s: of so many of the quickest hops together.
-        least_way_s: of the quickest hop from a site, or from any (None); ``least_sent_s`` alike.
+        least_way_s: of the quickest hop from a site, or from any (None); ``least_sent_s`` and ``least_held_s`` alike.
     """
 
     way_s: dict[tuple[int, int], float]
     sent_s: dict[tuple[int, int], float]
+    held_s: dict[tuple[int, int], float]
     quickest_s: list[float]
     least_way_s: dict[int | None, float]
     least_sent_s: dict[int | None, float]
+    least_held_s: dict[int | None, float]
 
 
 class Bounds:
@@ -174,12 +177,13 @@ class Bounds:
                 left -= cap
         if left > 0:
             return None
+        held_s = [known.held_s[hop] for hop in pairwise(route.sites)]
         if further > 0:
             sent_s.append(known.least_sent_s[here])
-            sent_s += [known.least_sent_s[None]] * (further - 1)
+            held_s += [known.least_held_s[here], *[known.least_held_s[None]] * (further - 1)]
         most = self._roomiest(shape)[0][1]
         sending_s = 0.0
-        for site, (before_s, after_s) in enumerate(pairwise(sent_s), start=1):
+        for site, (before_s, after_s) in enumerate(pairwise(held_s), start=1):
             held, way_s = chain[site]
             if held == 1 and (site < len(route.sites) or most == 1):
                 sending_s = max(sending_s, shape.microbatches * (before_s + after_s) - before_s + 2 * way_s)
@@ -198,15 +202,22 @@ class Bounds:
         key = ("hops", shape.gpus_per_rank, shape.microbatch_size, cell)
         if key not in self._known:
             sent = self._work.message_bytes * shape.microbatch_size
-            sent_s, way_s = {}, {}
+            sent_s, held_s, way_s = {}, {}, {}
             for here, there in self._cluster.links:
                 link = self._estimates.link_cost(here, there, shape)
                 seconds = link.transit_s(sent)
                 sent_s[here, there] = sent_s[there, here] = seconds
+                held_s[here, there] = held_s[there, here] = link.occupancy_s(sent)
                 way_s[here, there] = way_s[there, here] = link.latency_s + seconds / cell
             quickest = sorted(seconds for (here, there), seconds in way_s.items() if here < there)
             self._known[key] = _Hops(
-                way_s, sent_s, list(accumulate(quickest, initial=0.0)), _least(way_s), _least(sent_s)
+                way_s=way_s,
+                sent_s=sent_s,
+                held_s=held_s,
+                quickest_s=list(accumulate(quickest, initial=0.0)),
+                least_way_s=_least(way_s),
+                least_sent_s=_least(sent_s),
+                least_held_s=_least(held_s),
             )
         return self._known[key]
 

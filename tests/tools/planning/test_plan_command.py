@@ -1,6 +1,7 @@
 """`weft plan`: the table, its reasons, what-if questions, recipes, and one line for bad input."""
 
 import json
+import random
 
 import pytest
 
@@ -116,6 +117,22 @@ def test_the_recipe_is_what_a_dry_run_takes(weft_plan, folder, capsys, pins, sai
     assert cli.main(["launch", f"recipe={recipe}", "dry_run=true"]) == 0
     text = capsys.readouterr().out
     assert said in text and "predicted step" in text
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_recipes_of_any_cluster_pass_a_dry_run(weft_plan, folder, capsys, seed):
+    some = random.Random(seed)
+    sites = [
+        f"  - {{name: s{place}, hosts: {some.randint(1, 4)}, gpus_per_host: {some.choice([1, 2, 3, 4, 8])}, "
+        f"gpu: {some.choice(['A100', 'A40', 'H100'])}, price: {some.choice([0, 1, 2.5])}}}"
+        for place in range(3)
+    ]
+    link = f"{{sites: [s0, s1, s2], latency_ms: {some.choice([0, 20])}, bandwidth_mbps: {some.choice([100, 400000])}}}"
+    recipe = folder / f"any{seed}.yaml"
+    options = ["--pin", "comm.cell=1", "--write", str(recipe), "--objective", some.choice(["throughput", "cost"])]
+    code, _, error = weft_plan(*options, cluster="\n".join(["sites:", *sites, "links:", f"  - {link}", ""]))
+    assert code == 0, error
+    assert cli.main(["launch", f"recipe={recipe}", "dry_run=true"]) == 0, capsys.readouterr().err
 
 
 def test_a_recipe_says_how_layers_are_shared(weft_plan, folder, capsys):
