@@ -63,8 +63,10 @@ def reported(where: Callable[[], tuple[int, tuple[int, int]]] | None = None) -> 
         if path := os.environ.get(ERROR_FILE):
             step, data = (None, None) if where is None else where()
             message = str(error) or type(error).__name__
+            ranks = error.ranks if isinstance(error, ReplicasDiffer) else ()
+            report = ErrorReport(kind=fault_of(error), message=message, step=step, data=data, ranks=ranks)
             try:
-                write_report(Path(path), ErrorReport(kind=fault_of(error), message=message, step=step, data=data))
+                write_report(Path(path), report)
             except OSError as failure:  # the exit code is left to say something
                 print(f"weft train: {ERROR_FILE}={path}: {failure.strerror}", file=sys.stderr)
         raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.engine.supervision.budget import Fault
@@ -26,7 +26,7 @@ def fault_of_ends(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now
     """
     rank = cause(ends)
     end = ends[rank]
-    culprit: Mapping[str, Any] = {"rank": rank, "host": layout.host_of(rank)}
+    culprit = _named(end.ranks or (rank,), layout)
     evidence = end.message.splitlines()[0] if end.message else ""
     if all_lost(ends):
         culprit, waited = _awaited(ends, layout, watch, now)
@@ -41,6 +41,14 @@ def fault_of_ends(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now
         policy.most,
         policy.response is Response.stop,
     )
+
+
+def _named(ranks: Sequence[int], layout: Layout) -> Mapping[str, Any]:
+    """Ranks as a culprit: one with its host, several with theirs; those that the attempt does not have left out."""
+    known = [rank for rank in ranks if 0 <= rank < layout.num_ranks]
+    if len(known) == 1:
+        return {"rank": known[0], "host": layout.host_of(known[0])}
+    return {"ranks": known, "hosts": sorted({layout.host_of(rank) for rank in known})}
 
 
 def _awaited(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now: float) -> tuple[Mapping[str, Any], str]:

@@ -20,7 +20,7 @@ class Fault:
 
     Attributes:
         kind: a class of `FaultKind`, a kind of a watch's verdict, agent or host.
-        culprit: rank and host, host alone, or link; empty if nobody can be told apart.
+        culprit: rank and host, ranks and hosts, host alone, or link; empty if nobody can be told apart.
         evidence: one line.
         step: that was under way; None before training.
         seconds: since a rank last moved.

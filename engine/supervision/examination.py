@@ -30,8 +30,8 @@ class Suspicions:
 
     def saw_fault(self, kind: str, culprit: Mapping[str, Any]) -> None:
         """A fault has been found."""
-        if "host" in culprit and kind not in _OF_OTHERS:
-            self._faults[culprit["host"]] += 1
+        if kind not in _OF_OTHERS:
+            self._faults.update([culprit["host"]] if "host" in culprit else culprit.get("hosts", ()))
 
     def take(self) -> str | None:
         """A host to examine, which then counts as if nothing had happened; None if there is none."""

@@ -99,12 +99,14 @@ class ErrorReport:
         message: for people.
         step: the step that was under way or had just ended, from 1; None before training.
         data: first sequence in the global order of the batches of that step, and the one after their last.
+        ranks: whose fault it is, where the error says so of others than the one that ends.
     """
 
     kind: FaultKind
     message: str
     step: int | None = None
     data: tuple[int, int] | None = None
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +129,7 @@ def write_report(path: Path, report: ErrorReport) -> None:
     if path.exists():
         return
     fields = {"kind": report.kind.value, "message": report.message[:LONGEST_MESSAGE], "step": report.step}
-    write_private(path, json.dumps({**fields, "data": report.data}) + "\n")
+    write_private(path, json.dumps({**fields, "data": report.data, "ranks": report.ranks}) + "\n")
 
 
 def read_report(path: Path) -> ErrorReport | None:
@@ -148,11 +150,15 @@ def _parse(found: Any) -> ErrorReport:
         raise ValueError("step: not a number")
     if data is not None and not (isinstance(data, list) and [type(bound) for bound in data] == [int, int]):
         raise ValueError("data: not a range")
+    ranks = found.get("ranks", [])
+    if not (isinstance(ranks, list) and all(type(rank) is int for rank in ranks)):
+        raise ValueError("ranks: not a list of numbers")
     return ErrorReport(
         kind=FaultKind(found.get("kind")),
         message=found["message"][:LONGEST_MESSAGE],
         step=step,
         data=None if data is None else (data[0], data[1]),
+        ranks=tuple(ranks),
     )
 
 

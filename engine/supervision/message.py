@@ -74,5 +74,6 @@ def _end(fields: Mapping[str, Any]) -> RankEnd:
         message=str(fields["message"]),
         step=None if fields["step"] is None else int(fields["step"]),
         data=None if data is None else (int(data[0]), int(data[1])),
+        ranks=tuple(map(int, fields["ranks"])),
         status=int(fields["status"]),
     )

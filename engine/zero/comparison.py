@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -26,12 +27,26 @@ class ReplicasDiffer(RuntimeError):
 
     Attributes:
         good_step: steps after which they were last known to.
+        ranks: those that hold other numbers than the majority; all that do not agree, where there is none.
     """
 
-    def __init__(self, message: str, good_step: int) -> None:
+    def __init__(self, message: str, good_step: int, ranks: Sequence[int] = ()) -> None:
         """Make the error that `Comparison.check` raises."""
         super().__init__(message)
-        self.good_step = good_step
+        self.good_step, self.ranks = good_step, tuple(ranks)
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """What a rank has found among its replicas.
+
+    Attributes:
+        text: for people; empty if they agree.
+        ranks: as of `ReplicasDiffer`.
+    """
+
+    text: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 class _Pending(NamedTuple):
@@ -76,7 +91,7 @@ class Comparison:
         self._copies = HostCopy(sharding.device), HostCopy(sharding.device)
         self._compared: _Pending | None = None
         self._told: _Pending | None = None
-        self._found = ""
+        self._found = _Difference()
         self._differs_at: int | None = None
         self._good_step, self._next_step = 0, 0
 
@@ -97,7 +112,7 @@ class Comparison:
     def _begin(self, done: int) -> None:
         """Begin anew after ``done`` steps: all replicas have read the same, or are as they were made."""
         self._compared = self._told = self._differs_at = None
-        self._found, self._good_step, self._next_step = "", done, done + 1
+        self._found, self._good_step, self._next_step = _Difference(), done, done + 1
 
     def _start(self, done: int) -> None:
         table = torch.zeros(len(self._ranks), len(self.names), dtype=torch.int64, device=self._sharding.device)
@@ -111,7 +126,7 @@ class Comparison:
             return
         (done, copy), self._compared = self._compared, None
         self._found = self._describe(copy.read())
-        flag = torch.tensor(bool(self._found), dtype=torch.int32, device=self._sharding.device)
+        flag = torch.tensor(bool(self._found.text), dtype=torch.int32, device=self._sharding.device)
         self._told = _Pending(done, self._copies[1])
         self._copies[1].send(_reduced(flag, dist.ReduceOp.MAX, dist.group.WORLD))
 
@@ -135,12 +150,14 @@ class Comparison:
         """
         if self._differs_at is None:
             return
-        found = [text for text in gather(self._found) if text]
+        found = [each for each in gather(self._found, kinds=(_Difference,)) if each.text]
+        texts = "; ".join(dict.fromkeys(each.text for each in found))
         raise ReplicasDiffer(
-            f"after step {self._differs_at}: replicas differ: {'; '.join(dict.fromkeys(found))}. They were equal after "
+            f"after step {self._differs_at}: replicas differ: {texts}. They were equal after "
             f"step {self._good_step}: a device or its memory has changed a number without an error. Test the host with "
             "weft doctor node; the newest checkpoint in storage is from before",
             self._good_step,
+            sorted({rank for each in found for rank in each.ranks}),
         )
 
     def now(self, step: int) -> None:
@@ -192,8 +209,8 @@ class Comparison:
         sums = [sum(((2 * i + 1) * checksum(t) for i, t in enumerate(held)), nothing) for *_, held in self._tensors()]
         return torch.stack(sums) if sums else nothing.new_zeros(0)
 
-    def _describe(self, table: Tensor) -> str:
-        """What differs, for people; empty if nothing does."""
+    def _describe(self, table: Tensor) -> _Difference:
+        """What differs."""
         found: dict[tuple[tuple[int, ...], int], list[str]] = {}
         for column, (label, name, _) in enumerate(self._tensors()):
             stride = self._expert if name in self._experts else 1
@@ -202,7 +219,9 @@ class Comparison:
             if (sums != sums[0]).any():
                 wrong = tuple(same[index] for index in differing(sums.tolist()))
                 found.setdefault((wrong, len(same)), []).append(label)
-        return "; ".join(self._say(replicas, count, names) for (replicas, count), names in found.items())
+        text = "; ".join(self._say(replicas, count, names) for (replicas, count), names in found.items())
+        all_wrong = sorted({replica for replicas, _ in found for replica in replicas})
+        return _Difference(text, tuple(self._ranks[replica] for replica in all_wrong))
 
     def _say(self, replicas: tuple[int, ...], count: int, names: list[str]) -> str:
         """That of ``count`` replicas these are wrong."""

@@ -66,6 +66,15 @@ def test_what_fails_leaves_a_report(tmp_path, monkeypatch):
     )
 
 
+def test_ranks_that_an_error_blames_are_told(tmp_path, monkeypatch):
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "0.json"))
+    with pytest.raises(ReplicasDiffer), reported():
+        raise ReplicasDiffer("after step 3: ranks 4, 5 do not agree", 2, (4, 5))
+    found = read_report(tmp_path / "0.json")
+    assert found is not None
+    assert (found.kind, found.ranks) == (FaultKind.corruption, (4, 5))
+
+
 def test_an_error_without_words_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "0.json"))
     with pytest.raises(MemoryError), reported():

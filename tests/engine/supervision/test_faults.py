@@ -77,6 +77,8 @@ def test_a_long_message_is_cut(tmp_path):
         '{"kind": "bad_numbers", "message": "x", "step": true}',
         '{"kind": "bad_numbers", "message": "x", "data": [1]}',
         '{"kind": "bad_numbers", "message": "x", "data": [1, "2"]}',
+        '{"kind": "corruption", "message": "x", "ranks": 3}',
+        '{"kind": "corruption", "message": "x", "ranks": [true]}',
         '{"kind": "bad_numbers", "message": "' + "x" * 70_000 + '"}',
     ],
 )

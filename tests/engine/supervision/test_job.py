@@ -135,10 +135,10 @@ class World:
         for host in self.layout_hosts:
             self.report(host)
 
-    def kill(self, rank, kind=FaultKind.signal, status=-9, step=None):
-        """A rank ends badly."""
+    def kill(self, rank, kind=FaultKind.signal, status=-9, step=None, ranks=()):
+        """A rank ends badly, and may blame others."""
         host = "a" if rank < 2 else "b"
-        end = RankEnd(kind=kind, message=f"rank {rank}: {kind.value}", status=status, step=step)
+        end = RankEnd(kind=kind, message=f"rank {rank}: {kind.value}", status=status, step=step, ranks=ranks)
         self.report(host, codes={rank: status}, ends={rank: end})
 
     def settle(self):
@@ -305,6 +305,25 @@ def test_the_most_telling_end_is_the_cause_whoever_is_heard_first():
     world.kill(2)
     world.settle()
     assert world.events("fault")[0]["culprit"]["rank"] == 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "culprit"),
+    [
+        ((3,), {"rank": 3, "host": "b"}),
+        ((2, 3), {"ranks": [2, 3], "hosts": ["b"]}),
+        ((0, 3), {"ranks": [0, 3], "hosts": ["a", "b"]}),
+        ((3, 99), {"rank": 3, "host": "b"}),
+        ((), {"rank": 0, "host": "a"}),
+    ],
+)
+def test_whom_an_error_blames_is_the_culprit_whoever_says_it(ranks, culprit):
+    world = World()
+    world.train()
+    world.kill(0, FaultKind.corruption, 1, ranks=ranks)
+    world.settle()
+    assert world.events("fault")[0]["culprit"] == culprit
+    assert world.job.stage is Stage.stopping
 
 
 def test_bad_input_ends_the_run_at_once():

@@ -57,6 +57,7 @@ def trained(stages, zero, kind, flips, steps, saved=0):
             made.step()
             comparison.check()
         except ReplicasDiffer as error:
+            assert error.ranks and all(re.search(rf"ranks? [\d, ]*\b{rank}\b", str(error)) for rank in error.ranks)
             return made.global_steps, str(error), error.good_step, names
     comparison.now(made.global_steps)
     return made.global_steps, "", None, names

@@ -34,8 +34,8 @@ class Inflicted:
 
     Attributes:
         blamed: who is to blame, in the journal's words (culprit and kind), of which every entry counts; besides,
-            ``site`` stands for any of its hosts and ``between`` for any link between sites. None where nobody should
-            be blamed, for nothing has to be restarted.
+            ``site`` stands for any of its hosts, ``between`` for any link between sites and ``ranks`` for those that
+            cannot be told apart. None where nobody should be blamed, for nothing has to be restarted.
         at_s: time of day at which it began; some faults wait for the right moment.
         healed_s: from when on training can go on, where that is later.
     """
@@ -157,9 +157,9 @@ def shrink_memory(pid: int) -> None:
 
 
 def _flip(run: SupervisedRun, number: int) -> Inflicted:
-    rank = run.rank(number)
+    """Of two replicas nobody can tell which is wrong: both are to be named."""
     run.order(number, "flip")
-    return _blame(rank)
+    return Inflicted({"ranks": sorted((number, number ^ 1)), "kind": "corruption"})
 
 
 # ---- hosts and those who watch
@@ -314,7 +314,9 @@ STORAGE = (
 
 def _poison(run: SupervisedRun, times: int) -> Inflicted:
     run.order(7, "poison", times=times)
-    return Inflicted()
+    begun = Inflicted()
+    run.wait_for((run.orders / "poisoned").exists, "a gradient of NaN")
+    return begun
 
 
 NUMBERS = (Fault("one batch gives NaN", lambda run: _poison(run, 1), skips=True),)

@@ -181,7 +181,10 @@ def inflict(run: SupervisedRun, fault: Fault, outcome: Survival) -> None:
 
 def _see_end(run: SupervisedRun, fault: Fault, done: Inflicted, outcome: Survival) -> None:
     """The run is to end, with a report that says what kind of fault it was."""
-    run.process.wait(timeout=_END_S)
+    try:
+        run.process.wait(timeout=_END_S)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"the run has not ended after {_END_S:g} s") from error
     (end,) = run.events("end")
     faults = run.events("fault")
     outcome.culprit = f"{faults[-1]['kind'] if faults else 'nothing'}: {end['reason'][:60]}"

@@ -70,18 +70,20 @@ def _poison(module: Any, times: int) -> None:
     """Let the next ``times`` steps begin their backwards with NaN."""
     import torch
 
-    seed, left, seen = module.WeftEngine._seed_gradient, [times], [-1]
+    engine = _engine(module)
+    compute = engine.executor.compute
+    seed, left, seen = compute.seed_gradient, [times], [-1]
     first = Path(os.environ[FOLDER], "poisoned")
 
-    def poisoned(engine: Any, loss: torch.Tensor) -> torch.Tensor:
+    def poisoned(loss: torch.Tensor) -> torch.Tensor:
         if engine.global_steps != seen[0]:
             seen[0] = engine.global_steps
             left[0] -= 1
             if not first.exists():
                 first.write_text(str(engine.global_steps + 1))
-        return seed(engine, loss) * (float("nan") if left[0] >= 0 else 1.0)
+        return seed(loss) * (float("nan") if left[0] >= 0 else 1.0)
 
-    module.WeftEngine._seed_gradient = poisoned
+    compute.seed_gradient = poisoned
 
 
 def _leave_out(_: Any, first: int, after: int) -> None:
