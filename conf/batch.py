@@ -51,12 +51,13 @@ def check_world(config: WeftConfig, world_size: int) -> None:
     """
     replicas = num_replicas(config, world_size)
     config = fit_batch(config, world_size)
-    data_ranks = replicas * config.parallel.context
-    if data_ranks % config.parallel.expert:
+    lines = replicas * lines_of_replica(config)
+    if lines % config.parallel.expert:
+        tensor = f" x {config.parallel.tensor} tensor ranks" if config.parallel.tensor > 1 else ""
         raise ValueError(
             f"parallel.expert={config.parallel.expert}: {world_size} processes make {replicas} replicas x "
-            f"{config.parallel.context} context ranks = {data_ranks}, not a multiple of it; choose a divisor of "
-            f"{data_ranks}, or start more processes"
+            f"{config.parallel.context} context ranks{tensor} = {lines}, not a multiple of it; choose a divisor of "
+            f"{lines}, or start more processes"
         )
     if config.comm.cell > replicas:
         raise ValueError(

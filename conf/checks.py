@@ -193,10 +193,10 @@ def _parallel(config: WeftConfig) -> Iterator[str]:
             f"ranks hold equal slices of a sequence; choose a multiple of {slices}, such as "
             f"{-(-length // slices) * slices}"
         )
-    if parallel.tensor > 1 and parallel.expert > 1:
+    if parallel.expert > 1 and parallel.expert % parallel.tensor:
         yield (
-            f"parallel.expert={parallel.expert}: with parallel.tensor={parallel.tensor} every expert's matrices are "
-            "cut already; set one of them to 1"
+            f"parallel.expert={parallel.expert}: ranks that share matrices (parallel.tensor={parallel.tensor}) share "
+            f"experts, too; choose a multiple of {parallel.tensor}, or 1"
         )
     if used and config.comm.cell > 1:
         named = " and ".join(f"parallel.{axis}={size}" for axis, size in used.items())

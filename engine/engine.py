@@ -131,7 +131,7 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
             replica=dist.get_rank(self.module.data_group),
             replicas=dist.get_process_group_ranks(self.module.data_group),
             group=self.module.data_group,
-            expert=plan.layout.expert,
+            expert=max(1, plan.layout.expert // plan.layout.tensor),
             experts={
                 name
                 for stage in self.module.stages.values()

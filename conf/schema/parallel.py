@@ -99,8 +99,8 @@ class ParallelConfig:
     each rank some heads of the whole sequence, and needs heads that `context` divides; auto takes what costs
     less time, as `weft bench collectives` has measured, or moves fewer bytes."""
     expert: int = 1
-    """Ranks that share the experts of each layer, each with micro-batches of its own; a divisor of replicas x
-    context."""
+    """Ranks that share the experts of each layer, each with tokens of its own; a divisor of replicas x context
+    x tensor, and a multiple of tensor."""
     tensor_across_hosts: bool = False
     """Let ranks of different hosts share matrices: four collectives per layer and micro-batch then use
     the network between them."""

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from weft.engine.parallel import functions
-from weft.engine.parallel.axis import AxisGroup
+from weft.engine.parallel.axis import AxisGroup, AxisGroups
 from weft.engine.parallel.cut import Cut, held_cut
 from weft.engine.parallel.unshareable import UnshareableError
 
@@ -79,12 +79,16 @@ def hold_parts(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
         setattr(module, own, nn.Parameter(cut.take(whole.detach()), requires_grad=whole.requires_grad))
 
 
-def dispatch_over(group: AxisGroup, model: PreTrainedModel) -> None:
-    """Let a model that holds this member's experts send tokens to those that others hold."""
+def dispatch_over(axes: AxisGroups, model: PreTrainedModel, *, summed: bool = False) -> None:
+    """Let a model that holds this member's experts send tokens to those that others hold.
+
+    Args:
+        summed: whether what members of the tensor group make of experts is added up behind their block.
+    """
     modules = [module for _, module in expert_modules(model)]
-    if group.size == 1 or not modules:
+    if axes.expert.size == 1 or not modules:
         return
-    member = ExpertDispatch(group, modules[0].config._experts_implementation)
+    member = ExpertDispatch(axes, modules[0].config._experts_implementation, summed)
     ExpertsInterface.register(member.name, member.run)
     for module in modules:
         module.num_experts = len(next(module.parameters()))
@@ -92,10 +96,13 @@ def dispatch_over(group: AxisGroup, model: PreTrainedModel) -> None:
 
 
 class ExpertDispatch:
-    """One member's way of running experts."""
+    """One member's way of running experts.
 
-    def __init__(self, group: AxisGroup, base: str) -> None:
-        self._group = group
+    Members of a tensor group have the same tokens; each sends its part of them.
+    """
+
+    def __init__(self, axes: AxisGroups, base: str, summed: bool) -> None:
+        self._group, self._tensor, self._summed = axes.expert, axes.tensor, summed
         self._base = base
         self.name = f"weft_expert_{base}_{id(self)}"
 
@@ -109,8 +116,18 @@ class ExpertDispatch:
             weights: [T, K].
 
         Returns:
-            [T, H].
+            [T, H]; where members of the tensor group are summed, this one's tokens only, the others zero.
         """
+        size, index = self._tensor.size, self._tensor.index
+        if size == 1:
+            return self._run(module, hidden, experts, weights)
+        own = self._run(module, *(part.chunk(size)[index] for part in (hidden, experts, weights)))
+        if not self._summed:
+            return functions.gather(self._tensor, own, 0)
+        before = index * len(own)
+        return nn.functional.pad(own, (0, 0, before, len(hidden) - len(own) - before))
+
+    def _run(self, module: nn.Module, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         chosen = experts.reshape(-1)
         order = chosen.argsort(stable=True)
         send, receive, numbers = self._counted(chosen, module.num_experts)

@@ -85,7 +85,8 @@ def run_in_threads(sizes: dict[str, int], member: Callable[[AxisGroups], Result]
     """Run ``member`` once per position along the axes, each in a thread of its own.
 
     Args:
-        sizes: members along each axis of `AxisGroups`, the slowest first; missing axes have one.
+        sizes: members along each axis of `AxisGroups`, the slowest first; missing axes have one. Members of a
+            tensor group are in one expert group, whose size is a multiple of theirs.
 
     Returns:
         What each has returned, in the order of positions.
@@ -93,14 +94,22 @@ def run_in_threads(sizes: dict[str, int], member: Callable[[AxisGroups], Result]
     Raises:
         Exception: the first that a member has raised; the others are freed.
     """
-    axes = {axis: size for axis, size in sizes.items() if size > 1}
+    tensor = sizes.get("tensor", 1)
+    apart = sizes | {"expert": max(1, sizes.get("expert", 1) // tensor)}
+    axes = {axis: apart[axis] for axis, size in sizes.items() if size > 1}
     positions = [dict(zip(axes, at, strict=True)) for at in product(*map(range, axes.values()))]
     meetings: dict[tuple, _Meeting] = {}
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
 
     def groups(at: dict[str, int]) -> AxisGroups:
-        return AxisGroups().with_groups({axis: _group(axis, axes[axis], at, meetings) for axis in axes})
+        found = {axis: _group(axis, axes[axis], at, meetings) for axis in axes if axis != "expert" or tensor == 1}
+        if "expert" in axes and tensor > 1:
+            others = tuple((name, index) for name, index in at.items() if name not in ("expert", "tensor"))
+            meeting = meetings.setdefault(("expert", others), _Meeting(sizes["expert"]))
+            index = at["expert"] * tensor + at["tensor"]
+            found["expert"] = InProcessGroup("expert", sizes["expert"], index, meeting)
+        return AxisGroups().with_groups(found)
 
     def run(number: int, mine: AxisGroups) -> None:
         try:

@@ -125,13 +125,13 @@ class RankLayout:
         return [self.lines_of(stage)[tensor :: self.tensor] for tensor in range(self.tensor)]
 
     def expert_groups(self, stage: int) -> list[tuple[int, ...]]:
-        """Ranks of a stage that share its experts: neighbours in their data group."""
-        data = self.data_groups(stage)
-        return [group[first : first + self.expert] for group in data for first in range(0, len(group), self.expert)]
+        """Ranks of a stage that share its experts: neighbours, so that those that share matrices are among them."""
+        ranks = self.lines_of(stage)
+        return [ranks[first : first + self.expert] for first in range(0, self.lines, self.expert)]
 
     def expert_data_groups(self, stage: int) -> list[tuple[int, ...]]:
         """Ranks of a stage that hold the same experts."""
-        return [group[first :: self.expert] for group in self.data_groups(stage) for first in range(self.expert)]
+        return [self.lines_of(stage)[first :: self.expert] for first in range(self.expert)]
 
     def holders(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Ranks that hold the same as this one of parameters, by the axis along which these are cut; empty if not."""

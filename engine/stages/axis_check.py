@@ -53,6 +53,10 @@ def check_axes(
     sizes = {axis: MEMBERS for axis, size in used.items() if size > 1}
     if not sizes:
         return
+    apart = 1
+    if "expert" in sizes:
+        apart = MEMBERS if expert > tensor else 1  # with other tokens; those that share matrices have the same
+        sizes["expert"] = apart * sizes.get("tensor", 1)
     what = ", ".join(f"parallel.{axis}={used[axis]}" for axis in sizes)
     remedy = " and ".join(f"parallel.{axis}=1" for axis in sizes)
     refuse_unshareable(model, tensor=tensor, expert=expert)
@@ -61,7 +65,7 @@ def check_axes(
     small = small_copy(cls, config, min_layers=2)
     for kind, batch in _tried(small, packing).items():
         try:
-            off = _difference(small, [batch] * sizes.get("expert", 1), sizes, chosen)
+            off = _difference(small, [batch] * apart, sizes, chosen)
         except UnshareableError:
             raise
         except Exception as error:  # any: it is Hugging Face's or the model's own code

@@ -52,7 +52,8 @@ def members_outcome(
             stages = stages_from_model(copy.deepcopy(model), split, range(num_stages), axes)
         last = stages[-1]
         losses, logits = [], []
-        for batch in batches[axes.expert.index :: axes.expert.size]:
+        apart = max(1, axes.expert.size // axes.tensor.size)
+        for batch in batches[axes.expert.index // axes.tensor.size % apart :: apart]:
             part = part_of(batch, axes.context)
             tell_rows(part["position_ids"], batch["position_ids"])
             output = last.output(run_stages(stages[:-1], part), part, num_items)

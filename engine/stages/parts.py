@@ -5,10 +5,10 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from weft.engine.parallel.axis import AxisGroups
-from weft.engine.parallel.cut import Cut
+from weft.engine.parallel.cut import Cut, set_held
 from weft.engine.parallel.experts import dispatch_over, expert_cuts, hold_parts
 from weft.engine.parallel.tensor import share_layers
-from weft.engine.parallel.unshareable import UnshareableError
+from weft.engine.parallel.tensor_styles import TensorPlan
 from weft.engine.stages.skeleton import decoder_layers
 
 
@@ -21,16 +21,17 @@ def take_part(model: PreTrainedModel, axes: AxisGroups) -> dict[str, Cut]:
     Raises:
         ValueError: the model cannot be divided so.
     """
-    if axes.tensor.size > 1 and axes.expert.size > 1:
-        raise UnshareableError(
-            f"parallel.tensor={axes.tensor.size}: not supported together with parallel.expert={axes.expert.size} yet; "
-            "set one of them to 1"
-        )
-    if axes.tensor.size > 1:
-        return share_layers(model, axes.tensor, decoder_layers(model))
     cuts = expert_cuts(model, axes.expert)
     hold_parts(model, cuts)
-    dispatch_over(axes.expert, model)
+    if axes.tensor.size == 1:
+        dispatch_over(axes, model)
+        return cuts
+    plan = TensorPlan(model)
+    styles = [style for name in cuts if (style := plan.style(name)) is not None]
+    for name, cut in cuts.items():  # whole experts, whatever the plan says of them
+        set_held(model.get_parameter(name), cut)
+    cuts |= share_layers(model, axes.tensor, decoder_layers(model))
+    dispatch_over(axes, model, summed=any(style.sums for style in styles))
     return cuts
 
 

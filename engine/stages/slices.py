@@ -92,9 +92,10 @@ def reading_parts(load: Load, axes: AxisGroups) -> Load:
 
 
 def _cuts(model: PreTrainedModel, axes: AxisGroups) -> Mapping[str, Cut]:
+    cuts = expert_cuts(model, axes.expert)
     if axes.tensor.size > 1:
-        return tensor_cuts(model, TensorPlan(model), axes.tensor, decoder_layers(model))
-    return expert_cuts(model, axes.expert)
+        cuts = tensor_cuts(model, TensorPlan(model), axes.tensor, decoder_layers(model)) | cuts
+    return cuts
 
 
 def _targets(

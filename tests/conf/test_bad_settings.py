@@ -19,7 +19,7 @@ BAD = [
         "data.sequence_length=64: parallel.context=1 x parallel.tensor=3",
     ),
     (["parallel.context=2", "data.sequence_length=6"], "choose a multiple of 4, such as 8"),
-    (["parallel.tensor=2", "parallel.expert=2"], "parallel.expert=2: with parallel.tensor=2"),
+    (["parallel.tensor=2", "parallel.expert=3"], "parallel.expert=3: ranks that share matrices (parallel.tensor=2)"),
     (["parallel.tensor=2", "comm.cell=2"], "comm.cell=2: the pipelines of a DP-cell take turns"),
     (
         ["parallel.tensor=2", "optimizer.kind=lamb"],

@@ -55,6 +55,7 @@ SHARED = {
     "expert 2 x stages 2, ZeRO-1": {"expert": 2, "stages": 2, "zero": 1},
     "expert 2 x replicas 4, ZeRO-3": {"expert": 2, "stages": 1, "zero": 3},
     "context 2, expert 4, ZeRO-2": {"context": 2, "expert": 4, "stages": 1, "zero": 2},
+    "tensor 2, expert 4, ZeRO-1": {"tensor": 2, "expert": 4, "stages": 1, "zero": 1},
     "tensor 2 x stages 2": {"tensor": 2, "stages": 2},
     "tensor 2, w, fold, tied": {"tensor": 2, "stages": 2, "schedule": "w", "placement": "fold", "tied": True},
     "tensor 2, zbv, fold, LoRA": {"tensor": 2, "stages": 2, "schedule": "zbv", "placement": "fold", "lora": True},

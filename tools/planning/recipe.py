@@ -77,7 +77,7 @@ def _require_expressible(layout: Layout, path: Path) -> None:
         raise ValueError(
             f"--write {path}: the plan has a DP-cell beside {named}, which runs do not; add --pin comm.cell=1"
         )
-    if layout.tensor > 1 and layout.expert > 1:
+    if layout.expert > 1 and layout.expert % layout.tensor:
         raise ValueError(f"--write {path}: the plan has {named}, which runs do not; add --pin parallel.expert=1")
 
 

@@ -26,6 +26,9 @@ CASES = [
     (4, {"arch": "mixtral", "expert": 4, "zero": 3, "microbatches": 1}),
     (2, {"arch": "mixtral", "expert": 2, "stages": 2, "zero": 1, "microbatches": 2}),
     (2, {"arch": "mixtral", "expert": 2, "context": 2, "zero": 2, "microbatches": 2}),
+    (2, {"arch": "mixtral", "expert": 4, "tensor": 2, "zero": 1, "microbatches": 2}),
+    (2, {"arch": "mixtral", "expert": 2, "tensor": 2, "zero": 3, "microbatches": 2, "checkpointing": True}),
+    (1, {"arch": "mixtral", "expert": 2, "tensor": 2, "stages": 2}),
 ]
 
 
@@ -53,8 +56,12 @@ def test_another_layout_goes_on_from_a_checkpoint_and_exports_the_same(tmp_path)
     expected = run_ranks(4, go_on, two, folder, True, str(tmp_path / "four"), timeout_s=300)[0]
     found = run_ranks(1, go_on, alone, folder, False, str(tmp_path / "one"), timeout_s=300)[0]
     assert found == pytest.approx(expected, rel=1e-5)
-    back = run_ranks(4, go_on, axis_config("mixtral", expert=4, zero=3, microbatches=1), folder, False)[0]
-    assert back == pytest.approx(expected, rel=1e-5)
+    for other in (
+        {"expert": 4, "zero": 3, "microbatches": 1},
+        {"expert": 4, "tensor": 2, "zero": 1, "microbatches": 2},
+    ):
+        back = run_ranks(4, go_on, axis_config("mixtral", **other), folder, False)[0]
+        assert back == pytest.approx(expected, rel=1e-5), other
     weights = [AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("one", "four")]
     assert weights[0].keys() == weights[1].keys()
     for name, weight in weights[0].items():

@@ -11,6 +11,7 @@ from weft.engine.stages.axis_check import check_axes
 from weft.engine.stages.comparison import Outcome, gradients, whole_outcome
 from weft.engine.stages.port import Port
 from weft.engine.stages.stage import Stage
+from weft.tools.verification.small_configs import small_config
 from weft.tools.verification.tiny_models import tiny_model
 
 DEEPSEEK = {
@@ -75,6 +76,23 @@ def test_members_of_both_axes():
     model = whole_model(tiny_model("qwen3_moe", num_hidden_layers=2))
     batches = micro_batches(4, rows=1, length=8, documents=(3, 5))
     require_same(shared(model, batches, context=2, expert=2), whole_outcome(model, batches, items_of(batches)))
+
+
+@pytest.mark.parametrize(("tensor", "expert"), [(2, 2), (2, 4), (4, 4)])
+@pytest.mark.parametrize("arch", ["mixtral", "qwen3_moe"])
+def test_members_may_share_matrices_as_well(arch, tensor, expert):
+    """Experts stay whole; members of a tensor group, which have the same tokens, send a part of them each."""
+    model = whole_model(tiny_model(arch, num_hidden_layers=2, num_key_value_heads=4))
+    batches = micro_batches(4, rows=1, length=8)
+    got = shared(model, batches, tensor=tensor, expert=expert)
+    require_same(got, whole_outcome(model, batches, items_of(batches)))
+
+
+@pytest.mark.parametrize("arch", ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe"])
+def test_architectures_that_share_matrices_and_experts_are_found_exact(arch):
+    """Qwen2-MoE's plan says nothing of experts: what members make of them is not added up behind their block."""
+    check_axes(small_config(arch), tensor=2, expert=4)
+    check_axes(small_config(arch), tensor=2, expert=2, packing=True)
 
 
 def test_recomputed_layers_dispatch_again():

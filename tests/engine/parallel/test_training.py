@@ -13,6 +13,7 @@ CASES = {
     "context 2, expert 2, stages 2, tied": {"context": 2, "expert": 2, "stages": 2, "tied": True},
     "context 2, expert 4, ZeRO-3": {"context": 2, "expert": 4, "stages": 1, "zero": 3},
     "context 2, w on a fold, LoRA": {"context": 2, "stages": 2, "schedule": "w", "placement": "fold", "lora": True},
+    "tensor 2, expert 2, w on a fold": {"expert": 2, "tensor": 2, "stages": 2, "schedule": "w", "placement": "fold"},
     "expert 2, w on a fold": {"expert": 2, "stages": 2, "schedule": "w", "placement": "fold"},
 }
 
@@ -24,7 +25,7 @@ def test_losses_equal_those_of_one_process():
     configs = {name: tiny_config(layers=4, **keywords) for name, keywords in CASES.items()}
     got = run_ranks(RANKS, many_losses, list(configs.values()), STEPS, timeout_s=800)
     for number, (name, config) in enumerate(configs.items()):
-        replicas = RANKS // config.pipeline.stages // config.parallel.context
+        replicas = RANKS // config.pipeline.stages // config.parallel.context // config.parallel.tensor
         want = reference_losses(config, replicas, STEPS)
         for rank in got:
             assert rank[number] == pytest.approx(want, rel=1e-5), name

@@ -40,7 +40,7 @@ def test_a_position_by_hand():
 @given(LAYOUTS, st.data())
 def test_every_rank_is_in_one_group_of_each_kind_and_differs_along_its_axis_alone(layout, data):
     sizes = [size for size in range(1, layout.data_ranks + 1) if layout.data_ranks % size == 0]
-    layout = replace(layout, expert=data.draw(st.sampled_from(sizes)))
+    layout = replace(layout, expert=data.draw(st.sampled_from([1, *(layout.tensor * size for size in sizes)])))
     for stage in range(layout.stages):
         for kind in (layout.tensor_groups, layout.context_groups, layout.data_groups, layout.expert_groups):
             groups = kind(stage)
@@ -54,6 +54,10 @@ def test_every_rank_is_in_one_group_of_each_kind_and_differs_along_its_axis_alon
             assert [at(rank).context for rank in group] == list(range(layout.context))
         for group in layout.data_groups(stage):
             assert len({at(rank).tensor for rank in group}) == 1 and len(group) == layout.data_ranks
+        for group in layout.tensor_groups(stage) if layout.expert > 1 else ():
+            assert any(set(group) <= set(experts) for experts in layout.expert_groups(stage))
+        for group in layout.expert_data_groups(stage) if layout.expert > 1 else ():
+            assert len({at(rank).tensor for rank in group}) == 1
         for experts in layout.expert_groups(stage):
             for same in layout.expert_data_groups(stage):
                 assert len(set(experts) & set(same)) in (0, 1), "who shares experts holds different ones"
