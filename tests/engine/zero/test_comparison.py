@@ -1,5 +1,6 @@
 """A bit that flips in one replica is found, and the replica is named."""
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -109,5 +110,6 @@ def test_experts_are_compared_with_those_who_hold_the_same(replica, table, said)
         sharding, None, every=1, replica=replica, replicas=ranks, group=None, expert=2, experts={"an expert"}
     )
     found = comparison._describe(torch.tensor(table))
-    assert found.startswith(said)
-    assert bool(found) == bool(said)
+    assert found.text.startswith(said)
+    assert bool(found.text) == bool(said)
+    assert set(found.ranks) == {int(rank) for rank in re.findall(r"\d+", said)}
