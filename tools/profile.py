@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
@@ -25,7 +26,13 @@ from weft.pipeline.profile import costs_to_yaml
 from weft.pipeline.text import bytes_text
 from weft.tools.benchmarks.peers.link import measure_link
 from weft.tools.dry_run import settled_model
+from weft.tools.host_collectives import keep, measure_host
 from weft.tools.tables import show, table_of
+
+MOST_PROCESSES = 16
+"""Most ranks of a host without GPUs."""
+_LEAST_BETA_S = 1e-13
+"""Seconds per byte, below which what was measured shows no bandwidth."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
     seconds = number(args.seconds, "--seconds", above=0.0)
     if args.out.is_dir() or not args.out.absolute().parent.is_dir():
         raise ValueError(f"--out {args.out}: cannot be written; name a file in a folder that is there")
+    ranks = _ranks(args.ranks)
     config = compose(overrides)
     check(config)
     started = perf_counter()
@@ -54,14 +62,60 @@ def main(argv: Sequence[str]) -> int:
     costs = CostModel(stages=stages, local=_local(stages) if args.links else LinkCost())
     write_atomic(args.out, _HEAD + costs_to_yaml(costs, per="layers", measured=_measured(config, hf_config, device)))
     show(table_of(_rows(work, stages), f"{hf_config.model_type} on {_name(device)}, a micro-batch"))
+    code = 0
+    if args.links and ranks > 1:
+        try:
+            _collectives(ranks, config.data.cache_dir)
+        except RuntimeError as error:
+            print(f"weft profile: {error}", file=sys.stderr)
+            code = 1
     print(f"wrote {args.out} in {perf_counter() - started:.0f} s")
-    return 0
+    return code
 
 
 _HEAD = (
     "# Costs of each layer of a model, measured by `weft profile`; the first has the embedding, the last the head.\n"
     "# `weft plan --profile FILE` and pipeline.costs_file=FILE read it.\n"
 )
+
+
+def _ranks(asked: str | None) -> int:
+    """How many processes measure collectives: one per GPU, or two where there is none."""
+    most = torch.cuda.device_count() if torch.cuda.is_available() else MOST_PROCESSES
+    if asked is None:
+        return min(most, torch.cuda.device_count() or 2)
+    ranks = number(asked, "--ranks", above=0.0)
+    if ranks != int(ranks) or ranks > most:
+        raise ValueError(
+            f"--ranks {asked}: expected a whole number of at most {most}, the ranks that this host can hold"
+        )
+    return int(ranks)
+
+
+def _collectives(ranks: int, cache_dir: str) -> None:
+    """Measure collectives inside of this host, keep what runs read, and show it.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    found = measure_host(ranks)
+    keep(found, cache_dir)
+    lines = [
+        {
+            "among": key.split(",")[0],
+            "primitive": primitive.value,
+            "latency us": f"{line.alpha_s * 1e6:.0f}",
+            "GB/s": f"{1e-9 / line.beta_s:.2f}" if line.beta_s > _LEAST_BETA_S else "",
+        }
+        for key, costs in found.costs.items()
+        for (_, primitive), line in costs.table.items()
+    ]
+    factors = [
+        {"compute": kind.value, "OEF": f"{factor:.2f}"}
+        for (kind, _), factor in sorted(found.overlap.compute.items(), key=str)
+    ]
+    show(table_of(lines, "collectives inside of this host", left=2), table_of(factors, "compute beside a collective"))
+    print(f"runs with data.cache_dir={cache_dir} on this host plan with these")
 
 
 def _local(stages: Sequence[StageCost]) -> LinkCost:
@@ -114,7 +168,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=Path("profile.yaml"), metavar="FILE", help="default profile.yaml")
     parser.add_argument("--seconds", default="60", help="to time layers in; default 60")
+    parser.add_argument("--ranks", help="that measure collectives; default one per GPU, 2 on a CPU; 1 leaves them out")
     parser.add_argument(
-        "--no-links", dest="links", action="store_false", help="leave out the link between ranks of this machine"
+        "--no-links", dest="links", action="store_false", help="leave out the link between ranks and collectives"
     )
     return parser

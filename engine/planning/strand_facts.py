@@ -121,8 +121,8 @@ def _collective_costs(group: Group, device: torch.device, cache: CostCache) -> t
     key = topology_key(group, device.type)
     if (known := cache.read(key)) is not None:
         return known, f"{key}, cache {cache.path}"
-    sheet = data_sheet(device)
-    if sheet is None or group.flat.links[0] is not LinkClass.intra:
-        return None, f"{key}: not measured; `weft bench collectives` does it"
+    sheet, inside = data_sheet(device), group.flat.links[0] is LinkClass.intra
+    if sheet is None or not inside:
+        return None, f"{key}: not measured; `weft {'profile' if inside else 'bench collectives'}` does it"
     line = AlphaBeta(_LAUNCH_S, 1 / sheet.scale_up_bytes_per_s)
     return CollectiveCosts.of_links({LinkClass.intra: line}), f"{key}: data sheet of a {sheet.name}"

@@ -1,10 +1,18 @@
 """`weft profile`: layers are timed at their shapes, and a run plans with what it writes."""
 
 import pytest
+import torch
 
+from weft.comm.collectives import Primitive
+from weft.conf.batch import fit_batch
+from weft.conf.compose import compose
+from weft.engine.strands.overlap_probe import overlap_cache, overlap_key
+from weft.pipeline.costs import LinkCost
 from weft.pipeline.planner.measured import load_measured
 from weft.pipeline.profile import load_pieces
-from weft.tools import cli
+from weft.pipeline.strands.segments import LinkScope
+from weft.tools import cli, host_collectives
+from weft.tools.dry_run import expected_plan
 
 MODEL = ["model.overrides.vocab_size=64", "model.overrides.num_hidden_layers=4", "data.sequence_length=32"]
 QUICK = ["recipe=quickstart", *MODEL, "model.self_check=false"]
@@ -39,6 +47,40 @@ def test_kinds_of_layers_are_told_apart(profile):
     code, _, path = profile(*QUICK, *moe)
     stages = load_pieces(path).stages
     assert code == 0 and stages[1] != stages[2]
+
+
+def test_only_whole_numbers_of_ranks_measure(profile):
+    for ranks in ("0", "2.5", "nan", "two", "100"):
+        code, printed, path = profile(*QUICK, "--ranks", ranks)
+        assert code == 2 and "--ranks" in printed.err and ranks in printed.err and printed.err.count("\n") == 1
+        assert not path.exists()
+
+
+@pytest.mark.slow
+def test_runs_on_this_host_plan_with_what_collectives_were_measured_to_take(tmp_path, capsys):
+    cache = f"data.cache_dir={tmp_path}"
+    options = ["--seconds", "0.1", "--ranks", "2", "--out", str(tmp_path / "p.yaml")]
+    assert cli.main(["profile", *QUICK, cache, *options]) == 0
+    said = capsys.readouterr().out
+    assert "cpu on 2 ranks" in said and "OEF" in said
+    overlap = overlap_cache(str(tmp_path)).read(overlap_key(torch.device("cpu")))
+    assert {link for _, link in overlap.compute} == {LinkScope.inside_host}
+    config = compose([*QUICK, cache, "parallel.tensor=2", "pipeline.stages=2", "cluster.ranks=4"])
+    facts = expected_plan(fit_batch(config, 4)).facts
+    assert facts.operators == overlap and facts.strands is not None
+    measured = facts.axes["tensor"].costs.table
+    assert {primitive for _, primitive in measured} >= {Primitive.all_gather, Primitive.reduce_scatter}
+
+
+@pytest.mark.parametrize("answer", ["ValueError: no", None])
+def test_a_rank_that_fails_costs_the_collectives_only(tmp_path, capsys, monkeypatch, answer):
+    answers = {0: None} if answer is None else {0: answer, 1: answer}
+    monkeypatch.setattr(host_collectives, "answers_of", lambda *args, **options: answers)
+    monkeypatch.setattr("weft.tools.profile._local", lambda stages: LinkCost())
+    path = tmp_path / "p.yaml"
+    code = cli.main(["profile", *QUICK, "--seconds", "0.1", "--ranks", "2", "--out", str(path)])
+    assert code == 1 and len(load_pieces(path).stages) == 4
+    assert "rank 0: " + (answer or "it was not done after") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,77 @@
+"""What ranks of this host pay for collectives, alone and beside compute; kept where runs look for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.collectives import CollectiveCosts, Group
+from weft.comm.collectives.cache import CostCache, topology_key
+from weft.comm.collectives.communicator import Communicator
+from weft.comm.collectives.probe import fitted, measure
+from weft.engine.parallel.communicated import CommunicatedGroup
+from weft.engine.strands.overlap_probe import measure_overlap, overlap_cache, overlap_key
+from weft.pipeline.strands.overlap import OverlapTable
+from weft.pipeline.strands.segments import LinkScope
+from weft.tools.local_ranks import answers_of
+
+MOST_S = 90.0
+"""Seconds within which all ranks have to have measured everything."""
+
+
+@dataclass(frozen=True)
+class HostCollectives:
+    """What was measured.
+
+    Attributes:
+        costs: of collectives in groups of so many ranks, by the topology's key; all groups of a size at once.
+        overlap: OEF of each kind of compute beside a collective of all ranks.
+        device: key of the overlap.
+    """
+
+    costs: dict[str, CollectiveCosts]
+    overlap: OverlapTable
+    device: str
+
+
+def measure_host(ranks: int) -> HostCollectives:
+    """Start ``ranks`` processes, one per GPU if there are any, and measure among them.
+
+    Raises:
+        RuntimeError: a rank failed, or was not done in time.
+    """
+    answers = answers_of(ranks, _measure, most_s=MOST_S)
+    for rank in range(ranks):
+        if not isinstance(answer := answers.get(rank), HostCollectives):
+            why = answer.strip().splitlines()[-1] if isinstance(answer, str) else f"it was not done after {MOST_S:g} s"
+            raise RuntimeError(f"collectives of {ranks} ranks were not measured: rank {rank}: {why}")
+    return answers[0]
+
+
+def keep(found: HostCollectives, cache_dir: str) -> None:
+    """Add what was measured to the files in which runs on this host look it up."""
+    for key, costs in found.costs.items():
+        CostCache.in_folder(cache_dir).write(key, costs)
+    overlap_cache(cache_dir).write(found.device, found.overlap)
+
+
+def _measure(device: torch.device) -> HostCollectives:
+    size, costs = dist.get_world_size(), {}
+    for part in _parts(size):
+        groups = [Group(tuple(range(begin, begin + part)), (0,) * part) for begin in range(0, size, part)]
+        communicator = Communicator.open(groups, device=device, timeout_s=MOST_S, name=f"{part} ranks")
+        assert communicator is not None, "every rank is in one of the groups"
+        whole = fitted(measure(communicator, device=device, concurrent=dist.group.WORLD))
+        costs[topology_key(communicator.group, device.type)] = whole
+        if part == size:
+            overlap = measure_overlap({LinkScope.inside_host: CommunicatedGroup("host", communicator, {})}, device)
+        communicator.close()
+    return HostCollectives(costs, overlap, overlap_key(device))
+
+
+def _parts(size: int) -> Sequence[int]:
+    """Sizes of groups that share a host without a rest, from two to all."""
+    return [part for part in range(2, size + 1) if size % part == 0]
