@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from weft.engine.parallel.experts import expert_modules
 from weft.engine.stages import packed
 from weft.engine.stages.handover import set_dtype
 from weft.engine.stages.skeleton import decoder_layers, model_class, skeleton
@@ -233,6 +234,7 @@ def _work(model: PreTrainedModel, path: str, tracer: _Tracer, name: str, tokens:
         message_bytes=float(tokens * text.hidden_size * dtype.itemsize),
         attended_bytes=max((part.attended_bytes for part in inner), default=0.0),
         heads=gcd(*(int(getattr(text, name, 0) or 0) for name in ("num_attention_heads", "num_key_value_heads"))),
+        experts=gcd(*(int(getattr(module, "num_experts", 0)) for _, module in expert_modules(model))),
     )
 
 
@@ -245,6 +247,7 @@ def _layer_work(part: _Part, parameters: int, experts: int, *, recomputed: bool 
         activation_bytes=part.activation_bytes,
         unrecomputed_bytes=0.0 if recomputed else part.activation_bytes,
         routed_bytes=part.routed_bytes,
+        routed_layers=float(experts > 0),
     )
 
 

@@ -198,7 +198,7 @@ class Bounds:
 
     def _hops(self, shape: Shape) -> _Hops:
         """Of all links, with as large a DP-cell as there may be."""
-        cell = min(self._cell, shape.replicas)
+        cell = min(self._cell, shape.replicas) if shape.may_pool else 1
         key = ("hops", shape.gpus_per_rank, shape.microbatch_size, cell)
         if key not in self._known:
             sent = self._work.message_bytes * shape.microbatch_size
@@ -312,4 +312,5 @@ def _share(work: LayerWork, parts: int) -> LayerWork:
         activation_bytes=work.activation_bytes / parts,
         unrecomputed_bytes=work.unrecomputed_bytes / parts,
         routed_bytes=work.routed_bytes / parts,
+        routed_layers=work.routed_layers / parts,
     )

@@ -42,6 +42,7 @@ class Estimates:
             "unrecomputed_bytes",
             "working_bytes",
             "routed_bytes",
+            "routed_layers",
         )
         return {
             name: list(accumulate((getattr(layer, name) for layer in self.work.layers), initial=0)) for name in names
@@ -100,7 +101,7 @@ class Estimates:
         """What GPUs that share a layer exchange in one direction, a micro-batch.
 
         Tensor parallelism: two all-gathers and two reduce-scatters of the residual stream a layer.
-        Context parallelism: one of keys and values. Expert parallelism: tokens there and back.
+        Context parallelism: one of keys and values. Expert parallelism: tokens there and back, of each GPU its own.
         """
         size, seconds = shape.microbatch_size, 0.0
         if (tensor := shape.tensor) > 1:
@@ -109,9 +110,10 @@ class Estimates:
         if (context := shape.context) > 1:
             each = self.work.attended_bytes * size / shape.tensor * (context - 1) / context
             seconds += num_layers * self._exchange_s(each, context, shape.gpus_per_rank, site)
-        if (expert := shape.expert) > 1 and work.routed_bytes:
+        if (expert := shape.expert) > 1:
             each = work.routed_bytes * size / shape.gpus_per_rank * (expert - 1) / expert
-            seconds += 2 * self._exchange_s(each, expert, shape.gpus_per_rank * expert, site)
+            layers = work.routed_layers
+            seconds += 2 * (layers * self._exchange_s(0.0, expert, expert, site) + each / self._rate(expert, site))
         return seconds
 
     def collective_s(self, work: LayerWork, shape: Shape, site: Site) -> float:
@@ -120,21 +122,28 @@ class Estimates:
         Replicas of one host reduce first, and hosts what is left to each (Centauri's group partition).
         """
         moved = {0: 8.0, 3: 4.0}.get(shape.zero_stage, 4.0 + 2.0)
-        return self._over_replicas_s(moved * self.parameters(work, shape), shape, site)
+        return self._over_holders_s(moved, work, shape, site)
 
     def weights_s(self, work: LayerWork, shape: Shape, site: Site) -> float:
         """Seconds in which a rank's weights are gathered for one pass of a micro-batch, while it computes: ZeRO 3."""
         if shape.zero_stage < 3:
             return 0.0
-        return self._over_replicas_s(2.0 * self.parameters(work, shape), shape, site)
+        return self._over_holders_s(2.0, work, shape, site)
 
-    def _over_replicas_s(self, moved: float, shape: Shape, site: Site) -> float:
-        """Seconds in which so many bytes of a rank are reduced or gathered over its replicas."""
-        shards = shape.replicas * shape.context
-        if shards == 1:
+    def _over_holders_s(self, moved: float, work: LayerWork, shape: Shape, site: Site) -> float:
+        """Seconds in which so many bytes of each weight are reduced or gathered over the GPUs that hold the same."""
+        dense, experts = self._held(work, shape)
+        seconds = self._over_gpus_s(moved * dense, shape.lines // shape.tensor, shape.tensor, site)
+        if shape.expert > 1:
+            seconds += self._over_gpus_s(moved * experts, shape.lines // shape.expert, shape.expert, site)
+        return seconds
+
+    def _over_gpus_s(self, moved: float, count: int, apart: int, site: Site) -> float:
+        """Seconds in which so many bytes are reduced or gathered over GPUs, of which each ``apart``-th takes part."""
+        if count == 1:
             return 0.0
-        together = min(shards, max(1, site.gpus_per_host // shape.tensor))
-        hosts = -(-shards // together)
+        together = min(count, max(1, site.gpus_per_host // apart))
+        hosts = -(-count // together)
         seconds = 2 * STARTING_S[True] * (together - 1) + 2 * STARTING_S[False] * (hosts - 1)
         seconds += moved * (together - 1) / together / site.gpu.scale_up_bytes_per_s
         network = site.network_bps / 8 / site.gpus_per_host
@@ -142,13 +151,18 @@ class Estimates:
 
     def optimizer_s(self, work: LayerWork, shape: Shape, site: Site) -> float:
         """Seconds of a rank's optimiser, which memory's bandwidth bounds."""
-        shards = shape.replicas * shape.context if shape.zero_stage else 1
-        return self.parameters(work, shape) / shards * STEP_BYTES / site.gpu.bytes_per_s
+        stepped = work.parameters / shape.lines if shape.zero_stage else self.parameters(work, shape)
+        return stepped * STEP_BYTES / site.gpu.bytes_per_s
 
     def parameters(self, work: LayerWork, shape: Shape) -> float:
         """Weights of a rank on each of its GPUs."""
-        dense = work.parameters - work.expert_parameters
-        return (dense + work.expert_parameters / shape.expert) / shape.tensor
+        return sum(self._held(work, shape))
+
+    def _held(self, work: LayerWork, shape: Shape) -> tuple[float, float]:
+        """Weights on each GPU: those that tensor parallelism cuts, and experts that are shared out whole."""
+        if shape.expert == 1:
+            return work.parameters / shape.tensor, 0.0
+        return (work.parameters - work.expert_parameters) / shape.tensor, work.expert_parameters / shape.expert
 
     def activation_bytes(self, work: LayerWork, num_layers: int, shape: Shape) -> float:
         """What a micro-batch leaves on each GPU of a rank until its backward."""
@@ -167,8 +181,8 @@ class Estimates:
             shards,
             largest_block=self._largest_layer // shape.tensor,
             microbatches=shape.microbatches,
-            # experts that several replicas share have fewer replicas of their own
-            share=work.parameters / shape.tensor / shards if shape.zero_stage else None,
+            # experts that GPUs share have fewer holders than other weights
+            share=work.parameters / shape.lines if shape.zero_stage else None,
         )
         working = work.working_bytes
         if shape.checkpointing:  # a layer's forward runs again before its backward
@@ -202,6 +216,10 @@ class Estimates:
 
     def _exchange_s(self, num_bytes: float, members: int, span: int, site: Site) -> float:
         """A collective among members that ``span`` neighbouring GPUs hold."""
-        inside = span <= site.gpus_per_host
-        rate = site.gpu.scale_up_bytes_per_s if inside else site.network_bps / 8 / site.gpus_per_host
-        return STARTING_S[inside] * (members - 1) + num_bytes / rate
+        return STARTING_S[span <= site.gpus_per_host] * (members - 1) + num_bytes / self._rate(span, site)
+
+    def _rate(self, span: int, site: Site) -> float:
+        """Bytes per second of a GPU among so many neighbouring ones."""
+        return (
+            site.gpu.scale_up_bytes_per_s if span <= site.gpus_per_host else site.network_bps / 8 / site.gpus_per_host
+        )

@@ -285,9 +285,9 @@ class Evaluation:
 
     def _cells(self, layout: Layout, costs: CostModel) -> list[int]:
         """Sizes of DP-cells: alone, and as many as a transfer takes longer than a forward (Atlas section 4.4)."""
-        if "cell" in self._request.pins:
-            return [self._request.pins["cell"]] if self._request.pins["cell"] <= layout.replicas else []
-        if not costs.wan_links or layout.replicas == 1:
+        if (pinned := self._request.pins.get("cell")) is not None:
+            return [pinned] if pinned <= (layout.replicas if layout.may_pool else 1) else []
+        if not costs.wan_links or not layout.may_pool:
             return [1]
         forward_s = max(stage.forward_s for stage in costs.stages)
         sent = costs.stages[0].output_bytes

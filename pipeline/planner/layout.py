@@ -16,8 +16,8 @@ class Shape:
     Attributes:
         num_stages: pipeline ranks.
         replicas: of the pipeline.
-        tensor, context, expert: GPUs that share a layer's weights, a sequence, the experts; those
-            that share experts are replicas.
+        tensor, context, expert: GPUs that share a layer's weights, a sequence, the experts. Those that share
+            experts are neighbours of any replica, those that share weights among them.
         microbatches: of a step and replica.
         microbatch_size: sequences.
         checkpointing: whether backwards compute their forwards again.
@@ -37,6 +37,17 @@ class Shape:
     def gpus_per_rank(self) -> int:
         """GPUs of one pipeline rank of one replica."""
         return self.tensor * self.context
+
+    @property
+    def lines(self) -> int:
+        """Pipelines of GPUs: those of each pipeline rank."""
+        return self.replicas * self.gpus_per_rank
+
+    @property
+    def may_pool(self) -> bool:
+        """Whether replicas may pool their uplinks: in a DP-cell pipelines take turns, and GPUs that share a layer
+        work at the same time."""
+        return self.gpus_per_rank == self.expert == 1
 
     @property
     def gpus(self) -> int:

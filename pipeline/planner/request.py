@@ -100,7 +100,25 @@ def read_pins(words: list[str]) -> dict[str, Any]:
             hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(PINS)}"
             raise ValueError(f"{word}: a plan has no such field to fix; {hint}")
         pins[PINS[name]] = _value(name, value)
+    _require_together(pins)
     return pins
+
+
+def _require_together(pins: Mapping[str, Any]) -> None:
+    """Refuse pins that no run has together."""
+    axes = {axis: size for axis in ("tensor", "context", "expert") if (size := pins.get(axis, 1)) > 1}
+    if (cell := pins.get("cell", 1)) > 1 and axes:
+        named = " and ".join(f"parallel.{axis}={size}" for axis, size in axes.items())
+        raise ValueError(
+            f"--pin comm.cell={cell}: the pipelines of a DP-cell take turns, and GPUs of {named} work at the same "
+            "time; pin one of them to 1"
+        )
+    tensor, expert = axes.get("tensor", 1), axes.get("expert", 1)
+    if expert > 1 and expert % tensor:
+        raise ValueError(
+            f"--pin parallel.expert={expert}: GPUs that share matrices (parallel.tensor={tensor}) share experts, too; "
+            f"choose a multiple of {tensor}, or 1"
+        )
 
 
 def _value(name: str, text: str) -> Any:

@@ -13,12 +13,13 @@ from weft.pipeline.planner.workload import ModelWork
 LONG_SEQUENCE = 32_768
 """Tokens from which on sharing a sequence is tried."""
 MICROBATCH_SIZES = (1, 2, 4, 8)
+MOST_EXPERT = 64
+"""GPUs that are compared as sharing experts."""
 
 
 def shapes(cluster: Cluster, work: ModelWork, request: Request) -> Iterator[Shape]:
     """All shapes for which some sites of the cluster have GPUs; see `Estimates` for what fits their memory."""
     widest = max(site.gpus_per_host for site in cluster.sites)
-    experts = any(layer.expert_parameters for layer in work.layers)
     sharing = _powers(8) if work.sequence_length >= LONG_SEQUENCE else [1]
     for tensor in request.choices("tensor", _powers(widest)):
         if work.heads % tensor:
@@ -26,8 +27,8 @@ def shapes(cluster: Cluster, work: ModelWork, request: Request) -> Iterator[Shap
         for context in request.choices("context", sharing):
             for size in request.choices("microbatch_size", list(MICROBATCH_SIZES)):
                 for replicas, microbatches in _batches(cluster, request, tensor * context, size, len(work.layers)):
-                    for expert in request.choices("expert", _powers(8) if experts and tensor == 1 else [1]):
-                        if replicas % expert:
+                    for expert in request.choices("expert", _experts(work, tensor)):
+                        if not _may_share(work, expert, tensor, replicas * context * tensor):
                             continue
                         for stages in _stages(cluster, request, tensor * context, replicas, len(work.layers)):
                             for checkpointing in request.choices("checkpointing", [False, True]):
@@ -50,6 +51,17 @@ def shapes(cluster: Cluster, work: ModelWork, request: Request) -> Iterator[Shap
 def room(cluster: Cluster, gpus_per_rank: int, replicas: int) -> list[int]:
     """Pipeline ranks that each site has room for, all replicas of each: step 4 of Algorithm 1 (Atlas)."""
     return [site.units(gpus_per_rank) // replicas for site in cluster.sites]
+
+
+def _experts(work: ModelWork, tensor: int) -> list[int]:
+    """How many GPUs may share experts: those that share other weights are among them."""
+    if not work.experts:
+        return [1]
+    return sorted({1, *(tensor * power for power in _powers(MOST_EXPERT // tensor))})
+
+
+def _may_share(work: ModelWork, expert: int, tensor: int, lines: int) -> bool:
+    return expert == 1 or (work.experts > 0 and not (work.experts % expert or expert % tensor or lines % expert))
 
 
 def _powers(most: int) -> list[int]:

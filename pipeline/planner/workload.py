@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-WORK_FORM = 3
+WORK_FORM = 4
 """Of work that is kept in files; another number makes old entries unread."""
 LOSS_BYTES = 4
 """Bytes per logit that the loss saves: the fp32 logarithms of probabilities."""
@@ -35,6 +35,8 @@ class LayerWork:
     """What its backward takes besides, where that is much: the loss's."""
     routed_bytes: float = 0.0
     """Hidden states that go to routed experts, once for each expert of a token."""
+    routed_layers: float = 0.0
+    """1 for a layer with routed experts."""
 
     @property
     def forward_flops(self) -> float:
@@ -62,6 +64,7 @@ class ModelWork:
         message_bytes: of the hidden states that a layer hands to the next.
         attended_bytes: of one layer's keys and values, which context parallelism gathers.
         heads: what tensor parallelism has to divide: heads of keys and values, and of queries; 0 is not known.
+        experts: of a layer, which expert parallelism has to divide; 0 is none that can be shared.
     """
 
     name: str
@@ -73,6 +76,7 @@ class ModelWork:
     message_bytes: float
     attended_bytes: float
     heads: int = 0
+    experts: int = 0
 
     @property
     def whole(self) -> LayerWork:

@@ -24,12 +24,8 @@ def write_recipe(found: Plan, config: dict[str, Any] | None, model: str, path: P
     Args:
         config: the model's fields, where it is not loaded from a folder or a hub.
         model: that folder or name.
-
-    Raises:
-        ValueError: the engine's configuration has no field for a part of the plan.
     """
     layout = found.best.layout
-    _require_expressible(layout, path)
     hosts = dict(_hosts(found, layout))
     hostfile, costs = path.with_suffix(".hostfile"), path.with_suffix(".costs.yaml")
     lines = [f"{host} slots={slots}" for held in hosts.values() for host, slots in held]
@@ -67,18 +63,6 @@ def write_recipe(found: Plan, config: dict[str, Any] | None, model: str, path: P
     write_atomic(costs, costs_to_yaml(_costs_of_a_rank(Estimates(found.cluster, found.work).costs(layout), layout)))
     write_atomic(path, head + yaml.safe_dump(tree, sort_keys=False))
     return [path, hostfile, costs]
-
-
-def _require_expressible(layout: Layout, path: Path) -> None:
-    """Refuse plans that a run would refuse."""
-    axes = {axis: size for axis in ("tensor", "context", "expert") if (size := getattr(layout, axis)) > 1}
-    named = " and ".join(f"{axis} parallelism of {size}" for axis, size in axes.items())
-    if layout.cell > 1 and axes:
-        raise ValueError(
-            f"--write {path}: the plan has a DP-cell beside {named}, which runs do not; add --pin comm.cell=1"
-        )
-    if layout.expert > 1 and layout.expert % layout.tensor:
-        raise ValueError(f"--write {path}: the plan has {named}, which runs do not; add --pin parallel.expert=1")
 
 
 def _parallel(found: Plan, layout: Layout) -> dict[str, Any]:

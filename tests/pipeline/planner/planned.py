@@ -17,13 +17,16 @@ def cluster(*sites, latency_s=0.01, bandwidth_bps=5e9):
     return Cluster(sites=sites, links=dict.fromkeys(combinations(range(len(sites)), 2), link))
 
 
-def model(layers=8, parameters=200_000_000, tokens=1024, width=4096):
-    """Equal layers of a dense model with a head of half a layer."""
+def model(layers=8, parameters=200_000_000, tokens=1024, width=4096, experts=0):
+    """Equal layers with a head of half a layer; of a model with experts, half of the weights are theirs."""
     part = LayerWork(
         parameters=parameters,
         matmul_flops=2.0 * parameters * tokens,
         attention_flops=2.0 * width * tokens * tokens,
         activation_bytes=34.0 * width * tokens,
+        expert_parameters=parameters // 2 if experts else 0,
+        routed_bytes=4.0 * width * tokens if experts else 0.0,
+        routed_layers=float(experts > 0),
     )
     outside = LayerWork(parameters=parameters // 2, activation_bytes=8.0 * tokens * 1000)
     return ModelWork(
@@ -35,4 +38,5 @@ def model(layers=8, parameters=200_000_000, tokens=1024, width=4096):
         tied_parameters=0,
         message_bytes=2.0 * width * tokens,
         attended_bytes=0.5 * width * tokens,
+        experts=experts,
     )

@@ -86,12 +86,17 @@ def ways(some, shape, route=None):
             yield from ways(some, shape, further)
 
 
-@given(uneven_clusters(), st.sampled_from(Objective), st.sampled_from([{}, {"zero_stage": 3}, {"cell": 1}]))
-@settings(max_examples=12, deadline=None)
-def test_bounds_are_below_what_they_bound(some, objective, pins):
+@given(
+    uneven_clusters(),
+    st.sampled_from(Objective),
+    st.sampled_from([{}, {"zero_stage": 3}, {"cell": 1}, {"expert": 4}]),
+    st.sampled_from([model(), model(experts=8)]),
+)
+@settings(max_examples=16, deadline=None)
+def test_bounds_are_below_what_they_bound(some, objective, pins, work):
     request = replace(REQUEST, objective=objective, pins=pins)
-    evaluation = Evaluation(some, model(), request)
-    for shape in islice(shapes(some, model(), request), 0, None, 5):
+    evaluation = Evaluation(some, work, request)
+    for shape in islice(shapes(some, work, request), 0, None, 5):
         bound = evaluation.shape_bound(shape)
         for route in ways(some, shape):
             parts = [Route(route.sites[:place], route.stages[:place]) for place in range(1, len(route.sites) + 1)]
@@ -225,6 +230,35 @@ def test_shared_experts_leave_the_optimizer_as_large_as_it_is():
     alone, shared = (estimates.memory(held, 8, replace(shape, expert=expert)).zero for expert in (1, 4))
     assert shared.weights == pytest.approx(alone.weights * 0.4)
     assert shared.optimizer == pytest.approx(alone.optimizer)
+
+
+def test_experts_are_whole_beside_tensor_and_of_each_gpu_as_many_weights_are_stepped():
+    work = replace(model(experts=8), layers=(LayerWork(parameters=100, expert_parameters=80, matmul_flops=1.0),) * 8)
+    estimates, where = Estimates(cluster(site("a")), work), site("a")
+    held = estimates.rank_work(range(8), first=False, last=False)
+    cut = Shape(num_stages=1, replicas=2, tensor=4, microbatches=1)
+    for expert, weights in ((1, 200), (4, 40 + 160), (8, 40 + 80)):
+        shape = replace(cut, expert=expert)
+        assert estimates.parameters(held, shape) == weights
+        assert estimates.optimizer_s(held, shape, where) == estimates.optimizer_s(held, cut, where)
+    none_to_reduce = replace(cut, expert=8, replicas=2)
+    all_reduced = replace(cut, expert=4, replicas=2)
+    assert estimates.collective_s(held, none_to_reduce, where) < estimates.collective_s(held, all_reduced, where)
+
+
+def test_gpus_that_share_experts_are_neighbours_of_which_those_that_share_weights_are_some():
+    some, work = cluster(site("a", hosts=4, gpus_per_host=8)), model(experts=12)
+    found = {(one.tensor, one.expert) for one in shapes(some, work, replace(REQUEST, pins={"num_stages": 1}))}
+    assert found == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 4), (8, 1)}
+    assert all(one.expert == 1 for one in shapes(some, model(), REQUEST))
+
+
+def test_cells_are_of_gpus_that_share_no_layer():
+    some = cluster(site("a"), site("b"), bandwidth_bps=1e8)
+    for one in plan(some, model(), replace(REQUEST, pins={"num_stages": 2})).ranked:
+        assert one.layout.cell == 1 or one.layout.gpus_per_rank == one.layout.expert == 1
+    found = plan(some, model(), replace(REQUEST, pins={"num_stages": 2, "cell": 2}))
+    assert all(one.layout.tensor == 1 and one.layout.cell == 2 for one in found.ranked)
 
 
 def test_of_plans_that_cost_nothing_the_fastest_is_best():

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 
@@ -129,7 +130,7 @@ def test_recipes_of_any_cluster_pass_a_dry_run(weft_plan, folder, capsys, seed):
     ]
     link = f"{{sites: [s0, s1, s2], latency_ms: {some.choice([0, 20])}, bandwidth_mbps: {some.choice([100, 400000])}}}"
     recipe = folder / f"any{seed}.yaml"
-    options = ["--pin", "comm.cell=1", "--write", str(recipe), "--objective", some.choice(["throughput", "cost"])]
+    options = ["--write", str(recipe), "--objective", some.choice(["throughput", "cost"])]
     code, _, error = weft_plan(*options, cluster="\n".join(["sites:", *sites, "links:", f"  - {link}", ""]))
     assert code == 0, error
     assert cli.main(["launch", f"recipe={recipe}", "dry_run=true"]) == 0, capsys.readouterr().err
@@ -146,11 +147,29 @@ def test_a_recipe_says_how_layers_are_shared(weft_plan, folder, capsys):
     assert "2 stages on 2 ranks x 2 replicas x context 2 x tensor 2" in capsys.readouterr().out
 
 
-def test_a_recipe_that_a_run_would_refuse_is_not_written(weft_plan, folder):
-    pins = ("parallel.tensor=2", "pipeline.stages=2", "replicas=2", "comm.cell=2")
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        (("parallel.tensor=2", "comm.cell=2"), "--pin comm.cell=2: the pipelines of a DP-cell take turns"),
+        (("parallel.tensor=4", "parallel.expert=6"), "--pin parallel.expert=6: .* choose a multiple of 4, or 1"),
+    ],
+)
+def test_pins_that_no_run_has_together_are_refused(weft_plan, pins, said):
+    code, _, error = weft_plan(*(word for pin in pins for word in ("--pin", pin)))
+    assert code == 2 and re.search(said, error) and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_recipe_says_how_experts_are_shared(weft_plan, folder, capsys, tensor):
+    mixtral = {**MODEL, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    (folder / "mixtral.json").write_text(json.dumps(mixtral))
+    recipe = folder / "experts.yaml"
+    pins = (f"parallel.tensor={tensor}", "parallel.expert=4", "pipeline.stages=2", "replicas=4")
     options = [word for pin in pins for word in ("--pin", pin)]
-    code, _, error = weft_plan(*options, "--write", str(folder / "refused.yaml"))
-    assert code == 2 and "--pin comm.cell=1" in error
+    code, _, error = weft_plan(*options, "--write", str(recipe), model="mixtral.json")
+    assert code == 0, error
+    assert cli.main(["launch", f"recipe={recipe}", "dry_run=true"]) == 0
+    assert "expert" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
