@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from typing import NoReturn
 
 from weft.pipeline.limits import count, number
 from weft.pipeline.planner.cluster import Cluster, load_cluster
@@ -37,12 +38,12 @@ def main(argv: Sequence[str]) -> int:
         return collectives.main(argv)
     args = _parser().parse_args(argv)
     cluster = load_cluster(args.cluster)
-    count(args.sequence_length, "--sequence-length", most=2**24)
-    work = model_work(args.model, args.sequence_length, args.cache)
+    work = model_work(args.model, _whole(args.sequence_length, "--sequence-length", most=2**24), args.cache)
+    args.explain = _whole(args.explain, "--explain", least=0)
+    args.rows = _whole(args.rows, "--rows", most=1000)
     if args.profile is not None:
         cluster = _as_measured(cluster, work, args.profile)
     request = _request(args, cluster, work)
-    count(args.explain, "--explain", least=0)
     questions = {question: changed(cluster, question) for question in args.what_if}
     for name, file in {"--write": args.write, "--out": args.out}.items():
         if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
@@ -121,12 +122,11 @@ def _answer(found: Plan, question: str, cluster: Cluster) -> None:
 
 def _request(args: argparse.Namespace, cluster: Cluster, work: ModelWork) -> Request:
     pins = read_pins(args.pin)
-    count(args.batch_tokens, "--batch-tokens", least=0, most=MOST_TOKENS)
-    count(args.rows, "--rows", most=1000)
-    sequences, rest = divmod(args.batch_tokens, work.sequence_length)
-    if args.batch_tokens and (rest or not sequences):
+    batch_tokens = _whole(args.batch_tokens, "--batch-tokens", least=0, most=MOST_TOKENS)
+    sequences, rest = divmod(batch_tokens, work.sequence_length)
+    if batch_tokens and (rest or not sequences):
         raise ValueError(
-            f"--batch-tokens {args.batch_tokens}: not a multiple of --sequence-length {work.sequence_length}; choose "
+            f"--batch-tokens {batch_tokens}: not a multiple of --sequence-length {work.sequence_length}; choose "
             f"{max(1, sequences) * work.sequence_length}"
         )
     if not sequences and "microbatches" not in pins:
@@ -137,8 +137,8 @@ def _request(args: argparse.Namespace, cluster: Cluster, work: ModelWork) -> Req
         sequences=sequences,
         objective=Objective(args.objective),
         tokens=number(args.tokens, "--tokens", above=0.0),
-        max_memory=_share(args.max_memory),
-        max_sites=int(number(args.max_sites, "--max-sites")),
+        max_memory=_share(number(args.max_memory, "--max-memory")),
+        max_sites=_whole(args.max_sites, "--max-sites", least=0),
         max_cost_per_hour=number(args.max_cost_per_hour, "--max-cost-per-hour"),
         home=_home(cluster, args.keep_data_in),
         pins=pins,
@@ -157,33 +157,50 @@ def _home(cluster: Cluster, name: str) -> frozenset[int]:
     return found
 
 
+def _whole(text: str, name: str, least: int = 1, most: int = 10**9) -> int:
+    """A whole number, such as 4096, 8 or 1e9."""
+    try:
+        value: float = int(text)
+    except ValueError:
+        value = number(text, name)
+    return count(int(value) if value == int(value) else value, name, least=least, most=most)
+
+
 def _share(value: float) -> float:
     if not 0 < value <= 1:
         raise ValueError(f"--max-memory {value:g}: a share of a GPU's memory, above 0 and at most 1")
     return value
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Words that cannot be read are bad input like any other."""
+        raise ValueError(f"{message}; `weft plan --help` lists what there is")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="weft plan",
         description="Rank the ways to train a model on a cluster; `weft plan recipe=NAME` explains collectives.",
         allow_abbrev=False,
     )
     parser.add_argument("--cluster", type=Path, required=True, help="YAML file of sites, GPUs, prices and links")
     parser.add_argument("--model", required=True, help="config.json, folder with one, or hub name")
-    parser.add_argument("--sequence-length", type=int, default=4096, help="tokens of a sequence; default 4096")
-    parser.add_argument("--batch-tokens", type=int, default=2**22, help="tokens of a step; 0 lets replicas decide")
+    parser.add_argument("--sequence-length", default="4096", metavar="N", help="tokens of a sequence; default 4096")
+    parser.add_argument(
+        "--batch-tokens", default=str(2**22), metavar="N", help="tokens of a step; 0 lets replicas decide"
+    )
     parser.add_argument("--tokens", default="1e12", help="tokens to train on, for hours and cost; default 1e12")
     parser.add_argument("--objective", choices=[kind.value for kind in Objective], default="throughput")
-    parser.add_argument("--max-memory", type=float, default=USABLE, metavar="SHARE", help="of a GPU that a plan fills")
-    parser.add_argument("--max-sites", type=int, default=0, help="sites of a pipeline; 0 is no limit")
-    parser.add_argument("--max-cost-per-hour", type=float, default=0.0, help="of all GPUs; 0 is no limit")
+    parser.add_argument("--max-memory", default=str(USABLE), metavar="SHARE", help="of a GPU that a plan fills")
+    parser.add_argument("--max-sites", default="0", metavar="N", help="sites of a pipeline; 0 is no limit")
+    parser.add_argument("--max-cost-per-hour", default="0", metavar="PRICE", help="of all GPUs; 0 is no limit")
     parser.add_argument("--keep-data-in", default="", metavar="SITE", help="site or region of first and last stage")
     parser.add_argument("--pin", action="append", default=[], metavar="FIELD=VALUE", help="such as pipeline.stages=8")
     parser.add_argument("--what-if", action="append", default=[], metavar="CHANGE", help="'site west gpus=0', ...")
     parser.add_argument("--marginal", action="store_true", help="what a tenth more of each link and site is worth")
-    parser.add_argument("--explain", type=int, default=0, metavar="RANK", help="where a plan's time and memory go")
-    parser.add_argument("--rows", type=int, default=8, help="plans to show; default 8")
+    parser.add_argument("--explain", default="0", metavar="RANK", help="where a plan's time and memory go")
+    parser.add_argument("--rows", default="8", metavar="N", help="plans to show; default 8")
     parser.add_argument("--format", choices=("table", "json", "md", "png"), default="table")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the picture of --format png")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="what `weft profile` measured on one of the GPUs")

@@ -229,6 +229,12 @@ def test_a_site_without_a_link_is_named(weft_plan):
         (["--write", "/no/such/folder/r.yaml"], ("--write /no/such/folder/r.yaml", "a folder that is there")),
         (["--what-if", "link east west width=3"], ("there is no field 'width'",)),
         (["--explain", "999"], ("--explain 999",)),
+        (["--rows", "x"], ("--rows='x'", "expected")),
+        (["--sequence-length", "0.5"], ("--sequence-length=0.5", "whole number")),
+        (["--max-sites", "two"], ("--max-sites='two'", "expected")),
+        (["--max-memory", "most"], ("--max-memory='most'", "expected")),
+        (["--objective", "speed"], ("--objective", "'speed'", "throughput")),
+        (["--row", "1"], ("--row 1", "weft plan --help")),
     ],
 )
 def test_a_wrong_request_is_one_line(weft_plan, options, parts):
