@@ -76,15 +76,6 @@ class PrefillCost:
             tokens = budget_s / linear if linear > 0.0 else float(most)
         return min(most, int(tokens))
 
-    def prompt_s(self, tokens: int, *, context: int = 0, chunk: int, gap_s: float = 0.0) -> float:
-        """Seconds of a prompt in consecutive chunks of ``chunk`` tokens."""
-        chunks = ceil(tokens / chunk) if tokens > 0 else 0
-        total_s = 0.0
-        for index in range(chunks):
-            done = index * chunk
-            total_s += self.predict_s(min(chunk, tokens - done), context + done, gap_s if index == 0 else 0.0)
-        return total_s
-
     def observe(self, tokens: int, context: float, gap_s: float, seconds: float) -> None:
         """Learn from a chunk that took ``seconds``."""
         if tokens <= 0 or seconds <= 0.0:

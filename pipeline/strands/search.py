@@ -47,16 +47,6 @@ def search(
     return _plan(_ways(pair, table, handover_s, width, band))
 
 
-def search_layers(layer: StrandPair, layers: int, table: OverlapTable) -> SegmentPlan:
-    """A plan for a pair over so many layers, found in time that does not grow with their number.
-
-    Args:
-        layer: the pair over one layer.
-    """
-    stage = StageStrands(((layer, layers),))
-    return search_stages(stage, stage, table)
-
-
 def search_stages(
     forward: StageStrands, backward: StageStrands, table: OverlapTable, handover_s: float = 0.0
 ) -> SegmentPlan:

@@ -83,11 +83,3 @@ def test_a_file_that_is_no_cost_model_is_named(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ValueError, match=r"broken\.json"):
         PrefillCost.load(path, quantile=0.9)
-
-
-def test_a_prompt_in_chunks_costs_each_chunk():
-    cost, _ = learnt(4)
-    prompt_s = cost.prompt_s(1000, chunk=300)
-    parts_s = [cost.predict_s(n, done, 0.0) for n, done in ((300, 0), (300, 300), (300, 600), (100, 900))]
-    assert prompt_s == pytest.approx(sum(parts_s))
-    assert cost.prompt_s(0, chunk=300) == 0.0

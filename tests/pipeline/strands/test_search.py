@@ -11,8 +11,9 @@ from tests.pipeline.strands.pairs import BETWEEN, INSIDE, llama_layer, over, pai
 from weft.pipeline.strands.orders import backward_then_forward, round_robin
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.recurrence import pair_operators
-from weft.pipeline.strands.search import search, search_layers
+from weft.pipeline.strands.search import search, search_stages
 from weft.pipeline.strands.segments import StrandPair
+from weft.pipeline.strands.stages import StageStrands
 
 
 @given(pair=pairs())
@@ -89,7 +90,8 @@ def test_plans_for_many_layers_repeat_what_few_layers_do():
     table, shares = OverlapTable(), []
     for layers in (1, 2, 7, 80):
         pair = llama_layer().repeated(layers)
-        plan = search_layers(llama_layer(), layers, table)
+        stage = StageStrands(((llama_layer(), layers),))
+        plan = search_stages(stage, stage, table)
         plan.check(pair)
         shares.append(plan.hidden(pair, table))
         assert shares[-1] > round_robin(pair).hidden(pair, table) + 0.3
@@ -101,6 +103,7 @@ def test_plans_for_many_layers_repeat_what_few_layers_do():
 @settings(max_examples=10)
 def test_any_layers_get_a_plan_that_runs(layer, layers, table):
     pair = layer.repeated(layers)
-    plan = search_layers(layer, layers, table)
+    stage = StageStrands(((layer, layers),))
+    plan = search_stages(stage, stage, table)
     plan.check(pair)
     assert plan.seconds(pair, table) >= pair.compute_s - 1e-9
