@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import pairwise
 
 from weft.pipeline.costs import CostModel
-from weft.pipeline.planner.bounds import MOST_CELL, Bounds, busy_s, timing_key
-from weft.pipeline.planner.cluster import Cluster, Site
-from weft.pipeline.planner.cutting import RankSpeed, cut_layers
+from weft.pipeline.planner.bounds import MOST_CELL, Bounds, busy_s
+from weft.pipeline.planner.cluster import Cluster
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.latency import first_microbatches, latency_bound_s, pipeline_latency
+from weft.pipeline.planner.layer_cuts import LayerCuts
 from weft.pipeline.planner.layout import Layout, Prediction, Shape
-from weft.pipeline.planner.request import PINS, Request
+from weft.pipeline.planner.refusals import Refusals
+from weft.pipeline.planner.request import Request
 from weft.pipeline.planner.routes import Route
-from weft.pipeline.planner.shapes import shapes
-from weft.pipeline.planner.workload import LayerWork, ModelWork
+from weft.pipeline.planner.workload import ModelWork
 from weft.pipeline.states import RankMemory
-from weft.pipeline.text import bytes_text
 
-TOO_DEAR = "--max-cost-per-hour: every layout costs more"
 NEAR = 1.001
 """Schedules that are longer than their bound by less are not improved."""
 
@@ -54,33 +51,30 @@ class Evaluation:
     def __init__(self, cluster: Cluster, work: ModelWork, request: Request) -> None:
         self._cluster, self._work, self._request = cluster, work, request
         self._estimates = Estimates(cluster, work)
-        self._known: dict[Any, Any] = {}
         self._least_price = min(site.price for site in cluster.sites)
         self._bounds = Bounds(self._estimates, request.pins.get("cell"))
-        self._refused: dict[str, int] = {}
-        self._least_bytes = (float("inf"), "")
-        self._least_cost = float("inf")
+        self._layers = LayerCuts(self._estimates, request.max_memory)
+        self.refused = Refusals(cluster, work, request)
 
     def shape_bound(self, shape: Shape) -> float | None:
         """What no route and no schedule of a shape scores below; None if it fits nowhere."""
         caps = self._bounds.caps(shape)
         sites = [site for site, cap in zip(self._cluster.sites, caps, strict=True) if cap]
         if sum(caps) < shape.num_stages:
-            self._refuse("GPUs: no set of sites has enough")
+            self.refused.gpus()
             return None
         part, held = self._bounds.part(shape.num_stages), max(1, len(self._work.layers) // shape.num_stages)
         memory = self._estimates.memory(part, held, shape, self._estimates.activation_bytes(part, held, shape)).total
         most = self._request.max_memory * max(site.gpu.memory_bytes for site in sites)
         if memory > most:
-            self._least_bytes = min(self._least_bytes, (memory, f"pipeline.stages={shape.num_stages}"))
-            self._refuse("memory: the model does not fit the GPUs")
+            self.refused.memory(memory, f"pipeline.stages={shape.num_stages}")
             return None
         price = shape.gpus * min(site.price for site in sites)
         if self._request.max_cost_per_hour and price > self._request.max_cost_per_hour:
-            self._refuse(TOO_DEAR, price)
+            self.refused.price(price)
             return None
         if (step_s := self._bounds.step_s(shape)) is None:
-            self._refuse("links: sites with enough GPUs are not neighbours")
+            self.refused.links()
             return None
         return self._request.score_of(step_s, None, price, 0.0, self._tokens(shape))
 
@@ -95,7 +89,7 @@ class Evaluation:
         each += sum(held * sites[site].price for site, held in zip(route.sites, route.stages, strict=True))
         price = each * shape.replicas * shape.gpus_per_rank
         if request.max_cost_per_hour and price > request.max_cost_per_hour:
-            self._refuse(TOO_DEAR, price)
+            self.refused.price(price)
             return None
         return request.score_of(step_s, None, price, self._egress(shape, route.sites), self._tokens(shape))
 
@@ -103,13 +97,13 @@ class Evaluation:
         """The layouts of a route: one for each size of DP-cell and schedule."""
         request, names = self._request, self._cluster.sites
         on = [site for site, held in zip(route.sites, route.stages, strict=True) for _ in range(held)]
-        layers = self._layers(shape, tuple(on))
+        layers = self._layers.of(shape, on)
         if layers is None:
-            self._refuse("memory: the model does not fit the GPUs")
+            self.refused.memory()
             return
         price = sum(names[site].price for site in on) * shape.replicas * shape.gpus_per_rank
         if request.max_cost_per_hour and price > request.max_cost_per_hour:
-            self._refuse(TOO_DEAR, price)
+            self.refused.price(price)
             return
         base = Layout(**vars(shape), sites=route.sites, stages=route.stages, layers=layers)
         estimates = self._estimates
@@ -129,7 +123,7 @@ class Evaluation:
             for site, state in zip(on, states, strict=True)
         )
         if any(left < stage.activation_bytes for left, stage in zip(rooms, stages, strict=True)):
-            self._refuse("memory: the model does not fit the GPUs")
+            self.refused.memory()
             return
         collective_s = max(seconds for _, seconds, _ in parts)
         optimizer_s = max(seconds for _, _, seconds in parts)
@@ -198,91 +192,6 @@ class Evaluation:
             binds=self._binds(candidate, step_s),
         )
 
-    def nothing_fits(self, num_shapes: int) -> str:
-        """Why there is no plan, and what to change."""
-        if not self._refused:
-            return self._no_shape()
-        reason = max(self._refused, key=lambda name: self._refused[name])
-        if reason.startswith("memory"):
-            least, where = self._least_bytes
-            most = max(site.gpu.memory_bytes for site in self._cluster.sites) * self._request.max_memory
-            need = f"at best {bytes_text(least)} on a GPU ({where})" if where else "its layers take more"
-            return (
-                f"{reason}: {need}, and a plan fills {bytes_text(most)}; add GPUs or choose ones with more memory, "
-                "raise --max-memory, or free a pinned field"
-            )
-        if reason.startswith("--max-cost"):
-            return f"{reason}, the cheapest {self._least_cost:,.4g} an hour; raise it, or add cheaper GPUs"
-        return f"{reason}; {'add links' if reason.startswith('links') else 'loosen --pin'}, or add GPUs"
-
-    def _no_shape(self) -> str:
-        """Which pinned field no layout has, and what it could be."""
-        pins = self._request.pins
-        for name, value in pins.items():
-            others = replace(self._request, pins={one: held for one, held in pins.items() if one != name})
-            known = name in Shape.__dataclass_fields__
-            found = {getattr(one, name) for one in shapes(self._cluster, self._work, others)} if known else set()
-            if found and value not in found:
-                field = next(field for field, held in PINS.items() if held == name)
-                some = ", ".join(map(str, sorted(found)[:12])) + (", ..." if len(found) > 12 else "")
-                return f"--pin {field}={value}: no layout has it beside the batch and the GPUs; choose one of {some}"
-        return (
-            "no layout: the pinned fields, the batch, the GPUs, links, --max-sites and --keep-data-in go with none; "
-            "loosen one of them, or choose a --batch-tokens that more numbers of replicas divide"
-        )
-
-    # -- what a route takes ------------------------------------------------------------------
-
-    def _layers(self, shape: Shape, on: tuple[int, ...]) -> tuple[int, ...] | None:
-        kinds = [(self._cluster.sites[site].gpu.name, self._cluster.sites[site].gpus_per_host) for site in on]
-        key = ("layers", tuple(kinds), *timing_key(shape), shape.replicas)
-        if key not in self._known:
-            last = len(on) - 1
-            ranks = []
-            for rank, number in enumerate(on):
-                site = self._cluster.sites[number]
-                sums, before_s, after_s = self._layer_seconds(shape, site)
-                extra_s = (before_s if rank == 0 else 0.0) + (after_s if rank == last else 0.0)
-                most = self._most_layers(shape, site, first=rank == 0, last=rank == last)
-                ranks.append(RankSpeed(sums, extra_s, most))
-            self._known[key] = cut_layers(len(self._work.layers), ranks)
-        return self._known[key]
-
-    def _layer_seconds(self, shape: Shape, site: Site) -> tuple[list[float], float, float]:
-        """Sums of seconds over the layers before each, and those of what comes before and after all."""
-        key = ("seconds", *timing_key(shape), site.gpu.name, site.gpus_per_host, site.network_bps)
-        if key not in self._known:
-
-            def seconds(work: LayerWork, number: int) -> float:
-                return busy_s(self._estimates.stage_cost(work, number, shape, site))
-
-            each = [seconds(layer, 1) for layer in self._work.layers]
-            self._known[key] = (
-                list(accumulate(each, initial=0.0)),
-                seconds(self._work.before, 0),
-                seconds(self._work.after, 0),
-            )
-        return self._known[key]
-
-    def _most_layers(self, shape: Shape, site: Site, *, first: bool, last: bool) -> int:
-        """Layers for whose states and one micro-batch a rank has memory."""
-        key = ("most", *timing_key(shape), shape.replicas, shape.zero_stage, site.gpu.name, first, last)
-        if key not in self._known:
-            estimates, number = self._estimates, len(self._work.layers)
-            most = self._request.max_memory * site.gpu.memory_bytes
-
-            def fits(count: int) -> bool:
-                work = estimates.rank_work(range(number - count, number), first=first, last=last)
-                activations = estimates.activation_bytes(work, count, shape)
-                return estimates.memory(work, count, shape, activations).total <= most
-
-            low, high = 0, number
-            while low < high:
-                middle = (low + high + 1) // 2
-                low, high = (middle, high) if fits(middle) else (low, middle - 1)
-            self._known[key] = low
-        return self._known[key]
-
     def _cells(self, layout: Layout, costs: CostModel) -> list[int]:
         """Sizes of DP-cells: alone, and as many as a transfer takes longer than a forward (Atlas section 4.4)."""
         if (pinned := self._request.pins.get("cell")) is not None:
@@ -329,7 +238,3 @@ class Evaluation:
         shares["collectives over replicas"] = candidate.collective_s
         most = max(shares, key=lambda name: shares[name])
         return f"{most} ({shares[most] / step_s:.0%} of the step)"
-
-    def _refuse(self, reason: str, price: float = float("inf")) -> None:
-        self._least_cost = min(self._least_cost, price)
-        self._refused[reason] = self._refused.get(reason, 0) + 1

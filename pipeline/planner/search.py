@@ -83,7 +83,7 @@ def plan(cluster: Cluster, work: ModelWork, request: Request) -> Plan:
         scheduled += len(more)
         best = min(map(request.score, found), default=best)
     if not found:
-        raise ValueError(evaluation.nothing_fits(len(whole)))
+        raise ValueError(evaluation.refused.explained())
     ranked = _distinct(sorted(found, key=request.score))
     seen = {_likeness(one.layout) for one in ranked}
     while spare and len(seen) < RANKED:

@@ -1,0 +1,82 @@
+"""Why layouts were refused, and from that why there is no plan and what to change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from weft.pipeline.planner.cluster import Cluster
+from weft.pipeline.planner.layout import Shape
+from weft.pipeline.planner.request import PINS, Request
+from weft.pipeline.planner.shapes import shapes
+from weft.pipeline.planner.workload import ModelWork
+from weft.pipeline.text import bytes_text
+
+
+class Refusals:
+    """What layouts of one request were refused for, counted."""
+
+    def __init__(self, cluster: Cluster, work: ModelWork, request: Request) -> None:
+        self._cluster, self._work, self._request = cluster, work, request
+        self._reasons: Counter[str] = Counter()
+        self._least_bytes = (float("inf"), "")
+        self._least_price = float("inf")
+
+    def gpus(self) -> None:
+        """There are fewer GPUs than it takes."""
+        self._reasons["gpus"] += 1
+
+    def links(self) -> None:
+        """Sites with enough GPUs have no links."""
+        self._reasons["links"] += 1
+
+    def memory(self, least_bytes: float = float("inf"), where: str = "") -> None:
+        """A GPU would have to hold more than it can: at least so many bytes in a layout of such a shape."""
+        self._least_bytes = min(self._least_bytes, (least_bytes, where))
+        self._reasons["memory"] += 1
+
+    def price(self, an_hour: float) -> None:
+        """It costs more than is allowed."""
+        self._least_price = min(self._least_price, an_hour)
+        self._reasons["price"] += 1
+
+    def explained(self) -> str:
+        """Why there is no plan, and what to change, by what was refused most often."""
+        if not self._reasons:
+            return self._no_shape()
+        reason, _ = self._reasons.most_common(1)[0]
+        if reason == "memory":
+            return self._no_memory()
+        if reason == "price":
+            return (
+                f"--max-cost-per-hour: every layout costs more, the cheapest {self._least_price:,.4g} an hour; raise "
+                "it, or add cheaper GPUs"
+            )
+        if reason == "links":
+            return "links: sites with enough GPUs are not neighbours; add links, or add GPUs"
+        return "GPUs: no set of sites has enough; loosen --pin, or add GPUs"
+
+    def _no_memory(self) -> str:
+        least, where = self._least_bytes
+        most = max(site.gpu.memory_bytes for site in self._cluster.sites) * self._request.max_memory
+        need = f"at best {bytes_text(least)} on a GPU ({where})" if where else "its layers take more"
+        return (
+            f"memory: the model does not fit the GPUs: {need}, and a plan fills {bytes_text(most)}; add GPUs or choose "
+            "ones with more memory, raise --max-memory, or free a pinned field"
+        )
+
+    def _no_shape(self) -> str:
+        """Which pinned field no layout has, and what it could be."""
+        pins = self._request.pins
+        for name, value in pins.items():
+            others = replace(self._request, pins={one: held for one, held in pins.items() if one != name})
+            known = name in Shape.__dataclass_fields__
+            found = {getattr(one, name) for one in shapes(self._cluster, self._work, others)} if known else set()
+            if found and value not in found:
+                field = next(field for field, held in PINS.items() if held == name)
+                some = ", ".join(map(str, sorted(found)[:12])) + (", ..." if len(found) > 12 else "")
+                return f"--pin {field}={value}: no layout has it beside the batch and the GPUs; choose one of {some}"
+        return (
+            "no layout: the pinned fields, the batch, the GPUs, links, --max-sites and --keep-data-in go with none; "
+            "loosen one of them, or choose a --batch-tokens that more numbers of replicas divide"
+        )
