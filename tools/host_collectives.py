@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import mean
 
 import torch
 import torch.distributed as dist
 
-from weft.comm.collectives import CollectiveCosts, Group
+from weft.comm.collectives import CollectiveCosts, Group, Primitive
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.probe import fitted, measure
@@ -18,6 +19,7 @@ from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.segments import LinkScope
 from weft.tools.local_ranks import answers_of
 
+_MEANT = (Primitive.all_gather, Primitive.reduce_scatter)
 MOST_S = 90.0
 """Seconds within which all ranks have to have measured everything."""
 
@@ -35,6 +37,12 @@ class HostCollectives:
     costs: dict[str, CollectiveCosts]
     overlap: OverlapTable
     device: str
+
+    def line_of_all(self, ranks: int) -> tuple[float, float]:
+        """Seconds of each message and of each byte that a rank sends among all ranks: mean of gather and scatter."""
+        (table,) = [costs.table for key, costs in self.costs.items() if f" on {ranks} ranks" in key]
+        lines = [line for (_, primitive), line in table.items() if primitive in _MEANT]
+        return mean(line.alpha_s for line in lines), mean(line.beta_s for line in lines)
 
 
 def measure_host(ranks: int) -> HostCollectives:

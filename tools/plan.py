@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import NoReturn
@@ -68,10 +67,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _as_measured(cluster: Cluster, work: ModelWork, path: Path) -> Cluster:
-    """The cluster with the efficiency that a profile's layers reached."""
+    """The cluster with what a profile measured of layers and of collectives."""
     measured = load_measured(path)
     try:
-        return replace(cluster, efficiency=measured.efficiency(work, cluster))
+        return measured.applied(work, cluster)
     except ValueError as error:
         raise ValueError(f"--profile {path}: {error}") from error
 

@@ -60,15 +60,15 @@ def main(argv: Sequence[str]) -> int:
             f"({str(error).splitlines()[0]}); lower it, or data.sequence_length"
         ) from error
     costs = CostModel(stages=stages, local=_local(stages) if args.links else LinkCost())
-    write_atomic(args.out, _HEAD + costs_to_yaml(costs, per="layers", measured=_measured(config, hf_config, device)))
     show(table_of(_rows(work, stages), f"{hf_config.model_type} on {_name(device)}, a micro-batch"))
-    code = 0
+    code, measured = 0, _measured(config, hf_config, device)
     if args.links and ranks > 1:
         try:
-            _collectives(ranks, config.data.cache_dir)
+            measured |= {"collectives": _collectives(ranks, config.data.cache_dir)}
         except RuntimeError as error:
             print(f"weft profile: {error}", file=sys.stderr)
             code = 1
+    write_atomic(args.out, _HEAD + costs_to_yaml(costs, per="layers", measured=measured))
     print(f"wrote {args.out} in {perf_counter() - started:.0f} s")
     return code
 
@@ -92,8 +92,8 @@ def _ranks(asked: str | None) -> int:
     return int(ranks)
 
 
-def _collectives(ranks: int, cache_dir: str) -> None:
-    """Measure collectives inside of this host, keep what runs read, and show it.
+def _collectives(ranks: int, cache_dir: str) -> dict[str, float]:
+    """Measure collectives inside of this host, keep what runs read, and show it; returns what plans read.
 
     Raises:
         RuntimeError: a rank failed.
@@ -116,6 +116,12 @@ def _collectives(ranks: int, cache_dir: str) -> None:
     ]
     show(table_of(lines, "collectives inside of this host", left=2), table_of(factors, "compute beside a collective"))
     print(f"runs with data.cache_dir={cache_dir} on this host plan with these")
+    alpha_s, beta_s = found.line_of_all(ranks)
+    return {
+        "ranks": ranks,
+        "latency_us": alpha_s * 1e6,
+        "gb_per_s": 1e-9 / max(beta_s, _LEAST_BETA_S),
+    }
 
 
 def _local(stages: Sequence[StageCost]) -> LinkCost:

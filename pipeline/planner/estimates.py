@@ -16,8 +16,8 @@ from weft.pipeline.planner.workload import LayerWork, ModelWork
 from weft.pipeline.states import RankMemory, zero_memory
 
 Found = TypeVar("Found")
-STARTING_S = {True: 5e-6, False: 2e-5}
-"""Seconds per member to start a collective inside of a host, and between hosts (alpha of NCCL's rings)."""
+STARTING_S = 2e-5
+"""Seconds per member to start a collective between hosts (alpha of NCCL's rings)."""
 _ZERO = [ZeroConfig(stage=stage) for stage in range(4)]
 STEP_BYTES = 30
 """Bytes of memory traffic per stepped weight: reads and writes of fp32 weight and moments, gradient, bf16 weight."""
@@ -144,7 +144,7 @@ class Estimates:
             return 0.0
         together = min(count, max(1, site.gpus_per_host // apart))
         hosts = -(-count // together)
-        seconds = 2 * STARTING_S[True] * (together - 1) + 2 * STARTING_S[False] * (hosts - 1)
+        seconds = 2 * site.gpu.scale_up_latency_s * (together - 1) + 2 * STARTING_S * (hosts - 1)
         seconds += moved * (together - 1) / together / site.gpu.scale_up_bytes_per_s
         network = site.network_bps / 8 / site.gpus_per_host
         return seconds + moved / together * (hosts - 1) / hosts / network
@@ -199,7 +199,7 @@ class Estimates:
             cost = self.link_cost(here, there, layout)
             pairs[place, place + 1] = pairs[place + 1, place] = cost
         network = min(sites[site].network_bps / sites[site].gpus_per_host for site in layout.sites)
-        local = LinkCost(latency_s=STARTING_S[False], bandwidth_bps=network * layout.gpus_per_rank)
+        local = LinkCost(latency_s=STARTING_S, bandwidth_bps=network * layout.gpus_per_rank)
         return CostModel(stages=stages, local=local, wan_links=tuple(pairs.items()))
 
     def link_cost(self, here: int, there: int, shape: Shape) -> LinkCost:
@@ -216,7 +216,8 @@ class Estimates:
 
     def _exchange_s(self, num_bytes: float, members: int, span: int, site: Site) -> float:
         """A collective among members that ``span`` neighbouring GPUs hold."""
-        return STARTING_S[span <= site.gpus_per_host] * (members - 1) + num_bytes / self._rate(span, site)
+        starting_s = site.gpu.scale_up_latency_s if span <= site.gpus_per_host else STARTING_S
+        return starting_s * (members - 1) + num_bytes / self._rate(span, site)
 
     def _rate(self, span: int, site: Site) -> float:
         """Bytes per second of a GPU among so many neighbouring ones."""

@@ -19,6 +19,7 @@ class GpuKind:
         memory_bytes: of the device.
         bytes_per_s: memory bandwidth.
         scale_up_bytes_per_s: one way, between GPUs of a host: NVLink, or PCIe where there is none.
+        scale_up_latency_s: a member's share of what a collective inside of a host takes to start.
         has_nvlink: whether that is NVLink among all GPUs of a host.
     """
 
@@ -28,6 +29,7 @@ class GpuKind:
     bytes_per_s: float
     scale_up_bytes_per_s: float
     has_nvlink: bool
+    scale_up_latency_s: float = 5e-6
 
     @property
     def flops_per_s(self) -> float:

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from weft.pipeline.costs import CostModel
-from weft.pipeline.limits import count, known_fields, read_text, short_repr
+from weft.pipeline.limits import count, known_fields, number, read_text, short_repr
 from weft.pipeline.planner.cluster import Cluster
 from weft.pipeline.planner.hardware import GPU_KINDS, gpu_kind
 from weft.pipeline.planner.workload import ModelWork
 from weft.pipeline.profile import MOST_BYTES, load_pieces
 
-FIELDS = ("gpu", "device", "model", "sequence_length", "microbatch_size", "precision", "gradient_checkpointing")
+FIELDS = (
+    "gpu",
+    "device",
+    "model",
+    "sequence_length",
+    "microbatch_size",
+    "precision",
+    "gradient_checkpointing",
+    "collectives",
+)
+COLLECTIVE_FIELDS = ("ranks", "latency_us", "gb_per_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCollectives:
+    """All-gathers and reduce-scatters among GPUs of one host, on average.
+
+    Attributes:
+        ranks: that took part.
+        latency_s: of each step of a ring.
+        bytes_per_s: that a GPU sends.
+    """
+
+    ranks: int
+    latency_s: float
+    bytes_per_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +58,30 @@ class Measured:
     microbatch_size: int
     checkpointing: bool
     layers: CostModel
+    collectives: MeasuredCollectives | None = None
+
+    def applied(self, work: ModelWork, cluster: Cluster) -> Cluster:
+        """The cluster, whose GPUs are as efficient as this one, and those of this kind as quick to exchange.
+
+        Raises:
+            ValueError: as `efficiency`.
+        """
+        sites = cluster.sites
+        if (inside := self.collectives) is not None:
+            sites = tuple(
+                replace(
+                    site,
+                    gpu=replace(
+                        site.gpu,
+                        scale_up_bytes_per_s=inside.bytes_per_s,
+                        scale_up_latency_s=inside.latency_s,
+                    ),
+                )
+                if site.gpu.name == self.gpu
+                else site
+                for site in sites
+            )
+        return replace(cluster, sites=sites, efficiency=self.efficiency(work, cluster))
 
     def efficiency(self, work: ModelWork, cluster: Cluster) -> float:
         """The share of the GPU's peak that the layers reached.
@@ -81,9 +130,19 @@ def load_measured(path: Path) -> Measured:
             microbatch_size=count(table.get("microbatch_size"), "measured.microbatch_size"),
             checkpointing=_truth(table.get("gradient_checkpointing", False)),
             layers=layers,
+            collectives=_collectives(table["collectives"]) if "collectives" in table else None,
         )
     except ValueError as error:
         raise ValueError(f"costs file {path}: {error}") from error
+
+
+def _collectives(data: Any) -> MeasuredCollectives:
+    table, name = known_fields(data, "measured.collectives", COLLECTIVE_FIELDS), "measured.collectives"
+    return MeasuredCollectives(
+        ranks=count(table.get("ranks"), f"{name}.ranks", least=2),
+        latency_s=number(table.get("latency_us"), f"{name}.latency_us") / 1e6,
+        bytes_per_s=number(table.get("gb_per_s"), f"{name}.gb_per_s", above=0.0) * 1e9,
+    )
 
 
 def _truth(value: Any) -> bool:

@@ -66,6 +66,8 @@ def test_runs_on_this_host_plan_with_what_collectives_were_measured_to_take(tmp_
     overlap = overlap_cache(str(tmp_path)).read(overlap_key(torch.device("cpu")))
     assert {link for _, link in overlap.compute} == {LinkScope.inside_host}
     config = compose([*QUICK, cache, "parallel.tensor=2", "pipeline.stages=2", "cluster.ranks=4"])
+    collectives = load_measured(tmp_path / "p.yaml").collectives
+    assert collectives.ranks == 2 and collectives.latency_s + 1 / collectives.bytes_per_s > 0
     facts = expected_plan(fit_batch(config, 4)).facts
     assert facts.operators == overlap and facts.strands is not None
     measured = facts.axes["tensor"].costs.table

@@ -51,7 +51,9 @@ def changed(cluster: Cluster, question: str) -> Cluster:
             return _changed_site(cluster, site, _known(name, _SITE, question), value)
         case ["gpu", kind, _] if given and name == "price":
             wanted, price = gpu_kind(kind, "--what-if gpu"), number(value, f"--what-if gpu {kind} price")
-            sites = tuple(replace(site, price=price) if site.gpu == wanted else site for site in cluster.sites)
+            sites = tuple(
+                replace(site, price=price) if site.gpu.name == wanted.name else site for site in cluster.sites
+            )
             return replace(cluster, sites=sites)
     raise ValueError(wrong)
 

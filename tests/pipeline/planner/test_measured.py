@@ -6,7 +6,9 @@ import pytest
 
 from tests.pipeline.planner.planned import cluster, model, site
 from weft.pipeline.costs import CostModel, StageCost
+from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.hardware import GPU_KINDS
+from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.measured import load_measured
 from weft.pipeline.profile import costs_to_yaml, load_costs
 
@@ -43,6 +45,22 @@ def test_the_efficiency_is_what_the_layers_reached(file, efficiency):
     assert len(load_costs(file, 2).stages) == 2  # as pipeline.costs_file takes it
 
 
+def test_measured_collectives_are_those_of_hosts_with_this_gpu(file):
+    work, some = model(), cluster(site("a"), site("b", gpu="H100"))
+    inside = {"ranks": 4, "latency_us": 20, "gb_per_s": 100}
+    slow = load_measured(written(file, work, 0.5, collectives=inside)).applied(work, some)
+    assert slow.sites[1] == some.sites[1] and slow.efficiency == pytest.approx(0.5)
+    shape = Shape(num_stages=1, replicas=1, tensor=4, microbatches=1)
+
+    def exchanged_s(on):
+        return Estimates(on, work).layer_collectives_s(work.layers[0], 1, shape, on.sites[0])
+
+    assert exchanged_s(slow) == pytest.approx(4 * (3 * 20e-6 + work.message_bytes * 3 / 4 / 100e9))
+    assert exchanged_s(some) < exchanged_s(slow)
+    without = load_measured(written(file, work, 0.5)).applied(work, some)
+    assert without.sites == some.sites
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -66,6 +84,10 @@ def test_what_does_not_go_with_the_plan_is_said(file, changes, said):
         ({"sequence_length": "long"}, "measured.sequence_length"),
         ({"gradient_checkpointing": 3}, "measured.gradient_checkpointing"),
         ({"colour": 1}, "colour"),
+        ({"collectives": 3}, "measured.collectives: expected a table"),
+        ({"collectives": {"ranks": 1}}, "measured.collectives.ranks=1: .* at least 2"),
+        ({"collectives": {"ranks": 2, "latency_us": 1, "gb_per_s": 0}}, "gb_per_s=0: .* above 0"),
+        ({"collectives": {"ranks": 2, "latency_us": float("inf"), "gb_per_s": 1}}, "latency_us=inf"),
     ],
 )
 def test_a_damaged_file_is_named(file, changes, said):
