@@ -94,7 +94,7 @@ class Bounds:
             count * fullest * least.layer_s,
             sending_s,
             least.through_s + 2 * last_way_s + (count - 1) * uplink_s,
-            _fill_s(count, least.forward_s, last_way_s, least.whole_s, pace_s),
+            _fill_s(count, least.forward_s, last_way_s, least.whole_s, pace_s) if len(shape.legs) == 1 else 0.0,
             _shared_s(spans, count),
             _shared_s([(rate / least.through_share, 2 * way_s) for rate, way_s in spans], count),
         )

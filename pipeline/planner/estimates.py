@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -64,17 +64,29 @@ class Estimates:
         return all(layer == self.work.layers[0] for layer in self.work.layers)
 
     def of_ranks(self, layout: Layout, what: Callable[[LayerWork, int, Site], Found]) -> list[Found]:
-        """A function's answers for each pipeline rank: of its work, its number of layers and its site.
+        """A function's answers for each pipeline rank: of its work, its number of layers and its site."""
+        return self._of(layout, layout.placement.single.rank_stages, what)
 
-        Ranks in the middle that hold as many layers, all alike, at one site have one answer.
+    def _of_stages(self, layout: Layout, what: Callable[[LayerWork, int, Site], Found]) -> list[Found]:
+        """The same for each virtual stage."""
+        return self._of(layout, [(stage,) for stage in range(layout.virtual_stages)], what)
+
+    def _of(
+        self, layout: Layout, parts: Sequence[tuple[int, ...]], what: Callable[[LayerWork, int, Site], Found]
+    ) -> list[Found]:
+        """A function's answers for parts of the model, given as virtual stages of one rank each.
+
+        Parts in the middle that have as many layers, all alike, at one site have one answer.
         """
-        end, known, found = layout.num_stages - 1, {}, []
-        for rank, (layers, site) in enumerate(zip(layout.layer_ranges(), layout.site_of(), strict=True)):
-            inside = 0 < rank < end and self._layers_are_alike
-            key = (len(layers), site) if inside else (rank, -1)
+        end, known, found = layout.virtual_stages - 1, {}, []
+        ranges, ranks, sites = layout.layer_ranges(), layout.placement.stage_ranks, layout.site_of()
+        for number, stages in enumerate(parts):
+            held, site = sum(len(ranges[stage]) for stage in stages), sites[ranks[stages[0]]]
+            inside = stages[0] > 0 and stages[-1] < end and self._layers_are_alike
+            key = (held, site) if inside else (number, -1)
             if key not in known:
-                work = self.rank_work(layers, first=rank == 0, last=rank == end)
-                known[key] = what(work, len(layers), self.cluster.sites[site])
+                works = [self.rank_work(ranges[stage], first=stage == 0, last=stage == end) for stage in stages]
+                known[key] = what(sum(works[1:], works[0]), held, self.cluster.sites[site])
             found.append(known[key])
         return found
 
@@ -193,7 +205,7 @@ class Estimates:
     def costs(self, layout: Layout) -> CostModel:
         """Seconds and bytes of one pipeline of a layout."""
         sites = self.cluster.sites
-        stages = tuple(self.of_ranks(layout, lambda work, held, site: self.stage_cost(work, held, layout, site)))
+        stages = tuple(self._of_stages(layout, lambda work, held, site: self.stage_cost(work, held, layout, site)))
         pairs = {}
         for place, (here, there) in enumerate(zip(layout.sites, layout.sites[1:], strict=False)):
             cost = self.link_cost(here, there, layout)

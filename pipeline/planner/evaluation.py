@@ -97,7 +97,10 @@ class Evaluation:
         """The layouts of a route: one for each size of DP-cell and schedule."""
         request, names = self._request, self._cluster.sites
         on = [site for site, held in zip(route.sites, route.stages, strict=True) for _ in range(held)]
-        layers = self._layers.of(shape, on)
+        legs = len(shape.legs)
+        layers = self._layers.of(
+            shape, [site for site, held in zip(route.sites, route.stages, strict=True) for _ in range(held * legs)]
+        )
         if layers is None:
             self.refused.memory()
             return
@@ -122,18 +125,22 @@ class Evaluation:
             state.room(request.max_memory * names[site].gpu.memory_bytes)
             for site, state in zip(on, states, strict=True)
         )
-        if any(left < stage.activation_bytes for left, stage in zip(rooms, stages, strict=True)):
+        saved = [sum(stages[stage].activation_bytes for stage in held) for held in base.placement.single.rank_stages]
+        if any(left < each for left, each in zip(rooms, saved, strict=True)):
             self.refused.memory()
             return
         collective_s = max(seconds for _, seconds, _ in parts)
         optimizer_s = max(seconds for _, _, seconds in parts)
-        in_flight = [left / max(stage.activation_bytes, 1.0) for left, stage in zip(rooms, stages, strict=True)]
+        in_flight = [
+            rooms[rank] / max(stage.activation_bytes, 1.0)
+            for rank, stage in zip(base.placement.stage_ranks, stages, strict=True)
+        ]
         egress = self._egress(shape, route.sites)
         for cell in self._cells(base, costs):
             layout = replace(base, cell=cell, connections=tuple(link.streams for _, link in costs.wan_links[::2]))
             for schedule in request.choices("schedule", ["auto"]):
                 layout = replace(layout, schedule=schedule)
-                if schedule != "auto" and cell > 1:
+                if schedule != "auto" and (cell > 1 or legs > 1):
                     continue
                 bound_s = (
                     latency_bound_s(layout.placement, shape.microbatches, costs, in_flight) + collective_s + optimizer_s
@@ -148,9 +155,9 @@ class Evaluation:
                     bound_s=bound_s,
                     score_bound=request.score_of(bound_s, layout, price, egress, self._tokens(shape)),
                     actions=3
-                    * layout.num_stages
+                    * layout.virtual_stages
                     * cell
-                    * min(shape.microbatches, first_microbatches(layout.num_stages)),
+                    * min(shape.microbatches, first_microbatches(layout.virtual_stages)),
                 )
 
     def schedule(self, candidate: Candidate) -> Prediction | None:
@@ -225,7 +232,8 @@ class Evaluation:
         """What holds a layout up most."""
         layout, stages = candidate.layout, candidate.costs.stages
         count = layout.microbatches
-        shares = {"compute": max(map(busy_s, stages)) * count}
+        busy = [sum(busy_s(stages[stage]) for stage in held) for held in layout.placement.single.rank_stages]
+        shares = {"compute": max(busy) * count}
         for (here, there), link in candidate.costs.wan_links:
             names = [self._cluster.sites[layout.sites[end]].name for end in (here, there)]
             shares[f"uplink {names[0]} to {names[1]}"] = link.occupancy_s(stages[0].output_bytes) * count
@@ -234,7 +242,7 @@ class Evaluation:
             for _, link in candidate.costs.wan_links
         )
         shares["the way through sites"] = crossing_s
-        shares["filling and draining the pipeline"] = sum(map(busy_s, stages)) - max(map(busy_s, stages))
+        shares["filling and draining the pipeline"] = (sum(busy) - max(busy)) / len(layout.legs)
         shares["collectives over replicas"] = candidate.collective_s
         most = max(shares, key=lambda name: shares[name])
         return f"{most} ({shares[most] / step_s:.0%} of the step)"

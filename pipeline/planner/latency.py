@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 
 from weft.pipeline.action import Op
 from weft.pipeline.costs import CostModel
-from weft.pipeline.generators.auto_greedy import ListScheduler
+from weft.pipeline.generators.auto_greedy import ListScheduler, Rule
 from weft.pipeline.generators.auto_problem import Problem
-from weft.pipeline.generators.auto_rules import atlas, backward_first
+from weft.pipeline.generators.auto_rules import atlas, backward_first, critical_path
 from weft.pipeline.generators.auto_timing import time_rows
 from weft.pipeline.generators.one_f_one_b import generate_1f1b
 from weft.pipeline.placement import Placement
 
 _EQUAL = 1e-6
-_RULES = ("backward first", "atlas")
+_RULES = {1: ("backward first", "atlas"), 2: ("critical path", "backward first")}
+"""Rules that are tried, by a rank's virtual stages; of all that `auto` has, those that do best together."""
 _ROUNDED_UP = 1 + 1e-9
 """Tolerance for rounding errors in sums of bytes."""
 
@@ -53,7 +55,7 @@ def pipeline_latency(
         schedule: ``auto`` or ``1f1b``.
         enough_s: a step for which no shorter one is looked for.
     """
-    first, *others = _RULES if schedule == "auto" else (schedule,)
+    first, *others = _RULES[len(placement.legs)] if schedule == "auto" else (schedule,)
     best = _latency(placement, num_microbatches, costs, cap_bytes, first)
     for rule in others:
         if best.step_s > enough_s:
@@ -64,12 +66,15 @@ def pipeline_latency(
 
 def _latency(placement: Placement, num_microbatches: int, costs: CostModel, cap_bytes: float, rule: str) -> Latency:
     """By one rule: what is counted on has to be of the same."""
-    first = first_microbatches(placement.single.num_ranks)
+    first = first_microbatches(placement.single.num_stages)
     if num_microbatches <= first:
         return _scheduled(placement, num_microbatches, costs, cap_bytes, rule)[0]
     latency, finished_s = _scheduled(placement, first, costs, cap_bytes, rule)
     period, period_s = _period(finished_s)
-    busiest_s = max(cost.forward_s + cost.input_s + cost.weight_s for cost in costs.stages)
+    busiest_s = max(
+        sum(cost.forward_s + cost.input_s + cost.weight_s for cost in (costs.stages[stage] for stage in held))
+        for held in placement.single.rank_stages
+    )
     period_s = max(period_s, period * busiest_s)  # weight gradients may be put off, but not for ever
     shorter = first - (first - num_microbatches) % period
     if shorter < first:
@@ -97,58 +102,66 @@ def _period(finished_s: Sequence[float]) -> tuple[int, float]:
     return 1, average_s
 
 
-def first_microbatches(num_ranks: int) -> int:
-    """Micro-batches up to which a pipeline of so many ranks is scheduled as a whole."""
-    return max(4 * num_ranks + 8, 32)
+def first_microbatches(num_stages: int) -> int:
+    """Micro-batches up to which a pipeline of so many virtual stages is scheduled as a whole."""
+    return max(4 * num_stages + 8, 32)
 
 
 def latency_bound_s(
-    placement: Placement, num_microbatches: int, costs: CostModel, in_flight: list[float] | None = None
+    placement: Placement, num_microbatches: int, costs: CostModel, in_flight: Sequence[float] = ()
 ) -> float:
-    """What no schedule of a DP-cell on a straight placement beats: `lower_bound_s` without a `Problem`.
+    """What no schedule of a DP-cell beats, on a placement whose micro-batches cross each border of sites once and
+    come back: `lower_bound_s` without a `Problem`.
 
     Args:
         costs: of one pipeline.
-        in_flight: micro-batches that each rank of a pipeline has memory for. One holds its memory
-            at least from its forward to its input gradient, so a rank without room for all that
+        in_flight: micro-batches that the rank of each virtual stage has memory for, if it holds no other stage. One
+            holds its memory at least from its forward to its input gradient, so a stage without room for all that
             are on their way and back waits.
     """
     single, stages = placement.single, costs.stages
-    last, cell = single.num_ranks - 1, placement.pipelines
+    last, cell, count = single.num_stages - 1, placement.pipelines, num_microbatches
     links = [
-        costs.link(*single.rank_sites[rank : rank + 2]) if single.crosses_wan(rank) else None for rank in range(last)
+        costs.link(*(single.rank_sites[single.stage_ranks[end]] for end in (stage, stage + 1)))
+        if single.crosses_wan(stage)
+        else None
+        for stage in range(last)
     ]
     sent = [
-        0.0 if link is None else link.transit_s(stages[rank].output_bytes) / cell for rank, link in enumerate(links)
+        0.0 if link is None else link.transit_s(stages[stage].output_bytes) / cell for stage, link in enumerate(links)
     ]
-    hop_s = [0.0 if link is None else sent[rank] + link.latency_s for rank, link in enumerate(links)]
+    hop_s = [0.0 if link is None else sent[stage] + link.latency_s for stage, link in enumerate(links)]
     forward_s, backward_s, now_s = [0.0] * (last + 1), [0.0] * (last + 1), 0.0
-    for rank in range(last + 1):
-        forward_s[rank] = now_s
-        now_s += stages[rank].forward_s + (hop_s[rank] if rank < last else 0.0)
-    for rank in range(last, -1, -1):
-        backward_s[rank] = now_s
-        now_s += stages[rank].input_s + (hop_s[rank - 1] if rank else 0.0)
+    for stage in range(last + 1):
+        forward_s[stage] = now_s
+        now_s += stages[stage].forward_s + (hop_s[stage] if stage < last else 0.0)
+    for stage in range(last, -1, -1):
+        backward_s[stage] = now_s
+        now_s += stages[stage].input_s + (hop_s[stage - 1] if stage else 0.0)
     weight_s = stages[0].weight_s
     bound_s = now_s + weight_s
-    for rank, cost in enumerate(stages):
-        first_s, through_s = forward_s[rank], (cost.forward_s + cost.input_s) * num_microbatches
-        end_s = backward_s[rank] + cost.input_s
-        after_s = max(cost.weight_s * num_microbatches, now_s - end_s + weight_s)
-        bound_s = max(bound_s, first_s + through_s + after_s)
-        if in_flight is not None:
-            turns = num_microbatches / max(1, int(in_flight[rank]))
-            bound_s = max(bound_s, first_s + (end_s - first_s) * turns + cost.weight_s)
-    for rank, cost in enumerate(stages):  # a rank's one uplink carries activations down and gradients up
+    for held in single.rank_stages:
+        first_s, end_s = forward_s[held[0]], backward_s[held[0]] + stages[held[0]].input_s
+        through_s = sum(stages[stage].forward_s + stages[stage].input_s for stage in held) * count
+        weights_s = sum(stages[stage].weight_s for stage in held) * count
+        bound_s = max(bound_s, first_s + through_s + max(weights_s, now_s - end_s + weight_s))
+        for stage in held if in_flight else ():
+            turns = count / max(1, int(in_flight[stage]))
+            back_s = backward_s[stage] + stages[stage].input_s
+            bound_s = max(bound_s, forward_s[stage] + (back_s - forward_s[stage]) * turns + stages[stage].weight_s)
+        # a rank's one uplink carries activations down and gradients up
         ahead_s, held_s, left_s = [], [], []
-        for hop, made_s in ((rank, forward_s[rank] + cost.forward_s), (rank - 1, backward_s[rank] + cost.input_s)):
-            if 0 <= hop < last and (link := links[hop]) is not None:
-                held_s.append(link.occupancy_s(stages[hop].output_bytes))
-                bound_s = max(bound_s, now_s + weight_s + (num_microbatches * cell - 1) * sent[hop])
-                ahead_s.append(made_s)
-                left_s.append(now_s - made_s - held_s[-1] / cell)
+        for stage in held:
+            down = (stage, forward_s[stage] + stages[stage].forward_s)
+            up = (stage - 1, backward_s[stage] + stages[stage].input_s)
+            for hop, made_s in (down, up):
+                if 0 <= hop < last and (link := links[hop]) is not None:
+                    held_s.append(link.occupancy_s(stages[hop].output_bytes))
+                    bound_s = max(bound_s, now_s + weight_s + (count * cell - 1) * sent[hop])
+                    ahead_s.append(made_s)
+                    left_s.append(now_s - made_s - held_s[-1] / cell)
         if held_s:
-            bound_s = max(bound_s, min(ahead_s) + sum(held_s) * num_microbatches + min(left_s) + weight_s)
+            bound_s = max(bound_s, min(ahead_s) + sum(held_s) * count + min(left_s) + weight_s)
     return bound_s
 
 
@@ -163,7 +176,12 @@ def _scheduled(
         assert timing is not None, rule
         finished_s = sorted(timing.end_s[node] for node in rows[0] if problem.op(node) is Op.B)
         return Latency(timing.makespan_s, tuple(map(problem.peak_bytes, rows))), finished_s
-    order = backward_first(problem) if rule == "backward first" else atlas(problem, defer_weights=True)
-    scheduler = ListScheduler(problem, order, cap_bytes * _ROUNDED_UP)
+    scheduler = ListScheduler(problem, _rule(problem, rule), cap_bytes * _ROUNDED_UP)
     step_s = scheduler.run()
     return Latency(step_s, tuple(map(problem.peak_bytes, scheduler.rows))), scheduler.finished_s
+
+
+def _rule(problem: Problem, name: str) -> Rule:
+    if name == "critical path":
+        return critical_path(problem, pace=0.5, weight_delay=inf, patience=0.3)
+    return backward_first(problem) if name == "backward first" else atlas(problem, defer_weights=True)

@@ -27,10 +27,10 @@ class LayerCuts:
         self._known: dict[Hashable, Any] = {}
 
     def of(self, shape: Shape, on: Sequence[int]) -> tuple[int, ...] | None:
-        """Layers by rank; None if they fit nowhere.
+        """Layers by virtual stage; None if they fit nowhere.
 
         Args:
-            on: the site of each rank.
+            on: the site of each virtual stage.
         """
         sites = [self._sites[number] for number in on]
         kinds = tuple((site.gpu.name, site.gpus_per_host, site.network_bps) for site in sites)
@@ -42,7 +42,7 @@ class LayerCuts:
                 sums, before_s, after_s = self._seconds(shape, site)
                 extra_s = (before_s if rank == 0 else 0.0) + (after_s if rank == last else 0.0)
                 most = self._most(shape, site, first=rank == 0, last=rank == last)
-                ranks.append(RankSpeed(sums, extra_s, most))
+                ranks.append(RankSpeed(sums, extra_s, most // len(shape.legs)))
             self._known[key] = cut_layers(len(self._work.layers), ranks)
         return self._known[key]
 

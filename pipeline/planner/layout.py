@@ -21,6 +21,8 @@ class Shape:
         microbatches: of a step and replica.
         microbatch_size: sequences.
         checkpointing: whether backwards compute their forwards again.
+        legs: passes through the ranks of a site, each a virtual stage of every rank: ``d`` is straight, ``du`` a
+            fold and ``dd`` interleaved; see `Placement`.
     """
 
     num_stages: int
@@ -32,6 +34,12 @@ class Shape:
     microbatch_size: int = 1
     zero_stage: int = 1
     checkpointing: bool = False
+    legs: str = "d"
+
+    @property
+    def virtual_stages(self) -> int:
+        """Parts that layers are cut into."""
+        return self.num_stages * len(self.legs)
 
     @property
     def gpus_per_rank(self) -> int:
@@ -46,8 +54,8 @@ class Shape:
     @property
     def may_pool(self) -> bool:
         """Whether replicas may pool their uplinks: in a DP-cell pipelines take turns, and GPUs that share a layer
-        work at the same time."""
-        return self.gpus_per_rank == self.expert == 1
+        work at the same time. Cells are compared for straight pipelines."""
+        return self.gpus_per_rank == self.expert == len(self.legs) == 1
 
     @property
     def gpus(self) -> int:
@@ -67,7 +75,7 @@ class Layout(Shape):
     Attributes:
         sites: numbers of the sites used, in pipeline order.
         stages: pipeline ranks at each of them.
-        layers: decoder layers of each pipeline rank.
+        layers: decoder layers of each virtual stage.
         cell: replicas that pool their uplinks (Atlas section 4.4).
         connections: TCP connections per hop between sites.
     """
@@ -82,10 +90,11 @@ class Layout(Shape):
     @property
     def placement(self) -> Placement:
         """Of one DP-cell."""
-        return Placement((self.num_stages,), "d", self.stages, self.cell)
+        groups = self.stages if len(self.legs) > 1 else (self.num_stages,)
+        return Placement(groups, self.legs, self.stages, self.cell)
 
     def layer_ranges(self) -> list[range]:
-        """The layers of each pipeline rank."""
+        """The layers of each virtual stage."""
         return [range(*bounds) for bounds in pairwise([0, *accumulate(self.layers)])]
 
     def site_of(self) -> list[int]:

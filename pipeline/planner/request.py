@@ -29,6 +29,7 @@ PINS = {
     "pipeline.stages": "num_stages",
     "pipeline.microbatches": "microbatches",
     "pipeline.schedule": "schedule",
+    "pipeline.placement": "legs",
     "train.microbatch_size": "microbatch_size",
     "replicas": "replicas",
     "comm.cell": "cell",
@@ -39,6 +40,8 @@ PINS = {
     "model.gradient_checkpointing": "checkpointing",
 }
 """Fields that a request may fix, by their names in the configuration."""
+PLACEMENTS = {"straight": "d", "site_fold": "du", "site_interleaved": "dd"}
+"""Placements that plans compare, and their passes through the ranks of a site."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +129,10 @@ def _value(name: str, text: str) -> Any:
         if text not in ("auto", "1f1b"):
             raise ValueError(f"{name}={text}: plans compare auto and 1f1b; choose one of them")
         return text
+    if name == "pipeline.placement":
+        if text not in PLACEMENTS:
+            raise ValueError(f"{name}={short_repr(text)}: choose one of {', '.join(PLACEMENTS)}")
+        return PLACEMENTS[text]
     if name == "model.gradient_checkpointing":
         if text not in ("true", "false"):
             raise ValueError(f"{name}={short_repr(text)}: expected true or false")

@@ -152,7 +152,7 @@ def _search(
                 else:
                     for candidate in evaluation.candidates(shape, further):
                         heappush(placed, (max(least, candidate.score_bound), next(order), candidate))
-                        spent += EXPANDED * candidate.layout.num_stages
+                        spent += EXPANDED * candidate.layout.virtual_stages
             continue
         due = spent + EVERY
         if placed[0][0] < best:
@@ -174,5 +174,5 @@ def _distinct(ranked: list[Prediction]) -> list[Prediction]:
 
 def _likeness(layout: Layout) -> Hashable:
     """What layouts have in common that differ in little."""
-    degrees = layout.num_stages, layout.replicas, layout.tensor, layout.context, layout.expert
+    degrees = layout.num_stages, layout.replicas, layout.tensor, layout.context, layout.expert, layout.legs
     return frozenset(layout.sites), *degrees

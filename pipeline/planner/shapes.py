@@ -13,6 +13,8 @@ from weft.pipeline.planner.workload import ModelWork
 LONG_SEQUENCE = 32_768
 """Tokens from which on sharing a sequence is tried."""
 MICROBATCH_SIZES = (1, 2, 4, 8)
+FEW_MICROBATCHES = 4
+"""Micro-batches for each rank from which on folds are not compared."""
 MOST_EXPERT = 64
 """GPUs that are compared as sharing experts."""
 
@@ -35,22 +37,31 @@ def shapes(cluster: Cluster, work: ModelWork, request: Request) -> Iterator[Shap
                                 for zero in request.choices(
                                     "zero_stage", _zero_stages(replicas * context, microbatches)
                                 ):
-                                    yield Shape(
-                                        num_stages=stages,
-                                        replicas=replicas,
-                                        tensor=tensor,
-                                        context=context,
-                                        expert=expert,
-                                        microbatches=microbatches,
-                                        microbatch_size=size,
-                                        zero_stage=zero,
-                                        checkpointing=checkpointing,
-                                    )
+                                    for legs in _legs(request, stages, microbatches, len(work.layers)):
+                                        yield Shape(
+                                            num_stages=stages,
+                                            replicas=replicas,
+                                            tensor=tensor,
+                                            context=context,
+                                            expert=expert,
+                                            microbatches=microbatches,
+                                            microbatch_size=size,
+                                            zero_stage=zero,
+                                            checkpointing=checkpointing,
+                                            legs=legs,
+                                        )
 
 
 def room(cluster: Cluster, gpus_per_rank: int, replicas: int) -> list[int]:
     """Pipeline ranks that each site has room for, all replicas of each: step 4 of Algorithm 1 (Atlas)."""
     return [site.units(gpus_per_rank) // replicas for site in cluster.sites]
+
+
+def _legs(request: Request, stages: int, microbatches: int, num_layers: int) -> list[str]:
+    """Passes through a site's ranks: several fill a pipeline sooner, which many micro-batches pay for anyway."""
+    most = num_layers // stages
+    few = stages > 1 and microbatches < FEW_MICROBATCHES * stages
+    return [legs for legs in request.choices("legs", ["d", "du"] if few else ["d"]) if len(legs) <= most]
 
 
 def _experts(work: ModelWork, tensor: int) -> list[int]:

@@ -48,7 +48,8 @@ def degrees(one: Prediction) -> str:
     more = "".join(f" {name}{size}" for name, size in (("cp", layout.context), ("ep", layout.expert)) if size > 1)
     zero = f" ZeRO-{layout.zero_stage}" if layout.zero_stage > 1 else ""
     checkpointing = " ckpt" if layout.checkpointing else ""
-    return f"{layout.num_stages} x {layout.replicas} x {layout.tensor}{more}{zero}{checkpointing}"
+    placed = {"d": "", "du": " fold", "dd": " interleaved"}[layout.legs]
+    return f"{layout.num_stages} x {layout.replicas} x {layout.tensor}{more}{zero}{checkpointing}{placed}"
 
 
 def reason(found: Plan, one: Prediction) -> str:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pipeline.planner.planned import cluster, model, site
-from weft.pipeline.generators import generate
+from weft.pipeline.generators.auto import generate_auto
 from weft.pipeline.planner.algorithm1 import algorithm1
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.evaluation import Evaluation
@@ -74,7 +74,9 @@ def test_a_plan_fits_and_runs(some, objective):
         for here, there in zip(layout.sites, layout.sites[1:], strict=False):
             assert some.link(here, there) is not None
     layout = found.best.layout
-    validate(generate("1f1b", replace(layout.placement, pipelines=1), layout.microbatches))
+    for one in (layout, *(one.layout for one in found.ranked if len(one.layout.legs) > 1)):
+        costs = Estimates(some, model()).costs(one)
+        validate(generate_auto(one.placement.single, min(one.microbatches, 8), costs))
 
 
 def ways(some, shape, route=None):
@@ -89,7 +91,7 @@ def ways(some, shape, route=None):
 @given(
     uneven_clusters(),
     st.sampled_from(Objective),
-    st.sampled_from([{}, {"zero_stage": 3}, {"cell": 1}, {"expert": 4}]),
+    st.sampled_from([{}, {"zero_stage": 3}, {"cell": 1}, {"expert": 4}, {"legs": "du"}, {"legs": "dd"}]),
     st.sampled_from([model(), model(experts=8)]),
 )
 @settings(max_examples=16, deadline=None)
@@ -156,6 +158,17 @@ def test_a_slow_link_is_not_used_and_a_fast_one_is():
     fast = planned(cluster(*sites, bandwidth_bps=4e11, latency_s=0.0))
     assert len(slow.best.layout.sites) == 1 and len(fast.best.layout.sites) == 2
     assert fast.alone is not None and fast.best.step_s < fast.alone.step_s
+
+
+def test_a_fold_is_taken_where_few_micro_batches_fill_a_pipeline():
+    some = cluster(site("a", hosts=2), bandwidth_bps=1e10)
+    pins = {"num_stages": 4, "tensor": 1, "replicas": 2, "microbatch_size": 4}
+    by = {legs: plan(some, model(), replace(REQUEST, pins={**pins, "legs": legs})).best for legs in ("d", "du", "dd")}
+    best = plan(some, model(), replace(REQUEST, pins=pins)).best
+    assert best.layout.legs == "du" and best.step_s == by["du"].step_s < by["d"].step_s
+    for legs, one in by.items():
+        assert len(one.layout.layers) == 4 * len(legs) and sum(one.layout.layers) == 8
+        assert one.layout.sequences == REQUEST.sequences
 
 
 def test_constraints_are_kept():
