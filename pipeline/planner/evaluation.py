@@ -142,9 +142,8 @@ class Evaluation:
                 layout = replace(layout, schedule=schedule)
                 if schedule != "auto" and (cell > 1 or legs > 1):
                     continue
-                bound_s = (
-                    latency_bound_s(layout.placement, shape.microbatches, costs, in_flight) + collective_s + optimizer_s
-                )
+                pipeline_s = max(latency_bound_s(one, shape.microbatches, costs, in_flight) for one in layout.cells)
+                bound_s = pipeline_s + collective_s + optimizer_s
                 yield Candidate(
                     layout=layout,
                     costs=costs,
@@ -156,7 +155,7 @@ class Evaluation:
                     score_bound=request.score_of(bound_s, layout, price, egress, self._tokens(shape)),
                     actions=3
                     * layout.virtual_stages
-                    * cell
+                    * sum(one.pipelines for one in layout.cells)
                     * min(shape.microbatches, first_microbatches(layout.virtual_stages)),
                 )
 
@@ -165,10 +164,14 @@ class Evaluation:
         layout = candidate.layout
         cap = min(candidate.rooms)
         enough_s = NEAR * (candidate.bound_s - candidate.collective_s - candidate.optimizer_s)
-        latency = pipeline_latency(
-            layout.placement, layout.microbatches, candidate.costs, cap, layout.schedule, enough_s
-        )
-        peaks = latency.peak_bytes[: layout.num_stages]
+        cells = [
+            pipeline_latency(cell, layout.microbatches, candidate.costs, cap, layout.schedule, enough_s)
+            for cell in layout.cells
+        ]
+        pipeline_s = max(cell.step_s for cell in cells)
+        peaks = [
+            max(max(cell.peak_bytes[rank :: layout.num_stages]) for cell in cells) for rank in range(layout.num_stages)
+        ]
         if any(peak > left for peak, left in zip(peaks, candidate.rooms, strict=True)):
             return None
         memory = [replace(state, activations=peak) for state, peak in zip(candidate.states, peaks, strict=True)]
@@ -177,14 +180,14 @@ class Evaluation:
         shares = [total / site.gpu.memory_bytes for total, site in zip(totals, on, strict=True)]
         fullest = max(range(len(shares)), key=shares.__getitem__)
         ends_s = candidate.collective_s + candidate.optimizer_s
-        step_s = max(latency.step_s + ends_s, candidate.bound_s)  # a closed form may come out too short
+        step_s = max(pipeline_s + ends_s, candidate.bound_s)  # a closed form may come out too short
         tokens = self._tokens(layout)
         peak_flops = sum(site.gpu.flops_per_s for site in on) * layout.replicas * layout.gpus_per_rank
         return Prediction(
             layout=layout,
             step_s=step_s,
             bound_s=candidate.bound_s,
-            pipeline_s=latency.step_s,
+            pipeline_s=pipeline_s,
             collective_s=candidate.collective_s,
             optimizer_s=candidate.optimizer_s,
             busy_s=layout.microbatches * sum(map(busy_s, candidate.costs.stages)) / layout.num_stages,
@@ -200,7 +203,8 @@ class Evaluation:
         )
 
     def _cells(self, layout: Layout, costs: CostModel) -> list[int]:
-        """Sizes of DP-cells: alone, and as many as a transfer takes longer than a forward (Atlas section 4.4)."""
+        """Sizes of DP-cells: alone, as many as a transfer takes longer than a forward (Atlas section 4.4), and as
+        many cells of that with as even a number each as there can be."""
         if (pinned := self._request.pins.get("cell")) is not None:
             return [pinned] if pinned <= (layout.replicas if layout.may_pool else 1) else []
         if not costs.wan_links or not layout.may_pool:
@@ -208,7 +212,9 @@ class Evaluation:
         forward_s = max(stage.forward_s for stage in costs.stages)
         sent = costs.stages[0].output_bytes
         ratio = max(link.transit_s(sent) for _, link in costs.wan_links) / max(forward_s, 1e-12)
-        return sorted({1, max(1, min(MOST_CELL, layout.replicas, -int(-ratio // 1)))})
+        most = max(1, min(MOST_CELL, layout.replicas, -int(-ratio // 1)))
+        even = -(-layout.replicas // -(-layout.replicas // most))
+        return sorted({1, most, even})
 
     # -- parts ---------------------------------------------------------------------------------
 

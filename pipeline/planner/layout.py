@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from weft.pipeline.placement import Placement
@@ -76,7 +76,7 @@ class Layout(Shape):
         sites: numbers of the sites used, in pipeline order.
         stages: pipeline ranks at each of them.
         layers: decoder layers of each virtual stage.
-        cell: replicas that pool their uplinks (Atlas section 4.4).
+        cell: replicas that pool their uplinks (Atlas section 4.4); the last cell may hold fewer.
         connections: TCP connections per hop between sites.
     """
 
@@ -89,9 +89,15 @@ class Layout(Shape):
 
     @property
     def placement(self) -> Placement:
-        """Of one DP-cell."""
+        """Of a whole DP-cell."""
         groups = self.stages if len(self.legs) > 1 else (self.num_stages,)
         return Placement(groups, self.legs, self.stages, self.cell)
+
+    @property
+    def cells(self) -> list[Placement]:
+        """Of each size that its DP-cells have: the last one holds what replicas are left."""
+        sizes = {self.cell, self.replicas % self.cell or self.cell}
+        return [replace(self.placement, pipelines=size) for size in sorted(sizes, reverse=True)]
 
     def layer_ranges(self) -> list[range]:
         """The layers of each virtual stage."""

@@ -308,7 +308,7 @@ def test_cells_pool_as_many_replicas_as_a_transfer_takes_longer_than_a_forward()
     for bandwidth_bps in (1e8, 3e8, 1e9, 1e10, 1e12):
         sizes, ratio = cells(bandwidth_bps)
         most = min(4, ceil(ratio))
-        assert sizes == sorted({1, most})
+        assert sizes == sorted({1, most, ceil(4 / ceil(4 / most))})
         seen.add(most)
     assert len(seen) > 1, "the rates are such that it matters"
     assert cells(1e8, replicas=1)[0] == [1]
@@ -316,3 +316,19 @@ def test_cells_pool_as_many_replicas_as_a_transfer_takes_longer_than_a_forward()
     assert cells(1e8, where=(0,))[0] == [1]
     assert cells(1e8, pins={"cell": 2})[0] == [2]
     assert cells(1e12, pins={"cell": 4})[0] == [4]
+    assert cells(1e8, replicas=9)[0] == [1, 5, 8]
+
+
+def test_a_step_is_that_of_the_cell_that_takes_longest():
+    some = cluster(site("a", hosts=4), site("b", hosts=4), latency_s=0.0, bandwidth_bps=1e9)
+    shape = Shape(num_stages=2, replicas=3, microbatches=8)
+
+    def pipeline_s(cell, replicas):
+        evaluation = Evaluation(some, model(), replace(REQUEST, pins={"cell": cell}))
+        (candidate,) = evaluation.candidates(replace(shape, replicas=replicas), Route((0, 1), (1, 1)))
+        found = evaluation.schedule(candidate)
+        assert found.step_s >= found.bound_s
+        return found.pipeline_s
+
+    both, rest = pipeline_s(2, 2), pipeline_s(1, 1)
+    assert both != rest and pipeline_s(2, 3) == max(both, rest)
