@@ -70,7 +70,7 @@ class JsonLines:
             start: steps that were done when the run was resumed: lines of later steps go, for they are
                 trained again. None keeps all lines.
         """
-        self._path, self._waiting = path, b""
+        self._path, self._waiting, self._is_full = path, b"", False
         if start is not None:
             self.go_back(start)
 
@@ -88,11 +88,13 @@ class JsonLines:
             if error.errno not in OUT_OF_SPACE:
                 raise
             os.ftruncate(file, size)  # a line is there as a whole, or waits
-            log.warning("%s: %s; its next lines wait", self._path, error.strerror)
+            if not self._is_full:
+                log.warning("%s: %s; its next lines wait", self._path, error.strerror)
+            self._is_full = True
             return
         finally:
             os.close(file)
-        self._waiting = b""
+        self._waiting, self._is_full = b"", False
 
     def go_back(self, step: int) -> None:
         """Cut the file off where later steps begin, which takes no room on a full disk."""

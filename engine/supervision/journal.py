@@ -33,7 +33,7 @@ class Journal:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self._size = _whole_bytes(path)
         os.ftruncate(self._file, self._size)
-        self._waiting = b""
+        self._waiting, self._is_full = b"", False
 
     def record(self, event: str, **fields: Any) -> None:
         """Append an event with the time of day; when this returns it is on disk, or waits for room there."""
@@ -52,10 +52,12 @@ class Journal:
             os.fsync(self._file)
         except OSError as error:
             os.ftruncate(self._file, self._size)
-            print(f"weft: {self.path}: {error.strerror}; its next lines wait", file=sys.stderr, flush=True)
+            if not self._is_full:
+                print(f"weft: {self.path}: {error.strerror}; its next lines wait", file=sys.stderr, flush=True)
+            self._is_full = True
             return
         self._size += len(self._waiting)
-        self._waiting = b""
+        self._waiting, self._is_full = b"", False
 
     def close(self) -> None:
         """Write what waits, and close the file."""

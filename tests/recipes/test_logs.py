@@ -118,7 +118,7 @@ def test_steps_that_are_repeated_leave_one_line_each(tmp_path, rest):
     assert len(path.read_text().splitlines()) == 4
 
 
-def test_lines_wait_for_room_and_none_is_torn(tmp_path, monkeypatch):
+def test_lines_wait_for_room_and_none_is_torn(tmp_path, monkeypatch, caplog):
     path, room = tmp_path / "metrics.jsonl", [10]
     write = logs.os.write
 
@@ -134,7 +134,7 @@ def test_lines_wait_for_room_and_none_is_torn(tmp_path, monkeypatch):
     for step in (1, 2, 3):
         log.write("train", step, {"loss": 0.5})
         room[0] = 10
-    assert path.read_text() == ""
+    assert path.read_text() == "" and caplog.text.count("its next lines wait") == 1
     log.go_back(2)
     room[0] = 10_000
     log.write("train", 3, {"loss": 0.25})

@@ -327,16 +327,16 @@ ENDLESS_NAN = (Fault("every batch gives NaN", lambda run: _poison(run, 1 << 30),
 
 
 def _fill_disk(run: SupervisedRun) -> Inflicted:
-    """Nothing is left of the file system that the run's folder is on, until a checkpoint has failed of it."""
-    ballast, begun = run.folder / "ballast", Inflicted({"kind": "disk_full"})
+    """Nothing is left of the file system that the run's folder is on, until a checkpoint has been left out for it."""
+    ballast, begun = run.folder / "ballast", Inflicted()
     with open(ballast, "wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(1 << 12))
-    run.wait_for(lambda: "disk_full" in run.tail(), "a checkpoint that does not fit")
+    run.wait_for(lambda: "no checkpoint: " in run.output(), "a checkpoint that does not fit")
     ballast.unlink()
-    return Inflicted(begun.blamed, begun.at_s, now())
+    return Inflicted(None, begun.at_s, now())
 
 
 DISK_MIB = (MIN_FREE_BYTES >> 20) + 90
 """A little more than a run asks for before it starts."""
-DISK = (Fault("the disk full, then emptied", _fill_disk),)
+DISK = (Fault("the disk full, then emptied", _fill_disk, alert="disk"),)

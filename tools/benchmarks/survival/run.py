@@ -187,9 +187,13 @@ class SupervisedRun:
         """Let steps end until there is this one."""
         self.wait_for(lambda: self.step >= step, f"step {step}", timeout_s=timeout_s)
 
+    def output(self) -> str:
+        """What the run has printed."""
+        return (self.folder.parent / "output.log").read_text(errors="replace")
+
     def tail(self) -> str:
-        """The end of what the run has printed."""
-        return (self.folder.parent / "output.log").read_text(errors="replace")[-1500:]
+        """The end of it."""
+        return self.output()[-1500:]
 
     # -- what is done to it ----------------------------------------------------------------------
 

@@ -58,12 +58,11 @@ def _engine(module: Any) -> Any:
 
 
 def _flip(module: Any) -> None:
-    """Flip a bit of this replica's weights."""
+    """Flip a bit of this replica's weights, without a trace in autograd's count of their versions."""
     import torch
 
     parameter = next(iter(_engine(module).module.parameters()))
-    with torch.no_grad():
-        parameter.view(-1).view(torch.int32)[0] ^= 1 << 20
+    parameter.data.view(-1).view(torch.int32)[0] ^= 1 << 20
 
 
 def _poison(module: Any, times: int) -> None:
