@@ -52,6 +52,7 @@ class _Difference:
 class _Pending(NamedTuple):
     step: int
     copy: HostCopy
+    found: _Difference = _Difference()
 
 
 class Comparison:
@@ -124,19 +125,21 @@ class Comparison:
         """Look at the replicas' checksums, and tell all ranks."""
         if self._compared is None:
             return
-        (done, copy), self._compared = self._compared, None
-        self._found = self._describe(copy.read())
-        flag = torch.tensor(bool(self._found.text), dtype=torch.int32, device=self._sharding.device)
-        self._told = _Pending(done, self._copies[1])
+        (done, copy, _), self._compared = self._compared, None
+        found = self._describe(copy.read())
+        flag = torch.tensor(bool(found.text), dtype=torch.int32, device=self._sharding.device)
+        self._told = _Pending(done, self._copies[1], found)
         self._copies[1].send(_reduced(flag, dist.ReduceOp.MAX, dist.group.WORLD))
 
     def _hear(self) -> None:
         """Learn whether any rank has found a difference."""
         if self._told is None:
             return
-        (done, copy), self._told = self._told, None
+        (done, copy, found), self._told = self._told, None
+        if self._differs_at is not None:
+            return  # what is gathered after an update may be whole again
         if copy.read():
-            self._differs_at = done
+            self._differs_at, self._found = done, found
         else:
             self._good_step = done
 

@@ -40,15 +40,16 @@ def flip(made, where):
     return fragment.name
 
 
-def trained(stages, zero, kind, flips, steps, saved=0):
+def trained(stages, zero, kind, flips, steps, saved=0, every=EVERY):
     """Steps until a difference is found: steps done, what was said, the good step, and names of what was flipped.
 
     Args:
         flips: (step, rank, where) of bits to flip before a step.
         saved: before this step a checkpoint would be written.
+        every: steps between comparisons.
     """
     made = SmallEngine(stages, ZeroConfig(stage=zero, reduce_bucket_size=90), KINDS[kind])
-    comparison, names = compared(made), []
+    comparison, names = compared(made, every), []
     for step in range(1, steps + 1):
         names += [flip(made, where) for at, rank, where in flips if (at, rank) == (step, made.global_rank)]
         try:
@@ -68,6 +69,14 @@ def trained(stages, zero, kind, flips, steps, saved=0):
 @pytest.mark.parametrize("zero", range(4))
 def test_replicas_that_are_alike_are_left_alone(world, stages, zero, kind):
     assert run_in_threads(world, trained, stages, zero, kind, (), 5, 4) == [(5, "", None, [])] * world
+
+
+@pytest.mark.parametrize(("world", "zero"), [(3, 1), (3, 2), (2, 1)])
+def test_what_was_found_is_said_although_the_next_update_has_made_weights_whole(world, zero):
+    found = run_in_threads(world, trained, 1, zero, "adamw", [(3, 1, "weight")], 8, 0, 1)
+    (name,) = found[1][3]
+    for _, text, good_step, _ in found:
+        assert f"replicas differ: rank{'s 0,' * (world == 2)} 1 " in text and name in text and good_step == 1
 
 
 @pytest.mark.parametrize("at", [3, 4, 5, 6])
