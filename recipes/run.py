@@ -78,7 +78,8 @@ class TrainingRun:
                 with heartbeat.within(Phase.evaluation):
                     self._evaluate(step, self.evaluation, progress)
             if self.engine.memory is not None and step % self.config.checkpoint.memory_every == 0:
-                self.engine.memory.take(self._state())
+                with heartbeat.within(Phase.checkpoint):
+                    self.engine.memory.take(self._state())
             if every and step % every == 0 and step < train.steps:
                 with heartbeat.within(Phase.checkpoint):
                     self._save_if_there_is_room(step, progress)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,6 +21,8 @@ from weft.comm.sites.work import Arrival, CollectiveWork, HostCopy, Progress, Tr
 from weft.comm.wan.channel import WanChannel
 
 _SUM = dist.ReduceOp(dist.ReduceOp.SUM)
+_AFTER_COLLECTIVES = 1
+"""Priority of messages between two members: a step waits for sums, and not for a copy of its state."""
 
 
 class SiteGroup(dist.ProcessGroup):
@@ -124,7 +127,9 @@ class SiteGroup(dist.ProcessGroup):
         if self._inside is not None and peer in self._here:
             return self._inside.send([tensor.cpu() for tensor in tensors], self._here.index(peer), tag)
         (tensor,) = tensors
-        return TransferWork(self._channel(self._ranks[peer]).send(f"message {tag}", tensor.contiguous().cpu()), None)
+        name = f"message {tag}"
+        channel = replace(self._channel(self._ranks[peer]), priorities={name: _AFTER_COLLECTIVES})
+        return TransferWork(channel.send(name, tensor.contiguous().cpu()), None)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
         """Start receiving from a member."""

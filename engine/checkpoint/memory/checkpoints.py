@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from math import ceil
 from time import perf_counter
 from typing import Any
 
@@ -35,6 +36,8 @@ from weft.engine.distributed import attempt_number
 
 COPIES = 2
 """Memory checkpoints of a rank that a host holds: a whole one, and one that is being written."""
+WAIT_S = 1.0
+"""Longest that training waits every time for partners to have the last one; else there are fewer of them."""
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +59,8 @@ class MemoryCheckpoints:
     leave weights and optimiser state alone, a thread copies them to host memory; then it hashes what
     it has copied, sends it to the partner, and learns whether all ranks have got so far. Only then may
     the memory checkpoint before this one be overwritten. The step waits if the optimiser is about to
-    change what is not copied yet, and when a checkpoint is due before the last one is whole everywhere.
+    change what is not copied yet, and when a checkpoint is due before the last one is whole everywhere;
+    once that has happened they are taken as seldom as partners receive them.
     """
 
     def __init__(
@@ -88,7 +92,10 @@ class MemoryCheckpoints:
         self._last = 1  # the index of the last whole one, so that the first takes the other
         self._copied = threading.Event()
         self._copied.set()
-        self._work: Future[bool] | None = None
+        self._work: Future[tuple[int, bool]] | None = None
+        self._step_s = 0.0  # of the steps before the last checkpoint that was due
+        self._gone_on: tuple[int, float] | None = None  # the step after which training last went on, and when
+        self._not_before = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="weft-memory")
         self._stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None
 
@@ -129,15 +136,26 @@ class MemoryCheckpoints:
         Raises:
             RuntimeError: another rank was lost while the last one was sent.
         """
-        begun = perf_counter()
+        begun, step = perf_counter(), self._engine.global_steps
+        if step < self._not_before:
+            return
+        if self._gone_on is not None and step > self._gone_on[0]:
+            self._step_s = (begun - self._gone_on[1]) / (step - self._gone_on[0])
         self.finish()
+        if step < self._not_before:
+            self._go_on(step, begun)
+            return
         tree, tensors = encode(client_state)
-        taken = _Taken(self._engine.global_steps, Moment.now(self._engine, copy=True), tree, tensors)
+        taken = _Taken(step, Moment.now(self._engine, copy=True), tree, tensors)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._engine.device))
         self._copied.clear()
         self._work = self._worker.submit(self._store, taken, 1 - self._last)
-        self.stalled_s += perf_counter() - begun
+        self._go_on(step, begun)
+
+    def _go_on(self, step: int, begun: float) -> None:
+        self._gone_on = step, perf_counter()
+        self.stalled_s += self._gone_on[1] - begun
 
     def before_step(self) -> None:
         """Wait until the state has been copied that the optimiser is about to change."""
@@ -151,7 +169,10 @@ class MemoryCheckpoints:
     def finish(self) -> None:
         """Wait until the last memory checkpoint is whole on all hosts, or is known not to be; errors as of `take`."""
         work, self._work = self._work, None
-        if work is not None and work.result():
+        if work is None:
+            return
+        self._not_before, is_whole = work.result()
+        if is_whole:
             self._last = 1 - self._last
             self.num_whole += 1
 
@@ -191,9 +212,12 @@ class MemoryCheckpoints:
 
     # -- on the thread -----------------------------------------------------------------------------
 
-    def _store(self, taken: _Taken, index: int) -> bool:
-        """Copy, commit, send to the partner; returns whether all ranks have come so far."""
-        rank, problem, text = self._engine.global_rank, "", b""
+    def _store(self, taken: _Taken, index: int) -> tuple[int, bool]:
+        """Copy, commit, send to the partner; returns when the next may follow, and whether all ranks have come so far.
+
+        Where that takes long the next follows after as many steps as fit into the time, by what all ranks tell.
+        """
+        rank, problem, text, begun = self._engine.global_rank, "", b"", perf_counter()
         slot = self._slot(index, rank)
         try:
             text = self._copy(taken, slot)
@@ -208,12 +232,15 @@ class MemoryCheckpoints:
             work.wait()
         if failed:
             problem = f"rank {rank}: no copy of rank {failed[0][0]}: {failed[0][1]}"
-        problems = [told for told in gather(problem, group=self.group) if told]
+        told = gather((problem, perf_counter() - begun, self._step_s), group=self.group)
+        problems = [problem for problem, *_ in told if problem]
+        took_s, step_s = (max(times) for times in list(zip(*told, strict=True))[1:])
+        not_before = taken.step + (ceil(took_s / step_s) if took_s > WAIT_S and step_s else 0)
         if problems:
             log.warning("memory checkpoint after step %d: %s; the one before it stays", taken.step, problems[0])
         elif rank in self.hosts.leaders:
             self.memory.forget({self.memory.folder(self._lineage, number) for number in range(COPIES)})
-        return not problems
+        return not_before, not problems
 
     def _copy(self, taken: _Taken, slot: Slot) -> bytes:
         """Copy the state, and let the optimiser change it; returns the text of the commit."""

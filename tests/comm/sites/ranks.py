@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from weft.comm import rendezvous
 from weft.comm.sites.joining import in_host_memory
 from weft.comm.sites.links import Sites
+from weft.comm.wan.channel import WanChannel
 from weft.conf.schema import CommConfig
 from weft.engine.distributed import init_distributed
 
@@ -36,6 +38,28 @@ def join(sites: tuple[int, ...], **comm: Any) -> None:
 def small(generator: torch.Generator, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Whole numbers, whose sums and products are exact in every dtype; not contiguous."""
     return torch.randint(0, 3, (*shape, 2), generator=generator).to(dtype)[..., 0]
+
+
+def priorities(sites: tuple[int, ...]) -> dict[str, int]:
+    """Of what this rank sends to the other site: a message of its own, and a collective's."""
+    join(sites)
+    seen: dict[str, int] = {}
+    send = WanChannel.send
+
+    def noting(channel: WanChannel, tag: str, tensor: Tensor) -> Any:
+        seen[tag] = channel.priorities.get(tag, 0)
+        return send(channel, tag, tensor)
+
+    numbers, other = torch.arange(5.0) + dist.get_rank(), 1 - dist.get_rank()
+    with patch.object(WanChannel, "send", noting):
+        sent, heard = dist.isend(numbers, other), torch.zeros(5)
+        dist.recv(heard, other)
+        assert sent is not None
+        sent.wait()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+    assert heard.tolist() == (torch.arange(5.0) + other).tolist() and total.item() == 2
+    return seen
 
 
 def reduction(rng: random.Random, dtype: torch.dtype) -> Any:

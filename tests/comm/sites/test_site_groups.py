@@ -15,6 +15,13 @@ def test_collectives_are_those_of_gloo(sites):
 
 
 @pytest.mark.slow
+def test_collectives_overtake_messages_between_two_members():
+    for seen in run_ranks(2, ranks.priorities, (0, 1)):
+        messages = {priority for tag, priority in seen.items() if tag.startswith("message ")}
+        assert messages == {1} and set(seen.values()) == {0, 1}
+
+
+@pytest.mark.slow
 def test_groups_inside_a_site_are_gloos_and_launch_order_is_kept():
     said = run_ranks(4, ranks.groups, (0, 0, 1, 1))
     for rank, told in enumerate(said):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 
 import pytest
 import torch
@@ -17,7 +17,8 @@ from tests.engine.small_engine import SmallEngine, assert_equal, joined
 from tests.thread_ranks import run_in_threads
 from weft.conf.schema import ZeroConfig
 from weft.engine.checkpoint import CheckpointError
-from weft.engine.checkpoint.memory import HostMemory, MemoryCheckpoints
+from weft.engine.checkpoint.memory import HostMemory, MemoryCheckpoints, checkpoints
+from weft.engine.checkpoint.memory.exchange import send_copy
 from weft.engine.checkpoint.memory.slot import Slot
 
 STEPS = 3
@@ -308,3 +309,32 @@ def test_the_optimiser_waits_for_the_copy_and_not_for_its_commit(tmp_path, monke
 
     monkeypatch.setattr(Slot, "commit", slow)
     assert run_in_threads(2, _trained_beside_a_slow_commit, tmp_path, copied, told) == [1, 1]
+
+
+def seldom(root, layout, steps):
+    """Steps of which memory checkpoints became whole where partners are slow to receive them."""
+    made, memory = opened(root, layout)
+    found = []
+    for step in range(1, steps + 1):
+        made.step()
+        sleep(0.02)
+        memory.take({"step": step})
+        found.append(memory.num_whole)
+    memory.finish()
+    whole, last = memory.num_whole, memory.recover()
+    memory.close()
+    dist.barrier()
+    return found, whole, last
+
+
+def test_where_copies_take_long_fewer_are_taken_and_training_goes_on(tmp_path, monkeypatch):
+    def send_slowly(*args):
+        sleep(0.3)
+        return send_copy(*args)
+
+    monkeypatch.setattr(checkpoints, "WAIT_S", 0.1)
+    monkeypatch.setattr(checkpoints, "send_copy", send_slowly)
+    said = run_in_threads(2, seldom, str(tmp_path), "one stage, ZeRO-1", 30)
+    assert said[0] == said[1], "all ranks take the same"
+    found, whole, (last, state) = said[0]
+    assert 1 < whole < 15 and state == {"step": last} and found == sorted(found)
