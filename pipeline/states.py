@@ -26,6 +26,8 @@ class ZeroMemory:
     gradients: float
     optimizer: float
     buffers: float
+    stepped: float = 0.0
+    """Weights, not bytes, whose states the optimiser holds here."""
 
     @property
     def kept(self) -> float:
@@ -48,17 +50,19 @@ class RankMemory:
         working: what a backward takes besides them.
         beside: those of the buffers that are there while most activations are. The others come
             when a rank's backwards are over, as gradients are reduced.
+        stepping: what the optimiser takes as it steps, when activations and buffers are gone.
     """
 
     zero: ZeroMemory
     activations: float
     working: float = 0.0
     beside: float = 0.0
+    stepping: float = 0.0
 
     @property
     def total(self) -> float:
         """The most at any time."""
-        return self.zero.kept + max(self.activations + self.working + self.beside, self.zero.buffers)
+        return self.zero.kept + max(self.activations + self.working + self.beside, self.zero.buffers, self.stepping)
 
     def room(self, limit: float) -> float:
         """Bytes for further activations; negative where a rank does not fit without any."""
@@ -109,4 +113,5 @@ def zero_memory(
         gradients=gradients * GRADIENT_BYTES,
         optimizer=stepped * (OPTIMIZER_BYTES + MASTER_BYTES[precision]),
         buffers=2 * bucket * GRADIENT_BYTES if zero.stage and replicas > 1 else 0,
+        stepped=stepped,
     )

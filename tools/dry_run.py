@@ -119,7 +119,7 @@ def _inside(plan: RunPlan) -> str:
 
 
 def _rank_table(plan: RunPlan) -> list[str]:
-    heads = "rank stages layers parameters weights gradients optimiser buffers activations backward total"
+    heads = "rank stages layers parameters weights gradients optimiser buffers activations backward step total"
     rows: list[tuple[str, ...]] = [tuple(heads.split())]
     sizes = stage_sizes(plan.facts.model, plan.split)
     for rank, (held, memory) in enumerate(zip(plan.placement.rank_stages, plan.memory, strict=True)):
@@ -133,6 +133,7 @@ def _rank_table(plan: RunPlan) -> list[str]:
             zero.buffers,
             memory.activations,
             memory.working,
+            memory.stepping,
             memory.total,
         )
         rows.append((str(rank), "+".join(map(str, held)), layers, f"{count / 1e6:,.2f} M", *map(bytes_text, parts)))

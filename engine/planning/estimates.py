@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from weft.conf.schema import ContextExchange, PairChoice, WeftConfig
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.pairing import stage_pairs, with_strands
 from weft.engine.stages.sizes import ModelSizes, PartSize
 from weft.engine.stages.split import StageSplit
 from weft.pipeline.costs import CostModel, StageCost
-from weft.pipeline.planner.workload import LOSS_BYTES, NOTHING, LayerWork, ModelWork
+from weft.pipeline.planner.workload import (
+    CUT_LOSS_WORKING_BYTES,
+    LOSS_BYTES,
+    LOSS_WORKING_BYTES,
+    NOTHING,
+    LayerWork,
+    ModelWork,
+)
 from weft.pipeline.states import WEIGHT_BYTES
 
 SAVED_WIDTHS = 17
@@ -17,6 +26,9 @@ and width at 2 bytes each, with attention that keeps no scores (Korthikanti et a
 GATHERED_WIDTHS = 2
 """Of these what members of a tensor group hold of the whole sequence: the inputs of attention and of the feed-forward
 part, which they have gathered."""
+
+_ROOT_BYTES = 4
+"""Of a root of a second moment."""
 
 
 def stage_sizes(model: ModelSizes, split: StageSplit) -> list[PartSize]:
@@ -56,7 +68,7 @@ def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostM
     )
 
 
-def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit) -> list[float]:
+def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit, costs: CostModel) -> list[float]:
     """What a backward of each virtual stage takes besides what is saved; nothing is known without ``facts.work``."""
     if facts.work is None:
         return [0.0] * split.num_stages
@@ -64,8 +76,34 @@ def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit) -> list[f
     for work, layers in zip(_stage_works(facts.work, split), split.layers, strict=True):
         again = (work.activation_bytes - work.unrecomputed_bytes) / len(layers)
         again += _gathered_widths(facts) * facts.work.message_bytes
-        found.append(max(work.working_bytes, again if config.model.gradient_checkpointing else 0.0))
-    return [size * _sequences(config, facts) for size in found]
+        loss = work.working_bytes * _share_of_loss(config, facts)
+        found.append(_sequences(config, facts) * max(loss, again if config.model.gradient_checkpointing else 0.0))
+    # An embedding's gradient is as large as its weights, and comes last, when nothing else of its micro-batch is left.
+    embedding = facts.model.before.largest * WEIGHT_BYTES[config.train.precision]
+    found[0] = max(found[0], embedding - costs.stages[0].activation_bytes)
+    return found
+
+
+def stepping_bytes(facts: Facts, split: StageSplit, held: Sequence[int], stepped: float) -> float:
+    """What AdamW of torch takes besides its state as it steps: roots of the second moments.
+
+    It takes one parameter after the other on a CPU, and holds the roots twice; on a GPU all at once.
+
+    Args:
+        held: virtual stages of a rank.
+        stepped: weights that the rank's optimiser holds.
+    """
+    if facts.device != "cpu":
+        return _ROOT_BYTES * stepped
+    sizes = stage_sizes(facts.model, split)
+    return 2 * _ROOT_BYTES * min(stepped, max(sizes[stage].largest for stage in held))
+
+
+def _share_of_loss(config: WeftConfig, facts: Facts) -> float:
+    """What the loss's backward takes, over what it takes where nobody shares the vocabulary."""
+    if facts.layout.tensor == 1:
+        return 1.0
+    return CUT_LOSS_WORKING_BYTES[WEIGHT_BYTES[config.train.precision]] / LOSS_WORKING_BYTES
 
 
 def _sequences(config: WeftConfig, facts: Facts) -> float:

@@ -61,6 +61,7 @@ class Facts:
         work: what a sequence asks of each layer; None where the model's forward does not run without data.
         flops_per_s: what a rank reaches in practice; None where the stages' costs are known.
         device_bytes: memory of the rank that has least.
+        device: type of the ranks' devices: cpu or cuda.
         stage_costs: costs of the virtual stages by how many there are, where they are known; where
             there are none, they are estimated from the model and the speed.
         stage_pairs: what strand pairs of these stages take, where that is known, too.
@@ -80,6 +81,7 @@ class Facts:
     model: ModelSizes
     flops_per_s: float | None
     device_bytes: float
+    device: str = "cpu"
     stage_costs: dict[int, tuple[StageCost, ...]]
     stage_pairs: dict[int, PairCosts] = field(default_factory=dict)
     strands: StrandWork | None = None

@@ -117,6 +117,7 @@ def _known_facts(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Mach
         "layout": "given by cluster and pipeline.stages",
         "model": f"counted from the configuration of {config.model.path or f'a new {hf_config.model_type}'}",
         "device_bytes": f"memory of this machine's {machine.device.type}",
+        "device": "this machine's",
         "links": "given by cluster.links",
     }
     links, flops = _given_links(config.cluster, layout.context * layout.tensor), None
@@ -134,6 +135,7 @@ def _known_facts(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Mach
         work=work,
         flops_per_s=flops,
         device_bytes=machine.device_bytes,
+        device=machine.device.type,
         stage_costs={count: costs.stages for count, costs in given.items()},
         stage_pairs={count: costs.pairs for count, costs in given.items() if costs.pairs is not None},
         links=links,

@@ -64,6 +64,7 @@ def rank_memory(
     states: Sequence[ZeroMemory],
     parameters: Sequence[int],
     working: Sequence[float],
+    stepping: Sequence[float],
 ) -> tuple[RankMemory, ...]:
     """What each pipeline rank of a cell's first pipeline holds along its row.
 
@@ -73,6 +74,7 @@ def rank_memory(
         states: of each rank.
         parameters: trained weights of each virtual stage.
         working: what a backward of each virtual stage takes besides what is saved.
+        stepping: what the optimiser of each pipeline rank takes besides its state.
     """
     single = pipeline_of(cell, 0)
     found = []
@@ -90,7 +92,7 @@ def rank_memory(
         ]
         activations, most = max(saved, default=0.0), max(used, default=0.0)
         beside = state.buffers if config.zero.stage == 3 else max(0.0, max(reducing, default=0.0) - most)
-        found.append(RankMemory(state, activations, most - activations, beside))
+        found.append(RankMemory(state, activations, most - activations, beside, stepping[rank]))
     return tuple(found)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from weft.conf.schema import Partition, WeftConfig
 from weft.engine.planning.dp_cells import CellMember
-from weft.engine.planning.estimates import planning_costs, stage_sizes, working_bytes
+from weft.engine.planning.estimates import planning_costs, stage_sizes, stepping_bytes, working_bytes
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.memory import activation_memory, rank_memory, rank_states
@@ -122,6 +122,11 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
     members = tuple(CellMember.all(facts.layout, config.comm.cell))
     sizes = [member.pipelines for member in members]
     cells = plan_cells(config.pipeline, placement, sizes, costs=costs, zero_stage=config.zero.stage, overlap=overlap)
+    working = working_bytes(config, facts, split, costs)
+    stepping = [
+        stepping_bytes(facts, split, held, state.stepped)
+        for held, state in zip(placement.rank_stages, states, strict=True)
+    ]
     timeline = predict(cells[sizes[0]], _step_costs(costs, overlap), 0)
     return RunPlan(
         facts=facts,
@@ -131,7 +136,7 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
         overlap=overlap,
         members=members,
         cells=cells,
-        memory=rank_memory(config, cells[sizes[0]], costs, states, parameters, working_bytes(config, facts, split)),
+        memory=rank_memory(config, cells[sizes[0]], costs, states, parameters, working, stepping),
         step_s=timeline.step_s,
         bubble_share=timeline.bubble_share,
     )

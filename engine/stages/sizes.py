@@ -29,6 +29,8 @@ class PartSize:
     embedding none. A forward takes twice as many floating-point operations per token."""
     held: int = -1
     """Those that one rank holds of them, where several share a layer; all of them, if not given."""
+    largest: int = 0
+    """Those that one rank holds of the largest parameter."""
 
     def __post_init__(self) -> None:
         """A rank holds all, unless it is said otherwise."""
@@ -36,7 +38,12 @@ class PartSize:
             object.__setattr__(self, "held", self.parameters)
 
     def __add__(self, other: PartSize) -> PartSize:
-        return PartSize(self.parameters + other.parameters, self.active + other.active, self.held + other.held)
+        return PartSize(
+            self.parameters + other.parameters,
+            self.active + other.active,
+            self.held + other.held,
+            max(self.largest, other.largest),
+        )
 
 
 @dataclass(frozen=True)
@@ -79,9 +86,9 @@ def model_sizes(config: PreTrainedConfig, *, tensor: int = 1, expert: int = 1) -
     inside = {id(parameter) for parameter in layers.parameters()}
     of_head = {id(parameter) for parameter in head.parameters()} if head is not None else set()
     after = _size(model, cuts, of_head)
-    outside = _size(model, cuts, {id(parameter) for parameter in model.parameters()} - inside)
+    outside = {id(parameter) for parameter in model.parameters()} - inside
     tied = after.parameters if model.all_tied_weights_keys else 0
-    before = outside if tied else PartSize(outside.parameters - after.parameters, 0, outside.held - after.held)
+    before = _size(model, cuts, outside if tied else outside - of_head)
     text = config.get_text_config()
     return ModelSizes(
         before=replace(before, active=0),
@@ -109,15 +116,16 @@ def _cuts(model: PreTrainedModel, layers: str, tensor: int, expert: int) -> dict
 def _size(model: PreTrainedModel, cuts: Mapping[str, Cut], wanted: set[int]) -> PartSize:
     """Of the parameters with these identities."""
     chosen, experts = chosen_experts(model.config.get_text_config())
-    total = active = held = 0
+    total = active = held = largest = 0
     for name, parameter in model.named_parameters():
         if id(parameter) not in wanted:
             continue
         count = parameter.numel()
         total += count
-        held += cuts[name].num_elements if name in cuts else count
+        here = cuts[name].num_elements if name in cuts else count
+        held, largest = held + here, max(largest, here)
         active += count * chosen // experts if experts and ".experts." in name else count
-    return PartSize(total, active, held)
+    return PartSize(total, active, held, largest)
 
 
 def chosen_experts(config: PreTrainedConfig) -> tuple[int, int]:

@@ -12,6 +12,8 @@ LOSS_BYTES = 4
 """Bytes per logit that the loss saves: the fp32 logarithms of probabilities."""
 LOSS_WORKING_BYTES = 8
 """Bytes per logit that the loss's backward takes besides: fp32 gradients of these and of the logits."""
+CUT_LOSS_WORKING_BYTES = {2: 6, 4: 4}
+"""The same by bytes of an activation where members share the vocabulary: an fp32 gradient, and its copy in theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)

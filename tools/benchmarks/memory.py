@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.conf.schema import ModelConfig, PipelineConfig, Precision, TrainConfig, WeftConfig, ZeroConfig
 from weft.pipeline.states import zero_memory
-from weft.tools.benchmarks.predictions.memory import NUM_RANKS, peaks
+from weft.tools.benchmarks.predictions.memory import peaks
 from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.ranks import run_ranks
 from weft.tools.tables import show, table_of
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 def layout_rows() -> Iterator[dict[str, object]]:
     """The quickstart's layouts, a row each: of the rank that is predicted worst."""
-    for found in zip(*run_ranks(NUM_RANKS, peaks, timeout_s=TIMEOUT_S), strict=True):
+    for found in peaks(TIMEOUT_S):
         worst = max(found, key=lambda rank: abs(rank.error))
         yield {
             "layout": worst.layout,

@@ -14,6 +14,7 @@ from weft.conf.schema import (
     LinkConfig,
     ParallelConfig,
     PipelineConfig,
+    Precision,
     SiteConfig,
     WeftConfig,
 )
@@ -29,13 +30,14 @@ MIXTRAL = MixtralConfig(
 )  # fmt: skip
 
 
-def plan_of(folder, hf_config=LLAMA, *, checkpointing=False, **axes):
+def plan_of(folder, hf_config=LLAMA, *, checkpointing=False, precision=Precision.fp32, device="cpu", **axes):
     config = WeftConfig(parallel=ParallelConfig(**axes), pipeline=PipelineConfig(stages=2))
+    config.train.precision = precision
     config.model.gradient_checkpointing = checkpointing
     config.cluster.ranks = 4
     config.data.cache_dir = str(folder)
     facts = facts_before_start(config, hf_config)
-    return plan_run(config, replace(facts, flops_per_s=1e9))
+    return plan_run(config, replace(facts, flops_per_s=1e9, device=device))
 
 
 def test_what_a_member_holds():
@@ -71,8 +73,10 @@ def test_members_divide_what_is_computed_saved_and_sent(tmp_path):
 def test_a_layer_that_is_computed_again_gathers_again(tmp_path):
     """So the whole sequence's keys and values are there in the backward of one layer, not saved for all."""
 
+    few_tokens = LlamaConfig(**LLAMA.to_dict() | {"vocab_size": 64})  # so that an embedding's gradient is small
+
     def memory_of(exchange):
-        (most, _) = plan_of(tmp_path, context=2, context_exchange=exchange, checkpointing=True).memory
+        (most, _) = plan_of(tmp_path, few_tokens, context=2, context_exchange=exchange, checkpointing=True).memory
         return most
 
     gathered, exchanged = memory_of(ContextExchange.gather), memory_of(ContextExchange.all_to_all)
@@ -127,3 +131,20 @@ def test_links_between_sites_are_shared_by_members(tmp_path):
     alone = facts_before_start(config, LLAMA).links.wan
     config.parallel = ParallelConfig(context=2)
     assert facts_before_start(config, LLAMA).links.wan == replace(alone, bandwidth_bps=alone.bandwidth_bps / 2)
+
+
+def test_an_embeddings_gradient_and_an_optimisers_step_take_memory(tmp_path):
+    little = {"context": 2, "context_exchange": ContextExchange.all_to_all, "checkpointing": True}
+    plan = plan_of(tmp_path, **little)
+    embedding = 4 * LLAMA.vocab_size * LLAMA.hidden_size
+    first, last = plan.memory
+    assert first.working == embedding - plan.costs.stages[0].activation_bytes
+    assert first.stepping == last.stepping == 2 * embedding, "two roots of the largest matrix's second moments"
+    on_gpus = plan_of(tmp_path, device="cuda", **little)
+    assert [memory.stepping for memory in on_gpus.memory] == [memory.zero.weights for memory in on_gpus.memory]
+
+
+@pytest.mark.parametrize(("precision", "share"), [(Precision.fp32, 4 / 8), (Precision.bf16, 6 / 8)])
+def test_the_loss_over_a_shared_vocabulary_takes_less(tmp_path, precision, share):
+    alone, shared = (plan_of(tmp_path, precision=precision, **axes).memory[-1] for axes in ({}, {"tensor": 2}))
+    assert shared.working == pytest.approx(alone.working / 2 * share)

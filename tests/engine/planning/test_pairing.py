@@ -87,7 +87,7 @@ def test_where_collectives_take_no_time_nothing_is_paired(tmp_path):
 def test_where_collectives_are_not_known_nothing_is_paired_and_the_source_says_so(tmp_path):
     config = run_of(tmp_path, link=None)
     facts = facts_before_start(config, MODEL)
-    assert facts.strands is None and "not measured; `weft bench collectives`" in facts.sources["axes"]
+    assert facts.strands is None and "not measured; `weft profile`" in facts.sources["axes"]
     assert not pairs_of(plan_run(config, facts))
 
 

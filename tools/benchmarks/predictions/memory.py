@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from weft.comm.collectives import communicator
+from weft.comm.collectives.executors import Pending, Work, completed
 from weft.conf.compose import compose
 from weft.conf.schema import WeftConfig
+from weft.tools.ranks import run_ranks
 
 NUM_RANKS = 4
 VOCABULARY = 4096
 QUICKSTART = ("recipe=quickstart", f"model.overrides.vocab_size={VOCABULARY}", "model.self_check=false")
+_MANY_TOKENS = "model.overrides.vocab_size=131072"
 LAYOUTS = (
     ("pipeline.stages=4",),
     ("pipeline.stages=2", "zero.stage=1"),
     ("pipeline.stages=2", "pipeline.schedule=w", "zero.stage=1"),
     ("pipeline.stages=1", "model.gradient_checkpointing=true"),
+    ("pipeline.stages=4", _MANY_TOKENS),
+    ("pipeline.stages=2", "parallel.tensor=2", _MANY_TOKENS),
+    ("pipeline.stages=1", "parallel.tensor=4", "model.overrides.num_key_value_heads=4", _MANY_TOKENS),
 )
 """Departures from the quickstart, each on four ranks."""
-_STEPS = 3
+_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +43,10 @@ class RankPeak:
 
     Attributes:
         predicted: of its plan.
-        measured: that tensors took at most, set-up included, by the profiler, which follows one thread: what
-            collectives put together in theirs is left out, and what they free would be missed (ZeRO 2 and 3).
+        measured: that tensors took at most, set-up included, by the profiler, which follows one thread. What
+            collectives put together in theirs is left out, and what they free would be missed (ZeRO 2 and 3). Where
+            ranks share layers, collectives run in that one; what gloo frees in threads of its own is missed,
+            some MB.
     """
 
     layout: str
@@ -49,17 +60,35 @@ class RankPeak:
         return self.predicted / self.measured - 1
 
 
-def peaks(layouts: Sequence[tuple[str, ...]] = LAYOUTS) -> list[RankPeak]:
-    """This rank's memory in each layout; a collective call of `NUM_RANKS` ranks."""
-    torch.set_num_threads(1)
-    return [_peak(layout) for layout in layouts]
+def peaks(timeout_s: float) -> Iterator[list[RankPeak]]:
+    """Each rank's memory in each layout, in processes of their own.
+
+    Args:
+        timeout_s: for one layout.
+    """
+    for layout in LAYOUTS:
+        yield run_ranks(NUM_RANKS, _peak, layout, timeout_s=timeout_s)
+
+
+class _InlineExecutor:
+    """Runs collectives where they are started, so that what they allocate and free is seen."""
+
+    def submit(self, work: Work, after: Pending) -> Pending:
+        """See `InOrderExecutor`."""
+        return completed(work(after.result()))
+
+    def close(self) -> None:
+        """See `InOrderExecutor`."""
 
 
 def _peak(layout: tuple[str, ...]) -> RankPeak:
+    """This rank's memory in a layout; a collective call."""
     from weft.engine.initialize import initialize
 
     config = compose([*QUICKSTART, *layout])
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    shares = config.parallel.tensor > 1
+    inline = patch.object(communicator, "executor_for", lambda *_: _InlineExecutor()) if shares else nullcontext()
+    with inline, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         engine, *_ = initialize(config=config)
         engine.set_dataiterator(_batches(config))
         for _ in range(_STEPS):
