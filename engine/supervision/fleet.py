@@ -13,7 +13,7 @@ LEAST_CONNECT_S = 5.0
 LONGER = 4.0
 """Times as long as the slowest host took so far that another agent may take."""
 PROBE_S = 30.0
-"""Seconds between attempts to start an agent on a host that could not be reached."""
+"""Longest time between attempts to start an agent on a host that could not be reached; the first ones follow sooner."""
 
 
 @dataclass
@@ -48,6 +48,19 @@ class Host:
         return self.attempt is not None and not (self.attempt == attempt and running)
 
 
+@dataclass(frozen=True)
+class _Unreachable:
+    """A host that is left out because it could not be reached.
+
+    Attributes:
+        at: when that was seen, or an agent was started there the last time.
+        wait_s: from then to the next start.
+    """
+
+    at: float
+    wait_s: float
+
+
 class Fleet:
     """All hosts that a run has had to do with.
 
@@ -75,7 +88,7 @@ class Fleet:
         self._silent_at: dict[tuple[str, ...], float] = {}
         self.hosts: dict[str, Host] = {}
         self.away: dict[str, str] = {}
-        self._unreachable: dict[str, float] = {}
+        self._unreachable: dict[str, _Unreachable] = {}
 
     # The journal
 
@@ -136,7 +149,7 @@ class Fleet:
         for silent in self._silent_site(name, names, silence_s, now):
             if silent in names:
                 self.hosts[silent].connected = False
-                self._unreachable[silent] = now
+                self._unreachable[silent] = _Unreachable(now, self.connect_s)
                 self.evict(silent, "its whole site is silent")
 
     def attach(self, now: float) -> None:
@@ -210,7 +223,7 @@ class Fleet:
             elif host.connected:
                 done &= host.has_stopped(attempt)
             elif now - host.since > self.connect_s:
-                self._unreachable[name] = now
+                self._unreachable[name] = _Unreachable(now, self.connect_s)
                 self.evict(name, "no agent could be started or reached")
             else:
                 done = False
@@ -240,6 +253,6 @@ class Fleet:
             host = self.hosts[name] = self.hosts.get(name) or Host()
             if host.connected:
                 self.readmit(name)
-            elif now - self._unreachable.get(name, -PROBE_S) >= PROBE_S:
-                self._unreachable[name] = now
+            elif now - (last := self._unreachable.get(name, _Unreachable(-inf, 0.0))).at >= last.wait_s:
+                self._unreachable[name] = _Unreachable(now, min(PROBE_S, max(2 * last.wait_s, self.connect_s)))
                 self._start(name, now)
