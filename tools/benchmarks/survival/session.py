@@ -175,8 +175,8 @@ def inflict(run: SupervisedRun, fault: Fault, outcome: Survival) -> None:
         reached = _see_restart(run, done, looked_s, outcome)
         before = max(before, reached)
     run.wait_for_step(max(run.step, before) + USUAL_STEPS, timeout_s=_LONG_S)
-    if done.blamed is None and (late := run.events("fault", since=looked_s)):
-        outcome.right, outcome.culprit = False, _text(late[0])
+    if late := run.events("fault", since=looked_s)[done.blamed is not None :]:  # besides the one that was inflicted
+        outcome.right, outcome.culprit = False, f"{outcome.culprit}; then {_text(late[0])}"
 
 
 def _see_end(run: SupervisedRun, fault: Fault, done: Inflicted, outcome: Survival) -> None:
