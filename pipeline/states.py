@@ -26,8 +26,6 @@ class ZeroMemory:
     gradients: float
     optimizer: float
     buffers: float
-    stepped: float = 0.0
-    """Weights, not bytes, whose states the optimiser holds here."""
 
     @property
     def kept(self) -> float:
@@ -113,5 +111,4 @@ def zero_memory(
         gradients=gradients * GRADIENT_BYTES,
         optimizer=stepped * (OPTIMIZER_BYTES + MASTER_BYTES[precision]),
         buffers=2 * bucket * GRADIENT_BYTES if zero.stage and replicas > 1 else 0,
-        stepped=stepped,
     )

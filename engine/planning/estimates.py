@@ -18,7 +18,7 @@ from weft.pipeline.planner.workload import (
     LayerWork,
     ModelWork,
 )
-from weft.pipeline.states import WEIGHT_BYTES
+from weft.pipeline.states import MASTER_BYTES, OPTIMIZER_BYTES, WEIGHT_BYTES
 
 SAVED_WIDTHS = 17
 """Hidden states that a layer saves for its backward, in widths of the model: 34 bytes per token
@@ -84,15 +84,18 @@ def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit, costs: Co
     return found
 
 
-def stepping_bytes(facts: Facts, split: StageSplit, held: Sequence[int], stepped: float) -> float:
+def stepping_bytes(
+    config: WeftConfig, facts: Facts, split: StageSplit, held: Sequence[int], optimizer_bytes: float
+) -> float:
     """What AdamW of torch takes besides its state as it steps: roots of the second moments.
 
     It takes one parameter after the other on a CPU, and holds the roots twice; on a GPU all at once.
 
     Args:
         held: virtual stages of a rank.
-        stepped: weights that the rank's optimiser holds.
+        optimizer_bytes: of the rank's optimiser: moments, and master weights.
     """
+    stepped = optimizer_bytes / (OPTIMIZER_BYTES + MASTER_BYTES[config.train.precision])
     if facts.device != "cpu":
         return _ROOT_BYTES * stepped
     sizes = stage_sizes(facts.model, split)

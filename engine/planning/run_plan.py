@@ -124,7 +124,7 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
     cells = plan_cells(config.pipeline, placement, sizes, costs=costs, zero_stage=config.zero.stage, overlap=overlap)
     working = working_bytes(config, facts, split, costs)
     stepping = [
-        stepping_bytes(facts, split, held, state.stepped)
+        stepping_bytes(config, facts, split, held, state.optimizer)
         for held, state in zip(placement.rank_stages, states, strict=True)
     ]
     timeline = predict(cells[sizes[0]], _step_costs(costs, overlap), 0)
