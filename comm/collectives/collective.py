@@ -23,12 +23,16 @@ class Primitive(Enum):
     scatter = "scatter"
     gather = "gather"
     broadcast = "broadcast"
+    all_to_all = "all_to_all"
+    """Another part of every rank's tensor to each rank."""
 
 
 REDUCING = frozenset({Primitive.reduce_scatter, Primitive.reduces})
 """From the full tensor to this rank's shard of the sum."""
 GATHERING = frozenset({Primitive.all_gather, Primitive.broadcasts})
 """From this rank's shard to the full tensor."""
+EXECUTED = (Primitive.all_reduce, *sorted(REDUCING | GATHERING, key=lambda one: one.value), Primitive.all_to_all)
+"""What ranks carry out, in the order in which they measure it."""
 
 
 @dataclass(frozen=True)

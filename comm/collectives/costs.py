@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from weft.comm.collectives.collective import GATHERING, REDUCING, Primitive
+from weft.comm.collectives.collective import EXECUTED, Primitive
 from weft.comm.collectives.group import LinkClass
 from weft.comm.collectives.rewrite import Rewrite
 
@@ -24,7 +24,7 @@ class AlphaBeta:
 
 
 def rounds(primitive: Primitive, size: int) -> int:
-    """Sequential messages per rank of a ring algorithm in a group of ``size``."""
+    """Sequential messages per rank in a group of ``size``: of a ring algorithm, or one to each other rank."""
     return (size - 1) * (2 if primitive is Primitive.all_reduce else 1)
 
 
@@ -47,11 +47,12 @@ class CollectiveCosts:
     def of_links(cls, links: Mapping[LinkClass, AlphaBeta]) -> CollectiveCosts:
         """Ideal primitives over links of known cost; ``mixed`` defaults to ``inter``."""
         known = {LinkClass.mixed: links[LinkClass.inter], **links} if LinkClass.inter in links else dict(links)
-        executed = (Primitive.all_reduce, *REDUCING, *GATHERING)
-        return cls({(link, primitive): cost for link, cost in known.items() for primitive in executed})
+        return cls({(link, primitive): cost for link, cost in known.items() for primitive in EXECUTED})
 
     def step_s(self, primitive: Primitive, link: LinkClass, size: int, num_bytes: float) -> float:
         """Seconds of a primitive along an axis of ``size`` ranks with a workload of ``num_bytes``.
+
+        An all-to-all's workload is what each rank has before it, its own part included.
 
         Raises:
             ValueError: links of that class were not measured.

@@ -17,7 +17,7 @@ def connect_groups(groups: Iterable[tuple[dist.ProcessGroup, Collection[Primitiv
 
     Args:
         groups: each with the primitives that it will be used for. An all-to-all connects every pair,
-            which takes memory, so name `Primitive.reduces` for small groups only.
+            which takes memory, so name `Primitive.all_to_all` and `Primitive.reduces` for small groups only.
     """
     for group, primitives in groups:
         size = dist.get_world_size(group)

@@ -65,9 +65,14 @@ def maximum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return tensor
 
 
-def all_to_all(tensor: Tensor, group: dist.ProcessGroup, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """Rows of [sum(send), ...] to the ranks in order; theirs to this one: [sum(receive), ...]."""
-    received = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+def all_to_all(
+    tensor: Tensor, group: dist.ProcessGroup, *, send: Sequence[int] = (), receive: Sequence[int] = ()
+) -> Tensor:
+    """Rows of [sum(send), ...] to the ranks in order; theirs to this one: [sum(receive), ...].
+
+    Without numbers of rows each of the ranks gets as many: [n, ...] to [n, ...].
+    """
+    received = tensor.new_empty((sum(receive), *tensor.shape[1:])) if receive else torch.empty_like(tensor)
     _wait(dist.all_to_all_single(received, tensor, list(receive), list(send), group=group, async_op=True))
     return received
 
@@ -78,8 +83,9 @@ PRIMITIVES: Mapping[Primitive, Callable[[Tensor, dist.ProcessGroup], Tensor]] = 
     Primitive.reduces: reduces,
     Primitive.all_gather: all_gather,
     Primitive.broadcasts: broadcasts,
+    Primitive.all_to_all: all_to_all,
 }
-"""The implementation of each primitive that a rewrite may use."""
+"""The implementation of each primitive that ranks carry out."""
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.collectives.cache import CostCache, topology_key
-from weft.comm.collectives.collective import GATHERING, REDUCING, Primitive
+from weft.comm.collectives.collective import EXECUTED, GATHERING, Primitive
 from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.costs import CollectiveCosts, fit, moved_share, rounds
 from weft.comm.collectives.group import LinkClass
@@ -68,7 +68,7 @@ def measure(
     samples = []
     for mesh, axis in communicator.axes():
         group, size = communicator.process_group(mesh, axis), mesh.shape[axis]
-        for primitive in (Primitive.all_reduce, *sorted(REDUCING | GATHERING, key=lambda p: p.value)):
+        for primitive in EXECUTED:
             shortest_s = inf
             for num_bytes in sizes if size > 1 else ():
                 seconds = _slowest_s(primitive, num_bytes, group, whole, device, repeats)

@@ -136,6 +136,7 @@ _PRIMITIVES = {
     "all_reduce": Primitive.all_reduce,
     "reduce_scatter": Primitive.reduce_scatter,
     "all_gather": Primitive.all_gather,
+    "all_to_all": Primitive.all_to_all,
 }
 
 

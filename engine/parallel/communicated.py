@@ -186,7 +186,7 @@ def open_axes(groups: Mapping[str, Sequence[tuple[int, ...]]], device: torch.dev
             timeout_s=timeout_s,
             name=f"{axis} axis",
             meshes={group: [group.flat] for group in flat},
-            primitives=(*PLAIN, Primitive.reduces) if axis == "expert" else PLAIN,
+            primitives=(*PLAIN, Primitive.all_to_all) if axis == "expert" else PLAIN,
         )
         assert communicator is not None, "every rank is in one of the groups"
         others = {rank: processes[rank] for rank in communicator.group.ranks if rank != dist.get_rank()}

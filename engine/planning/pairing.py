@@ -19,8 +19,6 @@ HANDOVER_S = 5e-5
 """Seconds for which a hand-over of the turn between strands occupies a rank."""
 LEAST_COMPUTE = 0.05
 """Share of a measured stage that is taken to be compute where collectives alone seem to take longer."""
-_AS = {"all_to_all": Primitive.all_gather}
-"""Of primitives whose costs are not measured, the one that moves as much."""
 
 
 def stage_pairs(facts: Facts, split: StageSplit, measured: tuple[StageCost, ...]) -> PairCosts | None:
@@ -58,8 +56,7 @@ def traffic_s(facts: Facts, traffic: Traffic) -> float:
     """
     axis = facts.axes[traffic.axis]
     assert axis.costs is not None
-    primitive = _AS.get(traffic.primitive) or Primitive(traffic.primitive)
-    return axis.costs.step_s(primitive, axis.group.flat.links[0], axis.group.size, traffic.num_bytes)
+    return axis.costs.step_s(Primitive(traffic.primitive), axis.group.flat.links[0], axis.group.size, traffic.num_bytes)
 
 
 def _stages(facts: Facts, split: StageSplit, speed: Speed) -> tuple[StageStrands, ...]:

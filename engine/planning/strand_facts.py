@@ -77,7 +77,8 @@ def _known(axis: str, facts: Facts) -> bool:
     if axis not in facts.axes or (costs := facts.axes[axis].costs) is None:
         return False
     link = facts.axes[axis].group.flat.links[0]
-    return all((link, primitive) in costs.table for primitive in (Primitive.all_gather, Primitive.reduce_scatter))
+    needed = (Primitive.all_gather, Primitive.reduce_scatter, Primitive.all_to_all)
+    return all((link, primitive) in costs.table for primitive in needed)
 
 
 def with_strands(config: WeftConfig, hf_config: PreTrainedConfig, facts: Facts, speed: Callable[[], Speed]) -> Facts:

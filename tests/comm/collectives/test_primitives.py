@@ -26,7 +26,7 @@ def carried_out(primitive, shape, dtype, members):
     group = dist.new_group(members)
     if dist.get_rank() not in members:
         return None
-    whole = (len(members), *shape) if primitive in REDUCING else shape
+    whole = (len(members), *shape) if primitive in REDUCING | {Primitive.all_to_all} else shape
     return PRIMITIVES[primitive](given(dist.get_rank(), whole, dtype), group)
 
 
@@ -40,6 +40,9 @@ def test_primitives_do_what_they_say(primitive, shape, world, members, dtype):
     elif primitive in REDUCING:
         whole = (len(members), *shape)
         expected = list(sum(given(rank, whole, dtype) for rank in members))
+    elif primitive is Primitive.all_to_all:
+        rows = [given(rank, (len(members), *shape), dtype) for rank in members]
+        expected = [torch.stack([row[index] for row in rows]) for index in range(len(members))]
     else:
         expected = [torch.stack([given(rank, shape, dtype) for rank in members])] * len(members)
     found = run_in_threads(world, carried_out, primitive, shape, dtype, members)
@@ -126,7 +129,7 @@ def test_groups_of_several_ranks_on_devices_are_connected_for_what_they_are_used
 
     monkeypatch.setattr(eager_connect, "on_host", lambda group: on_host)
     monkeypatch.setattr(eager_connect, "PRIMITIVES", {primitive: noted(primitive) for primitive in PRIMITIVES})
-    asked = [Primitive.broadcasts, Primitive.reduces]
+    asked = [Primitive.broadcasts, Primitive.all_to_all]
     assert run_in_threads(3, connected, asked) == [3] * 3
     expected = {(primitive, 3, rank) for primitive in asked for rank in range(3)}
     expected |= {(Primitive.all_reduce, 2, rank) for rank in range(2)}

@@ -20,6 +20,7 @@ from weft.comm.collectives import (
     choose,
     plain,
 )
+from weft.comm.collectives.collective import EXECUTED
 from weft.comm.collectives.costs import fit
 from weft.comm.collectives.space import pruned, space
 
@@ -27,6 +28,7 @@ TWO_BY_TWO = Group.regular(2, 2)
 SLOW_BETWEEN = CollectiveCosts.of_links(
     {LinkClass.intra: AlphaBeta(1e-5, 1e-10), LinkClass.inter: AlphaBeta(1e-3, 1e-8)}
 )
+ALL_TO_ALL = Primitive.all_to_all
 WHOLE = (Primitive.all_reduce, Primitive.reduce_scatter, Primitive.all_gather)
 
 
@@ -217,3 +219,19 @@ def test_meshes_of_a_large_group_are_those_of_its_nodes():
     group = Group.regular(128, 8)
     assert [mesh.shape for mesh in group.meshes()] == [(1024,), (128, 8)]
     assert group.layout == (8,) * 128
+
+
+@given(st.integers(2, 64), st.floats(1, 1e12), st.floats(0, 1), st.floats(1e-12, 1e-6))
+def test_an_all_to_all_moves_all_but_a_ranks_own_part(size, num_bytes, alpha_s, beta_s):
+    """At a cost of its own: it stays what it is where a gather takes longer."""
+    slow, own = AlphaBeta(1.0, 1.0), AlphaBeta(alpha_s, beta_s)
+    costs = CollectiveCosts({(LinkClass.intra, Primitive.all_gather): slow, (LinkClass.intra, ALL_TO_ALL): own})
+    found = costs.step_s(ALL_TO_ALL, LinkClass.intra, size, num_bytes)
+    assert isclose(found, (size - 1) * alpha_s + num_bytes * (size - 1) / size * beta_s)
+
+
+@given(st.integers(1, 64), st.tuples(st.floats(0, 1e12), st.floats(0, 1e12)))
+def test_more_bytes_never_take_less(size, sizes):
+    for primitive in EXECUTED:
+        less, more = (SLOW_BETWEEN.step_s(primitive, LinkClass.inter, size, each) for each in sorted(sizes))
+        assert 0 <= less <= more

@@ -31,6 +31,7 @@ def test_collectives_by_alpha_and_beta_of_their_link():
     assert model.collective_s(call()) == 6 * 1.0 + 6 / 4 * 8 * 0.5
     assert model.collective_s(call(num_hosts=4)) == 6 * 10.0 + 6 / 4 * 8 * 5.0
     assert model.collective_s(call(num_hosts=2)) == model.collective_s(call(num_hosts=4))  # the slow links hold back
+    assert model.collective_s(call("all_to_all")) == 3 * 1.0 + 3 / 4 * 8 * 0.5
     assert model.collective_s(call("broadcast")) == 2 * 1.0 + 8 * 0.5
     assert model.collective_s(call(num_hosts=4, crosses=True)) == 2 * 10.0 + 8 * 5.0 + 1000.0
     assert model.collective_s(call(size=1)) == 0.0

@@ -6,7 +6,7 @@ import pytest
 from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig
 
 from tests.engine.planning.given import MODEL
-from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass
+from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass, Primitive
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.conf.schema import (
     ClusterConfig,
@@ -118,6 +118,22 @@ def test_what_costs_less_is_exchanged(tmp_path, line, chosen):
     facts = facts_before_start(config, LLAMA)
     assert facts.exchange is ContextExchange[chosen], facts.sources["exchange"]
     assert "ms a layer and micro-batch" in facts.sources["exchange"]
+
+
+@pytest.mark.parametrize(("exchange", "chosen"), [(1.0, "gather"), (1e-9, "all_to_all")])
+def test_an_exchange_is_chosen_by_what_it_was_measured_to_take(tmp_path, exchange, chosen):
+    """Not by what a gather takes; and by bytes where it was not measured."""
+    config = WeftConfig(parallel=ParallelConfig(context=4))
+    config.cluster.ranks = 4
+    config.data.cache_dir = str(tmp_path)
+    key, cache = topology_key(Group.regular(1, 4), "cpu"), CostCache.in_folder(str(tmp_path))
+    table = dict(CollectiveCosts.of_links({LinkClass.intra: AlphaBeta(1e-3, 0.0)}).table)
+    cache.write(key, CollectiveCosts(table | {(LinkClass.intra, Primitive.all_to_all): AlphaBeta(exchange, 0.0)}))
+    assert facts_before_start(config, LLAMA).exchange is ContextExchange[chosen]
+    del table[LinkClass.intra, Primitive.all_to_all]
+    cache.write(key, CollectiveCosts(table))
+    facts = facts_before_start(config, LLAMA)
+    assert facts.exchange is ContextExchange.all_to_all and " ms " not in facts.sources["exchange"]
 
 
 def test_links_between_sites_are_shared_by_members(tmp_path):
