@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.cut import Cut, set_held
@@ -23,6 +29,8 @@ from weft.engine.stages.skeleton import decoder_layers
 
 Load = Callable[..., Any]
 """`PreTrainedModel._load_pretrained_model`: files, or tensors by their names in them, into a model."""
+NOTHING = object()
+"""To be read of a tensor that others hold."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,8 @@ class Slice:
 def reading_parts(load: Load, axes: AxisGroups) -> Load:
     """Instead of ``load`` of a model: what ``axes`` let this rank hold is read in parts, where files allow it.
 
-    Weights that transformers puts together from several tensors are read whole, but for experts that others hold;
-    `take_part` cuts them then.
+    Of weights that transformers stacks or joins from several tensors each tensor is read in part, too. Those that it
+    puts together in other ways are read whole, and `take_part` cuts them then.
     """
 
     def load_parts(
@@ -69,18 +77,18 @@ def reading_parts(load: Load, axes: AxisGroups) -> Load:
             opened = [stack.enter_context(safe_open(file, framework="pt", device="cpu")) for file in files]
             found = {key: file.get_slice(key) for file in opened for key in file.offset_keys()}
             cuts = _cuts(model, axes)
-            wanted, held = dict[str, Any](), dict[str, Cut]()
-            for key, name, converter in _targets(model, found, load_config):
-                wanted[key] = found[key]
+            wanted, held = dict[str, Any](found), dict[str, Cut]()
+            for name, sources in _targets(model, found, load_config).items():
                 cut = cuts.get(name)
                 if cut is None:
                     continue
-                if converter is None:
-                    if tuple(found[key].get_shape()) == cut.shape:
-                        wanted[key], held[name] = Slice(found[key], cut), cut
-                elif cut.axis == "expert" and (number := _expert(key, converter)) is not None:
-                    held[name] = cut
-                    if not any(start <= number < stop for start, stop in cut.ranges):
+                parts = {key: _part(key, found[key], cut, converter) for key, converter in sources.items()}
+                if None in parts.values():
+                    continue
+                held[name] = cut
+                for key, part in parts.items():
+                    wanted[key] = part
+                    if part is NOTHING:
                         del wanted[key]
             _shrink(model, held)
             result = load(model, wanted, None, load_config, *more, **named)
@@ -100,18 +108,59 @@ def _cuts(model: PreTrainedModel, axes: AxisGroups) -> Mapping[str, Cut]:
 
 def _targets(
     model: PreTrainedModel, keys: Mapping[str, Any], load_config: Any
-) -> Iterator[tuple[str, str, WeightConverter | None]]:
-    """Each tensor in the files, the weight that it is or is a part of, and what puts that together."""
+) -> dict[str, dict[str, WeightConverter | None]]:
+    """Of each weight the tensors in the files that it is made of, each with what puts them together."""
     mapping = load_config.weight_mapping or []
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state = model.state_dict()
+    targets = dict[str, dict[str, WeightConverter | None]]()
     for key in keys:
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
-        yield key, name, None if pattern is None else by_pattern[pattern]
+        targets.setdefault(name, {})[key] = None if pattern is None else by_pattern[pattern]
+    return targets
+
+
+def _part(key: str, source: Any, cut: Cut, converter: WeightConverter | None) -> Any:
+    """What is to be read of a tensor in a file for the part of a weight; None if that is not known.
+
+    Args:
+        source: safetensors' slice of the tensor.
+        cut: of the weight that the tensor is, or is one of several of.
+    """
+    shape = tuple(source.get_shape())
+    if converter is None:
+        return Slice(source, cut) if shape == cut.shape else None
+    if cut.axis == "expert":
+        number = _expert(key, converter)
+        if number is None:
+            return None
+        return source if any(start <= number < stop for start, stop in cut.ranges) else NOTHING
+    own = _cut_of_source(shape, cut, converter)
+    return None if own is None else Slice(source, own)
+
+
+def _cut_of_source(shape: tuple[int, ...], cut: Cut, converter: WeightConverter) -> Cut | None:
+    """The cut of one of the tensors that a weight is stacked or joined of; None if they lie in it otherwise."""
+    operations = list(converter.operations)
+    stacked = bool(operations) and isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
+    joins = operations[1:] if stacked else operations
+    if len(joins) > 1 or not all(isinstance(join, Concatenate) for join in joins):
+        return None
+    whole, blocks = [*cut.shape[:1], *shape] if stacked else list(shape), cut.blocks
+    for join in joins:
+        count = len(converter.source_patterns)
+        whole[join.dim] *= count
+        if join.dim == cut.dim:
+            if blocks % count:
+                return None  # a member's part is not the same of each
+            blocks //= count
+    if tuple(whole) != cut.shape or cut.dim < stacked:
+        return None
+    return replace(cut, shape=shape, dim=cut.dim - stacked, blocks=blocks)
 
 
 def _expert(key: str, converter: WeightConverter) -> int | None:

@@ -5,11 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import core_model_loading
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
 from tests.engine.parallel.test_tensor import MODELS, wide
 from weft.conf.schema import LoraConfig, ModelConfig, SplitKind
 from weft.engine.parallel.axis import Alone, AxisGroups
-from weft.engine.stages import build_model, load_hf_config, load_stages, split_layers
+from weft.engine.parallel.cut import Cut
+from weft.engine.stages import build_model, load_hf_config, load_stages, slices, split_layers
+from weft.engine.stages.slices import _cut_of_source
 
 
 @pytest.fixture
@@ -68,12 +71,54 @@ def test_a_member_reads_its_experts_alone(arch, member, tmp_path, read):
     assert num_bytes == held
 
 
-def test_experts_whose_matrices_are_shared_are_read_whole(tmp_path, read):
-    """They are put together from several tensors in the files."""
+@pytest.mark.parametrize("arch", ["mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("member", [0, 1])
+def test_a_member_reads_its_part_of_experts_that_lie_in_several_tensors(arch, member, tmp_path, read):
+    whole, config = saved(MODELS[arch], tmp_path)
+    num_bytes, held = require_parts(config, whole, AxisGroups(tensor=Alone("tensor", 2, member)), 2, read)
+    assert num_bytes == held
+
+
+@pytest.mark.parametrize(
+    ("operations", "shape", "cut", "own"),
+    [
+        ([MergeModulelist(0)], (6, 8), Cut((4, 6, 8), 2, 1, 2), Cut((6, 8), 1, 1, 2)),
+        ([MergeModulelist(0), Concatenate(1)], (6, 8), Cut((4, 12, 8), 1, 1, 3, 2), Cut((6, 8), 0, 1, 3)),
+        ([MergeModulelist(0), Concatenate(1)], (6, 8), Cut((4, 12, 8), 2, 0, 2), Cut((6, 8), 1, 0, 2)),
+        ([Concatenate(0)], (6, 8), Cut((12, 8), 0, 1, 2, 2), Cut((6, 8), 0, 1, 2)),
+        ([Concatenate(0)], (6, 8), Cut((12, 8), 0, 1, 2), None),  # the first member's is the first tensor
+        ([Concatenate(0)], (4, 8), Cut((12, 8), 0, 1, 2, 2), None),  # of different sizes
+        ([MergeModulelist(0)], (6, 8), Cut((4, 6, 8), 0, 1, 2), None),
+        ([MergeModulelist(0), Transpose(1, 2)], (8, 6), Cut((4, 6, 8), 2, 1, 2), None),
+        ([MergeModulelist(1)], (6, 8), Cut((6, 4, 8), 2, 1, 2), None),
+    ],
+)
+def test_where_tensors_lie_in_a_weight(operations, shape, cut, own):
+    converter = WeightConverter(["a.*.gate", "a.*.up"], "a.both", operations=operations)
+    assert _cut_of_source(shape, cut, converter) == own
+    if own is not None:
+        count = 2 if isinstance(operations[-1], Concatenate) else 1
+        sources = [torch.randn(shape) for _ in range(count)]
+        join = operations[-1].dim if count == 2 else 0
+
+        def made(tensors):
+            tensors = [tensor.expand(4, *tensor.shape) if cut.dim != own.dim else tensor for tensor in tensors]
+            return torch.cat(tensors, join) if count == 2 else tensors[0]
+
+        assert torch.equal(made([own.take(source) for source in sources]), cut.take(made(sources)))
+
+
+def test_a_weight_of_which_one_tensor_is_not_known_to_lie_so_is_read_whole(tmp_path, read, monkeypatch):
     whole, config = saved(MODELS["mixtral"], tmp_path)
+    part = slices._part
+
+    def unknown(key, *rest):
+        return None if key.endswith("experts.1.w3.weight") else part(key, *rest)
+
+    monkeypatch.setattr(slices, "_part", unknown)
     num_bytes, held = require_parts(config, whole, AxisGroups(tensor=Alone("tensor", 2, 1)), 2, read)
-    experts = sum(p.nbytes for name, p in whole.items() if ".experts." in name)
-    assert num_bytes == held + experts // 2
+    joined = sum(p.nbytes for name, p in whole.items() if name.endswith("experts.gate_up_proj"))
+    assert num_bytes == held + joined // 2
 
 
 def test_tied_weights_and_adapters(tmp_path, read):
