@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import reprlib
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 MOST_FILE_BYTES = 256 * 2**20
-MOST_NESTING = 32
-"""Nesting depth of brackets in a YAML file: PyYAML's time grows with its square."""
 MOST_ACTIONS = 20_000_000
 """Actions per step: 10,000 ranks with 2,000 actions each."""
 MOST_RANKS = 100_000
@@ -43,19 +40,6 @@ def read_text(path: Path, *, most_bytes: int = MOST_FILE_BYTES) -> str:
     if len(data) > most_bytes:
         raise ValueError(f"more than {most_bytes >> 20} MiB; give a smaller file")
     return text
-
-
-def check_nesting(text: str) -> None:
-    """Check that brackets are nested no deeper than ``MOST_NESTING``.
-
-    Raises:
-        ValueError: they are nested deeper.
-    """
-    depth = 0
-    for bracket in re.findall(r"[\[\]{}]", text):
-        depth += 1 if bracket in "[{" else -1
-        if depth > MOST_NESTING:
-            raise ValueError(f"cannot be read (brackets nested more than {MOST_NESTING} deep)")
 
 
 def check_size(num_stages: int, num_microbatches: int) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import yaml
 
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
-from weft.pipeline.limits import MOST_RANKS, check_nesting, count, known_fields, number, read_text, short_repr
+from weft.pipeline.limits import MOST_RANKS, count, known_fields, number, short_repr
 from weft.pipeline.strands.profile import strands_from_tables, strands_to_tables
+from weft.pipeline.yaml_files import read_yaml
 
 MOST_BYTES = 2**21
 """Largest file; the costs of a thousand stages take a twentieth of it."""
@@ -98,12 +99,7 @@ def load_pieces(path: Path) -> CostModel:
 
 def _read(path: Path, read: Callable[[dict[str, Any]], CostModel]) -> CostModel:
     try:
-        text = read_text(path, most_bytes=MOST_BYTES)
-        check_nesting(text)
-        try:
-            data = yaml.safe_load(text)
-        except (yaml.YAMLError, RecursionError, ValueError) as error:
-            raise ValueError(f"cannot be read ({str(error) or 'nested too deep'})") from error
+        data = read_yaml(path, most_bytes=MOST_BYTES)
         return read(known_fields(data, "the file", ("stages", "layers", "links", "strands", "measured")))
     except ValueError as error:
         raise ValueError(f"costs file {path}: {error}") from error

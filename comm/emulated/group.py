@@ -13,10 +13,10 @@ from torch import Tensor
 
 from weft.comm.emulated.conversation import Said
 from weft.comm.emulated.meeting import Meeting
+from weft.comm.python_group import PythonGroup, reduction
 
 BACKEND = "weft_emulated"
 """Name of the backend of torch.distributed."""
-_SUM = dist.ReduceOp(dist.ReduceOp.SUM)
 
 
 class EmulatedWork(dist.Work):
@@ -52,51 +52,20 @@ class EmulatedWork(dist.Work):
         return future
 
 
-class EmulatedGroup(dist.ProcessGroup):
+class EmulatedGroup(PythonGroup):
     """The interface of gloo's and NCCL's groups, for one rank among emulated ones.
 
     Numbers stay harmless: every emulated member holds what this rank holds, so that a sum is as many times as much
     and a maximum the same, and what an emulated member sends is zero. A group's operations end one after the other.
     """
 
+    BACKEND = BACKEND
+
     def __init__(self, world: Meeting, ranks: Sequence[int], name: str = "") -> None:
         """A group of global ``ranks``, this one among them, which it calls ``name``."""
+        super().__init__(ranks, tuple(ranks).index(world.rank))
         self.world: Any = world
-        self.ranks, self._called = tuple(ranks), name
-        self._position = self.ranks.index(world.rank)
-        super().__init__(self._position, len(self.ranks))
-        self._free_s = 0.0
-        self._name = self._description = ""
-
-    # -- what torch asks of a group --------------------------------------------------------------
-
-    def size(self) -> int:
-        """Number of members."""
-        return len(self.ranks)
-
-    def rank(self) -> int:
-        """This rank's position."""
-        return self._position
-
-    def getBackendName(self) -> str:
-        """Name of the backend."""
-        return BACKEND
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self._description = description
-
-    @property
-    def group_name(self) -> str:
-        """Torch's name."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """What the group is for."""
-        return self._description
+        self._called, self._free_s = name, 0.0
 
     def new_group(
         self,
@@ -123,15 +92,11 @@ class EmulatedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """See `ProcessGroup`."""
-        op = opts.reduceOp if opts is not None else _SUM
+        op = reduction(opts)
         if op == dist.ReduceOp.SUM:
             for tensor in tensors:
                 tensor.mul_(self.size())
         return self._begin("all_reduce", tensors, tensors, detail=_named(op))
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """See `ProcessGroup`."""
-        return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """See `ProcessGroup`."""
@@ -200,9 +165,6 @@ class EmulatedGroup(dist.ProcessGroup):
             output.view(self.size(), -1).copy_(parts[self._position].expand_as(parts))
         return self._begin("all_to_all", [source], [output])
 
-    # The names of torch 2.11.
-    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
-
     def barrier(self, opts: Any = None) -> dist.Work:
         """See `ProcessGroup`."""
         return self._begin("barrier", [], [])
@@ -218,8 +180,7 @@ class EmulatedGroup(dist.ProcessGroup):
         return self._begin("recv", tensors, tensors, root=self.ranks[peer])
 
     def _factor(self, opts: Any) -> int:
-        op = opts.reduceOp if opts is not None else _SUM
-        return self.size() if op == dist.ReduceOp.SUM else 1
+        return self.size() if reduction(opts) == dist.ReduceOp.SUM else 1
 
     def _begin(
         self,

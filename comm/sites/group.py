@@ -14,18 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.channel import TensorSpec
+from weft.comm.python_group import PythonGroup, reduction
 from weft.comm.sites import collectives
 from weft.comm.sites.exchange import SiteExchange
 from weft.comm.sites.links import SiteLinks
 from weft.comm.sites.work import Arrival, CollectiveWork, HostCopy, Progress, TransferWork
 from weft.comm.wan.channel import WanChannel
 
-_SUM = dist.ReduceOp(dist.ReduceOp.SUM)
 _AFTER_COLLECTIVES = 1
 """Priority of messages between two members: a step waits for sums, and not for a copy of its state."""
 
 
-class SiteGroup(dist.ProcessGroup):
+class SiteGroup(PythonGroup):
     """The interface of gloo's and NCCL's groups, as `torch.distributed` and others call it.
 
     Collectives run on a thread of the group, in launch order, by `SiteExchange`: members of a site talk over
@@ -33,6 +33,8 @@ class SiteGroup(dist.ProcessGroup):
     inside a site, and over a link of the two otherwise. Tensors of a GPU pass through pinned memory: whoever
     waits for a collective then holds up the host.
     """
+
+    BACKEND = "weft"
 
     def __init__(
         self,
@@ -57,9 +59,8 @@ class SiteGroup(dist.ProcessGroup):
             inside: makes a gloo group of a store, this rank's place and the number of members.
             owns_links: whether the links end with this group.
         """
-        super().__init__(position, len(ranks))
-        self._ranks, self._position, self._timeout = list(ranks), position, timeout
-        self.links, self._owns_links, self._name, self._description = links, owns_links, "", ""
+        super().__init__(ranks, position)
+        self.links, self._owns_links, self._timeout = links, owns_links, timeout
         here = [member for member, site in enumerate(sites) if site == sites[position]]
         self._here, self._inside = here, None
         if len(here) > 1:
@@ -73,36 +74,6 @@ class SiteGroup(dist.ProcessGroup):
         self._exchange = SiteExchange(position=position, sites=sites, inside=self._inside, channels=channels)
         self._progress = Progress(f"weft sites {','.join(map(str, ranks[:4]))}")
         self._closer = weakref.finalize(self, self._progress.close)
-
-    # -- what torch asks of a group --------------------------------------------------------------
-
-    def size(self) -> int:
-        """Number of members."""
-        return len(self._ranks)
-
-    def rank(self) -> int:
-        """This rank's position."""
-        return self._position
-
-    def getBackendName(self) -> str:
-        """Name of the backend."""
-        return "weft"
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self._description = description
-
-    @property
-    def group_name(self) -> str:
-        """Torch's name."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """What the group is for."""
-        return self._description
 
     def shutdown(self) -> None:
         """Run what was launched, and nothing more; of the job's first group, end the links, too."""
@@ -128,7 +99,7 @@ class SiteGroup(dist.ProcessGroup):
             return self._inside.send([tensor.cpu() for tensor in tensors], self._here.index(peer), tag)
         (tensor,) = tensors
         name = f"message {tag}"
-        channel = replace(self._channel(self._ranks[peer]), priorities={name: _AFTER_COLLECTIVES})
+        channel = replace(self._channel(self.ranks[peer]), priorities={name: _AFTER_COLLECTIVES})
         return TransferWork(channel.send(name, tensor.contiguous().cpu()), None)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
@@ -136,7 +107,7 @@ class SiteGroup(dist.ProcessGroup):
         (tensor,) = tensors
         if self._inside is None or peer not in self._here:
             spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
-            return TransferWork(self._channel(self._ranks[peer]).recv(f"message {tag}", spec), tensor)
+            return TransferWork(self._channel(self.ranks[peer]).recv(f"message {tag}", spec), tensor)
         host = torch.empty_like(tensor, device="cpu") if tensor.is_cuda else tensor
         work = self._inside.recv([host], self._here.index(peer), tag)
         return TransferWork(Arrival(work, host), tensor) if tensor.is_cuda else work
@@ -145,12 +116,8 @@ class SiteGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """See `ProcessGroup`."""
-        op = opts.reduceOp if opts is not None else _SUM
+        op = reduction(opts)
         return self._each(partial(collectives.all_reduce, op=op), tensors)
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """See `ProcessGroup`."""
-        return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         """See `ProcessGroup`."""
@@ -175,7 +142,7 @@ class SiteGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         """See `ProcessGroup`."""
-        op = opts.reduceOp if opts is not None else _SUM
+        op = reduction(opts)
         return self._from_parts("reduce_scatter", partial(collectives.reduce_scatter, op=op), outputs, inputs[0])
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
@@ -203,9 +170,6 @@ class SiteGroup(dist.ProcessGroup):
         alike = not output_splits and not input_splits
         outputs, inputs = self._split(output, output_splits), self._split(source, input_splits)
         return self._to_all(outputs, inputs, alike=alike)
-
-    # The names of torch 2.11.
-    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """See `ProcessGroup`."""
@@ -261,7 +225,7 @@ class SiteGroup(dist.ProcessGroup):
             run(exchange, *(copy.host for copy in copies))
 
         back = [copy for copy, tensor in zip(copies, tensors, strict=True) if any(tensor is one for one in written)]
-        label = f"{name} of ranks {', '.join(map(str, self._ranks))}"
+        label = f"{name} of ranks {', '.join(map(str, self.ranks))}"
         done = self._progress.submit(on_thread)
         return CollectiveWork(done, label=label, written=back, outputs=outputs, timeout=self._timeout)
 

@@ -83,7 +83,7 @@ class Heartbeat:
         return [] if self.place is None else [PlaceObserver(self.place, steps_done)]
 
     def follow(self, device: torch.device, endpoint: WanEndpoint | None, peers: Collection[int]) -> None:
-        """Tell the memory of ``device`` and the counters of the links to ``peers``, until `let_go`."""
+        """Tell the memory of ``device`` and the counters of the links to ``peers``, until the attempt ends."""
         if self.place is None:
             return
         if device.type == "cuda":
@@ -92,11 +92,6 @@ class Heartbeat:
             self.place.gauge_device(partial(torch.cuda.memory_allocated, device))
         if endpoint is not None:
             self.place.gauge_links(lambda: [_reading(endpoint, peer) for peer in peers])
-
-    def let_go(self) -> None:
-        """What is followed is going away."""
-        if self.place is not None:
-            self.place.drop_gauges()
 
     def measured(self, busy_s: Callable[[], float]) -> None:
         """A step whose work the device has done took ``busy_s()`` in computations, which is asked for now and then."""

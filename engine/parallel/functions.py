@@ -85,12 +85,7 @@ class _AllSum(torch.autograd.Function):
         return ctx.group.all_reduce(gradients[0].clone(memory_format=torch.contiguous_format)).wait(), None
 
 
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, group: AxisGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return axis.gather(group, shard, dim)
-
+class _Collect(_Gather):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return gradients[0].chunk(ctx.group.size, ctx.dim)[ctx.group.index], None, None

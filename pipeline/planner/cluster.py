@@ -8,10 +8,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from weft.pipeline.limits import check_nesting, count, number, read_text, short_repr
+from weft.pipeline.limits import count, known_fields, number, short_repr
 from weft.pipeline.planner.hardware import EFFICIENCY, GpuKind, gpu_kind
+from weft.pipeline.yaml_files import read_yaml
 
 MOST_BYTES = 2**20
 _SITE_FIELDS = ("name", "hosts", "gpus_per_host", "gpu", "price", "network_gbps", "region")
@@ -127,19 +126,13 @@ def load_cluster(path: Path) -> Cluster:
         ValueError: the file cannot be read, or a field is unknown, missing or wrong; the message names it.
     """
     try:
-        text = read_text(path, most_bytes=MOST_BYTES)
-        check_nesting(text)
-        try:
-            data = yaml.safe_load(text)
-        except (yaml.YAMLError, RecursionError, ValueError) as error:
-            raise ValueError(f"cannot be read ({' '.join(str(error).split()) or 'nested too deep'})") from error
-        return _cluster(data)
+        return _cluster(read_yaml(path, most_bytes=MOST_BYTES))
     except ValueError as error:
         raise ValueError(f"cluster file {path}: {error}") from error
 
 
 def _cluster(data: Any) -> Cluster:
-    table = _table(data, "the file", ("efficiency", "sites", "links"))
+    table = known_fields(data, "the file", ("efficiency", "sites", "links"))
     entries = table.get("sites")
     if not isinstance(entries, list) or not entries:
         raise ValueError("sites: missing; list at least one site")
@@ -175,7 +168,7 @@ def _cluster(data: Any) -> Cluster:
 
 
 def _site(data: Any, name: str) -> Site:
-    table = _table(data, name, _SITE_FIELDS)
+    table = known_fields(data, name, _SITE_FIELDS)
     for required in ("name", "hosts", "gpus_per_host", "gpu"):
         if required not in table:
             raise ValueError(f"{name}.{required}: missing")
@@ -194,7 +187,7 @@ def _site(data: Any, name: str) -> Site:
 
 
 def _links(data: Any, name: str, names: list[str]) -> Iterator[tuple[tuple[int, int], Link]]:
-    table = _table(data, name, _LINK_FIELDS)
+    table = known_fields(data, name, _LINK_FIELDS)
     ends = table.get("sites")
     if not isinstance(ends, list) or len(ends) < 2 or len(set(map(str, ends))) < len(ends):
         raise ValueError(f"{name}.sites={short_repr(ends)}: expected the names of two or more sites")
@@ -211,11 +204,3 @@ def _links(data: Any, name: str, names: list[str]) -> Iterator[tuple[tuple[int, 
     )
     for pair in combinations(sorted(names.index(end) for end in ends), 2):
         yield pair, link
-
-
-def _table(data: Any, name: str, known: tuple[str, ...]) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise ValueError(f"{name}: expected a table of {', '.join(known)}; got {short_repr(data)}")
-    if unknown := [key for key in data if key not in known]:
-        raise ValueError(f"{name}: field {short_repr(unknown[0])} is not known; one of {', '.join(known)}")
-    return dict(data)

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from weft.pipeline.costs import CostModel
-from weft.pipeline.limits import count, known_fields, number, read_text, short_repr
+from weft.pipeline.limits import count, known_fields, number, short_repr
 from weft.pipeline.planner.cluster import Cluster
 from weft.pipeline.planner.hardware import GPU_KINDS, gpu_kind
 from weft.pipeline.planner.workload import ModelWork
 from weft.pipeline.profile import MOST_BYTES, load_pieces
+from weft.pipeline.yaml_files import read_yaml
 
 FIELDS = (
     "gpu",
@@ -117,7 +116,7 @@ def load_measured(path: Path) -> Measured:
         ValueError: the file cannot be read, or does not say what it was measured on.
     """
     layers = load_pieces(path)
-    data = yaml.safe_load(read_text(path, most_bytes=MOST_BYTES))
+    data = read_yaml(path, most_bytes=MOST_BYTES)
     try:
         if "measured" not in data:
             raise ValueError("measured: missing; `weft profile` writes files that say what they were measured on")

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from weft.pipeline.strands.overlap import OverlapTable
-from weft.pipeline.strands.plan import SegmentPlan, Step
+from weft.pipeline.strands.plan import SegmentPlan, Step, steps_of
 from weft.pipeline.strands.search import search_stages
 from weft.pipeline.strands.segments import StrandPair
 from weft.pipeline.strands.stages import StageStrands
@@ -126,11 +126,7 @@ def _searched(
 
 
 def _progress(plan: SegmentPlan, pair: StrandPair) -> Iterator[tuple[float, float]]:
-    ends = {
-        Step.forward: len(pair.forward.segments),
-        Step.backward: len(pair.backward.segments),
-        Step.weight: len(pair.weights),
-    }
+    ends = steps_of(pair)
     done = dict.fromkeys(Step, 0)
     yield 0.0, 0.0
     for step in plan.steps:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from enum import Enum
@@ -25,6 +24,15 @@ class Step(Enum):
     """The backward's next weight gradient."""
 
     __hash__ = object.__hash__
+
+
+def steps_of(pair: StrandPair) -> dict[Step, int]:
+    """How many steps of each kind a plan of ``pair`` has."""
+    return {
+        Step.forward: len(pair.forward.segments),
+        Step.backward: len(pair.backward.segments),
+        Step.weight: len(pair.weights),
+    }
 
 
 @dataclass(frozen=True)
@@ -55,22 +63,6 @@ class SegmentPlan:
         runs = ((step.value, len(list(run))) for step, run in groupby(self.steps))
         return " ".join(f"{count if count > 1 else ''}{letter}" for letter, count in runs)
 
-    def to_json(self) -> str:
-        """As JSON."""
-        return json.dumps({"steps": str(self)})
-
-    @classmethod
-    def from_json(cls, text: str) -> SegmentPlan:
-        """From JSON.
-
-        Raises:
-            ValueError: it is no segment plan.
-        """
-        data = json.loads(text)
-        if not isinstance(data, dict) or set(data) != {"steps"} or not isinstance(data["steps"], str):
-            raise ValueError(f'segment plan: {short_repr(data)} is no {{"steps": "B 2F W ..."}}')
-        return cls.of(data["steps"])
-
     def check(self, pair: StrandPair) -> None:
         """Refuse a plan that does not run a pair: every segment once, weight gradients after what they need.
 
@@ -85,12 +77,7 @@ class SegmentPlan:
                     f"than the {done[Step.backward]} segments before it; move it behind them"
                 )
             done[step] += 1
-        wanted = {
-            Step.forward: len(pair.forward.segments),
-            Step.backward: len(pair.backward.segments),
-            Step.weight: len(pair.weights),
-        }
-        for step, count in wanted.items():
+        for step, count in steps_of(pair).items():
             if done[step] != count:
                 raise ValueError(f"segment plan: {done[step]} steps {step.value}, where the pair has {count}")
 

@@ -21,22 +21,15 @@ ONE = StrandPair(
 
 
 @given(steps=st.lists(st.sampled_from(list(Step))))
-def test_text_and_json_give_the_plan_back(steps):
+def test_the_text_gives_the_plan_back(steps):
     plan = SegmentPlan(tuple(steps))
     assert SegmentPlan.of(str(plan)) == plan
-    assert SegmentPlan.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize("text", ["X", "0F", "F2", "-1F", "9999999F"])
 def test_what_is_no_plan_is_refused(text):
     with pytest.raises(ValueError, match="is no run of steps"):
         SegmentPlan.of(text)
-
-
-@pytest.mark.parametrize("text", ["[]", '{"steps": 1}', '{"steps": "F", "more": 1}'])
-def test_json_that_is_no_plan_is_refused(text):
-    with pytest.raises(ValueError, match="segment plan"):
-        SegmentPlan.from_json(text)
 
 
 @pytest.mark.parametrize(
