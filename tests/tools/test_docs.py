@@ -1,6 +1,8 @@
 """Every command that the docs show is one: its options are known, its settings make a run."""
 
 import argparse
+import ast
+import inspect
 import re
 import shlex
 import subprocess
@@ -101,6 +103,27 @@ DIFFS = re.findall(r"(?ms)^```diff\n(.*?)^```", (ROOT / "docs/extending.md").rea
 def test_an_example_of_an_extension_applies_to_the_code_as_it_is(diff):
     done = subprocess.run(["git", "apply", "--check", "-"], input=diff, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def new_files():
+    """The sources of the files that the examples add."""
+    for diff in DIFFS:
+        for path, lines in re.findall(r"(?m)^--- /dev/null\n\+\+\+ b/(.*)\n@@.*\n((?:\+.*\n)+)", diff):
+            yield pytest.param(re.sub(r"(?m)^\+", "", lines), id=path)
+
+
+@pytest.mark.parametrize("source", new_files())
+def test_a_file_of_an_example_passes_arguments_that_the_code_takes(source):
+    names = {"__name__": __name__}
+    exec(compile(source, "example", "exec"), names)
+    checked = 0
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        called = names.get(call.func.id) if isinstance(call.func, ast.Name) else None
+        if getattr(called, "__module__", "").startswith(("weft.", __name__)):
+            arguments = {keyword.arg: None for keyword in call.keywords}
+            inspect.signature(called).bind(*call.args, **arguments)
+            checked += 1
+    assert checked
 
 
 def test_each_kind_of_extension_has_an_example():
