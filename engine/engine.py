@@ -40,7 +40,7 @@ from weft.engine.planning.run_plan import RunPlan
 from weft.engine.planning.schedules import RankSchedule, plan_evaluation
 from weft.engine.stages.objective import Minimised, Objective
 from weft.engine.strands.turns import Turns, are_shared, without_turns
-from weft.engine.zero import Collectives, Comparison
+from weft.engine.zero import Collectives
 from weft.pipeline.action import Action, Op
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import Timeline
@@ -93,7 +93,6 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
         self.weft = weft
         self.plan = plan
         self.wan = wan
-        minimised = None if objective is None else Minimised(objective)
         self._collectives = collectives
         self.axes = axes or AxisGroups()
         super().__init__(**deepspeed)
@@ -111,34 +110,9 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
         """What the last steps measured."""
         self._state: StepState | None = None
         self._loss_sum: ReplicaSum | None = None
-        last = self.schedule.placement.num_stages - 1
-        self.holds_loss = last in self.module.stages
-        if self.holds_loss:
-            self.module.stages[last].objective = minimised
-        self.step_loss = StepLoss(
-            minimised=minimised,
-            holds=self.holds_loss,
-            source=self.grid.stage_to_global(self.schedule.placement.stage_ranks[-1]),
-            replicas=self.module.data_group if plan.layout.data_ranks > 1 else None,
-            pipeline=self.grid.get_pipe_parallel_group() if self.is_pipe_parallel else None,
-            device=self.device,
-            counts=position.context == 0,
-        )
-        self._comparison = Comparison(
-            self.sharding,
-            self.basic_optimizer,
-            every=weft.supervise.compare_every,
-            replica=dist.get_rank(self.module.data_group),
-            replicas=dist.get_process_group_ranks(self.module.data_group),
-            group=self.module.data_group,
-            expert=max(1, plan.layout.expert // plan.layout.tensor),
-            experts={
-                name
-                for stage in self.module.stages.values()
-                for name, cut in stage.cuts.items()
-                if cut.axis == "expert"
-            },
-        )
+        self.holds_loss = self.schedule.placement.num_stages - 1 in self.module.stages
+        self.step_loss = self._make_loss(objective, counts=position.context == 0)
+        self._comparison = self._make_comparison()
         SET_UP.done("engine: ours")
         self._neighbours = Neighbours.join(
             plan.placement, plan.layout, wan=wan, device=self.device, timeout_s=weft.comm.timeout_s
@@ -161,6 +135,20 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
         self.slot_observers[:0] = heartbeat.observers(lambda: self.global_steps)
 
     # -- set-up --------------------------------------------------------------------------------
+
+    def _make_loss(self, objective: Objective | None, *, counts: bool) -> StepLoss:
+        minimised, last = None if objective is None else Minimised(objective), self.schedule.placement.num_stages - 1
+        if self.holds_loss:
+            self.module.stages[last].objective = minimised
+        return StepLoss(
+            minimised=minimised,
+            holds=self.holds_loss,
+            source=self.grid.stage_to_global(self.schedule.placement.stage_ranks[-1]),
+            replicas=self.module.data_group if self.layout.data_ranks > 1 else None,
+            pipeline=self.grid.get_pipe_parallel_group() if self.is_pipe_parallel else None,
+            device=self.device,
+            counts=counts,
+        )
 
     def _make_executor(self) -> Executor:
         stages, sharding = self.module.stages, self.sharding

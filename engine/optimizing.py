@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.config import LAMB_OPTIMIZER
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -40,6 +41,21 @@ class OptimizingEngine(PipelineEngine):
         """As DeepSpeed's, over replicas; but those that share out experts hold different ones."""
         if self.plan.layout.expert == 1:
             super()._broadcast_model()
+
+    def _make_comparison(self) -> Comparison:
+        """Of this rank's replicas; see ``supervise.compare_every``."""
+        group, layout = self.module.data_group, self.plan.layout
+        cuts = [pair for stage in self.module.stages.values() for pair in stage.cuts.items()]
+        return Comparison(
+            self.sharding,
+            self.basic_optimizer,
+            every=self.weft.supervise.compare_every,
+            replica=dist.get_rank(group),
+            replicas=dist.get_process_group_ranks(group),
+            group=group,
+            expert=max(1, layout.expert // layout.tensor),
+            experts={name for name, cut in cuts if cut.axis == "expert"},
+        )
 
     def zero_optimization(self) -> bool:
         """Whether the optimiser clips and drops gradients itself: ours does, at stage 0, too."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from copy import deepcopy
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,12 +20,11 @@ from transformers import Trainer
 from transformers.trainer_callback import TrainerControl
 from transformers.trainer_utils import EvalLoopOutput
 
-from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint.exporting import export
-from weft.engine.deepspeed.keys import split_deepspeed_config
 from weft.engine.distributed import from_rank_zero
 from weft.engine.engine import WeftEngine
 from weft.engine.huggingface.checkpoint_folders import ENGINE_STATE, last_whole, move_into
+from weft.engine.huggingface.layout import TrainerLayout
 from weft.engine.huggingface.microbatches import EveryNthBatch, any_batch, filled
 from weft.engine.huggingface.objective import trainer_objective
 from weft.engine.huggingface.refusals import NO_LOGITS, refuse
@@ -69,77 +67,29 @@ class WeftTrainer(Trainer):
         self.engine: WeftEngine | None = None
         self._pending: list[dict[str, Tensor]] = []
         self._rate = 0.0
-        self._config(1)
+        self._layout.engine_config(1)
 
     # -- layout --------------------------------------------------------------------------------
 
     @property
+    def _layout(self) -> TrainerLayout:
+        return TrainerLayout(self.args)
+
+    @property
     def num_stages(self) -> int:
         """Pipeline ranks."""
-        section = self._deepspeed().get("weft", {})
-        return int(section.get("pipeline", {}).get("stages", WeftConfig().pipeline.stages))
+        return self._layout.num_stages
 
     @property
     def num_replicas(self) -> int:
         """Number of replicas of the model."""
-        return max(1, self.args.world_size // (self.num_stages * self._lines_per_replica))
-
-    @property
-    def _lines_per_replica(self) -> int:
-        """Ranks of a stage that share the work of one micro-batch."""
-        given = self._deepspeed().get("weft", {}).get("parallel", {})
-        return int(given.get("context", 1)) * int(given.get("tensor", 1))
-
-    def _deepspeed(self) -> dict[str, Any]:
-        """The DeepSpeed configuration with what the Trainer has filled in."""
-        given = getattr(self.args, "hf_deepspeed_config", None)
-        if given is None or not isinstance(given.config.get("weft"), dict) or not given.config["weft"].get("enabled"):
-            raise ValueError(
-                'TrainingArguments.deepspeed: no section "weft": {"enabled": true, "pipeline": {"stages": ...}}; '
-                "add it, or use transformers.Trainer"
-            )
-        return given.config
-
-    def _config(self, num_steps: int) -> dict[str, Any]:
-        """The configuration of the engine.
-
-        Raises:
-            ValueError: it contradicts the TrainingArguments, or has an invalid field.
-        """
-        args, tree = self.args, deepcopy(self._deepspeed())
-        per_replica = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        # The Trainer takes every rank for a replica.
-        said, theirs, ours = tree.pop("train_batch_size", None), per_replica * args.world_size, per_replica
-        ours *= self.num_replicas
-        wrong = [line for line in args.hf_deepspeed_config.mismatches if not line.startswith("- ds train_batch_size")]
-        if said not in (None, theirs, ours):
-            wrong.append(f"- ds train_batch_size={said} vs {ours} of the arguments and {self.num_replicas} replicas")
-        if wrong:
-            raise ValueError("TrainingArguments.deepspeed contradicts the arguments:\n" + "\n".join(wrong))
-        zero = tree.get("zero_optimization", {})
-        for name in [name for name, value in zero.items() if value == "auto"]:
-            del zero[name]
-        tree |= {
-            "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
-            "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "gradient_clipping": args.max_grad_norm,
-        }
-        for kind in ("bf16", "fp16"):
-            if getattr(args, kind):
-                tree[kind] = tree.get(kind, {}) | {"enabled": True}
-        tree["weft"].setdefault("train", {})["steps"] = num_steps
-        split_deepspeed_config(tree)
-        return tree
+        return self._layout.num_replicas
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the Trainer's, but prepares only data loaders, for replicas instead of ranks."""
-        init_distributed(self._deepspeed(), timeout_s=self.args.ddp_timeout)
+        init_distributed(self._layout.deepspeed(), timeout_s=self.args.ddp_timeout)
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare = self._share_loader
-
-    @property
-    def _replica(self) -> int:
-        return self.args.process_index // self._lines_per_replica % self.num_replicas
 
     def _share_loader(self, loader: DataLoader, even: bool | None = None) -> DataLoader:
         """This replica's share of a data loader; the ranks of a pipeline all read it.
@@ -151,7 +101,7 @@ class WeftTrainer(Trainer):
         return prepare_data_loader(
             loader,
             num_processes=self.num_replicas,
-            process_index=self._replica,
+            process_index=self._layout.replica,
             put_on_device=False,
             rng_types=accelerator.rng_types.copy(),
             dispatch_batches=False,
@@ -185,7 +135,7 @@ class WeftTrainer(Trainer):
             self.lr_scheduler = None
             return self.create_scheduler(num_training_steps=num_steps, optimizer=stepped)
 
-        config = self._config(num_steps)
+        config = self._layout.engine_config(num_steps)
         engine, *_ = initialize(
             model=self.model,
             optimizer=None if "optimizer" in config else optimizer,
@@ -193,7 +143,7 @@ class WeftTrainer(Trainer):
             config=config,
             loss=trainer_objective(self),
         )
-        assert engine.replica == self._replica
+        assert engine.replica == self._layout.replica
         return engine
 
     def _ready(self, num_steps: int) -> WeftEngine:
@@ -287,7 +237,7 @@ class WeftTrainer(Trainer):
             return self._share_loader(loader, even=False)
         if self.num_replicas > 1:
             return DataLoader(
-                EveryNthBatch(loader.dataset, loader.batch_size or 1, self._replica, self.num_replicas),
+                EveryNthBatch(loader.dataset, loader.batch_size or 1, self._layout.replica, self.num_replicas),
                 batch_size=loader.batch_size,
                 collate_fn=loader.collate_fn,
             )
