@@ -127,4 +127,4 @@ def test_a_file_of_an_example_passes_arguments_that_the_code_takes(source):
 
 
 def test_each_kind_of_extension_has_an_example():
-    assert len(DIFFS) == 4
+    assert len(DIFFS) == 5
