@@ -75,11 +75,15 @@ def main(argv: Sequence[str], held: Held | None = None) -> int:
     Args:
         held: as of `train`.
     """
-    parser = argparse.ArgumentParser(prog="weft train", add_help=False)
-    parser.add_argument("--config-file")
-    parser.add_argument(
-        "--local_rank", "--local-rank"
-    )  # DeepSpeed's launcher appends it; the environment has the same value
+    parser = argparse.ArgumentParser(
+        prog="weft train",
+        usage="weft train [--config-file FILE] [recipe=NAME] [key=value ...]",
+        description="Train as one rank of a job. `weft launch` starts all of them; to start them by other means, set "
+        "the variables that torchrun sets.",
+    )
+    parser.add_argument("--config-file", metavar="FILE", help="a recipe's YAML file, instead of recipe=NAME")
+    # DeepSpeed's launcher appends it; the environment has the same value.
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     known, overrides = parser.parse_known_args(argv)
     settings = overrides, known.config_file
     config = deepcopy(KEPT.get("configuration", settings, lambda: load(overrides, recipe_file=known.config_file)))

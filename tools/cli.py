@@ -9,22 +9,22 @@ from collections.abc import Sequence
 from importlib import import_module
 
 COMMANDS = {
-    "launch": ("weft.tools.launch", "check a run, start its ranks, stop them together"),
-    "serve": ("weft.recipes.serve", "keep vLLM prefill workers running in the bubbles of a training run"),
-    "controller": ("weft.recipes.controller", "one address in front of all prefill workers"),
+    "launch": ("weft.tools.launch", "check a configuration, start a run and supervise it"),
+    "serve": ("weft.recipes.serve", "run vLLM prefill workers in the bubbles of a training run"),
+    "controller": ("weft.recipes.controller", "run the controller: one address in front of all prefill workers"),
     "train": ("weft.recipes.train", "train as one rank (`weft launch` starts them all)"),
-    "config": ("weft.tools.config", "print the resolved configuration with the meaning of every field"),
+    "config": ("weft.tools.config", "print the resolved configuration, with a comment on every field"),
     "check": ("weft.tools.verification.check", "compare a model's stages with Hugging Face's own forward"),
-    "plan": ("weft.tools.plan", "which sites, GPUs and layout train a model, and what that costs"),
-    "profile": ("weft.tools.profile", "measure what a model's layers take on this machine"),
-    "schedule": ("weft.tools.schedule", "generate a schedule and print, draw or export it"),
-    "simulate": ("weft.tools.simulate", "time a schedule without a GPU"),
-    "emulate": ("weft.recipes.emulate", "the step of a job of any size, from a few real ranks on this machine"),
-    "doctor": ("weft.tools.doctor", "check the environment of a run: hosts, ranks' connections, links between sites"),
-    "evict": ("weft.tools.evict", "keep hosts out of runs, or list those that are"),
-    "readmit": ("weft.tools.readmit", "let evicted hosts back in"),
-    "netbed": ("weft.tools.netbed.command", "build a WAN in a box: nodes, real TCP, delays, faults"),
-    "bench": ("weft.tools.bench", "measure Weft beside its peers"),
+    "plan": ("weft.tools.plan", "find the sites, GPUs and layout to train a model with, and the cost"),
+    "profile": ("weft.tools.profile", "time a model's layers on this machine"),
+    "schedule": ("weft.tools.schedule", "generate a pipeline schedule; print, draw or export it"),
+    "simulate": ("weft.tools.simulate", "predict the step time of a schedule, without a GPU"),
+    "emulate": ("weft.recipes.emulate", "measure the step time of a large job with a few real ranks on this machine"),
+    "doctor": ("weft.tools.doctor", "check hosts, connections between ranks, and links between sites"),
+    "evict": ("weft.tools.evict", "exclude hosts from runs, or list those that are excluded"),
+    "readmit": ("weft.tools.readmit", "let excluded hosts back in"),
+    "netbed": ("weft.tools.netbed.command", "emulate a WAN on this machine, with real TCP, delays and faults"),
+    "bench": ("weft.tools.bench", "run a benchmark of Weft against other systems"),
     "parity": ("weft.tools.verification.parity", "compare stages of every supported architecture with Hugging Face"),
 }
 BAD_INPUT = 2
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("usage: weft COMMAND ...\n")
         for name, (_, summary) in COMMANDS.items():
             print(f"  {name:<10} {summary}")
-        print("\n`weft COMMAND --help` says more about each.")
+        print("\n`weft COMMAND --help` lists the options of a command.")
         return 0
     command, *rest = args
     if command not in COMMANDS:

@@ -37,7 +37,8 @@ def test_every_command_is_listed(capsys):
 
 
 def test_every_command_and_bench_that_the_docs_name_is_there():
-    texts = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))]
+    files = ROOT / "README.md", *(ROOT / "docs").glob("*.md")
+    texts = [re.sub(r"(?ms)^```diff\n.*?^```", "", path.read_text()) for path in files]  # diffs add what is not there
     named = {name for text in texts for name in re.findall(r"`weft ([a-z]+)", text)}
     shown = {name for text in texts for name in re.findall(r"`weft bench ([a-z]+)", text)}
     assert named - set(cli.COMMANDS) == set()
@@ -48,6 +49,16 @@ def test_every_command_and_bench_that_the_docs_name_is_there():
 def test_every_command_has_its_module():
     missing = [name for name, (module, _) in cli.COMMANDS.items() if find_spec(module) is None]
     assert not missing
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_tells_its_usage(capsys, name):
+    try:
+        code = cli.main([name, "--help"])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 0
+    assert capsys.readouterr().out.startswith(f"usage: weft {name}")
 
 
 def test_every_benchmark_is_listed_and_has_its_module():
