@@ -147,7 +147,11 @@ class ContextAttention:
     ) -> Tensor:
         """Causal attention, each of the two chunks to what lies before its end: nothing is computed to be masked."""
         if position_bias is not None or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-            raise ValueError(f"{type(module).__name__} does not attend by position and mask alone")
+            raise UnshareableError(
+                f"parallel.context={self._group.size}: {type(module).__name__} adds biases of its own to scores, or "
+                "attends to later positions, which gathered keys and values do not allow for; set parallel.context=1, "
+                "or choose another architecture"
+            )
         groups = query.shape[1] // key.shape[1]
         grouped = groups > 1 and use_gqa_in_sdpa(None, key, value)
         if groups > 1 and not grouped:

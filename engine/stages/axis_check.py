@@ -18,6 +18,7 @@ from weft.engine.stages.batch import Batch, count_label_tokens
 from weft.engine.stages.checking import LENGTH, architecture, small_copy, tried_batch
 from weft.engine.stages.comparison import Outcome, difference, gradients
 from weft.engine.stages.members import members_outcome
+from weft.engine.stages.mismatch import why_not_shared
 from weft.engine.stages.packed import tell_rows
 from weft.engine.stages.port import Port
 from weft.engine.stages.skeleton import decoder_layers, skeleton
@@ -69,9 +70,8 @@ def check_axes(
         except UnshareableError:
             raise
         except Exception as error:  # any: it is Hugging Face's or the model's own code
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ValueError(
-                f"{what}: {cls.__name__} does not run with its work shared inside of layers ({kind}; {reason}); "
+                f"{what}: {cls.__name__} cannot share the work of its layers: {why_not_shared(error, sizes)} ({kind}); "
                 f"set {remedy}, or choose another architecture"
             ) from error
         for part, much in off.items():

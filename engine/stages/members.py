@@ -17,7 +17,7 @@ from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.cut import Cut
 from weft.engine.parallel.in_process import run_in_threads
 from weft.engine.stages.batch import Batch
-from weft.engine.stages.comparison import Outcome, gradients, run_stages
+from weft.engine.stages.comparison import Outcome, all_parameters, gradients, run_stages
 from weft.engine.stages.context import part_of
 from weft.engine.stages.from_model import stages_from_model
 from weft.engine.stages.packed import tell_rows
@@ -76,7 +76,7 @@ def members_outcome(
 
 def _summed(model: PreTrainedModel, results: Sequence[tuple[Mapping[str, Cut], Outcome]]) -> dict[str, Tensor]:
     """Gradients of whole parameters, added up from members' parts."""
-    totals: dict[str, Any] = {name: torch.zeros_like(p, requires_grad=False) for name, p in model.named_parameters()}
+    totals: dict[str, Any] = {name: torch.zeros_like(p, requires_grad=False) for name, p in all_parameters([model])}
     for cuts, outcome in results:
         for name, gradient in outcome.gradients.items():
             if name in cuts:

@@ -127,8 +127,19 @@ def test_an_architecture_that_works_is_found_exact(packing):
 
 
 @pytest.mark.parametrize(
-    ("arch", "what"), [("mamba", "MambaForCausalLM .* differs from one process"), ("bloom", "look up its attention")]
+    ("arch", "what"),
+    [
+        ("mamba", "MambaForCausalLM .* differs from one process"),
+        ("bloom", "look up its attention"),
+        ("doge", r"model.layers.0.self_attn \(DogeAttention\) gives attention keys or masks of its own making"),
+        ("git", r"git \(GitModel\) makes masks of other tensors than the positions and the padding"),
+        ("deepseek_v32", r"self_attn.indexer \(DeepseekV32Indexer\) combines a rank's part of the sequence with all"),
+    ],
 )
 def test_an_architecture_that_cannot_share_sequences_is_refused_by_name(arch, what):
     with pytest.raises(ValueError, match=f"parallel.context=2: .*{what}.*set parallel.context=1"):
         check_axes(small_config(arch), context=2)
+
+
+def test_names_of_tied_weights_are_those_of_the_whole_model():
+    check_axes(small_config("camembert"), context=2)

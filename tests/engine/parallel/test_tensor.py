@@ -143,6 +143,20 @@ def test_refused(config, members, message):
         check_axes(config, tensor=members)
 
 
+@pytest.mark.parametrize(
+    ("arch", "what"),
+    [
+        ("doge", r"model.layers.0.self_attn \(DogeAttention\) .* weights beside its matrices \(A\), which are not"),
+        ("gemma3n_text", "its layers hand on hidden states of 4 dimensions"),
+        ("gemma4_text", r"model.layers.0 \(Gemma4TextDecoderLayer\) computes with hidden states beside its parts"),
+    ],
+)
+def test_what_a_model_does_that_members_cannot_share_is_named(arch, what):
+    with pytest.raises(ValueError, match=f"^parallel.tensor=2: .*{what}.*; set parallel.tensor=1") as caught:
+        check_axes(small_config(arch), tensor=2)
+    assert "size of tensor" not in str(caught.value)
+
+
 @pytest.mark.parametrize("arch", ["llama", "olmo2", "glm"])
 def test_checked_before_start(arch):
     check_axes(small_config(arch), tensor=2)
