@@ -21,7 +21,11 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ValueError: bad input, or the server's packages are not installed.
     """
-    parser = argparse.ArgumentParser(prog="weft controller", usage="weft controller [recipe=NAME] [key=value ...]")
+    parser = argparse.ArgumentParser(
+        prog="weft controller",
+        usage="weft controller [recipe=NAME] [key=value ...]",
+        description="Run the controller, which sends each prompt to the prefill worker that finishes it first.",
+    )
     _, overrides = parser.parse_known_args(argv)
     config = load(overrides)
     try:

@@ -76,26 +76,42 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="weft emulate",
         usage="weft emulate [options] recipe=NAME [key=value ...]",
-        description="Run a few real ranks of a job of any size on this machine, with all others emulated, and tell how "
-        "long its step takes. Losses mean nothing.",
+        description="Measure the step time of a large job: run a few of its ranks on this machine, and emulate all "
+        "others. Losses are meaningless.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config-file", help="a YAML file in place of recipe=NAME")
-    parser.add_argument("--real", default="auto", help="auto, or global ranks such as 0,5,9; auto: one of each class")
-    parser.add_argument("--most", type=int, default=16, help="real ranks that auto may take (default 16)")
-    parser.add_argument("--at-once", type=int, default=1, help="real ranks that run side by side (default 1)")
-    parser.add_argument("--steps", type=int, default=10, help="steps to measure (default 10)")
+    parser.add_argument("--config-file", help="a recipe's YAML file, instead of recipe=NAME")
     parser.add_argument(
-        "--delays", default="simulate", help="simulate, alpha-beta, trace:FILE, FILE.py:CLASS or MODULE:CLASS"
+        "--real", default="auto", help="global ranks to run, such as 0,5,9; default auto: one per class"
     )
-    parser.add_argument("--what-if", action="append", default=[], metavar="CONDITION", help="see docs/emulation.md")
-    parser.add_argument("--at", nargs="+", default=[], metavar=("RANK", "KEY=VALUE"), help="check a rank set up so")
-    parser.add_argument("--per-host", type=int, default=8, help="ranks of a host, without a hostfile (default 8)")
+    parser.add_argument("--most", type=int, default=16, help="most real ranks that auto chooses (default 16)")
+    parser.add_argument("--at-once", type=int, default=1, help="real ranks that run at the same time (default 1)")
+    parser.add_argument("--steps", type=int, default=10, help="number of steps to measure (default 10)")
+    parser.add_argument(
+        "--delays",
+        default="simulate",
+        help="delay model: simulate, alpha-beta, trace:FILE, FILE.py:CLASS or MODULE:CLASS",
+    )
+    parser.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="change the job, as in slow-rank=3:0.8; see docs/emulation.md",
+    )
+    parser.add_argument(
+        "--at",
+        nargs="+",
+        default=[],
+        metavar=("RANK", "KEY=VALUE"),
+        help="find the first mismatch if one rank has other settings",
+    )
+    parser.add_argument("--per-host", type=int, default=8, help="ranks per host, if there is no hostfile (default 8)")
     link = "latency in microseconds, bandwidth in Gbit/s"
     parser.add_argument("--inside", type=_link, default=INSIDE, help=f"inside a host: {link} (default {INSIDE})")
     parser.add_argument("--between", type=_link, default=BETWEEN, help=f"between hosts of a site (default {BETWEEN})")
     parser.add_argument(
-        "--record", type=Path, metavar="FILE", help="write what real ranks took, for --delays trace:FILE"
+        "--record", type=Path, metavar="FILE", help="write the times of the real ranks, for --delays trace:FILE"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     return parser

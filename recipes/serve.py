@@ -53,9 +53,14 @@ def main(argv: Sequence[str]) -> int:
         ValueError: bad input, before any process starts.
     """
     parser = argparse.ArgumentParser(
-        prog="weft serve", usage="weft serve [--trace FOLDER] [recipe=NAME] [key=value ...]"
+        prog="weft serve",
+        usage="weft serve [--trace FOLDER] [recipe=NAME] [key=value ...]",
+        description="Run vLLM prefill workers in the bubbles of a training run, until Ctrl-C. Pass the same settings "
+        "as to `weft launch`.",
     )
-    parser.add_argument("--trace", metavar="FOLDER", help="write every prefill step to worker<N>.jsonl here")
+    parser.add_argument(
+        "--trace", metavar="FOLDER", help="write a record of every prefill step to worker<N>.jsonl in this folder"
+    )
     known, overrides = parser.parse_known_args(argv)
     config = load(overrides)
     check_serving(config)

@@ -180,29 +180,61 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="weft plan",
-        description="Rank the ways to train a model on a cluster; `weft plan recipe=NAME` explains collectives.",
+        description="Find and rank the layouts to train a model with on a cluster. Without a cluster, `weft plan "
+        "recipe=NAME` explains the collectives of a run.",
         allow_abbrev=False,
     )
     parser.add_argument("--cluster", type=Path, required=True, help="YAML file of sites, GPUs, prices and links")
-    parser.add_argument("--model", required=True, help="config.json, folder with one, or hub name")
-    parser.add_argument("--sequence-length", default="4096", metavar="N", help="tokens of a sequence; default 4096")
+    parser.add_argument("--model", required=True, help="config.json, a folder that contains one, or a hub name")
+    parser.add_argument("--sequence-length", default="4096", metavar="N", help="tokens per sequence; default 4096")
     parser.add_argument(
-        "--batch-tokens", default=str(2**22), metavar="N", help="tokens of a step; 0 lets replicas decide"
+        "--batch-tokens",
+        default=str(2**22),
+        metavar="N",
+        help="tokens per step; default 4194304; 0 leaves the batch size open",
     )
-    parser.add_argument("--tokens", default="1e12", help="tokens to train on, for hours and cost; default 1e12")
-    parser.add_argument("--objective", choices=[kind.value for kind in Objective], default="throughput")
-    parser.add_argument("--max-memory", default=str(USABLE), metavar="SHARE", help="of a GPU that a plan fills")
-    parser.add_argument("--max-sites", default="0", metavar="N", help="sites of a pipeline; 0 is no limit")
-    parser.add_argument("--max-cost-per-hour", default="0", metavar="PRICE", help="of all GPUs; 0 is no limit")
-    parser.add_argument("--keep-data-in", default="", metavar="SITE", help="site or region of first and last stage")
-    parser.add_argument("--pin", action="append", default=[], metavar="FIELD=VALUE", help="such as pipeline.stages=8")
-    parser.add_argument("--what-if", action="append", default=[], metavar="CHANGE", help="'site west gpus=0', ...")
-    parser.add_argument("--marginal", action="store_true", help="what a tenth more of each link and site is worth")
-    parser.add_argument("--explain", default="0", metavar="RANK", help="where a plan's time and memory go")
-    parser.add_argument("--rows", default="8", metavar="N", help="plans to show; default 8")
+    parser.add_argument(
+        "--tokens", default="1e12", help="tokens to train on, from which hours and cost follow; default 1e12"
+    )
+    parser.add_argument(
+        "--objective", choices=[kind.value for kind in Objective], default="throughput", help="what to optimise"
+    )
+    parser.add_argument(
+        "--max-memory",
+        default=str(USABLE),
+        metavar="SHARE",
+        help=f"fraction of a GPU's memory that a plan may use; default {USABLE}",
+    )
+    parser.add_argument("--max-sites", default="0", metavar="N", help="most sites per pipeline; default 0: no limit")
+    parser.add_argument(
+        "--max-cost-per-hour",
+        default="0",
+        metavar="PRICE",
+        help="highest price of all GPUs per hour; default 0: no limit",
+    )
+    parser.add_argument(
+        "--keep-data-in", default="", metavar="SITE", help="site or region that must hold the first and the last stage"
+    )
+    parser.add_argument(
+        "--pin", action="append", default=[], metavar="FIELD=VALUE", help="fix a field, as in pipeline.stages=8"
+    )
+    parser.add_argument(
+        "--what-if", action="append", default=[], metavar="CHANGE", help="change the cluster, as in 'site west gpus=0'"
+    )
+    parser.add_argument(
+        "--marginal", action="store_true", help="show the gain from 10 percent more of each link and site"
+    )
+    parser.add_argument(
+        "--explain", default="0", metavar="RANK", help="break down the time and memory of a plan, by its rank"
+    )
+    parser.add_argument("--rows", default="8", metavar="N", help="number of plans to show; default 8")
     parser.add_argument("--format", choices=("table", "json", "md", "png"), default="table")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the picture of --format png")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="what `weft profile` measured on one of the GPUs")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="the best plan as a recipe, with hostfile and costs")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; needed with --format png")
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="use the measurements that `weft profile` wrote on one of the GPUs"
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the best plan as a recipe, with its hostfile and costs"
+    )
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/weft/models.json"), help=argparse.SUPPRESS)
     return parser

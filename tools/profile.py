@@ -169,13 +169,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="weft profile",
         usage="weft profile [options] [recipe=NAME] [key=value ...]",
-        description="Time one layer of each kind at the real shapes, as costs that plans and runs read.",
+        description="Time one layer of each kind at the shapes of a run, and write the costs for `weft plan` and "
+        "pipeline.costs_file.",
         allow_abbrev=False,
     )
-    parser.add_argument("--out", type=Path, default=Path("profile.yaml"), metavar="FILE", help="default profile.yaml")
-    parser.add_argument("--seconds", default="60", help="to time layers in; default 60")
-    parser.add_argument("--ranks", help="that measure collectives; default one per GPU, 2 on a CPU; 1 leaves them out")
     parser.add_argument(
-        "--no-links", dest="links", action="store_false", help="leave out the link between ranks and collectives"
+        "--out", type=Path, default=Path("profile.yaml"), metavar="FILE", help="file to write; default profile.yaml"
+    )
+    parser.add_argument("--seconds", default="60", help="how long to time layers for; default 60")
+    parser.add_argument(
+        "--ranks", help="ranks that measure collectives; default one per GPU, 2 on a CPU; 1 skips collectives"
+    )
+    parser.add_argument(
+        "--no-links", dest="links", action="store_false", help="skip the link between ranks, and collectives"
     )
     return parser

@@ -106,26 +106,28 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="weft schedule", description="Generate a schedule; print, draw or export it.")
-    parser.add_argument("kind", choices=list(generators()), help="generator of the schedule")
+    parser.add_argument("kind", choices=list(generators()), help="kind of the schedule")
     parser.add_argument("--ranks", type=int, required=True, help="pipeline ranks")
     parser.add_argument("--microbatches", type=int, required=True, help="micro-batches per step")
     parser.add_argument(
         "--placement",
         choices=("any", *LAYOUTS),
-        help="default: what the kind needs; for auto any, which compares them by what a step costs",
+        help="default: the first that the kind supports; for auto `any`, which compares their step times",
     )
     parser.add_argument("--sites", type=_sizes, default=(), help="ranks per site, as in 4,4; default: one site")
     parser.add_argument("--cell", type=int, default=1, help="pipelines that share their uplinks (a DP-cell)")
-    parser.add_argument("--chunks", type=int, help="virtual stages per rank; default: what the placement has")
+    parser.add_argument("--chunks", type=int, help="virtual stages per rank; default: as the placement needs")
     parser.add_argument(
         "--costs",
         type=Path,
-        help="YAML file with costs; default: F = I = W = 1 s, 1 byte a chunk (a chunk is half of a straight stage "
-        "where placements are compared). Strand pairs stay where the plans of its strands gain something",
+        help="YAML file with costs; default: F = I = W = 1 s and 1 byte per chunk (if placements are compared, a "
+        "straight stage is two chunks). With costs of strands, only the strand pairs that gain time are kept",
     )
-    parser.add_argument("--together", type=int, default=0, help="micro-batches that interleaved launches in a row")
-    parser.add_argument("--memory-cap", type=float, help="most bytes of saved activations on any rank")
-    parser.add_argument("--search-seconds", type=float, default=2.0, help="time that auto may search")
+    parser.add_argument("--together", type=int, default=0, help="for interleaved: micro-batches in a row per chunk")
+    parser.add_argument("--memory-cap", type=float, help="limit of the activations saved on any rank, in bytes")
+    parser.add_argument(
+        "--search-seconds", type=float, default=2.0, help="time limit of the search for auto; default 2"
+    )
     parser.add_argument("--format", choices=("text", "json", "torch-csv", "png", "perfetto"), default="text")
     parser.add_argument("--out", type=Path, help="file to write; default: print")
     return parser

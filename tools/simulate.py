@@ -52,26 +52,42 @@ def _prefill_cost(text: str) -> PromptWork:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="weft simulate", description="Time a schedule without running it.")
-    parser.add_argument("schedule", type=Path, help="Weft's JSON, or torch's compute-only .csv")
+    parser = argparse.ArgumentParser(
+        prog="weft simulate", description="Predict the step time of a schedule without running it."
+    )
+    parser.add_argument("schedule", type=Path, help="file with the schedule: Weft's JSON, or torch's compute-only CSV")
     parser.add_argument("--costs", type=Path, help="YAML file with costs; default: F = I = W = 1 s, 1 byte a chunk")
     parser.add_argument("--format", choices=("text", "json", "png", "perfetto"), default="text")
     parser.add_argument("--out", type=Path, help="file to write; default: print")
     prefill = parser.add_argument_group("prefills in the bubbles (with --prefill)")
-    prefill.add_argument("--prefill", type=Path, metavar="TRACE.csv", help="prompts: TIMESTAMP, ContextTokens")
-    prefill.add_argument("--gpus", type=int, default=1000, help="GPUs that train")
-    prefill.add_argument("--cells", type=int, default=50, help="DP-cells that they form")
+    prefill.add_argument(
+        "--prefill", type=Path, metavar="TRACE.csv", help="prompts, with the columns TIMESTAMP and ContextTokens"
+    )
+    prefill.add_argument("--gpus", type=int, default=1000, help="number of GPUs that train; default 1000")
+    prefill.add_argument("--cells", type=int, default=50, help="number of DP-cells that the GPUs form; default 50")
     prefill.add_argument(
         "--prefill-cost",
         type=_prefill_cost,
         default="5,107,3.5",
         metavar="STEP_MS,TOKEN_US,PAIR_NS",
-        help="of a chunk: an engine step, a token, a token seeing another; default: 8 B parameters on an A100",
+        help="cost of a chunk: per engine step, per token, per pair of tokens; default: 8 B parameters on an A100",
     )
-    prefill.add_argument("--guard", type=float, default=2.0, metavar="MS", help="left free at each bubble's end")
-    prefill.add_argument("--deadline", type=float, default=10.0, metavar="S", help="longest time to the first token")
     prefill.add_argument(
-        "--loads", type=float, nargs="*", default=[0.5, 0.8, 0.95, 1.2], help="work offered over the room for it"
+        "--guard", type=float, default=2.0, metavar="MS", help="time kept free at the end of each bubble; default 2"
+    )
+    prefill.add_argument(
+        "--deadline",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="longest acceptable time to the first token; default 10",
+    )
+    prefill.add_argument(
+        "--loads",
+        type=float,
+        nargs="*",
+        default=[0.5, 0.8, 0.95, 1.2],
+        help="offered loads, as fractions of the bubbles' capacity",
     )
     return parser
 
