@@ -89,7 +89,12 @@ class OverlapCache:
             return None
 
     def write(self, key: str, table: OverlapTable) -> None:
-        """Add the table of a device; atomic."""
+        """Add what was measured of a device to what is known of it; atomic."""
+        known = self.read(key)
+        if known is not None:
+            both = {link for _, link in table.compute} == set(LinkScope)
+            links = table.links if both else known.links
+            table = OverlapTable({**known.compute, **table.compute}, links, table.default)
         compute = [{"kind": k.value, "link": c.value, "factor": factor} for (k, c), factor in table.compute.items()]
         JsonCache(self.path).add({key: {"compute": compute, "links": table.links, "default": table.default}})
 

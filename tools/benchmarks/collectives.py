@@ -1,4 +1,4 @@
-"""`weft bench collectives`: what collectives cost on a topology, and what partitioning them gains."""
+"""`weft bench collectives`: costs of collectives on a topology, what compute hides of them, what partitioning gains."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.probe import fitted, measure, nodes_of_world
 from weft.conf.schema import DataConfig
 from weft.engine.distributed import init_distributed
+from weft.engine.parallel.communicated import CommunicatedGroup
+from weft.engine.strands.overlap_probe import measure_overlap, overlap_cache, overlap_key
+from weft.pipeline.strands.overlap import OverlapTable
+from weft.pipeline.strands.segments import LinkScope
 from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.netbed import NetBed, Topology
 from weft.tools.netbed.ranks import run_ranks_in
@@ -40,6 +44,22 @@ class Row:
     chosen_s: float
 
 
+@dataclass(frozen=True)
+class Found:
+    """What the ranks of a topology measured.
+
+    Attributes:
+        topology: key of the costs; device: of the overlap.
+        overlap: OEF of each kind of compute beside a collective of each class of links.
+    """
+
+    topology: str
+    costs: CollectiveCosts
+    device: str
+    overlap: OverlapTable
+    rows: list[Row]
+
+
 def main(argv: Sequence[str]) -> int:
     """Run ``weft bench collectives``; returns the exit code.
 
@@ -54,10 +74,10 @@ def main(argv: Sequence[str]) -> int:
         nodes = [f"n{node}" for node in range(args.nodes) for _ in range(args.ranks)]
         with NetBed.up(Topology.even([1] * args.nodes, uplink_mbps=args.rate, latency_ms=args.latency)) as bed:
             found = run_ranks_in(bed, nodes, _probe_and_race, args, timeout_s=TIMEOUT_S)[0]
-    key, costs, rows = found
-    CostCache.in_folder(args.cache).write(key, costs)
-    _print(key, costs, rows)
-    figures = [{"rewrite": str(row.choice.rewrite), **asdict(row.choice), **asdict(row)} for row in rows]
+    CostCache.in_folder(args.cache).write(found.topology, found.costs)
+    overlap_cache(args.cache).write(found.device, found.overlap)
+    _print(found)
+    figures = [{"rewrite": str(row.choice.rewrite), **asdict(row.choice), **asdict(row)} for row in found.rows]
     write_json(args, "collectives", figures)
     return 0
 
@@ -74,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _probe_and_race(args: argparse.Namespace) -> tuple[str, CollectiveCosts, list[Row]]:
+def _probe_and_race(args: argparse.Namespace) -> Found:
     device = init_distributed(TIMEOUT_S)
     group = Group(tuple(range(dist.get_world_size())), nodes_of_world())
     communicator = Communicator.open([group], device=device, timeout_s=TIMEOUT_S)
@@ -89,8 +109,28 @@ def _probe_and_race(args: argparse.Namespace) -> tuple[str, CollectiveCosts, lis
             timed = [[_run_s(communicator, rewrite, device) for rewrite in pair] for _ in range(1 + args.repeats)]
             plain_s, chosen_s = (median(run[which] for run in timed[1:]) for which in (0, 1))
             rows.append(Row(choice, plain_s, chosen_s))
+    overlap = _overlap(communicator, device, max(args.sizes), args.repeats)
     communicator.close()
-    return topology_key(group, device.type), costs, rows
+    return Found(topology_key(group, device.type), costs, overlap_key(device), overlap, rows)
+
+
+def _overlap(world: Communicator, device: torch.device, num_bytes: int, repeats: int) -> OverlapTable:
+    """Of collectives between hosts, and of those inside of each, where its ranks are more than one."""
+    nodes, groups = world.group.nodes, {}
+    inside = None
+    if min(world.group.layout) > 1:
+        ranks = {node: tuple(rank for rank, its in enumerate(nodes) if its == node) for node in nodes}
+        hosts = [Group(members, (node,) * len(members)) for node, members in ranks.items()]
+        inside = Communicator.open(hosts, device=device, timeout_s=TIMEOUT_S, name="a host's ranks")
+        assert inside is not None, "every rank is on one of the hosts"
+    if len(set(nodes)) > 1:  # first: all ranks go by the slowest of the first group
+        groups[LinkScope.between_hosts] = CommunicatedGroup("job", world, {})
+    if inside is not None:
+        groups[LinkScope.inside_host] = CommunicatedGroup("host", inside, {})
+    overlap = measure_overlap(groups, device, num_bytes=num_bytes, repeats=repeats)
+    if inside is not None:
+        inside.close()
+    return overlap
 
 
 def _run_s(communicator: Communicator, rewrite: Rewrite, device: torch.device) -> float:
@@ -112,7 +152,7 @@ def _run_s(communicator: Communicator, rewrite: Rewrite, device: torch.device) -
     return seconds.item()
 
 
-def _print(key: str, costs: CollectiveCosts, rows: Sequence[Row]) -> None:
+def _print(found: Found) -> None:
     lines = (
         {
             "links": link.value,
@@ -120,7 +160,7 @@ def _print(key: str, costs: CollectiveCosts, rows: Sequence[Row]) -> None:
             "alpha ms": f"{1e3 * line.alpha_s:.3f}",
             "beta ns/B": f"{1e9 * line.beta_s:.2f}",
         }
-        for (link, primitive), line in costs.table.items()
+        for (link, primitive), line in found.costs.table.items()
     )
     raced = (
         {
@@ -132,6 +172,11 @@ def _print(key: str, costs: CollectiveCosts, rows: Sequence[Row]) -> None:
             "gain": f"{row.plain_s / row.chosen_s:.2f}x",
             "/ predicted": f"{row.chosen_s / row.choice.cost_s:.2f}",
         }
-        for row in rows
+        for row in found.rows
     )
-    show(table_of(lines, key, left=2), table_of(raced, left=2))
+    factors = (
+        {"compute": kind.value, "collective": link.value, "OEF": f"{factor:.2f}"}
+        for (kind, link), factor in found.overlap.compute.items()
+    )
+    beside = table_of(factors, "compute beside a collective", left=2)
+    show(table_of(lines, found.topology, left=2), beside, table_of(raced, left=2))

@@ -86,5 +86,9 @@ def _rank(
     faulthandler.dump_traceback_later(_TOLD * timeout_s)  # where it hangs, while there is time to tell
     import torch
 
+    from weft.comm.sites.joining import leave
+
     torch.set_num_threads(1)
-    return function(*args)
+    result = function(*args)
+    leave()
+    return result

@@ -88,6 +88,16 @@ def test_tables_are_kept_by_device(tmp_path):
     assert cache.read("none") is None
 
 
+def test_a_measurement_keeps_what_it_did_not_measure(tmp_path):
+    """`weft profile` knows the links inside of a host, `weft bench collectives` those between hosts, too."""
+    cache = overlap_cache(str(tmp_path))
+    cache.write("gpu", OverlapTable({(Kind.gemm, INSIDE): 0.9, (Kind.gemm, BETWEEN): 0.5}, links=0.7))
+    cache.write("gpu", OverlapTable({(Kind.gemm, INSIDE): 0.8}))
+    assert cache.read("gpu") == OverlapTable({(Kind.gemm, INSIDE): 0.8, (Kind.gemm, BETWEEN): 0.5}, links=0.7)
+    cache.write("gpu", OverlapTable({(Kind.gemm, INSIDE): 0.6, (Kind.gemm, BETWEEN): 0.4}, links=0.2))
+    assert cache.read("gpu").links == 0.2
+
+
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"x": 1}', '{"x": {"compute": [{"kind": "?"}]}}', '{"x": {"compute": []}}']
 )
