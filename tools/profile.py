@@ -24,7 +24,7 @@ from weft.pipeline.limits import number
 from weft.pipeline.planner.workload import ModelWork
 from weft.pipeline.profile import costs_to_yaml
 from weft.pipeline.text import bytes_text
-from weft.tools.benchmarks.peers.link import measure_link
+from weft.tools.benchmarks.peers.link import Way, measure_link
 from weft.tools.dry_run import settled_model
 from weft.tools.host_collectives import keep, measure_host
 from weft.tools.tables import show, table_of
@@ -126,7 +126,7 @@ def _collectives(ranks: int, cache_dir: str) -> dict[str, float]:
 
 def _local(stages: Sequence[StageCost]) -> LinkCost:
     """The link between two ranks of this machine, by what a layer hands on."""
-    return measure_link(max(4, int(max(stage.output_bytes for stage in stages)) // 4 * 4), shared=True)
+    return measure_link(max(4, int(max(stage.output_bytes for stage in stages)) // 4 * 4), Way.shared)
 
 
 def _measured(config: WeftConfig, hf_config: PreTrainedConfig, device: torch.device) -> dict[str, object]:

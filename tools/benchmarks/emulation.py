@@ -15,7 +15,7 @@ from weft.engine.emulation.stage import EmulatedWork
 from weft.pipeline.costs import LinkCost
 from weft.tools.benchmarks.peers.case import EngineCase
 from weft.tools.benchmarks.peers.emulated_job import LayersJob
-from weft.tools.benchmarks.peers.link import measure_link
+from weft.tools.benchmarks.peers.link import Way, measure_link
 from weft.tools.benchmarks.peers.stepping import time_steps
 from weft.tools.benchmarks.peers.weft_engine import emulated_engine
 from weft.tools.benchmarks.results import parse, write_json
@@ -131,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=2, help="real and emulated runs of each")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of a run")
     args = parse(parser, argv, jobs=names)
-    link = measure_link(WORK.hidden_bytes, shared=True)
+    link = measure_link(WORK.hidden_bytes, Way.shared)
     found = []
     with tempfile.TemporaryDirectory(prefix="weft-emulation-") as cache:
         for layout in LAYOUTS:

@@ -6,20 +6,23 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from statistics import mean
 from time import perf_counter
+from typing import Any
 
 from weft.comm.wan.library import load
 from weft.conf.schema import CommConfig
 from weft.engine.emulation.stage import EmulatedWork
-from weft.pipeline.costs import LinkCost
-from weft.tools.benchmarks.peers.case import EngineCase, middle_and_spread
-from weft.tools.benchmarks.peers.link import measure_link
+from weft.pipeline.costs import LinkCost, StageCost
+from weft.tools.benchmarks.peers.case import EngineCase, StageProfile, middle_and_spread
+from weft.tools.benchmarks.peers.link import Way, measure_link
 from weft.tools.benchmarks.peers.sites import MANY, profile
-from weft.tools.benchmarks.predictions.layouts import LAYOUTS, NUM_LAYERS, EmulatedLayout
-from weft.tools.benchmarks.predictions.measuring import measure, slowest
+from weft.tools.benchmarks.predictions.layouts import LAYOUTS, NUM_LAYERS, PROFILED, EmulatedLayout
+from weft.tools.benchmarks.predictions.measuring import measure, profile_stages, slowest
 from weft.tools.benchmarks.predictions.picture import draw_scatter
 from weft.tools.benchmarks.predictions.predicted import Predicted
 from weft.tools.benchmarks.results import parse, write_json
@@ -58,10 +61,12 @@ def main(argv: Sequence[str]) -> int:
         f"hidden state {work.hidden_bytes / 1e6:.3g} MB; {args.latency:g} ms one way, "
         f"{wan.bandwidth_bps / 1e6:.1f} Mbit/s; inside a site {near.occupancy_s(work.hidden_bytes) * 1e3:.1f} ms"
     )
+    stages = _profile(work, near, args)
+    print("; ".join(f"{count} layers {_milliseconds(stages.cost(count))}" for count in (1, 2)))
     found: list[Predicted] = []
     for layout in layouts:
         started = perf_counter()
-        found.append(_measure(layout, work, near, wan, args))
+        found.append(_measure(layout, _case(layout, work, near, args), wan, stages, args))
         print(f"{found[-1].name}: {found[-1].error:+.1%} in {perf_counter() - started:.0f} s", file=sys.stderr)
         write_json(args, "prediction", found)  # at once: a run of many layouts may be cut short
     show(table_of(map(_cells, found), "steps, predicted before the first and measured"))
@@ -105,7 +110,9 @@ def _links(args: argparse.Namespace, work: EmulatedWork) -> tuple[LinkCost, Link
     """What lies between two nodes of a site, and between two of different sites, measured."""
     with NetBed.up(_topology((2, 1), args)) as bed:
         wan = profile(bed)
-        near = measure_link(work.hidden_bytes, shared=False, run=partial(run_ranks_in, bed, bed.nodes[:2]))
+        near = measure_link(
+            work.hidden_bytes, Way.network, run=partial(run_ranks_in, bed, bed.nodes[:2]), idle_s=work.forward_s
+        )
     return near, LinkCost(latency_s=wan.latency_s, bandwidth_bps=wan.training_bps, streams=MANY)
 
 
@@ -115,10 +122,22 @@ def _topology(nodes: Sequence[int], args: argparse.Namespace) -> Topology:
     )
 
 
-def _measure(
-    layout: EmulatedLayout, work: EmulatedWork, near: LinkCost, wan: LinkCost, args: argparse.Namespace
-) -> Predicted:
-    case = EngineCase(
+def _profile(work: EmulatedWork, near: LinkCost, args: argparse.Namespace) -> StageProfile:
+    """What stages of few and of many layers take in the engine, as `weft profile` finds it for a real model."""
+    stages, *_ = _run(PROFILED, profile_stages, _case(PROFILED, work, near, args), args)
+    few, many = min(PROFILED.layers), max(PROFILED.layers)
+
+    def of(layers: int) -> tuple[int, StageCost]:
+        alike = [stage for stage, its in zip(stages, PROFILED.layers, strict=True) if its == layers]
+        return layers, replace(
+            alike[0], **{name: mean(getattr(stage, name) for stage in alike) for name in StageProfile.SECONDS}
+        )
+
+    return StageProfile(of(few), of(many))
+
+
+def _case(layout: EmulatedLayout, work: EmulatedWork, near: LinkCost, args: argparse.Namespace) -> EngineCase:
+    return EngineCase(
         num_ranks=layout.stages,
         num_layers=NUM_LAYERS,
         num_microbatches=layout.microbatches,
@@ -126,18 +145,26 @@ def _measure(
         link=near,
         num_replicas=layout.replicas,
         sites=layout.sites if len(layout.sites) > 1 else (),
-        wan=wan,
         in_a_row=True,
         num_warmup=_WARM_STEPS,
         num_steps=args.steps,
     )
+
+
+def _run(layout: EmulatedLayout, of_rank: Callable[..., Any], case: EngineCase, args: argparse.Namespace) -> list[Any]:
     comm = CommConfig(connections=MANY, chunk_kb=_CHUNK_KB, deadline_s=60.0, tls=False, timeout_s=args.timeout)
     with (
         NetBed.up(_topology([count * layout.replicas for count in layout.sites], args)) as bed,
         tempfile.TemporaryDirectory(prefix="weft-prediction-") as folder,
     ):
         config = layout.config(comm, folder)
-        ranks = run_ranks_in(bed, bed.nodes, measure, case, config, timeout_s=args.timeout)
+        return run_ranks_in(bed, bed.nodes, of_rank, case, config, timeout_s=args.timeout)
+
+
+def _measure(
+    layout: EmulatedLayout, case: EngineCase, wan: LinkCost, stages: StageProfile, args: argparse.Namespace
+) -> Predicted:
+    ranks = _run(layout, measure, replace(case, wan=wan, profile=stages), args)
     rank = slowest(ranks)
     measured_s, spread = middle_and_spread(rank.step_s)
     return Predicted(
@@ -149,6 +176,11 @@ def _measure(
         pipeline_s=max(middle_and_spread(one.pipeline_s)[0] for one in ranks),
         spread=spread,
     )
+
+
+def _milliseconds(cost: StageCost) -> str:
+    seconds = {"forward": cost.forward_s, "input": cost.input_s, "weight": cost.weight_s, "step": cost.step_s}
+    return ", ".join(f"{name} {1e3 * value:.1f}" for name, value in seconds.items()) + " ms"
 
 
 def _cells(one: Predicted) -> dict[str, str]:
@@ -167,8 +199,8 @@ def _cells(one: Predicted) -> dict[str, str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="weft bench prediction", description=__doc__)
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="some layouts, counted from 1")
-    parser.add_argument("--steps", type=int, default=7, help="measured steps of a layout")
-    parser.add_argument("--layer", type=float, default=20.0, help="a layer's forward in ms, and each of its gradients")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of a layout")
+    parser.add_argument("--layer", type=float, default=60.0, help="a layer's forward in ms, and each of its gradients")
     parser.add_argument("--transfer", type=float, default=2.0, help="a transfer over one uplink, in forwards of a rank")
     parser.add_argument("--elements", type=int, default=250_000, help="weights of a layer")
     parser.add_argument("--latency", type=float, default=20.0, help="one-way delay between sites in ms")

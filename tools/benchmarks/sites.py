@@ -23,7 +23,7 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 from weft.tools.benchmarks.peers import rendezvous
 from weft.tools.benchmarks.peers.case import EngineCase
-from weft.tools.benchmarks.peers.link import measure_link
+from weft.tools.benchmarks.peers.link import Way, measure_link
 from weft.tools.benchmarks.peers.sites import MANY, WAN_PEERS, WanPeer, profile, run_on
 from weft.tools.benchmarks.peers.uplinks import Step, draw
 from weft.tools.benchmarks.results import parse, write_json
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
         with NetBed.up(topology) as bed:
             link = profile(bed)
             neighbours = bed.nodes[SITES[0] * REPLICAS :][:2]
-            near = measure_link(work.hidden_bytes, shared=False, run=partial(run_ranks_in, bed, neighbours))
+            near = measure_link(work.hidden_bytes, Way.gloo, run=partial(run_ranks_in, bed, neighbours))
             case = replace(case, link=near)
             single, best, opposed = (bps / 1e6 for bps in (link.single_bps, link.aggregate_bps, link.opposed_bps))
             near_ms = 1e3 * (near.latency_s + near.occupancy_s(work.hidden_bytes))

@@ -13,7 +13,7 @@ from weft.tools.benchmarks import engine as bench_engine
 from weft.tools.benchmarks import schedules as bench_schedules
 from weft.tools.benchmarks.peers import race as race_module
 from weft.tools.benchmarks.peers.case import EngineCase, middle_and_spread
-from weft.tools.benchmarks.peers.link import measure_link
+from weft.tools.benchmarks.peers.link import Way, measure_link
 from weft.tools.benchmarks.peers.table import PEERS, PeerRun, measure
 from weft.tools.ranks import run_ranks
 
@@ -49,9 +49,9 @@ def test_every_peer_runs(peer):
         assert run.ideal_s == pytest.approx(IDEAL_LAYER_TIMES[peer] * 0.002)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_the_link_is_measured(shared):
-    link = measure_link(2**20, shared=shared)
+@pytest.mark.parametrize("way", Way)
+def test_the_link_is_measured(way):
+    link = measure_link(2**20, way)
     assert 0 < link.latency_s < 1
     assert 1e6 < link.bandwidth_bps < 1e13
 
@@ -101,7 +101,7 @@ def no_processes(monkeypatch):
         return PeerRun((1.0, 1.1, 1.2), 2.0 if peer.startswith("deepspeed") else 1.0, 2.2, 4.4, (2, 1))
 
     monkeypatch.setattr(race_module, "measure", measured)
-    monkeypatch.setattr(race_module, "measure_link", lambda num_bytes, shared: LinkCost())
+    monkeypatch.setattr(race_module, "measure_link", lambda num_bytes, way: LinkCost())
     return order
 
 

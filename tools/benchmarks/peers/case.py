@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median, quantiles
+from typing import ClassVar
 
 from weft.engine.emulation.stage import EmulatedWork
-from weft.pipeline.costs import CostModel, LinkCost
+from weft.pipeline.costs import CostModel, LinkCost, StageCost
+
+
+@dataclass(frozen=True)
+class StageProfile:
+    """Two stages as they were measured, by their layers; a stage of other layers lies on the line through them.
+
+    So what an engine does once for each computation counts once, and what each layer takes for each.
+    """
+
+    SECONDS: ClassVar = ("forward_s", "input_s", "weight_s", "step_s")
+    few: tuple[int, StageCost]
+    many: tuple[int, StageCost]
+
+    def cost(self, num_layers: int) -> StageCost:
+        """Of a virtual stage of so many layers."""
+        (few, less), (many, more) = self.few, self.many
+        share = (num_layers - few) / (many - few)
+
+        def between(name: str) -> float:
+            low, high = getattr(less, name), getattr(more, name)
+            return max(0.0, low + (high - low) * share)
+
+        return replace(less, **{name: between(name) for name in self.SECONDS})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +52,8 @@ class EngineCase:
     """Pipelines side by side, each of `num_ranks`."""
     sites: tuple[int, ...] = ()
     """Pipeline ranks per site; empty is one site."""
+    profile: StageProfile | None = None
+    """What stages were measured to take, for engines that plan; None is what `work` says."""
     wan: LinkCost = field(default_factory=LinkCost)
     """Between two ranks of different sites, over as many connections as fill it."""
     in_a_row: bool = False
@@ -36,6 +62,10 @@ class EngineCase:
     """Steps before the first that is measured."""
     num_steps: int = 5
     """Steps that are measured in one run."""
+
+    def cost(self, num_layers: int) -> StageCost:
+        """Of a virtual stage of so many layers, for engines that plan."""
+        return self.work.cost(num_layers) if self.profile is None else self.profile.cost(num_layers)
 
     @property
     def name(self) -> str:

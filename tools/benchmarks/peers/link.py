@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from weft.comm.channel import TensorSpec
 from weft.comm.shared_channel import share
+from weft.comm.torch_channel import connect
 from weft.engine.distributed import init_distributed
 from weft.pipeline.costs import LinkCost
 from weft.tools.ranks import run_ranks
@@ -27,35 +29,55 @@ Receive = Callable[[TensorSpec], Any]
 _HERE = partial(run_ranks, 2)
 
 
-def measure_link(num_bytes: int, *, shared: bool, run: Callable[..., list] = _HERE) -> LinkCost:
+class Way(Enum):
+    """How messages get from rank to rank."""
+
+    shared = "shared memory"
+    """Weft's, inside of a host."""
+    network = "network"
+    """Weft's channel over gloo, inside of a site."""
+    gloo = "gloo"
+    """As the other engines."""
+
+
+def measure_link(num_bytes: int, way: Way, *, run: Callable[..., list] = _HERE, idle_s: float = 0.0) -> LinkCost:
     """Latency of a small message, and the bandwidth at which ``num_bytes`` follow.
 
     Args:
-        shared: over Weft's shared memory; else over gloo, as the other engines.
         run: starts the two ranks, as `run_ranks` does.
+        idle_s: before each message, as ranks compute between two: a processor that has slept is slower.
     """
-    (small_s, large_s), _ = run(_round_trips, num_bytes, shared, timeout_s=TIMEOUT_S)
+    (small_s, large_s), _ = run(_round_trips, num_bytes, way, idle_s, timeout_s=TIMEOUT_S)
     rest_s = max(large_s - small_s, 0.1 * large_s)  # where noise hides the difference
     return LinkCost(latency_s=small_s, bandwidth_bps=8 * num_bytes / rest_s)
 
 
-def _round_trips(num_bytes: int, shared: bool) -> tuple[float, float]:
-    init_distributed(TIMEOUT_S)
+def _round_trips(num_bytes: int, way: Way, idle_s: float) -> tuple[float, float]:
+    device = init_distributed(TIMEOUT_S)
     me, other = dist.get_rank(), 1 - dist.get_rank()
-    ends: dict[tuple[int, int], Any] = share({(0, 1), (1, 0)}, timeout_s=TIMEOUT_S)[0]
+    hops = {(0, 1), (1, 0)}
+    ends: dict[tuple[int, int], Any] = {}
+    if way is Way.shared:
+        ends = share(hops, timeout_s=TIMEOUT_S)[0]
+    elif way is Way.network:
+        ends = connect(hops, device=device, timeout_s=TIMEOUT_S)
 
     def send(tensor: Tensor) -> Any:
-        return ends[me, other].send("t", tensor) if shared else dist.isend(tensor, other)
+        return ends[me, other].send("t", tensor) if ends else dist.isend(tensor, other)
 
     def receive(spec: TensorSpec) -> Any:
-        if shared:
+        if ends:
             return ends[other, me].recv("t", spec)
         return dist.irecv(torch.empty(spec.shape, dtype=spec.dtype), other)
 
-    return _one_way_s(send, receive, 4), _one_way_s(send, receive, num_bytes)
+    seconds = _one_way_s(send, receive, 4, idle_s), _one_way_s(send, receive, num_bytes, idle_s)
+    dist.barrier()
+    for end in ends.values():
+        end.close()
+    return seconds
 
 
-def _one_way_s(send: Send, receive: Receive, num_bytes: int) -> float:
+def _one_way_s(send: Send, receive: Receive, num_bytes: int, idle_s: float) -> float:
     """Median of half a round trip with both receives posted first."""
     me = dist.get_rank()
     tensor = torch.zeros(num_bytes // 4)
@@ -64,6 +86,7 @@ def _one_way_s(send: Send, receive: Receive, num_bytes: int) -> float:
     for _ in range(ROUND_TRIPS):
         coming = receive(spec)
         dist.barrier()
+        sleep(idle_s)
         start = perf_counter()
         if me == 1:
             coming.wait()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from weft.tools.benchmarks.peers.case import EngineCase, middle_and_spread
-from weft.tools.benchmarks.peers.link import measure_link
+from weft.tools.benchmarks.peers.link import Way, measure_link
 from weft.tools.benchmarks.peers.table import PEERS, PeerRun, measure
 from weft.tools.tables import show, table_of
 
@@ -59,7 +59,7 @@ def race(peers: Sequence[str], cases: Sequence[EngineCase], *, rounds: int) -> I
         RuntimeError: an engine failed or took too long.
     """
     for case in cases:
-        links = {shared: measure_link(case.work.hidden_bytes, shared=shared) for shared in (False, True)}
+        links = {way is Way.shared: measure_link(case.work.hidden_bytes, way) for way in (Way.gloo, Way.shared)}
         runs: dict[str, list[PeerRun]] = {peer: [] for peer in peers}
         for turn in range(rounds):
             for peer in peers:

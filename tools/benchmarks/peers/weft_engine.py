@@ -118,10 +118,10 @@ def emulated_facts(case: EngineCase, config: WeftConfig, device: torch.device) -
     layer = PartSize(case.work.weight_elements, case.work.weight_elements)
     sites = range(len(case.sites))
     if layers := config.pipeline.layers:
-        costs = {len(layers): tuple(map(case.work.cost, layers))}
+        costs = {len(layers): tuple(map(case.cost, layers))}
     else:
         costs = {
-            count: case.work.costs(case.num_layers, count).stages
+            count: (case.cost(case.num_layers // count),) * count
             for count in range(case.num_ranks, case.num_layers + 1, case.num_ranks)
             if not case.num_layers % count
         }

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from weft.conf.schema import (
+    ClusterConfig,
     CommConfig,
     DataConfig,
     OptimizerConfig,
     PipelineConfig,
     PlacementKind,
     ScheduleKind,
+    SiteConfig,
     WeftConfig,
     ZeroConfig,
 )
@@ -69,7 +71,9 @@ class EmulatedLayout:
 
     def config(self, comm: CommConfig, cache_dir: str) -> WeftConfig:
         """What `emulated_engine` takes; the schedule is not searched for by the clock."""
+        sites = [SiteConfig(name=f"site {number}", ranks=ranks) for number, ranks in enumerate(self.sites)]
         return WeftConfig(
+            cluster=ClusterConfig(sites=sites if len(sites) > 1 else []),
             pipeline=PipelineConfig(
                 stages=self.stages,
                 schedule=ScheduleKind[self.schedule],
@@ -100,3 +104,6 @@ LAYOUTS = (
     EmulatedLayout(sites=(1, 1, 1), layers=(3, 2, 3), replicas=3, cell=3),
 )
 """All of them train the same layers on the same micro-batches, so that their steps can be ranked."""
+
+PROFILED = EmulatedLayout(sites=(4,), layers=(1, 3, 3, 1))
+"""Measured before the others, for what stages of few and of many layers take."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from weft.conf.schema import WeftConfig
+from weft.pipeline.costs import StageCost
 from weft.pipeline.fitting import fit_costs
 from weft.pipeline.timeline import Timeline
 from weft.tools.benchmarks.peers.case import EngineCase
@@ -28,6 +29,17 @@ class RankSteps:
     pipeline_s: tuple[float, ...]
     predicted_s: float
     told_s: float
+
+
+def profile_stages(case: EngineCase, config: WeftConfig) -> tuple[StageCost, ...]:
+    """Train a few steps, for what each virtual stage takes; a collective call."""
+    engine = emulated_engine(case, config)
+    try:
+        time_steps(replace(case, num_warmup=0), engine.train_batch)
+        found = fit_costs(engine.measured_timelines()[1:], engine.plan.costs).stages
+        return tuple(replace(stage, reduce_s=0.0, unshard_s=0.0) for stage in found)
+    finally:
+        engine.destroy()
 
 
 def measure(case: EngineCase, config: WeftConfig) -> RankSteps:
