@@ -95,6 +95,7 @@ RANGES = {
     "checkpoint.every": NATURAL,
     "checkpoint.keep": NATURAL,
     "checkpoint.memory_every": NATURAL,
+    "checkpoint.memory_share": Range(0, 1, low_open=True),
     "supervise.port": Range(0, 65535),
     "supervise.heartbeat_s": POSITIVE,
     "supervise.silence_s": POSITIVE,

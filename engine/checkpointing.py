@@ -78,15 +78,20 @@ class CheckpointingEngine(PipelineEngine):
         if self.memory is not None:
             self.memory.finish()
 
-    def open_memory(self, memory: HostMemory) -> MemoryCheckpoints:
+    def open_memory(self, memory: HostMemory, *, share: float = 1.0) -> MemoryCheckpoints:
         """Let this run take checkpoints in host memory; a collective call.
+
+        Args:
+            share: as of `MemoryCheckpoints.open`.
 
         Raises:
             CheckpointError: on every rank: a host has too little memory.
         """
         layout = self.plan.layout
         sites = [layout.position(rank).site for rank in range(layout.world_size)]
-        self.memory = MemoryCheckpoints.open(self, memory, sites=sites, timeout_s=self.weft.comm.timeout_s)
+        self.memory = MemoryCheckpoints.open(
+            self, memory, sites=sites, timeout_s=self.weft.comm.timeout_s, share=share, whole=self.heartbeat.kept
+        )
         self.groups = [*self.groups, self.memory.group]
         return self.memory
 

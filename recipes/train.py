@@ -189,7 +189,7 @@ def _open_memory(config: WeftConfig, engine: WeftEngine) -> None:
         return
     memory = together(HostMemory.of_environment)
     if memory is not None:
-        engine.open_memory(memory)
+        engine.open_memory(memory, share=config.checkpoint.memory_share)
     else:
         print_once(
             f"checkpoint.memory_every={config.checkpoint.memory_every}: only a supervisor keeps memory checkpoints; "

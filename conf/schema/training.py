@@ -127,6 +127,9 @@ class CheckpointConfig:
     memory_every: int = 0
     """Steps between checkpoints in host memory, on this host and one other, from which a supervised run
     recovers; 0 keeps none."""
+    memory_share: float = 0.25
+    """Share of the time that copies to the other host may take, where one takes more than a second: over
+    a slow link they hold training up. Memory checkpoints are then further apart than `memory_every`."""
     keep: int = 2
     """Number of newest complete checkpoints to keep; 0 keeps all."""
     load_best_model_at_end: bool = False

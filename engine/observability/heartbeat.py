@@ -61,6 +61,11 @@ class Heartbeat:
         if self.place is not None:
             self.place.enter(phase)
 
+    def kept(self, step: int) -> None:
+        """A memory checkpoint of ``step`` has become whole on all hosts."""
+        if self.place is not None:
+            self.place.keep(step)
+
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
         """While steps stand aside for ``phase``."""

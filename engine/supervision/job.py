@@ -100,7 +100,7 @@ class Job:
         self._ends_since = self._resume_at = self._hosts_at = 0.0
         self._drop: list[int] | None = None
         self._most_ranks = 0
-        self._grows_after: str | None = None
+        self._grows_after: tuple[str, int] | None = None
         self._reason, self._waiting = "restart", ""
         self._suspicions, self._suspect = Suspicions(), ""
         self._watch_anew(0.0)
@@ -429,12 +429,13 @@ class Job:
         self._assign_all()
 
     def _follow_hosts(self, now: float) -> None:
-        """Grow back when hosts have returned, as soon as a checkpoint has been saved since."""
+        """Grow back when hosts have returned, as soon as there is a checkpoint since, in storage or in memory."""
         self._hosts_at = now
         self.fleet.follow(self._effects.denied(), now)
         if self.stage is not Stage.running or self._layout.num_ranks >= self._most_ranks:
             return
-        newest = self._effects.newest_checkpoint()
+        kept_steps = [seen.report.kept_step for seen in self._watch.ranks.values()]
+        newest = self._effects.newest_checkpoint(), max(kept_steps, default=0)
         if self._grows_after is None:
             layout = self._layouts(self.attempt + 1, set(self.fleet.away), self._layout.slots)
             if layout.num_ranks > self._layout.num_ranks:

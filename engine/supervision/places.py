@@ -23,7 +23,7 @@ from weft.pipeline.action import COMPUTE, Op, Slot
 from weft.pipeline.culprit import Place
 
 MAGIC = int.from_bytes(b"weftplac", "little")
-VERSION = 1
+VERSION = 2
 WORD_BYTES = 8
 TICK_S = 0.1
 """Seconds between ticks of a rank's background thread."""
@@ -66,8 +66,9 @@ class Word(IntEnum):
         MEASURED,
         BEGAN,
         DEVICE,
+        KEPT,
         LINKS,
-    ) = range(15)
+    ) = range(16)
 
 
 class Phase(IntEnum):
@@ -134,6 +135,7 @@ class Reading(NamedTuple):
         measured_steps: steps whose computations have been measured.
         began_ns: when the step began; 0 before the first.
         device_bytes: memory that the process has allocated on its device.
+        kept_step: of the newest memory checkpoint that is whole on all hosts; 0 before the first.
         links: to ranks at other sites.
     """
 
@@ -150,6 +152,7 @@ class Reading(NamedTuple):
     measured_steps: int
     began_ns: int
     device_bytes: int
+    kept_step: int
     links: tuple[LinkReading, ...]
 
 
@@ -235,7 +238,7 @@ class PlaceWriter:
         words[Word.ATTEMPT], words[Word.RANK] = attempt, rank
         words[Word.PID], words[Word.STARTED] = os.getpid(), own_start()
         self._ended = self._moved = self._busy_ns = self._depth = 0
-        for index in (Word.PLACE, Word.KIND, Word.BUSY, Word.MEASURED, Word.BEGAN, Word.DEVICE, Word.LINKS):
+        for index in (Word.PLACE, Word.KIND, Word.BUSY, Word.MEASURED, Word.BEGAN, Word.DEVICE, Word.KEPT, Word.LINKS):
             words[index] = 0
         words[Word.PHASE], words[Word.MOVED] = Phase.setup, monotonic_ns()
         self.drop_gauges()
@@ -251,6 +254,10 @@ class PlaceWriter:
     def measure_device(self) -> None:
         """From now on the host's time tells nothing of computations; `add_busy` is told of the device's."""
         self._own = frozenset()
+
+    def keep(self, step: int) -> None:
+        """A memory checkpoint of ``step`` is whole on all hosts."""
+        self._words[Word.KEPT] = step
 
     def add_busy(self, seconds: float) -> None:
         """A whole step has taken so long in computations."""
@@ -400,6 +407,7 @@ class PlaceReader:
             measured_steps=values[Word.MEASURED],
             began_ns=values[Word.BEGAN],
             device_bytes=values[Word.DEVICE],
+            kept_step=values[Word.KEPT],
             links=tuple(links),
         )
 

@@ -31,6 +31,7 @@ class RankReport(NamedTuple):
         exit_code: how it ended, negative for a signal; None while it lives.
         resident_bytes: memory of the process.
         device_bytes: memory that it has allocated on its device.
+        kept_step: of the attempt's newest memory checkpoint that is whole on all hosts; 0 before the first.
         links: to ranks at other sites.
     """
 
@@ -48,6 +49,7 @@ class RankReport(NamedTuple):
     exit_code: int | None = None
     resident_bytes: int = 0
     device_bytes: int = 0
+    kept_step: int = 0
     links: tuple[LinkReading, ...] = ()
 
 
@@ -85,6 +87,7 @@ def rank_report(
         busy_s=round(reading.busy_ns / 1e9, 6),
         measured_steps=reading.measured_steps,
         device_bytes=reading.device_bytes,
+        kept_step=reading.kept_step,
         links=reading.links,
     )
 
@@ -126,7 +129,7 @@ class HostReport(NamedTuple):
 _PHASES = {int(phase): phase for phase in Phase}
 _KINDS: tuple[tuple[type, ...], ...] = (
     *((int,), (int,), (int,), (list, tuple), (int,), (int, float), (int,), (int, float), (int,), (str,), (int, float)),
-    *((int, type(None)), (int,), (int,), (list, tuple)),
+    *((int, type(None)), (int,), (int,), (int,), (list, tuple)),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -60,7 +60,7 @@ class MemoryCheckpoints:
     it has copied, sends it to the partner, and learns whether all ranks have got so far. Only then may
     the memory checkpoint before this one be overwritten. The step waits if the optimiser is about to
     change what is not copied yet, and when a checkpoint is due before the last one is whole everywhere;
-    once that has happened they are taken as seldom as partners receive them.
+    once that has happened, so many steps lie between two that copies are under way for a share of the time.
     """
 
     def __init__(
@@ -73,12 +73,15 @@ class MemoryCheckpoints:
         *,
         lineage: int,
         token: str,
+        share: float,
+        whole: Callable[[int], object],
     ) -> None:
         """Made by `open`.
 
         Args:
             group: of all ranks, in host memory; nothing else may use it.
             lineage, token: as of `Commit`.
+            share, whole: as of `open`.
         """
         self.memory, self.hosts, self.group = memory, hosts, group
         self.stalled_s = 0.0
@@ -87,6 +90,7 @@ class MemoryCheckpoints:
         """Memory checkpoints of this attempt that became whole on all hosts."""
         self._engine, self._portion = engine, portion
         self._lineage, self._token = lineage, token
+        self._share, self._whole = share, whole
         self._held = fragments(engine)
         self._slots: dict[tuple[int, int], Slot] = {}
         self._last = 1  # the index of the last whole one, so that the first takes the other
@@ -100,12 +104,23 @@ class MemoryCheckpoints:
         self._stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None
 
     @classmethod
-    def open(cls, engine: Trained, memory: HostMemory, *, sites: Sequence[int], timeout_s: float) -> MemoryCheckpoints:
+    def open(
+        cls,
+        engine: Trained,
+        memory: HostMemory,
+        *,
+        sites: Sequence[int],
+        timeout_s: float,
+        share: float = 1.0,
+        whole: Callable[[int], object] = lambda step: None,
+    ) -> MemoryCheckpoints:
         """Find out which ranks share a host, and whether their memory checkpoints fit; a collective call.
 
         Args:
             sites: the site of each rank.
             timeout_s: seconds after which a rank that does not answer counts as lost.
+            share: of the time that copies which take long may be under way.
+            whole: called, on a thread, with the step of each that has become whole on all hosts.
 
         Raises:
             CheckpointError: on every rank: a host has too little memory for two memory checkpoints.
@@ -123,7 +138,7 @@ class MemoryCheckpoints:
         told = ranks.gather((last, secrets.token_hex(8)))
         lineage, token = 1 + max(number for number, _ in told), told[0][1]
         group = dist.new_group(backend=in_host_memory(dist.get_backend()), timeout=timedelta(seconds=timeout_s))
-        return cls(engine, memory, hosts, portion, group, lineage=lineage, token=token)
+        return cls(engine, memory, hosts, portion, group, lineage=lineage, token=token, share=share, whole=whole)
 
     # -- between steps ---------------------------------------------------------------------------
 
@@ -215,7 +230,7 @@ class MemoryCheckpoints:
     def _store(self, taken: _Taken, index: int) -> tuple[int, bool]:
         """Copy, commit, send to the partner; returns when the next may follow, and whether all ranks have come so far.
 
-        Where that takes long the next follows after as many steps as fit into the time, by what all ranks tell.
+        Where that takes long, the next follows after so many steps that it takes its share, by what all ranks tell.
         """
         rank, problem, text, begun = self._engine.global_rank, "", b"", perf_counter()
         slot = self._slot(index, rank)
@@ -235,10 +250,12 @@ class MemoryCheckpoints:
         told = gather((problem, perf_counter() - begun, self._step_s), group=self.group)
         problems = [problem for problem, *_ in told if problem]
         took_s, step_s = (max(times) for times in list(zip(*told, strict=True))[1:])
-        not_before = taken.step + (ceil(took_s / step_s) if took_s > WAIT_S and step_s else 0)
+        not_before = taken.step + (ceil(took_s / self._share / step_s) if took_s > WAIT_S and step_s else 0)
         if problems:
             log.warning("memory checkpoint after step %d: %s; the one before it stays", taken.step, problems[0])
-        elif rank in self.hosts.leaders:
+        else:
+            self._whole(taken.step)
+        if not problems and rank in self.hosts.leaders:
             self.memory.forget({self.memory.folder(self._lineage, number) for number in range(COPIES)})
         return not_before, not problems
 

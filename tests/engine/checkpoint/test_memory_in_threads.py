@@ -33,7 +33,7 @@ LAYOUTS = {
 ONE_HOST = {"one host": (1, 1, (0, 0)), "tensor 1": (1, 1, (0, 1)), "tensor 4": (1, 0, (0, 0, 1, 1))}
 
 
-def opened(root, layout):
+def opened(root, layout, **options):
     stages, zero, hosts = (LAYOUTS | ONE_HOST)[layout]
     axis, _, members = layout.partition(" ")
     make, more = (CutEngine, {"tensor": int(members[0])}) if axis == "tensor" else (SmallEngine, {})
@@ -45,7 +45,7 @@ def opened(root, layout):
         **more,
     )
     host = HostMemory(Path(root, f"host{hosts[made.global_rank]}"))
-    memory = MemoryCheckpoints.open(made, host, sites=[0] * len(hosts), timeout_s=20)
+    memory = MemoryCheckpoints.open(made, host, sites=[0] * len(hosts), timeout_s=20, **options)
     made.before_update.append(memory.before_step)
     return made, memory
 
@@ -311,10 +311,10 @@ def test_the_optimiser_waits_for_the_copy_and_not_for_its_commit(tmp_path, monke
     assert run_in_threads(2, _trained_beside_a_slow_commit, tmp_path, copied, told) == [1, 1]
 
 
-def seldom(root, layout, steps):
+def seldom(root, layout, steps, share=1.0):
     """Steps of which memory checkpoints became whole where partners are slow to receive them."""
-    made, memory = opened(root, layout)
-    found = []
+    told, found = [], []
+    made, memory = opened(root, layout, share=share, whole=told.append)
     for step in range(1, steps + 1):
         made.step()
         sleep(0.02)
@@ -322,6 +322,7 @@ def seldom(root, layout, steps):
         found.append(memory.num_whole)
     memory.finish()
     whole, last = memory.num_whole, memory.recover()
+    assert len(told) == whole and told[-1] == last[0]
     memory.close()
     dist.barrier()
     return found, whole, last
@@ -338,3 +339,5 @@ def test_where_copies_take_long_fewer_are_taken_and_training_goes_on(tmp_path, m
     assert said[0] == said[1], "all ranks take the same"
     found, whole, (last, state) = said[0]
     assert 1 < whole < 15 and state == {"step": last} and found == sorted(found)
+    (_, fewer, _), _ = run_in_threads(2, seldom, str(tmp_path / "share"), "one stage, ZeRO-1", 30, 0.1)
+    assert 1 <= fewer < whole, "copies take their share of the time"

@@ -98,6 +98,7 @@ class World:
         parked=None,
         examined=0,
         failed=(),
+        kept=0,
     ):
         """The host says that its ranks are there, or have ended."""
         attempt = self.job.attempt if attempt is None else attempt
@@ -111,6 +112,7 @@ class World:
                 num_microbatches=4,
                 state=state,
                 exit_code=(codes or {}).get(rank),
+                kept_step=kept,
             )
             for rank in ranks
         )
@@ -673,6 +675,23 @@ def test_a_host_that_is_evicted_goes_with_the_next_attempt_and_comes_back_when_i
     world.job.tick(world.now)
     assert world.told["b", 1]["run"] and world.events("attempt")[-1]["reason"] == "grow"
     assert len(world.events("fault")) == 1
+
+
+def test_a_run_grows_once_a_memory_checkpoint_has_become_whole():
+    world = World()
+    world.train()
+    world.on_deny_list = {"b": "by hand"}
+    world.pass_time(3.0, "a", "b")
+    world.kill(1)
+    world.settle()
+    world.stop_all()
+    world.report("a", kept=4)
+    world.on_deny_list = {}
+    world.job.tick(world.now + 5.0)
+    assert world.told["a", 1]["run"], "steps since that one would be lost"
+    world.report("a", kept=9)
+    world.job.tick(world.now + 10.0)
+    assert not world.told["a", 1]["run"]
 
 
 def test_without_hosts_the_run_waits():

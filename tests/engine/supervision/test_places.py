@@ -151,6 +151,14 @@ def test_gauges_are_read_by_the_background_thread(page, writer):
     assert reader.read(1).links == tuple(links[:MOST_LINKS])
 
 
+def test_a_memory_checkpoint_is_told_until_the_next_attempt(page, writer):
+    reader = PlaceReader(page)
+    writer.keep(7)
+    assert reader.read(1).kept_step == 7
+    writer.begin_attempt(5, rank=1)
+    assert reader.read(1).kept_step == 0
+
+
 def test_a_gauge_that_fails_is_asked_no_more_and_the_ticks_go_on(page, writer):
     asked = []
 

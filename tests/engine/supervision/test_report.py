@@ -11,7 +11,7 @@ from weft.pipeline.culprit import Place
 
 LINK = LinkReading(3, 1, 2, 3, 4, 5, 0.5, 6)
 READING = Reading(
-    2, 9, 77, 5, Phase.steady, Place(4, 3, True, 1), 1_000_000_000, 8, 66, 2_500_000_000, 3, 0, 7, (LINK,)
+    2, 9, 77, 5, Phase.steady, Place(4, 3, True, 1), 1_000_000_000, 8, 66, 2_500_000_000, 3, 0, 7, 3, (LINK,)
 )
 PROCESS = ProcessState("R", 1.5, 5, 4096)
 
@@ -19,7 +19,7 @@ PROCESS = ProcessState("R", 1.5, 5, 4096)
 def test_a_report_joins_place_and_process():
     found = rank_report(9, 2, READING, PROCESS, now_ns=3_000_000_000)
     assert found == RankReport(
-        9, 2, Phase.steady, Place(4, 3, True, 1), 8, 2.0, 66, 2.5, 3, "R", 1.5, None, 4096, 7, (LINK,)
+        9, 2, Phase.steady, Place(4, 3, True, 1), 8, 2.0, 66, 2.5, 3, "R", 1.5, None, 4096, 7, 3, (LINK,)
     )
 
 
