@@ -82,7 +82,7 @@ def test_a_lookup_has_the_gradient_of_its_table(tokens, width, ids, by_frequency
     table = parameter(tokens, width)
     padding = None if padding == 10 else padding % (2 * tokens) - tokens
     args = (activation, table, padding)
-    found, product = products.match(F.embedding, args, {"scale_grad_by_freq": by_frequency})
+    found, product = products.match(F.embedding, args, {"scale_grad_by_freq": True} if by_frequency else {})
     output = F.embedding(*args, scale_grad_by_freq=by_frequency)
     gradient = torch.randn_like(output)
     (wanted,) = torch.autograd.grad(output, table, gradient)

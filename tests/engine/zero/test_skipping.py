@@ -76,7 +76,9 @@ def test_a_bad_step_changes_nothing(clip, value):
     with pytest.raises(SkippedTooOften, match=r"step 4: the last 3 steps were skipped.*(nan|inf)"):
         trained.optimizer.skips.check()
     trained.optimizer.check_finite()
-    trained.optimizer.restored([])
+    trained.optimizer.restored([2.0, 3.0])
+    assert trained.optimizer.skips.norms == [2.0, 3.0]
+    trained.optimizer.skips.check()  # what came before the checkpoint does not count
     trained.step()
     trained.optimizer.skips.check()
     assert not trained.optimizer.overflow and not unchanged(trained, before)
