@@ -57,6 +57,7 @@ class EmulatedGroup(PythonGroup):
 
     Numbers stay harmless: every emulated member holds what this rank holds, so that a sum is as many times as much
     and a maximum the same, and what an emulated member sends is zero. A group's operations end one after the other.
+    They begin before those numbers are written, so that writing them takes no time beside what the operation takes.
     """
 
     BACKEND = BACKEND
@@ -93,10 +94,11 @@ class EmulatedGroup(PythonGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """See `ProcessGroup`."""
         op = reduction(opts)
+        work = self._begin("all_reduce", tensors, tensors, detail=_named(op))
         if op == dist.ReduceOp.SUM:
             for tensor in tensors:
                 tensor.mul_(self.size())
-        return self._begin("all_reduce", tensors, tensors, detail=_named(op))
+        return work
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """See `ProcessGroup`."""
@@ -108,46 +110,53 @@ class EmulatedGroup(PythonGroup):
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """See `ProcessGroup`."""
+        work = self._begin("all_gather", outputs[0], outputs[0])
         for parts, source in zip(outputs, inputs, strict=True):
             for part in parts:
                 part.copy_(source)
-        return self._begin("all_gather", outputs[0], outputs[0])
+        return work
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
         """See `ProcessGroup`."""
+        work = self._begin("all_gather", [output], [output])
         output.view(self.size(), -1).copy_(source.reshape(1, -1).expand(self.size(), -1))
-        return self._begin("all_gather", [output], [output])
+        return work
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """See `ProcessGroup`."""
+        work = self._begin("gather", inputs * self.size(), outputs[0] if outputs else [])
         for part in outputs[0] if outputs else []:
             part.copy_(inputs[0])
-        return self._begin("gather", inputs * self.size(), outputs[0] if outputs else [])
+        return work
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         """See `ProcessGroup`."""
+        work = self._begin("reduce_scatter", inputs[0], outputs)
         for output, parts in zip(outputs, inputs, strict=True):
             torch.mul(parts[self._position], self._factor(opts), out=output)
-        return self._begin("reduce_scatter", inputs[0], outputs)
+        return work
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
         """See `ProcessGroup`."""
+        work = self._begin("reduce_scatter", [source], [output])
         mine = source.view(self.size(), -1)[self._position].view_as(output)
         torch.mul(mine, self._factor(opts), out=output)
-        return self._begin("reduce_scatter", [source], [output])
+        return work
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
         """See `ProcessGroup`."""
+        work = self._begin("scatter", outputs * self.size(), outputs, root=self.ranks[opts.rootRank])
         for output in outputs:
             output.copy_(inputs[0][self._position]) if inputs else output.zero_()
-        return self._begin("scatter", outputs * self.size(), outputs, root=self.ranks[opts.rootRank])
+        return work
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """See `ProcessGroup`."""
+        work = self._begin("all_to_all", inputs, outputs)
         mine = inputs[self._position]
         for output in outputs:
             output.copy_(mine.view_as(output)) if output.numel() == mine.numel() else output.zero_()
-        return self._begin("all_to_all", inputs, outputs)
+        return work
 
     def all_to_all_single(
         self,
@@ -158,12 +167,13 @@ class EmulatedGroup(PythonGroup):
         opts: Any = None,
     ) -> dist.Work:
         """See `ProcessGroup`."""
+        work = self._begin("all_to_all", [source], [output])
         if output_splits or input_splits or not source.numel():
             output.zero_()
         else:
             parts = source.view(self.size(), -1)
             output.view(self.size(), -1).copy_(parts[self._position].expand_as(parts))
-        return self._begin("all_to_all", [source], [output])
+        return work
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """See `ProcessGroup`."""
@@ -175,9 +185,10 @@ class EmulatedGroup(PythonGroup):
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
         """From a member: zeros."""
+        work = self._begin("recv", tensors, tensors, root=self.ranks[peer])
         for tensor in tensors:
             tensor.zero_()
-        return self._begin("recv", tensors, tensors, root=self.ranks[peer])
+        return work
 
     def _factor(self, opts: Any) -> int:
         return self.size() if reduction(opts) == dist.ReduceOp.SUM else 1
