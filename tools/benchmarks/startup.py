@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from functools import partial
 from statistics import linear_regression
 
 from weft.tools.benchmarks.results import parse, write_json
-from weft.tools.benchmarks.starts.clients import Asked, ask_as_many
+from weft.tools.benchmarks.starts.clients import FILES_PER_CLIENT, Asked, ask_as_many
 from weft.tools.benchmarks.starts.ranks import (
     DEEPSPEED,
     ENGINE,
@@ -29,8 +30,8 @@ PROCESSES = 8
 """That share the clients of the store."""
 GOALS_S = {2048: 5.0, 10_240: 30.0}
 """Most seconds that clients are connected and answered in (MegaScale section 3.5: below 5 at 2,048 ranks)."""
-FILES_PER_CLIENT = 4
-"""Open files of the store's process and of the clients' together, at most, for each client."""
+OTHER_FILES = 512
+"""That a process may have open besides those of its clients."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,9 +48,12 @@ def main(argv: Sequence[str]) -> int:
     args = parse(parser, argv)
     if wrong := [count for count in (*args.ranks, *args.clients) if count < STAGES or count % STAGES]:
         raise ValueError(f"{wrong[0]} ranks: give a multiple of {STAGES}, which is how many stages the job has")
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if too_many := [count for count in args.clients if FILES_PER_CLIENT * count > 2 * files]:
-        raise ValueError(f"--clients {too_many[0]}: this process may open {files} files; raise it (ulimit -n)")
+    files = _files()
+    if too_many := [count for count in args.clients if count + OTHER_FILES > files]:
+        raise ValueError(
+            f"--clients {too_many[0]}: a process may open {files} files, and the store's needs one for each client; "
+            "raise it (ulimit -n)"
+        )
     real = {count: _real(count) for count in args.ranks}
     if real:
         show(table_of(_real_rows(real), f"Real ranks over gloo, {STAGES} stages"), *_fits(real))
@@ -77,13 +81,25 @@ def _emulated(count: int) -> EmulatedStart:
 
 def _asked(count: int, start: EmulatedStart) -> Asked:
     """By all clients: operations of all, and the time that the last of them took."""
-    run = partial(run_ranks, PROCESSES + 1, ask_as_many, count, start.group_sizes, TIMEOUT_S)
+    fronts = fronts_for(count, _files())
+    run = partial(run_ranks, 1 + fronts + PROCESSES, ask_as_many, count, start.group_sizes, TIMEOUT_S, fronts)
     found: list[Asked] = run(timeout_s=TIMEOUT_S)
     return Asked(
         sum(each.operations for each in found),
         max(each.connect_s for each in found),
         max(each.ask_s for each in found),
     )
+
+
+def _files() -> int:
+    """That a process may open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def fronts_for(count: int, files: int) -> int:
+    """Processes that authenticate clients for the store, so that none opens more than ``files``; 0 if it can itself."""
+    room = files - OTHER_FILES
+    return 0 if FILES_PER_CLIENT * count <= room else math.ceil((FILES_PER_CLIENT - 1) * count / room)
 
 
 def _real_rows(real: Mapping[int, Sequence[Mapping[str, Part]]]) -> list[dict[str, object]]:
@@ -121,6 +137,7 @@ def _client_row(start: EmulatedStart, found: tuple[int, Asked]) -> dict[str, obj
         "engine stands after": f"{start.seconds:.1f} s",
         "groups of a rank": len(start.group_sizes),
         "operations of all": f"{asked.operations:,}",
+        "store behind": f"{fronts} fronts" if (fronts := fronts_for(count, _files())) else "",
         "connected": f"{asked.connect_s:.1f} s",
         "answered": f"{asked.ask_s:.1f} s",
         "goal": f"{GOALS_S[count]:g} s" if count in GOALS_S else "",

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from weft.tools.benchmarks import startup
-from weft.tools.benchmarks.starts.clients import Asked
+from weft.tools.benchmarks.starts.clients import Asked, ask_as_many
 from weft.tools.benchmarks.starts.counted_store import CountedStore
 from weft.tools.benchmarks.starts.ranks import DEEPSPEED, ENGINE, WORLD, EmulatedStart, Part, start_for_real
 from weft.tools.ranks import run_ranks
@@ -53,7 +53,7 @@ def test_numbers_that_cannot_be_started_are_refused_before_anything_is(monkeypat
     monkeypatch.setattr(startup, "run_ranks", lambda *args, **kwargs: pytest.fail("nothing starts"))
     with pytest.raises(ValueError, match="6 ranks: give a multiple of 4"):
         startup.main(["--ranks", "6", "--clients"])
-    with pytest.raises(ValueError, match=r"--clients 400000000: this process may open \d+ files"):
+    with pytest.raises(ValueError, match=r"--clients 400000000: a process may open \d+ files"):
         startup.main(["--ranks", "--clients", "400000000"])
 
 
@@ -62,6 +62,21 @@ def test_a_store_that_takes_longer_than_its_goal_fails_the_bench(monkeypatch, se
     monkeypatch.setattr(startup, "_emulated", lambda count: EmulatedStart(0.1, (count, 4)))
     monkeypatch.setattr(startup, "_asked", lambda count, start: Asked(10, seconds, seconds / 2))
     assert startup.main(["--ranks", "--clients", "2048"]) == code
+
+
+@pytest.mark.parametrize(("count", "files"), [(2048, 20_000), (10_240, 20_000), (10_240, 12_000), (10_240, 10**6)])
+def test_no_process_opens_more_files_than_it_may(count, files):
+    fronts = startup.fronts_for(count, files)
+    at_store, at_front = (count, 2 * count / fronts) if fronts else (3 * count, 0)
+    assert max(at_store, at_front) + startup.OTHER_FILES <= files
+    assert (fronts == 0) == (3 * count + startup.OTHER_FILES <= files)  # as a job's, wherever that is possible
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fronts", [0, 2])
+def test_clients_ask_a_store_behind_as_many_processes_as_are_given(fronts):
+    found = run_ranks(1 + fronts + 3, ask_as_many, 16, (16, 4), 60.0, fronts, timeout_s=100)
+    assert [asked.operations for asked in found] == [0] * (1 + fronts) + [12, 10, 10]
 
 
 @pytest.mark.slow

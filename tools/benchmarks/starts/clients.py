@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,12 +14,14 @@ from time import perf_counter, sleep
 
 import torch.distributed as dist
 
-from weft.comm.authenticated_socket import Streams, streams
+from weft.comm.authenticated_socket import AuthenticatedSocket, AuthenticatedUnixSocket, Streams, connected, streams
 from weft.comm.loopback_proxy import LoopbackProxy
 from weft.comm.rendezvous import job_socket, open_store
 
 THREADS = 64
 """In which the clients of one process connect and ask, so that they wait side by side as ranks would."""
+FILES_PER_CLIENT = 3
+"""That a process has open which authenticates a client and has the store, or has the client; a front has one less."""
 ID = b"n" * 128
 """As long as what NCCL's first member of a group tells the others."""
 
@@ -29,7 +32,8 @@ class Asked:
 
     Attributes:
         operations: of the store.
-        connect_s, ask_s: seconds until all clients of all processes were connected, and from then to their answers.
+        connect_s, ask_s: seconds from when all processes had started until all of their clients were connected, and
+            from then to their answers.
     """
 
     operations: int
@@ -44,28 +48,49 @@ class _OfManyClients(LoopbackProxy):
         return await streams(client)  # type: ignore[arg-type]
 
 
-def ask_as_many(num_clients: int, group_sizes: Sequence[int], timeout_s: float) -> Asked:
-    """One of the processes; the first has the store, the others share the clients.
+def ask_as_many(num_clients: int, group_sizes: Sequence[int], timeout_s: float, fronts: int = 0) -> Asked:
+    """One of the processes; the first has the store, the last share the clients.
 
     Each client is a rank of a job, on an authenticated connection of its own. Of each of its groups it reads the
     identifier that the group's first member has written.
 
     Args:
         group_sizes: members of the groups that a rank is in.
+        fronts: processes that accept and authenticate clients for the store, which then has one file open for each
+            client; 0 has the store's process do it, as a job's does, with `FILES_PER_CLIENT`.
     """
     rank, size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_s)
     meeting = open_store(rank, size, timeout)
-    own = range(rank - 1, num_clients, size - 1) if rank else range(0)
+    behind = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if fronts and not rank else None
+    if behind is not None:
+        meeting.set("port", str(behind.port))
+    if 0 < rank <= fronts:
+        port = int(meeting.get("port"))
+        LoopbackProxy(partial(_connect, port)).also_accept(_front(rank, listens=True))
+    first = 1 + fronts
+    own = range(rank - first, num_clients, size - first) if rank >= first else range(0)
+    _meet(meeting, "started", size)
     begun = perf_counter()
     with ThreadPoolExecutor(THREADS) as pool:
-        stores = _clients(rank, len(own), timeout, pool)
+        address = _front(1 + rank % fronts) if fronts else job_socket(rank, timeout) if rank else None
+        stores = _clients(address, len(own), timeout, pool) if own and address else []
         _meet(meeting, "connected", size)
-        connected = perf_counter()
+        met = perf_counter()
         operations = sum(pool.map(partial(_ask, group_sizes), own, stores))
     _meet(meeting, "answered", size)
     answered = perf_counter()
     _leave(meeting, rank, size)
-    return Asked(operations, connected - begun, answered - connected)
+    return Asked(operations, met - begun, answered - met)
+
+
+def _front(number: int, *, listens: bool = False) -> AuthenticatedUnixSocket:
+    """The address of a front, by its rank."""
+    return AuthenticatedUnixSocket(f"weft-{os.getuid()}-fronts-{os.environ['MASTER_PORT']}-{number}", listens=listens)
+
+
+async def _connect(port: int) -> Streams:
+    """To the store behind the fronts."""
+    return await streams(await connected(socket.socket(), ("127.0.0.1", port)))
 
 
 def _leave(store: dist.Store, rank: int, size: int) -> None:
@@ -78,10 +103,10 @@ def _leave(store: dist.Store, rank: int, size: int) -> None:
         sleep(0.01)
 
 
-def _clients(rank: int, count: int, timeout: timedelta, pool: ThreadPoolExecutor) -> list[dist.TCPStore]:
-    if not count:
-        return []
-    proxy = _OfManyClients(job_socket(rank, timeout).connect)
+def _clients(
+    address: AuthenticatedSocket, count: int, timeout: timedelta, pool: ThreadPoolExecutor
+) -> list[dist.TCPStore]:
+    proxy = _OfManyClients(address.connect)
 
     def connect(_: int) -> dist.TCPStore:
         return dist.TCPStore("127.0.0.1", proxy.port, is_master=False, timeout=timeout, wait_for_workers=False)
