@@ -23,7 +23,13 @@ LOG_TAIL_CHARS = 3000
 """Most characters of a failed rank's output to show."""
 
 
-def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 120.0,
+    meanwhile: Callable[[], object] | None = None,
+) -> list[Any]:
     """Run ``function(*args)`` on every rank; returns each rank's result.
 
     Each rank is a process forked from a server that has imported torch and DeepSpeed and done
@@ -34,6 +40,7 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_
         function: importable; returns plain data. It finds the usual RANK, WORLD_SIZE,
             MASTER_ADDR and MASTER_PORT.
         timeout_s: seconds after which the run is given up.
+        meanwhile: called again and again until the first rank has ended.
 
     Raises:
         RuntimeError: a rank failed, with its traceback, or the time was up.
@@ -55,15 +62,17 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_
             pipes.append(receiver)
             children.append(child)
         try:
-            return _collect(pipes, Path(folder), timeout_s)
+            deadline = monotonic() + timeout_s
+            while meanwhile is not None and not multiprocessing.connection.wait(pipes, 0.0) and monotonic() < deadline:
+                meanwhile()
+            return _collect(pipes, Path(folder), deadline, timeout_s)
         finally:
             for child in children:
                 child.kill()
                 child.join()
 
 
-def _collect(pipes: list[Connection], folder: Path, timeout_s: float) -> list[Any]:
-    deadline = monotonic() + timeout_s
+def _collect(pipes: list[Connection], folder: Path, deadline: float, timeout_s: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         waiting = {rank: pipe for rank, pipe in enumerate(pipes) if rank not in results}

@@ -1,175 +1,158 @@
-"""Emulation: an emulated step beside the real one, by turns."""
+"""Emulation: an emulated step beside the real one, by turns; what-ifs beside real changes; single collectives."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from statistics import median
+from typing import Any
 
-from weft.conf.schema import CommConfig, PipelineConfig, PlacementKind, ScheduleKind, WeftConfig
-from weft.engine.emulation.stage import EmulatedWork
 from weft.pipeline.costs import LinkCost
-from weft.tools.benchmarks.peers.case import EngineCase
-from weft.tools.benchmarks.peers.emulated_job import LayersJob
+from weft.tools.benchmarks.emulations.both_ways import Beside, compare
+from weft.tools.benchmarks.emulations.calls import SIZES, CallBeside, compare_calls, sizes_that_fit
+from weft.tools.benchmarks.emulations.layouts import CHANGES, LAYOUTS, WORK, Layout, Links, topology
 from weft.tools.benchmarks.peers.link import Way, measure_link
-from weft.tools.benchmarks.peers.stepping import time_steps
-from weft.tools.benchmarks.peers.weft_engine import emulated_engine
+from weft.tools.benchmarks.peers.sites import MANY, profile
 from weft.tools.benchmarks.results import parse, write_json
-from weft.tools.emulation.session import Setting
-from weft.tools.emulation.turns import emulate
-from weft.tools.emulation.what_if import WhatIf
-from weft.tools.ranks import run_ranks
+from weft.tools.netbed import NetBed
+from weft.tools.netbed.ranks import run_ranks_in
 from weft.tools.tables import show, table_of
 
-WORK = EmulatedWork(forward_s=0.03, input_s=0.03, weight_s=0.03, hidden_bytes=2**18, weight_elements=2**14)
-"""Of a layer. The host takes about 0.3 ms of a slot, more where many ranks share its processors: of slots of 20 ms
-that alone would be more than the goal."""
-TIMEOUT_S = 280.0
 GOAL, MOST = 0.005, 0.015
 """Error of the median that most jobs keep to, and that all do.
 
 Each is besides the real job's own difference between runs. Where real runs differ by more than the second, the machine
 was too busy to tell, and nothing is shown.
 """
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One job that can be run for real here."""
-
-    name: str
-    stages: int = 4
-    replicas: int = 1
-    schedule: str = "1f1b"
-    placement: str = "straight"
-    zero: int = 1
-    layers: tuple[int, ...] = ()
-    slow: tuple[int, float] | None = None
-
-    def case(self, steps: int) -> EngineCase:
-        """Its layers."""
-        return EngineCase(
-            num_ranks=self.stages,
-            num_layers=8,
-            num_replicas=self.replicas,
-            work=WORK,
-            in_a_row=True,
-            num_warmup=3,
-            num_steps=steps,
-        )
-
-    def config(self, cache: str) -> WeftConfig:
-        """Its settings."""
-        pipeline = PipelineConfig(
-            stages=self.stages,
-            schedule=ScheduleKind[self.schedule],
-            placement=PlacementKind[self.placement],
-            layers=list(self.layers),
-            microbatches=8,
-        )
-        config = WeftConfig(pipeline=pipeline, comm=CommConfig(timeout_s=TIMEOUT_S))
-        config.zero.stage = self.zero
-        config.data.cache_dir = cache
-        return config
-
-
-LAYOUTS = (
-    Layout("straight"),
-    Layout("w, fold", schedule="w", placement="fold"),
-    Layout("two stages", stages=2),
-    Layout("eight stages", stages=8),
-    Layout("uneven layers", layers=(3, 1, 3, 1)),
-    Layout("auto", schedule="auto", placement="fold"),
-    Layout("interleaved", schedule="interleaved", placement="interleaved"),
-    Layout("2 replicas, ZeRO-0", stages=2, replicas=2, zero=0),
-    Layout("2 replicas, ZeRO-2", stages=2, replicas=2, zero=2),
-    Layout("4 replicas, ZeRO-3", stages=2, replicas=4, zero=3),
-    Layout("4 x 4", stages=4, replicas=4),
-    Layout("straggler", slow=(2, 0.8)),
-)
-
-
-@dataclass(frozen=True)
-class Beside:
-    """One job, both ways.
-
-    Attributes:
-        real_s, emulated_s: seconds of a step: of each run, the median.
-    """
-
-    name: str
-    ranks: int
-    real_s: list[float]
-    emulated_s: list[float]
-
-    @property
-    def own(self) -> float:
-        """By how much real runs differ from their median, at most."""
-        return max(abs(s / median(self.real_s) - 1) for s in self.real_s)
-
-    @property
-    def error(self) -> float:
-        """By how much the emulated step differs from the real one."""
-        return median(self.emulated_s) / median(self.real_s) - 1
+PARTS = ("jobs", "what-ifs", "collectives")
+Figures = dict[str, list[dict[str, Any]]]
+"""Rows of each part."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``[--jobs NAME ...] [--rounds N] [--steps N]``; returns 1 if an error is larger than the goal, or not shown.
+    """Run ``[--parts PART ...] [--jobs NAME ...] ...``; returns 1 if an error is larger than the goal, or not shown.
 
     Each job runs for real and emulated by turns, in steps that follow each other.
 
     Raises:
-        ValueError: there is no such job.
+        ValueError: there is no such job, or what is to be added to cannot be read.
     """
+    args = parse(_parser(), argv, parts=PARTS, jobs=[layout.name for layout in LAYOUTS], what_ifs=list(CHANGES))
+    figures = _earlier(args)
+    changes = {name: CHANGES[name] for name in args.what_ifs or CHANGES if "what-ifs" in args.parts}
+    jobs = [each for each in LAYOUTS if "jobs" in args.parts and each.name in (args.jobs or [each.name])]
+    wanted = [*jobs, *(layout for pair in changes.values() for layout in pair)]
+    run = _runner(args, _links(wanted)) if wanted else None
+
+    def keep(part: str, rows: Iterable[Any]) -> None:
+        found = [{"name": row.name, **asdict(row)} for row in rows]
+        names = [row["name"] for row in found]
+        figures[part] = [row for row in figures[part] if row["name"] not in names] + found
+        write_json(args, "emulation", figures, met=_met(figures))  # at once: a run of many jobs may be cut short
+
+    if run is not None:
+        for layout in jobs:
+            beside = run(layout)
+            print(", ".join(f"{name} {value}" for name, value in _row(beside).items()), flush=True)
+            keep("jobs", [beside])
+        for layout in dict.fromkeys(layout for pair in changes.values() for layout in pair):
+            keep("what-ifs", [run(layout)])
+    if "collectives" in args.parts:
+        sizes = sizes_that_fit()
+        if left_out := [size for size in SIZES if size not in sizes]:
+            print(f"collectives of {min(left_out):,} bytes and more are left out: there is not the memory for them")
+        keep("collectives", compare_calls(sizes))
+    _show(figures)
+    return 0 if _met(figures) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="weft bench emulation", description=__doc__)
-    names = [layout.name for layout in LAYOUTS]
-    parser.add_argument("--jobs", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; default all")
-    parser.add_argument("--rounds", type=int, default=2, help="real and emulated runs of each")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
+    names = ", ".join(layout.name for layout in LAYOUTS)
+    parser.add_argument("--jobs", nargs="*", metavar="NAME", help=f"of {names}; default all")
+    parser.add_argument("--what-ifs", nargs="*", metavar="NAME", help=f"of {', '.join(CHANGES)}; default all")
+    parser.add_argument("--rounds", type=int, default=2, help="real and emulated runs of each, in one start")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of a run")
-    args = parse(parser, argv, jobs=names)
-    link = measure_link(WORK.hidden_bytes, Way.shared)
-    found = []
-    with tempfile.TemporaryDirectory(prefix="weft-emulation-") as cache:
-        for layout in LAYOUTS:
-            if not args.jobs or layout.name in args.jobs:
-                found.append(compare(layout, link, args.rounds, args.steps, cache))
-                print(", ".join(f"{name} {value}" for name, value in _row(found[-1]).items()), flush=True)
-    show(table_of(map(_row, found), "A step emulated and real"))
-    met = all(_within(beside, MOST) for beside in found)
-    met = met and 4 * sum(_within(beside, GOAL) for beside in found) >= 3 * len(found)
-    write_json(args, "emulation", [asdict(beside) for beside in found], met=met)
-    return 0 if met else 1
+    parser.add_argument("--at-once", type=int, default=2, help="an emulation's real ranks that run side by side")
+    parser.add_argument("--add", action="store_true", help="to what --json FILE has of other jobs")
+    return parser
 
 
-def compare(layout: Layout, link: LinkCost, rounds: int, steps: int, cache: str) -> Beside:
-    """One job for real and emulated, by turns."""
-    case = replace(layout.case(steps), link=link)
-    size = layout.stages * layout.replicas
-    what_if = WhatIf(slow=dict([layout.slow]) if layout.slow else {})
-    setting = Setting(delays="simulate", per_host=size, inside=link, between=link, what_if=what_if)
-    config, beside = layout.config(cache), Beside(layout.name, size, [], [])
-    for _ in range(rounds):
-        measured = run_ranks(size, partial(real_steps, case, config, layout.slow), timeout_s=TIMEOUT_S)
-        beside.real_s.append(median(map(median, measured)))
-        beside.emulated_s.append(emulate(LayersJob(case, config), size, setting, steps=steps).step_s)
-    return beside
+def _earlier(args: argparse.Namespace) -> Figures:
+    """Rows that the file has."""
+    none: Figures = {part: [] for part in PARTS}
+    if not args.add:
+        return none
+    if args.json is None:
+        raise ValueError("--add: to which file? give --json FILE")
+    if not args.json.exists():
+        return none
+    try:
+        found = json.loads(args.json.read_text())["figures"]
+        return {part: list(found[part]) for part in PARTS}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--json {args.json}: is none of this bench, and cannot be added to: {error!r}") from error
 
 
-def real_steps(case: EngineCase, config: WeftConfig, slow: tuple[int, float] | None) -> tuple[float, ...]:
-    """Seconds of the measured steps on one rank of the real job."""
-    if slow is not None and int(os.environ["RANK"]) == slow[0]:
-        work = case.work
-        times = {name: getattr(work, name) / slow[1] for name in ("forward_s", "input_s", "weight_s")}
-        engine = emulated_engine(case, config, work=replace(work, **times))
-    else:
-        engine = emulated_engine(case, config)
-    seconds = time_steps(case, engine.train_batch)
-    engine.destroy()
-    return seconds
+def _runner(args: argparse.Namespace, links: Links) -> Callable[[Layout], Beside]:
+    return partial(compare, links=links, rounds=args.rounds, steps=args.steps, at_once=args.at_once)
+
+
+def _links(layouts: Sequence[Layout]) -> Links:
+    """Links of these jobs, measured; those between sites on a netbed of their own."""
+    local = measure_link(WORK.hidden_bytes, Way.shared)
+    if not any(layout.sites for layout in layouts):
+        return Links(local=local)
+    with NetBed.up(topology((2, 1))) as bed:
+        wan = profile(bed)
+        near = measure_link(
+            WORK.hidden_bytes, Way.network, run=partial(run_ranks_in, bed, bed.nodes[:2]), idle_s=WORK.forward_s
+        )
+    across = LinkCost(latency_s=wan.latency_s, bandwidth_bps=wan.training_bps, streams=MANY)
+    return Links(local=local, near=near, wan=across)
+
+
+def _show(figures: Figures) -> None:
+    steps = {name: _beside(row) for name, row in _named(figures["what-ifs"]).items()}
+    jobs = list(map(_beside, figures["jobs"]))
+    if jobs:
+        show(table_of(map(_row, jobs), "A step emulated and real"))
+        print(
+            f"within {GOAL:.1%}: {sum(_within(each, GOAL) for each in jobs)} of {len(jobs)}; "
+            f"within {MOST:.1%}: {sum(_within(each, MOST) for each in jobs)}"
+        )
+    changes = [
+        _change_row(steps[before.name], steps[after.name])
+        for before, after in CHANGES.values()
+        if {before.name, after.name} <= steps.keys()
+    ]
+    if changes:
+        show(table_of(changes, "What a change does to the step"))
+    if figures["collectives"]:
+        rows = (_call_row(CallBeside(**row)) for row in map(_unnamed, figures["collectives"]))
+        show(table_of(rows, "Single collectives of two ranks"))
+
+
+def _met(figures: Figures) -> bool:
+    jobs = list(map(_beside, figures["jobs"]))
+    met = all(_within(beside, MOST) for beside in jobs)
+    return met and 4 * sum(_within(beside, GOAL) for beside in jobs) >= 3 * len(jobs)
+
+
+def _named(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    return {row["name"]: row for row in rows}
+
+
+def _unnamed(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != "name"}
+
+
+def _beside(row: Mapping[str, Any]) -> Beside:
+    return Beside(**row)
 
 
 def _row(beside: Beside) -> dict[str, object]:
@@ -182,6 +165,33 @@ def _row(beside: Beside) -> dict[str, object]:
         "error": f"{beside.error:+.2%}",
         f"within {GOAL:.1%}": _verdict(beside, GOAL),
         f"within {MOST:.1%}": _verdict(beside, MOST),
+    }
+
+
+def _change_row(before: Beside, after: Beside) -> dict[str, object]:
+    real = median(after.real_s) / median(before.real_s) - 1
+    emulated = median(after.emulated_s) / median(before.emulated_s) - 1
+    return {
+        "what if": after.name,
+        "ranks": after.ranks,
+        "real before": f"{1e3 * median(before.real_s):.1f} ms",
+        "real after": f"{1e3 * median(after.real_s):.1f} ms",
+        "real change": f"{real:+.2%}",
+        "predicted change": f"{emulated:+.2%}",
+        "off by": f"{100 * (emulated - real):+.2f} points",
+        "runs differ": f"{max(before.own, after.own):.2%}",
+    }
+
+
+def _call_row(call: CallBeside) -> dict[str, object]:
+    first, again = (1e3 * seconds for seconds in call.real_s)
+    return {
+        "collective": call.operation,
+        "bytes": f"{call.num_bytes:,}",
+        "real": f"{first:.3f} ms",
+        "real again": f"{again:.3f} ms",
+        "emulated": f"{1e3 * call.emulated_s:.3f} ms",
+        "over what it was told": f"{call.over:.3f}",
     }
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from statistics import median
@@ -114,10 +114,28 @@ def emulate(
     real: Sequence[int] = (),
     at_once: int = 1,
 ) -> Emulation:
-    """Emulate a job of ``size`` ranks.
+    """Emulate a job of ``size`` ranks once; arguments and errors as of `emulated`.
 
     Args:
         steps: measured at last.
+    """
+    with emulated(job, size, setting, most=most, real=real, at_once=at_once) as measure:
+        return measure(steps)
+
+
+@contextmanager
+def emulated(
+    job: EmulatedJob,
+    size: int,
+    setting: Setting,
+    *,
+    most: int = 16,
+    real: Sequence[int] = (),
+    at_once: int = 1,
+) -> Iterator[Callable[[int], Emulation]]:
+    """A job of ``size`` ranks whose real ranks are set up: what measures so many steps, as often as it is called.
+
+    Args:
         most: real ranks, where they are chosen.
         real: global ranks that are to be real; empty chooses.
         at_once: real ranks that run side by side, each on a core or a device of its own.
@@ -153,24 +171,31 @@ def emulate(
             first.close()
         known = plan.costs if plan.costs.local != LinkCost() else replace(plan.costs, local=setting.inside)
         costs = ranks[0].ask("collectives", known)
+
         rounds: list[float] = []
-        while len(rounds) < MOST_ROUNDS:
-            turns = _run(ranks, TRIAL_STEPS, costs, what_if, at_once)
-            costs = _with_measured(costs, turns, [each for _, each in chosen], classes)
+
+        def measure(steps: int) -> Emulation:
+            nonlocal costs, rounds
+            rounds = rounds[-1:]
+            while len(rounds) < MOST_ROUNDS:
+                turns = _run(ranks, TRIAL_STEPS, costs, what_if, at_once)
+                costs = _with_measured(costs, turns, [each for _, each in chosen], classes)
+                rounds.append(median(median(turn.step_s) for turn in turns))
+                if len(rounds) > 1 and abs(rounds[-1] / rounds[-2] - 1) <= AGREED:
+                    break
+            turns = _run(ranks, steps, costs, what_if, at_once)
             rounds.append(median(median(turn.step_s) for turn in turns))
-            if len(rounds) > 1 and abs(rounds[-1] / rounds[-2] - 1) <= AGREED:
-                break
-        turns = _run(ranks, steps, costs, what_if, at_once)
-        rounds.append(median(median(turn.step_s) for turn in turns))
-    return Emulation(
-        plan=plan,
-        classes=classes,
-        real=[each for _, each in chosen],
-        turns=turns,
-        rounds=rounds,
-        costs=costs,
-        set_up_s=[rank.prepared.set_up_s for rank in ranks],
-    )
+            return Emulation(
+                plan=plan,
+                classes=classes,
+                real=[each for _, each in chosen],
+                turns=turns,
+                rounds=rounds,
+                costs=costs,
+                set_up_s=[rank.prepared.set_up_s for rank in ranks],
+            )
+
+        yield measure
 
 
 def _run(ranks: Sequence[RealRank], steps: int, costs: CostModel, what_if: WhatIf, at_once: int) -> list[Turn]:
