@@ -1,6 +1,7 @@
 """A checkpoint is whole or absent, whatever happens while it is written."""
 
 import errno
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -192,3 +193,13 @@ def test_what_is_removed_is_gone_and_what_it_leads_to_stays(tmp_path, there):
     durable.remove(path)
     assert not path.is_symlink() and not path.exists()
     assert (kept / "file").read_text() == "x"
+
+
+def test_a_file_is_written_before_it_is_synced_and_a_folder_has_its_parents(tmp_path, monkeypatch):
+    folder, synced = tmp_path / "run" / "checkpoints" / "step", []
+    durable.make_new_folder(folder)
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    assert durable.write(folder / "data", [b"ab", b"c"]) == 3
+    assert synced == [3]
+    with pytest.raises(FileExistsError):
+        durable.make_new_folder(folder)

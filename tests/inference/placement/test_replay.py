@@ -170,3 +170,9 @@ def test_a_prompt_is_queued_by_as_much_as_it_ends_later_than_on_an_idle_fleet():
         assert queued_s == pytest.approx(ttft_s - single_s, abs=1e-5)
     assert list(crowd.queued_s) == sorted(crowd.queued_s)
     assert crowd.queued_s[1] > 0.0
+
+
+def test_a_prompt_waits_from_its_arrival_to_its_bubble():
+    closed = Arrival(5.5, 500)  # the worker of the only rank has bubbles from 0.1 to 0.45 and from 0.7 to 0.95
+    (found,) = replay(fleet(1), [closed], WORK, window_s=60.0)
+    assert 0.2 <= found.waits_s[0] < 0.25 and found.waits_s[0] < found.ttfts_s[0]
