@@ -39,6 +39,17 @@ def _moved(slot: Slot, stages: int) -> Slot:
     return tuple(action._replace(stage=action.stage + stages) for action in slot)
 
 
+def cell_step_s(cell: Schedule, costs: CostModel) -> float:
+    """Seconds of a step of a whole cell: until its last pipeline is done, for which the others wait.
+
+    Args:
+        cell: lowered, with relays.
+        costs: the costs of one pipeline.
+    """
+    pipelines = cell.placement.pipelines
+    return simulate(cell, costs if pipelines == 1 else costs.for_cell(pipelines)).step_s
+
+
 def predict(cell: Schedule, costs: CostModel, local_rank: int) -> Timeline:
     """Simulate a whole cell, and return the timeline of one pipeline by its LocalDPRank.
 

@@ -14,7 +14,7 @@ from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap, wi
 from weft.engine.planning.schedules import plan_cells, plan_placement
 from weft.engine.stages.split import StageSplit, split_model
 from weft.pipeline.action import Slot
-from weft.pipeline.cell import pipeline_of, predict
+from weft.pipeline.cell import cell_step_s, pipeline_of, predict
 from weft.pipeline.costs import CostModel
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
@@ -36,7 +36,7 @@ class RunPlan:
         members: each line's place in its DP-cell.
         cells: the lowered schedules of DP-cells, by their number of pipelines.
         memory: of each pipeline rank of the first line.
-        step_s: predicted seconds of a step.
+        step_s: predicted seconds of a step, by the last pipeline of a DP-cell: its replicas wait for each other.
         bubble_share: predicted share of a step in which ranks do not compute.
     """
 
@@ -127,7 +127,7 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
         stepping_bytes(config, facts, split, held, state.optimizer)
         for held, state in zip(placement.rank_stages, states, strict=True)
     ]
-    timeline = predict(cells[sizes[0]], _step_costs(costs, overlap), 0)
+    stepping_costs = _step_costs(costs, overlap)
     return RunPlan(
         facts=facts,
         placement=placement,
@@ -137,8 +137,8 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
         members=members,
         cells=cells,
         memory=rank_memory(config, cells[sizes[0]], costs, states, parameters, working, stepping),
-        step_s=timeline.step_s,
-        bubble_share=timeline.bubble_share,
+        step_s=max(cell_step_s(cell, stepping_costs) for cell in cells.values()),
+        bubble_share=predict(cells[sizes[0]], stepping_costs, 0).bubble_share,
     )
 
 

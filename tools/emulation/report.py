@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from weft.pipeline.cell import predict
+from weft.pipeline.cell import cell_step_s
 from weft.pipeline.text import bytes_text
 from weft.tools.emulation.session import Setting
 from weft.tools.emulation.turns import AGREED, Emulation
@@ -53,7 +53,7 @@ def _disagreement(found: Emulation) -> str:
 def _beside_simulation(found: Emulation, setting: Setting) -> str:
     """The simulator's step with the measured costs, and what it leaves out."""
     costs = setting.what_if.costs(found.costs)
-    simulated_s = predict(found.plan.cell(), costs, 0).step_s
+    simulated_s = cell_step_s(found.plan.cell(), costs)
     between_s = found.step_s - simulated_s
     return (
         f"simulated with the costs that were measured: {1e3 * simulated_s:.1f} ms; the {1e3 * between_s:+.1f} ms "

@@ -91,6 +91,7 @@ def test_the_dry_run_and_every_rank_hold_the_same_rows(costs_are_known):
     assert plans["together"].overlap.together == 6 and plans["none"].overlap is None
     assert plans["together"].row(0) != plans["none"].row(0) == plans["primitive"].row(0)
     assert set(plans["cells"].cells) == {2}
+    assert plans["cells"].step_s == max(plans["cells"].predicted(line).step_s for line in (0, 1))
 
 
 def test_a_plan_goes_by_its_facts_alone():

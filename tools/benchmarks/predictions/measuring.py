@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from weft.conf.schema import WeftConfig
+from weft.pipeline.cell import cell_step_s
 from weft.pipeline.costs import StageCost
 from weft.pipeline.fitting import fit_costs
 from weft.pipeline.timeline import Timeline
@@ -54,7 +55,7 @@ def measure(case: EngineCase, config: WeftConfig) -> RankSteps:
             step_s=step_s,
             pipeline_s=tuple(map(_between, timelines)),
             predicted_s=engine.plan.step_s,
-            told_s=engine.plan.predicted(costs=fitted).step_s,
+            told_s=cell_step_s(engine.plan.cell(), fitted),
         )
     finally:
         engine.destroy()
