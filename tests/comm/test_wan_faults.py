@@ -1,5 +1,6 @@
 """The WAN channel on an emulated WAN whose lines are broken in every way we know."""
 
+import math
 import os
 import re
 import signal
@@ -44,12 +45,12 @@ def message(index, size=MESSAGE.shape[0]):
 
 
 def send(say, hear, bind, address, seconds, settings):
-    """Messages for some time, a few in flight, then one that says how many there were."""
+    """Messages for some time from when they are under way, a few in flight, then one that says how many there were."""
     with WanEndpoint(rank=0, bind=bind, key=KEY, **settings) as endpoint:
         endpoint.link(1, address=address)
         channel = endpoint.channel(1)
         try:
-            in_flight, count, limit = [], 0, time.monotonic() + seconds
+            in_flight, count, limit = [], 0, math.inf
             while time.monotonic() < limit:
                 in_flight.append(channel.send("m", message(count)))
                 count += 1
@@ -57,6 +58,7 @@ def send(say, hear, bind, address, seconds, settings):
                     in_flight.pop(0).wait()
                 if count == AHEAD:
                     say("under way")
+                    limit = time.monotonic() + seconds
             in_flight.append(channel.send("m", message(-count)))
             for handle in in_flight:
                 handle.wait()
