@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from weft.pipeline.action import Op
 from weft.pipeline.generators.auto_problem import KINDS, NONE, Problem
@@ -33,9 +33,25 @@ def lower_bound_s(problem: Problem) -> float:
             for link, held_s in _links_held(problem, node):
                 links.setdefault(link, []).append((made_s, held_s, end_s - made_s - held_s))
     for transfers in links.values():
-        heads_s, busy_s, tails_s = zip(*transfers, strict=True)
-        bounds.append(min(heads_s) + sum(busy_s) * problem.num_microbatches + min(tails_s) + weight_s)
+        bounds.append(sending_bound_s(transfers, problem.num_microbatches) + weight_s)
     return max(bounds) * problem.least_pair_scale
+
+
+def sending_bound_s(transfers: Sequence[tuple[float, float, float]], count: int) -> float:
+    """Seconds until so many micro-batches have gone over one link and to their end.
+
+    Of any of a micro-batch's transfers, the link carries all after the least head and before the least tail: those
+    with no lesser head and no lesser tail bound it, for each of both (one machine with heads and tails).
+
+    Args:
+        transfers: head, seconds on the link and tail of each.
+    """
+    bound_s = 0.0
+    for head_s, _, _ in transfers:
+        for _, _, tail_s in transfers:
+            if held := [one for ahead_s, one, left_s in transfers if ahead_s >= head_s and left_s >= tail_s]:
+                bound_s = max(bound_s, head_s + count * sum(held) + tail_s)
+    return bound_s
 
 
 def lone_microbatch(problem: Problem) -> tuple[list[float], list[float], float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -27,7 +28,8 @@ class _Speed(NamedTuple):
         whole_s: seconds of a micro-batch, if it holds the whole model.
         through_s: of them without gradients of weights, and ``through_share`` the share.
         forward_s: of them the forward.
-        layer_s: seconds of a micro-batch on the layer that takes least.
+        layer_s: seconds of a micro-batch on the layer that takes least; ``layer_forward_s`` of its forward, and
+            ``layer_through_s`` without the gradients of its weights, each of the layer that takes least.
         ends_s: seconds of a step besides the pipeline.
     """
 
@@ -36,6 +38,8 @@ class _Speed(NamedTuple):
     through_share: float
     forward_s: float
     layer_s: float
+    layer_forward_s: float
+    layer_through_s: float
     ends_s: float = 0.0
 
 
@@ -89,14 +93,22 @@ class Bounds:
         least, last_way_s = self._least_of(shape, route), ways_s[-1][1]
         pace_s = 1 / sum([held / speeds[site].whole_s for site, held in ranks])
         fullest = -(-len(self._work.layers) // shape.num_stages)
-        spans = [(held / speeds[site].whole_s, way_s) for site, held, way_s in _spans(ranks, ways_s, len(route.sites))]
+        spans, through, first = [], [], 0
+        for site, held, way_s in _spans(ranks, ways_s, len(route.sites)):
+            before = first + (held - 1) / 2  # ranks, on average: a layer at least goes through each
+            spans.append((held / speeds[site].whole_s, way_s + before * least.layer_forward_s))
+            through.append(
+                (held / speeds[site].whole_s / least.through_share, 2 * way_s + before * least.layer_through_s)
+            )
+            first += held
         pipeline_s = max(
             count * fullest * least.layer_s,
             sending_s,
-            least.through_s + 2 * last_way_s + (count - 1) * uplink_s,
+            least.through_s + 2 * shape.crossings * last_way_s + (count - 1) * uplink_s,
+            count * shape.crossings * uplink_s,
             _fill_s(count, least.forward_s, last_way_s, least.whole_s, pace_s) if len(shape.legs) == 1 else 0.0,
             _shared_s(spans, count),
-            _shared_s([(rate / least.through_share, 2 * way_s) for rate, way_s in spans], count),
+            _shared_s(through, count),
         )
         return pipeline_s + least.ends_s
 
@@ -140,16 +152,61 @@ class Bounds:
         key = ("speeds", *timing_key(shape))
         if key not in self._known:
             of = {first: self._speed(shape, self._cluster.sites[first]) for first in set(self._kinds)}
+            if len(of) > 1:
+                of = self._comparable(of, shape)
             self._known[key] = [of[first] for first in self._kinds]
         return self._known[key]
+
+    def _comparable(self, speeds: dict[int, _Speed], shape: Shape) -> dict[int, _Speed]:
+        """Speeds by which ranks of several kinds can share the model out, whichever parts each of them holds.
+
+        Some parts may be worth more at one site than at another, and weights that ZeRO 3 gathers count only with what
+        else a rank computes. So a rank holds as much as its parts take at one of the sites, and a site's pace is that
+        of the part in which it is best.
+        """
+        work, alone = self._work, replace(shape, zero_stage=1)
+        found = [(1, 0, work.before), *((many, 1, layer) for layer, many in Counter(work.layers).items())]
+        found.append((1, 0, work.after))
+        times = {  # by kind: how many there are of each part, and what one costs
+            first: [
+                (many, self._estimates.stage_cost(part, held, alone, self._cluster.sites[first]))
+                for many, held, part in found
+            ]
+            for first in speeds
+        }
+        some = next(iter(times.values()))
+        one_s = [busy_s(cost) for _, cost in some]
+        whole_s = sum(many * seconds for (many, _), seconds in zip(some, one_s, strict=True))
+        parts = list(zip(*times.values(), strict=True))
+        forward_s = sum(part[0][0] * min(cost.forward_s for _, cost in part) for part in parts)
+        through_s = sum(part[0][0] * min(cost.forward_s + cost.input_s for _, cost in part) for part in parts)
+        return {
+            first: speed._replace(
+                whole_s=whole_s * min(busy_s(cost) / s for (_, cost), s in zip(times[first], one_s, strict=True) if s),
+                through_s=through_s,
+                through_share=min(
+                    (cost.forward_s + cost.input_s) / busy_s(cost) for _, cost in times[first] if busy_s(cost)
+                ),
+                forward_s=forward_s,
+            )
+            for first, speed in speeds.items()
+        }
 
     def _speed(self, shape: Shape, site: Site) -> _Speed:
         estimates = self._estimates
         whole = estimates.stage_cost(self._whole, len(self._work.layers), shape, site)
         alone = replace(shape, zero_stage=1)  # a layer's share of the weights that ZeRO 3 gathers is not its own
-        each = [busy_s(estimates.stage_cost(layer, 1, alone, site)) for layer in set(self._work.layers)]
+        each = [estimates.stage_cost(layer, 1, alone, site) for layer in set(self._work.layers)]
         through_s, whole_s = whole.forward_s + whole.input_s, busy_s(whole)
-        return _Speed(whole_s, through_s, through_s / whole_s, whole.forward_s, min(each))
+        return _Speed(
+            whole_s,
+            through_s,
+            through_s / whole_s,
+            whole.forward_s,
+            min(map(busy_s, each)),
+            min(cost.forward_s for cost in each),
+            min(cost.forward_s + cost.input_s for cost in each),
+        )
 
     def _crossing(self, shape: Shape, route: Route) -> tuple[list[tuple[int, float]], float, float] | None:
         """How many ranks lie how many seconds from the first, in order; seconds of a micro-batch on the slowest
@@ -186,7 +243,8 @@ class Bounds:
         for site, (before_s, after_s) in enumerate(pairwise(held_s), start=1):
             held, way_s = chain[site]
             if held == 1 and (site < len(route.sites) or most == 1):
-                sending_s = max(sending_s, shape.microbatches * (before_s + after_s) - before_s + 2 * way_s)
+                each_s = shape.crossings * (before_s + after_s)
+                sending_s = max(sending_s, shape.microbatches * each_s - before_s + 2 * way_s)
         return chain, max(sent_s, default=0.0), sending_s
 
     def _roomiest(self, shape: Shape) -> list[tuple[int, int]]:

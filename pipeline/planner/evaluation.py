@@ -97,10 +97,7 @@ class Evaluation:
         """The layouts of a route: one for each size of DP-cell and schedule."""
         request, names = self._request, self._cluster.sites
         on = [site for site, held in zip(route.sites, route.stages, strict=True) for _ in range(held)]
-        legs = len(shape.legs)
-        layers = self._layers.of(
-            shape, [site for site, held in zip(route.sites, route.stages, strict=True) for _ in range(held * legs)]
-        )
+        layers = self._layers.of(shape, [on[rank] for rank in shape.placed(route.stages).stage_ranks])
         if layers is None:
             self.refused.memory()
             return
@@ -140,7 +137,7 @@ class Evaluation:
             layout = replace(base, cell=cell, connections=tuple(link.streams for _, link in costs.wan_links[::2]))
             for schedule in request.choices("schedule", ["auto"]):
                 layout = replace(layout, schedule=schedule)
-                if schedule != "auto" and (cell > 1 or legs > 1):
+                if schedule != "auto" and (cell > 1 or len(shape.legs) > 1):
                     continue
                 pipeline_s = max(latency_bound_s(one, shape.microbatches, costs, in_flight) for one in layout.cells)
                 bound_s = pipeline_s + collective_s + optimizer_s
@@ -223,7 +220,7 @@ class Evaluation:
 
     def _wan_bytes(self, layout: Layout) -> float:
         hops = len(layout.sites) - 1
-        return 2 * hops * self._work.message_bytes * layout.sequences
+        return 2 * hops * layout.crossings * self._work.message_bytes * layout.sequences
 
     def _egress(self, shape: Shape, sites: Sequence[int]) -> float:
         """What the bytes of a step cost that leave sites: activations one way, gradients the other."""
@@ -232,7 +229,7 @@ class Evaluation:
             link = self._cluster.link(here, there)
             assert link is not None
             prices += 2 * link.egress_price
-        return prices * self._work.message_bytes * shape.sequences / 1e9
+        return prices * shape.crossings * self._work.message_bytes * shape.sequences / 1e9
 
     def _binds(self, candidate: Candidate, step_s: float) -> str:
         """What holds a layout up most."""
@@ -242,12 +239,14 @@ class Evaluation:
         shares = {"compute": max(busy) * count}
         for (here, there), link in candidate.costs.wan_links:
             names = [self._cluster.sites[layout.sites[end]].name for end in (here, there)]
-            shares[f"uplink {names[0]} to {names[1]}"] = link.occupancy_s(stages[0].output_bytes) * count
+            shares[f"uplink {names[0]} to {names[1]}"] = (
+                link.occupancy_s(stages[0].output_bytes) * layout.crossings * count
+            )
         crossing_s = sum(
             link.latency_s + link.transit_s(stages[0].output_bytes) / layout.cell
             for _, link in candidate.costs.wan_links
         )
-        shares["the way through sites"] = crossing_s
+        shares["the way through sites"] = crossing_s * layout.crossings
         shares["filling and draining the pipeline"] = (sum(busy) - max(busy)) / len(layout.legs)
         shares["collectives over replicas"] = candidate.collective_s
         most = max(shares, key=lambda name: shares[name])

@@ -9,6 +9,7 @@ from math import inf
 
 from weft.pipeline.action import Op
 from weft.pipeline.costs import CostModel
+from weft.pipeline.generators.auto_bound import sending_bound_s
 from weft.pipeline.generators.auto_greedy import ListScheduler, Rule
 from weft.pipeline.generators.auto_problem import Problem
 from weft.pipeline.generators.auto_rules import atlas, backward_first, critical_path
@@ -110,8 +111,7 @@ def first_microbatches(num_stages: int) -> int:
 def latency_bound_s(
     placement: Placement, num_microbatches: int, costs: CostModel, in_flight: Sequence[float] = ()
 ) -> float:
-    """What no schedule of a DP-cell beats, on a placement whose micro-batches cross each border of sites once and
-    come back: `lower_bound_s` without a `Problem`.
+    """What no schedule of a DP-cell beats: `lower_bound_s` without a `Problem`.
 
     Args:
         costs: of one pipeline.
@@ -149,19 +149,19 @@ def latency_bound_s(
             turns = count / max(1, int(in_flight[stage]))
             back_s = backward_s[stage] + stages[stage].input_s
             bound_s = max(bound_s, forward_s[stage] + (back_s - forward_s[stage]) * turns + stages[stage].weight_s)
-        # a rank's one uplink carries activations down and gradients up
-        ahead_s, held_s, left_s = [], [], []
+        # a rank's one uplink carries activations down and gradients up, the link to each other rank some of them
+        loads: dict[int | None, list[tuple[float, float, float]]] = {}
         for stage in held:
-            down = (stage, forward_s[stage] + stages[stage].forward_s)
-            up = (stage - 1, backward_s[stage] + stages[stage].input_s)
-            for hop, made_s in (down, up):
+            down = (stage, forward_s[stage] + stages[stage].forward_s, stage + 1)
+            up = (stage - 1, backward_s[stage] + stages[stage].input_s, stage - 1)
+            for hop, made_s, to in (down, up):
                 if 0 <= hop < last and (link := links[hop]) is not None:
-                    held_s.append(link.occupancy_s(stages[hop].output_bytes))
-                    bound_s = max(bound_s, now_s + weight_s + (count * cell - 1) * sent[hop])
-                    ahead_s.append(made_s)
-                    left_s.append(now_s - made_s - held_s[-1] / cell)
-        if held_s:
-            bound_s = max(bound_s, min(ahead_s) + sum(held_s) * count + min(left_s) + weight_s)
+                    held_s = link.occupancy_s(stages[hop].output_bytes) / cell
+                    loads.setdefault(None, []).append((made_s, held_s, now_s - made_s - held_s))
+                    over = loads.setdefault(single.stage_ranks[to], [])
+                    over.append((made_s, sent[hop], now_s - made_s - sent[hop]))
+        for transfers in loads.values():
+            bound_s = max(bound_s, sending_bound_s(transfers, cell * count) + weight_s)
     return bound_s
 
 

@@ -8,6 +8,9 @@ from itertools import accumulate, pairwise
 from weft.pipeline.placement import Placement
 from weft.pipeline.states import RankMemory
 
+LEGS = {"straight": "d", "fold": "du", "site_fold": "du", "site_interleaved": "dd"}
+"""Placements that plans compare, and their passes: through all ranks in a plain fold, else through those of a site."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -21,8 +24,7 @@ class Shape:
         microbatches: of a step and replica.
         microbatch_size: sequences.
         checkpointing: whether backwards compute their forwards again.
-        legs: passes through the ranks of a site, each a virtual stage of every rank: ``d`` is straight, ``du`` a
-            fold and ``dd`` interleaved; see `Placement`.
+        arrangement: of virtual stages on ranks, one of `LEGS`.
     """
 
     num_stages: int
@@ -34,7 +36,21 @@ class Shape:
     microbatch_size: int = 1
     zero_stage: int = 1
     checkpointing: bool = False
-    legs: str = "d"
+    arrangement: str = "straight"
+
+    @property
+    def legs(self) -> str:
+        """Passes through the ranks, each a virtual stage of every rank; see `Placement`."""
+        return LEGS[self.arrangement]
+
+    @property
+    def crossings(self) -> int:
+        """Times that a micro-batch's forward crosses each border between sites, and its backward comes back."""
+        return len(self.legs) if self.arrangement == "fold" else 1
+
+    def placed(self, stages: tuple[int, ...]) -> Placement:
+        """One pipeline on so many ranks at each site."""
+        return Placement.named(self.arrangement, self.num_stages, stages)
 
     @property
     def virtual_stages(self) -> int:
@@ -90,8 +106,7 @@ class Layout(Shape):
     @property
     def placement(self) -> Placement:
         """Of a whole DP-cell."""
-        groups = self.stages if len(self.legs) > 1 else (self.num_stages,)
-        return Placement(groups, self.legs, self.stages, self.cell)
+        return replace(self.placed(self.stages), pipelines=self.cell)
 
     @property
     def cells(self) -> list[Placement]:

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from weft.pipeline.limits import count, number, short_repr
-from weft.pipeline.planner.layout import Layout, Prediction
+from weft.pipeline.planner.layout import LEGS, Layout, Prediction
 from weft.pipeline.states import USABLE
 
 
@@ -29,7 +29,7 @@ PINS = {
     "pipeline.stages": "num_stages",
     "pipeline.microbatches": "microbatches",
     "pipeline.schedule": "schedule",
-    "pipeline.placement": "legs",
+    "pipeline.placement": "arrangement",
     "train.microbatch_size": "microbatch_size",
     "replicas": "replicas",
     "comm.cell": "cell",
@@ -40,8 +40,6 @@ PINS = {
     "model.gradient_checkpointing": "checkpointing",
 }
 """Fields that a request may fix, by their names in the configuration."""
-PLACEMENTS = {"straight": "d", "site_fold": "du", "site_interleaved": "dd"}
-"""Placements that plans compare, and their passes through the ranks of a site."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +128,9 @@ def _value(name: str, text: str) -> Any:
             raise ValueError(f"{name}={text}: plans compare auto and 1f1b; choose one of them")
         return text
     if name == "pipeline.placement":
-        if text not in PLACEMENTS:
-            raise ValueError(f"{name}={short_repr(text)}: choose one of {', '.join(PLACEMENTS)}")
-        return PLACEMENTS[text]
+        if text not in LEGS:
+            raise ValueError(f"{name}={short_repr(text)}: choose one of {', '.join(LEGS)}")
+        return text
     if name == "model.gradient_checkpointing":
         if text not in ("true", "false"):
             raise ValueError(f"{name}={short_repr(text)}: expected true or false")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.pipeline.planner.cluster import Cluster
 from weft.pipeline.planner.layout import Shape
@@ -52,10 +52,22 @@ class Routes:
             held, whole = min(caps[site], left), caps[site] >= left
             if not held or site in sites or (home and site not in home and (whole or not sites)):
                 continue
+            if whole and not sites and shape.crossings > 1:
+                continue  # in one site it is a site fold
             name = ("alone", kinds[site]) if whole and not sites else alike[site]  # then links do not matter
             if name not in seen:
                 seen.add(name)
                 yield Route((*sites, site), (*stages, held))
+
+    def fold_over_sites(self, shape: Shape) -> Shape | None:
+        """The fold through all ranks in place of one within each site; None where that is no other choice.
+
+        It crosses borders between sites more often, so its bound is never less.
+        """
+        if shape.arrangement != "site_fold" or "arrangement" in self._request.pins or self._request.max_sites == 1:
+            return None
+        caps, _, _ = self._of(shape)
+        return replace(shape, arrangement="fold") if any(0 < cap < shape.num_stages for cap in caps) else None
 
     def _of(self, shape: Shape) -> tuple[list[int], list[Hashable], list[Hashable]]:
         """By site, the ranks that it has room for, its kind, and what stands for it."""

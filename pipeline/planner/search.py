@@ -36,7 +36,8 @@ class Plan:
     Attributes:
         ranked: predictions, best first: of each set of sites and each shape the best.
         gap: no layout of the space scores better than the best by more than this share.
-        shapes: how many shapes were compared, and ``scheduled`` how many layouts were scheduled.
+        shapes: how many shapes were compared, where folds within sites and over them are one, and ``scheduled`` how
+            many layouts were scheduled.
     """
 
     cluster: Cluster
@@ -140,6 +141,8 @@ def _search(
             return found, min(bound, left_out), placed
         if opened and (not placed or (opened[0][0] < placed[0][0] and spent < due)):
             bound, depth, _, shape, route = heappop(opened)
+            if route is None and (twin := ways.fold_over_sites(shape)):
+                heappush(opened, (max(bound, evaluation.shape_bound(twin) or bound), 0, next(order), twin, None))
             for further in ways.longer(shape, route):
                 spent += BOUNDED
                 if (least := evaluation.route_bound(shape, further, request.max_sites)) is None:
@@ -174,5 +177,5 @@ def _distinct(ranked: list[Prediction]) -> list[Prediction]:
 
 def _likeness(layout: Layout) -> Hashable:
     """What layouts have in common that differ in little."""
-    degrees = layout.num_stages, layout.replicas, layout.tensor, layout.context, layout.expert, layout.legs
+    degrees = layout.num_stages, layout.replicas, layout.tensor, layout.context, layout.expert, layout.arrangement
     return frozenset(layout.sites), *degrees

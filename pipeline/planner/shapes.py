@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import isqrt
 
 from weft.pipeline.planner.cluster import Cluster
-from weft.pipeline.planner.layout import Shape
+from weft.pipeline.planner.layout import LEGS, Shape
 from weft.pipeline.planner.request import Request
 from weft.pipeline.planner.workload import ModelWork
 
@@ -20,7 +20,10 @@ MOST_EXPERT = 64
 
 
 def shapes(cluster: Cluster, work: ModelWork, request: Request) -> Iterator[Shape]:
-    """All shapes for which some sites of the cluster have GPUs; see `Estimates` for what fits their memory."""
+    """All shapes for which some sites of the cluster have GPUs; see `Estimates` for what fits their memory.
+
+    Folds are those within sites, and `Routes.fold_over_sites` has the others, unless these are asked for.
+    """
     widest = max(site.gpus_per_host for site in cluster.sites)
     sharing = _powers(8) if work.sequence_length >= LONG_SEQUENCE else [1]
     for tensor in request.choices("tensor", _powers(widest)):
@@ -37,7 +40,7 @@ def shapes(cluster: Cluster, work: ModelWork, request: Request) -> Iterator[Shap
                                 for zero in request.choices(
                                     "zero_stage", _zero_stages(replicas * context, microbatches)
                                 ):
-                                    for legs in _legs(request, stages, microbatches, len(work.layers)):
+                                    for arrangement in _arrangements(request, stages, microbatches, work):
                                         yield Shape(
                                             num_stages=stages,
                                             replicas=replicas,
@@ -48,7 +51,7 @@ def shapes(cluster: Cluster, work: ModelWork, request: Request) -> Iterator[Shap
                                             microbatch_size=size,
                                             zero_stage=zero,
                                             checkpointing=checkpointing,
-                                            legs=legs,
+                                            arrangement=arrangement,
                                         )
 
 
@@ -57,11 +60,12 @@ def room(cluster: Cluster, gpus_per_rank: int, replicas: int) -> list[int]:
     return [site.units(gpus_per_rank) // replicas for site in cluster.sites]
 
 
-def _legs(request: Request, stages: int, microbatches: int, num_layers: int) -> list[str]:
-    """Passes through a site's ranks: several fill a pipeline sooner, which many micro-batches pay for anyway."""
-    most = num_layers // stages
+def _arrangements(request: Request, stages: int, microbatches: int, work: ModelWork) -> Iterator[str]:
+    """Several passes through ranks fill a pipeline sooner, which many micro-batches pay for anyway."""
     few = stages > 1 and microbatches < FEW_MICROBATCHES * stages
-    return [legs for legs in request.choices("legs", ["d", "du"] if few else ["d"]) if len(legs) <= most]
+    for arrangement in request.choices("arrangement", ["straight", "site_fold"] if few else ["straight"]):
+        if len(LEGS[arrangement]) * stages <= len(work.layers):
+            yield arrangement
 
 
 def _experts(work: ModelWork, tensor: int) -> list[int]:

@@ -14,7 +14,6 @@ from weft.conf.files import write_atomic
 from weft.pipeline.costs import CostModel
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Layout
-from weft.pipeline.planner.request import PLACEMENTS
 from weft.pipeline.planner.search import Plan
 from weft.pipeline.profile import costs_to_yaml
 
@@ -48,7 +47,7 @@ def write_recipe(found: Plan, config: dict[str, Any] | None, model: str, path: P
         "pipeline": {
             "stages": layout.num_stages,
             "schedule": layout.schedule,
-            "placement": next(name for name, legs in PLACEMENTS.items() if legs == layout.legs),
+            "placement": layout.arrangement,
             "chunks_per_rank": max(2, len(layout.legs)),
             "layers": list(layout.layers),
             "microbatches": layout.microbatches,

@@ -48,7 +48,7 @@ def degrees(one: Prediction) -> str:
     more = "".join(f" {name}{size}" for name, size in (("cp", layout.context), ("ep", layout.expert)) if size > 1)
     zero = f" ZeRO-{layout.zero_stage}" if layout.zero_stage > 1 else ""
     checkpointing = " ckpt" if layout.checkpointing else ""
-    placed = {"d": "", "du": " fold", "dd": " interleaved"}[layout.legs]
+    placed = "" if layout.arrangement == "straight" else " " + layout.arrangement.replace("_", " ")
     return f"{layout.num_stages} x {layout.replicas} x {layout.tensor}{more}{zero}{checkpointing}{placed}"
 
 

@@ -16,16 +16,16 @@ from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
 from weft.pipeline.planner import latency
 from weft.pipeline.planner.latency import first_microbatches, latency_bound_s, pipeline_latency
+from weft.pipeline.planner.layout import LEGS
 from weft.pipeline.simulation import simulate
 
 SECONDS = st.floats(0.1, 3.0)
-LEGS = ("d", "du", "dd")
-"""Straight, folded in each site and interleaved in each site."""
+ALL = tuple(LEGS)
 
 
 @st.composite
-def pipelines(draw, most_ranks=6, legs=("d",)):
-    ranks, leg = draw(st.integers(1, most_ranks)), draw(st.sampled_from(legs))
+def pipelines(draw, most_ranks=6, arrangements=("straight",)):
+    ranks, arrangement = draw(st.integers(1, most_ranks)), draw(st.sampled_from(arrangements))
     cuts = sorted(draw(st.sets(st.integers(1, ranks - 1), max_size=2))) if ranks > 1 else []
     sites = tuple(stop - start for start, stop in zip([0, *cuts], [*cuts, ranks], strict=True))
     stages = tuple(
@@ -37,16 +37,16 @@ def pipelines(draw, most_ranks=6, legs=("d",)):
             weight_saved_bytes=1.0,
             output_bytes=1e6,
         )
-        for _ in range(ranks * len(leg))
+        for _ in range(ranks * len(LEGS[arrangement]))
     )
     pairs = []
     for site in range(len(sites) - 1):
         link = LinkCost(latency_s=draw(SECONDS), bandwidth_bps=8e6 / draw(SECONDS), pair_bps=8e6 / draw(SECONDS))
         pairs += [((site, site + 1), link), ((site + 1, site), link)]
-    return Placement(sites if len(leg) > 1 else (ranks,), leg, sites), CostModel(stages=stages, wan_links=tuple(pairs))
+    return Placement.named(arrangement, ranks, sites), CostModel(stages=stages, wan_links=tuple(pairs))
 
 
-@given(pipelines(legs=LEGS), st.integers(1, 12), st.integers(1, 3))
+@given(pipelines(arrangements=ALL), st.integers(1, 12), st.integers(1, 3))
 @settings(max_examples=150, deadline=None)
 def test_the_bound_is_that_of_auto(pipeline, microbatches, cell):
     placement, costs = pipeline
@@ -55,7 +55,7 @@ def test_the_bound_is_that_of_auto(pipeline, microbatches, cell):
     assert latency_bound_s(placement, microbatches, costs) == pytest.approx(known)
 
 
-@given(pipelines(4, LEGS), st.integers(1, 8), st.integers(1, 2), st.integers(2, 12))
+@given(pipelines(4, ALL), st.integers(1, 8), st.integers(1, 2), st.integers(2, 12))
 @settings(max_examples=60, deadline=None)
 def test_no_schedule_in_memory_beats_the_bound(pipeline, microbatches, cell, cap):
     placement, costs = pipeline
@@ -79,7 +79,7 @@ def test_the_closed_form_of_1f1b_is_the_simulators(pipeline, more):
     assert found.step_s == pytest.approx(simulated.step_s, rel=0.02)
 
 
-@given(pipelines(4, LEGS), st.integers(0, 60), st.integers(1, 2))
+@given(pipelines(4, ALL), st.integers(0, 60), st.integers(1, 2))
 @settings(max_examples=25, deadline=None)
 def test_the_closed_form_of_auto_is_its_list_schedules(pipeline, more, cell):
     placement, costs = pipeline

@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pipeline.planner.planned import cluster, model, site
+from weft.pipeline.action import SENDS, Op
 from weft.pipeline.generators.auto import generate_auto
+from weft.pipeline.lowering import lower
 from weft.pipeline.planner.algorithm1 import algorithm1
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.evaluation import Evaluation
-from weft.pipeline.planner.layout import Shape
+from weft.pipeline.planner.layout import LEGS, Shape
 from weft.pipeline.planner.request import Objective, Request
 from weft.pipeline.planner.routes import Route, Routes
 from weft.pipeline.planner.search import plan
@@ -91,7 +93,7 @@ def ways(some, shape, route=None):
 @given(
     uneven_clusters(),
     st.sampled_from(Objective),
-    st.sampled_from([{}, {"zero_stage": 3}, {"cell": 1}, {"expert": 4}, {"legs": "du"}, {"legs": "dd"}]),
+    st.sampled_from([{}, {"zero_stage": 3}, {"cell": 1}, {"expert": 4}, *({"arrangement": name} for name in LEGS)]),
     st.sampled_from([model(), model(experts=8)]),
 )
 @settings(max_examples=16, deadline=None)
@@ -106,6 +108,20 @@ def test_bounds_are_below_what_they_bound(some, objective, pins, work):
                 above = candidate.score_bound * (1 + 1e-9)
                 assert bound is not None and bound <= above
                 assert all(evaluation.route_bound(shape, part) <= above for part in parts)
+
+
+@pytest.mark.parametrize("arrangement", LEGS)
+@pytest.mark.parametrize("latency_s", [0.0, 0.02])
+def test_bounds_hold_where_sites_are_good_at_different_parts(arrangement, latency_s):
+    """A rank that waits for weights is better off with many products for few of them."""
+    sites = site("a", gpu="A40", hosts=2, gpus_per_host=1), site("b", gpu="H100", hosts=2, gpus_per_host=1)
+    some = cluster(*sites, latency_s=latency_s, bandwidth_bps=5e10)
+    request = replace(REQUEST, pins={"arrangement": arrangement, "zero_stage": 3})
+    evaluation = Evaluation(some, model(), request)
+    for shape in shapes(some, model(), request):
+        for route in ways(some, shape):
+            for candidate in evaluation.candidates(shape, route):
+                assert evaluation.route_bound(shape, route) <= candidate.score_bound * (1 + 1e-9)
 
 
 @given(uneven_clusters(), st.sampled_from(Objective))
@@ -163,12 +179,48 @@ def test_a_slow_link_is_not_used_and_a_fast_one_is():
 def test_a_fold_is_taken_where_few_micro_batches_fill_a_pipeline():
     some = cluster(site("a", hosts=2), bandwidth_bps=1e10)
     pins = {"num_stages": 4, "tensor": 1, "replicas": 2, "microbatch_size": 4}
-    by = {legs: plan(some, model(), replace(REQUEST, pins={**pins, "legs": legs})).best for legs in ("d", "du", "dd")}
+    by = {
+        name: plan(some, model(), replace(REQUEST, pins={**pins, "arrangement": name})).best
+        for name in ("straight", "site_fold", "site_interleaved")
+    }
     best = plan(some, model(), replace(REQUEST, pins=pins)).best
-    assert best.layout.legs == "du" and best.step_s == by["du"].step_s < by["d"].step_s
-    for legs, one in by.items():
-        assert len(one.layout.layers) == 4 * len(legs) and sum(one.layout.layers) == 8
+    assert best.layout.arrangement == "site_fold"
+    assert best.step_s == by["site_fold"].step_s < by["straight"].step_s
+    for name, one in by.items():
+        assert len(one.layout.layers) == 4 * len(LEGS[name]) and sum(one.layout.layers) == 8
         assert one.layout.sequences == REQUEST.sequences
+
+
+@pytest.mark.parametrize("arrangement", LEGS)
+@pytest.mark.parametrize("stages", [(2, 2), (1, 2, 1)])
+def test_bytes_between_sites_are_those_of_the_schedule(arrangement, stages):
+    some = cluster(*(site(f"s{number}", hosts=1, gpus_per_host=held) for number, held in enumerate(stages)))
+    request = replace(REQUEST, pins={"arrangement": arrangement, "num_stages": 4, "replicas": 1, "tensor": 1})
+    evaluation, work = Evaluation(some, model(), request), model()
+    shape = next(one for one in shapes(some, work, request) if one.microbatches == 8 and not one.checkpointing)
+    candidate = next(iter(evaluation.candidates(shape, Route(tuple(range(len(stages))), stages))))
+    prediction = evaluation.schedule(candidate)
+    placement, sent = prediction.layout.placement, 0.0
+    for row in lower(generate_auto(placement, shape.microbatches, candidate.costs)).rows:
+        for action in (action for slot in row for action in slot if action.op in SENDS):
+            to = action.stage + (1 if action.op is Op.SEND_F else -1)
+            if placement.crosses_wan(min(action.stage, to)):
+                sent += candidate.costs.stages[min(action.stage, to)].output_bytes
+    assert prediction.wan_bytes == pytest.approx(sent) and sent > 0
+
+
+def test_a_fold_over_sites_is_taken_where_they_are_close():
+    two = cluster(*(site(name, hosts=1, gpus_per_host=2) for name in "ab"), bandwidth_bps=1e12, latency_s=1e-6)
+    pins = {"num_stages": 4, "tensor": 1, "replicas": 1, "microbatch_size": 8}
+    by = {
+        name: plan(two, model(), replace(REQUEST, pins={**pins, "arrangement": name})).best
+        for name in ("straight", "site_fold", "fold")
+    }
+    best = plan(two, model(), replace(REQUEST, pins=pins)).best
+    assert best.layout.arrangement == "fold" and by["fold"].wan_bytes == 2 * by["site_fold"].wan_bytes
+    assert best.step_s == by["fold"].step_s < min(by["site_fold"].step_s, by["straight"].step_s)
+    far = replace(two, links={pair: replace(link, latency_s=1.0) for pair, link in two.links.items()})
+    assert plan(far, model(), replace(REQUEST, pins=pins)).best.layout.arrangement != "fold"
 
 
 def test_constraints_are_kept():
