@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from time import perf_counter
 from typing import NoReturn
@@ -53,16 +55,17 @@ def main(argv: Sequence[str]) -> int:
     found = plan(cluster, work, request)
     seconds = perf_counter() - started
     _show(found, seconds, args)
-    for question, other in questions.items():
-        _answer(found, question, other)
-    if args.marginal:
-        for name, gain in sorted(marginal_values(found), key=lambda entry: -entry[1]):
-            print(f"{name}: {gain:+.2%}")
-    if args.write:
-        from weft.tools.planning.recipe import write_recipe
+    with redirect_stdout(sys.stderr if args.format == "json" else sys.stdout):  # which holds one value and no more
+        for question, other in questions.items():
+            _answer(found, question, other)
+        if args.marginal:
+            for name, gain in sorted(marginal_values(found), key=lambda entry: -entry[1]):
+                print(f"{name}: {gain:+.2%}")
+        if args.write:
+            from weft.tools.planning.recipe import write_recipe
 
-        for path in write_recipe(found, config_of(args.model), args.model, args.write):
-            print(f"wrote {path}")
+            for path in write_recipe(found, config_of(args.model), args.model, args.write):
+                print(f"wrote {path}")
     return 0
 
 

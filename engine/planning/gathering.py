@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def facts_of_ranks(config: WeftConfig, hf_config: PreTrainedConfig, device: torc
     """
     available = min(gather(device_bytes(device, ranks_on_this_host())))
     shares = config.parallel.tensor * config.parallel.context * config.parallel.expert
-    nodes = nodes_of_world() if shares > 1 else ()
+    nodes = nodes_of_world() if shares > 1 or config.cluster.hostfile else ()
     machine = _Machine(dist.get_world_size(), device, available, torch.get_num_threads(), nodes)
     return from_rank_zero(lambda: _known_facts(config, hf_config, machine), Facts)
 
@@ -120,7 +121,7 @@ def _known_facts(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Mach
         "device": "this machine's",
         "links": "given by cluster.links",
     }
-    links, flops = _given_links(config.cluster, layout.context * layout.tensor), None
+    links, flops = _given_links(config.cluster, _uplink_sharing(config.cluster, layout, machine.nodes)), None
     given: dict[int, CostModel] = {}
     if config.pipeline.costs_file:
         given = _given_costs(config, layout)
@@ -191,6 +192,16 @@ def _given_costs(config: WeftConfig, layout: RankLayout) -> dict[int, CostModel]
     if not found:
         raise errors[0]
     return found
+
+
+def _uplink_sharing(cluster: ClusterConfig, layout: RankLayout, nodes: tuple[int, ...]) -> int:
+    """Ranks of a stage that send at the same time over one host's uplink: all of the stage that the host has.
+
+    Without a hostfile each pipeline is taken to have a host of its own for each stage, as on an emulated WAN.
+    """
+    if not cluster.hostfile:
+        return layout.context * layout.tensor
+    return max(Counter((rank // layout.lines, node) for rank, node in enumerate(nodes)).values())
 
 
 def _given_links(cluster: ClusterConfig, sharing: int) -> Links:

@@ -68,6 +68,28 @@ def test_json_has_every_figure(weft_plan):
     assert steps == sorted(steps) and all(0 < one["memory_share"] <= 0.8 for one in found["plans"])
 
 
+def test_json_stays_json_beside_other_answers(weft_plan, folder):
+    question = ("--what-if", "gpu A100 price=9")
+    code, text, rest = weft_plan("--format", "json", *question, "--marginal", "--write", str(folder / "beside.yaml"))
+    assert code == 0 and json.loads(text)["plans"]
+    assert "gpu A100 price=9: step" in rest and "hosts x 1.1:" in rest and "wrote" in rest
+
+
+@pytest.mark.parametrize("placement", ["straight", "site_fold", "fold"])
+def test_a_dry_run_of_the_recipe_predicts_the_plans_step(weft_plan, folder, capsys, placement):
+    """GPUs of a host share its uplink, in the plan and in the run."""
+    recipe = folder / "same.yaml"
+    pins = (f"pipeline.placement={placement}", "pipeline.stages=4", "replicas=4", "parallel.tensor=1", "comm.cell=1")
+    options = [word for pin in (*pins, "train.microbatch_size=1") for word in ("--pin", pin)]
+    narrow = SITES.replace("bandwidth_mbps: 100000", "bandwidth_mbps: 1000")
+    code, text, _ = weft_plan("--format", "json", *options, "--write", str(recipe), cluster=narrow)
+    best = json.loads(text)["plans"][0]
+    assert code == 0 and len(best["sites"]) == 2
+    assert cli.main(["launch", f"recipe={recipe}", "dry_run=true"]) == 0
+    (step_s,) = re.findall(r"predicted step ([0-9.e-]+) s", capsys.readouterr().out)
+    assert float(step_s) == pytest.approx(best["step_s"], rel=0.05)
+
+
 def test_the_picture_is_written_where_it_is_asked_for(weft_plan, tmp_path):
     path = tmp_path / "plans.png"
     code, text, _ = weft_plan("--format", "png", "--out", str(path))
