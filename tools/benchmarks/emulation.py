@@ -103,8 +103,8 @@ def _runner(args: argparse.Namespace, links: Links) -> Callable[[Layout], Beside
 
 
 def _links(layouts: Sequence[Layout]) -> Links:
-    """Links of these jobs, measured; those between sites on a netbed of their own."""
-    local = measure_link(WORK.hidden_bytes, Way.shared)
+    """Links of these jobs, measured between pauses as long as a layer; those between sites on a netbed of their own."""
+    local = measure_link(WORK.hidden_bytes, Way.shared, idle_s=WORK.forward_s)
     if not any(layout.sites for layout in layouts):
         return Links(local=local)
     with NetBed.up(topology((2, 1))) as bed:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from weft.conf.schema import CommConfig, OptimizerConfig, PipelineConfig, PlacementKind, ScheduleKind, WeftConfig
+from weft.conf.schema import (
+    ClusterConfig,
+    CommConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    PlacementKind,
+    ScheduleKind,
+    SiteConfig,
+    WeftConfig,
+)
 from weft.engine.emulation.stage import EmulatedWork
 from weft.pipeline.costs import LinkCost
 from weft.tools.benchmarks.peers.case import EngineCase
@@ -95,6 +104,8 @@ class Layout:
         )
         config = WeftConfig(pipeline=pipeline, comm=CommConfig(timeout_s=TIMEOUT_S))
         if self.sites:
+            sites = [SiteConfig(name=f"site {number}", ranks=ranks) for number, ranks in enumerate(self.sites)]
+            config.cluster = ClusterConfig(sites=sites)
             config.comm = replace(
                 config.comm, connections=MANY, chunk_kb=_CHUNK_KB, deadline_s=TIMEOUT_S, tls=False, cell=self.cell
             )
