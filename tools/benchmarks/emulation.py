@@ -10,10 +10,11 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from weft.engine.emulation.stage import EmulatedWork
 from weft.pipeline.costs import LinkCost
 from weft.tools.benchmarks.emulations.both_ways import Beside, compare
 from weft.tools.benchmarks.emulations.calls import SIZES, CallBeside, compare_calls, sizes_that_fit
-from weft.tools.benchmarks.emulations.layouts import CHANGES, LAYOUTS, WORK, Layout, Links, topology
+from weft.tools.benchmarks.emulations.layouts import CHANGES, LAYER_MS, LAYOUTS, Layout, Links, topology, work_of_layers
 from weft.tools.benchmarks.peers.link import Way, measure_link
 from weft.tools.benchmarks.peers.sites import MANY, profile
 from weft.tools.benchmarks.results import parse, write_json
@@ -41,11 +42,14 @@ def main(argv: Sequence[str]) -> int:
         ValueError: there is no such job, or what is to be added to cannot be read.
     """
     args = parse(_parser(), argv, parts=PARTS, jobs=[layout.name for layout in LAYOUTS], what_ifs=list(CHANGES))
+    if not 0 < args.layer_ms <= 1000:
+        raise ValueError(f"--layer-ms {args.layer_ms}: give milliseconds above 0 and at most 1000")
     figures = _earlier(args)
     changes = {name: CHANGES[name] for name in args.what_ifs or CHANGES if "what-ifs" in args.parts}
     jobs = [each for each in LAYOUTS if "jobs" in args.parts and each.name in (args.jobs or [each.name])]
     wanted = [*jobs, *(layout for pair in changes.values() for layout in pair)]
-    run = _runner(args, _links(wanted)) if wanted else None
+    work = work_of_layers(args.layer_ms)
+    run = _runner(args, _links(wanted, work), work) if wanted else None
 
     def keep(part: str, rows: Iterable[Any]) -> None:
         found = [{"name": row.name, **asdict(row)} for row in rows]
@@ -77,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--what-ifs", nargs="*", metavar="NAME", help=f"of {', '.join(CHANGES)}; default all")
     parser.add_argument("--rounds", type=int, default=2, help="real and emulated runs of each, in one start")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of a run")
+    parser.add_argument("--layer-ms", type=float, default=LAYER_MS, help="of a layer's forward and of each gradient")
     parser.add_argument("--at-once", type=int, default=2, help="an emulation's real ranks that run side by side")
     parser.add_argument("--add", action="store_true", help="to what --json FILE has of other jobs")
     return parser
@@ -98,19 +103,19 @@ def _earlier(args: argparse.Namespace) -> Figures:
         raise ValueError(f"--json {args.json}: is none of this bench, and cannot be added to: {error!r}") from error
 
 
-def _runner(args: argparse.Namespace, links: Links) -> Callable[[Layout], Beside]:
-    return partial(compare, links=links, rounds=args.rounds, steps=args.steps, at_once=args.at_once)
+def _runner(args: argparse.Namespace, links: Links, work: EmulatedWork) -> Callable[[Layout], Beside]:
+    return partial(compare, links=links, work=work, rounds=args.rounds, steps=args.steps, at_once=args.at_once)
 
 
-def _links(layouts: Sequence[Layout]) -> Links:
+def _links(layouts: Sequence[Layout], work: EmulatedWork) -> Links:
     """Links of these jobs, measured between pauses as long as a layer; those between sites on a netbed of their own."""
-    local = measure_link(WORK.hidden_bytes, Way.shared, idle_s=WORK.forward_s)
+    local = measure_link(work.hidden_bytes, Way.shared, idle_s=work.forward_s)
     if not any(layout.sites for layout in layouts):
         return Links(local=local)
     with NetBed.up(topology((2, 1))) as bed:
         wan = profile(bed)
         near = measure_link(
-            WORK.hidden_bytes, Way.network, run=partial(run_ranks_in, bed, bed.nodes[:2]), idle_s=WORK.forward_s
+            work.hidden_bytes, Way.network, run=partial(run_ranks_in, bed, bed.nodes[:2]), idle_s=work.forward_s
         )
     across = LinkCost(latency_s=wan.latency_s, bandwidth_bps=wan.training_bps, streams=MANY)
     return Links(local=local, near=near, wan=across)

@@ -35,7 +35,7 @@ def test_the_jobs_own_difference_excuses_an_error_as_long_as_it_is_small(real, e
 
 def bench(monkeypatch, seconds):
     """The bench's `main`, where a job is asked of ``seconds`` for what it takes: real runs, and one emulated."""
-    monkeypatch.setattr(emulation, "_links", lambda layouts: None)
+    monkeypatch.setattr(emulation, "_links", lambda layouts, work: None)
 
     def compare(layout, **_):
         real, emulated = seconds(layout)
@@ -90,6 +90,9 @@ def test_what_cannot_be_added_to_is_refused_before_anything_is_measured(monkeypa
             main(["--add", "--json", str(tmp_path / "other.json")])
     with pytest.raises(ValueError, match="--parts steps: not known"):
         main(["--parts", "steps"])
+    for milliseconds in ("0", "-3", "nan", "1e400"):
+        with pytest.raises(ValueError, match="--layer-ms .*: give milliseconds above 0"):
+            main([f"--layer-ms={milliseconds}"])
 
 
 def test_a_change_is_predicted_by_what_it_does_to_the_emulated_step():

@@ -13,6 +13,7 @@ from time import sleep
 import torch.distributed as dist
 
 from weft.conf.schema import WeftConfig
+from weft.engine.emulation.stage import EmulatedWork
 from weft.tools.benchmarks.emulations.layouts import TIMEOUT_S, Layout, Links
 from weft.tools.benchmarks.peers.case import EngineCase
 from weft.tools.benchmarks.peers.emulated_job import LayersJob
@@ -81,7 +82,7 @@ class Turns:
         return self.folder / f"{name}{number}"
 
 
-def compare(layout: Layout, links: Links, rounds: int, steps: int, at_once: int) -> Beside:
+def compare(layout: Layout, links: Links, work: EmulatedWork, rounds: int, steps: int, at_once: int) -> Beside:
     """Rounds of one job, emulated and real.
 
     Args:
@@ -95,7 +96,7 @@ def compare(layout: Layout, links: Links, rounds: int, steps: int, at_once: int)
         between=between,
         what_if=layout.what_if,
     )
-    case = layout.case(links, steps)
+    case = layout.case(links, steps, work)
     limit_s = rounds * TIMEOUT_S
     with tempfile.TemporaryDirectory(prefix="weft-emulation-") as folder:
         config = layout.config(folder)

@@ -22,14 +22,20 @@ from weft.tools.benchmarks.peers.sites import MANY
 from weft.tools.emulation.what_if import WhatIf
 from weft.tools.netbed import Topology
 
-WORK = EmulatedWork(forward_s=0.06, input_s=0.06, weight_s=0.06, hidden_bytes=2**18, weight_elements=2**14)
-"""Of a layer. The host takes about 0.3 ms of a slot, and twice that where eight real ranks share two processors, which
-emulated ones do not: of slots of 30 ms that alone is more than the goal."""
+LAYER_MS = 60.0
+"""Of a layer's forward and of each gradient. The host takes about 0.3 ms of a slot, and twice that where eight real
+ranks share two processors, which emulated ones do not: of slots of 30 ms that alone is more than the goal."""
 TIMEOUT_S = 280.0
 LATENCY_MS, UPLINK_MBPS, WINDOW_KB = 20.0, 50.0, 50.0
 """Of the netbed: one way between sites; of a node; of a connection's receive buffer."""
 _CHUNK_KB = 8  # so that each of many connections gets some of a tensor
 _WARM_STEPS = 2
+
+
+def work_of_layers(layer_ms: float) -> EmulatedWork:
+    """What each layer of a job does."""
+    seconds = layer_ms / 1e3
+    return EmulatedWork(forward_s=seconds, input_s=seconds, weight_s=seconds, hidden_bytes=2**18, weight_elements=2**14)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +83,13 @@ class Layout:
         slow = dict([self.slow]) if self.slow else {}
         return WhatIf(slow=slow, bandwidth=self.bandwidth, jitter_ms=self.jitter_ms)
 
-    def case(self, links: Links, steps: int) -> EngineCase:
+    def case(self, links: Links, steps: int, work: EmulatedWork) -> EngineCase:
         """Its layers."""
         return EngineCase(
             num_ranks=self.stages,
             num_layers=8,
             num_replicas=self.replicas,
-            work=WORK,
+            work=work,
             link=links.near if self.sites else links.local,
             sites=self.sites,
             wan=links.wan,
