@@ -52,7 +52,7 @@ class Routes:
             held, whole = min(caps[site], left), caps[site] >= left
             if not held or site in sites or (home and site not in home and (whole or not sites)):
                 continue
-            if whole and not sites and shape.crossings > 1:
+            if whole and not sites and shape.crossings > 1 and "arrangement" not in self._request.pins:
                 continue  # in one site it is a site fold
             name = ("alone", kinds[site]) if whole and not sites else alike[site]  # then links do not matter
             if name not in seen:

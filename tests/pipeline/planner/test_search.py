@@ -223,6 +223,14 @@ def test_a_fold_over_sites_is_taken_where_they_are_close():
     assert plan(far, model(), replace(REQUEST, pins=pins)).best.layout.arrangement != "fold"
 
 
+def test_in_one_site_both_folds_are_one():
+    some, pins = cluster(site("a", hosts=2)), {"num_stages": 4, "tensor": 1, "replicas": 2}
+    one, other = (
+        plan(some, model(), replace(REQUEST, pins={**pins, "arrangement": name})).best for name in ("fold", "site_fold")
+    )
+    assert one.step_s == other.step_s and one.layout.placement == other.layout.placement and not one.wan_bytes
+
+
 def test_constraints_are_kept():
     three = cluster(site("a", region="eu"), site("b"), site("c", region="eu"), bandwidth_bps=4e11, latency_s=0)
     home = frozenset({0, 2})
