@@ -91,7 +91,7 @@ def test_what_cannot_be_added_to_is_refused_before_anything_is_measured(monkeypa
     with pytest.raises(ValueError, match="--parts steps: not known"):
         main(["--parts", "steps"])
     for milliseconds in ("0", "-3", "nan", "1e400"):
-        with pytest.raises(ValueError, match="--layer-ms .*: give milliseconds above 0"):
+        with pytest.raises(ValueError, match=r"--layer-ms .*: give milliseconds above 0"):
             main([f"--layer-ms={milliseconds}"])
 
 
