@@ -145,21 +145,10 @@ class Estimates:
     def _over_holders_s(self, moved: float, work: LayerWork, shape: Shape, site: Site) -> float:
         """Seconds in which so many bytes of each weight are reduced or gathered over the GPUs that hold the same."""
         dense, experts = self._held(work, shape)
-        seconds = self._over_gpus_s(moved * dense, shape.lines // shape.tensor, shape.tensor, site)
+        seconds = over_gpus_s(moved * dense, shape.lines // shape.tensor, shape.tensor, site)
         if shape.expert > 1:
-            seconds += self._over_gpus_s(moved * experts, shape.lines // shape.expert, shape.expert, site)
+            seconds += over_gpus_s(moved * experts, shape.lines // shape.expert, shape.expert, site)
         return seconds
-
-    def _over_gpus_s(self, moved: float, count: int, apart: int, site: Site) -> float:
-        """Seconds in which so many bytes are reduced or gathered over GPUs, of which each ``apart``-th takes part."""
-        if count == 1:
-            return 0.0
-        together = min(count, max(1, site.gpus_per_host // apart))
-        hosts = -(-count // together)
-        seconds = 2 * site.gpu.scale_up_latency_s * (together - 1) + 2 * STARTING_S * (hosts - 1)
-        seconds += moved * (together - 1) / together / site.gpu.scale_up_bytes_per_s
-        network = site.network_bps / 8 / site.gpus_per_host
-        return seconds + moved / together * (hosts - 1) / hosts / network
 
     def optimizer_s(self, work: LayerWork, shape: Shape, site: Site) -> float:
         """Seconds of a rank's optimiser, which memory's bandwidth bounds."""
@@ -236,3 +225,15 @@ class Estimates:
         return (
             site.gpu.scale_up_bytes_per_s if span <= site.gpus_per_host else site.network_bps / 8 / site.gpus_per_host
         )
+
+
+def over_gpus_s(moved: float, count: int, apart: int, site: Site) -> float:
+    """Seconds in which so many bytes are reduced or gathered over GPUs, of which each ``apart``-th takes part."""
+    if count == 1:
+        return 0.0
+    together = min(count, max(1, site.gpus_per_host // apart))
+    hosts = -(-count // together)
+    seconds = 2 * site.gpu.scale_up_latency_s * (together - 1) + 2 * STARTING_S * (hosts - 1)
+    seconds += moved * (together - 1) / together / site.gpu.scale_up_bytes_per_s
+    network = site.network_bps / 8 / site.gpus_per_host
+    return seconds + moved / together * (hosts - 1) / hosts / network

@@ -55,7 +55,6 @@ class Session:
 
 
 _SOON = ("checkpoint.every=20",)
-_EIGHT_STAGES = ("pipeline.stages=8", "pipeline.microbatches=8", "model.overrides.num_hidden_layers=8")
 SESSIONS = (
     Session(ONE_RANK),
     Session(HOSTS_AND_WATCHERS),
