@@ -18,6 +18,8 @@ class EmulatedClock:
 
     def __init__(self) -> None:
         self._left_out_s = 0.0
+        self.waited_s = 0.0
+        """Seconds that the rank's own thread was asked to wait so far, on this clock."""
         self._main = threading.get_ident()
 
     def now(self) -> float:
@@ -30,7 +32,10 @@ class EmulatedClock:
         The rank's own thread watches the clock at the end, to within microseconds; others sleep through, for
         watching would take the interpreter from it.
         """
-        slack = WAKE_UP_S if threading.get_ident() == self._main else 0.0
+        main = threading.get_ident() == self._main
+        slack = WAKE_UP_S if main else 0.0
+        if main:
+            self.waited_s += max(0.0, at_s - self.now())
         set_timer_slack(0.0)
         while (left := at_s - slack - self.now()) > 0:
             sleep(left)

@@ -69,10 +69,12 @@ class TwinStep:
         self._speed = what_if.factor(world.rank, at.stage)
         self._members: dict[Sequence[int], tuple[int, ...]] = {}
         self.spans: list[list[Span]] = []
-        """What this rank did in each step, on the world's clock."""
+        """What this rank did in each step, on the world's clock, each until it came to the next slot."""
         self.step_s: list[float] = []
         """Seconds that this rank itself worked in each optimiser's step."""
         self._ended_s: float | None = None
+        self._ran: Slot = ()
+        self._received_s = 0.0
 
     # -- what this rank does (SlotObserver) --------------------------------------------------------
 
@@ -84,22 +86,42 @@ class TwinStep:
             self.twin.begin(now, 0.0 if self._ended_s is None else max(0.0, now - self._ended_s))
         self._world.step = self
         self.spans.append([])
+        self._ran, self._received_s = (), 0.0
 
     def slot_begins(self, slot: Slot) -> None:
-        """Note when."""
-        self._begun_s, self._begun_cpu_s = self._world.clock.now(), thread_time()
+        """Note when; what the slot before has taken ends here."""
+        clock = self._world.clock
+        self._note(clock.now())
+        self._begun_s, self._waited_s, self._begun_cpu_s = clock.now(), clock.waited_s, thread_time()
 
     def slot_ends(self, slot: Slot) -> None:
         """Note when, and stretch what was computed to the speed that this rank would have."""
-        op, now = slot[0].op, self._world.clock.now()
-        if op in RECEIVES:
-            return
-        lane = COMPUTE_LANE if op in COMPUTE or op is Op.STEP else SEND_LANE
-        self.spans[-1].append(Span(self._stage, lane, slot, self._begun_s, now))
+        op, clock = slot[0].op, self._world.clock
+        now = clock.now()
+        self._ran = slot
         if op is Op.STEP:
             self.step_s.append(thread_time() - self._begun_cpu_s)
-        if op in COMPUTE and self._speed != 1.0:
-            self._world.clock.leave_out((now - self._begun_s) * (1.0 - 1.0 / self._speed))
+            self._note(now)
+        self._stretched_s = (now - self._begun_s) * (1.0 / self._speed - 1.0) if op in COMPUTE else 0.0
+        clock.leave_out(-self._stretched_s)
+
+    def _note(self, end_s: float) -> None:
+        """What the last slot took, until ``end_s``, so that the host's own work between slots counts.
+
+        What a receive took beyond its wait is the next computation's.
+        """
+        slot, self._ran = self._ran, ()
+        if not slot:
+            return
+        took_s = end_s - self._begun_s - self._stretched_s
+        if (op := slot[0].op) in RECEIVES:
+            self._received_s += took_s - (self._world.clock.waited_s - self._waited_s)
+            return
+        lane = COMPUTE_LANE if op in COMPUTE or op is Op.STEP else SEND_LANE
+        if op in COMPUTE:
+            took_s += self._received_s
+            self._received_s = 0.0
+        self.spans[-1].append(Span(self._stage, lane, slot, end_s - took_s, end_s))
 
     def timelines(self, schedule: Schedule, skip: int) -> list[Timeline]:
         """What this rank did in all steps but the first ``skip``, as timelines of its row."""
