@@ -57,5 +57,5 @@ def _beside_simulation(found: Emulation, setting: Setting) -> str:
     between_s = found.step_s - simulated_s
     return (
         f"simulated with the costs that were measured: {1e3 * simulated_s:.1f} ms; the {1e3 * between_s:+.1f} ms "
-        "between are what a schedule has no slots for: reading data, agreeing on norm and loss, the host's own work"
+        "between are what a schedule has no slots for: reading data, agreeing on norm and loss"
     )

@@ -1,0 +1,66 @@
+"""What a real rank's slots take: the host's own work counts, and waiting does not."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from weft.pipeline.action import SENDS, Op
+from weft.pipeline.costs import CostModel
+from weft.pipeline.fitting import fit_costs
+from weft.pipeline.generators import generate
+from weft.pipeline.lowering import lower
+from weft.pipeline.placement import Placement
+from weft.tools.emulation.step import TwinStep
+
+LOOP_S, COMPUTE_S, SEND_S, RECEIVE_S, WAIT_S = 0.25, 4.0, 0.5, 0.125, 8.0
+"""Between two slots; in a slot; beyond the wait; the wait."""
+
+
+class Clock:
+    """That the test sets forward."""
+
+    now_s = waited_s = 0.0
+
+    def now(self):
+        return self.now_s
+
+    def left_out(self):
+        return nullcontext()
+
+    def leave_out(self, seconds):
+        self.now_s -= seconds
+
+
+@pytest.mark.parametrize("speed", [1.0, 0.8])
+def test_a_slot_lasts_until_the_next_and_a_receive_counts_for_what_it_brings(speed):
+    placement = Placement.straight(3)
+    schedule = lower(generate("gpipe", placement, 4))
+    plan = SimpleNamespace(
+        placement=placement,
+        cell=lambda line: schedule,
+        members=[SimpleNamespace(local_rank=0, pipelines=1)],
+        layout=SimpleNamespace(
+            position=lambda rank: SimpleNamespace(line=0, stage=rank), lines_of=lambda stage: (stage,)
+        ),
+    )
+    delays = SimpleNamespace(compute_s=lambda stage, action, seconds: seconds, late_s=lambda message: 0.0)
+    what_if = SimpleNamespace(factor=lambda rank, stage: speed, late_s=lambda random: 0.0)
+    clock, costs = Clock(), CostModel.unit(3)
+    step = TwinStep(SimpleNamespace(rank=1, clock=clock), plan, costs, delays, what_if, 0)
+    step.step_begins(4)
+    for slot in schedule.rows[1]:
+        step.slot_begins(slot)
+        if (op := slot[0].op) in (Op.RECV_F, Op.RECV_B):
+            clock.waited_s += WAIT_S
+            clock.now_s += WAIT_S + RECEIVE_S
+        else:
+            clock.now_s += SEND_S if op in SENDS else COMPUTE_S
+        step.slot_ends(slot)
+        clock.now_s += LOOP_S
+    fitted = fit_costs(step.timelines(schedule, 0), costs).stages[1]
+    assert fitted.forward_s == pytest.approx(COMPUTE_S + RECEIVE_S + 2 * LOOP_S)
+    assert fitted.input_s + fitted.weight_s == pytest.approx(COMPUTE_S + RECEIVE_S + 2 * LOOP_S)
+    assert fitted.send_s == pytest.approx(SEND_S + LOOP_S)
