@@ -16,11 +16,65 @@ RUN = "WEFT_RUN"
 """Environment variable of supervised ranks: tells their run from others on the same machine."""
 HANDSHAKE_TIMEOUT_S = 5.0
 """Seconds that a peer has to connect and to authenticate itself."""
-STREAM_BYTES = 1 << 16
-"""Of what a reader holds before its peer is held up."""
+HELD_BYTES = 1 << 16
+"""That a connection holds before its peer is held up."""
 
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-"""The two ways of a connection, in the clear for their user."""
+
+class Connection(asyncio.Protocol):
+    """An end of a connection, in the clear for its user, which forwards what it receives to another.
+
+    Forwarding is a callback of the event loop: a task for each direction would take several times as long, and rank
+    0's store is asked through one loop by all ranks.
+
+    Attributes:
+        transport: to the peer.
+        lost: done when the connection has ended.
+    """
+
+    transport: asyncio.Transport
+
+    def __init__(self) -> None:
+        """Not connected yet; in a running event loop."""
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._held = bytearray()
+        self._source: Connection | None = None
+        self._target: Connection | None = None
+
+    def forward_to(self, target: Connection) -> None:
+        """From now on, and what has come so far; while ``target``'s buffer is full, nothing is read."""
+        self._target, target._source = target, self
+        target.transport.write(bytes(self._held))
+        self._held.clear()
+        self.transport.resume_reading()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`, as for the others."""
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Forward, or hold as much as a reader may."""
+        if self._target is not None:
+            self._target.transport.write(data)
+            return
+        self._held += data
+        if len(self._held) >= HELD_BYTES:
+            self.transport.pause_reading()
+
+    def pause_writing(self) -> None:
+        """The peer is slower than who sends to it."""
+        if self._source is not None:
+            self._source.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """The peer has caught up."""
+        if self._source is not None:
+            self._source.transport.resume_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Tell who waits for `lost`."""
+        if not self.lost.done():
+            self.lost.set_result(None)
 
 
 class AuthenticationError(ConnectionError):
@@ -33,8 +87,8 @@ class AuthenticatedSocket(Protocol):
     listener: socket.socket | None
     """On the side that accepts."""
 
-    async def authenticate(self, peer: socket.socket) -> Streams:
-        """Check who is at the other end of an accepted connection, which the streams then own.
+    async def authenticate(self, peer: socket.socket) -> Connection:
+        """Check who is at the other end of an accepted connection, which the result then owns.
 
         Raises:
             AuthenticationError: not a process of this job.
@@ -42,7 +96,7 @@ class AuthenticatedSocket(Protocol):
         """
         ...
 
-    async def connect(self) -> Streams:
+    async def connect(self) -> Connection:
         """An authenticated connection to the side that accepts.
 
         Raises:
@@ -64,14 +118,14 @@ class AuthenticatedUnixSocket:
         self._name = "\0" + name
         self.listener = listen(socket.AF_UNIX, self._name) if listens else None
 
-    async def authenticate(self, peer: socket.socket) -> Streams:
+    async def authenticate(self, peer: socket.socket) -> Connection:
         """Accept processes of this user."""
         _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if user != os.getuid():
             raise AuthenticationError(f"user {user}")
-        return await streams(peer)
+        return await open_connection(peer)
 
-    async def connect(self) -> Streams:
+    async def connect(self) -> Connection:
         """Connect, if this user's process listens."""
         connection = await connected(socket.socket(socket.AF_UNIX), self._name)
         try:
@@ -97,19 +151,19 @@ class AuthenticatedTcpSocket:
             self.listener = listen(_family(address), address)
             self.address = self.listener.getsockname()[:2]
 
-    async def authenticate(self, peer: socket.socket) -> Streams:
+    async def authenticate(self, peer: socket.socket) -> Connection:
         """Prove the key, and have the peer prove it."""
         try:
-            return await streams(peer, self._accepting, server_side=True)
+            return await open_connection(peer, self._accepting, server_side=True)
         except ssl.SSLError as error:
             raise AuthenticationError("another key") from error
 
-    async def connect(self) -> Streams:
+    async def connect(self) -> Connection:
         """Connect, have the server prove the key, and prove it in turn."""
         connection = await connected(socket.socket(_family(self.address)), self.address)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                return await streams(connection, self._connecting)
+                return await open_connection(connection, self._connecting)
         except ssl.SSLError as error:
             connection.close()
             raise AuthenticationError("another key") from error
@@ -118,8 +172,10 @@ class AuthenticatedTcpSocket:
             raise
 
 
-async def streams(end: socket.socket, context: ssl.SSLContext | None = None, *, server_side: bool = False) -> Streams:
-    """The streams of a connected socket, which they own from now on.
+async def open_connection(
+    end: socket.socket, context: ssl.SSLContext | None = None, *, server_side: bool = False
+) -> Connection:
+    """The connection of a connected socket, which it owns from now on.
 
     Raises:
         ssl.SSLError: the other side has another certificate than ``context``, or speaks something else.
@@ -128,14 +184,12 @@ async def streams(end: socket.socket, context: ssl.SSLContext | None = None, *, 
     loop = asyncio.get_running_loop()
     if end.family != socket.AF_UNIX:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    reader = asyncio.StreamReader(limit=STREAM_BYTES)
-    protocol = asyncio.StreamReaderProtocol(reader)
     if server_side:
-        transport, _ = await loop.connect_accepted_socket(lambda: protocol, end, ssl=context)
+        _, connection = await loop.connect_accepted_socket(Connection, end, ssl=context)
     else:
         name = None if context is None else ""
-        transport, _ = await loop.create_connection(lambda: protocol, sock=end, ssl=context, server_hostname=name)
-    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+        _, connection = await loop.create_connection(Connection, sock=end, ssl=context, server_hostname=name)
+    return connection
 
 
 def listen(family: socket.AddressFamily, address: str | tuple[str, int]) -> socket.socket:

@@ -16,13 +16,12 @@ from typing import Any, ClassVar
 
 from weft.comm import authenticated_socket
 from weft.comm.authenticated_socket import (
-    STREAM_BYTES,
     AuthenticatedSocket,
     AuthenticationError,
-    Streams,
+    Connection,
     connected,
     listen,
-    streams,
+    open_connection,
 )
 
 MAX_UNAUTHENTICATED = 4096
@@ -60,13 +59,13 @@ class ProcessLocalPort:
         listener.bind((cls._HOST, 0))
         return cls(listener)
 
-    async def connect(self) -> Streams:
+    async def connect(self) -> Connection:
         """A connection to the store, which must be listening."""
         connection = socket.socket()
         connection.bind((self._HOST, 0))
         self._connections.append(connection)
         self._filter()
-        return await streams(await connected(connection, (self._HOST, self.port)))
+        return await open_connection(await connected(connection, (self._HOST, self.port)))
 
     def _filter(self) -> None:
         """Accept packets from 127.0.0.1 and the ports of connections made here only, by classic BPF."""
@@ -89,12 +88,12 @@ class LoopbackProxy:
     The thread ends when this process has closed its last connection.
     """
 
-    def __init__(self, connect: Callable[[], Awaitable[Streams]], *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, connect: Callable[[], Awaitable[Connection]], *, host: str = "127.0.0.1", port: int = 0) -> None:
         """Listen; ``connect`` opens a connection upstream."""
         self._connect = connect
         self._own = listen(socket.AF_INET, (host, port))
         self.port: int = self._own.getsockname()[1]
-        self._ready: deque[Streams] = deque()
+        self._ready: deque[Connection] = deque()
         self._tasks: set[asyncio.Task] = set()
         self._unauthenticated = self._local = 0
         self._loop = asyncio.new_event_loop()
@@ -126,7 +125,7 @@ class LoopbackProxy:
                 "the same WEFT_KEY on all hosts, or another port"
             ) from error
 
-    async def _connect_with_retries(self, timeout_s: float) -> Streams:
+    async def _connect_with_retries(self, timeout_s: float) -> Connection:
         limit = self._loop.time() + timeout_s
         while True:
             try:
@@ -150,11 +149,11 @@ class LoopbackProxy:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _listen(self, listener: socket.socket, authenticate: Callable[[socket.socket], Awaitable[Streams]]) -> None:
+    def _listen(self, listener: socket.socket, authenticate: Callable[[socket.socket], Awaitable[Connection]]) -> None:
         self._start(self._accept(listener, authenticate))
 
     async def _accept(
-        self, listener: socket.socket, authenticate: Callable[[socket.socket], Awaitable[Streams]]
+        self, listener: socket.socket, authenticate: Callable[[socket.socket], Awaitable[Connection]]
     ) -> None:
         with listener:
             while True:
@@ -167,7 +166,7 @@ class LoopbackProxy:
                 self._start(self._serve(client, authenticate, own=listener is self._own))
 
     async def _serve(
-        self, client: socket.socket, authenticate: Callable[[socket.socket], Awaitable[Streams]], *, own: bool
+        self, client: socket.socket, authenticate: Callable[[socket.socket], Awaitable[Connection]], *, own: bool
     ) -> None:
         client.setblocking(False)
         with client, suppress(OSError, TimeoutError):
@@ -182,9 +181,9 @@ class LoopbackProxy:
             try:
                 await self._pass_on(known, own=own)
             finally:
-                known[1].transport.abort()
+                known.transport.abort()
 
-    async def _pass_on(self, client: Streams, *, own: bool) -> None:
+    async def _pass_on(self, client: Connection, *, own: bool) -> None:
         upstream = (
             self._ready.popleft()
             if self._ready
@@ -194,28 +193,18 @@ class LoopbackProxy:
         try:
             await self._forward(client, upstream)
         finally:
-            upstream[1].transport.abort()
+            upstream.transport.abort()
             self._local -= own
             if own and not self._local:
                 self._loop.stop()  # this process has closed its store
 
-    async def _forward(self, client: Streams, upstream: Streams) -> None:
-        pairs = ((client[0], upstream[1]), (upstream[0], client[1]))
-        ways = [self._loop.create_task(self._forward_bytes(*pair)) for pair in pairs]
-        try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+    async def _forward(self, client: Connection, upstream: Connection) -> None:
+        """Both ways, until either end closes."""
+        client.forward_to(upstream)
+        upstream.forward_to(client)
+        await asyncio.wait((client.lost, upstream.lost), return_when=asyncio.FIRST_COMPLETED)
 
-    async def _forward_bytes(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-        """Forward what arrives, until either end closes; while the target's buffer is full, nothing is read."""
-        while data := await source.read(STREAM_BYTES):
-            target.write(data)
-            await target.drain()
-
-    async def _check_own_process(self, client: socket.socket) -> Streams:
+    async def _check_own_process(self, client: socket.socket) -> Connection:
         """Accept connections of this process only: its sockets are those among its open files."""
         there, here = (_as_in_proc(end) for end in (client.getpeername(), client.getsockname()))
         lines = []
@@ -226,7 +215,7 @@ class LoopbackProxy:
         for file in os.listdir("/proc/self/fd"):
             with suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{file}") in nodes:
-                    return await streams(client)
+                    return await open_connection(client)
         raise AuthenticationError("another process")
 
 

@@ -14,7 +14,13 @@ from time import perf_counter, sleep
 
 import torch.distributed as dist
 
-from weft.comm.authenticated_socket import AuthenticatedSocket, AuthenticatedUnixSocket, Streams, connected, streams
+from weft.comm.authenticated_socket import (
+    AuthenticatedSocket,
+    AuthenticatedUnixSocket,
+    Connection,
+    connected,
+    open_connection,
+)
 from weft.comm.loopback_proxy import LoopbackProxy
 from weft.comm.rendezvous import job_socket, open_store
 
@@ -44,8 +50,8 @@ class Asked:
 class _OfManyClients(LoopbackProxy):
     """Does not look each connection up among this process's files, which are as many as there are clients."""
 
-    async def _check_own_process(self, client: object) -> Streams:
-        return await streams(client)  # type: ignore[arg-type]
+    async def _check_own_process(self, client: object) -> Connection:
+        return await open_connection(client)  # type: ignore[arg-type]
 
 
 def ask_as_many(num_clients: int, group_sizes: Sequence[int], timeout_s: float, fronts: int = 0) -> Asked:
@@ -88,9 +94,9 @@ def _front(number: int, *, listens: bool = False) -> AuthenticatedUnixSocket:
     return AuthenticatedUnixSocket(f"weft-{os.getuid()}-fronts-{os.environ['MASTER_PORT']}-{number}", listens=listens)
 
 
-async def _connect(port: int) -> Streams:
+async def _connect(port: int) -> Connection:
     """To the store behind the fronts."""
-    return await streams(await connected(socket.socket(), ("127.0.0.1", port)))
+    return await open_connection(await connected(socket.socket(), ("127.0.0.1", port)))
 
 
 def _leave(store: dist.Store, rank: int, size: int) -> None:
