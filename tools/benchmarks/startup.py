@@ -80,7 +80,7 @@ def _emulated(count: int) -> EmulatedStart:
 
 
 def _asked(count: int, start: EmulatedStart) -> Asked:
-    """By all clients: operations of all, and the time that the last of them took."""
+    """By all clients: operations of all, the time that the last of them took, and what the store itself took."""
     fronts = fronts_for(count, _files())
     run = partial(run_ranks, 1 + fronts + PROCESSES, ask_as_many, count, start.group_sizes, TIMEOUT_S, fronts)
     found: list[Asked] = run(timeout_s=TIMEOUT_S)
@@ -88,6 +88,7 @@ def _asked(count: int, start: EmulatedStart) -> Asked:
         sum(each.operations for each in found),
         max(each.connect_s for each in found),
         max(each.ask_s for each in found),
+        sum(each.cpu_s for each in found[: 1 + fronts]),
     )
 
 
@@ -140,6 +141,7 @@ def _client_row(start: EmulatedStart, found: tuple[int, Asked]) -> dict[str, obj
         "store behind": f"{fronts} fronts" if (fronts := fronts_for(count, _files())) else "",
         "connected": f"{asked.connect_s:.1f} s",
         "answered": f"{asked.ask_s:.1f} s",
+        "the store's processor time": f"{asked.cpu_s:.1f} s",
         "goal": f"{GOALS_S[count]:g} s" if count in GOALS_S else "",
     }
 

@@ -60,7 +60,7 @@ def test_numbers_that_cannot_be_started_are_refused_before_anything_is(monkeypat
 @pytest.mark.parametrize(("seconds", "code"), [(1.0, 0), (5.0, 1)])
 def test_a_store_that_takes_longer_than_its_goal_fails_the_bench(monkeypatch, seconds, code):
     monkeypatch.setattr(startup, "_emulated", lambda count: EmulatedStart(0.1, (count, 4)))
-    monkeypatch.setattr(startup, "_asked", lambda count, start: Asked(10, seconds, seconds / 2))
+    monkeypatch.setattr(startup, "_asked", lambda count, start: Asked(10, seconds, seconds / 2, 0.1))
     assert startup.main(["--ranks", "--clients", "2048"]) == code
 
 
