@@ -40,7 +40,7 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(find_template(tokenizer, template), tokenizer)
         self._limit = limit
-        parts = ("chat 1", tokenizer_sha256(tokenizer), self._template.template, limit)
+        parts = ("chat 2", field, tokenizer_sha256(tokenizer), self._template.template, limit)
         self.sha256 = hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def __call__(self, values: Sequence[Any], numbers: Sequence[int]) -> Columns:

@@ -37,7 +37,7 @@ class TextEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, field: str, *, limit: int | None = None) -> None:
         """Encode ``field`` of each row, truncated to ``limit`` tokens (None means no limit)."""
         self.field = field
-        self.sha256 = hashlib.sha256(f"text 1 {limit} {tokenizer_sha256(tokenizer)}".encode()).hexdigest()
+        self.sha256 = hashlib.sha256(f"text 2 {field!r} {limit} {tokenizer_sha256(tokenizer)}".encode()).hexdigest()
         self._tokenizer, self._limit = tokenizer, limit
 
     def __call__(self, values: Sequence[Any], numbers: Sequence[int]) -> Columns:

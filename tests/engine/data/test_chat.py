@@ -171,3 +171,14 @@ def test_a_tokenizer_without_template_is_refused(tokenizer, tmp_path):
     file = tmp_path / "own.jinja"
     file.write_text(CHATML)
     assert ChatEncoder(bare, "messages", template=str(file), limit=64)([TALK[1:3]], [0])["length"][0]
+
+
+def test_the_cache_is_of_one_field(tokenizer, write, tmp_path):
+    talks = {name: [TALK[1], {"role": "assistant", "content": name}] for name in ("one", "two")}
+    config = DataConfig(kind=DataKind.chat, path=write("a.jsonl", [talks]), sequence_length=64, cache_dir=str(tmp_path))
+    for name in talks:
+        config.messages_field = name
+        loader = build_loader(config, tokenizer, microbatch_size=1, replica=0, num_replicas=1, seed=0)
+        learnt = [token for token in next(loader)["labels"][0].tolist() if token != IGNORED]
+        loader.close()
+        assert tokenizer.decode(learnt) == f"{name}<|end_turn|>"

@@ -96,6 +96,19 @@ def test_the_cache_serves_the_second_time(tmp_path, tokenizer, write, monkeypatc
     assert ids_of(config, tokenizer) == ["one"]
 
 
+def test_the_cache_is_of_one_field(tmp_path, tokenizer, write):
+    """Another field of the same file is not served from the first one's tokens."""
+    config = DataConfig(
+        kind=DataKind.text,
+        path=write("a.jsonl", [{"text": "one", "other": "two"}]),
+        sequence_length=64,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    assert ids_of(config, tokenizer) == ["one"]
+    config.text_field = "other"
+    assert ids_of(config, tokenizer) == ["two"]
+
+
 def test_texts_are_closed_and_empty_ones_left_out(tmp_path, tokenizer, write):
     config = DataConfig(
         kind=DataKind.text,
