@@ -51,7 +51,6 @@ class Job:
         collectives: what collectives cost over each class of link, as measured; None where nobody has.
         links: inside a node (``intra``) and between nodes of a site (``inter``).
         wan: between two sites; None where there is one.
-        options: what stands behind the model's name, ``name:key=value,...``.
     """
 
     num_ranks: int

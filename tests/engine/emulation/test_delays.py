@@ -88,7 +88,7 @@ def test_what_is_wrong_is_one_clear_error(tmp_path, given, message):
 
 
 def test_the_model_in_the_docs_runs_as_it_is_written(tmp_path):
-    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/emulation.md").read_text(), re.DOTALL)
+    text, _ = models_in_the_docs()
     assert len(text.splitlines()) <= 20
     file = tmp_path / "fabric.py"
     file.write_text(text)
@@ -99,6 +99,25 @@ def test_the_model_in_the_docs_runs_as_it_is_written(tmp_path):
     late = [model.late_s(MESSAGE) for _ in range(1000)]
     assert set(late) == {0.0, 0.002}
     assert model.compute_s(0, "0F0", 1.5) == 1.5
+
+
+def test_the_packet_model_in_the_docs_queues_behind_other_traffic_between_sites(tmp_path):
+    _, text = models_in_the_docs()
+    file = tmp_path / "packets.py"
+    file.write_text(text)
+    name, make = delay_model(f"{file}:Packets")
+    model, plain = CheckedDelays(name, make, JOB), DelayModel(JOB)
+    assert model.late_s(MESSAGE) == 0.0  # inside a site
+    num_bytes = 9000 * 10_000
+    late_s = model.late_s(Message("0SEND_F0", 0, 1, crosses=True, num_bytes=num_bytes))
+    assert late_s == pytest.approx(0.2 * 8 * num_bytes / 5e9, rel=0.05)
+    near, far = call(num_hosts=4, num_bytes=num_bytes), call(num_hosts=4, crosses=True, num_bytes=num_bytes)
+    assert model.collective_s(near) == plain.collective_s(near)
+    assert model.collective_s(far) - plain.collective_s(far) == pytest.approx(late_s, rel=0.1)
+
+
+def models_in_the_docs():
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs/emulation.md").read_text(), re.DOTALL)
 
 
 def test_messages_are_late_when_the_model_says(tmp_path):
