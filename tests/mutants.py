@@ -28,12 +28,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("pipeline", "engine/zero", "engine/backward", "engine/checkpoint", "comm/collectives", "inference")
-"""Of sources; their tests are in the folder of the same name below ``tests``."""
+"""Of sources; their tests are in the folder of the same name below ``tests``, and wherever a module is named."""
 STARTS_RANKS = re.compile(r"\brun_ranks\(|import subprocess|get_context\(")
 """Tests in other processes do not see a mutant; a file that marks them as slow has others beside them."""
 COMPARED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is not": "is", "not in": "in"}
 COMPARED |= {"is": "is not", "in": "not in"}
 COMPUTED = {"+": "-", "-": "+", "*": "+", "/": "*", "//": "*", "%": "*", "|": "&", "&": "|", "<<": ">>", "**": "*"}
+NOT_HERE = re.compile(r"^(?:from|import) vllm\b", re.MULTILINE)
+"""Sources that only `make test-vllm` can import."""
+ON_GPU = re.compile(r"\bcuda\b|\.is_cuda\b")
+"""In a condition: what is done where it holds is seen by `make test-gpu`; the condition itself is changed."""
 EXTREMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 LIMIT_S = 150
 """Of processor time for the tests of a mutant: who takes longer has been noticed."""
@@ -127,12 +131,27 @@ class Mutator(ast.NodeVisitor):
         if node.id in EXTREMES:
             self._replace(node, EXTREMES[node.id])
 
-    def visit_If(self, node: ast.If) -> None:
-        if self._text(node.test) != "TYPE_CHECKING":
-            self._replace(node.test, f"not ({self._text(node.test)})")
+    def visit_If(self, node: ast.If | ast.IfExp) -> None:
+        test = self._text(node.test)
+        if test == "TYPE_CHECKING":
+            return
+        self._replace(node.test, f"not ({test})")
+        if not ON_GPU.search(test):
             self.generic_visit(node)
+            return
+        self.visit(node.test)
+        for other in node.orelse if isinstance(node, ast.If) else [node.orelse]:
+            self.visit(other)
 
-    visit_While = visit_IfExp = visit_If  # type: ignore[assignment]
+    visit_IfExp = visit_If  # type: ignore[assignment]
+
+    def visit_While(self, node: ast.While) -> None:
+        self._replace(node.test, f"not ({self._text(node.test)})")
+        self.generic_visit(node)
+
+    def visit_keyword(self, node: ast.keyword) -> None:
+        if node.arg != "strict":  # of zip: it states that lengths are equal, as an assert would
+            self.visit(node.value)
 
     def visit_Expr(self, node: ast.Expr) -> None:
         if isinstance(node.value, ast.Constant) or re.match(r"_?log\.", self._text(node)):
@@ -176,25 +195,32 @@ class Mutator(ast.NodeVisitor):
 
 
 def mutants_of(path: Path) -> list[Mutant]:
-    """Every mutant of a file, in the order of its text."""
+    """Every mutant of a file, in the order of its text; none of one that cannot be imported here."""
     source = path.read_bytes()
+    if NOT_HERE.search(source.decode()):
+        return []
     mutator = Mutator(str(path.relative_to(ROOT)), source)
     mutator.visit(ast.parse(source))
     return sorted(mutator.found, key=lambda mutant: (mutant.start, mutant.new))
 
 
 def tests_of(path: str) -> list[str]:
-    """Test files for a source file: those that name its module or package, or all of its folder's."""
+    """Test files for a source file: those that name its module or package, and all of its folder's."""
     folder = next(folder for folder in FOLDERS if path.startswith(f"{folder}/"))
-    texts = {file: file.read_text() for file in sorted((ROOT / "tests" / folder).rglob("test_*.py"))}
-    texts = {file: text for file, text in texts.items() if not STARTS_RANKS.search(text) or "mark.slow" in text}
-    assert texts, f"no test of {folder} runs in one process"
+    inside = ROOT / "tests" / folder
     module = "weft." + path.removesuffix(".py").replace("/", ".")
     package, name = module.rsplit(".", 1)
     direct = re.compile(rf"{re.escape(module)}\b|from {re.escape(package)} import .*\b{name}\b")
-    near = [file for file, text in texts.items() if direct.search(text)]
-    rest = [file for file in texts if file not in near]
-    return [str(file) for file in near + rest]
+    texts = {file: text for file in sorted((ROOT / "tests").rglob("test_*.py")) if in_process(text := file.read_text())}
+    order = [(not direct.search(text), not file.is_relative_to(inside), file) for file, text in texts.items()]
+    found = [str(file) for other, away, file in sorted(order) if not (other and away)]
+    assert found, f"no test of {folder} runs in one process"
+    return found
+
+
+def in_process(text: str) -> bool:
+    """Whether tests of a file with this text run in pytest's own process, so that they can see a mutant."""
+    return not STARTS_RANKS.search(text) or "mark.slow" in text
 
 
 def run_tests(mutant: Mutant, output: str, limit_s: int) -> None:

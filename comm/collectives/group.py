@@ -51,11 +51,6 @@ class Group:
         return len(self.ranks)
 
     @cached_property
-    def ranks_per_node(self) -> int:
-        """Ranks on the fullest node."""
-        return max(self.layout)
-
-    @cached_property
     def layout(self) -> tuple[int, ...]:
         """Ranks per node, in order of first appearance."""
         return tuple(Counter(self.nodes).values())

@@ -50,10 +50,6 @@ class Rewrite:
         """A copy with chunks of these shares."""
         return replace(self, granularity=tuple(granularity))
 
-    def of(self, collective: Collective) -> Rewrite:
-        """A copy for another workload of the same primitive and group."""
-        return replace(self, collective=collective)
-
     def bounds(self, length: int) -> list[tuple[int, int]]:
         """Begin and end of each chunk in a buffer of ``length``, without empty chunks."""
         ends = [round(share * length) for share in accumulate(self.granularity)]

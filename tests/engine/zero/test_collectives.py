@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from weft.comm.collectives import Group, Primitive
+from weft.engine.parallel.cut import Cut
 from weft.engine.zero.collectives import Collectives
 
 
@@ -85,3 +86,50 @@ def test_a_single_replica_asks_nobody():
     assert collectives.reduce(whole, whole).wait() is whole
     assert whole.tolist() == [0.0, 1.0, 2.0]
     collectives.close()
+
+
+class Watch:
+    """Notes when a wait begins and ends."""
+
+    def __init__(self, twins):
+        self.twins, self.noted = twins, []
+
+    def begin_wait(self):
+        self.noted.append(("begins", self.twins.waited))
+
+    def end_wait(self):
+        self.noted.append(("ends", self.twins.waited))
+
+
+def test_waits_are_told_while_somebody_listens():
+    gradients, _, collectives = pair()
+    watch, whole = Watch(gradients), torch.arange(4.0)
+    collectives.sum(whole)
+    collectives.tell(watch)
+    handle = collectives.reduce(whole, torch.zeros(2))
+    assert watch.noted == []
+    assert handle.wait().tolist() == [0.0, 4.0]
+    assert watch.noted == [("begins", 1), ("ends", 2)]
+    collectives.tell(None)
+    collectives.sum(whole)
+    assert len(watch.noted) == 2
+
+
+def test_those_of_other_parameters_are_told_of_and_closed_as_well():
+    kinds = [pair() for _ in range(3)]
+    (*_, collectives), (*_, collectives.joint), (*_, collectives.expert) = kinds
+    assert collectives.kinds == [of for *_, of in kinds]
+    watch = Watch(kinds[2][0])
+    collectives.tell(watch)
+    collectives.expert.sum(torch.ones(2))
+    assert watch.noted == [("begins", 0), ("ends", 1)]
+    collectives.close()
+    assert all(gradients.closed and weights.closed for gradients, weights, _ in kinds)
+
+
+def test_a_parameter_goes_with_those_that_hold_its_part():
+    collectives, joint, expert = Collectives(), Collectives(), Collectives()
+    matrix, of_expert = (Cut((4, 4), 0, 0, 2, axis=axis) for axis in ("tensor", "expert"))
+    assert [collectives.of(cut) for cut in (None, matrix, of_expert)] == [collectives] * 3
+    collectives.joint, collectives.expert = joint, expert
+    assert [collectives.of(cut) for cut in (None, matrix, of_expert)] == [joint, collectives, expert]

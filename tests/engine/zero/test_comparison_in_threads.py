@@ -172,3 +172,72 @@ def test_none_are_compared_where_nobody_asks():
             comparison.now(made.global_steps)
 
     run_in_threads(2, run)
+
+
+def test_what_was_found_first_is_what_is_said():
+    """Although weights that are gathered anew have been alike since, and were compared again."""
+
+    def run():
+        made = SmallEngine(1, ZeroConfig(stage=1, reduce_bucket_size=90), KINDS["adamw"])
+        comparison = compared(made, every=1)
+        for step in range(1, 5):
+            if (step, made.global_rank) == (3, 1):
+                flip(made, "weight")
+            made.step()
+        with pytest.raises(ReplicasDiffer, match="after step 2: replicas differ: rank 1 in ") as caught:
+            comparison.now(4)
+        return caught.value.good_step, caught.value.ranks
+
+    assert run_in_threads(3, run) == [(1, (1,))] * 3
+
+
+def test_comparing_at_once_after_steps_were_taken_back_begins_anew():
+    def run():
+        made = SmallEngine(1, ZeroConfig(reduce_bucket_size=90), KINDS["plain"])
+        comparison = compared(made)
+        for _ in range(3):
+            made.step()
+        if made.global_rank == 1:
+            flip(made, "weight")
+        made.step()
+        made.step()  # what differs was told before this one's update, and is not known yet
+        with torch.no_grad():
+            for parameter in made.part.parameters():
+                parameter.data.fill_(0.5)
+        comparison.now(2)
+        comparison.now(2)
+        if made.global_rank == 2:
+            flip(made, "weight")
+        with pytest.raises(ReplicasDiffer, match="after step 2: replicas differ: rank 2 in ") as caught:
+            comparison.now(2)
+        return caught.value.good_step
+
+    assert run_in_threads(3, run) == [2] * 3
+
+
+class InBf16(SmallEngine):
+    """Its weights have masters."""
+
+    def make_part(self, tied):
+        return super().make_part(tied).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("what", ["master", "state", "weight"])
+def test_master_weights_and_state_are_compared_at_stage_0(what):
+    def run():
+        made = InBf16(1, ZeroConfig(reduce_bucket_size=90), KINDS["adamw"])
+        comparison = compared(made, every=1)
+        made.step()
+        made.sharding.settle()
+        comparison.now(1)
+        fragment = made.sharding.trained[-1].fragments[-1]
+        if made.global_rank == 2:
+            state = made.basic_optimizer.state[fragment.tensor]
+            tensor = {"master": fragment.tensor, "state": state["exp_avg_sq"], "weight": fragment.parameter}[what]
+            tensor.data.view(-1)[:1].view(torch.uint8)[0] ^= 1
+        with pytest.raises(ReplicasDiffer) as caught:
+            comparison.now(1)
+        name = fragment.name if what == "weight" else f"the optimiser's state of {fragment.name}"
+        return str(caught.value).startswith(f"after step 1: replicas differ: rank 2 in {name}. They were equal")
+
+    assert all(run_in_threads(3, run))

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from weft.conf.schema import ZeroConfig
+from weft.engine.parallel.cut import Cut
 from weft.engine.zero import Collectives
 from weft.engine.zero.cutting import cut, outside_blocks
 
@@ -81,3 +82,36 @@ def test_what_stays_whole_at_stage_3():
         (True, ["embed.weight"]),
         (True, ["layers.1.bias"]),
     ]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_every_fragment_has_elements_but_that_of_a_parameter_without_any(stage):
+    """Which the first replica steps, and all where each steps everything."""
+    whole, owners = {}, {}
+    for replica in range(3):
+        module = TiedStage()
+        module.layers[0].register_parameter("none", nn.Parameter(torch.zeros(0, 4)))
+        whole = {name: p.numel() for name, p in module.named_parameters()}
+        zero = ZeroConfig(stage=stage, reduce_bucket_size=30)
+        for bucket in cut([module], zero, Collectives(replica=replica, num_replicas=3), {}, {}):
+            for fragment in bucket.fragments:
+                assert fragment.tensor.numel() or whole[fragment.name] == 0
+                assert 0 <= fragment.start <= whole[fragment.name] - fragment.tensor.numel()
+                assert fragment.is_whole == (fragment.tensor.numel() == whole[fragment.name])
+                if fragment.is_whole:
+                    assert fragment.tensor.shape == fragment.parameter.shape == fragment.shape
+                owners.setdefault(fragment.name, []).append(replica)
+    assert owners.keys() == whole.keys()
+    assert owners["layers.0.none"] == ([0, 1, 2] if stage == 0 else [0])
+
+
+def test_the_fragment_of_a_part_has_the_shape_of_the_whole_parameter():
+    module = TiedStage()
+    module.cuts = {"layers.0.weight": Cut((8, 4), 0, 1, 2)}
+    buckets = cut([module], ZeroConfig(), Collectives(num_replicas=2), {}, {})
+    found = {fragment.name: fragment for bucket in buckets for fragment in bucket.fragments}
+    assert found["layers.0.weight"].cut == Cut((8, 4), 0, 1, 2)
+    assert found["layers.0.weight"].shape == (8, 4)
+    assert found["layers.0.bias"].shape == (4,) and found["layers.0.bias"].cut is None
+    (of_part,) = [b for b in buckets if "layers.0.weight" in {m.name for m in b.members}]
+    assert len(of_part.members) == 1, "what is summed over other ranks lies in a bucket of its own"

@@ -95,3 +95,28 @@ def test_settings_that_are_not_given_are_those_of_adam_and_deepspeeds_bounds():
         name: adam[name] for name in ("lr", "betas", "eps")
     }
     assert (group["weight_decay"], group["min_coeff"], group["max_coeff"]) == (0.0, 0.01, 10.0)
+
+
+def test_a_group_may_stand_still_while_another_learns():
+    ours = weights(torch.float64)
+    before = [weight.clone() for weight in ours]
+    resting, learning = groups(ours)
+    optimizer = Lamb([resting | {"lr": 0.0}, learning], **SETTINGS)
+    for mine, gradient in zip(ours, gradients(0, torch.float64), strict=True):
+        mine.grad = gradient
+    optimizer.step()
+    moved = [not torch.equal(mine, old) for mine, old in zip(ours, before, strict=True)]
+    assert moved == [False, False, True, True]
+
+
+def test_no_sum_is_asked_for_where_nothing_is_to_be_updated():
+    ours, sums = weights(torch.float64), []
+    optimizer = Lamb(ours, **SETTINGS | {"lr": 0.0})
+    optimizer.join({tensor: number for number, tensor in enumerate(ours)}, 4, sums.append, torch.device("cpu"))
+    for mine, gradient in zip(ours, gradients(0, torch.float64), strict=True):
+        mine.grad = gradient
+    optimizer.step()
+    assert not sums and all(optimizer.state[weight]["step"] == 1 for weight in ours)
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
+    assert [each.shape for each in sums] == [(4, 2)]

@@ -1,5 +1,6 @@
 """Weights are there when a block computes, the next block's come meanwhile, and those that are sharded go after it."""
 
+import copy
 from itertools import pairwise, product
 
 import pytest
@@ -144,3 +145,16 @@ def test_a_stage_without_blocks_has_the_rest():
     weights.begin(backward=True)
     assert weights.buckets == [rest]
     assert log == [("gather", "rest", (5, True)), ("wait", "rest", (5, True))]
+
+
+def test_a_copy_made_in_a_backward_begins_anew():
+    stage, weights, log, _ = made((True, True))
+    weights.begin(backward=True)
+    copied = copy.deepcopy(stage)
+    log.clear()
+    copied(torch.ones(2, WIDTH))
+    assert log == [], "it has hooks, buckets and notes of its own"
+    own = next(iter(copied.layers[0]._forward_pre_hooks.values())).func.__self__
+    assert own is not weights and own.buckets[1].log[-2:] == [("wait", "1", (5, True)), ("compute", "1", None)]
+    own.begin(backward=False)
+    assert weights._user == (5, True) and own._user == (5, False)

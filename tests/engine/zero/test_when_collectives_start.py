@@ -1,12 +1,17 @@
 """Gradients are reduced by the end of the last backward, once per step; weights are gathered one block ahead."""
 
+import copy
+
 import pytest
+import torch
 from torch import nn
 from torch.optim import SGD
 
-from tests.engine.zero.replicas import SmallStage, in_threads
+from tests.engine.zero.replicas import Meetings, SmallStage, in_threads
 from tests.engine.zero.test_replicas import Replica, ids
 from weft.conf.schema import ZeroConfig
+from weft.engine.backward import SplitBackward
+from weft.engine.zero import Sharding
 from weft.pipeline.action import Action, Op
 
 BUCKETS = {"reduce_bucket_size": 50, "allgather_bucket_size": 50}
@@ -158,5 +163,146 @@ def test_an_unsharded_stage_begins_with_what_its_next_computation_uses_first():
         assert unsharded() == first, "nothing is to come in this step, and the next begins with a forward"
         sharding.reduce(0)
         replica.optimizer.step()
+
+    in_threads(2, run)
+
+
+class TwiceUsed(nn.Module):
+    """Its matrix multiplies rows, which can wait for W, and is looked at, which cannot; another one waits less long."""
+
+    index = 0
+    tied: frozenset[str] = frozenset()
+    cuts = {}
+
+    def __init__(self):
+        super().__init__()
+        self.twice, self.once = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def named_global_parameters(self):
+        return self.named_parameters()
+
+    def blocks(self):
+        return []
+
+    def forward(self, x):
+        return (self.once(self.twice(x).tanh()).square() * self.twice.weight.mean()).sum()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_matrix_with_a_gradient_in_i_is_waited_for_until_w(stage):
+    """Its bucket is reduced when the last gradient has come, though each parameter has had one before."""
+
+    def run(meeting, number):
+        model = TwiceUsed()
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        alone = copy.deepcopy(model)
+        collectives = Meetings(meeting, number)
+        sharding = Sharding([model], ZeroConfig(stage=stage), collectives)
+        backward = SplitBackward(model)
+        assert len(sharding.buckets) == 1
+        for step in range(3):
+            rows = [torch.randn(3, 6, generator=generator) for _ in range(2 * meeting.count)]
+            mine = list(enumerate(rows[number :: meeting.count]))
+            sharding.begin_step([Action(op, 0, m) for m, _ in mine for op in (Op.F, Op.I, Op.W)])
+            collectives.started.clear()
+            for m, row in mine:
+                with sharding.around(Action(Op.F, 0, m)):
+                    loss, saved = backward.forward(lambda row=row: model(row), None)
+                with sharding.around(Action(Op.I, 0, m)):
+                    backward.input_backward(saved, torch.ones_like(loss))
+                with sharding.around(Action(Op.W, 0, m)):
+                    backward.weight_backward(saved)
+            assert len([name for name, _ in collectives.started if name != "all_gather"]) == 1, step
+            sharding.reduce(0)
+            sharding.finish_gradients()
+            sum(alone(row) for row in rows).backward()
+            (bucket,) = sharding.buckets
+            bucket.assign_gradients()
+            for fragment in bucket.fragments:
+                part = dict(alone.named_parameters())[fragment.name].grad.flatten()[fragment.start :]
+                torch.testing.assert_close(fragment.tensor.grad.flatten(), part[: fragment.tensor.numel()])
+            bucket.drop_gradient()
+            alone.zero_grad()
+
+    in_threads(2, run)
+
+
+class Part(nn.Module):
+    """A virtual stage that ends with a matrix, which another one may hold, too."""
+
+    tied = frozenset({"shared"})
+    cuts = {}
+
+    def __init__(self, index, shared, *, own=True):
+        super().__init__()
+        self.index, self.shared = index, shared
+        self.own = nn.Parameter(torch.linspace(-1, 1, 36).view(6, 6)) if own else None
+
+    def named_global_parameters(self):
+        yield "shared", self.shared
+        if self.own is not None:
+            yield f"own of {self.index}", self.own
+
+    def blocks(self):
+        return []
+
+    def forward(self, x):
+        x = x if self.own is None else (x @ self.own).tanh()
+        return x @ self.shared
+
+
+@pytest.mark.parametrize("order", [(1, 0), (0, 1)])
+@pytest.mark.parametrize("stage", range(4))
+def test_what_two_stages_of_a_rank_share_is_reduced_when_both_have_ended(stage, order):
+    """Once a step, by whichever of them ends last; and so again in the next step."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(6, 6, generator=generator) / 3
+
+    def run(meeting, number):
+        shared = nn.Parameter(weight.clone())
+        stages = [Part(index, shared, own=index == 0) for index in range(2)]
+        collectives = Meetings(meeting, number)
+        sharding = Sharding(stages, ZeroConfig(stage=stage), collectives)
+        (joint,) = [bucket for bucket in sharding.trained if bucket.stages == {0, 1}]
+        alone = Part(0, nn.Parameter(weight.clone()))
+
+        def reductions():
+            return sum(name != "all_gather" for name, _ in collectives.started)
+
+        for step in range(2):
+            rows = [torch.randn(3, 6, generator=torch.Generator().manual_seed(9 * step + k)) for k in range(2)]
+            row = [Action(op, index, 0) for op in (Op.F, Op.B) for index in order]
+            sharding.begin_step(row)
+            collectives.started.clear()
+            outputs = {}
+            for action in row:
+                with sharding.around(action):
+                    if action.op is Op.F:
+                        outputs[action.stage] = stages[action.stage](rows[number]).square().sum()
+                    else:
+                        outputs[action.stage].backward()
+            first, last = order
+            begun = reductions()
+            assert begun == 1, "the first stage's own weights"
+            sharding.reduce(first)
+            assert reductions() == begun
+            sharding.reduce(last)
+            assert reductions() == begun + 1
+            sharding.reduce(first)
+            assert reductions() == begun + 1
+            sharding.finish_gradients()
+            for each in rows:
+                for of in (alone(each), each @ alone.shared):
+                    of.square().sum().backward()
+            joint.assign_gradients()
+            (fragment,) = joint.fragments
+            expected = alone.shared.grad.flatten()[fragment.start :][: fragment.tensor.numel()]
+            torch.testing.assert_close(fragment.tensor.grad.flatten(), expected)
+            alone.zero_grad()
+            for bucket in sharding.trained:
+                bucket.drop_gradient()
 
     in_threads(2, run)
