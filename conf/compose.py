@@ -93,6 +93,8 @@ def _line(override: Override) -> str:
     if name in groups():
         _require_choice(name, str(override.value()))
         return text
+    if get_origin(known.get(name)) is dict:
+        return f"++{text.lstrip('+')}"  # its keys are open
     if name in known or name == "hydra.searchpath":
         return text.lstrip("+")
     parents = [name[:end] for end, letter in enumerate(name) if letter == "."]

@@ -86,6 +86,11 @@ def test_a_file_of_the_users_builds_on_a_recipe(tmp_path):
 
 def test_free_form_mappings_take_new_keys():
     assert compose(["model.overrides.hidden_size=64"]).model.overrides == {"hidden_size": 64}
+    assert compose(["model.overrides={hidden_size: 64, eos_token_id: [1, 2]}"]).model.overrides == {
+        "hidden_size": 64,
+        "eos_token_id": [1, 2],
+    }
+    assert compose(["model=tiny_llama", "model.overrides={vocab_size: 7}"]).model.overrides["vocab_size"] == 7
 
 
 def test_neither_torch_nor_hydra_is_loaded_with_the_schema():
