@@ -9,9 +9,11 @@ import socket
 from collections.abc import Callable, Collection
 from importlib.util import find_spec
 from itertools import takewhile
+from math import inf
 from pathlib import Path
 
 from weft.conf.batch import check_world
+from weft.conf.checks import virtual_stages
 from weft.conf.hosts import is_loopback, read_hostfile, world_size
 from weft.conf.schema import Attention, ClusterManager, Precision, WeftConfig
 from weft.conf.sites import ranks_per_site
@@ -94,14 +96,25 @@ def check_device(config: WeftConfig) -> None:
 
 
 def check_model(config: WeftConfig) -> None:
-    """Check that a model folder can be read."""
+    """Check that a model's folder is whole, and has layers for every stage."""
     path = config.model.path
-    folder = Path(path).expanduser()
-    if path and folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"model.path={path}: holds no config.json; give the folder of a Hugging Face model")
+    if is_here(path):
+        from weft.engine.stages import load_hf_config  # imports torch, which the other checks do not need
+
+        layers = getattr(load_hf_config(config.model), "num_hidden_layers", inf)
+        stages = virtual_stages(config)
+        if stages > layers:
+            raise ValueError(
+                f"pipeline.stages={config.pipeline.stages}: {path} has {layers} layers, and each of {stages} virtual "
+                f"stages needs one; give fewer stages"
+            )
     elif path and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise ValueError(f"model.path={path}: there is no such folder; give a Hugging Face model's folder or hub name")
+
+
+def is_here(path: str) -> bool:
+    """Whether ``path`` is a file or folder of this machine, and not a name of the hub."""
+    return bool(path) and Path(path).expanduser().exists()
 
 
 def check_costs(config: WeftConfig) -> None:
@@ -112,10 +125,13 @@ def check_costs(config: WeftConfig) -> None:
 
 
 def check_data(config: WeftConfig) -> None:
-    """Check that the data source exists and is well formed; local files line by line."""
-    from weft.engine.data import check_source  # imports torch, which the other checks do not need
+    """Check that the data source exists and is well formed, local files line by line; and what becomes of the first."""
+    from weft.engine.data import check_source, load_tokenizer, try_to_encode  # torch, which other checks do not need
 
     check_source(config.data)
+    words = config.model.tokenizer or config.model.path
+    if is_here(config.data.path) and is_here(words):  # a hub is left to the ranks, which have to be there anyway
+        try_to_encode(config.data, load_tokenizer(config.model, config.data))
 
 
 def check_hub(config: WeftConfig) -> None:

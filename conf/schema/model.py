@@ -82,7 +82,8 @@ class DataConfig:
     text_field: str = "text"
     """Field with the text of a document."""
     messages_field: str = "messages"
-    """Field with the list of {role, content} messages of a conversation."""
+    """Field with the list of {role, content} messages of a conversation, or {from, value} as in ShareGPT. Rows
+    without `messages` may have `conversations`, `prompt` and `completion`, or `instruction`, `input` and `output`."""
     chat_template: str = ""
     """Jinja chat template, or a file with one; empty uses the tokenizer's."""
     streaming: bool = False

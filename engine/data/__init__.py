@@ -3,7 +3,7 @@
 from weft.engine.data.batch import Batch
 from weft.engine.data.check import check_source
 from weft.engine.data.loader import MicrobatchLoader, build_loader
-from weft.engine.data.open import open_source
+from weft.engine.data.open import open_source, try_to_encode
 from weft.engine.data.source import Source
 from weft.engine.data.tokenizer import load_tokenizer, vocabulary_for
 from weft.engine.stages.batch import count_label_tokens
@@ -19,5 +19,6 @@ __all__ = [
     "load_tokenizer",
     "open_source",
     "refuse_packing",
+    "try_to_encode",
     "vocabulary_for",
 ]

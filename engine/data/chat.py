@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.engine.data.documents import IGNORED, document_key
 from weft.engine.data.encode import Columns
-from weft.engine.data.messages import message_fault
-from weft.engine.data.spans import ChatTemplate, Span
+from weft.engine.data.messages import message_fault, messages_of
+from weft.engine.data.spans import ChatTemplate, NotJinja, Span
 from weft.engine.data.tokenizer import tokenizer_sha256
 
 
@@ -21,27 +21,38 @@ class ChatEncoder:
 
     unit = "conversations"
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, field: str, *, template: str, limit: int) -> None:
-        """Encode the messages in ``field`` of each row.
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, fields: tuple[str, ...], *, template: str, limit: int
+    ) -> None:
+        """Encode the conversation of each row.
 
         Args:
+            fields: what hold it, as of `chat_columns`.
             template: Jinja text or a file with it; empty uses the tokenizer's.
             limit: truncate conversations to this many tokens.
 
         Raises:
-            ValueError: there is no template, or the tokenizer does not map tokens to characters.
+            ValueError: there is no template, it is no Jinja, or the tokenizer does not map tokens to characters.
         """
         if not tokenizer.is_fast:
             raise ValueError(
                 f"model.tokenizer={tokenizer.name_or_path}: data.kind=chat needs token offsets, which "
                 f"{type(tokenizer).__name__} does not provide; use a tokenizer with a tokenizer.json"
             )
-        self.field = field
+        self.fields = fields
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(find_template(tokenizer, template), tokenizer)
+        try:
+            self._template = ChatTemplate(find_template(tokenizer, template), tokenizer)
+        except NotJinja as error:
+            whose = template or f"'': that of the tokenizer {tokenizer.name_or_path}"
+            raise ValueError(f"data.chat_template={whose}: not a Jinja template ({error}); correct it") from error
         self._limit = limit
-        parts = ("chat 2", field, tokenizer_sha256(tokenizer), self._template.template, limit)
+        parts = ("chat 3", fields, tokenizer_sha256(tokenizer), self._template.template, limit)
         self.sha256 = hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def value_of(self, row: Mapping[str, Any]) -> Any:
+        """The messages of a row, whatever its form."""
+        return messages_of(row, self.fields)
 
     def __call__(self, values: Sequence[Any], numbers: Sequence[int]) -> Columns:
         """Encode conversations; one without assistant tokens before the limit gets no tokens.
@@ -77,7 +88,7 @@ class ChatEncoder:
             raise ValueError(self._fault(number, str(error))) from error
 
     def _fault(self, number: int, what: str) -> str:
-        return f"data.messages_field={self.field}: conversation {number + 1}: {what}"
+        return f"data.messages_field={', '.join(self.fields)}: conversation {number + 1}: {what}"
 
 
 def label(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:

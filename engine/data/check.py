@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from weft.conf.schema import DataConfig, DataKind
 from weft.engine.data.location import locate
-from weft.engine.data.messages import message_fault
+from weft.engine.data.messages import FORMS, chat_columns, message_fault, messages_of
 
 _LEAST = {"sequence_length": 2, "shuffle_buffer": 1}
 
@@ -38,17 +38,20 @@ def check_source(data: DataConfig) -> None:
     location = locate(data)
     if location.path is None or location.saved:
         return
-    if not sum(_CHECKS[file.suffix](_File(file, location.path, data)) for file in location.files):
+    forms: list[str] = []
+    if not sum(_CHECKS[file.suffix](_File(file, location.path, data, forms)) for file in location.files):
         raise ValueError(f"data.path={data.path}: it holds no row; give a file with documents")
 
 
 @dataclass(frozen=True)
 class _File:
-    """A data file, and the configuration that it must match."""
+    """A data file, and what it must match: the configuration, and the form of the rows so far."""
 
     path: Path
     root: Path
     data: DataConfig
+    forms: list[str]
+    """The first column that the row before was read from."""
 
     @property
     def is_chat(self) -> bool:
@@ -82,18 +85,29 @@ class _File:
         if not isinstance(row, dict):
             example = f"{{{json.dumps(self.field)}: ...}}"
             raise self.fault(f"not an object but a {type(row).__name__}; write rows such as {example}", where)
-        if self.field not in row:
-            raise self.fault(self.missing("field", list(row)), where)
-        value = row[self.field]
-        if self.is_chat and (what := message_fault(value)):
+        fields = self.fields("field", list(row), where)
+        if self.is_chat and (what := message_fault(messages_of(row, fields))):
             raise self.fault(what, where)
-        if not self.is_chat and not isinstance(value, str):
-            kind = type(value).__name__
+        if not self.is_chat and not isinstance(row[self.field], str):
+            kind = type(row[self.field]).__name__
             raise self.fault(f"field {self.field} is a {kind}, not text; remove the row or set data.text_field", where)
 
-    def missing(self, part: str, found: list[str]) -> str:
-        names = ", ".join(found) or "nothing"
-        return f"no {part} {self.field}, but {names}; add it, or set data.{self.option} to the one to learn from"
+    def fields(self, part: str, found: list[str], where: str = "") -> tuple[str, ...]:
+        """The columns to read of those that were found.
+
+        Raises:
+            ValueError: there are none, or rows before have their conversation in others.
+        """
+        fields = chat_columns(found, self.field) if self.is_chat else (self.field,) if self.field in found else ()
+        if not fields:
+            names, known = ", ".join(found) or "nothing", f" ({FORMS})" if self.is_chat else ""
+            what = f"no {part} {self.field}, but {names}"
+            raise self.fault(f"{what}; add it, or set data.{self.option} to the one to learn from{known}", where)
+        if self.forms and self.forms[0] != fields[0]:
+            before = f"that of rows before in {self.forms[0]}"
+            raise self.fault(f"its conversation is in {fields[0]}, and {before}; write all alike", where)
+        self.forms[:] = fields[:1]
+        return fields
 
 
 def _check_jsonl(file: _File) -> int:
@@ -140,11 +154,10 @@ def _check_parquet(file: _File) -> int:
     except (pa.ArrowException, OSError) as error:
         raise file.fault(f"not a Parquet file ({str(error).splitlines()[0]}); write it again") from error
     schema = table.schema_arrow
-    if file.field not in schema.names:
-        raise file.fault(file.missing("column", schema.names))
-    kind = schema.field(file.field).type
-    if file.is_chat and not _is_messages(kind):
-        raise file.fault(f"column {file.field} is {kind}; give a list of structs of role and content")
+    fields = file.fields("column", schema.names)
+    kind = schema.field(fields[0]).type
+    if file.is_chat and len(fields) == 1 and not _is_messages(kind):
+        raise file.fault(f"column {fields[0]} is {kind}; give a list of structs of role and content")
     if not file.is_chat and not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise file.fault(f"column {file.field} is {kind}, not text; set data.text_field to another")
     return table.metadata.num_rows
@@ -154,7 +167,8 @@ def _is_messages(kind: pa.DataType) -> bool:
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return False
     item = kind.value_type
-    return pa.types.is_struct(item) and {"role", "content"} <= {item.field(i).name for i in range(item.num_fields)}
+    names = {item.field(i).name for i in range(item.num_fields)} if pa.types.is_struct(item) else set()
+    return {"role", "content"} <= names or {"from", "value"} <= names
 
 
 _CHECKS: dict[str, Callable[[_File], int]] = {

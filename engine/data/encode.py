@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -16,17 +16,20 @@ Columns = dict[str, list[Any]]
 
 
 class Encoder(Protocol):
-    """Turns the field of a row into tokens; a pure function of the row."""
+    """Turns the fields of a row into tokens; a pure function of the row."""
 
-    field: str
-    """Field of the row to read."""
+    fields: tuple[str, ...]
+    """Fields of the row to read."""
     unit: str
     """Name of a row in messages."""
     sha256: str
     """Hex hash of everything that affects the result; names the cache."""
 
+    def value_of(self, row: Mapping[str, Any]) -> Any:
+        """What a row says, to be encoded."""
+
     def __call__(self, values: Sequence[Any], numbers: Sequence[int]) -> Columns:
-        """Encode the field's ``values``, rows ``numbers`` of the source (from 0)."""
+        """Encode the ``values`` of rows ``numbers`` of the source (from 0)."""
 
 
 class TextEncoder:
@@ -36,9 +39,13 @@ class TextEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, field: str, *, limit: int | None = None) -> None:
         """Encode ``field`` of each row, truncated to ``limit`` tokens (None means no limit)."""
-        self.field = field
+        self.fields: tuple[str, ...] = (field,)
         self.sha256 = hashlib.sha256(f"text 2 {field!r} {limit} {tokenizer_sha256(tokenizer)}".encode()).hexdigest()
         self._tokenizer, self._limit = tokenizer, limit
+
+    def value_of(self, row: Mapping[str, Any]) -> Any:
+        """The text of a row."""
+        return row.get(self.fields[0])
 
     def __call__(self, values: Sequence[Any], numbers: Sequence[int]) -> Columns:
         """Encode texts; an empty one gets no tokens.
@@ -49,7 +56,7 @@ class TextEncoder:
         for number, value in zip(numbers, values, strict=True):
             if not isinstance(value, str):
                 raise ValueError(
-                    f"data.text_field={self.field}: row {number + 1} holds {type(value).__name__}, not text; "
+                    f"data.text_field={self.fields[0]}: row {number + 1} holds {type(value).__name__}, not text; "
                     "remove the row or choose another field"
                 )
         rows = self._tokenizer(list(values), add_special_tokens=True, truncation=False, verbose=False)["input_ids"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
@@ -15,6 +16,7 @@ from weft.engine.data.corpus import load_corpus
 from weft.engine.data.documents import Part
 from weft.engine.data.encode import Encoder, TextEncoder
 from weft.engine.data.location import BUILDERS, Location, locate
+from weft.engine.data.messages import chat_columns
 from weft.engine.data.source import LoadedSource, Source, StreamedSource, tokenised
 
 UNSHUFFLED_BLOCK = 1024
@@ -35,35 +37,63 @@ def open_source(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, evaluat
             f"data.eval_fraction={data.eval_fraction}: nothing is held out for evaluation; "
             "set it (0.02 is common), or data.eval_split, or train.eval_every=0"
         )
-    encoder, cache = _encoder(data, tokenizer), Path(data.cache_dir).expanduser()
+    cache = Path(data.cache_dir).expanduser()
     fraction = 0.0 if own_split else data.eval_fraction
     part = Part(fraction=fraction, evaluation=evaluation and fraction > 0)
     if data.kind is DataKind.corpus:
-        corpus = load_corpus()
-        rows = Dataset.from_dict({encoder.field: list(corpus.texts)})
+        corpus, encoder = load_corpus(), _encoder(data, tokenizer, ("text",))
+        rows = Dataset.from_dict({"text": list(corpus.texts)})
         tokens = tokenised(rows, encoder, name=corpus.sha256, cache=cache)
         return LoadedSource(tokens, encoder, name=corpus.description, part=part)
     rows = _read(data, "eval_split" if evaluation and own_split else "split", cache)
-    if rows.column_names is not None and encoder.field not in rows.column_names:
-        option = "messages_field" if data.kind is DataKind.chat else "text_field"
-        raise ValueError(
-            f"data.{option}={encoder.field}: {data.path} has no such field, but {', '.join(rows.column_names)}; "
-            "name one of them"
-        )
+    fields = _fields(data, rows)
     if isinstance(rows, Dataset):
+        encoder = _encoder(data, tokenizer, fields)
         tokens = tokenised(rows, encoder, name=rows._fingerprint, cache=cache)
         return LoadedSource(tokens, encoder, name=data.path, part=part)
-    encoder = _encoder(data, deepcopy(tokenizer))  # a thread uses it, and a tokenizer's settings are mutable
+    encoder = _encoder(data, deepcopy(tokenizer), fields)  # a thread uses it, and a tokenizer's settings are mutable
     shuffled = data.shuffle and not evaluation
     block = data.shuffle_buffer if shuffled else min(data.shuffle_buffer, UNSHUFFLED_BLOCK)
     return StreamedSource(rows, encoder, name=data.path, block_documents=block, part=part)
 
 
-def _encoder(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Encoder:
+def try_to_encode(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Encode the first row of local data as training will, to find early what tokenizer and template refuse.
+
+    Raises:
+        ValueError: the row cannot be read or encoded.
+    """
+    rows = _read(replace(data, streaming=True), "split", Path(data.cache_dir).expanduser())
+    row = next(iter(rows))
+    encoder = _encoder(data, tokenizer, _fields(data, rows))
+    encoder([encoder.value_of(row)], [0])
+
+
+def _fields(data: DataConfig, rows: Dataset | IterableDataset) -> tuple[str, ...]:
+    """The columns of ``rows`` to read.
+
+    Raises:
+        ValueError: there are none such.
+    """
+    chat = data.kind is DataKind.chat
+    option = "messages_field" if chat else "text_field"
+    field = getattr(data, option)
+    names = rows.column_names
+    if names is None and chat:
+        names = list(next(iter(rows), {field: None}))
+    if names is None:
+        return (field,)
+    if not (fields := chat_columns(names, field) if chat else (field,) if field in names else ()):
+        raise ValueError(
+            f"data.{option}={field}: {data.path} has no such field, but {', '.join(names)}; name one of them"
+        )
+    return fields
+
+
+def _encoder(data: DataConfig, tokenizer: PreTrainedTokenizerBase, fields: tuple[str, ...]) -> Encoder:
     if data.kind is DataKind.chat:
-        return ChatEncoder(tokenizer, data.messages_field, template=data.chat_template, limit=data.sequence_length)
-    field = "text" if data.kind is DataKind.corpus else data.text_field
-    return TextEncoder(tokenizer, field, limit=None if data.packing else data.sequence_length)
+        return ChatEncoder(tokenizer, fields, template=data.chat_template, limit=data.sequence_length)
+    return TextEncoder(tokenizer, fields[0], limit=None if data.packing else data.sequence_length)
 
 
 def _read(data: DataConfig, option: str, cache: Path) -> Dataset | IterableDataset:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +13,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from filelock import FileLock
 
 from weft.engine.data.documents import Document, Documents, InMemory, OnDisk, Part, column
-from weft.engine.data.encode import Encoder
+from weft.engine.data.encode import Columns, Encoder
 
 ENCODED_AT_ONCE = 256
 """Rows per call of the tokenizer."""
@@ -98,9 +98,9 @@ class StreamedSource:
         part: Part,
         block_documents: int,
     ) -> None:
-        """Read ``encoder.field`` of a part of a streamed ``dataset``."""
+        """Read ``encoder.fields`` of a part of a streamed ``dataset``."""
         known = dataset.column_names is not None
-        self._dataset = dataset.select_columns([encoder.field]) if known else dataset
+        self._dataset = dataset.select_columns(list(encoder.fields)) if known else dataset
         self._encoder = encoder
         self._part = part
         self._block_documents = block_documents
@@ -127,7 +127,7 @@ class StreamedSource:
             items: list[Document] = []
             first = number
             while room := self._room(items):
-                values = [row.get(self._encoder.field) for row in islice(rows, room)]
+                values = [self._encoder.value_of(row) for row in islice(rows, room)]
                 if not values:
                     break
                 items += self._encode(values, number)
@@ -176,13 +176,19 @@ def tokenised(dataset: Dataset, encoder: Encoder, *, name: str, cache: Path) -> 
     features = {"input_ids": tokens, "length": Value("int64"), "key": Value("int64"), "truncated": Value("bool")}
     if encoder.unit == "conversations":
         features["labels"] = tokens
+
+    def encode(*columns: Sequence[Any]) -> Columns:
+        *values, numbers = columns
+        rows = [dict(zip(encoder.fields, row, strict=True)) for row in zip(*values, strict=True)]
+        return encoder([encoder.value_of(row) for row in rows], numbers)
+
     with FileLock(f"{file}.lock"):  # one rank tokenises, the others find its file
         return dataset.map(
-            encoder,
+            encode,
             batched=True,
             batch_size=ENCODED_AT_ONCE,
             with_indices=True,
-            input_columns=[encoder.field],
+            input_columns=list(encoder.fields),
             remove_columns=dataset.column_names,
             features=Features(features),
             cache_file_name=str(file),

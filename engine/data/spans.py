@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from threading import Lock
 
-from jinja2 import TemplateError
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -25,13 +26,23 @@ _ONE_AT_A_TIME = Lock()
 """transformers shares compiled templates between threads, but their recording of spans is not thread-safe."""
 
 
+class NotJinja(Exception):
+    """A text is no Jinja template."""
+
+
 class ChatTemplate:
     """A Jinja chat template, with the special tokens that it may use."""
 
     def __init__(self, template: str, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Render ``template`` as ``tokenizer.apply_chat_template`` would."""
+        """Render ``template`` as ``tokenizer.apply_chat_template`` would.
+
+        Raises:
+            NotJinja: the template cannot be compiled.
+        """
         self.template = template
         self._special = dict(tokenizer.special_tokens_map)
+        with suppress(ValueError):  # a template may refuse a conversation without messages
+            self._text([])
 
     @cached_property
     def has_tags(self) -> bool:
@@ -86,8 +97,11 @@ class ChatTemplate:
         try:
             with _ONE_AT_A_TIME:
                 return render_jinja_template([list(messages)], chat_template=self.template, **options, **self._special)
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses the conversation: {error}") from error
+        except TemplateSyntaxError as error:
+            raise NotJinja(f"line {error.lineno}: {error.message}") from error
+        except Exception as error:  # any: a template is a program of its author's
+            reason = " ".join(str(error).split())
+            raise ValueError(f"the chat template refuses the conversation: {reason or type(error).__name__}") from error
 
 
 def _with_content(messages: Sequence[Message], turn: int, content: str) -> list[Message]:

@@ -99,7 +99,7 @@ def test_a_port_in_use(config):
 BAD = [
     ({"cluster.ranks": 3}, "3 processes are not a multiple"),
     ({"model.path": "/nowhere"}, "there is no such folder"),
-    ({"model.path": "/tmp"}, "holds no config.json"),
+    ({"model.path": "/tmp"}, "no config.json in it"),
     ({"data.path": "/nowhere.jsonl", "data.kind": "text", "model.tokenizer": "t"}, "does not exist"),
     ({"pipeline.costs_file": "/nowhere.yaml"}, "costs file /nowhere.yaml: cannot be read"),
     ({"train.precision": "fp16"}, "this machine has no GPU; choose bf16"),
@@ -193,3 +193,49 @@ def test_hosts_must_be_able_to_meet(config, tmp_path):
     away = replace(config, cluster=replace(config.cluster, hostfile=str(file)))
     with pytest.raises(ValueError, match=r"master_addr=127\.0\.0\.1: node1 cannot reach it"):
         preflight(away)
+
+
+@pytest.fixture
+def sft(tmp_path, monkeypatch):
+    """A small model's folder with its tokenizer, one conversation, and how to configure a run of them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from weft.engine.data.tokenizer import train_bpe
+
+    monkeypatch.setattr("weft.tools.preflight.num_gpus", lambda: 0)
+    tokenizer = train_bpe(["a small text"], 20)
+    tokenizer.save_pretrained(tmp_path / "model")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "model")
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    given = [f"model.path={tmp_path}/model", f"data.path={tmp_path}/chats.jsonl", f"train.output_dir={tmp_path}/runs"]
+    return lambda *settings: load(["recipe=sft", *given, "cluster.ranks=2", *settings])
+
+
+def test_a_whole_folder_passes(sft):
+    preflight(sft())
+    preflight(sft("model.lora.enabled=true", "model.overrides={attention_dropout: 0.1}"))
+
+
+def test_what_a_model_and_its_data_refuse_is_found_before_ranks_start(sft, tmp_path):
+    """What only ranks noticed before: the template, the tokenizer, the weights, the number of layers."""
+    with pytest.raises(ValueError, match=r"pipeline\.stages=5: .*model has 4 layers, .*fewer stages"):
+        preflight(sft("pipeline.stages=5", "cluster.ranks=5"))
+    with pytest.raises(ValueError, match=r"model\.overrides\.hiden_size: .*did you mean hidden_size"):
+        preflight(sft("++model.overrides.hiden_size=3"))
+    (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
+    with pytest.raises(ValueError, match=r"data\.chat_template=.*broken\.jinja: not a Jinja template \(line 1"):
+        preflight(sft(f"data.chat_template={tmp_path}/broken.jinja"))
+    with pytest.raises(ValueError, match=r"data\.chat_template=nowhere\.jinja: neither a file nor"):
+        preflight(sft("data.chat_template=nowhere.jinja"))
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"model\.path=.*model\.safetensors has \d+ of \d+ bytes"):
+        preflight(sft())
+    weights.unlink()
+    with pytest.raises(ValueError, match=r"model\.path=.*no model\.safetensors in it"):
+        preflight(sft())
+    (tmp_path / "model" / "config.json").write_text("{")
+    weights.touch()
+    with pytest.raises(ValueError, match=r"model\.path=.*model"):
+        preflight(sft())

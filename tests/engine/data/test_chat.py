@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from weft.conf.schema import DataConfig, DataKind
-from weft.engine.data import build_loader
+from weft.engine.data import build_loader, check_source, try_to_encode
 from weft.engine.data.chat import ChatEncoder, label
 from weft.engine.data.documents import IGNORED
+from weft.engine.data.messages import chat_columns, messages_of
 from weft.engine.data.spans import ChatTemplate
 from weft.engine.data.tokenizer import CHAT_TEMPLATE
 
@@ -106,7 +108,7 @@ def test_a_template_that_hides_its_turns_is_refused(tokenizer):
 
 def test_a_refusal_of_the_template_names_the_conversation(tokenizer):
     strict = CHATML + "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    encoder = ChatEncoder(tokenizer, "messages", template=strict, limit=100)
+    encoder = ChatEncoder(tokenizer, ("messages",), template=strict, limit=100)
     with pytest.raises(ValueError, match=r"data.messages_field=messages: conversation 6: .*no system role"):
         encoder([TALK], [5])
 
@@ -120,7 +122,7 @@ def test_labels_cover_tokens_that_share_a_character_with_a_span():
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_learnt_decodes_to_the_assistants_text(tokenizer, case):
     template, expected = CASES[case]
-    columns = ChatEncoder(tokenizer, "messages", template=template, limit=1000)([TALK], [0])
+    columns = ChatEncoder(tokenizer, ("messages",), template=template, limit=1000)([TALK], [0])
     learnt = [token for token in columns["labels"][0] if token != IGNORED]
     assert "".join(tokenizer.decode(learnt).split()) == "".join("".join(expected).split())
     assert (
@@ -131,12 +133,12 @@ def test_what_is_learnt_decodes_to_the_assistants_text(tokenizer, case):
 
 def test_the_mask_is_transformers_own(tokenizer):
     theirs = tokenizer.apply_chat_template(TALK, return_assistant_tokens_mask=True, return_dict=True)
-    columns = ChatEncoder(tokenizer, "messages", template="", limit=1000)([TALK], [0])
+    columns = ChatEncoder(tokenizer, ("messages",), template="", limit=1000)([TALK], [0])
     assert [int(token != IGNORED) for token in columns["labels"][0]] == theirs["assistant_masks"]
 
 
 def test_long_conversations_are_cut_and_those_without_an_answer_left_are_left_out(tokenizer):
-    encoder = ChatEncoder(tokenizer, "messages", template="", limit=40)
+    encoder = ChatEncoder(tokenizer, ("messages",), template="", limit=40)
     columns = encoder([TALK, [{"role": "user", "content": "x" * 500}, TALK[2]], TALK[1:3]], range(3))
     assert columns["truncated"] == [True, True, False]
     assert columns["length"][:2] == [40, 0]
@@ -165,12 +167,12 @@ def test_a_loader_of_conversations_counts_what_it_lost(write, tokenizer, tmp_pat
 def test_a_tokenizer_without_template_is_refused(tokenizer, tmp_path):
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|eos|>")
     with pytest.raises(ValueError, match=r"data.chat_template=''.*set it to a Jinja template or a file"):
-        ChatEncoder(bare, "messages", template="", limit=64)
+        ChatEncoder(bare, ("messages",), template="", limit=64)
     with pytest.raises(ValueError, match=r"data.chat_template=nowhere.jinja: neither"):
-        ChatEncoder(bare, "messages", template="nowhere.jinja", limit=64)
+        ChatEncoder(bare, ("messages",), template="nowhere.jinja", limit=64)
     file = tmp_path / "own.jinja"
     file.write_text(CHATML)
-    assert ChatEncoder(bare, "messages", template=str(file), limit=64)([TALK[1:3]], [0])["length"][0]
+    assert ChatEncoder(bare, ("messages",), template=str(file), limit=64)([TALK[1:3]], [0])["length"][0]
 
 
 def test_the_cache_is_of_one_field(tokenizer, write, tmp_path):
@@ -182,3 +184,71 @@ def test_the_cache_is_of_one_field(tokenizer, write, tmp_path):
         learnt = [token for token in next(loader)["labels"][0].tolist() if token != IGNORED]
         loader.close()
         assert tokenizer.decode(learnt) == f"{name}<|end_turn|>"
+
+
+ASKED, ANSWER = {"role": "user", "content": "what is 2?"}, {"role": "assistant", "content": "it is 2."}
+FORMS = {
+    "messages": {"messages": [ASKED, ANSWER]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "what is 2?"}, {"from": "gpt", "value": "it is 2."}]},
+    "sharegpt, in messages": {
+        "messages": [{"from": "user", "value": "what is 2?"}, {"from": "assistant", "value": "it is 2."}]
+    },
+    "messages, in conversations": {"conversations": [ASKED, ANSWER]},
+    "texts": {"prompt": "what is 2?", "completion": "it is 2."},
+    "lists": {"prompt": [ASKED], "completion": [ANSWER]},
+    "alpaca": {"instruction": "what is 2?", "input": "", "output": "it is 2."},
+    "alpaca without input": {"instruction": "what is 2?", "output": "it is 2.", "id": 3},
+}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_conversation_is_learnt_alike(tokenizer, tmp_path, form, streaming, suffix):
+    rows = datasets.Dataset.from_list([FORMS[form]] * 3)
+    path = str(tmp_path / f"a{suffix}")
+    rows.to_parquet(path) if suffix == ".parquet" else rows.to_json(path)
+    config = DataConfig(
+        kind=DataKind.chat, path=path, sequence_length=64, streaming=streaming, cache_dir=str(tmp_path / "cache")
+    )
+    check_source(config)
+    try_to_encode(config, tokenizer)
+    loader = build_loader(config, tokenizer, microbatch_size=1, replica=0, num_replicas=1, seed=0)
+    batch = next(loader)
+    loader.close()
+    text = "<|bos|><|turn|>user\nwhat is 2?<|end_turn|><|turn|>assistant\nit is 2.<|end_turn|>"
+    assert tokenizer.decode(batch["input_ids"][0]).startswith(text)
+    learnt = tokenizer.decode([token for token in batch["labels"][0].tolist() if token != IGNORED])
+    assert learnt.startswith("it is 2.<|end_turn|>") and "user" not in learnt
+
+
+def test_an_input_follows_its_instruction():
+    row = {"instruction": "add", "input": "1 and 2", "output": "3"}
+    columns = chat_columns(row, "messages")
+    assert [m["content"] for m in messages_of(row, columns)] == ["add\n\n1 and 2", "3"]
+
+
+def test_a_field_that_was_named_is_the_only_one_looked_for():
+    assert chat_columns(["prompt", "completion", "messages"], "messages") == ("messages",)
+    assert chat_columns(["prompt", "completion"], "dialog") == ()
+    assert chat_columns(["prompt", "output"], "messages") == ()
+
+
+BROKEN_TEMPLATES = {
+    "syntax": (
+        "{% for m in messages %}\n{{ m.content",
+        r"(?s)data\.chat_template=.*not a Jinja template \(line 2: .*correct",
+    ),
+    "unknown tag": ("{% frob %}", r"not a Jinja template \(line 1: "),
+    "type": ("{{ messages[0].content + 1 }}", "conversation 1: the chat template refuses the conversation: "),
+    "division": ("{{ messages[0].content }}{{ 1 // 0 }}", "the chat template refuses the conversation: .*zero"),
+    "refusal": ("{{ raise_exception('no') }}", "the chat template refuses the conversation: no$"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_TEMPLATES)
+def test_a_broken_template_is_found_with_the_first_row(tokenizer, write, case):
+    template, message = BROKEN_TEMPLATES[case]
+    config = DataConfig(kind=DataKind.chat, path=write("a.jsonl", [FORMS["messages"]]), chat_template=template)
+    with pytest.raises(ValueError, match=message):
+        try_to_encode(config, tokenizer)

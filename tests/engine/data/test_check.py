@@ -52,8 +52,8 @@ CHAT_FAULTS = {
     "empty": (talk([]), "line 2: it holds an empty list"),
     "list of texts": (talk(["hello"]), "line 2: message 1 is a text; give a mapping with role and content"),
     "other names": (
-        talk([{"from": "human", "value": "hi"}]),
-        "line 2: message 1 has from, value, not role and content; name its parts",
+        talk([{"speaker": "human", "text": "hi"}]),
+        "line 2: message 1 has speaker, text, not role and content; name its parts",
     ),
     "no content": (talk([{"role": "user"}]), "line 2: message 1 has role, not content"),
     "parts": (
@@ -64,7 +64,20 @@ CHAT_FAULTS = {
         talk([{"role": "user", "content": "a"}, {"role": "gpt", "content": "b"}]),
         r"line 2: no message has the role assistant \(found: user, gpt\)",
     ),
-    "missing": ('{"conversations": []}\n', r"line 1: no field messages, but conversations; .*data\.messages_field"),
+    "missing": (
+        '{"dialog": []}\n',
+        r"line 1: no field messages, but dialog; .*data\.messages_field .*\(messages; conversations; prompt and",
+    ),
+    "empty conversations": ('{"conversations": []}\n', "line 1: it holds an empty list"),
+    "no completion": ('{"prompt": "a", "completion": null}\n', "line 1: message 2 has role, content, not content"),
+    "mixed": (
+        TALK + '{"prompt": "a", "completion": "b"}\n',
+        "line 2: its conversation is in prompt, and that of rows before in messages; write all alike",
+    ),
+    "nobody answers": (
+        '{"conversations": [{"from": "human", "value": "a"}]}\n',
+        r"line 1: no message has the role assistant \(found: user\)",
+    ),
 }
 
 
