@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable, Collection
 from importlib.util import find_spec
 from itertools import takewhile
-from math import inf
 from pathlib import Path
 
 from weft.conf.batch import check_world
@@ -99,15 +98,9 @@ def check_model(config: WeftConfig) -> None:
     """Check that a model's folder is whole, and has layers for every stage."""
     path = config.model.path
     if is_here(path):
-        from weft.engine.stages import load_hf_config  # imports torch, which the other checks do not need
+        from weft.engine.stages import check_model_fits  # imports torch, which the other checks do not need
 
-        layers = getattr(load_hf_config(config.model), "num_hidden_layers", inf)
-        stages = virtual_stages(config)
-        if stages > layers:
-            raise ValueError(
-                f"pipeline.stages={config.pipeline.stages}: {path} has {layers} layers, and each of {stages} virtual "
-                f"stages needs one; give fewer stages"
-            )
+        check_model_fits(config.model, virtual_stages(config))
     elif path and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise ValueError(f"model.path={path}: there is no such folder; give a Hugging Face model's folder or hub name")
 

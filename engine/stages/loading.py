@@ -15,13 +15,13 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from weft.conf.schema import Attention, ModelConfig
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.stages.folder import require_whole_folder
-from weft.engine.stages.lora import PREFIX, add_adapters
+from weft.engine.stages.lora import PREFIX, add_adapters, require_targets
 from weft.engine.stages.outline import Outline, outline_of
 from weft.engine.stages.parts import named_parts
 from weft.engine.stages.port import Port
 from weft.engine.stages.prune import open_port, prune
 from weft.engine.stages.seeding import load, new_model
-from weft.engine.stages.skeleton import causal_config, model_class
+from weft.engine.stages.skeleton import causal_config, model_class, num_layers
 from weft.engine.stages.split import StageSplit
 from weft.engine.stages.stage import Stage
 from weft.engine.stages.tying import share_tied
@@ -116,6 +116,22 @@ def _require_field(name: str, hf_config: PreTrainedConfig) -> None:
         raise ValueError(f"model.overrides.{name}: {type(hf_config).__name__} has no such field{hint}")
 
 
+def check_model_fits(config: ModelConfig, stages: int) -> None:
+    """Check, without its weights, that a model can be read, has ``stages`` layers and the modules that adapters want.
+
+    Raises:
+        ValueError: it has not.
+    """
+    hf_config = load_hf_config(config)
+    if stages > 1 and stages > (layers := num_layers(hf_config)):
+        raise ValueError(
+            f"pipeline.stages: {stages} virtual stages, but {config.path or config.arch} has {layers} layers and every "
+            "stage needs one; use fewer stages"
+        )
+    if config.lora.enabled:
+        require_targets(config.lora, model_class(hf_config), hf_config)
+
+
 def build_model(config: ModelConfig, *, dtype: torch.dtype, seed: int) -> nn.Module:
     """The whole model in one piece, new or loaded: what the stages of `load_stages` add up to."""
     hf_config = load_hf_config(config)
@@ -150,6 +166,8 @@ def load_stages(
     """
     hf_config, axes = load_hf_config(config), axes or AxisGroups()
     cls = model_class(hf_config)
+    if config.lora.enabled:
+        require_targets(config.lora, cls, hf_config)
     if split.num_stages > 1:
         return new_stages(cls, hf_config, split, stages, dtype=dtype, seed=seed, source=config, axes=axes)
     model = _load_part(config, cls, hf_config, lambda model: None, dtype=dtype, seed=seed, axes=axes)

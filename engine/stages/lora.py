@@ -7,11 +7,12 @@ import torch
 from peft.tuners.lora import LoraLayer
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from weft.conf.schema import LoraConfig
 from weft.engine.stages.seeding import seeded
+from weft.engine.stages.skeleton import skeleton
 
 ADAPTER = "default"
 """Name of the adapter in peft's models."""
@@ -37,6 +38,24 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> nn
             with seeded(seed, name), torch.no_grad():
                 layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
     return adapted
+
+
+def require_targets(config: LoraConfig, cls: type[PreTrainedModel], hf_config: PreTrainedConfig) -> None:
+    """Check that each of ``target_modules`` names a module of the whole model; peft overlooks those that do not.
+
+    Raises:
+        ValueError: one does not, or the model cannot be built.
+    """
+    if not config.target_modules:
+        return
+    modules = dict(skeleton(cls, hf_config).named_modules())
+    missing = [t for t in config.target_modules if not any(f".{name}".endswith(f".{t}") for name in modules)]
+    if missing:
+        known = {name.rpartition(".")[2] for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D)}
+        raise ValueError(
+            f"model.lora.target_modules={config.target_modules}: {cls.__name__} has no module {', '.join(missing)}; "
+            f"its matrices are {', '.join(sorted(known))}"
+        )
 
 
 def peft_config(config: LoraConfig, model: PreTrainedModel) -> peft.LoraConfig:

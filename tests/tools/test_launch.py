@@ -214,15 +214,20 @@ def sft(tmp_path, monkeypatch):
 
 def test_a_whole_folder_passes(sft):
     preflight(sft())
-    preflight(sft("model.lora.enabled=true", "model.overrides={attention_dropout: 0.1}"))
+    preflight(sft("model.lora.enabled=true", "model.lora.target_modules=[q_proj,mlp.up_proj]"))
 
 
 def test_what_a_model_and_its_data_refuse_is_found_before_ranks_start(sft, tmp_path):
     """What only ranks noticed before: the template, the tokenizer, the weights, the number of layers."""
-    with pytest.raises(ValueError, match=r"pipeline\.stages=5: .*model has 4 layers, .*fewer stages"):
+    with pytest.raises(
+        ValueError, match=r"pipeline\.stages: 5 virtual stages, but .*model has 4 layers .*fewer stages"
+    ):
         preflight(sft("pipeline.stages=5", "cluster.ranks=5"))
     with pytest.raises(ValueError, match=r"model\.overrides\.hiden_size: .*did you mean hidden_size"):
         preflight(sft("++model.overrides.hiden_size=3"))
+    for targets in ("nope", "q_proj,nope"):
+        with pytest.raises(ValueError, match=r"target_modules=.*has no module nope; its matrices are .*q_proj"):
+            preflight(sft("model.lora.enabled=true", f"model.lora.target_modules=[{targets}]"))
     (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
     with pytest.raises(ValueError, match=r"data\.chat_template=.*broken\.jinja: not a Jinja template \(line 1"):
         preflight(sft(f"data.chat_template={tmp_path}/broken.jinja"))
