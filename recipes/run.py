@@ -17,7 +17,7 @@ from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import CheckpointError, open_checkpoint, set_aside, tagged, to_resume
 from weft.engine.checkpoint.errors import NoSpaceError
 from weft.engine.data import MicrobatchLoader
-from weft.engine.distributed import attempt_number, from_rank_zero, together
+from weft.engine.distributed import SharedError, attempt_number, from_rank_zero, together
 from weft.engine.engine import WeftEngine
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.supervision.places import Phase
@@ -202,7 +202,7 @@ class TrainingRun:
         path = self._restore(where)
         if path is None:
             if resume != "auto":
-                raise ValueError(f"checkpoint.resume={where}: no complete checkpoint there; give its folder, or auto")
+                raise SharedError(f"checkpoint.resume={where}: no complete checkpoint there; give its folder, or auto")
             return 0
         return self._went_on(f"resumed after step {engine.global_steps} from {path}")
 

@@ -110,10 +110,10 @@ def is_here(path: str) -> bool:
     return bool(path) and Path(path).expanduser().exists()
 
 
-def check_costs(config: WeftConfig) -> None:
-    """Check that a costs file can be read and fits the number of virtual stages."""
+def check_schedule(config: WeftConfig) -> None:
+    """Check that files of a schedule and of costs can be read, and are of as many virtual stages."""
+    first, *_ = open_placements(config.pipeline, ranks_per_site(config)).values()
     if config.pipeline.costs_file:
-        first, *_ = open_placements(config.pipeline, ranks_per_site(config)).values()
         read_costs(config.pipeline, first.num_stages)
 
 
@@ -140,6 +140,16 @@ def check_hub(config: WeftConfig) -> None:
         raise ValueError(f"{name}: there is no token to push with; run `hf auth login`, or set HF_TOKEN")
 
 
+def check_resume(config: WeftConfig) -> None:
+    """Check that there is a checkpoint where the run is told to resume from."""
+    where = config.checkpoint.resume
+    if where not in ("auto", "never"):
+        from weft.engine.checkpoint import to_resume  # imports torch, which the other checks do not need
+
+        if next(to_resume(Path(where).expanduser()), None) is None:
+            raise ValueError(f"checkpoint.resume={where}: no complete checkpoint there; give its folder, or auto")
+
+
 def check_run_folder(config: WeftConfig) -> None:
     """Check that the run's folder can be written, with room for more than its logs."""
     folder = Path(config.train.output_dir).expanduser() / config.train.name
@@ -164,8 +174,9 @@ CHECKS: dict[str, Callable[[WeftConfig], None]] = {
     "port": check_port,
     "device": check_device,
     "model": check_model,
-    "costs": check_costs,
+    "schedule": check_schedule,
     "data": check_data,
     "hub": check_hub,
+    "resume": check_resume,
     "run folder": check_run_folder,
 }

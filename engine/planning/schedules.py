@@ -40,17 +40,7 @@ def open_placements(config: PipelineConfig, sites: tuple[int, ...] = ()) -> dict
         ValueError: the schedule's file cannot be read, or is that of a cell or of other ranks.
     """
     if config.schedule.name == "file":
-        placement = load_schedule(Path(config.schedule_file)).placement
-        if placement.pipelines > 1:
-            raise ValueError(
-                f"pipeline.schedule_file={config.schedule_file}: it is of a cell of {placement.pipelines} pipelines; "
-                "write that of one, and set comm.cell"
-            )
-        if placement.num_ranks != config.stages:
-            raise ValueError(
-                f"pipeline.schedule_file={config.schedule_file}: it is of {placement.num_ranks} pipeline ranks, and "
-                f"pipeline.stages={config.stages}; make them alike"
-            )
+        placement = _schedule_of_file(config, config.microbatches).placement
         return {"file": replace(placement, sites=sites or (placement.num_ranks,))}
     kind = settled_placement(config)
     if kind is None:
@@ -81,6 +71,38 @@ def plan_placement(
     cap = float(config.memory_cap_bytes) or None
     chosen = choose(candidates, costs_of, config.microbatches, pipelines=pipelines, memory_cap_bytes=cap)
     return chosen.best.schedule.placement.single
+
+
+def _schedule_of_file(config: PipelineConfig, num_microbatches: int) -> Schedule:
+    """The schedule of ``schedule_file``, of one pipeline of the configuration's ranks.
+
+    Args:
+        num_microbatches: of the step; 0 takes any number.
+
+    Raises:
+        ValueError: it cannot be read, or is of something else.
+    """
+    name = f"pipeline.schedule_file={config.schedule_file}"
+    try:
+        schedule = load_schedule(Path(config.schedule_file).expanduser())
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}; write one with `weft schedule --format json`") from error
+    placement = schedule.placement
+    if placement.pipelines > 1:
+        raise ValueError(
+            f"{name}: it is of a cell of {placement.pipelines} pipelines; write that of one, and set comm.cell"
+        )
+    if placement.num_ranks != config.stages:
+        raise ValueError(
+            f"{name}: it is of {placement.num_ranks} pipeline ranks, and pipeline.stages={config.stages}; "
+            "make them alike"
+        )
+    if num_microbatches not in (0, schedule.num_microbatches):
+        raise ValueError(
+            f"{name}: it is of {schedule.num_microbatches} micro-batches, and a step has {num_microbatches}; "
+            f"set pipeline.microbatches={schedule.num_microbatches}"
+        )
+    return schedule
 
 
 def read_costs(config: PipelineConfig, num_stages: int) -> CostModel:
@@ -125,7 +147,7 @@ def plan_schedule(
     kind = config.schedule.name
     as_one = kind == "auto" and pipelines > 1
     if kind == "file":
-        schedule = replace(load_schedule(Path(config.schedule_file)), placement=placement)
+        schedule = replace(_schedule_of_file(config, num_microbatches or config.microbatches), placement=placement)
     else:
         schedule = generate(
             kind,

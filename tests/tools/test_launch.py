@@ -9,6 +9,10 @@ import pytest
 
 from weft.conf import load
 from weft.conf.hosts import read_hostfile, world_size
+from weft.conf.schema import ScheduleKind
+from weft.pipeline.generators import generate
+from weft.pipeline.placement import Placement
+from weft.pipeline.serialization import schedule_to_json
 from weft.tools import launch
 from weft.tools.preflight import CHECKS, preflight
 
@@ -244,3 +248,21 @@ def test_what_a_model_and_its_data_refuse_is_found_before_ranks_start(sft, tmp_p
     weights.touch()
     with pytest.raises(ValueError, match=r"model\.path=.*model"):
         preflight(sft())
+
+
+def test_a_schedules_file_and_a_folder_to_resume_from_are_read_before_ranks_start(config, tmp_path):
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    config.pipeline.schedule, config.pipeline.schedule_file = ScheduleKind["file"], str(other)
+    with pytest.raises(ValueError, match=r"pipeline\.schedule_file=.*other\.json: .*; write one with"):
+        preflight(config)
+    schedule = generate("1f1b", Placement.straight(4), 4)
+    other.write_text(schedule_to_json(schedule))
+    with pytest.raises(ValueError, match=r"4 micro-batches, and a step has 8; set pipeline\.microbatches=4"):
+        preflight(config)
+    config.pipeline.microbatches = 4
+    preflight(config)
+    config.pipeline.schedule = ScheduleKind["1f1b"]
+    config.checkpoint.resume = str(tmp_path)
+    with pytest.raises(ValueError, match=r"checkpoint\.resume=.*no complete checkpoint there; give"):
+        preflight(config)
