@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -60,13 +60,6 @@ class Group:
         """The one-dimensional mesh: no group partition."""
         return Mesh(self, (self.size,))
 
-    def balanced_meshes(self) -> tuple[Mesh, ...]:
-        """Every mesh of two or more axes without mixed sub-groups.
-
-        In a mixed sub-group the slow links would hold back the fast ones.
-        """
-        return tuple(mesh for shape in _factorings(self.size) if (mesh := Mesh(self, shape)).is_balanced)
-
     def meshes(self) -> tuple[Mesh, ...]:
         """The meshes that the planner considers: flat, and balanced ones that are no finer than the topology.
 
@@ -107,11 +100,6 @@ class Mesh:
         """The link class of each axis; mixed if its sub-groups differ."""
         return tuple(self._link(axis) for axis in range(len(self.shape)))
 
-    @property
-    def is_balanced(self) -> bool:
-        """Whether no axis is mixed."""
-        return LinkClass.mixed not in self.links
-
     def _link(self, axis: int) -> LinkClass:
         return _link_of(self.group.nodes, self.shape, axis)
 
@@ -150,11 +138,3 @@ def _link_class(nodes: list[int]) -> LinkClass:
     if distinct == 1:
         return LinkClass.intra
     return LinkClass.inter if distinct == len(nodes) else LinkClass.mixed
-
-
-def _factorings(number: int) -> Iterator[tuple[int, ...]]:
-    """All ordered factorisations of ``number`` into two or more factors above 1."""
-    for first in range(2, number):
-        if number % first == 0:
-            yield (first, number // first)
-            yield from ((first, *rest) for rest in _factorings(number // first))

@@ -1,4 +1,4 @@
-"""The search space of rewrites: what it contains, what is pruned and why, and the choice by cost."""
+"""The search space of rewrites, and the choice by cost."""
 
 from __future__ import annotations
 
@@ -51,46 +51,33 @@ def _scalable(primitive: Primitive) -> list[Substitution]:
     return [line for line in SUBSTITUTIONS if line.primitive is primitive and not line.pruned]
 
 
-def pruned(collective: Collective) -> Iterator[str]:
-    """What is pruned for this collective and why, a line each."""
-    for line in SUBSTITUTIONS:
-        if line.primitive is collective.primitive and line.pruned:
-            yield f"{' + '.join(part.value for part in line.parts)}: {line.pruned}"
-    kept = set(collective.group.meshes())
-    for mesh in collective.group.balanced_meshes():
-        if mesh not in kept:
-            yield f"mesh {mesh.shape}: splits ranks with one class of link finer than the topology"
-
-
 def space(
     collective: Collective,
     *,
-    substitute: bool = True,
     meshes: Iterable[Mesh] | None = None,
     granularities: Iterable[tuple[float, ...]] = EVEN,
 ) -> Iterator[Rewrite]:
     """Every rewrite, over the paper's three dimensions: primitive, group and workload partition.
 
     Args:
-        substitute: apply table 2.
         meshes: group partitions; `Group.meshes` if None.
         granularities: workload partitions, each as a tuple of shares.
     """
     granularities = tuple(granularities)
     for mesh in collective.group.meshes() if meshes is None else meshes:
-        for steps in _walks(collective, mesh, substitute):
+        for steps in _walks(collective, mesh):
             whole = Rewrite(collective, mesh, steps)
             yield from (whole.chunked(granularity) for granularity in granularities)
 
 
-def _walks(collective: Collective, mesh: Mesh, substitute: bool) -> Iterator[tuple[Step, ...]]:
+def _walks(collective: Collective, mesh: Mesh) -> Iterator[tuple[Step, ...]]:
     """Each sequence of primitives for each order of axes; gathers run in the reverse order of reductions."""
     primitive = collective.primitive
     axes = [axis for axis, size in enumerate(mesh.shape) if size > 1] or [0]
     for order in permutations(axes):
-        for skeleton in skeletons(primitive) if substitute else ((primitive,),):
+        for skeleton in skeletons(primitive):
             places = [(p, axis) for part, p in enumerate(skeleton) for axis in (order[::-1] if part else order)]
-            for taken in product(*(synonyms(p) if substitute else (p,) for p, _ in places)):
+            for taken in product(*(synonyms(p) for p, _ in places)):
                 yield tuple(Step(p, axis) for p, (_, axis) in zip(taken, places, strict=True))
 
 
@@ -98,18 +85,17 @@ def choose(
     collective: Collective,
     costs: CollectiveCosts,
     *,
-    substitute: bool = True,
     meshes: Iterable[Mesh] | None = None,
     granularities: Iterable[tuple[float, ...]] = EVEN,
 ) -> Choice:
     """The rewrite with the least predicted time; ties go to fewer chunks, then fewer steps.
 
     Args:
-        substitute, meshes, granularities: as of `space`.
+        meshes, granularities: as of `space`.
     """
     simple = plain(collective)
     plain_s = costs.rewrite_s(simple)
-    rewrites = space(collective, substitute=substitute, meshes=meshes, granularities=granularities)
+    rewrites = space(collective, meshes=meshes, granularities=granularities)
     priced = [(costs.rewrite_s(r), len(r.granularity), len(r.steps), r) for r in rewrites]
     cost_s, *_, best = min(priced, key=lambda entry: (round(entry[0], 9), *entry[1:3]), default=(plain_s, 1, 1, simple))
     return Choice(best, cost_s, plain_s, _reason(best, simple, cost_s, plain_s, len(priced)))

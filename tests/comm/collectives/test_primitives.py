@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.comm.collectives.balanced import balanced_meshes
 from tests.thread_ranks import run_in_threads
 from weft.comm.collectives import Group, LinkClass, Primitive, eager_connect, probe
 from weft.comm.collectives.cache import CostCache
@@ -83,7 +84,7 @@ def test_groups_that_are_alike_share_what_they_measure(tmp_path, monkeypatch):
 def sampled(axes):
     group = Group.regular(*axes)
     communicator = Communicator.open(
-        [group], device=CPU, timeout_s=20, meshes={group: (group.flat, *group.balanced_meshes())}
+        [group], device=CPU, timeout_s=20, meshes={group: (group.flat, *balanced_meshes(group))}
     )
     samples = probe.measure(communicator, device=CPU, sizes=(64, 4096), repeats=2)
     shapes = {mesh.shape for mesh, _ in communicator.axes()}

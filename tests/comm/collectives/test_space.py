@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.comm.collectives.balanced import balanced_meshes, is_balanced
 from weft.comm.collectives import (
     AlphaBeta,
     Collective,
@@ -22,7 +23,7 @@ from weft.comm.collectives import (
 )
 from weft.comm.collectives.collective import EXECUTED
 from weft.comm.collectives.costs import fit
-from weft.comm.collectives.space import pruned, space
+from weft.comm.collectives.space import space
 
 TWO_BY_TWO = Group.regular(2, 2)
 SLOW_BETWEEN = CollectiveCosts.of_links(
@@ -62,7 +63,7 @@ def test_a_balanced_mesh_has_links_of_one_class_in_each_sub_group(mesh):
         for axis in range(len(mesh.shape))
         for line in mesh.subgroups(axis)
     ]
-    if mesh.is_balanced:
+    if is_balanced(mesh):
         assert all(len(found) <= 1 for found in same)
 
 
@@ -71,8 +72,8 @@ def test_meshes_follow_the_topology():
     assert Mesh(TWO_BY_TWO, (2, 2)).links == (LinkClass.inter, LinkClass.intra)
     eight = Group.regular(2, 4)
     assert [mesh.shape for mesh in eight.meshes()] == [(8,), (2, 4)]
-    assert {mesh.shape for mesh in eight.balanced_meshes()} == {(2, 4), (2, 2, 2)}
-    assert not Mesh(eight, (4, 2)).is_balanced
+    assert {mesh.shape for mesh in balanced_meshes(eight)} == {(2, 4), (2, 2, 2)}
+    assert not is_balanced(Mesh(eight, (4, 2)))
     assert [mesh.shape for mesh in Group((0, 1, 2, 3), (0, 0, 0, 1)).meshes()] == [(4,)]
     assert [mesh.shape for mesh in Group.regular(1, 4).meshes()] == [(4,)]
 
@@ -105,17 +106,6 @@ def test_rewrites_print_what_they_do(primitive):
     assert len(set(lines)) == len(lines)
     assert lines[0] == f"{primitive.value} mixed 4 | 1 chunk"
     assert all("reduce +" not in line for line in lines)
-    assert any(line.startswith(("reduce + broadcast", "reduce + scatter", "gather + broadcast")) for line in _pruned())
-
-
-def _pruned():
-    return [line for primitive in WHOLE for line in pruned(wish(primitive))]
-
-
-def test_unscalable_substitutions_are_pruned_with_their_reason():
-    assert len(_pruned()) == 3
-    assert all("root" in line for line in _pruned())
-    assert any("(2, 2, 2): splits" in line for line in pruned(wish(Primitive.all_gather, Group.regular(2, 4))))
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(1, 200))
@@ -211,7 +201,7 @@ def test_meshes_are_the_balanced_ones_with_axes_of_different_links(num_nodes, ra
     if random.random() < 0.5:
         random.shuffle(nodes)
     group = Group(tuple(range(len(nodes))), tuple(nodes))
-    coarse = [mesh for mesh in group.balanced_meshes() if len(set(mesh.links)) == len(mesh.links)]
+    coarse = [mesh for mesh in balanced_meshes(group) if len(set(mesh.links)) == len(mesh.links)]
     assert list(group.meshes()) == [group.flat, *coarse]
 
 
