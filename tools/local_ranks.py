@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.connection
 import os
 import tempfile
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from weft.tools.children import Child, with_news
 
 _ARRIVE_S = 120.0  # imports take long where the disk is cold or the host busy; who calls has limits of its own
 
@@ -29,65 +28,46 @@ def answers_of(ranks: int, work: Callable[..., Any], *args: Any, most_s: float) 
     Returns:
         By rank: the result, or the traceback of an error, a text. Ranks that did not answer are left out.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    pipes: dict[Connection, int] = {}
-    children = []
-    with tempfile.TemporaryDirectory(prefix="weft-ranks-") as folder:
-        for rank in range(ranks):
-            receiver, sender = context.Pipe(duplex=False)
-            told = (rank, ranks, os.path.join(folder, "store"), sender, most_s, work, args)
-            child = context.Process(target=_rank, args=told, daemon=True)
-            child.start()
-            sender.close()
-            pipes[receiver] = rank
-            children.append(child)
-        try:
-            here = _gather(dict(pipes), _ARRIVE_S)
-            return _gather(dict(pipes), most_s) if len(here) == ranks else dict.fromkeys(here)
-        finally:
-            for child in children:
-                child.kill()
-                child.join()
+    with tempfile.TemporaryDirectory(prefix="weft-ranks-") as folder, ExitStack() as stack:
+        told = ranks, os.path.join(folder, "store"), most_s, work, args
+        children = [Child(f"rank {rank}", _rank, rank, *told, preload=[__name__]) for rank in range(ranks)]
+        for child in children:
+            stack.enter_context(child)
+        here = _gather(children, _ARRIVE_S)
+        return _gather(children, most_s) if len(here) == ranks else dict.fromkeys(here)
 
 
-def _gather(pipes: dict[Connection, int], most_s: float) -> dict[int, Any]:
-    """The next message of each rank that comes in time."""
+def _gather(children: Sequence[Child], most_s: float) -> dict[int, Any]:
+    """The next that each rank says and that comes in time, or its error."""
     answers: dict[int, Any] = {}
+    waiting = dict(zip(children, range(len(children)), strict=True))
     deadline = time.monotonic() + most_s
-    while pipes and (left := deadline - time.monotonic()) > 0:
-        for pipe in multiprocessing.connection.wait(list(pipes), timeout=left):
-            assert isinstance(pipe, Connection)
-            rank = pipes.pop(pipe)
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for child in with_news([*waiting], left):
+            rank = waiting.pop(child)
             try:
-                answers[rank] = pipe.recv()
-            except EOFError:
-                answers[rank] = "it ended without a word"
+                answers[rank] = child.hear(0.0)
+            except RuntimeError as error:
+                answers[rank] = str(error)
     return answers
 
 
 def _rank(
-    rank: int, ranks: int, store: str, pipe: Connection, most_s: float, work: Callable[..., Any], args: tuple
+    say: Callable, hear: Callable, rank: int, ranks: int, store: str, most_s: float, work: Callable, args: tuple
 ) -> None:
-    pipe.send("here")
-    try:
-        torch.set_num_threads(1)
-        on_gpu = torch.cuda.is_available()
-        device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-        if on_gpu:
-            torch.cuda.set_device(device)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        # A file of this user's own folder: torch's TCP store would listen on every address.
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=most_s),
-        )
-        pipe.send(work(device, *args))
-    except BaseException:
-        pipe.send(traceback.format_exc())
-    finally:
-        pipe.close()
-        os._exit(0)  # destructors of a group may wait for peers that have ended
+    say("here")
+    torch.set_num_threads(1)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # A file of this user's own folder: torch's TCP store would listen on every address.
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=most_s),
+    )
+    say(work(device, *args))

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
-import multiprocessing.connection
 import os
 import tempfile
-import threading
-import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from weft.conf.ports import free_port
+from weft.tools.children import Child, results_of
 
-PRELOADED = ["weft.tools.rank_server"]
-"""Module to import once before forking, because it takes seconds and is the same for every rank."""
-LOG_TAIL_CHARS = 3000
-"""Most characters of a failed rank's output to show."""
+_TOLD = 0.95
+"""Of its time, after which a rank writes down where it hangs."""
 
 
 def run_ranks(
@@ -32,8 +26,7 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``function(*args)`` on every rank; returns each rank's result.
 
-    Each rank is a process forked from a server that has imported torch and DeepSpeed and done
-    nothing else. Its output goes to a file, which is shown only if it fails. Ranks are killed
+    Each rank is a `Child`. Its output goes to a file, which is shown only if it fails. Ranks are killed
     when this function ends, and end by themselves if this process dies.
 
     Args:
@@ -45,93 +38,52 @@ def run_ranks(
     Raises:
         RuntimeError: a rank failed, with its traceback, or the time was up.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    own = [here | {"LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    return run_with(own, function, args, timeout_s=timeout_s, meanwhile=meanwhile)
+
+
+def run_with(
+    own: Sequence[Mapping[str, str]],
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    timeout_s: float,
+    meanwhile: Callable[[], object] | None = None,
+    enter: Sequence[Callable[[], object]] = (),
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """As `run_ranks`, with variables of each rank's own; ``enter`` and ``environment`` are those of `Child`."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    port = free_port()
-    with tempfile.TemporaryDirectory(prefix="weft-ranks-") as folder:
-        pipes, children = [], []
-        for rank in range(num_ranks):
-            receiver, sender = context.Pipe(duplex=False)
-            log = Path(folder, f"rank{rank}.log")
-            child = context.Process(
-                target=_rank, args=(rank, num_ranks, port, timeout_s, log, sender, function, args), daemon=True
+    with tempfile.TemporaryDirectory(prefix="weft-ranks-") as folder, ExitStack() as stack:
+        ranks = []
+        for rank, variables in enumerate(own):
+            given = {**variables, "RANK": str(rank), "WORLD_SIZE": str(len(own))}
+            child = Child(
+                f"rank {rank}",
+                _rank,
+                timeout_s,
+                given,
+                function,
+                args,
+                enter=enter[rank] if enter else None,
+                environment=environment,
+                log=Path(folder, f"rank{rank}.log"),
             )
-            child.start()
-            sender.close()
-            pipes.append(receiver)
-            children.append(child)
-        try:
-            deadline = monotonic() + timeout_s
-            while meanwhile is not None and not multiprocessing.connection.wait(pipes, 0.0) and monotonic() < deadline:
-                meanwhile()
-            return _collect(pipes, Path(folder), deadline, timeout_s)
-        finally:
-            for child in children:
-                child.kill()
-                child.join()
-
-
-def _collect(pipes: list[Connection], folder: Path, deadline: float, timeout_s: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        waiting = {rank: pipe for rank, pipe in enumerate(pipes) if rank not in results}
-        ready = multiprocessing.connection.wait(list(waiting.values()), timeout=max(0.0, deadline - monotonic()))
-        if not ready:
-            raise RuntimeError(f"ranks {sorted(waiting)} had not ended after {timeout_s:g} s")
-        for rank, pipe in waiting.items():
-            if pipe not in ready:
-                continue
-            try:
-                done, value = pipe.recv()
-            except EOFError:
-                done, value = False, "it ended without a word"
-            if not done:
-                log = (folder / f"rank{rank}.log").read_text(errors="replace")[-LOG_TAIL_CHARS:]
-                raise RuntimeError(f"rank {rank} failed: {value}\n{log}")
-            results[rank] = value
-    return [results[rank] for rank in range(len(pipes))]
+            ranks.append(stack.enter_context(child))
+        return results_of(ranks, timeout_s, meanwhile)
 
 
 def _rank(
-    rank: int, num_ranks: int, port: int, timeout_s: float, log: Path, pipe: Connection, function: Callable, args: tuple
-) -> None:
-    end_with_parent()
-    faulthandler.dump_traceback_later(timeout_s, exit=True)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(num_ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",
-    )
+    say: Callable, hear: Callable, timeout_s: float, variables: dict[str, str], function: Callable, args: Sequence[Any]
+) -> Any:
+    faulthandler.dump_traceback_later(_TOLD * timeout_s)
+    os.environ.update(variables)
     import torch
 
     from weft.comm.sites.joining import leave
 
     torch.set_num_threads(1)
-    try:
-        result = function(*args)
-        leave()
-        pipe.send((True, result))
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
-    finally:
-        pipe.close()
-        os._exit(0)  # destructors of a process group may wait for peers that have ended
-
-
-def end_with_parent() -> None:
-    """End this process, which `multiprocessing` started, as soon as the one that started it has ended."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    result = function(*args)
+    leave()
+    return result

@@ -6,9 +6,8 @@ import os
 import resource
 import traceback
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -229,22 +228,22 @@ def _parameters(plan: RunPlan) -> list[int]:
     return [size.parameters for size in stage_sizes(plan.facts.model, plan.split)]
 
 
-def serve(pipe: Connection, job: EmulatedJob, rank: int, size: int, setting: Setting, threads: int) -> None:
-    """The process of a real rank: answers orders until its parent has no more."""
+def serve(
+    say: Callable, hear: Callable, job: EmulatedJob, rank: int, size: int, setting: Setting, threads: int
+) -> None:
+    """The process of a real rank: answers orders until it is killed."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     try:
         session = Session(job, rank, size, setting)
-        pipe.send((True, session.prepared))
-        while (order := pipe.recv()) is not None:
-            name, args = order
-            pipe.send((True, getattr(session, name)(*args)))
+        say((True, session.prepared))
+        while True:
+            name, args = hear()
+            say((True, getattr(session, name)(*args)))
     except (EOFError, KeyboardInterrupt):
         pass
     except ValueError as error:
-        pipe.send((False, error if isinstance(error, EmulationError) else ValueError(str(error))))
+        say((False, error if isinstance(error, EmulationError) else ValueError(str(error))))
     except Exception as error:
         traceback.print_exc()
-        pipe.send((False, EmulationError(f"real rank {rank} failed: {type(error).__name__}: {error}")))
-    finally:
-        os._exit(0)  # threads of the engine would wait for peers
+        say((False, EmulationError(f"real rank {rank} failed: {type(error).__name__}: {error}")))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
@@ -16,6 +14,7 @@ from weft.comm.emulated.conversation import EmulationError
 from weft.comm.emulated.world import VALUES
 from weft.engine.planning.run_plan import RunPlan
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
+from weft.tools.children import Child
 from weft.tools.emulation.classes import RankClass, classes_of, representatives
 from weft.tools.emulation.job import EmulatedJob, hosts_of
 from weft.tools.emulation.session import Prepared, Setting, Turn, serve
@@ -26,7 +25,6 @@ AGREED = 0.02
 MOST_ROUNDS = 4
 TRIAL_STEPS = 3
 """Measured steps of a turn before the last round."""
-PRELOADED = ["weft.tools.rank_server"]
 
 
 class RealRank:
@@ -34,32 +32,25 @@ class RealRank:
 
     def __init__(self, job: EmulatedJob, rank: int, size: int, setting: Setting) -> None:
         """Start it; `prepared` waits until it is set up."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         self.rank = rank
-        self._pipe, theirs = context.Pipe()
         threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
-        self._process = context.Process(target=serve, args=(theirs, job, rank, size, setting, threads), daemon=True)
-        self._process.start()
-        theirs.close()
+        self._child = Child(f"real rank {rank}", serve, job, rank, size, setting, threads)
         self.prepared: Prepared = self._result()
 
     def ask(self, order: str, *args: Any) -> Any:
         """Have a `Session` do something, and wait."""
-        self._pipe.send((order, args))
+        self._child.say((order, args))
         return self._result()
 
     def close(self) -> None:
         """End it."""
-        self._process.kill()
-        self._process.join()
+        self._child.kill()
 
     def _result(self) -> Any:
-        pipe: Connection = self._pipe
         try:
-            done, value = pipe.recv()
-        except EOFError:
+            done, value = self._child.hear(None)
+        except RuntimeError:
             raise EmulationError(f"real rank {self.rank} has ended without a word; its output says more") from None
         if not done:
             raise value

@@ -52,7 +52,7 @@ def test_two_jobs_talk_with_each_other_and_with_us(bed):
 
 
 def test_what_a_job_raises_is_told(bed):
-    with Job(bed, "a", fail) as job, pytest.raises(RuntimeError, match=r"fail in node a: raised(?s:.*)on purpose"):
+    with Job(bed, "a", fail) as job, pytest.raises(RuntimeError, match=r"fail in node a failed(?s:.*)on purpose"):
         job.result(10)
 
 

@@ -1,0 +1,181 @@
+"""Functions that run in processes of their own, forked from a server that has imported what they share."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+PRELOADED = ("weft.tools.rank_server",)
+"""Modules to import once before forking, because they take seconds and are the same for every rank."""
+LOG_TAIL_CHARS = 3000
+"""Most characters of a failed child's output to show."""
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+class Child:
+    """``function(say, hear, *args)`` in a process of its own.
+
+    ``say(value)`` and ``hear()`` talk with the parent's `hear` and `say`; what the function returns is the parent's
+    `result`. It ends by itself if this process dies.
+
+    The server that it is forked from has imported torch and DeepSpeed and done nothing else. It must not be forked from
+    this process: a process group that nobody holds here any more would be collected there, and wait for its threads,
+    which a fork does not carry over.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *args: Any,
+        enter: Callable[[], object] | None = None,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        preload: Sequence[str] = PRELOADED,
+    ) -> None:
+        """Start it.
+
+        Args:
+            name: for errors.
+            function: importable, and its arguments can be pickled.
+            enter: called first.
+            environment: its variables; None takes the server's.
+            log: file that gets its output, and whose end is part of errors.
+            preload: what the server imports, if it does not run yet.
+        """
+        self.name, self._log = name, log
+        _CONTEXT.set_forkserver_preload(list(preload))
+        self._pipe, theirs = _CONTEXT.Pipe()
+        told = environment and dict(environment), log, enter, function, args, theirs
+        self._process = _CONTEXT.Process(target=_run, args=told, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.kill()
+
+    def say(self, value: Any) -> None:
+        """Give the function a value."""
+        self._pipe.send(value)
+
+    def hear(self, timeout_s: float | None = 60.0) -> Any:
+        """The next value that the function says; None waits without a limit."""
+        return self._next("said", timeout_s)
+
+    def has_news(self) -> bool:
+        """Whether `hear` or `result` would return at once."""
+        return self._pipe.poll()
+
+    def fileno(self) -> int:
+        """For `multiprocessing.connection.wait`: a child is ready when it has news."""
+        return self._pipe.fileno()
+
+    def result(self, timeout_s: float = 60.0) -> Any:
+        """What the function returns."""
+        return self._next("returned", timeout_s)
+
+    def kill(self) -> None:
+        """End it now, as a crash would."""
+        self._process.kill()
+        self._process.join()
+
+    def output(self) -> str:
+        """The end of what it has printed, on a line of its own; empty without a log."""
+        return "" if self._log is None else f"\n{self._log.read_text(errors='replace')[-LOG_TAIL_CHARS:]}"
+
+    def _next(self, wanted: str, timeout_s: float | None) -> Any:
+        """The next message, which must be of the ``wanted`` kind.
+
+        Raises:
+            TimeoutError: nothing came.
+            RuntimeError: the function raised, or its process has ended.
+        """
+        if not self._pipe.poll(timeout_s):
+            raise TimeoutError(f"{self.name}: nothing within {timeout_s:g} s")
+        try:
+            kind, value = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"{self.name} failed: its process has ended{self.output()}") from None
+        if kind != wanted:
+            raise RuntimeError(f"{self.name} {kind}: {value}{self.output()}")
+        return value
+
+
+def with_news(children: Sequence[Child], timeout_s: float) -> list[Child]:
+    """Those that have news, as soon as one has; none if the time is up."""
+    files = multiprocessing.connection.wait([child.fileno() for child in children], timeout_s)
+    return [child for child in children if child.fileno() in files]
+
+
+def results_of(children: Sequence[Child], timeout_s: float, meanwhile: Callable[[], object] | None = None) -> list[Any]:
+    """What each returns.
+
+    Args:
+        meanwhile: called again and again until the first has ended.
+
+    Raises:
+        RuntimeError: one failed (of several the first, for the others fail of that), or the time was up.
+    """
+    deadline = monotonic() + timeout_s
+    while meanwhile is not None and not with_news(children, 0.0) and monotonic() < deadline:
+        meanwhile()
+    results: dict[Child, Any] = {}
+    while waiting := [child for child in children if child not in results]:
+        if not (ready := with_news(waiting, max(0.0, deadline - monotonic()))):
+            numbers = [number for number, child in enumerate(children) if child in waiting]
+            raise RuntimeError(f"ranks {numbers} had not ended after {timeout_s:g} s{waiting[0].output()}")
+        results |= {child: child.result(0.0) for child in ready}
+    return [results[child] for child in children]
+
+
+def _run(
+    environment: dict[str, str] | None,
+    log: Path | None,
+    enter: Callable[[], object] | None,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    pipe: Connection,
+) -> None:
+    if environment is not None:
+        os.environ.clear()
+        os.environ.update(environment)
+    if log is not None:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+    try:
+        if enter is not None:
+            enter()
+        _end_with_parent()
+        result = function(lambda value: pipe.send(("said", value)), pipe.recv, *args)
+        pipe.send(("returned", result))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            pipe.send(("failed", traceback.format_exc()))
+    finally:
+        os._exit(0)  # destructors of a process group may wait for peers that have ended
+
+
+def _end_with_parent() -> None:
+    """End this process as soon as the one that started it has ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
