@@ -85,7 +85,6 @@ def plot_timelines(timelines: Sequence[Timeline], path: Path, *, width_inches: f
     Raises:
         ValueError: ``timelines`` is empty, or one has no spans.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     if not timelines or not all(timeline.spans for timeline in timelines):
@@ -95,7 +94,6 @@ def plot_timelines(timelines: Sequence[Timeline], path: Path, *, width_inches: f
     heights = [timeline.num_ranks * row_inches for timeline in timelines]
     height_inches = sum(heights) + 0.6 * len(heights) + 0.8
     figure = Figure(figsize=(width_inches, height_inches), dpi=_DPI, facecolor=_PAPER)
-    FigureCanvasAgg(figure)
     grid = figure.add_gridspec(
         len(timelines),
         2,

@@ -5,21 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from statistics import median
 from typing import Any
 
 from weft.engine.emulation.stage import EmulatedWork
-from weft.pipeline.costs import LinkCost
 from weft.tools.benchmarks.emulations.both_ways import Beside, compare
 from weft.tools.benchmarks.emulations.calls import SIZES, CallBeside, compare_calls, sizes_that_fit
-from weft.tools.benchmarks.emulations.layouts import CHANGES, LAYER_MS, LAYOUTS, Layout, Links, topology, work_of_layers
+from weft.tools.benchmarks.emulations.layouts import CHANGES, LAYER_MS, LAYOUTS, work_of_layers
+from weft.tools.benchmarks.peers.layout import Layout, Links, measured_links, wan_topology
 from weft.tools.benchmarks.peers.link import Way, measure_link
-from weft.tools.benchmarks.peers.sites import MANY, profile
 from weft.tools.benchmarks.results import parse, write_json
-from weft.tools.netbed import NetBed
-from weft.tools.netbed.ranks import run_ranks_in
 from weft.tools.tables import show, table_of
 
 GOAL, MOST = 0.005, 0.015
@@ -110,15 +107,8 @@ def _runner(args: argparse.Namespace, links: Links, work: EmulatedWork) -> Calla
 def _links(layouts: Sequence[Layout], work: EmulatedWork) -> Links:
     """Links of these jobs, measured between pauses as long as a layer; those between sites on a netbed of their own."""
     local = measure_link(work.hidden_bytes, Way.shared, idle_s=work.forward_s)
-    if not any(layout.sites for layout in layouts):
-        return Links(local=local)
-    with NetBed.up(topology((2, 1))) as bed:
-        wan = profile(bed)
-        near = measure_link(
-            work.hidden_bytes, Way.network, run=partial(run_ranks_in, bed, bed.nodes[:2]), idle_s=work.forward_s
-        )
-    across = LinkCost(latency_s=wan.latency_s, bandwidth_bps=wan.training_bps, streams=MANY)
-    return Links(local=local, near=near, wan=across)
+    apart = any(layout.sites for layout in layouts)
+    return replace(measured_links(wan_topology((2, 1)), work) if apart else Links(), local=local)
 
 
 def _show(figures: Figures) -> None:

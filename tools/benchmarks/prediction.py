@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from statistics import mean
@@ -15,18 +14,16 @@ from time import perf_counter
 from typing import Any
 
 from weft.comm.wan.library import load
-from weft.conf.schema import CommConfig
 from weft.engine.emulation.stage import EmulatedWork
-from weft.pipeline.costs import LinkCost, StageCost
+from weft.pipeline.costs import StageCost
 from weft.tools.benchmarks.peers.case import EngineCase, StageProfile, middle_and_spread
-from weft.tools.benchmarks.peers.link import Way, measure_link
-from weft.tools.benchmarks.peers.sites import MANY, profile
-from weft.tools.benchmarks.predictions.layouts import LAYOUTS, NUM_LAYERS, PROFILED, EmulatedLayout
+from weft.tools.benchmarks.peers.layout import NUM_LAYERS, Layout, Links, measured_links, wan_topology
+from weft.tools.benchmarks.predictions.layouts import LAYOUTS, PROFILED
 from weft.tools.benchmarks.predictions.measuring import measure, profile_stages, slowest
 from weft.tools.benchmarks.predictions.picture import draw_scatter
 from weft.tools.benchmarks.predictions.predicted import Predicted
 from weft.tools.benchmarks.results import parse, write_json
-from weft.tools.netbed import NetBed, Topology
+from weft.tools.netbed import NetBed
 from weft.tools.netbed.ranks import run_ranks_in
 from weft.tools.tables import show, table_of
 
@@ -35,8 +32,6 @@ NEAR, FAR = 0.03, 0.05
 MOST_BEYOND_NEAR = 1 / 6
 APART = 0.05
 """Layouts whose steps differ by more are to be predicted in their order."""
-_CHUNK_KB = 8
-_WARM_STEPS = 2
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,18 +50,19 @@ def main(argv: Sequence[str]) -> int:
         hidden_bytes=int(args.transfer * stage_s * args.rate * 1e6 / 8 / 4) * 4,
         weight_elements=args.elements,
     )
-    near, wan = _links(args, work)
+    links = measured_links(wan_topology((2, 1), args.rate, args.latency, args.window), work)
+    near, wan = links.near, links.wan
     print(
         f"{NUM_LAYERS} layers of {args.layer:g} ms forward, input and weight gradient each, {args.elements:,} weights; "
         f"hidden state {work.hidden_bytes / 1e6:.3g} MB; {args.latency:g} ms one way, "
         f"{wan.bandwidth_bps / 1e6:.1f} Mbit/s; inside a site {near.occupancy_s(work.hidden_bytes) * 1e3:.1f} ms"
     )
-    stages = _profile(work, near, args)
+    stages = _profile(work, links, args)
     print("; ".join(f"{count} layers {_milliseconds(stages.cost(count))}" for count in (1, 2)))
     found: list[Predicted] = []
     for layout in layouts:
         started = perf_counter()
-        found.append(_measure(layout, _case(layout, work, near, args), wan, stages, args))
+        found.append(_measure(layout, layout.case(links, args.steps, work), stages, args))
         print(f"{found[-1].name}: {found[-1].error:+.1%} in {perf_counter() - started:.0f} s", file=sys.stderr)
         write_json(args, "prediction", found)  # at once: a run of many layouts may be cut short
     show(table_of(map(_cells, found), "steps, predicted before the first and measured"))
@@ -106,25 +102,9 @@ def verdict(found: Sequence[Predicted]) -> list[str]:
     return lines + [f"  {one.name} is measured faster than {other.name}" for one, other in wrong]
 
 
-def _links(args: argparse.Namespace, work: EmulatedWork) -> tuple[LinkCost, LinkCost]:
-    """What lies between two nodes of a site, and between two of different sites, measured."""
-    with NetBed.up(_topology((2, 1), args)) as bed:
-        wan = profile(bed)
-        near = measure_link(
-            work.hidden_bytes, Way.network, run=partial(run_ranks_in, bed, bed.nodes[:2]), idle_s=work.forward_s
-        )
-    return near, LinkCost(latency_s=wan.latency_s, bandwidth_bps=wan.training_bps, streams=MANY)
-
-
-def _topology(nodes: Sequence[int], args: argparse.Namespace) -> Topology:
-    return Topology.even(
-        nodes, uplink_mbps=args.rate, latency_ms=args.latency, mtu=1500, window_kb=args.window, queue_ms=200.0
-    )
-
-
-def _profile(work: EmulatedWork, near: LinkCost, args: argparse.Namespace) -> StageProfile:
+def _profile(work: EmulatedWork, links: Links, args: argparse.Namespace) -> StageProfile:
     """What stages of few and of many layers take in the engine, as `weft profile` finds it for a real model."""
-    stages, *_ = _run(PROFILED, profile_stages, _case(PROFILED, work, near, args), args)
+    stages, *_ = _run(PROFILED, profile_stages, PROFILED.case(links, args.steps, work), args)
     few, many = min(PROFILED.layers), max(PROFILED.layers)
 
     def of(layers: int) -> tuple[int, StageCost]:
@@ -136,35 +116,17 @@ def _profile(work: EmulatedWork, near: LinkCost, args: argparse.Namespace) -> St
     return StageProfile(of(few), of(many))
 
 
-def _case(layout: EmulatedLayout, work: EmulatedWork, near: LinkCost, args: argparse.Namespace) -> EngineCase:
-    return EngineCase(
-        num_ranks=layout.stages,
-        num_layers=NUM_LAYERS,
-        num_microbatches=layout.microbatches,
-        work=work,
-        link=near,
-        num_replicas=layout.replicas,
-        sites=layout.sites if len(layout.sites) > 1 else (),
-        in_a_row=True,
-        num_warmup=_WARM_STEPS,
-        num_steps=args.steps,
-    )
-
-
-def _run(layout: EmulatedLayout, of_rank: Callable[..., Any], case: EngineCase, args: argparse.Namespace) -> list[Any]:
-    comm = CommConfig(connections=MANY, chunk_kb=_CHUNK_KB, deadline_s=60.0, tls=False, timeout_s=args.timeout)
+def _run(layout: Layout, of_rank: Callable[..., Any], case: EngineCase, args: argparse.Namespace) -> list[Any]:
     with (
-        NetBed.up(_topology([count * layout.replicas for count in layout.sites], args)) as bed,
+        NetBed.up(layout.topology(args.rate, args.latency, args.window)) as bed,
         tempfile.TemporaryDirectory(prefix="weft-prediction-") as folder,
     ):
-        config = layout.config(comm, folder)
+        config = layout.config(folder, timeout_s=args.timeout)
         return run_ranks_in(bed, bed.nodes, of_rank, case, config, timeout_s=args.timeout)
 
 
-def _measure(
-    layout: EmulatedLayout, case: EngineCase, wan: LinkCost, stages: StageProfile, args: argparse.Namespace
-) -> Predicted:
-    ranks = _run(layout, measure, replace(case, wan=wan, profile=stages), args)
+def _measure(layout: Layout, case: EngineCase, stages: StageProfile, args: argparse.Namespace) -> Predicted:
+    ranks = _run(layout, measure, replace(case, profile=stages), args)
     rank = slowest(ranks)
     measured_s, spread = middle_and_spread(rank.step_s)
     return Predicted(

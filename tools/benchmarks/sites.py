@@ -23,11 +23,12 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 from weft.tools.benchmarks.peers import rendezvous
 from weft.tools.benchmarks.peers.case import EngineCase
+from weft.tools.benchmarks.peers.layout import wan_topology
 from weft.tools.benchmarks.peers.link import Way, measure_link
 from weft.tools.benchmarks.peers.sites import MANY, WAN_PEERS, WanPeer, profile, run_on
 from weft.tools.benchmarks.peers.uplinks import Step, draw
 from weft.tools.benchmarks.results import parse, write_json
-from weft.tools.netbed import NetBed, Topology
+from weft.tools.netbed import NetBed
 from weft.tools.netbed.ranks import run_ranks_in
 from weft.tools.tables import show, table_of
 
@@ -81,14 +82,7 @@ def main(argv: Sequence[str]) -> int:
         case = EngineCase(
             num_ranks=4, num_layers=4, work=work, num_replicas=REPLICAS, sites=SITES, in_a_row=True, num_warmup=1
         )
-        topology = Topology.even(
-            [count * REPLICAS for count in SITES],
-            uplink_mbps=args.rate,
-            latency_ms=latency_ms,
-            mtu=1500,
-            window_kb=args.window,
-            queue_ms=200.0,  # holds a window of each of many connections, which start a transfer together
-        )
+        topology = wan_topology([count * REPLICAS for count in SITES], args.rate, latency_ms, args.window)
         with NetBed.up(topology) as bed:
             link = profile(bed)
             neighbours = bed.nodes[SITES[0] * REPLICAS :][:2]

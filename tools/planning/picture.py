@@ -26,13 +26,11 @@ def plot_plans(found: Plan, most: int, path: Path) -> None:
         OSError: it cannot be written.
         ValueError: matplotlib has no such format.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     ranked = found.ranked[:most]
     height = _ROW_INCHES * len(ranked) + 1.6
     figure = Figure(figsize=(_WIDTH_INCHES, height), dpi=_DPI, facecolor=_PAPER)
-    FigureCanvasAgg(figure)
     axes = figure.add_axes((0.34, 0.75 / height, 0.45, 1 - 1.3 / height))
     left = [0.0] * len(ranked)
     for name, colour in _PARTS.items():

@@ -12,7 +12,8 @@ from weft.tools.benchmarks import emulation
 from weft.tools.benchmarks.emulations import both_ways, calls
 from weft.tools.benchmarks.emulations.both_ways import Beside
 from weft.tools.benchmarks.emulations.calls import CallBeside
-from weft.tools.benchmarks.emulations.layouts import CHANGES, LATENCY_MS, LAYOUTS, UPLINK_MBPS
+from weft.tools.benchmarks.emulations.layouts import CHANGES, LAYOUTS, TIMEOUT_S
+from weft.tools.benchmarks.peers.layout import LATENCY_MS, UPLINK_MBPS
 from weft.tools.ranks import run_ranks
 
 
@@ -103,7 +104,7 @@ def test_a_change_is_predicted_by_what_it_does_to_the_emulated_step():
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(after for _, after in CHANGES.values())], ids=lambda each: each.name)
 def test_a_real_job_differs_from_the_usual_one_in_what_its_emulation_is_told(layout, tmp_path):
-    what_if, config = layout.what_if, layout.config(str(tmp_path))
+    what_if, config = layout.what_if, layout.config(str(tmp_path), timeout_s=TIMEOUT_S)
     assert config.pipeline.stages == layout.stages == sum(layout.sites or (layout.stages,))
     what_if.check(layout.ranks, layout.stages)
     if layout.sites:

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from weft.conf.checks import check
-from weft.conf.schema import CommConfig
 from weft.tools.benchmarks import prediction
+from weft.tools.benchmarks.peers.layout import NUM_LAYERS
 from weft.tools.benchmarks.prediction import Predicted, judge, misranked, verdict
-from weft.tools.benchmarks.predictions.layouts import LAYOUTS, MICROBATCHES, NUM_LAYERS
+from weft.tools.benchmarks.predictions.layouts import LAYOUTS, MICROBATCHES
 from weft.tools.benchmarks.predictions.picture import draw_scatter
 
 ONE = Predicted(name="one", sites=1, predicted_s=1.0, told_s=1.0, measured_s=1.0, pipeline_s=1.0, spread=0.0)
@@ -37,7 +37,7 @@ def test_layouts_are_of_one_model_and_batch():
     for layout in LAYOUTS:
         assert layout.microbatches * layout.replicas == MICROBATCHES
         assert sum(layout.layers) in (0, NUM_LAYERS)
-        check(layout.config(CommConfig(), "cache"))
+        check(layout.config("cache", timeout_s=60.0))
     assert {len(layout.sites) for layout in LAYOUTS} == {1, 2, 3}
     assert {layout.cell for layout in LAYOUTS} == {1, 2, 3}
     assert {layout.zero for layout in LAYOUTS} == {0, 1, 2}

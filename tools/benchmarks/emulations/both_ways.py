@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from weft.conf.schema import WeftConfig
 from weft.engine.emulation.stage import EmulatedWork
-from weft.tools.benchmarks.emulations.layouts import TIMEOUT_S, Layout, Links
+from weft.tools.benchmarks.emulations.layouts import TIMEOUT_S
 from weft.tools.benchmarks.peers.case import EngineCase
 from weft.tools.benchmarks.peers.emulated_job import LayersJob
+from weft.tools.benchmarks.peers.layout import Layout, Links
 from weft.tools.benchmarks.peers.stepping import time_steps
 from weft.tools.benchmarks.peers.weft_engine import emulated_engine
 from weft.tools.emulation.session import Setting
@@ -99,7 +100,7 @@ def compare(layout: Layout, links: Links, work: EmulatedWork, rounds: int, steps
     case = layout.case(links, steps, work)
     limit_s = rounds * TIMEOUT_S
     with tempfile.TemporaryDirectory(prefix="weft-emulation-") as folder:
-        config = layout.config(folder)
+        config = layout.config(folder, timeout_s=TIMEOUT_S)
         job = LayersJob(case, config)
         with emulated(job, layout.ranks, setting, at_once=at_once) as measure:
             turns = Turns(Path(folder), rounds, lambda: measure(steps))

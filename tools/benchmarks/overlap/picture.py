@@ -13,14 +13,12 @@ _COLOURS = {Step.forward: "#4c78a8", Step.backward: "#54a24b", Step.weight: "#e4
 
 def draw_strands(rows: Mapping[str, Sequence[StrandSpan]], path: Path) -> None:
     """Draw rows of spans, by their titles, under each other on one time scale."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     lanes = [PROCESSOR, *sorted({span.lane for spans in rows.values() for span in spans} - {PROCESSOR})]
-    figure, axes = plt.subplots(len(rows), 1, figsize=(12, 1.2 * len(rows) * len(lanes)), sharex=True, squeeze=False)
+    figure = Figure(figsize=(12, 1.2 * len(rows) * len(lanes)))
+    axes = figure.subplots(len(rows), 1, sharex=True, squeeze=False)
     for ax, (title, spans) in zip(axes[:, 0], rows.items(), strict=True):
         for span in spans:
             width_ms = (span.end_s - span.start_s) * 1e3

@@ -12,31 +12,21 @@ from weft.tools.benchmarks.peers.table import PEERS, PeerRun, measure
 from weft.tools.tables import show, table_of
 
 
-@dataclass(frozen=True)
-class Result:
-    """An engine on a case, all rounds together.
+@dataclass(frozen=True, kw_only=True)
+class Result(PeerRun):
+    """An engine on a case: the steps of all rounds, and what the first predicts.
 
     Attributes:
         peer: key of `PEERS`.
         case: what it ran.
-        step_s: every measured step.
-        median_s: their median.
+        median_s: of all steps.
         spread: the range of their middle half, over the median.
-        ideal_s: the engine's own schedule simulated with free communication.
-        simulated_s: the same with the link as measured before the race.
-        profiled_s: the same with what each computation took in the engine's own warm-up; None if it tells no such.
-        live_layers: per rank, most layer activations alive at once in that schedule.
     """
 
     peer: str
     case: EngineCase
-    step_s: tuple[float, ...]
     median_s: float
     spread: float
-    ideal_s: float
-    simulated_s: float
-    profiled_s: float | None
-    live_layers: tuple[int, ...]
 
     @property
     def over_simulated(self) -> float:
@@ -71,9 +61,7 @@ def race(peers: Sequence[str], cases: Sequence[EngineCase], *, rounds: int) -> I
 def _result(peer: str, case: EngineCase, runs: Sequence[PeerRun]) -> Result:
     step_s = tuple(seconds for run in runs for seconds in run.step_s)
     median_s, spread = middle_and_spread(step_s)
-    first = runs[0]
-    predicted = first.ideal_s, first.simulated_s, first.profiled_s
-    return Result(peer, case, step_s, median_s, spread, *predicted, first.live_layers)
+    return Result(**vars(runs[0]) | {"step_s": step_s}, peer=peer, case=case, median_s=median_s, spread=spread)
 
 
 def print_table(results: Sequence[Result], title: str, note: Callable[[Result], str] = lambda _: "") -> None:

@@ -58,12 +58,10 @@ class Step:
 
 def draw(steps: Sequence[Step], path: Path, *, rate_mbps: float) -> None:
     """Draw a panel per step on one time scale, a row per node, and save it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     until_s = max(step.end_s - step.start_s for step in steps)
     figure = Figure(figsize=(13, 3.4 * len(steps)), dpi=110, facecolor="white")
-    FigureCanvasAgg(figure)
     for number, step in enumerate(steps):
         axes = figure.add_subplot(len(steps), 1, number + 1)
         nodes = step.uplinks.senders

@@ -15,15 +15,11 @@ _NAMES = {"F": "forward", "I": "input gradient", "W": "weight gradient"}
 
 def draw_step_ends(runs: Mapping[str, tuple[ZeroRun, Uplinks]], path: Path) -> None:
     """Draw, for each engine, one step and the beginning of the next: compute above, the link below."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure, axes = plt.subplots(
-        2 * len(runs), 1, figsize=(11, 1.9 * len(runs)), sharex=True, height_ratios=[1, 2] * len(runs)
-    )
+    figure = Figure(figsize=(11, 1.9 * len(runs)))
+    axes = figure.subplots(2 * len(runs), 1, sharex=True, height_ratios=[1, 2] * len(runs))
     longest = max(1.25 * (run.ends_s[-1] - run.ends_s[-2]) for run, _ in runs.values())
     for number, (title, (run, uplinks)) in enumerate(runs.items()):
         begin = run.ends_s[-3]
@@ -43,6 +39,6 @@ def draw_step_ends(runs: Mapping[str, tuple[ZeroRun, Uplinks]], path: Path) -> N
     axes[-1].set_xlim(0, longest)
     axes[-1].set_xlabel("seconds; a black line is the end of the step")
     handles = [Patch(color=colour) for colour in _COLOURS.values()]
-    figure.legend(handles, _NAMES.values(), ncols=3, loc="upper right", fontsize=8, frameon=False)
+    figure.legend(handles, [*_NAMES.values()], ncols=3, loc="upper right", fontsize=8, frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

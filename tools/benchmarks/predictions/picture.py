@@ -14,11 +14,9 @@ _BAND = 0.05
 
 def draw_scatter(found: Sequence[Predicted], path: Path) -> None:
     """A point for each layout, coloured by its sites, in a band of 5 % around equality."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.5, 5.0))
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     most = 1.08 * max(max(one.predicted_s, one.measured_s) for one in found)
     least = 0.9 * min(min(one.predicted_s, one.measured_s) for one in found)

@@ -37,13 +37,11 @@ def draw(
         prefills: prefill steps by rank.
         steps: begin and end of each training step.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     first, second = _best(cells, prefills, steps, windows)
     low_s, high_s = first[0], second[1]
     figure = Figure(figsize=(13, 1.2 + 0.8 * len(cells)), dpi=110, facecolor="white")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     labelled: set[str] = set()
     for row, rank in enumerate(sorted(cells)):

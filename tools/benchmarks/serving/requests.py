@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import random
 import time
@@ -11,8 +10,9 @@ import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
+
+from weft.inference.placement.replay import read_trace as read_arrivals
 
 NUM_SENDERS = 64
 ANSWER_S = 60.0
@@ -50,20 +50,9 @@ def read_trace(path: Path, count: int, *, most_tokens: int, over_s: float) -> li
     Raises:
         ValueError: no such file, or not such a trace.
     """
-    try:
-        with path.open(newline="") as file:
-            rows = [row for row, _ in zip(csv.DictReader(file), range(count), strict=False)]
-        times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in rows]
-        tokens = [int(row["ContextTokens"]) for row in rows]
-    except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"--trace {path}: {error!r}; give the CSV of an Azure LLM inference trace") from error
-    if not rows:
-        raise ValueError(f"--trace {path}: holds no request")
-    scale = over_s / max(times[-1] - times[0], 1e-9)
-    return [
-        Request((time_s - times[0]) * scale, max(1, round(length * most_tokens / max(tokens))))
-        for time_s, length in zip(times, tokens, strict=True)
-    ]
+    trace = read_arrivals(path)[:count]
+    scale, longest = over_s / max(trace[-1].at_s, 1e-9), max(arrival.tokens for arrival in trace)
+    return [Request(a.at_s * scale, max(1, round(a.tokens * most_tokens / longest))) for a in trace]
 
 
 def send(url: str, tokens: int, *, seed: int = 0, key: str = "") -> Answer:
