@@ -9,9 +9,7 @@ then, whatever the launch order on other communicators (see docs/decisions/recei
 
 from __future__ import annotations
 
-import queue
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.channel import ChannelError, TensorSpec
+from weft.comm.progress import Progress
 
 SWITCH_S = 5e-4
 """Python's switch interval, in seconds, where RTS messages or timing marks wait for the interpreter lock."""
@@ -69,15 +68,11 @@ class _RtsEnd:
 
     def __post_init__(self) -> None:
         self._count = 0
-        self._error: Exception | None = None
-        self._rts_thread = _Worker(f"weft rts with {self.peer}", self._failed)
+        self._rts_thread = Progress(f"weft rts with {self.peer}")
 
     def close(self) -> None:
         """End the thread."""
         self._rts_thread.close()
-
-    def _failed(self, error: Exception) -> None:
-        self._error = error
 
 
 class RtsSender(_RtsEnd):
@@ -89,16 +84,16 @@ class RtsSender(_RtsEnd):
         Raises:
             ChannelError: the peer has exited.
         """
-        if self._error is not None:
+        if (error := self._rts_thread.error) is not None:
             link = f"rank {dist.get_rank()} -> rank {self.peer}"
-            raise ChannelError(f"link {link}: the peer has exited: {self._error}") from self._error
+            raise ChannelError(f"link {link}: the peer has exited: {error}") from error
         tensor = tensor.contiguous()
         device_reached = _reached(self.device)
         work = dist.isend(tensor, self.peer, group=self.group)
         assert work is not None, "this rank is a member of the pair's group"
         rts = _rts(self._count, tag, tensor.nbytes)
         self._count += 1
-        self._rts_thread.put(lambda: self._send_rts(device_reached, rts))
+        self._rts_thread.submit(lambda: self._send_rts(device_reached, rts))
         return RtsSend(work, tensor)
 
     def _send_rts(self, device_reached: Callable[[], None], rts: Tensor) -> None:
@@ -116,25 +111,20 @@ class RtsReceiver(_RtsEnd):
 
     def recv(self, tag: str, spec: TensorSpec) -> RtsReceive:
         """Post a receive of a tensor of ``spec``; its memory is allocated when the RTS arrives."""
-        launched: Future[tuple[dist.Work, Tensor]] = Future()
         rts = _rts(self._count, tag, spec.dtype.itemsize * torch.Size(spec.shape).numel())
         self._count += 1
-        self._rts_thread.put(lambda: self._receive(rts, spec, launched))
+        launched = self._rts_thread.submit(lambda: self._receive(rts, spec))
         return RtsReceive(launched, self._link, tag, self.timeout_s)
 
-    def _receive(self, expected: Tensor, spec: TensorSpec, launched: Future) -> None:
-        try:
-            rts = torch.empty_like(expected)
-            dist.recv(rts, self.peer, group=self.rts_group)
-            assert torch.equal(rts, expected), (
-                f"link {self._link}: received RTS {rts.tolist()}, expected {expected.tolist()}"
-            )
-            with self._on_receive_stream():
-                buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-                work = dist.irecv(buffer, self.peer, group=self.group)
-            launched.set_result((work, buffer))
-        except Exception as error:
-            launched.set_exception(error)
+    def _receive(self, expected: Tensor, spec: TensorSpec) -> tuple[dist.Work | None, Tensor]:
+        rts = torch.empty_like(expected)
+        dist.recv(rts, self.peer, group=self.rts_group)
+        assert torch.equal(rts, expected), (
+            f"link {self._link}: received RTS {rts.tolist()}, expected {expected.tolist()}"
+        )
+        with self._on_receive_stream():
+            buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+            return dist.irecv(buffer, self.peer, group=self.group), buffer
 
     def _on_receive_stream(self) -> AbstractContextManager[object]:
         """The stream of receives, which does not wait for compute."""
@@ -168,31 +158,6 @@ class RtsReceive:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return tensor
-
-
-class _Worker:
-    """A daemon thread that runs callables in order."""
-
-    def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._failed = failed
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def put(self, work: Callable[[], None]) -> None:
-        """Queue ``work``."""
-        self._work.put(work)
-
-    def close(self) -> None:
-        """Stop after what is queued."""
-        self._work.put(None)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-            except Exception as error:  # raised by the next call on the channel
-                return self._failed(error)
-            del work  # it would keep the last tensor alive
 
 
 def _reached(device: torch.device) -> Callable[[], None]:

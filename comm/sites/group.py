@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.channel import TensorSpec
+from weft.comm.progress import Progress
 from weft.comm.python_group import PythonGroup, reduction
 from weft.comm.sites import collectives
 from weft.comm.sites.exchange import SiteExchange
 from weft.comm.sites.links import SiteLinks
-from weft.comm.sites.work import Arrival, CollectiveWork, HostCopy, Progress, TransferWork
+from weft.comm.sites.work import Arrival, CollectiveWork, HostCopy, TransferWork
 from weft.comm.wan.channel import WanChannel
 
 _AFTER_COLLECTIVES = 1
@@ -79,7 +80,7 @@ class SiteGroup(PythonGroup):
         """Run what was launched, and nothing more; of the job's first group, end the links, too."""
         self._closer()
         self._inside = None
-        if self._owns_links and self._progress.failed:
+        if self._owns_links and self._progress.error:
             self.links.close(linger_s=0.0)
         elif self._owns_links:
             self.links.close()

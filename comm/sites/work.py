@@ -1,12 +1,10 @@
-"""Operations of a group over several sites: a thread that runs them in launch order, and what waits for one."""
+"""Operations of a group over several sites that are under way."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -17,46 +15,6 @@ from weft.comm.channel import ChannelError, SendHandle
 
 _SLACK_S = 5.0
 """That the channel beneath has to say itself what it waits for in vain."""
-
-
-class Progress:
-    """Runs one function after the other on a thread of its own; after an error it runs no other."""
-
-    def __init__(self, name: str) -> None:
-        """Start the thread, which never holds the process up."""
-        self._queue: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        self._error: Exception | None = None
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def submit(self, function: Callable[[], None]) -> Future[None]:
-        """Run ``function`` when those before it have ended."""
-        future: Future[None] = Future()
-        self._queue.put((function, future))
-        return future
-
-    @property
-    def failed(self) -> bool:
-        """Whether there was an error."""
-        return self._error is not None
-
-    def close(self) -> None:
-        """End the thread, after what was submitted."""
-        self._queue.put(None)
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            function, future = item
-            try:
-                if self._error is not None:
-                    raise self._error
-                with torch.no_grad():
-                    function()
-            except Exception as error:
-                self._error = error
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-            del item, function, future
 
 
 class HostCopy:

@@ -89,4 +89,4 @@ class PairState(NamedTuple):
             forward, backward = IDLE, backward._replace(second=False)
         if not backward.left_s:
             forward, backward = forward._replace(second=False), IDLE
-        return PairState(self.now_s + first_s * slow, forward, backward), left_s - first_s
+        return type(self)(self.now_s + first_s * slow, forward, backward), left_s - first_s

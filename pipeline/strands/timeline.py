@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.pipeline.strands.overlap import OverlapTable
-from weft.pipeline.strands.plan import SegmentPlan, Step
+from weft.pipeline.strands.plan import SegmentPlan, Step, take
 from weft.pipeline.strands.segments import Kind, LinkScope, StrandPair
 from weft.pipeline.strands.state import PairState
 
@@ -31,50 +31,27 @@ class StrandSpan:
 
 def predicted_spans(pair: StrandPair, plan: SegmentPlan, table: OverlapTable) -> tuple[StrandSpan, ...]:
     """What a plan is predicted to do, in order."""
-    watched = _Watched()
-    state, at = PairState(), dict.fromkeys(Step, 0)
+    spans: list[StrandSpan] = []
+    at, step = dict.fromkeys(Step, 0), Step.forward
+
+    class Watched(PairState):
+        """Notes what runs between one state and the next."""
+
+        def until_next_end(self, table: OverlapTable, kind: Kind | None, left_s: float) -> tuple[PairState, float]:
+            later, left_s = super().until_next_end(table, kind, left_s)
+            if kind is not None:
+                spans.append(StrandSpan(PROCESSOR, step, self.now_s, later.now_s))
+            for transfer, owner in ((self.forward, Step.forward), (self.backward, Step.backward)):
+                if transfer.left_s > 0 and not transfer.second and transfer.link is not None:
+                    spans.append(StrandSpan(transfer.link.value, owner, self.now_s, later.now_s))
+            return later, left_s
+
+    state: PairState = Watched()
     for step in plan.steps:
-        if step is Step.weight:
-            weight = pair.weights[at[step]]
-            state = watched.compute(state, table, step, weight.compute_s, weight.kind)
-        else:
-            forward = step is Step.forward
-            segment = (pair.forward if forward else pair.backward).segments[at[step]]
-            state = watched.wait(state, table, forward=forward)
-            state = watched.compute(state, table, step, segment.compute_s, segment.kind)
-            state = state.started(segment, forward=forward)
+        state = take(state, pair, step, at[step], table)
         at[step] += 1
-    for forward in (True, False):
-        state = watched.wait(state, table, forward=forward)
-    return _merged(watched.spans)
-
-
-class _Watched:
-    """Goes through a pair's states, and notes what runs between one and the next."""
-
-    def __init__(self) -> None:
-        self.spans: list[StrandSpan] = []
-
-    def wait(self, state: PairState, table: OverlapTable, *, forward: bool) -> PairState:
-        while (state.forward if forward else state.backward).left_s > 0:
-            state, _ = self._next(state, table, None, None, float("inf"))
-        return state
-
-    def compute(self, state: PairState, table: OverlapTable, step: Step, seconds: float, kind: Kind) -> PairState:
-        while seconds > 0:
-            state, seconds = self._next(state, table, step, kind, seconds)
-        return state
-
-    def _next(
-        self, state: PairState, table: OverlapTable, step: Step | None, kind: Kind | None, left_s: float
-    ) -> tuple[PairState, float]:
-        later, left_s = state.until_next_end(table, kind, left_s)
-        if step is not None:
-            self.spans.append(StrandSpan(PROCESSOR, step, state.now_s, later.now_s))
-        for transfer, owner in ((state.forward, Step.forward), (state.backward, Step.backward)):
-            if transfer.left_s > 0 and not transfer.second and transfer.link is not None:
-                self.spans.append(StrandSpan(transfer.link.value, owner, state.now_s, later.now_s))
-        return later, left_s
+    state.ended(table)
+    return _merged(spans)
 
 
 def _merged(spans: Iterable[StrandSpan]) -> tuple[StrandSpan, ...]:
