@@ -1,4 +1,4 @@
-"""Progress reporting: a bar on rank 0, and metrics in every log."""
+"""Progress reporting: what rank 0 shows, and metrics in every log."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from time import perf_counter
 from types import TracebackType
 
 from torch import Tensor
-from tqdm import tqdm
 
 from weft.conf.schema import WeftConfig
 from weft.engine.data import MicrobatchLoader
@@ -16,6 +15,7 @@ from weft.engine.engine import WeftEngine
 from weft.engine.observability.flops import model_flops_per_token
 from weft.engine.planning.devices import peak_flops
 from weft.recipes.logs import Log, open_logs
+from weft.recipes.shown import Shown
 
 
 class Progress:
@@ -48,37 +48,35 @@ class Progress:
         self._logs: list[Log] = together(lambda: open_logs(config, folder, start) if self._is_writer else [])
 
     def __enter__(self) -> Progress:
-        """Start the bar."""
+        """Begin to show steps."""
         shows = self._is_writer and self._config.logging.progress
-        self._bar = tqdm(
-            total=self._config.train.steps, initial=self._start, disable=not shows, unit="step", dynamic_ncols=True
-        )
+        self._shown = Shown(total=self._config.train.steps, start=self._start, is_on=shows)
         self.note(f"{self._loader.description}; {self._engine.describe()}")
         self._last = perf_counter()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Close the bar and the logs."""
-        self._bar.close()
+        self._shown.close()
         for log in self._logs:
             log.close()
 
     def step(self, step: int, loss: Tensor) -> None:
         """Record a finished step; a collective call every ``logging.every`` steps."""
+        text = None
         if step % self._config.logging.every == 0:
             metrics = self._metrics(loss)
+            text = _text(metrics)
             if self._is_writer:
-                self._show(metrics)
                 self._write("train", step, metrics)
         self._rate = self._engine.get_lr()[0]
-        self._bar.update(1)
+        self._shown.step(step, text)
 
     def go_back(self, step: int) -> None:
         """Forget steps after ``step``, which are to be repeated."""
         for log in self._logs:
             log.go_back(step)
-        self._bar.n = step
-        self._bar.refresh()
+        self._shown.go_back(step)
         self._rate = self._engine.get_lr()[0]
         self._last = perf_counter()
 
@@ -98,13 +96,6 @@ class Progress:
             **scale,
         }
 
-    def _show(self, metrics: dict[str, float]) -> None:
-        self._bar.set_postfix_str(
-            f"loss {metrics['loss']:.3f}, {metrics['tokens_per_second']:,.0f} tok/s, "
-            f"MFU {metrics['mfu']:.1%}, bubbles {metrics['bubble_share']:.0%}",
-            refresh=False,
-        )
-
     def evaluation(self, step: int, loss: float) -> None:
         """Record an evaluation."""
         self.note(f"step {step}: evaluation loss {loss:.4f}")
@@ -112,10 +103,17 @@ class Progress:
             self._write("eval", step, {"loss": loss})
 
     def note(self, text: str) -> None:
-        """Print a line above the bar, on rank 0."""
+        """Print a line, on rank 0."""
         if self._is_writer:
-            self._bar.write(text)
+            self._shown.note(text)
 
     def _write(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         for log in self._logs:
             log.write(kind, step, metrics)
+
+
+def _text(metrics: dict[str, float]) -> str:
+    return (
+        f"loss {metrics['loss']:.3f}, {metrics['tokens_per_second']:,.0f} tok/s, "
+        f"MFU {metrics['mfu']:.1%}, bubbles {metrics['bubble_share']:.0%}"
+    )

@@ -107,7 +107,7 @@ class LoggingConfig:
     every: int = 1
     """Steps between log records."""
     progress: bool = True
-    """Show a progress bar on rank 0."""
+    """Show the steps on rank 0: a bar on a terminal, otherwise a line every ten seconds."""
     jsonl: bool = True
     """Write metrics.jsonl in the run folder."""
     tensorboard: bool = False

@@ -1,0 +1,70 @@
+"""What a person sees of a run's steps: a bar on a terminal, a line now and then in a file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from time import perf_counter
+from typing import TextIO
+
+from tqdm import tqdm
+
+LINE_S = 10.0
+"""Seconds between the lines of a file."""
+
+
+class Shown:
+    """A bar of steps, redrawn at every one, where ``stream`` is a terminal; otherwise lines `LINE_S` apart."""
+
+    def __init__(
+        self,
+        *,
+        total: int,
+        start: int,
+        is_on: bool,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        """Begin to show.
+
+        Args:
+            total: steps of the run.
+            start: steps already done.
+            is_on: whether steps are shown at all; notes are in any case.
+            stream: stderr, unless given.
+            clock: the time in seconds.
+        """
+        terminal = (stream or sys.stderr).isatty()
+        self._has_lines = is_on and not terminal
+        self._bar = tqdm(
+            total=total, initial=start, disable=not (is_on and terminal), unit="step", dynamic_ncols=True, file=stream
+        )
+        self._total, self._start, self._clock = total, start, clock
+        self._began = clock()
+        self._last = -LINE_S
+
+    def step(self, step: int, text: str | None) -> None:
+        """Show that ``step`` steps are done, with ``text`` about the last one; None leaves what stands there."""
+        if text is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(1)
+        now = self._clock()
+        if text is not None and self._has_lines and (now - self._last >= LINE_S or step == self._total):
+            self._last = now
+            left = (self._total - step) * (now - self._began) / max(step - self._start, 1)
+            self.note(f"step {step}/{self._total}: {text}, {timedelta(seconds=round(left))} left")
+
+    def go_back(self, step: int) -> None:
+        """Show that only ``step`` steps are done after all."""
+        self._bar.n = step
+        self._bar.refresh()
+        self._start, self._began = step, self._clock()
+
+    def note(self, text: str) -> None:
+        """Print a line, on a terminal above the bar."""
+        self._bar.write(text)
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.close()
