@@ -115,3 +115,42 @@ def test_the_fragment_of_a_part_has_the_shape_of_the_whole_parameter():
     assert found["layers.0.bias"].shape == (4,) and found["layers.0.bias"].cut is None
     (of_part,) = [b for b in buckets if "layers.0.weight" in {m.name for m in b.members}]
     assert len(of_part.members) == 1, "what is summed over other ranks lies in a bucket of its own"
+
+
+@pytest.mark.parametrize(
+    ("threshold", "room", "whole"),
+    [
+        (4, 100, []),
+        (5, 100, ["layers.0.bias", "layers.1.bias"]),
+        (16, 100, ["layers.0.bias", "layers.1.bias"]),
+        (17, 39, ["layers.0.weight", "layers.0.bias", "layers.1.weight"]),
+        (17, 40, ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"]),
+        (41, 39, ["layers.0.weight", "layers.0.bias", "layers.1.weight"]),
+        (41, 40, ["embed.weight"]),
+    ],
+)
+def test_parameters_below_the_threshold_stay_whole_as_long_as_there_is_room(threshold, room, whole):
+    module = TiedStage()  # 40 elements of embedding and head, then twice 16 + 4
+    zero = ZeroConfig(stage=3, param_persistence_threshold=threshold, model_persistence_threshold=room)
+    buckets = cut([module], zero, Collectives(num_replicas=2), {}, {})
+    assert [member.name for bucket in buckets if not bucket.sharded for member in bucket.members] == whole
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_only_stage_3_has_parameters_that_stay_whole(stage):
+    module = TiedStage()
+    module.layers[1].register_parameter("single", nn.Parameter(torch.ones(1)))
+    zero = ZeroConfig(stage=stage, param_persistence_threshold=100, model_persistence_threshold=100)
+    (bucket,) = cut([module], zero, Collectives(num_replicas=2), {}, {})
+    assert "layers.1.single" in {member.name for member in bucket.members}
+
+
+@pytest.mark.parametrize(("half", "first"), [(-0.5, 1), (0.5, 2)])
+def test_a_cut_lies_before_or_behind_the_middle_of_a_parameter_and_tied_ones_take_no_place(half, first):
+    module = TiedStage()
+    module.tied = frozenset({"embed.weight"})
+    middle = 16 + 4 / 2  # of the first block's vector, among 40 elements
+    buckets = cut([module], ZeroConfig(stage=1), Collectives(num_replicas=2), {}, {0: ((middle + half) / 40,)})
+    names = [[member.name for member in bucket.members] for bucket in buckets]
+    own = [name for name, _ in module.named_parameters() if name != "embed.weight"]
+    assert names == [["embed.weight"], own[:first], own[first:]]

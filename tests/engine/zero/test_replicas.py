@@ -219,3 +219,37 @@ def test_a_thread_that_fails_ends_the_others():
     with pytest.raises(ValueError, match="no luck"):
         in_threads(2, run)
     assert threading.active_count() <= before
+
+
+def test_stepped_weights_are_gathered_anew_although_the_old_ones_were_there():
+    """At stage 3; as after an evaluation whose weights nobody has released."""
+
+    def run(meeting, number):
+        replica = Replica(meeting, number, ZeroConfig(stage=3, reduce_bucket_size=60), CASES["adamw"][0])
+        for bucket in replica.sharding.buckets:
+            bucket.wait()
+        for fragment in replica.sharding.fragments():
+            fragment.tensor.data.fill_(3.0)
+        replica.sharding.publish()
+        return all(bool((weight == 3.0).all()) for weight in replica.weights().values())
+
+    assert all(in_threads(2, run))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_frozen_weights_are_everyones_until_stage_3_shares_them_out(stage):
+    """As a checkpoint has to know, which stores once what all replicas hold."""
+
+    def run(meeting, number):
+        frozen = ("layers.1.0.weight", "embed.weight")
+        replica = Replica(meeting, number, ZeroConfig(stage=stage), CASES["adamw"][0], frozen=frozen)
+        names = [fragment.name for fragment in replica.sharding.fragments() if not fragment.trained]
+        held = {fragment.name: fragment for fragment in replica.sharding.fragments()}
+        assert stage == 3 or sorted(names) == sorted(frozen)
+        for name, fragment in held.items():
+            assert fragment.trained == (name not in frozen)
+            assert fragment.shared == (stage == 0 or (name in frozen and stage < 3))
+            if fragment.shared:
+                assert fragment.is_whole and fragment.start == 0
+
+    in_threads(2, run)

@@ -447,3 +447,21 @@ def test_metrics_count_what_happened():
             assert values['weft_prefill_queue{worker="0"}'] == "0.0"
 
     run(scenario())
+
+
+def test_models_are_those_of_the_first_worker_that_answers():
+    async def scenario():
+        workers = FakeWorkers(3)
+        async with controller(workers) as client:
+            workers.fault = {"w0": "dead"}
+            assert (await client.get("/v1/models")).json() == {"data": [{"id": "tiny"}]}
+            metrics = (await client.get("/metrics")).text
+            up = [f'weft_prefill_worker_up{{worker="{number}"}} {number and 1}.0' in metrics for number in range(3)]
+            assert up == [True] * 3
+            workers.fault = dict.fromkeys(workers.names, "dead")
+            for _ in range(2):
+                answer = await client.get("/v1/models")
+                assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+                assert "no worker answers" in answer.json()["error"]["message"]
+
+    run(scenario())

@@ -138,6 +138,16 @@ def test_what_is_known_of_a_worker_can_change():
     assert len(placement) == 1
 
 
+def test_a_pattern_of_another_period_is_refused_and_one_without_room_is_nobodys():
+    placement = PrefillPlacement(20)
+    with pytest.raises(ValueError, match="the pattern's period is 10 s, the run's 20 s"):
+        placement.set(0, BubblePattern([(0, 5)], 10), 0.0)
+    placement.set(0, BubblePattern([(0, 5)], 20), 0.0)
+    assert 0 in placement
+    placement.set(0, BubblePattern([(0, 5)], 20, guard_s=5.0), 0.0)
+    assert 0 not in placement and placement.find(0, 1) is None
+
+
 @given(
     chunks=st.lists(st.integers(1, 500), min_size=1, max_size=8),
     cached=st.integers(0, 500),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.inference.placement.prefill_cost import PrefillCost
+from weft.inference.placement.prefill_cost import GAPS_S, PRIOR_SCALE, TRUSTED, PrefillCost
 from weft.inference.placement.prompt_work import PromptWork
 
 
@@ -83,3 +83,44 @@ def test_a_file_that_is_no_cost_model_is_named(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ValueError, match=r"broken\.json"):
         PrefillCost.load(path, quantile=0.9)
+
+
+def test_each_class_of_gap_has_a_scale_of_its_own_once_it_has_been_seen_often_enough():
+    """Until then it is the prior's; and only the last steps count."""
+    cost = PrefillCost(quantile=1.0)
+    for number in range(TRUSTED - 1):
+        cost.observe(10 + number, 0, 0.0, (10 + number) * 1e-3)
+    fit = cost._fit
+    assert cost.predict_s(20, 0, 0.0) == pytest.approx(PRIOR_SCALE * cost.typical_s(20, 0))
+    cost.observe(20, 0, 0.0, 20e-3)
+    assert cost.predict_s(20, 0, 0.0) == pytest.approx(20e-3, rel=1e-3) and cost.steps == TRUSTED
+    unseen_s = PRIOR_SCALE * cost.typical_s(20, 0)
+    for edge in GAPS_S:
+        seen = edge == GAPS_S[0]
+        assert cost.predict_s(20, 0, edge * 0.999) == pytest.approx(20e-3 if seen else unseen_s, rel=1e-3)
+        assert cost.predict_s(20, 0, edge) == pytest.approx(unseen_s)
+    for tokens, seconds in ((0, 1.0), (-1, 1.0), (5, 0.0), (5, -1.0)):
+        cost.observe(tokens, 0, 0.0, seconds)
+    assert cost.steps == TRUSTED, "what cannot have been teaches nothing"
+    assert fit != cost._fit
+
+
+def test_a_cost_that_does_not_grow_with_what_is_attended_to_is_divided():
+    cost = PrefillCost()
+    cost._fit, cost._scales = (0.01, 1e-3, 0.0), [2.0] * len(cost._scales)
+    assert cost.tokens_within(0.1, 500, 0.0, 10**6) == 40  # half of the seconds, less the step's own
+    assert cost.tokens_within(0.1, 500, 0.0, 7) == 7
+    assert cost.tokens_within(0.02, 0, 0.0, 7) == cost.tokens_within(0.1, 0, 0.0, 0) == 0
+    cost._fit = (0.01, 0.0, 0.0)
+    assert cost.tokens_within(0.1, 500, 0.0, 7) == 7
+
+
+def test_it_says_what_it_has_learnt():
+    cost = PrefillCost(quantile=1.0)
+    assert str(cost).endswith("times the prior")
+    cost._fit = (1.5e-3, 20e-6, 3e-9)
+    cost._scales[0], cost._scales[2] = 1.25, 2.0
+    for gap in (0, 2):
+        cost._seen[gap].extend([(1, 0.0, 1.0)] * TRUSTED)
+    text = "1.50 ms + 20.0 us n + 3.0 ns (n c + n^2 / 2), times 1.25 below 1 ms, 2.00 after 5 ms"
+    assert str(cost) == text
