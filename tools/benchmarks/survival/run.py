@@ -84,7 +84,8 @@ class SupervisedRun:
         self._metrics = Metrics(self.folder / "metrics.jsonl")
         command = [sys.executable, "-m", "weft.tools.cli", "launch", *settings, *hosts.settings]
         command += [f"train.output_dir={folder}", "train.name=survive"]
-        own = {"PYTHONPATH": str(Path(__file__).parent), "WEFT_SURVIVE_ORDERS": str(self.orders)}
+        paths = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+        own = {"PYTHONPATH": paths, "WEFT_SURVIVE_ORDERS": str(self.orders)}
         self._log = open(folder / "output.log", "w")  # noqa: SIM115
         self.process = hosts.popen(
             command,
