@@ -20,6 +20,7 @@ PRELOADED = ("weft.tools.rank_server",)
 LOG_TAIL_CHARS = 3000
 """Most characters of a failed child's output to show."""
 _CONTEXT = multiprocessing.get_context("forkserver")
+_FORK = multiprocessing.get_context("fork")
 
 
 class Child:
@@ -29,8 +30,8 @@ class Child:
     `result`. It ends by itself if this process dies.
 
     The server that it is forked from has imported torch and DeepSpeed and done nothing else. It must not be forked from
-    this process: a process group that nobody holds here any more would be collected there, and wait for its threads,
-    which a fork does not carry over.
+    a process that has done more: a process group that nobody holds here any more would be collected there, and wait
+    for its threads, which a fork does not carry over.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Child:
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
         preload: Sequence[str] = PRELOADED,
+        from_here: bool = False,
     ) -> None:
         """Start it.
 
@@ -52,12 +54,16 @@ class Child:
             environment: its variables; None takes the server's.
             log: file that gets its output, and whose end is part of errors.
             preload: what the server imports, if it does not run yet.
+            from_here: fork it from this process, which saves a server's imports: right where this process has imported
+                the same and has neither a thread, a GPU nor a process group.
         """
         self.name, self._log = name, log
-        _CONTEXT.set_forkserver_preload(list(preload))
+        context = _FORK if from_here else _CONTEXT
+        if not from_here:
+            _CONTEXT.set_forkserver_preload(list(preload))
         self._pipe, theirs = _CONTEXT.Pipe()
         told = environment and dict(environment), log, enter, function, args, theirs
-        self._process = _CONTEXT.Process(target=_run, args=told, daemon=True)
+        self._process = context.Process(target=_run, args=told, daemon=True)
         self._process.start()
         theirs.close()
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,11 +31,19 @@ def answers_of(ranks: int, work: Callable[..., Any], *args: Any, most_s: float) 
     """
     with tempfile.TemporaryDirectory(prefix="weft-ranks-") as folder, ExitStack() as stack:
         told = ranks, os.path.join(folder, "store"), most_s, work, args
-        children = [Child(f"rank {rank}", _rank, rank, *told, preload=[__name__]) for rank in range(ranks)]
+        here = _is_fit_to_fork()
+        children = [
+            Child(f"rank {rank}", _rank, rank, *told, preload=[__name__], from_here=here) for rank in range(ranks)
+        ]
         for child in children:
             stack.enter_context(child)
-        here = _gather(children, _ARRIVE_S)
-        return _gather(children, most_s) if len(here) == ranks else dict.fromkeys(here)
+        arrived = _gather(children, _ARRIVE_S)
+        return _gather(children, most_s) if len(arrived) == ranks else dict.fromkeys(arrived)
+
+
+def _is_fit_to_fork() -> bool:
+    """Whether this process runs no other thread, and has not touched a GPU."""
+    return len(os.listdir("/proc/self/task")) == 1 and "libcuda.so" not in Path("/proc/self/maps").read_text()
 
 
 def _gather(children: Sequence[Child], most_s: float) -> dict[int, Any]:

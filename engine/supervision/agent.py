@@ -23,6 +23,7 @@ from typing import Any
 from weft.comm.control import ControlClient
 from weft.conf.processes import STOPPED, process_state
 from weft.conf.run_lock import RunLock
+from weft.engine.supervision.cadence import Cadence
 from weft.engine.supervision.examination import examine
 from weft.engine.supervision.faults import ERROR_FILE, OomKills, RankEnd, classify, read_report
 from weft.engine.supervision.leftovers import Ownership, page_path, remove_leftovers
@@ -107,7 +108,6 @@ class Agent:
         self._mine: list[Rank] = []
         self._examined, self._failed = 0, list[str]()
         self._said: dict[int, RankEnd] = {}
-        self._phases: list[Any] = []
         self._ended = asyncio.Event()
         self._replaced = False
         self._changed = asyncio.Event()
@@ -189,7 +189,7 @@ class Agent:
                 await self._start(wanted)
             if wanted.get("examine") and wanted["attempt"] > self._examined:
                 order = self._order
-                self._failed = await examine(Path(order.run_folder), order.slots, order.address)
+                self._failed = await examine(self._ranks, Path(order.run_folder), order.slots, order.address)
                 self._examined = wanted["attempt"]
             self._send_report()
 
@@ -237,7 +237,7 @@ class Agent:
                 self._parking.assign(kept.pid, Assignment(environment, wanted["arguments"]))
                 continue
             output = Output(log, self._writer, partial(self._matches.take, number))
-            rank = Rank(number, self._attempt, output, f"{self._attempt}/{number}")
+            rank = Rank(f"{self._attempt}/{number}", output=output, rank=number, attempt=self._attempt)
             self._mine.append(rank)
             await self._ranks.start(rank, wanted["target"], wanted["arguments"], environment)
         await self._ranks.stop(list(parked.values()))
@@ -258,17 +258,15 @@ class Agent:
         }
 
     async def _report(self) -> None:
-        """Tell the driver where the ranks are: regularly, and when a phase begins."""
-        due = monotonic()
+        """Tell the driver where the ranks are."""
+        cadence = Cadence(self._order.heartbeat_s)
         while True:
-            phases = [self._phase(local) for local in range(len(self._mine))]
-            regular = monotonic() >= due
-            if regular:
-                due = monotonic() + self._order.heartbeat_s
+            now = monotonic()
+            if cadence.beats(now):
                 self._owned.renew()
                 self._vitals = host_vitals(Path(self._order.run_folder), self._matches)
-            if regular or phases != self._phases:
-                self._phases = phases
+            phases = [self._phase(local) for local in range(len(self._mine))]
+            if cadence.tells(now, phases, lambda: any(map(_is_stopped, self._mine))):
                 self._send_report()
             await asyncio.sleep(LOOK_S)
 
@@ -350,6 +348,12 @@ class Agent:
         if text not in self._told:
             self._told.add(text)
             print(f"weft: {text}", file=sys.stderr, flush=True)
+
+
+def _is_stopped(rank: Rank) -> bool:
+    """Whether a signal has stopped its process."""
+    state = process_state(rank.pid) if rank.pid and rank.code is None else None
+    return state is not None and state.state in STOPPED
 
 
 async def _set(event: asyncio.Event) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from subprocess import DEVNULL, PIPE
 from typing import Any
 
 from weft.comm.control.address import Address
 from weft.engine.supervision.faults import FaultKind
-from weft.engine.supervision.finding import doctor_command, failures, read_findings
+from weft.engine.supervision.finding import DOCTOR, doctor_arguments, failures, read_findings
+from weft.engine.supervision.ranks import Ranks
 
 SUSPICIOUS = 2
 """Faults of a host after which it is examined, and again after as many more."""
@@ -41,21 +40,17 @@ class Suspicions:
         return host
 
 
-async def examine(run_folder: Path, ranks: int, driver: Address) -> list[str]:
-    """Have `weft doctor node` look at this host; returns what it found wrong, a line each."""
+async def examine(ranks: Ranks, run_folder: Path, slots: int, driver: Address) -> list[str]:
+    """Have `weft doctor node` look at this host; returns what it found wrong, a line each.
+
+    Args:
+        ranks: whose forkserver has imported already what takes a doctor longer than the checks.
+        slots: of this host.
+    """
     where = "" if isinstance(driver, str) else "{}:{}".format(*driver)  # a driver on this machine has its clock
-    command = doctor_command(run_folder, ranks=ranks, driver=where)
-    process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL)
-    try:
-        printed, _ = await asyncio.wait_for(process.communicate(), DOCTOR_S)
-        code: int | None = process.returncode
-    except TimeoutError:
-        printed, code = b"", None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    return [f"{finding.check}: {finding.says}" for finding in failures(read_findings(printed.decode(), code))]
+    arguments = doctor_arguments(run_folder, ranks=slots, driver=where)
+    printed, code = await ranks.ask("doctor", DOCTOR, arguments, DOCTOR_S)
+    return [f"{finding.check}: {finding.says}" for finding in failures(read_findings(printed, code))]
 
 
 def reason_to_evict(failed: Sequence[str]) -> str:

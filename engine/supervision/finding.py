@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+DOCTOR = "weft.tools.doctor:main"
+"""What checks a host: loads torch, and is to run in a process of its own."""
 
 
 class Verdict(Enum):
@@ -54,8 +56,8 @@ def failures(findings: Sequence[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.verdict is Verdict.failed]
 
 
-def doctor_command(folder: Path, *, ranks: int, driver: str = "", cache: Path | None = None) -> list[str]:
-    """What checks this host and prints the findings as JSON, in a process of its own that loads torch.
+def doctor_arguments(folder: Path, *, ranks: int, driver: str = "", cache: Path | None = None) -> list[str]:
+    """With which `DOCTOR` checks this host and prints the findings as JSON.
 
     Args:
         folder: the run's, whose disk is checked.
@@ -63,13 +65,12 @@ def doctor_command(folder: Path, *, ranks: int, driver: str = "", cache: Path | 
         driver: ``HOST:PORT`` or a Unix socket's path, to compare clocks with; empty leaves that out.
         cache: of what this host did before; None takes the usual one.
     """
-    command = [sys.executable, "-m", "weft.tools.doctor", "node", "--json", "--folder", str(folder)]
-    command += ["--ranks", str(ranks), *(["--driver", driver] if driver else [])]
-    return [*command, *(["--cache", str(cache)] if cache else [])]
+    arguments = ["node", "--json", "--folder", str(folder), "--ranks", str(ranks)]
+    return [*arguments, *(["--driver", driver] if driver else []), *(["--cache", str(cache)] if cache else [])]
 
 
 def read_findings(output: str, code: int | None) -> list[Finding]:
-    """The findings in what `doctor_command` printed; a doctor that did not end well is a finding of its own.
+    """The findings in what `DOCTOR` has printed; a doctor that did not end well is a finding of its own.
 
     Args:
         code: exit status; None if it was given up.

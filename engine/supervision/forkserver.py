@@ -128,7 +128,11 @@ def _become(order: dict[str, Any]) -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     module, _, function = order["target"].partition(":")
-    return getattr(import_module(module), function)(order["arguments"])
+    code = getattr(import_module(module), function)(order["arguments"])
+    if not order["cleans_up"]:
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a rank prints: passed on to the terminal, kept in a file, its last lines at hand for a report."""
+"""What processes print: of a rank passed on to the terminal and kept in a file, its last lines at hand for a report."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 KEPT_LINES = 20
 _MOST_OF_A_LINE = 500
+_MOST_OF_AN_ANSWER = 1 << 22
 _PIECE = 1 << 16
 _MOST_WAITING = 1024
 
@@ -136,3 +137,50 @@ class Output:
         if self._reading.pop(descriptor, None) is not None:
             asyncio.get_running_loop().remove_reader(descriptor)
             os.close(descriptor)
+
+
+class Answer:
+    """What one process prints that answers a question: all of its standard output; standard error goes nowhere."""
+
+    def __init__(self) -> None:
+        """Nothing has been said."""
+        self._said = bytearray()
+        self._reading = -1
+
+    @property
+    def text(self) -> str:
+        """What it has printed so far."""
+        return self._said.decode(errors="replace")
+
+    def open(self) -> tuple[int, int]:
+        """Begin to read; returns the ends for the process to write to, which the caller closes."""
+        self._reading, writing = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._reading, False)
+        asyncio.get_running_loop().add_reader(self._reading, self._read)
+        return writing, os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+
+    def drain(self) -> None:
+        """Read what the process had printed when it ended, and close."""
+        while self._read():
+            pass
+        self._close()
+
+    def _read(self) -> bool:
+        """Whether there was something to read."""
+        if self._reading < 0:
+            return False
+        try:
+            data = os.read(self._reading, _PIECE)
+        except BlockingIOError:
+            return False
+        if not data or len(self._said) + len(data) > _MOST_OF_AN_ANSWER:
+            self._close()
+            return False
+        self._said += data
+        return True
+
+    def _close(self) -> None:
+        if self._reading >= 0:
+            asyncio.get_running_loop().remove_reader(self._reading)
+            os.close(self._reading)
+            self._reading = -1

@@ -1,4 +1,4 @@
-"""The ranks of one host as its agent holds them: started by a forkserver, their output read, their ends noticed."""
+"""The processes of one host as its agent holds them: forked by a forkserver, their output read, their ends noticed."""
 
 from __future__ import annotations
 
@@ -12,47 +12,68 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from weft.conf.processes import STOPPED, process_state
 from weft.engine.supervision import forkserver
-from weft.engine.supervision.output import Output
+from weft.engine.supervision.output import Answer, Output
 
 TERM_S = 1.0
 """Seconds between asking a rank to end and killing it."""
+_POLL_S = 0.01
+
+
+class _Streams(Protocol):
+    """Where what a process prints goes; as `Output`."""
+
+    def open(self) -> tuple[int, int]: ...
+
+    def drain(self) -> None: ...
 
 
 @dataclass
-class Rank:
-    """A process of a rank.
+class Process:
+    """A process that the forkserver has forked, or will.
 
     Attributes:
-        rank: its global number in the attempt that it takes part in.
         name: what agent and forkserver call it, as long as it lives.
+        output: what it prints.
         pid: its number; 0 until it runs.
         code: its exit code, negative for a signal; None while it runs.
     """
 
-    rank: int
-    attempt: int
-    output: Output
     name: str
+    output: _Streams
     pid: int = 0
     code: int | None = None
 
 
+@dataclass(kw_only=True)
+class Rank(Process):
+    """A process of a rank.
+
+    Attributes:
+        rank: its global number in the attempt that it takes part in.
+    """
+
+    output: Output
+    rank: int
+    attempt: int
+
+
 @dataclass
 class Ranks:
-    """The forkserver of a host, and the ranks that it has forked.
+    """The forkserver of a host, and what it has forked: ranks, and a doctor at times.
 
     Attributes:
         preload: modules that the forkserver imports.
-        on_change: called when a rank has ended.
+        on_change: called when a process has ended.
         failed: set when the imports have failed; the forkserver has printed why.
     """
 
     preload: Sequence[str]
     on_change: Callable[[], None]
-    running: dict[str, Rank] = field(default_factory=dict)
+    running: dict[str, Process] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.failed = asyncio.Event()
@@ -64,15 +85,51 @@ class Ranks:
         """Whether the imports are done."""
         return self._ready.is_set()
 
-    async def start(self, rank: Rank, target: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start a rank as soon as the forkserver is ready; `Rank.pid` says when it runs."""
+    async def start(
+        self,
+        process: Process,
+        target: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        cleans_up: bool = True,
+    ) -> None:
+        """Start a process as soon as the forkserver is ready; `Process.pid` says when it runs.
+
+        Args:
+            cleans_up: whether the interpreter does at its end, which takes a second after so many imports.
+        """
         await self._ready.wait()
-        order = {"name": rank.name, "target": target, "arguments": list(arguments), "environment": dict(environment)}
-        self.running[rank.name] = rank
-        ends = rank.output.open()
+        order = {
+            "name": process.name,
+            "target": target,
+            "arguments": list(arguments),
+            "environment": dict(environment),
+            "cleans_up": cleans_up,
+        }
+        self.running[process.name] = process
+        ends = process.output.open()
         socket.send_fds(self._socket, [json.dumps(order).encode()], ends)
         for end in ends:
             os.close(end)
+
+    async def ask(self, name: str, target: str, arguments: Sequence[str], limit_s: float) -> tuple[str, int | None]:
+        """What a process prints that runs ``target``, and its exit code; None if it has not ended in time.
+
+        Args:
+            limit_s: seconds after which it is killed, with all that it has started.
+        """
+        answer = Answer()
+        process = Process(name, answer)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self.start(process, target, arguments, {}, cleans_up=False)
+                await _ended(process)
+                return answer.text, process.code
+        self.send_signal(process, signal.SIGKILL)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(_ended(process), TERM_S)
+        return answer.text, None
 
     async def stop(self, ranks: Sequence[Rank]) -> None:
         """End ranks: SIGTERM, `TERM_S` later SIGKILL; at once those that are stopped, for they would not hear."""
@@ -84,17 +141,17 @@ class Ranks:
             self.send_signal(rank, signal.SIGKILL if stopped else signal.SIGTERM)
         waited = 0.0
         while any(rank.code is None for rank in ranks):
-            await asyncio.sleep(0.01)
-            waited += 0.01
+            await asyncio.sleep(_POLL_S)
+            waited += _POLL_S
             if waited >= TERM_S:
                 for rank in ranks:
                     self.send_signal(rank, signal.SIGKILL)
 
-    def send_signal(self, rank: Rank, number: signal.Signals) -> None:
-        """Send a signal to a rank that has not ended; the forkserver knows, so no other process can get it."""
-        if rank.code is None and rank.name in self.running:
-            with suppress(OSError):  # the forkserver has ended, and its ranks with it
-                self._socket.send(json.dumps({"name": rank.name, "signal": int(number)}).encode())
+    def send_signal(self, process: Process, number: signal.Signals) -> None:
+        """Send a signal to a process that has not ended; the forkserver knows, so no other can get it."""
+        if process.code is None and process.name in self.running:
+            with suppress(OSError):  # the forkserver has ended, and what it has forked with it
+                self._socket.send(json.dumps({"name": process.name, "signal": int(number)}).encode())
 
     def close(self) -> None:
         """End the forkserver, and with it every rank."""
@@ -133,25 +190,30 @@ class Ranks:
                 print(f"weft agent: imports have started threads: {said['threads']}", file=sys.stderr, flush=True)
             self._ready.set()
             return
-        rank = self.running[said["name"]]
-        rank.pid = said["pid"]
+        process = self.running[said["name"]]
+        process.pid = said["pid"]
         if "code" in said:
-            self._end(rank, said["code"])
+            self._end(process, said["code"])
 
     def _restart_server(self) -> None:
-        """The forkserver has ended, and the kernel has killed its ranks."""
+        """The forkserver has ended, and the kernel has killed what it had forked."""
         if not self.ready:
             self.failed.set()
             return
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
         self._server.wait()
-        for rank in list(self.running.values()):
-            self._end(rank, -signal.SIGKILL)
+        for process in list(self.running.values()):
+            self._end(process, -signal.SIGKILL)
         self._start_server()
 
-    def _end(self, rank: Rank, code: int) -> None:
-        del self.running[rank.name]
-        rank.code = code
-        rank.output.drain()
+    def _end(self, process: Process, code: int) -> None:
+        del self.running[process.name]
+        process.code = code
+        process.output.drain()
         self.on_change()
+
+
+async def _ended(process: Process) -> None:
+    while process.code is None:
+        await asyncio.sleep(_POLL_S)

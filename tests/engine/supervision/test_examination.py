@@ -3,45 +3,58 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
+import time
 
+import psutil
 import pytest
 
 from weft.engine.supervision import examination
 from weft.engine.supervision.examination import SUSPICIOUS, Suspicions, examine
-
-WELL = {"check": "disk", "verdict": "passed", "says": "fine"}
-ILL = {"check": "GEMM", "verdict": "failed", "says": "wrong bits"}
+from weft.engine.supervision.ranks import Ranks
 
 
 @pytest.fixture
-def doctor(monkeypatch):
-    """Has a program play the doctor."""
+def examined(monkeypatch, tmp_path):
+    """What comes of an examination by one of `fake_doctors`, forked from a forkserver as an agent has."""
 
-    def play(program):
-        monkeypatch.setattr(examination, "doctor_command", lambda folder, **_: [sys.executable, "-c", program])
+    def by(doctor, driver="driver"):
+        async def ask():
+            ranks = Ranks((), lambda: None)
+            try:
+                return await examine(ranks, tmp_path, 1, driver)
+            finally:
+                ranks.close()
 
-    return play
+        monkeypatch.setattr(examination, "DOCTOR", f"tests.engine.supervision.fake_doctors:{doctor}")
+        return asyncio.run(ask())
+
+    return by
 
 
 @pytest.mark.parametrize(
-    "program, failed",
+    "doctor, failed",
     [
-        (f"print({json.dumps(json.dumps([WELL]))})", []),
-        (f"print({json.dumps(json.dumps([WELL, ILL]))}); raise SystemExit(1)", ["GEMM: wrong bits"]),
-        ("raise SystemExit(9)", ["doctor: the doctor ended with 9"]),
+        ("finds_nothing", []),
+        ("finds_something", ["GEMM: wrong bits"]),
+        ("dies", ["doctor: the doctor ended with 9"]),
     ],
 )
-def test_what_a_doctor_says(program, failed, doctor, tmp_path):
-    doctor(program)
-    assert asyncio.run(examine(tmp_path, 1, "driver")) == failed
+def test_what_a_doctor_says(doctor, failed, examined):
+    assert examined(doctor) == failed
 
 
-def test_a_doctor_that_does_not_end_is_given_up(doctor, tmp_path, monkeypatch):
-    doctor("import time; time.sleep(600)")
-    monkeypatch.setattr(examination, "DOCTOR_S", 0.1)
-    assert asyncio.run(examine(tmp_path, 1, ("10.0.0.1", 5))) == ["doctor: the doctor did not end in time"]
+def test_a_doctor_that_does_not_end_is_given_up_with_what_it_has_started(examined, tmp_path, monkeypatch):
+    monkeypatch.setattr(examination, "DOCTOR_S", 1.0)
+    assert examined("hangs", ("10.0.0.1", 5)) == ["doctor: the doctor did not end in time"]
+    child, limit = int((tmp_path / "child").read_text()), time.monotonic() + 30
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+
+
+def test_a_doctor_that_talks_too_much_has_failed(examined):
+    (said,) = examined("talks")
+    assert said.startswith("doctor: the doctor ended with ")
 
 
 def test_who_is_suspected():

@@ -1,5 +1,6 @@
 """`weft doctor node`: each check passes on a healthy host, and is seen to fail on the fault that it is for."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from weft.conf.files import JsonCache
-from weft.engine.supervision.finding import Finding, Verdict, doctor_command, failures, read_findings
+from weft.engine.supervision.driver import PRELOAD
+from weft.engine.supervision.finding import DOCTOR, Finding, Verdict, doctor_arguments, failures, read_findings
+from weft.engine.supervision.ranks import Ranks
 from weft.tools.cli import main
 from weft.tools.diagnostics import gpu, local_ranks
 from weft.tools.diagnostics.corruption import CHECKSUMS, SIZE, check_bits, checksum, factor
@@ -197,10 +200,17 @@ def test_the_command_prints_a_table(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_as_the_supervisor_runs_it(tmp_path):
-    command = doctor_command(tmp_path, ranks=2, cache=tmp_path / "figures.json")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    findings = read_findings(done.stdout, done.returncode)
-    assert done.returncode == 0, findings
+    async def ask():
+        ranks = Ranks(PRELOAD, lambda: None)
+        try:
+            return await ranks.ask("doctor", DOCTOR, arguments, 240.0)
+        finally:
+            ranks.close()
+
+    arguments = doctor_arguments(tmp_path, ranks=2, cache=tmp_path / "figures.json")
+    printed, code = asyncio.run(ask())
+    findings = read_findings(printed, code)
+    assert code == 0, findings
     assert {finding.check for finding in findings} >= {"collectives", "memory", "GEMM", "GEMM bits", "disk", "loopback"}
 
 
