@@ -158,9 +158,10 @@ public:
         Chunk chunk;
         for (size_t left = 8 * slots.size(); left; left--) {
             Connection *connection = pacer_.ready(now_) ? least_loaded() : nullptr;
-            if (!connection || !outbox_.next(chunk, options_.chunk_bytes, lanes_)) return false;
+            if (!connection) return false;
+            if (!outbox_.next(chunk, options_.chunk_bytes, lanes_)) return pacer_.idle(), false;
             chunk.sent_ns = now_;
-            pacer_.sent(chunk.length, now_);
+            chunk.burst = pacer_.sent(chunk.length, now_);
             connection->begin(chunk);
             flush(*connection);
         }
@@ -354,7 +355,7 @@ private:
             Chunk chunk = connection.unacknowledged.front();
             connection.unacknowledged.pop_front();
             counters.sent_bytes += chunk.length;
-            pacer_.delivered(chunk.length, chunk.sent_ns, arrived_ns, now);
+            pacer_.delivered(chunk.length, chunk.burst, chunk.sent_ns, arrived_ns, now);
             outbox_.acknowledged(chunk, completed_);
         }
     }

@@ -48,6 +48,7 @@ struct Chunk {
     uint64_t offset;
     uint32_t length;
     int64_t sent_ns = 0;
+    uint32_t burst = 0;
 };
 
 // A posted receive.

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <utility>
 #include <vector>
 
 namespace weft {
@@ -48,26 +49,29 @@ public:
     // When pacing allows the next chunk; 0 if it may be sent now or the window is full.
     int64_t due_ns(int64_t now) const { return rate_ > 0 && now < due_ns_ && has_room() ? due_ns_ : 0; }
 
-    void sent(uint64_t bytes, int64_t now) {
-        in_flight_ += bytes;
-        chunk_ = std::max(chunk_, bytes);
-        if (rate_ == 0) return;
-        double gain = grows() ? 2.0 : 1.25;
-        double pause_ns = std::min(bytes * 1e9 / (gain * rate_), LONGEST_PAUSE_NS);
-        due_ns_ = std::max(due_ns_, now - (far_ ? 2 : 1) * SLACK_NS) + static_cast<int64_t>(pause_ns);
+    // There is nothing to send that this pace holds back. How fast chunks arrive that were sent before and after says
+    // how often there is something, and nothing of the line.
+    void idle() { paused_ = true; }
+
+    // Returns the number of the burst, to be handed to `delivered`.
+    uint32_t sent(uint64_t bytes, int64_t now) {
+        burst_ += std::exchange(paused_, false);
+        pace(bytes, now);
+        return burst_;
     }
 
     // Bytes that will not be acknowledged because their connection broke.
     void lost(uint64_t bytes) { in_flight_ -= bytes; }
 
-    // A chunk sent at `sent_ns` arrived at `arrived_ns` on the peer's clock, of which only differences
+    // A chunk of `burst`, sent at `sent_ns`, arrived at `arrived_ns` on the peer's clock, of which only differences
     // count. They distinguish queueing of chunks from queueing of acknowledgements.
-    void delivered(uint64_t bytes, int64_t sent_ns, double arrived_ns, int64_t now) {
+    void delivered(uint64_t bytes, uint32_t burst, int64_t sent_ns, double arrived_ns, int64_t now) {
         in_flight_ -= bytes;
         double back_ns = now - arrived_ns;
         forward_ns_.add(arrived_ns - sent_ns, now, trip_span_ns());
         return_ns_.add(back_ns, now, trip_span_ns());
         late_ns_ += (back_ns - return_ns_.best() - late_ns_) / 16;
+        if (std::exchange(arriving_, burst) != burst) chunks_ = 0;
         if (chunks_++) bytes_ += bytes;
         else first_ns_ = last_ns_ = arrived_ns, bytes_ = 0;
         last_ns_ = std::max(last_ns_, arrived_ns);
@@ -121,6 +125,8 @@ private:
     double first_ns_ = 0, last_ns_ = 0;   // arrivals of this window, on the peer's clock
     uint64_t chunks_ = 0, bytes_ = 0;     // in it; bytes after the first chunk
     int64_t heard_ns_ = 0;                // time of the last acknowledgement
+    uint32_t burst_ = 0, arriving_ = 0;   // sent without a pause between: the last one, and the one of this window
+    bool paused_ = false;                 // since the last chunk
     size_t since_growth_ = 0;
     uint64_t in_flight_ = 0, chunk_ = 0;  // unacknowledged bytes; bytes of the largest chunk
     std::deque<double> samples_;
@@ -134,6 +140,15 @@ private:
     int64_t drained_ns_ = 0;
     int64_t starting_until_ns_ = 0;
     WindowedBest<std::greater<>> max_rate_;
+
+    void pace(uint64_t bytes, int64_t now) {
+        in_flight_ += bytes;
+        chunk_ = std::max(chunk_, bytes);
+        if (rate_ == 0) return;
+        double gain = grows() ? 2.0 : 1.25;
+        double pause_ns = std::min(bytes * 1e9 / (gain * rate_), LONGEST_PAUSE_NS);
+        due_ns_ = std::max(due_ns_, now - (far_ ? 2 : 1) * SLACK_NS) + static_cast<int64_t>(pause_ns);
+    }
 
     bool grows() const { return since_growth_ < PATIENCE; }
 

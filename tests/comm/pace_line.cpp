@@ -12,6 +12,7 @@ struct Result {
 
 struct Sent {
     int64_t at, arrived, acknowledged;
+    uint32_t burst;
 };
 
 // `busy_ms` of every `cycle_ms` there is something to send; the line is cut from `cut_ms` to `healed_ms`,
@@ -29,17 +30,18 @@ extern "C" Result pace_on_line(double rate, double rtt_ms, double later_rtt_ms, 
         bool cut = ms >= cut_ms && ms < healed_ms, last = ms > (seconds - 1) * 1000;
         if (ms == seconds * 500) rtt_ms = later_rtt_ms;
         while (!cut && !flying.empty() && flying.front().acknowledged <= now) {
-            pace.delivered(static_cast<uint64_t>(chunk), flying.front().at, flying.front().arrived, now);
+            pace.delivered(static_cast<uint64_t>(chunk), flying.front().burst, flying.front().at, flying.front().arrived, now);
             flying.pop_front();
             carried += last ? chunk : 0;
         }
         pace.update(now, static_cast<int64_t>(rtt_ms * MS));
         while (ms % cycle_ms < busy_ms && pace.ready(now) && flying.size() * chunk < window_bytes) {
-            pace.sent(static_cast<uint64_t>(chunk), now);
+            uint32_t burst = pace.sent(static_cast<uint64_t>(chunk), now);
             free_ns = std::max(free_ns, static_cast<double>(now)) + chunk * 1e9 / rate;
             int64_t arrived = static_cast<int64_t>(free_ns + rtt_ms / 2 * MS);
-            flying.push_back({now, arrived, static_cast<int64_t>(arrived + rtt_ms / 2 * MS)});
+            flying.push_back({now, arrived, static_cast<int64_t>(arrived + rtt_ms / 2 * MS), burst});
         }
+        if (ms % cycle_ms >= busy_ms && pace.ready(now)) pace.idle();
         if (last) backlog += std::max(0.0, free_ns - now) / MS, samples++;
     }
     return {carried / rate, backlog / samples};
@@ -63,17 +65,17 @@ extern "C" Result pace_after_cut(double rate, double rtt_ms, int cut_ms) {
             free_ns = now;
         }
         for (; !cut && !flying.empty() && flying.front().acknowledged <= now; flying.pop_front()) {
-            pace.delivered(static_cast<uint64_t>(chunk), flying.front().at, flying.front().arrived, now);
+            pace.delivered(static_cast<uint64_t>(chunk), flying.front().burst, flying.front().at, flying.front().arrived, now);
             carried += counts ? chunk : 0;
         }
         pace.update(now, static_cast<int64_t>(rtt_ms * MS));
         double window = 2 * rate * rtt_ms / 1e3 + 3 * chunk;
         if (ms >= healed_ms) window = std::min(window, 10 * chunk * std::exp2((ms - healed_ms) / rtt_ms));
         while (pace.ready(now) && flying.size() * chunk < window) {
-            pace.sent(static_cast<uint64_t>(chunk), now);
+            uint32_t burst = pace.sent(static_cast<uint64_t>(chunk), now);
             free_ns = std::max(free_ns, static_cast<double>(now)) + chunk * 1e9 / rate;
             int64_t arrived = static_cast<int64_t>(free_ns + rtt_ms / 2 * MS);
-            flying.push_back({now, arrived, static_cast<int64_t>(arrived + rtt_ms / 2 * MS)});
+            flying.push_back({now, arrived, static_cast<int64_t>(arrived + rtt_ms / 2 * MS), burst});
         }
         backlog += counts ? std::max(0.0, free_ns - now) / MS : 0;
     }
@@ -105,20 +107,53 @@ extern "C" Result pace_both_ways(double rate, double rtt_ms, double ack_bytes, i
         for (int i = 0; i < 2; i++) {
             Direction &out = both[i], &back = both[1 - i];
             for (; !out.going.empty() && out.going.front().arrived <= now; out.going.pop_front())
-                out.returning.push_back({out.going.front().at, now, enter(back, ack_bytes, now)});
+                out.returning.push_back(
+                    {out.going.front().at, now, enter(back, ack_bytes, now), out.going.front().burst});
             for (; !out.returning.empty() && out.returning.front().acknowledged <= now; out.returning.pop_front()) {
                 const Sent &sent = out.returning.front();
-                out.pace.delivered(static_cast<uint64_t>(chunk), sent.at, static_cast<double>(sent.arrived + DAY), now);
+                out.pace.delivered(static_cast<uint64_t>(chunk), sent.burst, sent.at,
+                                   static_cast<double>(sent.arrived + DAY), now);
                 out.carried += counts ? chunk : 0;
             }
             out.pace.update(now, static_cast<int64_t>(rtt_ms * MS));
             while (out.pace.ready(now) && (out.going.size() + out.returning.size()) * chunk < window_bytes) {
-                out.pace.sent(static_cast<uint64_t>(chunk), now);
-                out.going.push_back({now, enter(out, chunk, now), 0});
+                uint32_t burst = out.pace.sent(static_cast<uint64_t>(chunk), now);
+                out.going.push_back({now, enter(out, chunk, now), 0, burst});
             }
             out.backlog += counts ? std::max(0.0, out.free_ns - now) / MS : 0;
         }
     }
     return {std::min(both[0].carried, both[1].carried) / (rate * seconds / 2),
             std::max(both[0].backlog, both[1].backlog) / (seconds * 500)};
+}
+
+// Messages of a few bytes, one after the other as in a conversation, for two seconds; then one of `large_bytes`. How long
+// that takes to arrive, in milliseconds; -1 after ten seconds.
+extern "C" double pace_after_small_talk(double rate, double rtt_ms, double small_bytes, int every_ms, double large_bytes) {
+    const int64_t MS = 1000000, LARGE_AT = 2000;
+    const double chunk = 8192;
+    weft::Pacer pace;
+    std::deque<std::pair<Sent, double>> flying;
+    double free_ns = 0, left = 0, arrived = 0;
+    auto send = [&](double bytes, int64_t now) {
+        uint32_t burst = pace.sent(static_cast<uint64_t>(bytes), now);
+        free_ns = std::max(free_ns, static_cast<double>(now)) + bytes * 1e9 / rate;
+        int64_t there = static_cast<int64_t>(free_ns + rtt_ms / 2 * MS);
+        flying.push_back({{now, there, static_cast<int64_t>(there + rtt_ms / 2 * MS), burst}, bytes});
+    };
+    for (int64_t ms = 1; ms <= LARGE_AT + 10000; ms++) {
+        int64_t now = ms * MS;
+        for (; !flying.empty() && flying.front().first.acknowledged <= now; flying.pop_front()) {
+            const auto &[sent, bytes] = flying.front();
+            pace.delivered(static_cast<uint64_t>(bytes), sent.burst, sent.at, static_cast<double>(sent.arrived), now);
+            arrived += ms > LARGE_AT ? bytes : 0;
+        }
+        if (ms > LARGE_AT && arrived >= large_bytes) return static_cast<double>(ms - LARGE_AT) - rtt_ms / 2;
+        pace.update(now, static_cast<int64_t>(rtt_ms * MS));
+        if (ms == LARGE_AT) left = large_bytes;
+        if (ms < LARGE_AT && ms % every_ms == 0 && pace.ready(now)) send(small_bytes, now);
+        for (; left > 0 && pace.ready(now); left -= chunk) send(std::min(left, chunk), now);
+        if (left <= 0 && pace.ready(now)) pace.idle();
+    }
+    return -1;
 }
