@@ -11,6 +11,9 @@ from weft.engine.checkpoint import durable
 from weft.engine.checkpoint.folder import TEMPORARY
 from weft.engine.checkpoint.ranks import Ranks
 
+LEADERS = 4
+"""Rounds of `find_stores` for stores that many ranks share."""
+
 
 @dataclass(frozen=True)
 class Store:
@@ -28,29 +31,51 @@ class Store:
         return self.members[0]
 
 
-def find_stores(folder: Path, ranks: Ranks) -> tuple[Store, ...]:
+def find_stores(folder: Path, ranks: Ranks, *, leaders: int = LEADERS) -> tuple[Store, ...]:
     """Find out which ranks share ``folder``, creating it if missing; a collective call.
+
+    Whether ranks that share one are few or many, it takes few collectives, and not many files.
+
+    Args:
+        leaders: rounds in which one rank alone makes a file, and those that see it share its store. The ranks that are
+            left then make one each, which is for stores that are many and small, such as hosts' own.
 
     Raises:
         CheckpointError: the folder is not writable.
     """
     stores: list[Store] = []
-    waiting = set(range(len(ranks.gather(None))))
-    while waiting:
-        # The first rank without a store creates a probe; ranks that see it share its store.
-        leader = min(waiting)
-        probe = folder / f"step-probe-{ranks.gather(secrets.token_hex(8))[leader]}{TEMPORARY}"
-        ranks.together(folder, partial(durable.make_folder, probe) if ranks.rank == leader else _nothing)
-        seen = ranks.gather(ranks.rank in waiting and probe.exists())
-        if ranks.rank == leader:
-            durable.remove(probe)
-        stores.append(Store(tuple(rank for rank, sees in enumerate(seen) if sees)))
-        waiting -= set(stores[-1].members)
+    waiting: list[int] | None = None
+    while waiting is None or waiting:
+        alone = len(stores) < leaders
+        first = 0 if waiting is None else waiting[0]
+        probing = ranks.rank == first if alone else waiting is None or ranks.rank in waiting
+        probe = folder / f"step-probe-{secrets.token_hex(8)}{TEMPORARY}"  # no other has the name
+        try:
+            probes = ranks.collect(folder, partial(_make, probe) if probing else _nothing)
+            if waiting is None:
+                waiting = list(range(len(probes)))
+            makers = [first] if alone else waiting
+            sees = next((maker for maker in makers if maker == ranks.rank or (folder / probes[maker]).exists()), None)
+            seen = ranks.gather(sees if ranks.rank in waiting else None)
+        finally:
+            if probing:
+                durable.remove(probe)
+        for maker in makers:
+            if members := tuple(rank for rank, store in enumerate(seen) if store == maker):
+                stores.append(Store(members))
+        waiting = [rank for rank in waiting if seen[rank] is None]
     return tuple(stores)
 
 
-def _nothing() -> None:
-    """No-op of the other ranks."""
+def _make(probe: Path) -> str:
+    """Make the folder; returns its name."""
+    durable.make_folder(probe)
+    return probe.name
+
+
+def _nothing() -> str:
+    """Of a rank that makes none."""
+    return ""
 
 
 def store_of(stores: tuple[Store, ...], rank: int) -> Store:

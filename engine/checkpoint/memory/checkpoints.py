@@ -126,7 +126,7 @@ class MemoryCheckpoints:
             CheckpointError: on every rank: a host has too little memory for two memory checkpoints.
         """
         ranks = Ranks(dist.get_rank(), gather)
-        stores = find_stores(memory.root, ranks)
+        stores = find_stores(memory.root, ranks, leaders=0)  # hosts do not share memory
         hosts, portion = Hosts.of(stores, sites), Portion.find(engine, stores, ranks)
         held = fragments(engine)
         sizes = ranks.gather(num_bytes_to_come(portion.pieces(engine, held, Moment.now(engine)), held))
