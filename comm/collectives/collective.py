@@ -25,6 +25,8 @@ class Primitive(Enum):
     broadcast = "broadcast"
     all_to_all = "all_to_all"
     """Another part of every rank's tensor to each rank."""
+    shift = "shift"
+    """This rank's tensor to the next rank, the one before's to this one; the first comes behind the last."""
 
 
 REDUCING = frozenset({Primitive.reduce_scatter, Primitive.reduces})

@@ -25,11 +25,15 @@ class AlphaBeta:
 
 def rounds(primitive: Primitive, size: int) -> int:
     """Sequential messages per rank in a group of ``size``: of a ring algorithm, or one to each other rank."""
+    if primitive is Primitive.shift:
+        return 1
     return (size - 1) * (2 if primitive is Primitive.all_reduce else 1)
 
 
 def moved_share(primitive: Primitive, size: int) -> float:
     """Bytes that a rank sends as a share of the workload; the lower bound."""
+    if primitive is Primitive.shift:
+        return 1.0
     return rounds(primitive, size) / size
 
 
@@ -52,16 +56,18 @@ class CollectiveCosts:
     def step_s(self, primitive: Primitive, link: LinkClass, size: int, num_bytes: float) -> float:
         """Seconds of a primitive along an axis of ``size`` ranks with a workload of ``num_bytes``.
 
-        An all-to-all's workload is what each rank has before it, its own part included.
+        An all-to-all's workload is what each rank has before it, its own part included. A shift is one message
+        of the kind that all-to-alls have one of for each other rank, and is priced by what these were measured to take.
 
         Raises:
             ValueError: links of that class were not measured.
         """
         if size == 1 or not num_bytes:
             return 0.0
-        if (link, primitive) not in self.table:
-            raise ValueError(f"{primitive.value} over {link.value} links: not measured; run `weft bench collectives`")
-        cost = self.table[link, primitive]
+        measured = Primitive.all_to_all if primitive is Primitive.shift else primitive
+        if (link, measured) not in self.table:
+            raise ValueError(f"{measured.value} over {link.value} links: not measured; run `weft bench collectives`")
+        cost = self.table[link, measured]
         return rounds(primitive, size) * cost.alpha_s + moved_share(primitive, size) * num_bytes * cost.beta_s
 
     def steps_s(self, rewrite: Rewrite) -> tuple[float, ...]:

@@ -65,6 +65,17 @@ def maximum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return tensor
 
 
+def shift(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What the rank before has; this rank's goes to the next one, and the last one's to the first.
+
+    Both ways are one launch of one collective, so no order of sends and receives can deadlock.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    rows = tensor.shape[0]
+    send, receive = ([rows if member == (rank + way) % size else 0 for member in range(size)] for way in (1, -1))
+    return all_to_all(tensor, group, send=send, receive=receive)
+
+
 def all_to_all(
     tensor: Tensor, group: dist.ProcessGroup, *, send: Sequence[int] = (), receive: Sequence[int] = ()
 ) -> Tensor:
@@ -83,6 +94,7 @@ PRIMITIVES: Mapping[Primitive, Callable[[Tensor, dist.ProcessGroup], Tensor]] = 
     Primitive.reduces: reduces,
     Primitive.all_gather: all_gather,
     Primitive.broadcasts: broadcasts,
+    Primitive.shift: shift,
     Primitive.all_to_all: all_to_all,
 }
 """The implementation of each primitive that ranks carry out."""

@@ -83,6 +83,7 @@ class ContextExchange(Enum):
     auto = "auto"
     gather = "gather"
     all_to_all = "all_to_all"
+    ring = "ring"
 
 
 @dataclass(kw_only=True)
@@ -96,8 +97,10 @@ class ParallelConfig:
     """Ranks that share each sequence; they are data ranks of ZeRO, too."""
     context_exchange: ContextExchange = ContextExchange.auto
     """How attention sees whole sequences: gather collects keys and values on every rank; all_to_all gives
-    each rank some heads of the whole sequence, and needs heads that `context` divides; auto takes what costs
-    less time, as `weft bench collectives` has measured, or moves fewer bytes."""
+    each rank some heads of the whole sequence, and needs heads that `context` divides; ring passes parts of
+    keys and values from rank to rank while attention to others is computed, and keeps a rank's own only. auto
+    takes what costs least time of what fits in memory, as `weft bench collectives` has measured, or moves
+    the fewest bytes."""
     expert: int = 1
     """Ranks that share the experts of each layer, each with tokens of its own; a divisor of replicas x context
     x tensor, and a multiple of tensor."""

@@ -2,9 +2,9 @@
 
 Hugging Face's forward looks up its attention, and the masks for it, by a name in the config. A member
 registers its own under a name of its own. Here it gathers keys and values, and lets the attention that was
-configured before run with this member's queries; `HeadAttention` is the other way. Masks are made by Hugging
-Face's own function of the positions, for the rows that this member has: windows, chunks, packed documents and
-padding stay what they are.
+configured before run with this member's queries; `HeadAttention` and `RingAttention` are other ways. Masks are
+made by Hugging Face's own function of the positions, for the rows that this member has: windows, chunks, packed
+documents and padding stay what they are.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from transformers.masking_utils import causal_mask_function
 from weft.conf.schema import ContextExchange
 from weft.engine.parallel import functions, zigzag
 from weft.engine.parallel.axis import AxisGroup, AxisGroups
-from weft.engine.parallel.context_exchange import MASKED
+from weft.engine.parallel.context_exchange import MASKED, ring_obstacle
 from weft.engine.parallel.head_attention import HeadAttention
+from weft.engine.parallel.ring_attention import RingAttention
 from weft.engine.parallel.unshareable import UnshareableError
 
 
@@ -43,8 +44,9 @@ def attend_over(axes: AxisGroups, model: PreTrainedModel) -> None:
             f"model.attn_implementation={base}: where parallel.context={group.size} members gather keys and values, "
             f"attention has to take masks of any form; choose {' or '.join(MASKED)}, or a context that divides heads"
         )
-    makes = HeadAttention if axes.exchange is ContextExchange.all_to_all else ContextAttention
-    member = makes(group, base)
+    if axes.exchange is ContextExchange.ring and (obstacle := ring_obstacle(model.config, base)):
+        raise UnshareableError(f"parallel.context_exchange=ring: {obstacle}")
+    member = _MAKES[axes.exchange](group, base)
     AttentionInterface.register(member.name, member.attend)
     AttentionMaskInterface.register(member.name, member.mask)
     model.set_attn_implementation(member.name)
@@ -173,3 +175,10 @@ class ContextAttention:
         if self._base == "eager":  # each model's file has its own
             return sys.modules[type(module).__module__].eager_attention_forward
         return AttentionInterface()[self._base]
+
+
+_MAKES: dict[ContextExchange, Callable[[AxisGroup, str], ContextAttention | HeadAttention | RingAttention]] = {
+    ContextExchange.gather: ContextAttention,
+    ContextExchange.all_to_all: HeadAttention,
+    ContextExchange.ring: RingAttention,
+}

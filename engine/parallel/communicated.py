@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from weft.comm.channel import ChannelError, Handle
 from weft.comm.collectives import Collective, Group, Primitive, plain
 from weft.comm.collectives.communicator import PLAIN, Communicator
-from weft.comm.collectives.primitives import all_to_all, maximum
+from weft.comm.collectives.primitives import all_to_all, maximum, shift
 from weft.comm.collectives.probe import nodes_of_world
 from weft.comm.exchange import gather
 from weft.comm.shared_channel import host_identity
@@ -54,6 +54,10 @@ class Whereabouts(NamedTuple):
             return False
         state = process_state(self.pid)
         return state is None or state.state == "Z" or state.started != self.started
+
+
+_ALSO = {"expert": (Primitive.all_to_all,), "context": (Primitive.shift,)}
+"""What groups along an axis are connected for besides gathers and sums."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,10 @@ class CommunicatedGroup:
         work = partial(all_to_all, send=send, receive=receive)
         return self._named(self.communicator.start_whole(work, tensor, "all_to_all"))
 
+    def shift(self, tensor: Tensor) -> Handle:
+        """See `AxisGroup`."""
+        return self._named(self.communicator.start_whole(shift, tensor, "shift"))
+
     def _start(self, primitive: Primitive, source: Tensor, target: Tensor) -> Handle:
         size = max(source.numel(), target.numel())
         wish = Collective.flat(primitive, self.communicator.group, num_elements=size, itemsize=source.itemsize)
@@ -186,7 +194,7 @@ def open_axes(groups: Mapping[str, Sequence[tuple[int, ...]]], device: torch.dev
             timeout_s=timeout_s,
             name=f"{axis} axis",
             meshes={group: [group.flat] for group in flat},
-            primitives=(*PLAIN, Primitive.all_to_all) if axis == "expert" else PLAIN,
+            primitives=(*PLAIN, *_ALSO.get(axis, ())),
         )
         assert communicator is not None, "every rank is in one of the groups"
         others = {rank: processes[rank] for rank in communicator.group.ranks if rank != dist.get_rank()}

@@ -1,4 +1,4 @@
-"""How members of a context group let each query meet the keys of the whole sequence: which of two ways costs less."""
+"""How members of a context group let each query meet the keys of the whole sequence: which way costs least."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from weft.engine.parallel.unshareable import UnshareableError
 
 MASKED = ("sdpa", "eager")
 """Attention that takes any mask, so that keys and values can be gathered for it."""
+BACKWARD_TIMES = 2.5
+"""Attention's backward over its forward: five products where there are two."""
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""What configs call the share of weights of attention that is dropped."""
 
 
 def choose_exchange(
@@ -21,17 +25,18 @@ def choose_exchange(
     context: int,
     tensor: int,
     seconds: Callable[[str, float], float] | None = None,
+    attention_s: float = 0.0,
+    fits: Callable[[ContextExchange], bool] = lambda _: True,
 ) -> tuple[ContextExchange, str]:
-    """One that is not auto, and why it was chosen.
-
-    Of S positions with h heads of queries and k of keys and values, a gather brings each member 2 k S vectors of a head
-    per layer, and an exchange there and back (2 h + 2 k) S / members; its own part of either stays where it is.
+    """One that is not auto, and why it was chosen: what takes least time, or moves least, of what fits in memory.
 
     Args:
         config: of the model, with the attention that it is to run.
         context, tensor: members of the groups; of the heads a member of a tensor group has a part.
         seconds: that a collective takes with so many elements per position of the whole sequence; where that is not
             known, what moves less is chosen.
+        attention_s: of a member, in the forward of a layer; shifts round the ring are behind it. 0 is not known.
+        fits: whether a rank's memory suffices.
 
     Raises:
         UnshareableError: what is wanted cannot be done.
@@ -42,25 +47,97 @@ def choose_exchange(
     attention = str(text._attn_implementation or "sdpa")
     heads = _count(text, "num_attention_heads") // tensor
     of_keys = _count(text, "num_key_value_heads") // tensor or heads
-    obstacle = _obstacle(attention, heads, of_keys, context)
-    why = f"{2 * (heads + of_keys) / context:g} heads of a whole sequence there and back, {2 * of_keys} gathered"
-    if wanted is ContextExchange.all_to_all and obstacle:
-        raise UnshareableError(f"parallel.context_exchange=all_to_all: {obstacle}; set it to gather")
+    obstacles = {
+        ContextExchange.gather: "" if attention in MASKED else f"{attention} takes no mask",
+        ContextExchange.all_to_all: _heads_obstacle(attention, heads, of_keys, context),
+        ContextExchange.ring: ring_obstacle(config, attention),
+    }
+    moved = _moved(heads, of_keys, context)
+    why = _listed({exchange: f"{number:.4g}" for exchange, number in moved.items()}, "heads of a whole sequence")
     if wanted is not ContextExchange.auto:
+        if obstacles[wanted] and wanted is not ContextExchange.gather:  # a gather is refused where it is set up
+            remedy = "" if wanted is ContextExchange.ring else "; set it to gather"
+            raise UnshareableError(f"parallel.context_exchange={wanted.value}: {obstacles[wanted]}{remedy}")
         return wanted, f"given ({why})"
-    if obstacle:
-        return ContextExchange.gather, obstacle
-    if attention not in MASKED:
-        return ContextExchange.all_to_all, f"{attention} takes no mask"
-    less = heads + of_keys < of_keys * context
+    possible = [exchange for exchange, obstacle in obstacles.items() if not obstacle]
+    if len(possible) < 2:
+        chosen = possible[0] if possible else ContextExchange.gather
+        other = ContextExchange.gather if chosen is not ContextExchange.gather else ContextExchange.all_to_all
+        return chosen, obstacles[other]
+    costs = moved
     if seconds is not None:
         of_head = key_value_size(config) / (2 * of_keys * tensor)
-        there, back = ((heads + 2 * of_keys) / context * of_head, heads / context * of_head)
-        exchanged_s = 2 * (seconds("all_to_all", there) + seconds("all_to_all", back))
-        gathered_s = sum(seconds(name, 2 * of_keys * of_head) for name in ("all_gather", "reduce_scatter"))
-        less = exchanged_s < gathered_s
-        why += f"; {exchanged_s * 1e3:.3g} ms a layer and micro-batch, {gathered_s * 1e3:.3g} ms gathered"
-    return (ContextExchange.all_to_all if less else ContextExchange.gather), why
+        costs = _seconds(seconds, heads * of_head, 2 * of_keys * of_head, context, attention_s)
+        listed = {exchange: f"{1e3 * cost:.3g} ms" for exchange, cost in costs.items()}
+        why += f"; {_listed(listed, 'a layer and micro-batch')} that attention does not hide"
+    order = sorted(possible, key=lambda exchange: costs[exchange])
+    fitting = next((exchange for exchange in order if fits(exchange)), None)
+    if fitting is not order[0]:
+        why += f"; {order[0].value} does not fit in memory" + ("" if fitting else ", nor do others")
+    return fitting or min(order, key=lambda exchange: exchange is ContextExchange.gather), why
+
+
+def ring_obstacle(config: PreTrainedConfig, attention: str) -> str:
+    """Why attention cannot be computed block by block, and what to do; empty if it can.
+
+    Args:
+        attention: by which it is looked up.
+    """
+    if attention != "sdpa":
+        return (
+            f"model.attn_implementation={attention} does not say how blocks of keys are to be merged; set it to sdpa, "
+            "of which blocks run as torch's flash attention, or parallel.context_exchange to another"
+        )
+    text = config.get_text_config()
+    for name in _DROPOUTS:
+        if dropped := getattr(text, name, 0.0):
+            return (
+                f"{name}={dropped} drops weights of attention, which blocks do not; set model.overrides.{name}=0, or "
+                "parallel.context_exchange=gather"
+            )
+    return ""
+
+
+def _moved(heads: int, of_keys: int, members: int) -> dict[ContextExchange, float]:
+    """Heads of whole sequences that pass by a member, on average over both directions.
+
+    Of S positions a gather brings it the keys and values of all, and an exchange of heads S / members of queries,
+    keys, values and outputs; its own part of either stays where it is, which is left out here. Keys and values go
+    round the ring in both directions, and in the backward their gradients as well, which come home.
+    """
+    return {
+        ContextExchange.gather: 2 * of_keys,
+        ContextExchange.all_to_all: 2 * (heads + of_keys) / members,
+        ContextExchange.ring: of_keys * (3 * members - 2) / (members - 1),
+    }
+
+
+def _seconds(
+    seconds: Callable[[str, float], float], query: float, key_value: float, members: int, attention_s: float
+) -> dict[ContextExchange, float]:
+    """Of a layer and micro-batch, forward and backward, that a member waits.
+
+    Args:
+        query, key_value: elements of a position's queries, and of its keys and values.
+    """
+    there, back = (query + key_value) / members, query / members
+    shift_s, step_s = seconds("shift", key_value / members), attention_s / members
+    behind = max(0.0, shift_s - step_s) + max(0.0, 2 * shift_s - BACKWARD_TIMES * step_s)
+    return {
+        ContextExchange.gather: sum(seconds(name, key_value) for name in ("all_gather", "reduce_scatter")),
+        ContextExchange.all_to_all: 2 * (seconds("all_to_all", there) + seconds("all_to_all", back)),
+        ContextExchange.ring: (members - 1) * behind + shift_s,
+    }
+
+
+def _listed(of: dict[ContextExchange, str], unit: str) -> str:
+    names = {
+        ContextExchange.gather: "gathered",
+        ContextExchange.all_to_all: "by heads",
+        ContextExchange.ring: "round the ring",
+    }
+    (first, number), *others = of.items()
+    return ", ".join([f"{number} {unit} {names[first]}", *(f"{value} {names[name]}" for name, value in others)])
 
 
 def key_value_size(config: PreTrainedConfig) -> int:
@@ -81,7 +158,7 @@ def _count(config: PreTrainedConfig, name: str) -> int:
     return count if isinstance(count, int) else 0
 
 
-def _obstacle(attention: str, heads: int, of_keys: int, members: int) -> str:
+def _heads_obstacle(attention: str, heads: int, of_keys: int, members: int) -> str:
     """Why heads cannot be exchanged; empty if they can."""
     if attention == "eager":
         return "model.attn_implementation=eager has parameters of all heads"

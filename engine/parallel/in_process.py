@@ -77,6 +77,10 @@ class InProcessGroup:
         assert [row.shape[0] for row in rows] == list(receive)
         return Completed(torch.cat(rows))
 
+    def shift(self, tensor: Tensor) -> Handle:
+        """See `AxisGroup`."""
+        return Completed(self._exchange(tensor.clone(), "shift")[self.index - 1])
+
     def _exchange(self, value: Any, what: str) -> list[Any]:
         return self.meeting.exchange(self.index, value, f"{what} over the {self.axis} axis")
 

@@ -22,10 +22,11 @@ from weft.conf.hosts import most_ranks_of_a_host, working_hosts, world_size
 from weft.conf.schema import ClusterConfig, Partition, WeftConfig
 from weft.engine.distributed import device_bytes, from_rank_zero, ranks_on_this_host
 from weft.engine.planning.devices import usable_flops, usable_memory
+from weft.engine.planning.exchange_facts import with_exchange
 from weft.engine.planning.facts import Facts, Links
 from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.schedules import open_placements, read_costs
-from weft.engine.planning.strand_facts import with_axes, with_exchange, with_strands
+from weft.engine.planning.strand_facts import with_axes, with_strands
 from weft.engine.precision import DTYPES
 from weft.engine.stages.sizes import model_sizes
 from weft.engine.stages.tracing import trace_model

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from transformers import PreTrainedConfig
 
-from weft.comm.collectives import CollectiveCosts, Group, Primitive
+from weft.comm.collectives import CollectiveCosts, Group
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.collectives.costs import AlphaBeta
 from weft.comm.collectives.group import LinkClass
 from weft.conf.schema import ContextExchange, WeftConfig
-from weft.engine.parallel.context_exchange import choose_exchange
 from weft.engine.planning.devices import data_sheet
 from weft.engine.planning.facts import AxisFacts, Facts
 from weft.engine.planning.pairing import traffic_s
 from weft.engine.planning.strand_tracing import trace_strands
 from weft.engine.precision import DTYPES
 from weft.engine.strands.overlap_probe import overlap_cache, overlap_key
-from weft.pipeline.strands.work import Speed, StrandWork, Traffic
+from weft.pipeline.strands.work import Speed, StrandWork
 
 _LAUNCH_S = 1e-5
 """Latency of a collective inside of a host where nothing but the data sheet is known."""
@@ -47,38 +45,6 @@ def with_axes(config: WeftConfig, facts: Facts, nodes: Sequence[int], device: to
     operators = overlap_cache(config.data.cache_dir)
     known = facts.with_axes(axes, "; ".join(sources))
     return known.with_operators(operators.read(overlap_key(device)), f"{overlap_key(device)}, cache {operators.path}")
-
-
-def with_exchange(config: WeftConfig, hf_config: PreTrainedConfig, facts: Facts) -> Facts:
-    """The facts with how ranks that share sequences let each query meet all keys.
-
-    Raises:
-        UnshareableError: what is configured cannot be done.
-    """
-
-    def seconds(primitive: str, elements: float) -> float:
-        return traffic_s(
-            facts, Traffic("context", primitive, tokens * elements * DTYPES[config.train.precision].itemsize)
-        )
-
-    tokens = config.train.microbatch_size * config.data.sequence_length
-    chosen, why = choose_exchange(
-        hf_config,
-        config.parallel.context_exchange,
-        context=facts.layout.context,
-        tensor=facts.layout.tensor,
-        seconds=seconds if _known("context", facts) else None,
-    )
-    return replace(facts, exchange=chosen, sources=facts.sources | {"exchange": why})
-
-
-def _known(axis: str, facts: Facts) -> bool:
-    """Whether what collectives along an axis cost is known."""
-    if axis not in facts.axes or (costs := facts.axes[axis].costs) is None:
-        return False
-    link = facts.axes[axis].group.flat.links[0]
-    needed = (Primitive.all_gather, Primitive.reduce_scatter, Primitive.all_to_all)
-    return all((link, primitive) in costs.table for primitive in needed)
 
 
 def with_strands(config: WeftConfig, hf_config: PreTrainedConfig, facts: Facts, speed: Callable[[], Speed]) -> Facts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -22,7 +23,9 @@ from weft.conf.schema import ContextExchange, SplitKind
 from weft.engine.backward import SplitBackward
 from weft.engine.backward.tape import Kept
 from weft.engine.parallel import attention as context_attention
+from weft.engine.parallel import blocks
 from weft.engine.parallel.axis import AXES, AxisGroups, Completed
+from weft.engine.parallel.blocks import Block, Gradients, Partial
 from weft.engine.parallel.experts import expert_modules
 from weft.engine.stages.context import part_of
 from weft.engine.stages.from_model import stages_from_model
@@ -108,6 +111,10 @@ class TracedGroup:
         """See `AxisGroup`."""
         return self._noted("all_to_all", tensor.new_empty((sum(receive), *tensor.shape[1:])), tensor)
 
+    def shift(self, tensor: Tensor) -> Handle:
+        """See `AxisGroup`."""
+        return self._noted("shift", torch.empty_like(tensor))
+
     def _noted(self, primitive: str, answer: Tensor, whole: Tensor | None = None) -> Handle:
         if self.size > 1:
             num_bytes = self._recorder.bytes_of(answer if whole is None else whole)
@@ -149,7 +156,8 @@ class _Recorder(TorchDispatchMode):
         """Count what runs, with attention that keeps no scores."""
         attention = patch.object(nn.functional, "scaled_dot_product_attention", self._attend)
         bias = patch.object(context_attention, "causal_lower_right", lambda *_: True)  # torch's is no traceable tensor
-        with attention, bias, self:
+        of_blocks = patch.object(blocks, "kernel_for", lambda *_, **__: _TracedKernel(self))
+        with attention, bias, of_blocks, self:
             yield
 
     def part(self, number: int) -> PartWork:
@@ -282,6 +290,30 @@ class _Attention(torch.autograd.Function):
         query, key, value = ctx.saved_tensors
         ctx.recorder.attend(query, key, value, ctx.pairs, 2.5)  # five products where the forward has two
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
+
+
+@dataclass(frozen=True)
+class _TracedKernel:
+    """Attention to one block of a ring, see `blocks.Kernel`."""
+
+    recorder: _Recorder
+
+    def forward(self, block: Block) -> Partial:
+        query = block.query
+        self._noted(block, 1.0)
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        return Partial(query.new_empty((*query.shape[:-1], block.value.shape[-1])), sums)
+
+    def backward(
+        self, block: Block, gradient: Tensor, output: Tensor, sums: Tensor, seeds: tuple[Tensor, ...]
+    ) -> Gradients:
+        self._noted(block, 2.5)  # five products where the forward has two
+        return torch.empty_like(block.query), torch.empty_like(block.key), torch.empty_like(block.value)
+
+    def _noted(self, block: Block, times: float) -> None:
+        rows, columns = block.query.shape[2], block.key.shape[2]
+        pairs = rows * (rows + 1) / 2 if block.causal else rows * columns
+        self.recorder.attend(block.query, block.key, block.value, pairs, times)
 
 
 def _model(config: PreTrainedConfig, *, checkpointing: bool) -> PreTrainedModel:

@@ -63,6 +63,8 @@ def check_axes(
     refuse_unshareable(model, tensor=tensor, expert=expert)
     cls, config = architecture(model)
     chosen, _ = choose_exchange(config, exchange, context=context, tensor=tensor)
+    if chosen is not ContextExchange.gather:
+        remedy = f"parallel.context_exchange=gather or {remedy}"
     small = small_copy(cls, config, min_layers=2)
     for kind, batch in _tried(small, packing).items():
         try:

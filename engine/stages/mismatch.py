@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from weft.engine.parallel.attention import ContextAttention
 from weft.engine.parallel.head_attention import HeadAttention
+from weft.engine.parallel.ring_attention import RingAttention
 from weft.engine.stages.skeleton import decoder_layers
 
 _OF_SIZES = re.compile(r"\b(sizes?|shapes?|dimensions?)\b|out of bounds", re.IGNORECASE)
@@ -72,7 +73,8 @@ def _beside_positions(last: _Step, error: Exception) -> str:
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     if any(Path(frame.f_code.co_filename).name == "masking_utils.py" for frame in frames):
         return f"{last} makes masks of other tensors than the positions and the padding that it is given"
-    if any(isinstance(frame.f_locals.get("self"), ContextAttention | HeadAttention) for frame in frames):
+    ours = ContextAttention | HeadAttention | RingAttention
+    if any(isinstance(frame.f_locals.get("self"), ours) for frame in frames):
         return f"{last} gives attention keys or masks of its own making, beside those of the rank's positions"
     return ""
 

@@ -93,6 +93,10 @@ class TurnTakingGroup:
         """See `AxisGroup`."""
         return self._turn(self.group.all_to_all(tensor, send, receive))
 
+    def shift(self, tensor: Tensor) -> Handle:
+        """See `AxisGroup`."""
+        return self._turn(self.group.shift(tensor))
+
     def _turn(self, handle: Handle) -> Handle:
         return handle if self.group.size == 1 else TurnTakingHandle(handle, self.turns)
 

@@ -51,6 +51,7 @@ SHARED = {
     "context 2 x stages 2": {"context": 2, "stages": 2},
     "context 2 x replicas 2, ZeRO-3": {"context": 2, "stages": 1, "zero": 3},
     "context 2, heads": {"context": 2, "exchange": "all_to_all", "stages": 2},
+    "context 2, ring, w, fold": {"context": 2, "exchange": "ring", "stages": 2, "schedule": "w", "placement": "fold"},
     "context 2, w, fold": {"context": 2, "stages": 2, "schedule": "w", "placement": "fold"},
     "expert 2 x stages 2, ZeRO-1": {"expert": 2, "stages": 2, "zero": 1},
     "expert 2 x replicas 4, ZeRO-3": {"expert": 2, "stages": 1, "zero": 3},
@@ -63,10 +64,17 @@ SHARED = {
     **{f"tensor 2 x replicas 2, ZeRO-{zero}": {"tensor": 2, "stages": 1, "zero": zero} for zero in range(4)},
 }
 """Keywords of `tiny_config` for ranks that share sequences, experts and matrices."""
+RING = {
+    "ring": {"context": 3, "exchange": "ring", "stages": 1},
+    "ring, ZeRO-3": {"context": 3, "exchange": "ring", "stages": 1, "zero": 3},
+    "gather": {"context": 3, "exchange": "gather", "stages": 1},
+}
+"""Keywords of `tiny_config` for three ranks: of two, each is before and behind the other."""
 PAIRS = {
     "tensor 2, recomputed": {"tensor": 2, "stages": 2, "checkpointing": True},
     "context 2, ZeRO-3": {"context": 2, "stages": 2, "zero": 3},
     "context 2, heads": {"context": 2, "exchange": "all_to_all", "stages": 2},
+    "context 2, ring": {"context": 2, "exchange": "ring", "stages": 2},
     "expert 2, ZeRO-1": {"arch": "mixtral", "expert": 2, "stages": 2, "zero": 1},
 }
 """Keywords of `pair_config`, for pairs of a fold that run interleaved."""
@@ -112,12 +120,13 @@ def test_pipelines_and_replicas_on_eight_ranks_of_a_job_that_has_bound_its_devic
     _check(EIGHT, 8, bound=True)
 
 
-def test_ranks_that_share_sequences_experts_and_matrices():
-    configs = {name: tiny_config(layers=4, **keywords) for name, keywords in SHARED.items()}
-    results = run_ranks(4, losses_under_rules, list(configs.values()), STEPS, False, timeout_s=800)
+@pytest.mark.parametrize(("world", "cases"), [(4, SHARED), (3, RING)], ids=["four", "ring"])
+def test_ranks_that_share_sequences_experts_and_matrices(world, cases):
+    configs = {name: tiny_config(layers=4, **keywords) for name, keywords in cases.items()}
+    results = run_ranks(world, losses_under_rules, list(configs.values()), STEPS, False, timeout_s=800)
     for number, (name, config) in enumerate(configs.items()):
         sharing = config.parallel.context * config.parallel.tensor
-        expected = reference_losses(config, 4 // config.pipeline.stages // sharing, STEPS)
+        expected = reference_losses(config, world // config.pipeline.stages // sharing, STEPS)
         for losses, _ in results:
             assert losses[number] == pytest.approx(expected, rel=1e-5), name
     _refuse_waits(waits for _, waits in results)

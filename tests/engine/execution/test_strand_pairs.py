@@ -68,6 +68,12 @@ CASES = {
     "context 2, heads, recomputed, split": Case(
         model=wide("llama"), context=2, exchange=ContextExchange.all_to_all, adjust=recomputing, order=SPLIT
     ),
+    "context 2, ring, packed": Case(
+        model=wide("qwen3"), context=2, exchange=ContextExchange.ring, form={"documents": (5, 8, 3)}
+    ),
+    "context 4, ring, recomputed, split, ZeRO-1": Case(
+        model=wide("mistral"), context=4, exchange=ContextExchange.ring, adjust=recomputing, order=SPLIT, zero=1
+    ),
     "context 2, tensor 2, split": Case(model=wide("mistral"), context=2, tensor=2, order=SPLIT),
     "expert 2": Case(model=wide("mixtral"), expert=2, replicas=2),
     "expert 2, eager": Case(

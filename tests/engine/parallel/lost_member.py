@@ -23,12 +23,25 @@ def exchanged(axis: str) -> tuple[list[float], ...]:
         group.all_reduce(mine.clone()).wait(),
         group.maximum(mine.clone()).wait(),
         group.all_to_all(mine, send, receive).wait(),
+        group.shift(mine).wait(),
     )
     assert (group.size, group.axis) == (2, axis)
     return tuple(result.flatten().tolist() for result in results)
 
 
-def lose(axis: str, size: int = 2) -> str:
+def shifted(size: int) -> list[float]:
+    """What comes by on this rank in as many shifts as there are members."""
+    device = init_distributed(30.0)
+    group = open_axes({"context": [tuple(range(size))]}, device, 30.0).context
+    held, seen = torch.tensor([float(group.index)]), []
+    for _ in range(size):
+        seen.append(held.item())
+        held = group.shift(held).wait()
+    assert held.item() == group.index, "it has come home"
+    return seen
+
+
+def lose(axis: str, size: int = 2, operation: str = "all_gather") -> str:
     """What the ranks that stay are told; the one before the last goes."""
     device = init_distributed(30.0)
     group = getattr(open_axes({axis: [tuple(range(size))]}, device, 30.0), axis)
@@ -37,7 +50,7 @@ def lose(axis: str, size: int = 2) -> str:
         dist.destroy_process_group()
         return ""
     try:
-        group.all_gather(torch.ones(1)).wait()
+        getattr(group, operation)(torch.ones(1)).wait()
     except ChannelError as error:
         return str(error)
     return "nothing"

@@ -19,6 +19,8 @@ CASES = [
     (2, {"context": 2, "zero": 3, "microbatches": 2}),
     (1, {"context": 2, "exchange": "all_to_all", "stages": 2, "zero": 1, "checkpointing": True}),
     (2, {"context": 2, "exchange": "all_to_all", "zero": 3, "microbatches": 2}),
+    (1, {"context": 2, "exchange": "ring", "stages": 2, "zero": 1, "schedule": "auto", "checkpointing": True}),
+    (2, {"context": 2, "exchange": "ring", "zero": 3, "microbatches": 2}),
     (1, {"tensor": 2, "stages": 2}),
     (2, {"tensor": 2, "zero": 1, "microbatches": 2}),
     (2, {"tensor": 2, "zero": 3, "microbatches": 2}),

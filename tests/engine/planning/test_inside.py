@@ -1,6 +1,7 @@
 """What plans know of ranks that share layers: what each holds, exchanges, saves and sends."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig
@@ -19,9 +20,11 @@ from weft.conf.schema import (
     WeftConfig,
 )
 from weft.engine.parallel.context_exchange import key_value_size
+from weft.engine.planning import exchange_facts
 from weft.engine.planning.gathering import facts_before_start
 from weft.engine.planning.run_plan import plan_run
 from weft.engine.stages.sizes import model_sizes
+from weft.pipeline.states import USABLE
 
 LLAMA = LlamaConfig(**MODEL.to_dict() | {"vocab_size": 4096})
 MIXTRAL = MixtralConfig(
@@ -120,20 +123,54 @@ def test_what_costs_less_is_exchanged(tmp_path, line, chosen):
     assert "ms a layer and micro-batch" in facts.sources["exchange"]
 
 
-@pytest.mark.parametrize(("exchange", "chosen"), [(1.0, "gather"), (1e-9, "all_to_all")])
-def test_an_exchange_is_chosen_by_what_it_was_measured_to_take(tmp_path, exchange, chosen):
+@pytest.mark.parametrize(
+    ("line", "chosen"), [((1.0, 0.0), "gather"), ((0.0, 1e-20), "all_to_all"), ((1e-9, 0.0), "ring")]
+)
+def test_an_exchange_is_chosen_by_what_it_was_measured_to_take(tmp_path, monkeypatch, line, chosen):
     """Not by what a gather takes; and by bytes where it was not measured."""
+    monkeypatch.setattr(exchange_facts, "_attention_s", lambda *_: 0.0)  # as this machine's may hide any shift
     config = WeftConfig(parallel=ParallelConfig(context=4))
     config.cluster.ranks = 4
     config.data.cache_dir = str(tmp_path)
     key, cache = topology_key(Group.regular(1, 4), "cpu"), CostCache.in_folder(str(tmp_path))
     table = dict(CollectiveCosts.of_links({LinkClass.intra: AlphaBeta(1e-3, 0.0)}).table)
-    cache.write(key, CollectiveCosts(table | {(LinkClass.intra, Primitive.all_to_all): AlphaBeta(exchange, 0.0)}))
+    cache.write(key, CollectiveCosts(table | {(LinkClass.intra, Primitive.all_to_all): AlphaBeta(*line)}))
     assert facts_before_start(config, LLAMA).exchange is ContextExchange[chosen]
     del table[LinkClass.intra, Primitive.all_to_all]
     cache.write(key, CollectiveCosts(table))
     facts = facts_before_start(config, LLAMA)
     assert facts.exchange is ContextExchange.all_to_all and " ms " not in facts.sources["exchange"]
+
+
+def ring_choice(tmp_path, *, memory, checkpointing=False):
+    """What is chosen on ranks with so many bytes, for two members of a long sequence, and why."""
+    config = WeftConfig(parallel=ParallelConfig(context=2))
+    config.cluster.ranks = 2
+    config.data.cache_dir, config.data.sequence_length = str(tmp_path), 1 << 14
+    config.model.gradient_checkpointing = checkpointing
+    facts = facts_before_start(config, LLAMA)
+    found = exchange_facts.with_exchange(config, LLAMA, replace(facts, device_bytes=memory))
+    return found.exchange.value, found.sources["exchange"]
+
+
+def test_keys_and_values_go_round_the_ring_where_memory_has_no_room_for_all_of_them(tmp_path):
+    """Two members with four heads each: by heads would move as much as a gather does, and fits as well as the ring."""
+    config = WeftConfig(parallel=ParallelConfig(context=2, context_exchange=ContextExchange.gather))
+    config.cluster.ranks = 2
+    config.data.cache_dir, config.data.sequence_length = str(tmp_path), 1 << 14
+    facts = facts_before_start(config, LLAMA)
+    needed = {
+        exchange: exchange_facts.needed_bytes(config, replace(facts, exchange=exchange))
+        for exchange in (ContextExchange.gather, ContextExchange.ring)
+    }
+    kept = MODEL.num_hidden_layers * (1 << 13) * 2 * MODEL.hidden_size * 4
+    assert needed[ContextExchange.gather] - needed[ContextExchange.ring] == pytest.approx(kept)
+    between = sum(needed.values()) / 2 / USABLE
+    assert ring_choice(tmp_path, memory=2 * between) == ("gather", ring_choice(tmp_path, memory=inf)[1])
+    chosen, why = ring_choice(tmp_path, memory=between)
+    assert chosen != "gather" and why.endswith("gather does not fit in memory")
+    chosen, why = ring_choice(tmp_path, memory=between / 100)
+    assert chosen != "gather" and why.endswith("gather does not fit in memory, nor do others")
 
 
 def test_links_between_sites_are_shared_by_members(tmp_path):

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from pytest import approx
-from transformers import LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests.engine.parallel.members import micro_batches
-from weft.conf.schema import SplitKind
+from weft.conf.schema import ContextExchange, SplitKind
 from weft.engine.backward import SplitBackward
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.in_process import run_in_threads
@@ -41,6 +41,7 @@ MODELS = {
     "llama": LlamaConfig(**SHAPE),
     "tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, head_dim=8),
+    "mistral": MistralConfig(**SHAPE, sliding_window=5),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
 }
 CASES = [
@@ -54,6 +55,11 @@ CASES = [
     ("mixtral", {"expert": 2}, True, 1),
     ("mixtral", {"tensor": 2}, False, 1),
     ("mixtral", {"context": 2}, False, 2),
+]
+CASES = [(*case, ContextExchange.gather) for case in CASES] + [
+    ("llama", {"context": 4}, False, 2, ContextExchange.ring),
+    ("qwen3", {"context": 2}, True, 1, ContextExchange.ring),
+    ("mistral", {"context": 2}, False, 1, ContextExchange.ring),
 ]
 
 
@@ -90,8 +96,12 @@ class Logged:
         self._note("all_to_all", tensor.nbytes)
         return self.group.all_to_all(tensor, send, receive)
 
+    def shift(self, tensor):
+        self._note("shift", tensor.nbytes)
+        return self.group.shift(tensor)
 
-def really_started(config, sizes, checkpointing, num_stages):
+
+def really_started(config, sizes, checkpointing, num_stages, exchange=ContextExchange.gather):
     """By stage, what member 0 starts in a forward and in a backward, and of how many parameters the gradients wait."""
     config = copy.deepcopy(config)
     config._attn_implementation = "sdpa"
@@ -104,7 +114,7 @@ def really_started(config, sizes, checkpointing, num_stages):
     def member(axes):
         log = []
         used = [axis for axis in ("tensor", "context", "expert") if getattr(axes, axis).size > 1]
-        logged = AxisGroups(**{axis: Logged(getattr(axes, axis), log) for axis in used})
+        logged = AxisGroups(**{axis: Logged(getattr(axes, axis), log) for axis in used}, exchange=exchange)
         with making:
             stages = stages_from_model(copy.deepcopy(model), split, range(num_stages), logged)
         part = part_of(batch, axes.context)
@@ -130,12 +140,13 @@ def comparable(traffic, *, sized):
     return [(t.axis, t.primitive, t.num_bytes) if sized else (t.axis, t.primitive) for t in traffic]
 
 
-@pytest.mark.parametrize(("name", "sizes", "checkpointing", "num_stages"), CASES)
-def test_traced_collectives_are_those_that_run_in_their_order(name, sizes, checkpointing, num_stages):
+@pytest.mark.parametrize(("name", "sizes", "checkpointing", "num_stages", "exchange"), CASES)
+def test_traced_collectives_are_those_that_run_in_their_order(name, sizes, checkpointing, num_stages, exchange):
     config = MODELS[name]
     strands = trace_strands(
         config,
         sizes,
+        exchange=exchange,
         microbatch_size=ROWS,
         sequence_length=LENGTH,
         checkpointing=checkpointing,
@@ -145,7 +156,8 @@ def test_traced_collectives_are_those_that_run_in_their_order(name, sizes, check
     split = split_layers(config, num_stages, SplitKind.even)
     parts = [strands.before, *(strands.layers[kind] for kind in strands.order), strands.after]
     sized = "expert" not in sizes  # how many tokens go where depends on them
-    for index, (forward, backward, kept) in enumerate(really_started(config, sizes, checkpointing, num_stages)):
+    started = really_started(config, sizes, checkpointing, num_stages, exchange)
+    for index, (forward, backward, kept) in enumerate(started):
         first, last = index == 0, index == num_stages - 1
         layers = split.layers[index]
         held = parts[layers[0] + (not first) : layers[-1] + 2 + last]

@@ -63,6 +63,10 @@ class PretendedGroup:
         """The tensor."""
         return self._start(tensor, lambda whole: whole.clone())
 
+    def shift(self, tensor: Tensor) -> Handle:
+        """The tensor."""
+        return self._start(tensor, lambda whole: whole.clone())
+
     def _start(self, tensor: Tensor, work: Callable[[Tensor], Tensor]) -> Handle:
         def late(ready: Tensor) -> Tensor:
             torch.cuda._sleep(CYCLES) if ready.is_cuda else sleep(1e-4)

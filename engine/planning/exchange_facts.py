@@ -1,0 +1,92 @@
+"""How ranks that share sequences let each query meet all keys: what each way takes of this run's time and memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import PreTrainedConfig
+
+from weft.comm.collectives import Primitive
+from weft.conf.schema import ContextExchange, WeftConfig
+from weft.engine.parallel.context_exchange import choose_exchange
+from weft.engine.planning.estimates import planning_costs, stage_sizes, working_bytes
+from weft.engine.planning.facts import Facts
+from weft.engine.planning.memory import rank_states
+from weft.engine.planning.pairing import traffic_s
+from weft.engine.planning.schedules import open_placements
+from weft.engine.precision import DTYPES
+from weft.engine.stages.split import split_model
+from weft.pipeline.states import USABLE
+from weft.pipeline.strands.work import Traffic
+
+
+def with_exchange(config: WeftConfig, hf_config: PreTrainedConfig, facts: Facts) -> Facts:
+    """The facts with how ranks that share sequences let each query meet all keys.
+
+    Raises:
+        UnshareableError: what is configured cannot be done.
+    """
+
+    def seconds(primitive: str, elements: float) -> float:
+        num_bytes = tokens * elements * DTYPES[config.train.precision].itemsize
+        return traffic_s(facts, Traffic("context", primitive, num_bytes))
+
+    def fits(exchange: ContextExchange) -> bool:
+        return needed_bytes(config, replace(facts, exchange=exchange)) <= USABLE * facts.device_bytes
+
+    tokens = config.train.microbatch_size * config.data.sequence_length
+    chosen, why = choose_exchange(
+        hf_config,
+        config.parallel.context_exchange,
+        context=facts.layout.context,
+        tensor=facts.layout.tensor,
+        seconds=seconds if _known("context", facts) else None,
+        attention_s=_attention_s(config, facts),
+        fits=fits,
+    )
+    return replace(facts, exchange=chosen, sources=facts.sources | {"exchange": why})
+
+
+def needed_bytes(config: WeftConfig, facts: Facts) -> float:
+    """What the fullest rank needs at most: its states, and activations of as many micro-batches as 1F1B has in flight.
+
+    The schedule is not known yet; of one that a placement with several stages on a rank runs, each of them is taken to
+    hold as many micro-batches as there are ranks.
+    """
+    placement = next(iter(open_placements(config.pipeline, facts.layout.sites).values()))
+    split = split_model(facts.model, placement.num_stages, config.pipeline.split, config.pipeline.layers)
+    costs, sizes = planning_costs(config, facts, split), stage_sizes(facts.model, split)
+    states = rank_states(
+        config,
+        placement,
+        [size.held for size in sizes],
+        replicas=facts.layout.data_ranks,
+        largest_block=facts.model.largest_layer,
+        shares=[size.parameters / facts.layout.lines for size in sizes],
+    )
+    working = working_bytes(config, facts, split, costs)
+    most = 0.0
+    for rank, held in enumerate(placement.rank_stages):
+        ahead = placement.num_ranks - (rank if len(held) == 1 else 0)
+        saved = sum(costs.stages[stage].activation_bytes for stage in held)
+        in_flight = min(ahead, config.pipeline.microbatches or ahead)
+        most = max(most, states[rank].total + in_flight * saved + max(working[stage] for stage in held))
+    return most
+
+
+def _attention_s(config: WeftConfig, facts: Facts) -> float:
+    """Seconds of a rank's attention in the forward of a layer and micro-batch; 0 where that is not known."""
+    if facts.work is None or facts.flops_per_s is None or not facts.work.layers:
+        return 0.0
+    flops = sum(layer.attention_flops for layer in facts.work.layers) / len(facts.work.layers)
+    shared = facts.layout.tensor * facts.layout.context
+    return flops * config.train.microbatch_size / shared / facts.flops_per_s
+
+
+def _known(axis: str, facts: Facts) -> bool:
+    """Whether what collectives along an axis cost is known."""
+    if axis not in facts.axes or (costs := facts.axes[axis].costs) is None:
+        return False
+    link = facts.axes[axis].group.flat.links[0]
+    needed = (Primitive.all_gather, Primitive.reduce_scatter, Primitive.all_to_all)
+    return all((link, primitive) in costs.table for primitive in needed)
