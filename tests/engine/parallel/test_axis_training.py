@@ -70,6 +70,33 @@ def test_another_layout_goes_on_from_a_checkpoint_and_exports_the_same(tmp_path)
         assert torch.allclose(weight, weights[1][name], rtol=1e-4, atol=1e-6), name
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_checkpoint_of_any_layout_goes_on_in_any_other(tmp_path):
+    """Matrices and sequences that two ranks share, to four, to more stages, and to one process; and back."""
+    layouts = {
+        "tensor 2": {"tensor": 2, "stages": 2, "zero": 1},
+        "tensor 4": {"tensor": 4, "zero": 3},
+        "stages 4": {"stages": 4},
+        "ring": {"context": 2, "exchange": "ring", "stages": 2, "zero": 1},
+    }
+    configs = {name: axis_config(**layout) for name, layout in layouts.items()}
+    for config in configs.values():
+        config.model.overrides["num_key_value_heads"] = 4
+    alone = axis_config()
+    alone.model.overrides["num_key_value_heads"] = 4
+    for written, config in configs.items():
+        if written == "tensor 4":
+            continue
+        folder = str(tmp_path / written)
+        expected = run_ranks(4, go_on, config, folder, True, timeout_s=300)[0]
+        assert run_ranks(1, go_on, alone, folder, False, timeout_s=300)[0] == pytest.approx(expected, rel=1e-5)
+        for read, other in configs.items():
+            if read != written:
+                found = run_ranks(4, go_on, other, folder, False, timeout_s=300)[0]
+                assert found == pytest.approx(expected, rel=1e-5), (written, read)
+
+
 LOW = [
     (2, {"tensor": 2, "microbatches": 2}),
     (1, {"tensor": 2, "stages": 2, "zero": 1}),
