@@ -14,11 +14,21 @@ MOST_RANKS = 100_000
 MOST_LEGS = 1_000
 MOST_NUMBER = 1e18
 """Largest number of bytes or milliseconds: an exabyte, or 30 million years."""
+_MOST_BITS = 4096
+
+
+class _Short(reprlib.Repr):
+    """Also of integers with more digits than Python turns into text, such as a long hexadecimal one."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        if x.bit_length() > _MOST_BITS:
+            return f"<a number of {x.bit_length()} bits>"
+        return super().repr_int(x, level)
 
 
 def short_repr(value: Any) -> str:
     """``repr`` of a value that a user gave, shortened to a readable length."""
-    short = reprlib.Repr()
+    short = _Short()
     short.maxstring = short.maxother = short.maxlong = 60
     short.maxlist = short.maxdict = short.maxtuple = 4
     short.maxlevel = 2

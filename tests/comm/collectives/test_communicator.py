@@ -174,3 +174,46 @@ def test_what_fails_says_whose_and_on_which_rank(ranks):
 
     told = [f"loss of ranks 1, 2, on rank {rank}: sum of losses failed: torn" for rank in (1, 2)]
     assert ranks(3, run) == [None, ([2.0, 2.0], told[0]), ([2.0, 2.0], told[1])]
+
+
+def test_what_is_closed_takes_no_more_and_waits_for_nothing(ranks):
+    def run(rank):
+        opened = Communicator.open([Group((0, 1), (0, 1))], device=CPU, timeout_s=1.0)
+        closed = threading.Event()
+        handle = opened.start_whole(lambda tensor, group: tensor * closed.wait(20), torch.ones(1), "a long one")
+        opened.close()
+        closed.set()
+        return handle.wait().tolist()
+
+    assert ranks(2, run) == [[1.0]] * 2, "it was under way when the communicator was closed"
+
+
+def test_a_chunk_that_is_done_keeps_the_target_alone(ranks):
+    """What its last step returned is free before anybody waits."""
+    wish = Collective.flat(Primitive.all_gather, Group.regular(2, 1), num_elements=8, itemsize=4)
+
+    def run(rank):
+        opened = Communicator.open([wish.group], device=CPU, timeout_s=1.0)
+        target = torch.zeros(8)
+        handle = opened.start(plain(wish).chunked((0.5, 0.5)), torch.ones(4), target)
+        return len(handle.chunks), all(chunk.result() is target for chunk in handle.chunks), target.tolist()
+
+    assert ranks(2, run) == [(2, True, [1.0] * 8)] * 2
+
+
+@pytest.mark.parametrize("asked", [None, [Primitive.broadcasts]])
+def test_each_axis_of_a_ranks_own_group_is_connected_for_what_it_is_used_for(ranks, monkeypatch, asked):
+    groups, connected = [Group.regular(2, 2), Group((4, 5), (2, 3))], {}
+
+    def connect(axes, device):
+        assert device == CPU
+        connected[communicator.dist.get_rank()] = [(line.meeting.count, tuple(named)) for line, named in axes]
+
+    monkeypatch.setattr(communicator, "connect_groups", connect)
+    more = {} if asked is None else {"primitives": asked}
+    ranks(7, lambda rank: Communicator.open(groups, device=CPU, timeout_s=1.0, **more) is None)
+    named = tuple(asked or WHOLE)
+    assert {rank: sorted(axes, key=lambda axis: axis[0]) for rank, axes in connected.items()} == {
+        **{rank: sorted([(4, named), (2, named), (2, named)], key=lambda axis: axis[0]) for rank in range(4)},
+        **{rank: [(2, named)] for rank in (4, 5)},
+    }

@@ -225,3 +225,22 @@ def test_more_bytes_never_take_less(size, sizes):
     for primitive in EXECUTED:
         less, more = (SLOW_BETWEEN.step_s(primitive, LinkClass.inter, size, each) for each in sorted(sizes))
         assert 0 <= less <= more
+
+
+@pytest.mark.parametrize("primitive", EXECUTED)
+def test_nothing_to_move_and_nobody_to_move_it_to_take_no_time(primitive):
+    """Whether or not such links were measured."""
+    for costs in (SLOW_BETWEEN, CollectiveCosts({})):
+        assert costs.step_s(primitive, LinkClass.inter, 1, 1e9) == 0.0
+        assert costs.step_s(primitive, LinkClass.inter, 4, 0) == 0.0
+    assert SLOW_BETWEEN.step_s(primitive, LinkClass.inter, 2, 1) > 0.0
+
+
+def test_a_mesh_of_another_group_and_a_fit_of_one_measurement_are_refused():
+    other = Group.regular(1, 4)
+    with pytest.raises(ValueError, match="the mesh belongs to another group"):
+        Rewrite(wish(Primitive.all_reduce), other.flat, (Step(Primitive.all_reduce, 0),))
+    with pytest.raises(ValueError, match="at least two measurements"):
+        fit([(1, 1.0, 1.0)])
+    with pytest.raises(ValueError, match="broadcast: cannot be planned; use all_reduce"):
+        wish(Primitive.broadcast)

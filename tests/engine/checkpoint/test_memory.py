@@ -1,7 +1,9 @@
 """Memory checkpoints: whole or not there, found among hosts, and kept where the loss of a host leaves them."""
 
 import os
+import shutil
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -177,3 +179,11 @@ def test_nobody_keeps_memory_without_a_folder(monkeypatch, tmp_path):
     assert HostMemory.of_environment() is None
     monkeypatch.setenv("WEFT_MEMORY", str(tmp_path / "m"))
     assert HostMemory.of_environment().root == tmp_path / "m"
+
+
+def test_memory_that_is_just_enough_is_enough(tmp_path, monkeypatch):
+    memory = HostMemory(tmp_path / "m")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3 << 30))
+    memory.check_room(3 << 30)
+    with pytest.raises(CheckpointError, match=r"take 4\.50 GiB, and .* has 3\.00 GiB free"):
+        memory.check_room(9 << 29)

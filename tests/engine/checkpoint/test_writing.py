@@ -203,3 +203,58 @@ def test_a_file_is_written_before_it_is_synced_and_a_folder_has_its_parents(tmp_
     assert synced == [3]
     with pytest.raises(FileExistsError):
         durable.make_new_folder(folder)
+
+
+def test_space_that_is_just_enough_is_enough(tmp_path):
+    check_space(tmp_path, 1000, free_bytes=1000)
+    with pytest.raises(CheckpointError, match="needs 1001 bytes, 1000 bytes are free"):
+        check_space(tmp_path, 1001, free_bytes=1000)
+    check_space(tmp_path, 0, free_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (1, "1 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (1 << 20, "1 MiB"),
+        (5 << 30, "5 GiB"),
+        (1 << 40, "1 TiB"),
+        (3 << 50, "3072 TiB"),
+    ],
+)
+def test_sizes_are_told_in_units_that_people_read(tmp_path, num_bytes, text):
+    with pytest.raises(CheckpointError, match=f"needs {text}, 0 bytes are free"):
+        check_space(tmp_path, num_bytes, free_bytes=0)
+
+
+def test_names_reach_the_disk_with_the_folder_that_holds_them(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(durable, "sync_folder", synced.append)
+    durable.make_folder(tmp_path / "a" / "b")
+    assert synced == [tmp_path, tmp_path / "a"]
+    durable.make_folder(tmp_path / "a" / "b")
+    assert len(synced) == 2, "it is there"
+    durable.make_new_folder(tmp_path / "a" / "c" / "d")
+    assert synced[2:] == [tmp_path / "a", tmp_path / "a" / "c"]
+    assert (tmp_path / "a" / "c" / "d").stat().st_mode & 0o777 == 0o700
+    durable.rename(tmp_path / "a" / "c", tmp_path / "a" / "e")
+    assert synced[4:] == [tmp_path / "a"] and (tmp_path / "a" / "e" / "d").is_dir()
+    with pytest.raises(AssertionError):
+        durable.rename(tmp_path / "a" / "e", tmp_path / "e")
+
+
+def test_a_failed_write_is_raised_once_and_the_next_may_follow(tmp_path):
+    writer = BackgroundWriter()
+
+    def fail() -> Path:
+        raise CheckpointError("full")
+
+    writer.submit(fail)
+    with pytest.raises(CheckpointError, match="full"):
+        writer.wait()
+    assert writer.wait() is None
+    writer.submit(lambda: tmp_path)
+    assert writer.wait() == writer.wait() == tmp_path
