@@ -1,0 +1,120 @@
+"""What may be asked of a plan, word by word; what plans are ordered by; and why there is none."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.pipeline.planner.planned import cluster, model, site
+from weft.pipeline.planner.refusals import Refusals
+from weft.pipeline.planner.request import FREE, PINS, Objective, Request, read_pins
+
+
+@pytest.mark.parametrize(
+    ("word", "pin"),
+    [
+        ("pipeline.stages=8", {"num_stages": 8}),
+        ("pipeline.stages=1", {"num_stages": 1}),
+        ("pipeline.stages=1e1", {"num_stages": 10}),
+        ("pipeline.microbatches=1000000000", {"microbatches": 10**9}),
+        ("pipeline.schedule=1f1b", {"schedule": "1f1b"}),
+        ("pipeline.placement=fold", {"arrangement": "fold"}),
+        ("zero.stage=0", {"zero_stage": 0}),
+        ("zero.stage=3", {"zero_stage": 3}),
+        ("model.gradient_checkpointing=true", {"checkpointing": True}),
+        ("model.gradient_checkpointing=false", {"checkpointing": False}),
+        ("comm.cell=2", {"cell": 2}),
+    ],
+)
+def test_a_field_is_fixed_to_a_value_of_its_kind(word, pin):
+    found = read_pins([word])
+    assert found == pin and [type(value) for value in found.values()] == [type(value) for value in pin.values()]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["pipeline.stage=8"], "did you mean pipeline.stages?"),
+        (["pipeline.stages"], "a plan has no such field to fix; did you mean pipeline.stages?"),
+        (["xyz=8"], f"one of {', '.join(PINS)}"),
+        (["pipeline.stages=0"], "pipeline.stages=0: expected a whole number of at least 1"),
+        (["pipeline.stages=1.5"], "pipeline.stages=1.5: expected a whole number"),
+        (["pipeline.stages=-1"], "pipeline.stages='-1': expected a number at least 0"),
+        (["pipeline.stages=many"], "pipeline.stages='many': expected a number"),
+        (["pipeline.stages="], "pipeline.stages='': expected a number"),
+        (["pipeline.microbatches=1000000001"], "at most 1000000000"),
+        (["pipeline.schedule=gpipe"], "plans compare auto and 1f1b"),
+        (["pipeline.placement=w"], "choose one of straight, fold"),
+        (["zero.stage=4"], "choose one of 0, 1, 2 and 3"),
+        (["zero.stage=0.5"], "choose one of 0, 1, 2 and 3"),
+        (["model.gradient_checkpointing=1"], "expected true or false"),
+        (["comm.cell=2", "parallel.tensor=4"], "GPUs of parallel.tensor=4 work at the same time"),
+        (
+            ["comm.cell=2", "parallel.context=2", "parallel.expert=8"],
+            "GPUs of parallel.context=2 and parallel.expert=8 work",
+        ),
+        (["parallel.expert=6", "parallel.tensor=4"], "choose a multiple of 4, or 1"),
+    ],
+)
+def test_what_cannot_be_fixed_is_named(words, said):
+    with pytest.raises(ValueError) as caught:
+        read_pins(words)
+    assert said in str(caught.value)
+
+
+def test_pins_that_runs_have_together_pass():
+    assert read_pins(["comm.cell=1", "parallel.tensor=4", "parallel.expert=8"]) == {"cell": 1, "tensor": 4, "expert": 8}
+    assert read_pins(["comm.cell=3", "parallel.tensor=1"]) == {"cell": 3, "tensor": 1}
+    assert read_pins(["parallel.expert=1", "parallel.tensor=4"]) == {"expert": 1, "tensor": 4}
+    assert read_pins([]) == {}
+
+
+def test_each_objective_has_least_of_its_own():
+    scores = {
+        objective: Request(sequences=1, objective=objective).score_of(7200.0, None, 3.0, 0.5, 1000)
+        for objective in Objective
+    }
+    assert scores == {
+        Objective.latency: 7200.0,
+        Objective.throughput: 7.2,
+        Objective.time_to_tokens: 7.2,
+        Objective.cost: pytest.approx((2 * (3.0 + FREE) + 0.5) / 1000, rel=1e-12),
+    }
+    pinned = Request(sequences=1, pins={"tensor": 4})
+    assert pinned.choices("tensor", [1, 2]) == [4] and pinned.choices("context", [1, 2]) == [1, 2]
+
+
+SOME = cluster(site("a"), site("b", gpu="H100"))
+REQUEST = Request(sequences=32)
+
+
+def refusals(**changes):
+    return Refusals(SOME, model(), replace(REQUEST, **changes))
+
+
+def test_what_was_refused_most_often_is_why_there_is_no_plan():
+    found = refusals(max_memory=0.5)
+    found.gpus()
+    assert found.explained() == "GPUs: no set of sites has enough; loosen --pin, or add GPUs"
+    found.links()
+    found.links()
+    assert found.explained().startswith("links: sites with enough GPUs are not neighbours")
+    for price in (9.0, 7.5, 8.0):
+        found.price(price)
+    assert "the cheapest 7.5 an hour" in found.explained()
+    for least, where in ((3 * 2**30, "x=1"), (2 * 2**30, "y=2"), (4 * 2**30, "z=3")):
+        found.memory(least, where)
+    found.memory()
+    said = found.explained()
+    most = max(one.gpu.memory_bytes for one in SOME.sites) / 2
+    assert "at best 2 GiB on a GPU (y=2)" in said and f"a plan fills {most / 2**30:.4g} GiB" in said
+    alone = refusals()
+    alone.memory()
+    assert "its layers take more, and a plan fills" in alone.explained()
+
+
+def test_a_pin_that_no_layout_has_is_told_with_those_that_there_are():
+    assert "--pin replicas=7: no layout has it beside the batch and the GPUs; choose one of 1, 2, 4" in (
+        refusals(pins={"replicas": 7}).explained()
+    )
+    assert refusals(pins={"cell": 7}).explained().startswith("no layout: the pinned fields")
+    assert refusals().explained().startswith("no layout: the pinned fields")
