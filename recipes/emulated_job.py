@@ -14,7 +14,7 @@ from weft.conf.sites import ranks_per_site
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import initialize
 from weft.engine.planning.joining import join
-from weft.recipes.train import prepare
+from weft.recipes.preparation import prepare
 
 
 @dataclass(frozen=True)

@@ -3,45 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
-from math import ceil
 from pathlib import Path
 from time import sleep
 
-import torch
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
 
 from weft.conf import load
-from weft.conf.batch import fit_batch, num_replicas
-from weft.conf.checks import virtual_stages
+from weft.conf.batch import fit_batch
 from weft.conf.private import take_secrets, write_private
 from weft.conf.run_lock import RunLock
-from weft.conf.schema import Attention, WeftConfig
-from weft.conf.trees import to_tree, to_yaml
+from weft.conf.schema import WeftConfig
+from weft.conf.trees import to_yaml
 from weft.engine.checkpoint import check_folder
 from weft.engine.checkpoint.memory import HostMemory
-from weft.engine.data import (
-    MicrobatchLoader,
-    Source,
-    build_loader,
-    check_source,
-    load_tokenizer,
-    open_source,
-    vocabulary_for,
-)
 from weft.engine.distributed import (
     SharedError,
-    attempt_number,
     first_to_fail,
     lost_peer,
-    rank_zero_first,
     together,
 )
 from weft.engine.engine import WeftEngine
@@ -50,9 +33,7 @@ from weft.engine.kept import KEPT
 from weft.engine.observability.heartbeat import Heartbeat
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.planning.joining import join
-from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.plan_file import plan_to_json
-from weft.engine.stages import check_flash_packing, load_hf_config, refuse_packing, self_check
 from weft.engine.supervision.places import Phase
 from weft.engine.zero import NonFiniteError, ReplicasDiffer
 from weft.recipes.attempts import Held, run_attempts
@@ -60,13 +41,12 @@ from weft.recipes.evaluations import Evaluations
 from weft.recipes.failures import reported
 from weft.recipes.finish import finish, print_once
 from weft.recipes.hub import push
+from weft.recipes.preparation import prepare
 from weft.recipes.progress import Progress
 from weft.recipes.run import TrainingRun
 
 PATIENCE_S = 5.0
 """Seconds that a rank waits for the first rank of its host to report an error that both found."""
-SKIPS = 3
-"""``supervise.max_skips`` of a supervised run that does not set it."""
 
 
 def main(argv: Sequence[str], held: Held | None = None) -> int:
@@ -156,33 +136,6 @@ def train(config: WeftConfig, heartbeat: Heartbeat | None = None, held: Held | N
     return engine
 
 
-def prepare(
-    config: WeftConfig, folder: Path
-) -> tuple[WeftConfig, PreTrainedTokenizerBase, MicrobatchLoader, MicrobatchLoader | None]:
-    """What a run reads, on a rank that has joined: its settled configuration, tokenizer, data and evaluation data.
-
-    A collective call.
-
-    Args:
-        folder: of the run; remembers that a model's self-check has passed.
-
-    Raises:
-        ValueError: bad input, with the same message on every rank.
-    """
-    together(lambda: check_source(config.data) if dist.get_rank() == 0 else None)
-    tokenizer = rank_zero_first(lambda: _tokenizer(config))
-    _fit_vocabulary(config, len(tokenizer))
-    SET_UP.done("tokenizer")
-    if config.model.self_check and virtual_stages(config) > 1:  # only a recipe knows whether sequences are packed
-        together(lambda: _check_model(config, folder / "self_check.json") if dist.get_rank() == 0 else None)
-    SET_UP.done("self-check")
-    loader, evaluation = _loaders(config, tokenizer)
-    SET_UP.done("data")
-    config = _with_steps(config, loader)
-    torch.manual_seed(config.train.seed)
-    return _with_skips(config), tokenizer, loader, evaluation
-
-
 def _open_memory(config: WeftConfig, engine: WeftEngine) -> None:
     """Have checkpoints taken in host memory, where somebody keeps it when ranks end."""
     if not config.checkpoint.memory_every:
@@ -208,86 +161,6 @@ def _write_plan(engine: WeftEngine, path: Path) -> None:
     """The plan that the run goes by, beside its configuration."""
     write_private(path, plan_to_json(engine.plan))
     print_once(f"plan: {path} ({engine.plan.summary()})")
-
-
-def _check_model(config: WeftConfig, passed: Path) -> None:
-    """The self-check, unless an earlier attempt has passed it with the same settings.
-
-    Args:
-        passed: file in the run's folder that says so.
-    """
-    done = {"model": to_tree(config)["model"], "packing": config.data.packing, "rows": config.train.microbatch_size}
-    with suppress(OSError, ValueError):
-        if attempt_number() > 1 and json.loads(passed.read_text()) == done:
-            return
-    hf_config = load_hf_config(config.model)
-    if config.data.packing:
-        refuse_packing(hf_config.model_type)
-        if config.model.attn_implementation is Attention.flash_attention_2 and config.train.microbatch_size > 1:
-            check_flash_packing(hf_config)
-    self_check(hf_config, packing=config.data.packing)
-    write_private(passed, json.dumps(done) + "\n")
-
-
-def _fit_vocabulary(config: WeftConfig, words: int) -> None:
-    """Set a new model's vocabulary size from the tokenizer; refuse a configured size that is too small."""
-    fitting = vocabulary_for(words, config.parallel.tensor)
-    if not config.model.path and config.model.overrides.setdefault("vocab_size", fitting) < words:
-        raise ValueError(
-            f"model.overrides.vocab_size={config.model.overrides['vocab_size']}: the tokenizer has {words} tokens; "
-            "raise it, or leave it out"
-        )
-
-
-def _tokenizer(config: WeftConfig) -> PreTrainedTokenizerBase:
-    return KEPT.get("tokenizer", (config.model, config.data), lambda: load_tokenizer(config.model, config.data))
-
-
-def _source(config: WeftConfig, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool) -> Source:
-    def open_it() -> Source:
-        return open_source(config.data, tokenizer, evaluation=evaluation)
-
-    return KEPT.get("evaluation data" if evaluation else "data", (config.model, config.data), open_it)
-
-
-def _loaders(
-    config: WeftConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[MicrobatchLoader, MicrobatchLoader | None]:
-    layout = RankLayout.of(config, dist.get_world_size())
-
-    def build(evaluation: bool) -> MicrobatchLoader:
-        return build_loader(
-            config.data,
-            tokenizer,
-            source=_source(config, tokenizer, evaluation=evaluation),
-            microbatch_size=config.train.microbatch_size,
-            replica=layout.position(dist.get_rank()).replica,
-            num_replicas=layout.replicas,
-            seed=config.train.seed,
-            evaluation=evaluation,
-        )
-
-    training = rank_zero_first(lambda: build(False))
-    return training, rank_zero_first(lambda: build(True)) if config.train.eval_every else None
-
-
-def _with_steps(config: WeftConfig, loader: MicrobatchLoader) -> WeftConfig:
-    """The configuration with ``train.epochs`` converted to ``train.steps``."""
-    if not config.train.epochs:
-        return config
-    sequences = together(lambda: loader.sequences(config.train.epochs))
-    replicas = num_replicas(config, dist.get_world_size())
-    steps = ceil(sequences / (config.train.microbatch_size * config.pipeline.microbatches * replicas))
-    print_once(f"{config.train.epochs:g} epochs of {loader.description}: {sequences} sequences, {steps} steps")
-    return replace(config, train=replace(config.train, steps=steps))
-
-
-def _with_skips(config: WeftConfig) -> WeftConfig:
-    """The configuration with ``supervise.max_skips`` settled: runs that somebody watches over skip bad steps."""
-    if config.supervise.max_skips is not None:
-        return config
-    most = SKIPS if attempt_number() or config.supervise.spike else 0
-    return replace(config, supervise=replace(config.supervise, max_skips=most))
 
 
 def reports_error(error: ValueError) -> bool:

@@ -5,18 +5,18 @@ import json
 import pytest
 
 from weft.conf import load
-from weft.recipes import train
+from weft.recipes import preparation
 
 
 @pytest.fixture
 def check(monkeypatch, tmp_path):
     """Checks as an attempt does; returns how often the model was run so far."""
     runs = []
-    monkeypatch.setattr(train, "self_check", lambda *_, **__: runs.append(1))
+    monkeypatch.setattr(preparation, "self_check", lambda *_, **__: runs.append(1))
 
     def check(attempt, *overrides):
         monkeypatch.setenv("WEFT_ATTEMPT", str(attempt))
-        train._check_model(load(["recipe=quickstart", *overrides]), tmp_path / "self_check.json")
+        preparation._check_model(load(["recipe=quickstart", *overrides]), tmp_path / "self_check.json")
         return len(runs)
 
     return check
@@ -45,7 +45,7 @@ def test_a_check_that_fails_is_not_passed(check, monkeypatch, tmp_path):
     def fail(*_, **__):
         raise ValueError("differs")
 
-    monkeypatch.setattr(train, "self_check", fail)
+    monkeypatch.setattr(preparation, "self_check", fail)
     for attempt in (1, 2):
         with pytest.raises(ValueError, match="differs"):
             check(attempt)

@@ -1,0 +1,144 @@
+"""What a run reads before it trains: tokenizer, model and data, and the settings that follow from them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from weft.conf.batch import num_replicas
+from weft.conf.checks import virtual_stages
+from weft.conf.private import write_private
+from weft.conf.schema import Attention, WeftConfig
+from weft.conf.trees import to_tree
+from weft.engine.data import (
+    MicrobatchLoader,
+    Source,
+    build_loader,
+    check_source,
+    load_tokenizer,
+    open_source,
+    vocabulary_for,
+)
+from weft.engine.distributed import attempt_number, rank_zero_first, together
+from weft.engine.kept import KEPT
+from weft.engine.observability.set_up import SET_UP
+from weft.engine.planning.layout import RankLayout
+from weft.engine.stages import check_flash_packing, load_hf_config, refuse_packing, self_check
+from weft.recipes.finish import print_once
+
+SKIPS = 3
+"""``supervise.max_skips`` of a supervised run that does not set it."""
+
+
+def prepare(
+    config: WeftConfig, folder: Path
+) -> tuple[WeftConfig, PreTrainedTokenizerBase, MicrobatchLoader, MicrobatchLoader | None]:
+    """What a run reads, on a rank that has joined: its settled configuration, tokenizer, data and evaluation data.
+
+    A collective call.
+
+    Args:
+        folder: of the run; remembers that a model's self-check has passed.
+
+    Raises:
+        ValueError: bad input, with the same message on every rank.
+    """
+    together(lambda: check_source(config.data) if dist.get_rank() == 0 else None)
+    tokenizer = rank_zero_first(lambda: _tokenizer(config))
+    _fit_vocabulary(config, len(tokenizer))
+    SET_UP.done("tokenizer")
+    if config.model.self_check and virtual_stages(config) > 1:  # only a recipe knows whether sequences are packed
+        together(lambda: _check_model(config, folder / "self_check.json") if dist.get_rank() == 0 else None)
+    SET_UP.done("self-check")
+    loader, evaluation = _loaders(config, tokenizer)
+    SET_UP.done("data")
+    config = _with_steps(config, loader)
+    torch.manual_seed(config.train.seed)
+    return _with_skips(config), tokenizer, loader, evaluation
+
+
+def _check_model(config: WeftConfig, passed: Path) -> None:
+    """The self-check, unless an earlier attempt has passed it with the same settings.
+
+    Args:
+        passed: file in the run's folder that says so.
+    """
+    done = {"model": to_tree(config)["model"], "packing": config.data.packing, "rows": config.train.microbatch_size}
+    with suppress(OSError, ValueError):
+        if attempt_number() > 1 and json.loads(passed.read_text()) == done:
+            return
+    hf_config = load_hf_config(config.model)
+    if config.data.packing:
+        refuse_packing(hf_config.model_type)
+        if config.model.attn_implementation is Attention.flash_attention_2 and config.train.microbatch_size > 1:
+            check_flash_packing(hf_config)
+    self_check(hf_config, packing=config.data.packing)
+    write_private(passed, json.dumps(done) + "\n")
+
+
+def _fit_vocabulary(config: WeftConfig, words: int) -> None:
+    """Set a new model's vocabulary size from the tokenizer; refuse a configured size that is too small."""
+    fitting = vocabulary_for(words, config.parallel.tensor)
+    if not config.model.path and config.model.overrides.setdefault("vocab_size", fitting) < words:
+        raise ValueError(
+            f"model.overrides.vocab_size={config.model.overrides['vocab_size']}: the tokenizer has {words} tokens; "
+            "raise it, or leave it out"
+        )
+
+
+def _tokenizer(config: WeftConfig) -> PreTrainedTokenizerBase:
+    return KEPT.get("tokenizer", (config.model, config.data), lambda: load_tokenizer(config.model, config.data))
+
+
+def _source(config: WeftConfig, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool) -> Source:
+    def open_it() -> Source:
+        return open_source(config.data, tokenizer, evaluation=evaluation)
+
+    return KEPT.get("evaluation data" if evaluation else "data", (config.model, config.data), open_it)
+
+
+def _loaders(
+    config: WeftConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[MicrobatchLoader, MicrobatchLoader | None]:
+    layout = RankLayout.of(config, dist.get_world_size())
+
+    def build(evaluation: bool) -> MicrobatchLoader:
+        return build_loader(
+            config.data,
+            tokenizer,
+            source=_source(config, tokenizer, evaluation=evaluation),
+            microbatch_size=config.train.microbatch_size,
+            replica=layout.position(dist.get_rank()).replica,
+            num_replicas=layout.replicas,
+            seed=config.train.seed,
+            evaluation=evaluation,
+        )
+
+    training = rank_zero_first(lambda: build(False))
+    return training, rank_zero_first(lambda: build(True)) if config.train.eval_every else None
+
+
+def _with_steps(config: WeftConfig, loader: MicrobatchLoader) -> WeftConfig:
+    """The configuration with ``train.epochs`` converted to ``train.steps``."""
+    if not config.train.epochs:
+        return config
+    sequences = together(lambda: loader.sequences(config.train.epochs))
+    replicas = num_replicas(config, dist.get_world_size())
+    steps = ceil(sequences / (config.train.microbatch_size * config.pipeline.microbatches * replicas))
+    print_once(f"{config.train.epochs:g} epochs of {loader.description}: {sequences} sequences, {steps} steps")
+    return replace(config, train=replace(config.train, steps=steps))
+
+
+def _with_skips(config: WeftConfig) -> WeftConfig:
+    """The configuration with ``supervise.max_skips`` settled: runs that somebody watches over skip bad steps."""
+    if config.supervise.max_skips is not None:
+        return config
+    most = SKIPS if attempt_number() or config.supervise.spike else 0
+    return replace(config, supervise=replace(config.supervise, max_skips=most))
