@@ -10,13 +10,14 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from time import monotonic, sleep
 from types import TracebackType
 from typing import Any
 
 from weft.comm.native import Kind, build
+from weft.tools.netbed.commands import kernel_settings, node_commands, router_input, site_commands
 from weft.tools.netbed.topology import Topology
 
 _ROUTER = Path(__file__).with_name("router.c")
@@ -222,17 +223,17 @@ class NetBed:
 
     def _start(self, topology: Topology) -> None:
         assert self._router is not None and self._router.stdin is not None and self._router.stdout is not None
-        self._router.stdin.write(_router_input(topology))
+        self._router.stdin.write(router_input(topology))
         self._router.stdin.flush()  # and it stays open: its end tells the router that we are gone
         if self._router.stdout.readline() != "ready\n":
             assert self._router.stderr is not None
             raise ValueError(f"weft netbed: {self._router.stderr.read().strip()}")
         for site in topology.sites:
-            self._configure(self._netns("site", site), _site_commands(topology, site, self))
+            self._configure(self._netns("site", site), site_commands(topology, site, partial(self._netns, "node")))
         for node in topology.nodes:
             netns = self._netns("node", node.name)
-            self._configure(netns, _node_commands(topology, node.name))
-            self._write_settings(netns, _settings(topology))
+            self._configure(netns, node_commands(topology, node.name))
+            self._write_settings(netns, kernel_settings(topology))
 
     def _configure(self, netns: str, commands: list[str]) -> None:
         done = subprocess.run(
@@ -309,53 +310,3 @@ def _fault_words(line: list[str], names: list[str]) -> str:
     ends = [",".join(n for i, n in enumerate(names) if int(mask, 16) >> i & 1) for mask in (sender, receiver)]
     until = "until healed" if float(left_s) > _FOREVER_S / 2 else f"for {float(left_s):.1f} s more"
     return f"{kind} {ends[0]} -> {ends[1]}" + (f" {value}" if kind != "cut" else "") + f" {until}"
-
-
-def _router_input(topology: Topology) -> str:
-    """The topology in the words of ``router.c``; sites count from 1, as in addresses."""
-    number = {site: i for i, site in enumerate(topology.sites, start=1)}
-    lines = [f"bed {topology.name} {topology.mtu} {int(topology.queue_ms * 1e6)}"]
-    lines += [f"site {site}" for site in topology.sites]
-    for node in topology.nodes:
-        host = topology.address(node.name).rpartition(".")[2]
-        lines.append(f"node {node.name} {number[node.site]} {host} {node.uplink_mbps * 1e6}")
-    for link in topology.links:
-        a, b = (number[site] for site in link.sites)
-        lines.append(f"path {a} {b} {int(link.latency_ms * 1e6)} {int(link.jitter_ms * 1e6)}")
-    return "\n".join([*lines, "end", ""])
-
-
-def _site_commands(topology: Topology, site: str, bed: NetBed) -> list[str]:
-    """A bridge, and a cable from it to every node of the site."""
-    commands = ["link set lo up", "link add lan type bridge", "link set lan up"]
-    for i, name in enumerate(topology.members(site)):
-        node = bed._netns("node", name)
-        commands += [
-            f"link add port{i} mtu {topology.mtu} type veth peer name lan0 mtu {topology.mtu} netns {node}",
-            f"link set port{i} master lan up",
-        ]
-    return commands
-
-
-def _node_commands(topology: Topology, name: str) -> list[str]:
-    """One address: the site's subnet over the bridge, everything else over the line."""
-    address = topology.address(name)
-    return [
-        "link set lo up",
-        f"address add {address}/24 dev lan0",
-        "link set lan0 up",
-        f"link set wan0 mtu {topology.mtu} txqueuelen 10000 up",
-        f"route add 10.77.0.0/16 dev wan0 src {address} congctl {topology.congestion}",
-    ]
-
-
-def _settings(topology: Topology) -> dict[str, str]:
-    settings = {
-        "ipv4/tcp_wmem": "4096 65536 33554432",
-        "ipv4/tcp_no_metrics_save": "1",
-        "ipv4/tcp_slow_start_after_idle": "0",  # as `weft doctor net` advises
-    }
-    if topology.window_kb:
-        window = int(topology.window_kb * 1000)
-        settings["ipv4/tcp_rmem"] = f"4096 {min(131072, window)} {window}"
-    return settings
