@@ -12,7 +12,7 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.serialization import schedule_from_csv, schedule_to_csv
 from weft.pipeline.simulation import simulate
-from weft.tools.benchmarks.results import parse, ratio_cells, write_json
+from weft.tools.benchmarks.results import finish, parse, ratio_cells
 from weft.tools.tables import show, table_of
 
 PLACEMENTS: dict[str, Callable[[int], Placement]] = {
@@ -53,8 +53,7 @@ def main(argv: Sequence[str]) -> int:
     show(table_of(rows, f"auto over fixed schedules in the same memory, 2 to {args.ranks} ranks"))
     longer = [comparison for comparison in comparisons if comparison.auto > comparison.fixed]
     show(*(f"longer: {comparison}" for comparison in longer))
-    write_json(args, "auto", comparisons, met=not longer)
-    return 1 if longer else 0
+    return finish(args, "auto", comparisons, met=not longer)
 
 
 def compare(num_ranks: int, num_microbatches: int) -> Iterator[Comparison]:

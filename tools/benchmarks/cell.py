@@ -14,7 +14,7 @@ from weft.comm.wan.cell import Cell, join
 from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.key import WanKey
 from weft.comm.wan.library import load
-from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.results import finish, parse
 from weft.tools.netbed import Job, NetBed, Topology
 from weft.tools.tables import show, table_of
 
@@ -29,8 +29,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"{args.messages} tensors of {args.mb:g} MB, {args.rate:g} Mbit/s uplinks, {args.latency:g} ms one way")
     table = table_of(_row(pipelines, args) for pipelines in args.pipelines)
     show(table)
-    write_json(args, "cell", table)
-    return 0
+    return finish(args, "cell", table)
 
 
 def _row(pipelines: int, args: argparse.Namespace) -> dict[str, object]:

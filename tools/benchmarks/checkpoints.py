@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.conf.schema import ModelConfig, PipelineConfig, TrainConfig, WeftConfig, ZeroConfig
-from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.results import finish, parse
 from weft.tools.ranks import run_ranks
 from weft.tools.tables import show, table_of
 
@@ -61,8 +61,7 @@ def main(argv: Sequence[str]) -> int:
     show(table)
     met = all(float(row["stall / step"].split()[0].rstrip("%")) < 100 * GOAL for row in rows)
     show(f"goal: training waits for less than {GOAL:.0%} of a step: {'met' if met else 'not met'}")
-    write_json(args, "checkpoints", table, met=met)
-    return 0
+    return finish(args, "checkpoints", table, met=met)
 
 
 def _row(zero: int, args: argparse.Namespace) -> dict[str, str]:

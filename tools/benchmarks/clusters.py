@@ -21,7 +21,7 @@ from weft.pipeline.strands.pairs import PairCosts
 from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, StrandPair, WeightGradient
 from weft.pipeline.strands.stages import StageStrands
 from weft.pipeline.validation import validate
-from weft.tools.benchmarks.results import ROUNDING, parse, ratio_cells, write_json
+from weft.tools.benchmarks.results import ROUNDING, finish, parse, ratio_cells
 from weft.tools.tables import show, table_of
 
 
@@ -80,8 +80,7 @@ def main(argv: Sequence[str]) -> int:
     show(*(f"slower: cluster {seed}: {o.auto.step_s:g} s, {o.fixed} {o.fixed_s:g} s" for seed, o in slower))
     held = [(seed, name) for seed, o in zip(seeds, outcomes, strict=True) for name in o.slower]
     show(*(f"slower on its placement: cluster {seed}: {name}" for seed, name in held))
-    write_json(args, "clusters", outcomes, met=not (slower or held))
-    return 1 if slower or held else 0
+    return finish(args, "clusters", outcomes, met=not (slower or held))
 
 
 _NORM, _BLOCK = Segment(0.1, LinkScope.inside_host, 0.4, Kind.memory), Segment(0.9, LinkScope.inside_host, 0.4)

@@ -22,7 +22,7 @@ from weft.engine.parallel.communicated import CommunicatedGroup
 from weft.engine.strands.overlap_probe import measure_overlap, overlap_cache, overlap_key
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.segments import LinkScope
-from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.results import finish, parse
 from weft.tools.netbed import NetBed, Topology
 from weft.tools.netbed.ranks import run_ranks_in
 from weft.tools.tables import show, table_of
@@ -78,8 +78,7 @@ def main(argv: Sequence[str]) -> int:
     overlap_cache(args.cache).write(found.device, found.overlap)
     _print(found)
     figures = [{"rewrite": str(row.choice.rewrite), **asdict(row.choice), **asdict(row)} for row in found.rows]
-    write_json(args, "collectives", figures)
-    return 0
+    return finish(args, "collectives", figures)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -24,7 +24,7 @@ import psutil
 
 from weft.comm.wan.key import VARIABLE
 from weft.comm.wan.library import load
-from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.results import finish, parse
 from weft.tools.netbed import Job, NetBed
 from weft.tools.netbed.attackers import attack, record_handshakes
 from weft.tools.tables import show, table_of
@@ -170,8 +170,7 @@ def main(argv: Sequence[str]) -> int:
     table = table_of(rows)
     show(table, ending, f"{count} of {len(losses)} losses compared: {outcome} as of a run that nothing was done to")
     met = same and all(row["usual again after s"] != _NEVER for row in rows)
-    write_json(args, "faults", table, met=met)
-    return 0 if met else 1
+    return finish(args, "faults", table, met=met)
 
 
 def _report_cuts(args: argparse.Namespace, rows: Sequence[dict[str, str]]) -> int:
@@ -186,8 +185,7 @@ def _report_cuts(args: argparse.Namespace, rows: Sequence[dict[str, str]]) -> in
     )
     show(table_of(lines))
     met = all(median(seconds) <= _GOAL_S for seconds in found.values())
-    write_json(args, "faults", rows, met=met)
-    return 0 if met else 1
+    return finish(args, "faults", rows, met=met)
 
 
 @contextmanager

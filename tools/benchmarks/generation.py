@@ -15,7 +15,7 @@ from weft.pipeline.generators.auto_problem import Problem
 from weft.pipeline.generators.auto_rules import backward_first
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
-from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.results import finish, parse
 from weft.tools.tables import show, table_of
 
 SIZES = ((4, 8), (8, 16), (8, 64), (16, 32), (16, 128), (32, 64), (32, 256), (64, 128), (64, 512))
@@ -32,8 +32,7 @@ def main(argv: Sequence[str]) -> int:
     title = "auto on two folded sites, F = I = W = 1, WAN transfer 0.2 + latency 1"
     table = table_of((_measure(*size, args.search) for size in sizes), title, left=0)
     show(table, "log2: of the ranks, whose events share a heap. gap: step over a bound that ignores memory.")
-    write_json(args, "generation", table)
-    return 0
+    return finish(args, "generation", table)
 
 
 def _measure(num_ranks: int, num_microbatches: int, search_s: float) -> dict[str, object]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.results import finish, parse
 from weft.tools.netbed import NetBed, Topology
 
 
@@ -42,8 +42,7 @@ def main(argv: Sequence[str]) -> int:
         f"{figures['line_bps_per_core'] / 1e9:.2f} Gbit/s per core of the line; "
         f"a packet was late by {status.lag_ms:.1f} ms"
     )
-    write_json(args, "line", figures)
-    return 0
+    return finish(args, "line", figures)
 
 
 def require_iperf3() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.conf.schema import ModelConfig, PipelineConfig, Precision, TrainConfig, WeftConfig, ZeroConfig
 from weft.pipeline.states import zero_memory
 from weft.tools.benchmarks.predictions.memory import peaks
-from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.results import finish, parse
 from weft.tools.ranks import run_ranks
 from weft.tools.tables import show, table_of
 
@@ -36,8 +36,7 @@ def main(argv: Sequence[str]) -> int:
     table = table_of((_row(stage, args.ranks) for stage in range(4)), title)
     layouts = table_of(layout_rows(), "peak of tensors on a rank of the quickstart in MB, 4 ranks")
     show(table, layouts)
-    write_json(args, "memory", {"zero": table, "layouts": layouts})
-    return 0
+    return finish(args, "memory", {"zero": table, "layouts": layouts})
 
 
 def layout_rows() -> Iterator[dict[str, object]]:

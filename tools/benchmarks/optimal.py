@@ -12,7 +12,7 @@ from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators.auto import generate_auto
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
-from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.results import finish, parse
 from weft.tools.tables import show, table_of
 from weft.tools.verification.optimum import Optimum, solve
 
@@ -63,8 +63,7 @@ def main(argv: Sequence[str]) -> int:
         results = [measure(case, args.large, args.search) for case in large_cases()]
         show(table_of(map(_row, results), "larger cases, against the proven lower bound"))
     met = mean <= 0.02 and worst <= 0.05
-    write_json(args, "optimal", {"closed": closed, "large": results}, met=met)
-    return 0 if met else 1
+    return finish(args, "optimal", {"closed": closed, "large": results}, met=met)
 
 
 def closed_cases(count: int, limit_s: float, search_s: float) -> Iterator[Result]:

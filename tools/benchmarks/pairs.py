@@ -18,7 +18,7 @@ from weft.tools.benchmarks.overlap.engines import (
     SharedRun,
 )
 from weft.tools.benchmarks.peers.case import middle_and_spread
-from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.results import finish, parse
 from weft.tools.ranks import run_ranks
 from weft.tools.tables import show, table_of
 
@@ -90,8 +90,7 @@ def main(argv: Sequence[str]) -> int:
     if more > MORE:
         met.append(f"{OURS}: {more:.1%} more memory than 1F1B, not {MORE:.0%}")
     print("met" if not met else "NOT met:\n" + "\n".join(met))
-    write_json(args, "pairs", {"steps": figures, "live_layers": live}, met=not met)
-    return 1 if met else 0
+    return finish(args, "pairs", {"steps": figures, "live_layers": live}, met=not met)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ from weft.pipeline.planner.search import plan
 from weft.pipeline.planner.workload import LayerWork, ModelWork
 from weft.pipeline.simulation import simulate
 from weft.tools.benchmarks.overlap.cases import B_THEN_F, CHUNKS, OURS, PAIRS, ROUND_ROBIN, Orders, OverlapCase
-from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.results import finish, parse
 from weft.tools.tables import show, table_of
 
 INFINITE = float("inf")
@@ -56,8 +56,7 @@ def main(argv: Sequence[str]) -> int:
         found = list(make(args.stages))
         claims += found
         show(table_of([vars(claim) for claim in found], name, left=2), f"assumed: {assumed}")
-    write_json(args, "papers", [vars(claim) for claim in claims])
-    return 0
+    return finish(args, "papers", [vars(claim) for claim in claims])
 
 
 # -- Atlas, sections 6.2 to 6.4 ---------------------------------------------------------------

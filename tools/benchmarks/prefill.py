@@ -18,7 +18,7 @@ from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
-from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.results import finish, parse
 from weft.tools.tables import show, table_of
 
 RANKS = (12, 1_000, 10_000)
@@ -36,8 +36,7 @@ def main(argv: Sequence[str]) -> int:
     rows = (_row(*case, args.requests) for case in product(RANKS, (False, True), LOADS))
     table = table_of(rows, "microseconds to find and take a bubble and a worker", left=0)
     show(table)
-    write_json(args, "prefill", table)
-    return 0
+    return finish(args, "prefill", table)
 
 
 def _row(num_ranks: int, own: bool, load: float, num_requests: int) -> dict[str, object]:

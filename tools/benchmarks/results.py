@@ -54,6 +54,12 @@ def ratio_cells(ratios: Sequence[float]) -> dict[str, str]:
     return {head: str(cell) for head, cell in cells.items()}
 
 
+def finish(args: argparse.Namespace, bench: str, figures: Any, *, met: bool | None = None) -> int:
+    """`write_json` with these arguments; the benchmark's exit status, 1 if its goals were not met."""
+    write_json(args, bench, figures, met=met)
+    return 1 if met is False else 0
+
+
 def write_json(args: argparse.Namespace, bench: str, figures: Any, *, met: bool | None = None) -> None:
     """Write ``args.json``, if it was given.
 

@@ -10,7 +10,7 @@ from weft.engine.emulation.stage import EmulatedWork
 from weft.tools.benchmarks.peers.case import EngineCase
 from weft.tools.benchmarks.peers.race import Result, print_table, race
 from weft.tools.benchmarks.peers.table import PEERS
-from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.results import finish, parse
 
 SIZES = ((8, 8), (8, 16), (16, 8), (16, 16))
 """Layers and micro-batches."""
@@ -34,8 +34,7 @@ def main(argv: Sequence[str]) -> int:
     print_table(
         results, "a training step: 10 ms forward, input and weight gradient per layer, 4 ranks", _to_best(results)
     )
-    write_json(args, "schedules", results)
-    return 0
+    return finish(args, "schedules", results)
 
 
 def _cases(quick: bool) -> list[EngineCase]:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from statistics import linear_regression
 
-from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.results import finish, parse
 from weft.tools.benchmarks.starts.clients import FILES_PER_CLIENT, Asked, ask_as_many
 from weft.tools.benchmarks.starts.ranks import (
     DEEPSPEED,
@@ -67,8 +67,7 @@ def main(argv: Sequence[str]) -> int:
         "emulated": {count: asdict(each) for count, each in emulated.items()},
         "clients": {count: asdict(each) for count, each in asked.items()},
     }
-    write_json(args, "startup", figures, met=met)
-    return 0 if met else 1
+    return finish(args, "startup", figures, met=met)
 
 
 def _real(count: int) -> list[dict[str, Part]]:

@@ -40,7 +40,7 @@ from weft.tools.benchmarks.overlap.cases import (
 )
 from weft.tools.benchmarks.overlap.emulator import measure
 from weft.tools.benchmarks.overlap.picture import draw_strands
-from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.results import finish, parse
 from weft.tools.ranks import run_ranks
 from weft.tools.tables import show, table_of
 
@@ -96,8 +96,7 @@ def main(argv: Sequence[str]) -> int:
         met.append(f"a hand-over takes more than {HANDOVER_S * 1e6:.0f} us")
     print("met" if not met else "NOT met:\n" + "\n".join(met))
     figures = {"orders": rows, "handover_s": median(handovers), "search_s": searches, "memory": memory}
-    write_json(args, "strands", figures, met=not met)
-    return 1 if met else 0
+    return finish(args, "strands", figures, met=not met)
 
 
 def cases_of(shares: Sequence[float], layers: int, *, tensor_only: bool) -> list[OverlapCase]:

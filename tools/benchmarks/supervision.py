@@ -21,7 +21,7 @@ from weft.pipeline.culprit import JobRows, Place, Replica, find_culprits
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
-from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.results import finish, parse
 from weft.tools.benchmarks.survival import cost
 from weft.tools.benchmarks.survival.driver_load import driver_load
 from weft.tools.tables import show, table_of
@@ -78,8 +78,7 @@ def main(argv: Sequence[str]) -> int:
     )
     show(table_of(lines, f"watching over {args.agents} agents"))
     met = all(figure.usual < figure.goal for figure in figures)
-    write_json(args, "supervision", figures, met=met)
-    return 0 if met else 1
+    return finish(args, "supervision", figures, met=met)
 
 
 def _cost(args: argparse.Namespace) -> int:
@@ -90,8 +89,7 @@ def _cost(args: argparse.Namespace) -> int:
     met = found.high - 1.0 < cost.GOAL
     bound = f"a step takes longer by at most {max(0.0, found.high - 1.0):.2%} (95 %); goal {cost.GOAL:.1%}"
     print(f"{bound}: {'met' if met else 'not shown' if found.low - 1.0 < cost.GOAL else 'MISSED'}")
-    write_json(args, "supervision", found, met=met)
-    return 0 if met else 1
+    return finish(args, "supervision", found, met=met)
 
 
 def _figures(args: argparse.Namespace) -> list[Figure]:

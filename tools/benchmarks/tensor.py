@@ -29,7 +29,7 @@ from weft.conf.schema import (
     WeftConfig,
 )
 from weft.engine.stages import build_model
-from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.results import finish, parse
 from weft.tools.netbed import NetBed, Topology
 from weft.tools.netbed.ranks import run_ranks_in
 from weft.tools.tables import show, table_of
@@ -97,8 +97,7 @@ def main(argv: Sequence[str]) -> int:
             found = _race(arch, args, folder)
         figures.append({"arch": arch, **found})
         met = met and _show(arch, found, args)
-    write_json(args, "tensor", figures, met=met)
-    return 0 if met else 1
+    return finish(args, "tensor", figures, met=met)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -152,8 +151,7 @@ def _hops(args: argparse.Namespace) -> int:
     first, second = rows
     ratio = (second["there"] + second["back"]) / (first["there"] + first["back"])  # type: ignore[operator]
     show(table_of(rows, f"{args.archs[0]}, two sites, bytes over the hop in a step"), f"ratio {ratio:.4f}")
-    write_json(args, "tensor", rows, met=ratio < MORE)
-    return 0 if ratio < MORE else 1
+    return finish(args, "tensor", rows, met=ratio < MORE)
 
 
 def _attempt(name: str, case: TrainingCase) -> TrainingRun:

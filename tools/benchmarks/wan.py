@@ -20,7 +20,7 @@ from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.key import WanKey
 from weft.comm.wan.library import load
 from weft.tools.benchmarks.line import iperf3, iperf3_server, require_iperf3
-from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.results import finish, parse
 from weft.tools.netbed import Job, NetBed, Topology
 from weft.tools.tables import show, table_of
 
@@ -76,8 +76,7 @@ def main(argv: Sequence[str]) -> int:
                     rows.append(_case(bed, latency_ms, connections, spinning, args))
     print(f"{args.rate:g} Mbit/s uplink, receive buffer {args.window:g} kB, {args.congestion}")
     show(table_of(map(_cells, rows), left=0))
-    write_json(args, "wan", [asdict(row) | {"ratio": row.ratio} for row in rows])
-    return 0
+    return finish(args, "wan", [asdict(row) | {"ratio": row.ratio} for row in rows])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ from weft.tools.benchmarks.peers.uplinks import Uplinks
 from weft.tools.benchmarks.peers.zero_case import ZeroCase, ZeroRun
 from weft.tools.benchmarks.peers.zero_picture import draw_step_ends
 from weft.tools.benchmarks.peers.zero_table import ABLATION, ENGINES, OVER, RACE, run_peer
-from weft.tools.benchmarks.results import parse, write_json
+from weft.tools.benchmarks.results import finish, parse
 from weft.tools.netbed import NetBed, Topology
 from weft.tools.tables import show, table_of
 
@@ -75,8 +75,7 @@ def main(argv: Sequence[str]) -> int:
     if args.picture:
         draw_step_ends({ENGINES[n].title: (runs[n][0], uplinks[n]) for n in names}, args.picture)
     missed = 0 if args.ablation else _verdict(rows)
-    write_json(args, "zero", rows, met=None if args.ablation else not missed)
-    return missed
+    return finish(args, "zero", rows, met=None if args.ablation else not missed)
 
 
 def _parser() -> argparse.ArgumentParser:
