@@ -1,4 +1,4 @@
-"""The world of an emulated job: whoever asks the other ranks something asks this object instead."""
+"""The world of an emulated job: one object answers for all the other ranks."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def main(argv: Sequence[str]) -> int:
             same = count > 0 and run.losses[:count] == losses[:count]
     outcome = "the same" if same else "NOT the same"
     table = table_of(rows)
-    show(table, ending, f"{count} of {len(losses)} losses compared: {outcome} as of a run that nothing was done to")
+    show(table, ending, f"{count} of {len(losses)} losses compared: {outcome} as those of an undisturbed run")
     met = same and all(row["usual again after s"] != _NEVER for row in rows)
     return finish(args, "faults", table, met=met)
 
