@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from weft.comm.values import decode, encode
 
 MOST_BYTES = 1 << 30
 """Maximum size of one rank's value; a larger announced size is an error."""
+_LENGTH = struct.Struct("<q")
+_FIRST_BYTES = 504
+"""Of a value that go with its length: between sites a second exchange takes as long again."""
 
 
 def gather(
@@ -38,15 +42,14 @@ def gather(
     world = emulated_world()
     if world is not None:
         return world.gather(value, dist.get_process_group_ranks(group or dist.group.WORLD), asked)
-    mine = _bytes(encode(value), group)
-    lengths = _lengths(mine, group)
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=mine.device)
-    padded[: len(mine)] = mine
-    received = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(received, padded, group=group)
-    return [
-        decode(data[:length].cpu().numpy().tobytes(), kinds) for data, length in zip(received, lengths, strict=True)
-    ]
+    data, device = encode(value), _device(group)
+    told = _all_gathered(_first(data), device, group)
+    lengths = [_length(first) for first in told]
+    if max(lengths) > _FIRST_BYTES:
+        rest = torch.zeros(max(lengths) - _FIRST_BYTES, dtype=torch.uint8)
+        rest[: max(0, len(data) - _FIRST_BYTES)] = _tensor(data[_FIRST_BYTES:])
+        told = torch.cat((told, _all_gathered(rest, device, group)), dim=1)
+    return [_said(each, length, kinds) for each, length in zip(told, lengths, strict=True)]
 
 
 def broadcast(value: object, *, src: int = 0, kinds: tuple[type, ...] = ()) -> Any:
@@ -62,34 +65,48 @@ def broadcast(value: object, *, src: int = 0, kinds: tuple[type, ...] = ()) -> A
     world = emulated_world()
     if world is not None:
         return world.hear(src, lambda: value, kinds)
-    first = dist.get_rank() == src
-    data = _bytes(encode(value) if first else b"", None)
-    length = torch.tensor([len(data)], device=data.device)
-    dist.broadcast(length, src=src)
-    if not first:
-        data = torch.empty(_checked(int(length)), dtype=torch.uint8, device=data.device)
-    dist.broadcast(data, src=src)
-    return value if first else decode(data.cpu().numpy().tobytes(), kinds)
+    tells, device = dist.get_rank() == src, _device(None)
+    data = encode(value) if tells else b""
+    first = _first(data).to(device)
+    dist.broadcast(first, src=src)
+    heard = first.cpu()
+    if (length := _length(heard)) > _FIRST_BYTES:
+        rest = _tensor(data[_FIRST_BYTES:]) if tells else torch.empty(length - _FIRST_BYTES, dtype=torch.uint8)
+        rest = rest.to(device)
+        dist.broadcast(rest, src=src)
+        heard = torch.cat((heard, rest.cpu()))
+    return value if tells else _said(heard, length, kinds)
 
 
-def _bytes(data: bytes, group: dist.ProcessGroup | None) -> Tensor:
-    """A byte tensor on the device that ``group`` communicates from."""
-    device = dist.distributed_c10d._get_object_coll_device(group)  # torch's own answer; 2.11 to 2.13
-    return (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-        if data
-        else torch.empty(0, dtype=torch.uint8, device=device)
-    )
+def _all_gathered(mine: Tensor, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
+    """Every rank's bytes, as many as this one has, in host memory: [ranks, bytes]."""
+    told = torch.empty(dist.get_world_size(group), len(mine), dtype=torch.uint8, device=device)
+    dist.all_gather(list(told), mine.to(device), group=group)
+    return told.cpu()
 
 
-def _lengths(mine: Tensor, group: dist.ProcessGroup | None) -> list[int]:
-    length = torch.tensor([len(mine)], device=mine.device)
-    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, length, group=group)
-    return [_checked(int(length)) for length in lengths]
+def _first(data: bytes) -> Tensor:
+    """How many bytes there are, and the first of them, uint8 [the same for all ranks]: of most values, all."""
+    return _tensor(_LENGTH.pack(len(data)) + data[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"))
 
 
-def _checked(length: int) -> int:
+def _length(first: Tensor) -> int:
+    """The number of bytes that a rank has announced."""
+    (length,) = _LENGTH.unpack_from(first.numpy().tobytes())
     if not 0 < length <= MOST_BYTES:
         raise ValueError(f"a rank announced a value of {length} bytes; the maximum is {MOST_BYTES}")
     return length
+
+
+def _said(told: Tensor, length: int, kinds: tuple[type, ...]) -> Any:
+    """The value in what a rank told."""
+    return decode(told[_LENGTH.size :][:length].numpy().tobytes(), kinds)
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """What ``group`` communicates from."""
+    return dist.distributed_c10d._get_object_coll_device(group)  # torch's own answer; 2.11 to 2.13
