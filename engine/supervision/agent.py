@@ -7,14 +7,12 @@ that hears the same twice does nothing twice, and one that comes back after a cu
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from time import monotonic, monotonic_ns
@@ -22,12 +20,13 @@ from typing import Any
 
 from weft.comm.control import ControlClient
 from weft.conf.processes import STOPPED, process_state
-from weft.conf.run_lock import RunLock
 from weft.engine.supervision.cadence import Cadence
 from weft.engine.supervision.examination import examine
 from weft.engine.supervision.faults import ERROR_FILE, OomKills, RankEnd, classify, read_report
+from weft.engine.supervision.guard import DriverGuard
 from weft.engine.supervision.leftovers import Ownership, page_path, remove_leftovers
 from weft.engine.supervision.message import AgentMessage
+from weft.engine.supervision.order import AgentOrder
 from weft.engine.supervision.output import Output, Writer
 from weft.engine.supervision.parking import AGENT, Assignment, Parking
 from weft.engine.supervision.places import PlaceReader, make_page
@@ -41,52 +40,6 @@ MEMORY = "WEFT_MEMORY"
 """Environment variable of ranks: the folder in which their memory checkpoints outlive them."""
 LOOK_S = 0.1
 """Seconds between looks at the ranks' places; a change of phase is told at once."""
-_GUARD_S = 1.0
-"""Seconds without a driver after which the agent that guards it starts another."""
-
-
-@dataclass(frozen=True)
-class AgentOrder:
-    """What an agent is told when it starts, as one line of JSON on its standard input.
-
-    Attributes:
-        host: name of its host.
-        generation: number of this agent; the driver hears only the newest of a host.
-        address: where the driver listens.
-        run_folder: of the run.
-        slots: most ranks of this host.
-        preload: modules for the forkserver.
-        environment: variables to set, some of them secret.
-        heartbeat_s: seconds between reports.
-        orphan_s: seconds without a driver after which it ends its ranks and itself.
-        launch: number of this start of the run; memory that an earlier one has left is given back.
-        driver: command that starts the driver again; empty if another agent does.
-    """
-
-    host: str
-    generation: int
-    address: str | tuple[str, int]
-    run_folder: str
-    slots: int
-    preload: list[str]
-    environment: dict[str, str]
-    heartbeat_s: float
-    orphan_s: float
-    launch: int = 0
-    driver: list[str] = field(default_factory=list)
-
-    @classmethod
-    def read(cls, line: str) -> AgentOrder:
-        """The order in a line of JSON."""
-        fields = json.loads(line)
-        if not isinstance(fields["address"], str):
-            fields["address"] = tuple(fields["address"])
-        return cls(**fields)
-
-    @property
-    def peer(self) -> str:
-        """What the driver calls this agent."""
-        return f"{self.host}#{self.generation}"
 
 
 def main() -> int:
@@ -111,12 +64,10 @@ class Agent:
         self._ended = asyncio.Event()
         self._replaced = False
         self._changed = asyncio.Event()
-        self._told = set[str]()
         self._writer = Writer()
         self._matches = LogMatches()
         self._vitals: dict[str, Any] = {}
-        self._lost_since: float | None = monotonic()
-        self._guarding: asyncio.subprocess.Process | None = None
+        self._guard = DriverGuard(order)
         self._page = page_path(Path(order.run_folder), order.host)
         self._memory = self._page.with_name(f"{self._page.name}.memory{order.launch}")
         self._parking = Parking(self._page.with_name(f"{self._page.name}.agent{order.generation}"), self._changed.set)
@@ -136,13 +87,13 @@ class Agent:
             name=self._order.peer,
             on_message=self._hear,
             on_connected=self._meet,
-            on_lost=self._lose,
+            on_lost=self._guard.lost,
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ended.set)
         self._client.start()
-        work = [asyncio.create_task(each) for each in (self._reconcile(), self._report(), self._watch_driver())]
+        work = [asyncio.create_task(each) for each in (self._reconcile(), self._report(), self._guard.watch())]
         work += [asyncio.create_task(_set(event)) for event in (self._ended, self._ranks.failed)]
         done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
         for task in work:
@@ -163,11 +114,8 @@ class Agent:
         return 1 if self._ranks.failed.is_set() else 0
 
     def _meet(self) -> None:
-        self._lost_since = None
+        self._guard.met()
         self._send_report()
-
-    def _lose(self) -> None:
-        self._lost_since = monotonic()
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message.get("end"):
@@ -316,38 +264,6 @@ class Agent:
             assert end is not None
             self._said[rank.rank] = end
         return self._said[rank.rank]
-
-    async def _watch_driver(self) -> None:
-        """Start the driver again where it is this agent's to do; end when there has been none for long."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            away_s = 0.0 if self._lost_since is None else monotonic() - self._lost_since
-            if away_s > self._order.orphan_s:
-                print(f"weft: no driver for {away_s:.0f} s; ending the ranks of {self._order.host}", file=sys.stderr)
-                return
-            if self._guarding is not None and self._guarding.returncode is not None:
-                self._guarding = None  # it could not have the run, because another driver has it
-                await asyncio.sleep(_GUARD_S)
-            elif away_s > _GUARD_S and (stopped := self._stopped_driver()):
-                self._say_once(
-                    f"the driver (process {stopped}) is stopped by a signal; kill -CONT {stopped} has it go on, "
-                    f"kill -KILL {stopped} has another take over; the ranks go on for {self._order.orphan_s:.0f} s"
-                )
-            elif away_s > _GUARD_S and self._order.driver and self._guarding is None:
-                self._guarding = await asyncio.create_subprocess_exec(
-                    *self._order.driver, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
-                )
-
-    def _stopped_driver(self) -> int | None:
-        """The driver's process, if it is on this machine and a signal has stopped it; it holds the run's lock."""
-        holder = RunLock.holder(Path(self._order.run_folder) / "supervisor")
-        state = None if holder is None else process_state(holder)
-        return holder if state is not None and state.state in STOPPED else None
-
-    def _say_once(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            print(f"weft: {text}", file=sys.stderr, flush=True)
 
 
 def _is_stopped(rank: Rank) -> bool:

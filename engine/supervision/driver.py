@@ -28,13 +28,13 @@ from weft.conf.private import write_private
 from weft.conf.run_lock import RunLock
 from weft.conf.schema import ClusterManager, WeftConfig
 from weft.conf.trees import to_yaml
-from weft.engine.supervision.agent import AgentOrder
 from weft.engine.supervision.clock import ASKER, answer_clock
 from weft.engine.supervision.deny_list import DenyList
 from weft.engine.supervision.hosts import THIS_MACHINE, ChosenHosts, choose_hosts, config_for, hostfile_text
 from weft.engine.supervision.job import Job, Stage
 from weft.engine.supervision.journal import NAME, Journal
 from weft.engine.supervision.layout import Layout
+from weft.engine.supervision.order import AgentOrder
 from weft.engine.supervision.room import shortage
 from weft.engine.supervision.rows import read_rows
 from weft.engine.supervision.starting import AgentProcess, starter_for

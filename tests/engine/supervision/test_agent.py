@@ -18,8 +18,8 @@ import pytest
 
 from weft.comm.control import ControlServer
 from weft.conf.run_lock import RunLock
-from weft.engine.supervision.agent import AgentOrder
 from weft.engine.supervision.leftovers import page_path
+from weft.engine.supervision.order import AgentOrder
 from weft.engine.supervision.report import HostReport
 
 LIMIT_S = 60.0

@@ -1,0 +1,67 @@
+"""An agent without a driver: it goes on for a while, and the first host's starts another driver."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from time import monotonic
+
+from weft.conf.processes import STOPPED, process_state
+from weft.conf.run_lock import RunLock
+from weft.engine.supervision.order import AgentOrder
+
+GUARD_S = 1.0
+"""Seconds without a driver after which the agent that guards it starts another."""
+_LOOK_S = 0.1
+
+
+class DriverGuard:
+    """What one agent knows of its driver, and does when that is away."""
+
+    def __init__(self, order: AgentOrder) -> None:
+        """The driver has not been met yet."""
+        self._order = order
+        self._lost_since: float | None = monotonic()
+        self._starting: asyncio.subprocess.Process | None = None
+        self._told = set[str]()
+
+    def met(self) -> None:
+        """The driver is there."""
+        self._lost_since = None
+
+    def lost(self) -> None:
+        """The connection to it has ended."""
+        self._lost_since = monotonic()
+
+    async def watch(self) -> None:
+        """Start the driver again where it is this agent's to do; ends when there has been none for long."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            away_s = 0.0 if self._lost_since is None else monotonic() - self._lost_since
+            if away_s > self._order.orphan_s:
+                print(f"weft: no driver for {away_s:.0f} s; ending the ranks of {self._order.host}", file=sys.stderr)
+                return
+            if self._starting is not None and self._starting.returncode is not None:
+                self._starting = None  # it could not have the run, because another driver has it
+                await asyncio.sleep(GUARD_S)
+            elif away_s > GUARD_S and (stopped := self._stopped_driver()):
+                self._say_once(
+                    f"the driver (process {stopped}) is stopped by a signal; kill -CONT {stopped} has it go on, "
+                    f"kill -KILL {stopped} has another take over; the ranks go on for {self._order.orphan_s:.0f} s"
+                )
+            elif away_s > GUARD_S and self._order.driver and self._starting is None:
+                self._starting = await asyncio.create_subprocess_exec(
+                    *self._order.driver, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+                )
+
+    def _stopped_driver(self) -> int | None:
+        """The driver's process, if it is on this machine and a signal has stopped it; it holds the run's lock."""
+        holder = RunLock.holder(Path(self._order.run_folder) / "supervisor")
+        state = None if holder is None else process_state(holder)
+        return holder if state is not None and state.state in STOPPED else None
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            print(f"weft: {text}", file=sys.stderr, flush=True)

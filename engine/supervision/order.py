@@ -1,0 +1,50 @@
+"""What an agent is told when it starts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class AgentOrder:
+    """What an agent is told when it starts, as one line of JSON on its standard input.
+
+    Attributes:
+        host: name of its host.
+        generation: number of this agent; the driver hears only the newest of a host.
+        address: where the driver listens.
+        run_folder: of the run.
+        slots: most ranks of this host.
+        preload: modules for the forkserver.
+        environment: variables to set, some of them secret.
+        heartbeat_s: seconds between reports.
+        orphan_s: seconds without a driver after which it ends its ranks and itself.
+        launch: number of this start of the run; memory that an earlier one has left is given back.
+        driver: command that starts the driver again; empty if another agent does.
+    """
+
+    host: str
+    generation: int
+    address: str | tuple[str, int]
+    run_folder: str
+    slots: int
+    preload: list[str]
+    environment: dict[str, str]
+    heartbeat_s: float
+    orphan_s: float
+    launch: int = 0
+    driver: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, line: str) -> AgentOrder:
+        """The order in a line of JSON."""
+        fields = json.loads(line)
+        if not isinstance(fields["address"], str):
+            fields["address"] = tuple(fields["address"])
+        return cls(**fields)
+
+    @property
+    def peer(self) -> str:
+        """What the driver calls this agent."""
+        return f"{self.host}#{self.generation}"
