@@ -12,7 +12,8 @@ import torch
 
 from weft.comm.wan.endpoint import WanEndpoint
 from weft.engine.observability.slots import SlotObserver
-from weft.engine.supervision.places import LinkReading, Phase, PlaceWriter
+from weft.engine.supervision.place_writer import PlaceWriter
+from weft.engine.supervision.places import LinkReading, Phase
 
 PLACES = "WEFT_PLACES"
 """Environment variable that names the page of places of this host."""

@@ -27,7 +27,7 @@ Choose = Callable[[Collective], Rewrite]
 
 
 class Waits(Protocol):
-    """Told when this rank waits for its replicas; see `weft.engine.supervision.places.PlaceWriter`."""
+    """Told when this rank waits for its replicas; see `weft.engine.supervision.place_writer.PlaceWriter`."""
 
     def begin_wait(self) -> None:
         """From here on it waits."""

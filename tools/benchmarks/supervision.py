@@ -13,7 +13,8 @@ from time import process_time
 
 from weft.engine.supervision.alerts import READ_S, Alerts
 from weft.engine.supervision.deadlines import Deadlines
-from weft.engine.supervision.places import Phase, PlaceWriter, make_page
+from weft.engine.supervision.place_writer import PlaceWriter
+from weft.engine.supervision.places import Phase, make_page
 from weft.engine.supervision.report import HostReport, RankReport
 from weft.engine.supervision.watch import Watch
 from weft.pipeline.action import RECEIVES, SENDS, Action, Op, receive_of

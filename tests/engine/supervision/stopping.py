@@ -15,7 +15,8 @@ from weft.conf.schema import WeftConfig
 from weft.engine.initialize import initialize
 from weft.engine.observability.heartbeat import Heartbeat
 from weft.engine.planning.plan_file import plan_to_json
-from weft.engine.supervision.places import Phase, PlaceWriter
+from weft.engine.supervision.place_writer import PlaceWriter
+from weft.engine.supervision.places import Phase
 
 
 def stop() -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from weft.conf.processes import STOPPED, process_state
 from weft.engine.observability.heartbeat import Heartbeat, PlaceObserver
-from weft.engine.supervision.places import MOST_LINKS, LinkReading, Phase, PlaceReader, PlaceWriter, make_page, place_of
+from weft.engine.supervision.place_writer import PlaceWriter
+from weft.engine.supervision.places import MOST_LINKS, LinkReading, Phase, PlaceReader, make_page, place_of
 from weft.pipeline.action import Action, Op
 from weft.pipeline.culprit import Place
 
@@ -244,7 +245,8 @@ def test_a_rank_that_died_leaves_its_place(page):
 def _child(page, code):
     head = (
         "import os, time\nfrom pathlib import Path\nfrom weft.pipeline.action import Op\n"
-        "from weft.engine.supervision.places import PlaceWriter, Phase\n"
+        "from weft.engine.supervision.place_writer import PlaceWriter\n"
+        "from weft.engine.supervision.places import Phase\n"
         f"place = PlaceWriter(Path({str(page)!r}), local_rank=0, rank=0, attempt=0)\n"
     )
     return subprocess.Popen([sys.executable, "-c", head + code], stdout=subprocess.PIPE)
