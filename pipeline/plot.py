@@ -55,6 +55,8 @@ _THIN = {
 }
 _DPI = 150
 _USUAL_INCHES, _MOST_INCHES = 16.0, 64.0
+_MOST_SPANS, _MOST_RANKS = 60_000, 1_500
+"""What a picture can show: more take minutes to draw, are narrower than a pixel, or higher than a file may be."""
 _SLOT_PIXELS = 19
 """Width of a slot that fits a vertical number."""
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (0.0, "µs"))
@@ -83,12 +85,18 @@ def plot_timelines(timelines: Sequence[Timeline], path: Path, *, width_inches: f
         width_inches: width of the figure; 0 makes short slots wide enough for a number, within limits.
 
     Raises:
-        ValueError: ``timelines`` is empty, or one has no spans.
+        ValueError: ``timelines`` is empty, one has no spans, or there are too many for a picture.
     """
     from matplotlib.figure import Figure
 
     if not timelines or not all(timeline.spans for timeline in timelines):
         raise ValueError("timelines: nothing to draw; give at least one timeline that has spans")
+    spans, ranks = sum(len(t.spans) for t in timelines), sum(t.num_ranks for t in timelines)
+    if spans > _MOST_SPANS or ranks > _MOST_RANKS:
+        raise ValueError(
+            f"timelines: {spans:,} spans in {ranks:,} rows are more than the {_MOST_SPANS:,} in {_MOST_RANKS:,} that a "
+            "picture can show; draw fewer ranks or micro-batches, or write them for Perfetto"
+        )
     width_inches = width_inches or _width_inches(timelines)
     row_inches = 0.46 if max(t.num_ranks for t in timelines) <= 16 else 0.26
     heights = [timeline.num_ranks * row_inches for timeline in timelines]

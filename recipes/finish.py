@@ -63,9 +63,13 @@ def draw_timeline(engine: WeftEngine, folder: Path) -> None:
     write_atomic(folder / "costs.yaml", costs_to_yaml(costs))
     predicted = engine.plan.predicted(costs=costs)
     measured = sorted(timelines, key=lambda timeline: timeline.step_s)[len(timelines) // 2]
-    plot_timelines([measured, predicted], folder / "timeline.png")
     write_perfetto([measured, predicted], folder / "timeline.json")
+    try:
+        plot_timelines([measured, predicted], folder / "timeline.png")
+        drawn = str(folder / "timeline.png")
+    except ValueError as error:  # a large job's is too large for a picture
+        drawn = f"no picture ({error})"
     print_once(
-        f"timeline: {folder / 'timeline.png'} (measured {measured.step_s:.3f} s, "
-        f"predicted {predicted.step_s:.3f} s), {folder / 'timeline.json'} for Perfetto"
+        f"timeline: {drawn} (measured {measured.step_s:.3f} s, predicted {predicted.step_s:.3f} s), "
+        f"{folder / 'timeline.json'} for Perfetto"
     )

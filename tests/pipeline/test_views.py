@@ -155,6 +155,19 @@ def test_nothing_to_draw_is_an_error(tmp_path):
         plot_timelines([Timeline("empty", 1, (), (0.0,), (0,))], tmp_path / "t.png")
 
 
+@pytest.mark.parametrize("limit", ["_MOST_SPANS", "_MOST_RANKS"])
+def test_more_than_a_picture_can_show_is_refused_rather_than_drawn_for_minutes(tmp_path, monkeypatch, limit):
+    timeline = simulate(generate("1f1b", Placement.straight(4), 4), CostModel.unit(4))
+    most = {"_MOST_SPANS": len(timeline.spans), "_MOST_RANKS": 4}[limit]
+    monkeypatch.setattr(f"weft.pipeline.plot.{limit}", most)
+    plot_timelines([timeline], tmp_path / "t.png")
+    with pytest.raises(
+        ValueError, match=r"64 spans in 8 rows are more than .* fewer ranks or micro-batches, or .*Perfetto"
+    ):
+        plot_timelines([timeline, timeline], tmp_path / "more.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["t.png"]
+
+
 def test_spans_of_a_lane_that_overlap_have_threads_that_say_so(tmp_path):
     spans = [
         Span(0, lane, (Action(Op.F, 0, m),), start, start + 2.0)

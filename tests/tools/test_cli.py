@@ -46,6 +46,14 @@ def test_every_command_and_bench_that_the_docs_name_is_there():
     assert "doctor" in named
 
 
+def test_the_schedule_in_the_readme_is_what_is_printed(capsys):
+    shown = re.findall(r"(?ms)^\$ weft (schedule [^\n]*)\n(.*?)^```", (ROOT / "README.md").read_text())
+    assert shown
+    for command, expected in shown:
+        code, out, _ = run(capsys, *command.split())
+        assert (code, out.rstrip()) == (0, expected.rstrip())
+
+
 def test_every_command_has_its_module():
     missing = [name for name, (module, _) in cli.COMMANDS.items() if find_spec(module) is None]
     assert not missing
