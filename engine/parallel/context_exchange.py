@@ -52,14 +52,14 @@ def choose_exchange(
         ContextExchange.all_to_all: _heads_obstacle(attention, heads, of_keys, context),
         ContextExchange.ring: ring_obstacle(config, attention),
     }
+    possible = [exchange for exchange, obstacle in obstacles.items() if not obstacle]
     moved = _moved(heads, of_keys, context)
-    why = _listed({exchange: f"{number:.4g}" for exchange, number in moved.items()}, "heads of a whole sequence")
+    why = _listed({exchange: f"{moved[exchange]:.4g}" for exchange in possible}, "heads of a whole sequence")
     if wanted is not ContextExchange.auto:
         if obstacles[wanted] and wanted is not ContextExchange.gather:  # a gather is refused where it is set up
             remedy = "" if wanted is ContextExchange.ring else "; set it to gather"
             raise UnshareableError(f"parallel.context_exchange={wanted.value}: {obstacles[wanted]}{remedy}")
         return wanted, f"given ({why})"
-    possible = [exchange for exchange, obstacle in obstacles.items() if not obstacle]
     if len(possible) < 2:
         chosen = possible[0] if possible else ContextExchange.gather
         other = ContextExchange.gather if chosen is not ContextExchange.gather else ContextExchange.all_to_all
@@ -68,8 +68,9 @@ def choose_exchange(
     if seconds is not None:
         of_head = key_value_size(config) / (2 * of_keys * tensor)
         costs = _seconds(seconds, heads * of_head, 2 * of_keys * of_head, context, attention_s)
-        listed = {exchange: f"{1e3 * cost:.3g} ms" for exchange, cost in costs.items()}
+        listed = {exchange: f"{1e3 * costs[exchange]:.3g} ms" for exchange in possible}
         why += f"; {_listed(listed, 'a layer and micro-batch')} that attention does not hide"
+    why += "".join(f"; not {exchange.value}: {obstacle}" for exchange, obstacle in obstacles.items() if obstacle)
     order = sorted(possible, key=lambda exchange: costs[exchange])
     fitting = next((exchange for exchange in order if fits(exchange)), None)
     if fitting is not order[0]:
@@ -136,8 +137,8 @@ def _listed(of: dict[ContextExchange, str], unit: str) -> str:
         ContextExchange.all_to_all: "by heads",
         ContextExchange.ring: "round the ring",
     }
-    (first, number), *others = of.items()
-    return ", ".join([f"{number} {unit} {names[first]}", *(f"{value} {names[name]}" for name, value in others)])
+    listed = [f"{value} {names[exchange]}" for exchange, value in of.items()]
+    return f"{unit}: {', '.join(listed)}"
 
 
 def key_value_size(config: PreTrainedConfig) -> int:

@@ -161,7 +161,7 @@ def test_what_takes_longer_is_not_chosen():
     # 2 x 32 heads of 16 gathered and scattered; 3 x 8 heads there and 8 back, twice
     # 16 heads passed on three times forwards and seven times backwards
     assert why_short.endswith(
-        f"; {2e-2 + 64 * 128 * 16 * 1e-8:.3g} ms a layer and micro-batch gathered, "
+        f"; a layer and micro-batch: {2e-2 + 64 * 128 * 16 * 1e-8:.3g} ms gathered, "
         f"{4e-2 + 64 * 64 * 16 * 1e-8:.3g} ms by heads, {1e-1 + 10 * 64 * 16 * 16 * 1e-8:.3g} ms round the ring "
         "that attention does not hide"
     )
