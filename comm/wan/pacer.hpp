@@ -88,7 +88,7 @@ public:
         if (!chunks_) return;
         int64_t window = std::clamp(rtt_ns / 4, WINDOW_NS, 5 * WINDOW_NS);
         double passed = last_ns_ - first_ns_;
-        if (passed >= window && chunks_ > CHUNKS) note(bytes_ * 1e9 / passed, now);
+        if (passed >= window && chunks_ > CHUNKS && bytes_ >= LEAST_BYTES) note(bytes_ * 1e9 / passed, now);
         else if (now - heard_ns_ < rtt_ns) return;
         chunks_ = 0;
     }
@@ -107,7 +107,7 @@ public:
 
 private:
     static constexpr int64_t NEAR_NS = 2000000, FAR_NS = 15000000, WINDOW_NS = 10000000, SLACK_NS = 2000000;
-    static constexpr uint64_t CHUNKS = 8;
+    static constexpr uint64_t CHUNKS = 8, LEAST_BYTES = 64 << 10;  // of small messages the ends' pace is seen, not the line's
     static constexpr size_t PATIENCE = 8, MEMORY = 16;  // windows
     static constexpr double SPARE = 4;                  // chunks in addition to the bandwidth-delay product
     // When the route gets longer, fewer bytes are delivered per window, because too little is in flight

@@ -127,17 +127,19 @@ extern "C" Result pace_both_ways(double rate, double rtt_ms, double ack_bytes, i
             std::max(both[0].backlog, both[1].backlog) / (seconds * 500)};
 }
 
-// Messages of a few bytes, one after the other as in a conversation, for two seconds; then one of `large_bytes`. How long
-// that takes to arrive, in milliseconds; -1 after ten seconds.
-extern "C" double pace_after_small_talk(double rate, double rtt_ms, double small_bytes, int every_ms, double large_bytes) {
+// Messages of a few bytes, `together` at once as in a conversation of several, for two seconds; then one of
+// `large_bytes`. The peer takes `reading_ms` for each of the small ones. How long the large one takes to arrive, in
+// milliseconds; -1 after ten seconds.
+extern "C" double pace_after_small_talk(double rate, double rtt_ms, double small_bytes, int every_ms, int together,
+                                        double reading_ms, double large_bytes) {
     const int64_t MS = 1000000, LARGE_AT = 2000;
     const double chunk = 8192;
     weft::Pacer pace;
     std::deque<std::pair<Sent, double>> flying;
-    double free_ns = 0, left = 0, arrived = 0;
-    auto send = [&](double bytes, int64_t now) {
+    double free_ns = 0, left = 0, arrived = 0, queued = 0;
+    auto send = [&](double bytes, int64_t now, double reading_ns = 0) {
         uint32_t burst = pace.sent(static_cast<uint64_t>(bytes), now);
-        free_ns = std::max(free_ns, static_cast<double>(now)) + bytes * 1e9 / rate;
+        free_ns = std::max(free_ns, static_cast<double>(now)) + std::max(bytes * 1e9 / rate, reading_ns);
         int64_t there = static_cast<int64_t>(free_ns + rtt_ms / 2 * MS);
         flying.push_back({{now, there, static_cast<int64_t>(there + rtt_ms / 2 * MS), burst}, bytes});
     };
@@ -151,9 +153,11 @@ extern "C" double pace_after_small_talk(double rate, double rtt_ms, double small
         if (ms > LARGE_AT && arrived >= large_bytes) return static_cast<double>(ms - LARGE_AT) - rtt_ms / 2;
         pace.update(now, static_cast<int64_t>(rtt_ms * MS));
         if (ms == LARGE_AT) left = large_bytes;
-        if (ms < LARGE_AT && ms % every_ms == 0 && pace.ready(now)) send(small_bytes, now);
+        if (ms < LARGE_AT && ms % every_ms == 0) queued += together;
+        for (; ms < LARGE_AT && queued > 0 && pace.ready(now); queued--) send(small_bytes, now, reading_ms * MS);
         for (; left > 0 && pace.ready(now); left -= chunk) send(std::min(left, chunk), now);
-        if (left <= 0 && pace.ready(now)) pace.idle();
+        if (left <= 0 && queued <= 0 && pace.ready(now)) pace.idle();
+        if (ms == LARGE_AT) queued = 0;
     }
     return -1;
 }

@@ -25,7 +25,7 @@ def library():
     library.pace_both_ways.argtypes = [ctypes.c_double] * 3 + [ctypes.c_int]
     library.pace_after_cut.argtypes = [ctypes.c_double] * 2 + [ctypes.c_int]
     library.pace_after_cut.restype = Result
-    library.pace_after_small_talk.argtypes = [ctypes.c_double] * 3 + [ctypes.c_int, ctypes.c_double]
+    library.pace_after_small_talk.argtypes = [*[ctypes.c_double] * 3, *[ctypes.c_int] * 2, *[ctypes.c_double] * 2]
     library.pace_after_small_talk.restype = ctypes.c_double
     library.pace_on_line.restype = library.pace_both_ways.restype = Result
     return library
@@ -105,8 +105,14 @@ def test_what_waits_on_a_line_that_never_rests_does_not_grow(on_line):
 
 @pytest.mark.parametrize("mbps", [10, 50, 500, 5000])
 @pytest.mark.parametrize("rtt_ms", [3, 20, 80, 200])
-@pytest.mark.parametrize("small_bytes, every_ms", [(100, 1), (100, 5), (8192, 20)])
-def test_a_conversation_in_small_messages_is_no_measure_of_the_line(library, mbps, rtt_ms, small_bytes, every_ms):
-    took_ms = library.pace_after_small_talk(mbps * 1e6 / 8, rtt_ms, small_bytes, every_ms, 1e6)
+@pytest.mark.parametrize(
+    "small_bytes, every_ms, together, reading_ms", [(100, 1, 1, 0), (100, 5, 1, 0), (8192, 20, 1, 0), (300, 50, 16, 2)]
+)
+def test_a_conversation_in_small_messages_is_no_measure_of_the_line(
+    library, mbps, rtt_ms, small_bytes, every_ms, together, reading_ms
+):
+    rate = mbps * 1e6 / 8
+    took_ms = library.pace_after_small_talk(rate, rtt_ms, small_bytes, every_ms, together, reading_ms, 1e6)
     line_ms = 8e3 / mbps + rtt_ms / 2
-    assert 0 < took_ms < 1.3 * line_ms + rtt_ms + 5
+    waiting_ms = together * reading_ms  # of what was sent before
+    assert 0 < took_ms < 1.3 * line_ms + rtt_ms + waiting_ms + 5
