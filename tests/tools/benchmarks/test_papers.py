@@ -3,7 +3,8 @@
 import json
 
 from weft.tools import cli
-from weft.tools.benchmarks.papers import apart_throughput, atlas_throughput, judged
+from weft.tools.benchmarks.claims.atlas import apart_throughput, atlas_throughput
+from weft.tools.benchmarks.claims.claim import judged
 
 STAGES = 12
 

@@ -1,0 +1,1 @@
+"""What papers claim, beside what Weft's models say."""
