@@ -65,16 +65,9 @@ class PythonGroup(dist.ProcessGroup):
         """Torch 2.11's name."""
         return self.reduce_scatter_single(output, source, opts)
 
-    def alltoall_base(
-        self,
-        output: Tensor,
-        source: Tensor,
-        output_splits: Sequence[int] = (),
-        input_splits: Sequence[int] = (),
-        opts: Any = None,
-    ) -> dist.Work:
+    def alltoall_base(self, output: Tensor, source: Tensor, *splits_and_opts: Any) -> dist.Work:
         """Torch 2.11's name."""
-        return self.all_to_all_single(output, source, output_splits, input_splits, opts)
+        return self.all_to_all_single(output, source, *splits_and_opts)
 
 
 def reduction(opts: Any) -> Any:

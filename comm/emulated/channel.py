@@ -85,8 +85,7 @@ class EmulatedReceiver:
 
     def recv(self, tag: str, spec: TensorSpec) -> Coming:
         """Start to receive."""
-        form = f"{tuple(spec.shape)} {str(spec.dtype).removeprefix('torch.')}"
-        self._world.recorder.say([self._peer], f"from {self._peer}", Said(f"receive {tag}", form))
+        self._world.recorder.say([self._peer], f"from {self._peer}", Said(f"receive {tag}", _form(spec)))
         tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=self._world.device)
         return Coming(self._world, self._peer, tag, tensor)
 
@@ -94,5 +93,5 @@ class EmulatedReceiver:
         """Nothing to close."""
 
 
-def _form(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+def _form(message: Tensor | TensorSpec) -> str:
+    return f"{tuple(message.shape)} {str(message.dtype).removeprefix('torch.')}"

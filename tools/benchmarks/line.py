@@ -9,9 +9,10 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from time import sleep
 from typing import Any
+
+import psutil
 
 from weft.tools.benchmarks.results import finish, parse
 from weft.tools.netbed import NetBed, Topology
@@ -73,5 +74,5 @@ def iperf3(bed: NetBed, connections: int, seconds: float, settle_s: float = 0.0)
 
 def _cpu_s(bed: NetBed) -> float:
     """CPU seconds that the bed's line has used so far."""
-    ticks = Path(f"/proc/{bed.status().pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    times = psutil.Process(bed.status().pid).cpu_times()
+    return times.user + times.system

@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import nan
-from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -178,10 +178,7 @@ def _timed(case: TrainingCase, train: Callable[[list[dict[str, Tensor]]], tuple[
 
 def _sent() -> int:
     """Bytes that have left this rank's node."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()
-    return sum(
-        int(line.split(":")[1].split()[8]) for line in lines if ":" in line and not line.strip().startswith("lo:")
-    )
+    return sum(card.bytes_sent for name, card in psutil.net_io_counters(pernic=True).items() if name != "lo")
 
 
 def one_process(case: TrainingCase) -> TrainingRun:
