@@ -7,6 +7,7 @@ from math import prod
 
 from weft.conf.checks import check, per_replica
 from weft.conf.schema import WeftConfig
+from weft.conf.sites import num_routes
 
 
 def fit_batch(config: WeftConfig, world_size: int) -> WeftConfig:
@@ -51,19 +52,27 @@ def check_world(config: WeftConfig, world_size: int) -> None:
     """
     replicas = num_replicas(config, world_size)
     config = fit_batch(config, world_size)
+    routes = num_routes(config.cluster)
+    if replicas % routes:
+        raise ValueError(
+            f"cluster.routes: {world_size} processes make {replicas} replicas of the pipeline, not a multiple of the "
+            f"{routes} routes; change them, or start more processes"
+        )
+    replicas, on_route = replicas // routes, " on each route" if routes > 1 else ""
     lines = replicas * lines_of_replica(config)
     if lines % config.parallel.expert:
         tensor = f" x {config.parallel.tensor} tensor ranks" if config.parallel.tensor > 1 else ""
         raise ValueError(
-            f"parallel.expert={config.parallel.expert}: {world_size} processes make {replicas} replicas x "
+            f"parallel.expert={config.parallel.expert}: {world_size} processes make {replicas} replicas{on_route} x "
             f"{config.parallel.context} context ranks{tensor} = {lines}, not a multiple of it; choose a divisor of "
             f"{lines}, or start more processes"
         )
     if config.comm.cell > replicas:
         raise ValueError(
-            f"comm.cell={config.comm.cell}: {world_size} processes make {replicas} replicas of the pipeline; "
+            f"comm.cell={config.comm.cell}: {world_size} processes make {replicas} replicas of the pipeline{on_route}; "
             "lower it, or start more processes"
         )
+    replicas *= routes
     product = config.train.microbatch_size * config.pipeline.microbatches * replicas
     if config.train.batch_size not in (0, product):
         raise ValueError(

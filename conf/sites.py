@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from math import inf
 from pathlib import Path
 
 from weft.conf.hosts import asks_for_nodes, read_hostfile, working_hosts, world_size
-from weft.conf.schema import WeftConfig
+from weft.conf.schema import ClusterConfig, SiteConfig, WeftConfig
 
 
 def ranks_per_site(config: WeftConfig) -> tuple[int, ...]:
-    """Pipeline ranks of each site, in pipeline order; empty for one site.
+    """Pipeline ranks of each site, in pipeline order, route after route; empty for one site.
 
-    A site holds consecutive stages, with all of their replicas (Atlas section 4.2).
+    A site holds consecutive stages, with all of their replicas (Atlas section 4.2), or, where there are several
+    routes, with the replicas of one.
 
     Args:
         config: a configuration without `site_problems`.
     """
     sites = config.cluster.sites
     if asks_for_nodes(config.cluster):
-        replicas = world_size(config.cluster) // config.pipeline.stages
-        return tuple(site.nodes * config.cluster.ranks // replicas for site in sites)
+        lines = world_size(config.cluster) // config.pipeline.stages // num_routes(config.cluster)
+        return tuple(site.nodes * config.cluster.ranks // lines for site in sites)
     if not any(site.hosts for site in sites):
         return tuple(site.ranks for site in sites)
     slots = working_hosts(config.cluster)
-    replicas = sum(slots.values()) // config.pipeline.stages
-    return tuple(sum(slots.get(host, 0) for host in site.hosts) // replicas for site in sites)
+    lines = sum(slots.values()) // config.pipeline.stages // num_routes(config.cluster)
+    return tuple(sum(slots.get(host, 0) for host in site.hosts) // lines for site in sites)
+
+
+def num_routes(cluster: ClusterConfig) -> int:
+    """Sets of replicas that go through sites of their own."""
+    return max(1, len(cluster.routes))
+
+
+def routes_of(cluster: ClusterConfig) -> list[list[str]]:
+    """The names of the sites of each route."""
+    return cluster.routes or [[site.name for site in cluster.sites]]
 
 
 def site_problems(config: WeftConfig) -> Iterator[str]:
@@ -38,15 +49,56 @@ def site_problems(config: WeftConfig) -> Iterator[str]:
     for name, count in Counter(names).items():
         if not name or count > 1:
             yield f"cluster.sites.name={name!r}: {count} sites have this name; give every site a unique name"
+    if wrong := list(_routes(config.cluster, names)):
+        yield from wrong
+        return
     if asks_for_nodes(config.cluster):
-        yield from _by_nodes(config)
+        wrong = list(_by_nodes(config))
     elif not any(site.hosts for site in sites):
-        yield from _by_ranks(config)
+        wrong = list(_by_ranks(config))
     elif not config.cluster.hostfile:
-        yield "cluster.sites.hosts: they need a hostfile, and there is none; set cluster.hostfile"
+        wrong = ["cluster.sites.hosts: they need a hostfile, and there is none; set cluster.hostfile"]
     elif Path(config.cluster.hostfile).expanduser().is_file():
-        yield from _by_hosts(config)
+        wrong = list(_by_hosts(config))
+    yield from wrong or _side_by_side(config)
     yield from _links(config, names)
+
+
+def _side_by_side(config: WeftConfig) -> Iterator[str]:
+    """What replicas on several routes cannot have."""
+    if config.comm.cell == 1 or len(config.cluster.routes) < 2:
+        return
+    hostfile = config.cluster.hostfile
+    if hostfile and not Path(hostfile).expanduser().is_file():
+        return  # that is said elsewhere
+    held = iter(ranks_per_site(config))
+    cuts = {tuple(next(held) for _ in route) for route in config.cluster.routes}
+    if len(cuts) > 1:
+        yield (
+            f"comm.cell={config.comm.cell}: the DP-cells of all routes follow one schedule, and the routes are cut "
+            "into sites in different ways; set comm.cell=1"
+        )
+
+
+def _routes(cluster: ClusterConfig, names: list[str]) -> Iterator[str]:
+    if not cluster.routes:
+        return
+    taken = list(chain.from_iterable(cluster.routes))
+    for name, count in Counter(taken).items():
+        if name not in names:
+            yield f"cluster.routes: {name!r} is no site; cluster.sites has {', '.join(names) or 'none'}"
+        elif count > 1:
+            yield f"cluster.routes: site {name!r} is named {count} times; a site holds replicas of one route"
+    for name in names:
+        if name not in taken:
+            yield f"cluster.routes: site {name!r} is on no route; add it to one, or leave it out of cluster.sites"
+    if not all(cluster.routes):
+        yield "cluster.routes: a route without sites; leave it out"
+    if sorted(taken) == sorted(names) and taken != names:
+        yield (
+            f"cluster.routes={cluster.routes}: ranks are numbered route by route, and cluster.sites lists "
+            f"{', '.join(names)}; list the sites in the order {', '.join(taken)}"
+        )
 
 
 def _by_ranks(config: WeftConfig) -> Iterator[str]:
@@ -59,16 +111,58 @@ def _by_ranks(config: WeftConfig) -> Iterator[str]:
             )
         elif site.ranks < 1:
             yield f"cluster.sites.ranks={site.ranks}: site {site.name!r} holds no pipeline rank; give it one"
-    if sites and sum(site.ranks for site in sites) != stages and not config.cluster.hostfile:
-        listed = " + ".join(str(site.ranks) for site in sites)
+    for route in _on_routes(config.cluster):
+        total = sum(site.ranks for site in route)
+        if route and total != stages and not config.cluster.hostfile:
+            listed = " + ".join(str(site.ranks) for site in route)
+            yield (
+                f"pipeline.stages={stages}: the sites {'of a route ' if config.cluster.routes else ''}hold {listed} = "
+                f"{total} pipeline ranks; make cluster.sites add up to it"
+            )
+
+
+def _on_routes(cluster: ClusterConfig) -> list[list[SiteConfig]]:
+    """The sites of each route."""
+    named = {site.name: site for site in cluster.sites}
+    return [[named[name] for name in route] for route in routes_of(cluster)]
+
+
+def _shared_out(config: WeftConfig, held: Mapping[str, int], where: str) -> Iterator[str]:
+    """Problems with the ranks of each site: equally many of each stage, and as many stages on each route.
+
+    Args:
+        held: ranks of each site.
+        where: the field that says so, and whose ranks they are.
+    """
+    cluster, stages = config.cluster, config.pipeline.stages
+    total, several = sum(held.values()), len(cluster.routes) > 1
+    if total % stages:
+        return  # that is said when replicas are counted
+    lines, rest = divmod(total // stages, num_routes(cluster))
+    if rest:
         yield (
-            f"pipeline.stages={stages}: the sites hold {listed} = {sum(site.ranks for site in sites)} pipeline ranks; "
-            "make cluster.sites add up to it"
+            f"cluster.routes: {total // stages} replicas of {stages} stages cannot be shared out evenly over "
+            f"{len(cluster.routes)} routes; change their hosts, or pipeline.stages"
         )
+        return
+    of_route = "of a stage on its route" if several else "of a stage"
+    for site, count in held.items():
+        if not count or count % lines:
+            yield (
+                f"{where} site {site!r} make {count} slots, not a multiple of the {lines} replicas {of_route}, which "
+                "must share a site; change them, or pipeline.stages"
+            )
+            return
+    for route in cluster.routes:
+        if (found := sum(held[name] for name in route) // lines) != stages:
+            yield (
+                f"cluster.routes: the sites {' and '.join(route)} hold {found} pipeline ranks of {lines} replicas, and "
+                f"pipeline.stages={stages}; give each route as many hosts as every other"
+            )
 
 
 def _by_nodes(config: WeftConfig) -> Iterator[str]:
-    cluster, stages = config.cluster, config.pipeline.stages
+    cluster = config.cluster
     manager = cluster.manager.name
     if not cluster.sites:
         yield (
@@ -86,16 +180,9 @@ def _by_nodes(config: WeftConfig) -> Iterator[str]:
                 yield (
                     f"cluster.sites.{field}={given}: {manager} chooses the hosts; give site {site.name!r} nodes instead"
                 )
-    world = world_size(cluster)
-    if wrong or not cluster.sites or world % stages:
-        return
-    for site in cluster.sites:
-        if site.nodes * cluster.ranks % (world // stages):
-            yield (
-                f"cluster.sites.nodes={site.nodes}: {cluster.ranks} ranks on each host of site {site.name!r} are not a "
-                f"multiple of the {world // stages} replicas of a stage, which must share a site; change "
-                "cluster.sites.nodes, cluster.ranks or pipeline.stages"
-            )
+    if not wrong and cluster.sites:
+        held = {site.name: site.nodes * cluster.ranks for site in cluster.sites}
+        yield from _shared_out(config, held, f"cluster.sites.nodes: {cluster.ranks} ranks on each host of")
 
 
 def _by_hosts(config: WeftConfig) -> Iterator[str]:
@@ -121,18 +208,16 @@ def _by_hosts(config: WeftConfig) -> Iterator[str]:
             "its lines in the order of the sites"
         )
     working = working_hosts(config.cluster)
-    replicas, rest = divmod(sum(working.values()), stages)
-    for site in sites:
-        count = sum(working.get(host, 0) for host in site.hosts)
-        if not rest and (not count or count % replicas):
+    held = {site.name: sum(working.get(host, 0) for host in site.hosts) for site in sites}
+    if uneven := list(_shared_out(config, held, "cluster.sites: the hosts of")):
+        yield from uneven
+        return
+    lines = sum(held.values()) // stages // num_routes(config.cluster)
+    for site in sites if lines else ():
+        if site.ranks not in (0, held[site.name] // lines):
             yield (
-                f"cluster.sites: site {site.name!r} has {count} slots, not a multiple of the {replicas} replicas of a "
-                "stage, which must share a site; change its slots, or pipeline.stages"
-            )
-        elif not rest and site.ranks not in (0, count // replicas):
-            yield (
-                f"cluster.sites.ranks={site.ranks}: the hosts of site {site.name!r} hold {count // replicas} pipeline "
-                "ranks; correct it, or leave it out"
+                f"cluster.sites.ranks={site.ranks}: the hosts of site {site.name!r} hold {held[site.name] // lines} "
+                "pipeline ranks; correct it, or leave it out"
             )
 
 

@@ -24,22 +24,23 @@ from weft.engine.planning.layout import RankLayout
 
 
 class RankTopology(PipeModelDataParallelTopology):
-    """Coordinates of ranks by their numbers: axes pipe, data and model, the last the fastest."""
+    """Coordinates of ranks by their numbers: axes pipe, data and model, the last the fastest within a route."""
 
     def __init__(self, layout: RankLayout) -> None:
         """To DeepSpeed, replicas are "data", and ranks that share the work of one micro-batch are "model"."""
         pipe_module.PipelineParallelGrid, pipe_module.dist = grid_of, _OneWorld()
         super().__init__(num_pp=layout.stages, num_dp=layout.replicas, num_mp=layout.context * layout.tensor)
+        self._layout = layout
+        if layout.routes > 1:
+            self.mapping = {self.get_coord(rank): rank for rank in range(layout.world_size)}
 
     def get_coord(self, rank: int) -> Any:
         """The coordinates of a rank."""
-        rest, at = rank, []
-        for size in reversed(self.dims):
-            rest, index = divmod(rest, size)
-            at.append(index)
-        if rest:
+        layout = self._layout
+        if not 0 <= rank < layout.world_size:
             raise ValueError(f"rank {rank} not found in topology.")
-        return self.ProcessCoord(*reversed(at))
+        at = layout.position(rank)
+        return self.ProcessCoord(at.stage, at.replica, at.context * layout.tensor + at.tensor)
 
 
 class RankGrid(PipelineParallelGrid):
@@ -84,10 +85,10 @@ class RankGrid(PipelineParallelGrid):
 
     def _models(self) -> list[list[int]]:
         """Ranks of each replica."""
-        each = self.data_parallel_size * self.model_parallel_size
-        own = range(self.model_parallel_size)
+        each, size = self.pipe_parallel_size * self.model_parallel_size, self.model_parallel_size
+        at = [divmod(place, size) for place in range(each)]
         return [
-            [stage * each + replica * len(own) + part for stage in range(self.pipe_parallel_size) for part in own]
+            [self._topo.get_rank(pipe=stage, data=replica, model=part) for stage, part in at]
             for replica in range(self.data_parallel_size)
         ]
 

@@ -77,4 +77,9 @@ def recipe_job(config: WeftConfig, folder: Path, replicas: int = 0) -> RecipeJob
         raise EmulationError(
             "cluster.links: empty, and there are several sites; give latency and bandwidth of each link"
         )
+    if len(cluster.routes) > 1:
+        raise EmulationError(
+            f"cluster.routes={cluster.routes}: an emulated job has replicas that all go through the same sites; leave "
+            "out routes, and the sites of all but one"
+        )
     return RecipeJob(config, folder)

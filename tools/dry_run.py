@@ -48,7 +48,7 @@ def report(config: WeftConfig) -> str:
     lines = [
         f"{settled_model(config).model_type}, {parameters / 1e6:,.1f} M parameters; {schedule.name}, "
         f"{plan.placement.num_stages} stages on {plan.placement.num_ranks} ranks x {plan.layout.replicas} replicas"
-        f"{_inside(plan)}, "
+        f"{f' on {plan.layout.routes} routes' if plan.layout.routes > 1 else ''}{_inside(plan)}, "
         f"{schedule.num_microbatches} micro-batches of {config.train.microbatch_size} x "
         f"{config.data.sequence_length} tokens",
         "",

@@ -14,11 +14,12 @@ from weft.pipeline.limits import count, number
 from weft.pipeline.planner.cluster import Cluster, load_cluster
 from weft.pipeline.planner.measured import load_measured
 from weft.pipeline.planner.request import Objective, Request, read_pins
-from weft.pipeline.planner.search import FEW_SITES, Plan, plan
+from weft.pipeline.planner.routes import FEW_SITES
+from weft.pipeline.planner.search import Plan, plan
 from weft.pipeline.planner.workload import ModelWork
 from weft.pipeline.states import USABLE
 from weft.tools.planning.model import config_of, model_work
-from weft.tools.planning.report import as_json, as_markdown, explanation, places, rows, summary
+from weft.tools.planning.report import as_json, as_markdown, explanation, places, route_text, rows, summary
 from weft.tools.planning.what_if import changed, marginal_values
 
 MOST_TOKENS = 10**12
@@ -113,12 +114,11 @@ def _answer(found: Plan, question: str, cluster: Cluster) -> None:
         print(f"{question}: no plan any more: {error}")
         return
     before, after = found.best, other.best
-    sites = " > ".join(cluster.sites[site].name for site in after.layout.sites)
     tokens = found.request.tokens
     faster = after.tokens_per_s / before.tokens_per_s - 1
     print(
         f"{question}: step {before.step_s:.3g} -> {after.step_s:.3g} s, tokens/s {faster:+.1%}, "
-        f"cost {before.cost(tokens):,.0f} -> {after.cost(tokens):,.0f}, on {sites}"
+        f"cost {before.cost(tokens):,.0f} -> {after.cost(tokens):,.0f}, on {route_text(cluster, after.layout)}"
     )
 
 

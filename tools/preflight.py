@@ -15,7 +15,6 @@ from weft.conf.batch import check_world
 from weft.conf.checks import virtual_stages
 from weft.conf.hosts import is_loopback, read_hostfile, world_size
 from weft.conf.schema import Attention, ClusterManager, Precision, WeftConfig
-from weft.conf.sites import ranks_per_site
 from weft.engine.planning.schedules import open_placements, read_costs
 
 MIN_FREE_BYTES = 1 << 30
@@ -112,7 +111,7 @@ def is_here(path: str) -> bool:
 
 def check_schedule(config: WeftConfig) -> None:
     """Check that files of a schedule and of costs can be read, and are of as many virtual stages."""
-    first, *_ = open_placements(config.pipeline, ranks_per_site(config)).values()
+    first, *_ = open_placements(config.pipeline).values()
     if config.pipeline.costs_file:
         read_costs(config.pipeline, first.num_stages)
 

@@ -19,7 +19,8 @@ def topology_key(group: Group, device: str) -> str:
     Args:
         device: `cpu` or `cuda`.
     """
-    return f"{device} on {'+'.join(map(str, group.layout))} ranks, from {os.uname().nodename}"
+    where = " at sites" if group.at_sites else ""
+    return f"{device} on {'+'.join(map(str, group.layout))} ranks{where}, from {os.uname().nodename}"
 
 
 @dataclass(frozen=True)

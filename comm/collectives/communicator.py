@@ -263,5 +263,6 @@ def _open_axis(mesh: Mesh, axis: int, device: torch.device, timeout_s: float, na
             ranks, timeout=timedelta(seconds=timeout_s), group_desc=f"{name} {mesh.shape} axis {axis}"
         )
         if dist.get_rank() in ranks:
-            mine = _Axis(group, executor_for(device, f"weft-{name}-{axis}"))
+            across = len({mesh.group.nodes[position] for position in line}) > 1 and mesh.group.at_sites
+            mine = _Axis(group, executor_for(device, f"weft-{name}-{axis}", holds_host=across))
     return mine

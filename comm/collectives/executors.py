@@ -69,6 +69,43 @@ class StreamExecutor:
         """No-op: queued steps still run."""
 
 
+class HostedStreamExecutor:
+    """A thread with a CUDA stream, for collectives that hold up the host that calls them: those between sites."""
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    def submit(self, work: Work, after: Pending) -> HostedResult:
+        """Run ``work`` on the result of ``after``; returns immediately."""
+        return HostedResult(self._thread.submit(self._run, work, after))
+
+    def _run(self, work: Work, after: Pending) -> StreamResult:
+        with torch.cuda.stream(self._stream):
+            tensor = after.result()
+            tensor.record_stream(self._stream)
+            return StreamResult(work(tensor))
+
+    def close(self) -> None:
+        """Accept no more steps."""
+        self._thread.shutdown(wait=False)
+
+
+class HostedResult:
+    """What a thread will have started on its stream: who asks for it waits for the thread, then as for a stream."""
+
+    def __init__(self, started: Future[StreamResult]) -> None:
+        self._started = started
+
+    def result(self) -> Tensor:
+        """Make the current stream wait for it."""
+        return self._started.result().result()
+
+    def done(self) -> bool:
+        """Whether it is complete."""
+        return self._started.done() and self._started.result().done()
+
+
 class StreamResult:
     """A tensor that the current stream's queued work produces."""
 
@@ -95,6 +132,12 @@ def completed(tensor: Tensor) -> Pending:
     return ready
 
 
-def executor_for(device: torch.device, name: str) -> InOrderExecutor:
-    """The executor of a device."""
-    return StreamExecutor(device) if device.type == "cuda" else ThreadExecutor(name)
+def executor_for(device: torch.device, name: str, *, holds_host: bool = False) -> InOrderExecutor:
+    """The executor of a device.
+
+    Args:
+        holds_host: whether a collective on a GPU returns only when it is done.
+    """
+    if device.type != "cuda":
+        return ThreadExecutor(name)
+    return HostedStreamExecutor(device, name) if holds_host else StreamExecutor(device)

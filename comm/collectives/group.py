@@ -25,12 +25,16 @@ class LinkClass(Enum):
 class Group:
     """The participating ranks, in the order of their shards, and the node of each.
 
+    Attributes:
+        at_sites: whether nodes are sites, with the WAN between them, and not hosts.
+
     Raises:
         ValueError: no ranks, ranks not ascending, or not one node per rank.
     """
 
     ranks: tuple[int, ...]
     nodes: tuple[int, ...]
+    at_sites: bool = False
 
     def __post_init__(self) -> None:
         """Validate."""

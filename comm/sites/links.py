@@ -21,7 +21,9 @@ from weft.comm.wan.network import listening_address
 from weft.conf.schema import CommConfig
 
 _CONNECTIONS = 2
-"""Of a link: what groups say is small, and one connection may have to be replaced."""
+"""Of a link where what groups say is small: one connection may have to be replaced."""
+_REDUCING = 16
+"""Of a link that replicas reduce gradients over, unless ``comm.connections`` gives a number."""
 _LINGER_S = 5.0
 
 
@@ -32,10 +34,12 @@ class Sites:
     Attributes:
         of_ranks: the site of each global rank.
         comm: how ranks of different sites talk.
+        reduce: whether replicas at different sites reduce gradients and gather weights.
     """
 
     of_ranks: tuple[int, ...]
     comm: CommConfig
+    reduce: bool = False
 
 
 class SiteLinks:
@@ -82,7 +86,7 @@ class SiteLinks:
             door=door,
             knocks=True,
             key=WanKey.from_environment(),
-            connections=_CONNECTIONS,
+            connections=(comm.connections or _REDUCING) if self.sites.reduce else _CONNECTIONS,
             deadline_s=comm.deadline_s,
             timeout_s=comm.timeout_s,
             tls=comm.tls,

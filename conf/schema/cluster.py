@@ -82,6 +82,10 @@ class ClusterConfig:
 
     sites: list[SiteConfig] = field(default_factory=list)
     """Sites in pipeline order; empty means a single site."""
+    routes: list[list[str]] = field(default_factory=list)
+    """Sets of equally many replicas that go through sites of their own, each as the names of its sites in pipeline
+    order; `sites` lists them in the same order. Each set's gradients are reduced inside of its sites, then over the
+    WAN. Empty means that all replicas go through all sites."""
     links: list[LinkConfig] = field(default_factory=list)
     """Links between sites."""
     hostfile: str = ""

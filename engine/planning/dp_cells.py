@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.comm.wan.cell import Cell
-from weft.engine.planning.hops import neighbours
+from weft.engine.planning.hops import crosses, neighbours
 from weft.engine.planning.layout import RankLayout
 from weft.pipeline.placement import Placement
 
@@ -29,16 +29,17 @@ class CellMember:
         Args:
             size: ``comm.cell``.
         """
-        size = size if len(layout.sites) > 1 else 1
-        local_ranks = [line % size for line in range(layout.lines)]
-        return [cls(min(size, layout.lines - line + local), local) for line, local in enumerate(local_ranks)]
+        size, lines = size if len(layout.sites) > layout.routes else 1, layout.lines_of_route
+        local_ranks = [line % size for line in range(lines)]
+        return [cls(min(size, lines - line + local), local) for line, local in enumerate(local_ranks)] * layout.routes
 
 
 def cells(placement: Placement, layout: RankLayout, size: int) -> list[Cell]:
-    """The DP-cells at every crossing of the WAN: ``size`` lines each, by LocalDPRank."""
-    crossings = [(a, b) for a, b in neighbours(placement) if placement.rank_sites[a] != placement.rank_sites[b]]
+    """The DP-cells at every crossing of the WAN: ``size`` lines of one route each, by LocalDPRank."""
+    pairs = neighbours(placement)
     return [
-        Cell(layout.lines_of(a)[first : first + size], layout.lines_of(b)[first : first + size], number)
-        for number, (a, b) in enumerate(crossings)
-        for first in range(0, layout.lines, size)
+        Cell(tuple(layout.route_lines(route, a)[some]), tuple(layout.route_lines(route, b)[some]), number)
+        for route in range(layout.routes)
+        for number, (a, b) in enumerate(pair for pair in pairs if crosses(layout, route, *pair))
+        for some in (slice(first, first + size) for first in range(0, layout.lines_of_route, size))
     ]

@@ -40,7 +40,7 @@ def stage_sizes(model: ModelSizes, split: StageSplit) -> list[PartSize]:
 
 
 def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostModel:
-    """Costs to plan with: those that are known, else estimates.
+    """Costs to plan with, on the route that schedules are planned for: those that are known, else estimates.
 
     Raises:
         ValueError: they are known for other numbers of virtual stages.
@@ -63,7 +63,7 @@ def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostM
         stages=stages,
         local=facts.links.local,
         wan=facts.links.wan,
-        wan_links=facts.links.pairs,
+        wan_links=facts.links.between(facts.layout.site_numbers(facts.layout.reference)),
         pairs=None if config.pipeline.pairs is PairChoice.never else pairs,
     )
 

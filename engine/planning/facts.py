@@ -37,6 +37,14 @@ class Links:
     wan: LinkCost = field(default_factory=LinkCost)
     pairs: tuple[tuple[tuple[int, int], LinkCost], ...] = ()
 
+    def between(self, sites: range) -> tuple[tuple[tuple[int, int], LinkCost], ...]:
+        """The links between neighbouring numbers of sites, counted from the first of these."""
+        return tuple(
+            ((here - sites.start, there - sites.start), link)
+            for (here, there), link in self.pairs
+            if here in sites and there in sites
+        )
+
 
 @dataclass(frozen=True)
 class AxisFacts:
@@ -72,7 +80,8 @@ class Facts:
         operators: how well compute and collectives overlap; None where that was not measured.
         exchange: how ranks that share sequences let each query meet all keys; not auto.
         links: between ranks.
-        replica_nodes: the node of each rank of a data group: those that hold the same weights.
+        replica_nodes: the node of each rank of a data group: those that hold the same weights. Where replicas are at
+            several sites, their sites.
         collectives: costs of collectives over these replicas; None where they are not known.
         sources: where each of these is known from, by its name.
     """
@@ -98,7 +107,7 @@ class Facts:
     @property
     def replicas(self) -> Group:
         """The first data group."""
-        return Group(self.layout.data_groups(0)[0], self.replica_nodes)
+        return Group(self.layout.data_groups(0)[0], self.replica_nodes, self.layout.routes > 1)
 
     def with_links(self, profiles: Mapping[Hop, LinkProfile]) -> Facts:
         """With the slowest link that was probed between each two sites, where no bandwidth is known."""

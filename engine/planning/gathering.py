@@ -185,7 +185,7 @@ def _given_costs(config: WeftConfig, layout: RankLayout) -> dict[int, CostModel]
     """Those of ``pipeline.costs_file``, for each placement that may be chosen, by its virtual stages."""
     found: dict[int, CostModel] = {}
     errors: list[ValueError] = []
-    for placement in open_placements(config.pipeline, layout.sites).values():
+    for placement in open_placements(config.pipeline, layout.sites_of(layout.reference)).values():
         try:
             found[placement.num_stages] = read_costs(config.pipeline, placement.num_stages)
         except ValueError as error:
@@ -202,7 +202,7 @@ def _uplink_sharing(cluster: ClusterConfig, layout: RankLayout, nodes: tuple[int
     """
     if not cluster.hostfile:
         return layout.context * layout.tensor
-    return max(Counter((rank // layout.lines, node) for rank, node in enumerate(nodes)).values())
+    return max(Counter((rank // layout.lines_of_route, node) for rank, node in enumerate(nodes)).values())
 
 
 def _given_links(cluster: ClusterConfig, sharing: int) -> Links:
@@ -228,8 +228,8 @@ def _given_links(cluster: ClusterConfig, sharing: int) -> Links:
 def _replica_nodes(config: WeftConfig, layout: RankLayout, num_nodes: int) -> tuple[int, ...]:
     """The node of each rank of the first data group, on the hosts that hold them."""
     count = layout.data_ranks
-    if config.cluster.hostfile:
-        return _world_nodes(config.cluster)[: layout.lines : layout.tensor]
+    if config.cluster.hostfile or layout.routes > 1:
+        return layout.nodes_of(layout.data_groups(0)[0], _world_nodes(config.cluster))
     if num_nodes < 1 or count % num_nodes:
         raise ValueError(f"--nodes={num_nodes}: {count} replicas cannot be spread evenly over them; give a divisor")
     return tuple(replica * num_nodes // count for replica in range(count))

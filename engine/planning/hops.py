@@ -16,10 +16,17 @@ def hops(placement: Placement, layout: RankLayout) -> tuple[set[Hop], set[Hop]]:
     inside: set[Hop] = set()
     between: set[Hop] = set()
     for a, b in neighbours(placement):
-        crosses = placement.rank_sites[a] != placement.rank_sites[b]
-        for here, there in zip(layout.lines_of(a), layout.lines_of(b), strict=True):
-            (between if crosses else inside).update([(here, there), (there, here)])
+        for route in range(layout.routes):
+            found = between if crosses(layout, route, a, b) else inside
+            for here, there in zip(layout.route_lines(route, a), layout.route_lines(route, b), strict=True):
+                found.update([(here, there), (there, here)])
     return inside, between
+
+
+def crosses(layout: RankLayout, route: int, a: int, b: int) -> bool:
+    """Whether two pipeline ranks of the replicas of a route lie at different sites."""
+    sites = layout.rank_sites[route * layout.stages : (route + 1) * layout.stages]
+    return sites[a] != sites[b]
 
 
 def neighbours(placement: Placement) -> list[tuple[int, int]]:

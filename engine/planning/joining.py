@@ -16,7 +16,7 @@ from weft.comm.emulated.world import emulated_world
 from weft.comm.sites.joining import spans_sites
 from weft.comm.sites.links import Sites
 from weft.conf.schema import CommConfig, WeftConfig
-from weft.conf.sites import ranks_per_site
+from weft.conf.sites import num_routes, ranks_per_site
 from weft.engine import distributed
 from weft.engine.deepspeed.keys import weft_section
 from weft.engine.planning.layout import RankLayout
@@ -70,8 +70,9 @@ def join(config: WeftConfig) -> torch.device:
 
 def _sites(config: WeftConfig, world_size: int) -> Sites | None:
     """None where there is one, or where the ranks do not fit: that is said when all have joined."""
-    stages = config.pipeline.stages
-    if len(ranks_per_site(config)) < 2 or world_size % stages or sum(ranks_per_site(config)) != stages:
+    stages, routes, held = config.pipeline.stages, num_routes(config.cluster), ranks_per_site(config)
+    if len(held) < 2 or world_size % (stages * routes) or sum(held) != stages * routes:
         return None
-    layout = RankLayout(ranks_per_site(config), world_size // stages)
-    return Sites(tuple(layout.position(rank).site for rank in range(world_size)), config.comm)
+    layout = RankLayout(held, world_size // stages, routes=routes)
+    sites = tuple(layout.position(rank).site for rank in range(world_size))
+    return Sites(sites, config.comm, reduce=routes > 1)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 from weft.conf.batch import num_replicas
 from weft.conf.schema import WeftConfig
-from weft.conf.sites import ranks_per_site
+from weft.conf.sites import num_routes, ranks_per_site
 
-AXES = ("stage", "replica", "context", "tensor")
-"""Axes that a global rank is counted along, the slowest first. Ranks of a stage are neighbours, so that
-their reductions stay inside a node or a site (Atlas section 4.2), and those that share the work of one
-micro-batch are nearest. Experts have no axis of their own: they are shared out among neighbouring ranks
-of a data group."""
+AXES = ("route", "stage", "replica", "context", "tensor")
+"""Axes that a global rank is counted along, the slowest first. Replicas of one route go through the same sites.
+Their ranks of a stage are neighbours, so that their reductions stay inside a node or a site (Atlas section 4.2),
+and those that share the work of one micro-batch are nearest. Experts have no axis of their own: they are shared
+out among neighbouring ranks of a data group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class Position:
         tensor: part of each layer's matrices.
         line: pipeline of ranks that it belongs to: ranks of one line hand micro-batches to each other.
             There are as many as replicas x context x tensor.
-        site: follows from the stage.
+        site: follows from the replica and the stage.
     """
 
     stage: int
@@ -43,11 +44,12 @@ class RankLayout:
     """How many ranks there are along each axis, and which ranks belong together.
 
     Attributes:
-        sites: pipeline ranks of each site, in pipeline order; one entry where there is one site.
+        sites: pipeline ranks of each site, in pipeline order, route after route; one entry where there is one site.
         replicas: of the model.
         context: ranks that share each sequence.
         tensor: ranks that share each layer's matrices.
         expert: ranks that share the experts of a layer; a divisor of replicas x context.
+        routes: sets of equally many replicas, each of which goes through sites of its own.
     """
 
     sites: tuple[int, ...]
@@ -55,6 +57,7 @@ class RankLayout:
     context: int = 1
     tensor: int = 1
     expert: int = 1
+    routes: int = 1
 
     @classmethod
     def of(cls, config: WeftConfig, world_size: int) -> RankLayout:
@@ -69,12 +72,13 @@ class RankLayout:
             config.parallel.context,
             config.parallel.tensor,
             config.parallel.expert,
+            num_routes(config.cluster),
         )
 
     @property
     def stages(self) -> int:
         """Pipeline ranks of one line."""
-        return sum(self.sites)
+        return sum(self.sites) // self.routes
 
     @property
     def lines(self) -> int:
@@ -91,9 +95,15 @@ class RankLayout:
         """All ranks."""
         return prod(self._sizes.values())
 
+    @property
+    def lines_of_route(self) -> int:
+        """Pipelines of ranks that go through the same sites."""
+        return self.lines // self.routes
+
     def rank(self, *, stage: int, replica: int = 0, context: int = 0, tensor: int = 0) -> int:
         """The global rank at a position."""
-        number, at = 0, {"stage": stage, "replica": replica, "context": context, "tensor": tensor}
+        route, replica = divmod(replica, self._sizes["replica"])
+        number, at = 0, {"route": route, "stage": stage, "replica": replica, "context": context, "tensor": tensor}
         for axis in AXES:
             number = number * self._sizes[axis] + at[axis]
         return number
@@ -101,14 +111,55 @@ class RankLayout:
     def position(self, rank: int) -> Position:
         """Where a global rank is."""
         at: dict[str, int] = {}
-        line, rest = rank % self.lines, rank
+        local, rest = rank % self.lines_of_route, rank
         for axis in reversed(AXES):
             rest, at[axis] = divmod(rest, self._sizes[axis])
-        return Position(**at, line=line, site=self.rank_sites[at["stage"]])
+        route = at.pop("route")
+        at["replica"] += route * self._sizes["replica"]
+        site = self.rank_sites[route * self.stages + at["stage"]]
+        return Position(**at, line=route * self.lines_of_route + local, site=site)
 
     def lines_of(self, stage: int) -> tuple[int, ...]:
-        """The global ranks that hold a stage or a part of it, by their lines."""
-        return tuple(range(stage * self.lines, (stage + 1) * self.lines))
+        """The global ranks that hold a stage or a part of it, by their lines, in ascending order."""
+        return tuple(rank for route in range(self.routes) for rank in self.route_lines(route, stage))
+
+    def route_lines(self, route: int, stage: int) -> range:
+        """Of these the ranks of one route."""
+        first = (route * self.stages + stage) * self.lines_of_route
+        return range(first, first + self.lines_of_route)
+
+    def route_of(self, line: int) -> int:
+        """The route of a line."""
+        return line // self.lines_of_route
+
+    def site_numbers(self, route: int) -> range:
+        """The sites that the replicas of a route go through, in pipeline order."""
+        held = self.rank_sites[route * self.stages : (route + 1) * self.stages]
+        return range(held[0], held[-1] + 1)
+
+    def sites_of(self, route: int) -> tuple[int, ...]:
+        """Pipeline ranks of each of these sites."""
+        numbers = self.site_numbers(route)
+        return self.sites[numbers.start : numbers.stop]
+
+    @property
+    def reference(self) -> int:
+        """The route that schedules are planned for, and whose order all replicas follow: the first with most sites.
+
+        Replicas wait for each other inside of a step; that no two of them wait for each other in a circle follows from
+        one order of actions on all ranks of a stage.
+        """
+        return max(range(self.routes), key=lambda route: (len(self.sites_of(route)), -route))
+
+    def nodes_of(self, ranks: tuple[int, ...], hosts: Sequence[int]) -> tuple[int, ...]:
+        """The node of each of these ranks, for collectives: its site where replicas are at several, else its host.
+
+        Args:
+            hosts: of all ranks.
+        """
+        if self.routes > 1:
+            return tuple(self.position(rank).site for rank in ranks)
+        return tuple(hosts[rank] for rank in ranks)
 
     def tensor_groups(self, stage: int) -> list[tuple[int, ...]]:
         """Ranks that share the matrices of a stage."""
@@ -156,9 +207,15 @@ class RankLayout:
 
     @property
     def rank_sites(self) -> tuple[int, ...]:
-        """The site of each pipeline rank."""
+        """The site of each pipeline rank, route after route."""
         return tuple(site for site, size in enumerate(self.sites) for _ in range(size))
 
     @property
     def _sizes(self) -> dict[str, int]:
-        return {"stage": self.stages, "replica": self.replicas, "context": self.context, "tensor": self.tensor}
+        return {
+            "route": self.routes,
+            "stage": self.stages,
+            "replica": self.replicas // self.routes,
+            "context": self.context,
+            "tensor": self.tensor,
+        }

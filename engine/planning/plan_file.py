@@ -37,6 +37,7 @@ def plan_to_json(plan: RunPlan) -> str:
         "overlap": overlap,
         "schedules": {str(pipelines): _schedule(cell) for pipelines, cell in plan.cells.items()},
         "members": _tree(plan.members),
+        "sites": [plan.layout.sites_of(plan.layout.route_of(line)) for line in range(plan.layout.lines)],
         "ranks": [
             [plan.layout.lines_of(stage)[line] for stage in range(plan.layout.stages)]
             for line in range(plan.layout.lines)

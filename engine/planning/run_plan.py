@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from weft.conf.schema import Partition, WeftConfig
 from weft.engine.planning.dp_cells import CellMember
@@ -29,14 +30,14 @@ class RunPlan:
 
     Attributes:
         facts: what it was planned from.
-        placement: which pipeline rank holds which virtual stages.
+        placement: which pipeline rank holds which virtual stages; the sites are those of the layout's reference route.
         split: layers of each virtual stage.
-        costs: of one pipeline, with ZeRO's collectives left out.
+        costs: of one pipeline on that route, with ZeRO's collectives left out.
         overlap: how ZeRO's collectives are partitioned and overlapped; None where they are not.
         members: each line's place in its DP-cell.
         cells: the lowered schedules of DP-cells, by their number of pipelines.
         memory: of each pipeline rank of the first line.
-        step_s: predicted seconds of a step, by the last pipeline of a DP-cell: its replicas wait for each other.
+        step_s: predicted seconds of a step, by the last pipeline of any: replicas wait for each other.
         bubble_share: predicted share of a step in which ranks do not compute.
     """
 
@@ -62,8 +63,8 @@ class RunPlan:
         return _step_costs(self.costs, self.overlap)
 
     def cell(self, line: int = 0) -> Schedule:
-        """The schedule of a line's DP-cell."""
-        return self.cells[self.members[line].pipelines]
+        """The schedule of a line's DP-cell, at its sites."""
+        return _at_sites(self.cells[self.members[line].pipelines], self.layout.sites_of(self.layout.route_of(line)))
 
     def row(self, rank: int) -> tuple[Slot, ...]:
         """What a global rank does in a step, in its order."""
@@ -86,9 +87,10 @@ class RunPlan:
         """The timeline of a line's step among the others of its DP-cell.
 
         Args:
-            costs: of one pipeline; None takes `step_costs`.
+            costs: of one pipeline; None takes `step_costs`, with the links of the line's sites.
         """
-        return predict(self.cell(line), costs or _step_costs(self.costs, self.overlap), self.members[line].local_rank)
+        costs = costs or _on_route(self.step_costs, self.facts, self.layout.route_of(line))
+        return predict(self.cell(line), costs, self.members[line].local_rank)
 
     def summary(self) -> str:
         """One line on the prediction."""
@@ -137,7 +139,7 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
         members=members,
         cells=cells,
         memory=rank_memory(config, cells[sizes[0]], costs, states, parameters, working, stepping),
-        step_s=max(cell_step_s(cell, stepping_costs) for cell in cells.values()),
+        step_s=max(_route_step_s(facts, route, cells, stepping_costs) for route in range(facts.layout.routes)),
         bubble_share=predict(cells[sizes[0]], stepping_costs, 0).bubble_share,
     )
 
@@ -154,7 +156,8 @@ def settle_placement(config: WeftConfig, facts: Facts) -> Placement:
 
     layout = facts.layout
     pipelines = CellMember.all(layout, config.comm.cell)[0].pipelines
-    placement = plan_placement(config.pipeline, layout.sites, costs_of=costs_of, pipelines=pipelines)
+    sites = layout.sites_of(layout.reference)
+    placement = plan_placement(config.pipeline, sites, costs_of=costs_of, pipelines=pipelines)
     costs_of(placement)  # one that was not compared may not fit the model either
     return placement
 
@@ -166,6 +169,23 @@ def split_stages(config: WeftConfig, facts: Facts, placement: Placement) -> Stag
         ValueError: the model cannot be cut for it.
     """
     return split_model(facts.model, placement.num_stages, config.pipeline.split, config.pipeline.layers)
+
+
+def _at_sites(cell: Schedule, sites: tuple[int, ...]) -> Schedule:
+    """The same order of actions where pipeline ranks lie at other sites."""
+    placement = cell.placement
+    return cell if placement.sites == sites else replace(cell, placement=replace(placement, sites=sites))
+
+
+def _on_route(costs: CostModel, facts: Facts, route: int) -> CostModel:
+    """Costs with the links between the sites of a route."""
+    return replace(costs, wan_links=facts.links.between(facts.layout.site_numbers(route)))
+
+
+def _route_step_s(facts: Facts, route: int, cells: Mapping[int, Schedule], costs: CostModel) -> float:
+    """Seconds of a step of the slowest DP-cell on a route."""
+    sites, costs = facts.layout.sites_of(route), _on_route(costs, facts, route)
+    return max(cell_step_s(_at_sites(cell, sites), costs) for cell in cells.values())
 
 
 def _step_costs(costs: CostModel, overlap: OverlapPlan | None) -> CostModel:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weft.conf.batch import fit_batch, lines_of_replica, num_replicas
 from weft.conf.hosts import read_hostfile, world_size
 from weft.conf.schema import ClusterConfig, SiteConfig, WeftConfig
-from weft.conf.sites import ranks_per_site
+from weft.conf.sites import num_routes, ranks_per_site, routes_of
 
 THIS_MACHINE = "localhost"
 """Name of the host of a run without a hostfile."""
@@ -46,12 +46,14 @@ class _Site:
         slots: of its hosts, spares behind the others.
         stages: pipeline ranks while every host works.
         num_working: hosts that are no spares.
+        route: of the replicas that it holds.
     """
 
     name: str
     slots: Mapping[str, int]
     stages: int
     num_working: int
+    route: int = 0
 
 
 def choose_hosts(
@@ -66,7 +68,8 @@ def choose_hosts(
     As many replicas as the hosts that work allow and the batch divides into, and never more than the run
     was started with. A site keeps its pipeline ranks while its hosts hold them; otherwise others with
     room take them. A host that is away is replaced in its place, so that the others keep their ranks;
-    one that returns waits as a spare, or is what the run grows by.
+    one that returns waits as a spare, or is what the run grows by. Where sets of replicas go through sites of
+    their own, each has equally many, and a set whose sites have not room for that is left out.
 
     Args:
         config: the run's, with ``pipeline.microbatches`` settled and no host left out.
@@ -81,9 +84,9 @@ def choose_hosts(
     sites = _sites(config)
     healthy = [_left(site, away) for site in sites]
     refused: list[str] = []
-    for replicas in range(full, 0, -1):
-        ranks = replicas * lines_of_replica(config)
-        shares = _shares(sites, [sum(slots.values()) for slots in healthy], ranks)
+    for replicas, kept in _numbers(full, num_routes(config.cluster)):
+        ranks = replicas // kept * lines_of_replica(config)
+        shares = _shares_on_routes(sites, [sum(slots.values()) for slots in healthy], ranks, kept)
         if shares is None:
             free = ", ".join(
                 f"{site.name or 'the hosts'}: {sum(slots.values())}" for site, slots in zip(sites, healthy, strict=True)
@@ -136,6 +139,7 @@ def config_for(config: WeftConfig, chosen: ChosenHosts, hostfile: Path) -> WeftC
         hostfile=str(hostfile),
         sites=sites,
         links=[link for link in cluster.links if set(link.sites) <= set(chosen.hosts_of)],
+        routes=_routes_left(cluster, chosen.hosts_of),
         spares=[],
         master_addr=first if moved else cluster.master_addr,
     )
@@ -153,12 +157,42 @@ def _sites(config: WeftConfig) -> list[_Site]:
         return [_Site("", {THIS_MACHINE: cluster.ranks}, config.pipeline.stages, 1)]
     slots = read_hostfile(cluster.hostfile)
     names = {site.name: site.hosts for site in cluster.sites} or {"": list(slots)}
+    route_of = {name: number for number, route in enumerate(routes_of(cluster)) for name in route}
     found = []
     for (name, hosts), share in zip(names.items(), shares, strict=True):
         working = [host for host in hosts if host not in cluster.spares]
         spares = [host for host in hosts if host in cluster.spares]
-        found.append(_Site(name, {host: slots[host] for host in (*working, *spares)}, share, len(working)))
+        held = {host: slots[host] for host in (*working, *spares)}
+        found.append(_Site(name, held, share, len(working), route_of.get(name, 0)))
     return found
+
+
+def _numbers(full: int, routes: int) -> Iterator[tuple[int, int]]:
+    """Replicas, and the routes that share them out evenly: the most replicas first, and the most routes."""
+    for replicas in range(full, 0, -1):
+        for kept in range(routes, 0, -1):
+            if replicas % kept == 0 and replicas // kept <= full // routes:
+                yield replicas, kept
+
+
+def _shares_on_routes(sites: Sequence[_Site], free: Sequence[int], ranks: int, kept: int) -> list[int] | None:
+    """Stages of each site on the first routes that have room for them, and none on the others; None if too few have."""
+    shares, left = [0] * len(sites), kept
+    for route in sorted({site.route for site in sites}):
+        places = [place for place, site in enumerate(sites) if site.route == route]
+        found = _shares([sites[place] for place in places], [free[place] for place in places], ranks)
+        if found is not None and left:
+            left -= 1
+            for place, share in zip(places, found, strict=True):
+                shares[place] = share
+    return None if left else shares
+
+
+def _routes_left(cluster: ClusterConfig, names: Collection[str]) -> list[list[str]]:
+    """The routes with the sites that still hold ranks; empty where one is left."""
+    left = [[name for name in route if name in names] for route in cluster.routes]
+    left = [route for route in left if route]
+    return left if len(left) > 1 else []
 
 
 def _left(site: _Site, away: Collection[str]) -> dict[str, int]:
@@ -214,6 +248,7 @@ def _fitted(config: WeftConfig, sites: Sequence[_Site], shares: Sequence[int], f
     cluster = ClusterConfig(
         sites=left if config.cluster.sites else [],
         links=[link for link in config.cluster.links if set(link.sites) <= names],
+        routes=_routes_left(config.cluster, names),
         ranks=replicas * lines_of_replica(config) * config.pipeline.stages,
     )
     return _with_batch(replace(config, cluster=cluster), _batch(config), replicas, 0)
@@ -231,6 +266,6 @@ def _with_batch(config: WeftConfig, batch: int, replicas: int, microbatches: int
         config,
         train=replace(config.train, batch_size=batch),
         pipeline=replace(config.pipeline, microbatches=microbatches),
-        comm=replace(config.comm, cell=min(config.comm.cell, replicas)),
+        comm=replace(config.comm, cell=min(config.comm.cell, replicas // num_routes(config.cluster))),
     )
     return fit_batch(config, replicas * lines_of_replica(config) * config.pipeline.stages)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -30,20 +31,25 @@ def read_rows(text: str) -> JobRows:
         )
         cells = {int(size): _schedule(entry, placement, int(size)) for size, entry in tree["schedules"].items()}
         members = [(member["pipelines"], member["local_rank"]) for member in tree["members"]]
+        sites = [tuple(map(int, line)) for line in tree["sites"]]
         ranks = [tuple(map(int, row)) for row in tree["ranks"]]
         stages = tree["costs"]["stages"]
         costs = [StageCost(**{name: cost[name] or 0.0 for name in _COMPUTED}, activation_bytes=0.0) for cost in stages]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"plan.json: not a plan of this Weft ({error!r})") from error
-    alone = {member: pipeline_of(cells[member[0]], member[1]) for member in set(members)}
+    lines = list(zip(members, sites, strict=True))
+    alone = {(member, at): _at_sites(pipeline_of(cells[member[0]], member[1]), at) for member, at in set(lines)}
     busy_s = {id(schedule): _busy_s(schedule, costs) for schedule in alone.values()}
-    replicas = tuple(
-        Replica(alone[member], row, busy_s[id(alone[member])]) for member, row in zip(members, ranks, strict=True)
-    )
+    replicas = tuple(Replica(alone[line], row, busy_s[id(alone[line])]) for line, row in zip(lines, ranks, strict=True))
     sizes = [pipelines for pipelines, local_rank in members if local_rank == 0]
     firsts = accumulate(sizes, initial=0)
     shared = tuple(tuple(range(first, first + size)) for first, size in zip(firsts, sizes, strict=False) if size > 1)
     return JobRows(replicas, shared)
+
+
+def _at_sites(schedule: Schedule, sites: tuple[int, ...]) -> Schedule:
+    """A line's schedule where its ranks lie."""
+    return replace(schedule, placement=replace(schedule.placement, sites=sites))
 
 
 def _busy_s(schedule: Schedule, costs: Sequence[StageCost]) -> tuple[float, ...]:

@@ -114,23 +114,29 @@ class Collectives:
         Costs are read from ``data.cache_dir``, or measured and stored there.
         """
         stages = range(layout.stages)
-        opened = cls._open_over([group for stage in stages for group in layout.data_groups(stage)], config, device)
+        open_over = partial(cls._open_over, layout, config, device)
+        opened = open_over([group for stage in stages for group in layout.data_groups(stage)])
         if layout.tensor > 1:
-            opened.joint = cls._open_over([layout.lines_of(stage) for stage in stages], config, device, " of all")
+            opened.joint = open_over([layout.lines_of(stage) for stage in stages], " of all")
         if layout.expert > 1:
             groups = [group for stage in stages for group in layout.expert_data_groups(stage)]
-            opened.expert = cls._open_over(groups, config, device, " of experts")
+            opened.expert = open_over(groups, " of experts")
         return opened
 
     @classmethod
     def _open_over(
-        cls, members: Sequence[tuple[int, ...]], config: WeftConfig, device: torch.device, of: str = ""
+        cls,
+        layout: RankLayout,
+        config: WeftConfig,
+        device: torch.device,
+        members: Sequence[tuple[int, ...]],
+        of: str = "",
     ) -> Collectives:
         """Those of this rank's group among ``members``, all of which are of one size."""
         if len(members[0]) == 1:
             return cls()
         nodes, zero = nodes_of_world(), config.zero
-        groups = [Group(ranks, tuple(nodes[rank] for rank in ranks)) for ranks in members]
+        groups = [Group(ranks, layout.nodes_of(ranks, nodes), layout.routes > 1) for ranks in members]
         connect = partial(Communicator.open, groups, device=device, timeout_s=config.comm.timeout_s)
         gradients, weights = connect(name=f"gradients{of}"), connect(name=f"weights{of}")
         assert gradients is not None, "every rank is in one of the groups"

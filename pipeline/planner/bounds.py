@@ -85,6 +85,7 @@ class Bounds:
             route: how the pipeline begins; ranks that it leaves may lie at any other sites.
             max_sites: of a pipeline; 0 is no limit.
         """
+        route = route.last(shape)
         crossing = self._crossing(shape, route)
         if crossing is None or (max_sites and len(crossing[0]) > max_sites):
             return None
@@ -112,6 +113,23 @@ class Bounds:
         )
         return pipeline_s + least.ends_s
 
+    def further_across_s(self, shape: Shape, route: Route) -> float:
+        """What replicas at the sites of a route take longer to reduce over the WAN than at the best sites, at least.
+
+        Of pipeline ranks whose sites are known, it counts the one with the best links: it may be the fullest.
+        """
+        if shape.routes == 1:
+            return 0.0
+        estimates, part = self._estimates, self.part(shape.num_stages)
+        sent = estimates.across_bytes(part, shape)
+        on = [site for site, held in zip(route.sites, route.stages, strict=True) for _ in range(held)]
+        by_rank = {tuple(on[rank :: shape.num_stages]) for rank in range(shape.num_stages)}
+        least_s = min(
+            max((estimates.least_across_from_s(here, at, shape.routes, sent) for here in at), default=0.0)
+            for at in by_rank
+        )
+        return max(0.0, least_s - estimates.least_across_s(part, shape))
+
     def _ranks(self, shape: Shape, route: Route) -> list[tuple[int, int]]:
         """Sites and how many ranks: those of a route, then the fastest others."""
         ranks = list(zip(route.sites, route.stages, strict=True))
@@ -133,14 +151,14 @@ class Bounds:
 
     def caps(self, shape: Shape) -> list[int]:
         """Pipeline ranks that each site has room for."""
-        key = ("caps", shape.gpus_per_rank, shape.replicas)
+        key = ("caps", shape.gpus_per_rank, shape.replicas_of_route)
         if key not in self._known:
-            self._known[key] = room(self._cluster, shape.gpus_per_rank, shape.replicas)
+            self._known[key] = room(self._cluster, shape.gpus_per_rank, shape.replicas_of_route)
         return self._known[key]
 
     def _fastest(self, shape: Shape) -> list[tuple[int, int]]:
         """Sites with their room, the fastest first."""
-        key = ("fastest", *timing_key(shape), shape.replicas)
+        key = ("fastest", *timing_key(shape), shape.replicas_of_route)
         if key not in self._known:
             speeds = self._speeds(shape)
             held = [(site, cap) for site, cap in enumerate(self.caps(shape)) if cap]
@@ -249,7 +267,7 @@ class Bounds:
 
     def _roomiest(self, shape: Shape) -> list[tuple[int, int]]:
         """Sites with their room, the roomiest first."""
-        key = ("roomiest", shape.gpus_per_rank, shape.replicas)
+        key = ("roomiest", shape.gpus_per_rank, shape.replicas_of_route)
         if key not in self._known:
             self._known[key] = sorted(enumerate(self.caps(shape)), key=lambda one: -one[1])
         return self._known[key]
@@ -282,9 +300,10 @@ class Bounds:
     def _least_of(self, shape: Shape, route: Route) -> _Speed:
         """The least of any site that ranks may lie at, figure by figure."""
         caps = self.caps(shape)
-        sites = route.sites if route.is_whole(shape) else [site for site, cap in enumerate(caps) if cap]
+        known = sum(route.stages) == shape.num_stages
+        sites = route.sites if known else [site for site, cap in enumerate(caps) if cap]
         kinds = frozenset([self._kinds[site] for site in sites])
-        key = ("least", kinds, *timing_key(shape), shape.num_stages, shape.replicas, shape.zero_stage)
+        key = ("least", kinds, *timing_key(shape), shape.num_stages, shape.replicas, shape.zero_stage, shape.routes)
         if key not in self._known:
             speeds, part = self._speeds(shape), self.part(shape.num_stages)
             found = [speeds[site]._replace(ends_s=self._ends_s(part, shape, site)) for site in kinds]
@@ -294,7 +313,9 @@ class Bounds:
     def _ends_s(self, part: LayerWork, shape: Shape, number: int) -> float:
         """Collectives over replicas and the optimiser, of a rank with as much as all have on average."""
         site = self._cluster.sites[number]
-        return self._estimates.collective_s(part, shape, site) + self._estimates.optimizer_s(part, shape, site)
+        estimates = self._estimates
+        together_s = estimates.collective_s(part, shape, site) + estimates.least_across_s(part, shape)
+        return together_s + estimates.optimizer_s(part, shape, site)
 
 
 def timing_key(shape: Shape) -> tuple[Any, ...]:

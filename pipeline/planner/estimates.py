@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from math import inf
 from typing import Any, TypeVar
 
 from weft.conf.schema import Precision, ZeroConfig
@@ -16,6 +17,8 @@ from weft.pipeline.planner.workload import LayerWork, ModelWork
 from weft.pipeline.states import RankMemory, zero_memory
 
 Found = TypeVar("Found")
+MANY_BYTES = 1e15
+"""That what they take says what one takes."""
 STARTING_S = 2e-5
 """Seconds per member to start a collective between hosts (alpha of NCCL's rings)."""
 _ZERO = [ZeroConfig(stage=stage) for stage in range(4)]
@@ -133,8 +136,100 @@ class Estimates:
 
         Replicas of one host reduce first, and hosts what is left to each (Centauri's group partition).
         """
-        moved = {0: 8.0, 3: 4.0}.get(shape.zero_stage, 4.0 + 2.0)
-        return self._over_holders_s(moved, work, shape, site)
+        return self._over_holders_s(reduced_bytes(shape), work, shape, site)
+
+    def across_s(self, work: LayerWork, shape: Shape, sites: Sequence[int]) -> float:
+        """Seconds in which replicas at several sites reduce and gather what each site's GPUs have reduced.
+
+        Each GPU exchanges its share with those that have the same one at the other sites, all at the same time, over
+        its share of its host's uplink. Infinite where two of the sites have no link.
+
+        Args:
+            sites: at which a pipeline rank lies, one for each route.
+        """
+        each = self.across_bytes(work, shape)
+        seconds = 0.0
+        for here in sites:
+            links = [self.cluster.link(here, there) for there in sites if there != here]
+            gpus = self.cluster.sites[here].gpus_per_host
+            if None in links:
+                return inf
+            known = [link for link in links if link is not None]
+            uplink_s = sum(each * 8 * gpus / link.bandwidth_bps for link in known)
+            pair_s = max((each * 8 * gpus / link.pair_bps for link in known), default=0.0)
+            latency_s = max((link.latency_s for link in known), default=0.0)
+            seconds = max(seconds, 2 * latency_s + max(uplink_s, pair_s))
+        return seconds
+
+    def least_across_s(self, work: LayerWork, shape: Shape) -> float:
+        """What `across_s` is at least, wherever the routes go."""
+        if shape.routes == 1:
+            return 0.0
+        sent = self.across_bytes(work, shape)
+        return min((latency_s + sent * byte_s for latency_s, byte_s in self._best_sites(shape.routes)), default=inf)
+
+    def _best_sites(self, routes: int) -> list[tuple[float, float]]:
+        """What `least_across_from_s` rests on where no site is settled: seconds, and seconds of a byte.
+
+        Of those sites that no other is better than in both.
+        """
+        if routes not in self._known_best:
+            found = []
+            for here in self._with_gpus:
+                start_s = self.least_across_from_s(here, (), routes, 0.0)
+                found.append((start_s, (self.least_across_from_s(here, (), routes, MANY_BYTES) - start_s) / MANY_BYTES))
+            best: list[tuple[float, float]] = []
+            for start_s, byte_s in sorted(one for one in found if one[0] < inf):
+                if not best or byte_s < best[-1][1]:
+                    best.append((start_s, byte_s))
+            self._known_best[routes] = best
+        return self._known_best[routes]
+
+    @cached_property
+    def _known_best(self) -> dict[int, list[tuple[float, float]]]:
+        return {}
+
+    def least_across_from_s(self, here: int, known: Sequence[int], routes: int, sent: float) -> float:
+        """What a GPU at a site takes at least to send so many bytes to each of the other routes' sites.
+
+        Args:
+            known: of these sites, those that are settled; the others are those with the best links.
+        """
+        best = self._uplinks[here]
+        if any(site != here and site not in best for site in known) or routes > len(best) + 1:
+            return inf
+        settled = [best[site] for site in known if site != here]
+        missing = routes - 1 - len(settled)
+        others = [uplink for site, uplink in best.items() if site not in known][:missing]
+        latencies = [latency_s for latency_s, _ in settled] + [min((one for one, _ in best.values()), default=0.0)]
+        return 2 * max(latencies) + sent * sum(byte_s for _, byte_s in settled + others)
+
+    @cached_property
+    def _with_gpus(self) -> list[int]:
+        return [number for number, site in enumerate(self.cluster.sites) if site.gpus]
+
+    @cached_property
+    def _uplinks(self) -> list[dict[int, tuple[float, float]]]:
+        """By site, to each site with GPUs that it has a link to: the delay, and seconds in which a GPU sends a byte.
+
+        The fastest uplinks come first.
+        """
+        found = []
+        for here, site in enumerate(self.cluster.sites):
+            links = [
+                (there, link) for there in self._with_gpus if there != here and (link := self.cluster.link(here, there))
+            ]
+            each = {there: (link.latency_s, 8 * site.gpus_per_host / link.bandwidth_bps) for there, link in links}
+            found.append(dict(sorted(each.items(), key=lambda entry: entry[1][1])))
+        return found
+
+    def across_bytes(self, work: LayerWork, shape: Shape) -> float:
+        """What each GPU of a rank sends to each other site in a step, for gradients and weights."""
+        if shape.routes == 1:
+            return 0.0
+        dense, experts = self._held(work, shape)
+        shared = dense / (shape.lines_of_route // shape.tensor) + experts / (shape.lines_of_route // shape.expert)
+        return reduced_bytes(shape) * shared / shape.routes
 
     def weights_s(self, work: LayerWork, shape: Shape, site: Site) -> float:
         """Seconds in which a rank's weights are gathered for one pass of a micro-batch, while it computes: ZeRO 3."""
@@ -145,9 +240,9 @@ class Estimates:
     def _over_holders_s(self, moved: float, work: LayerWork, shape: Shape, site: Site) -> float:
         """Seconds in which so many bytes of each weight are reduced or gathered over the GPUs that hold the same."""
         dense, experts = self._held(work, shape)
-        seconds = over_gpus_s(moved * dense, shape.lines // shape.tensor, shape.tensor, site)
+        seconds = over_gpus_s(moved * dense, shape.lines_of_route // shape.tensor, shape.tensor, site)
         if shape.expert > 1:
-            seconds += over_gpus_s(moved * experts, shape.lines // shape.expert, shape.expert, site)
+            seconds += over_gpus_s(moved * experts, shape.lines_of_route // shape.expert, shape.expert, site)
         return seconds
 
     def optimizer_s(self, work: LayerWork, shape: Shape, site: Site) -> float:
@@ -225,6 +320,11 @@ class Estimates:
         return (
             site.gpu.scale_up_bytes_per_s if span <= site.gpus_per_host else site.network_bps / 8 / site.gpus_per_host
         )
+
+
+def reduced_bytes(shape: Shape) -> float:
+    """Bytes that are reduced and gathered in a step of each weight: fp32 gradients, bf16 weights."""
+    return {0: 8.0, 3: 4.0}.get(shape.zero_stage, 4.0 + 2.0)
 
 
 def over_gpus_s(moved: float, count: int, apart: int, site: Site) -> float:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations
+from math import inf
 
 from weft.pipeline.costs import CostModel
 from weft.pipeline.planner.bounds import MOST_CELL, Bounds, busy_s
-from weft.pipeline.planner.cluster import Cluster
-from weft.pipeline.planner.estimates import Estimates
+from weft.pipeline.planner.cluster import Cluster, Link
+from weft.pipeline.planner.estimates import Estimates, reduced_bytes
 from weft.pipeline.planner.latency import first_microbatches, latency_bound_s, pipeline_latency
 from weft.pipeline.planner.layer_cuts import LayerCuts
 from weft.pipeline.planner.layout import Layout, Prediction, Shape
 from weft.pipeline.planner.refusals import Refusals
 from weft.pipeline.planner.request import Request
-from weft.pipeline.planner.routes import Route
+from weft.pipeline.planner.routes import FEW_SITES, Route
 from weft.pipeline.planner.workload import ModelWork
 from weft.pipeline.states import RankMemory
 
@@ -23,23 +24,33 @@ NEAR = 1.001
 """Schedules that are longer than their bound by less are not improved."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A layout with its costs, before it is scheduled.
+@dataclass(frozen=True)
+class _Costed:
+    """A layout with its costs.
 
     Attributes:
-        ends_s: collectives over replicas, and the optimiser's step.
+        costs: of one pipeline, on each route.
         states: of each rank, without saved activations.
-        rooms: bytes for saved activations on each rank.
-        actions: that scheduling it takes.
+        rooms: bytes for saved activations on each rank, at the site that has least.
+        collective_s: collectives over replicas.
     """
 
     layout: Layout
-    costs: CostModel
-    collective_s: float
-    optimizer_s: float
+    costs: tuple[CostModel, ...]
     states: tuple[RankMemory, ...]
     rooms: tuple[float, ...]
+    collective_s: float
+    optimizer_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate(_Costed):
+    """The same with a schedule and a DP-cell, before it is scheduled.
+
+    Attributes:
+        actions: that scheduling it takes.
+    """
+
     bound_s: float
     score_bound: float
     actions: int
@@ -60,7 +71,7 @@ class Evaluation:
         """What no route and no schedule of a shape scores below; None if it fits nowhere."""
         caps = self._bounds.caps(shape)
         sites = [site for site, cap in zip(self._cluster.sites, caps, strict=True) if cap]
-        if sum(caps) < shape.num_stages:
+        if sum(caps) < shape.num_stages * shape.routes:
             self.refused.gpus()
             return None
         part, held = self._bounds.part(shape.num_stages), max(1, len(self._work.layers) // shape.num_stages)
@@ -73,10 +84,20 @@ class Evaluation:
         if self._request.max_cost_per_hour and price > self._request.max_cost_per_hour:
             self.refused.price(price)
             return None
-        if (step_s := self._bounds.step_s(shape)) is None:
+        if (step_s := self._bounds.step_s(shape)) in (None, inf):
             self.refused.links()
             return None
         return self._request.score_of(step_s, None, price, 0.0, self._tokens(shape))
+
+    def across_bound(self, shape: Shape) -> float:
+        """What a shape scores at least because its replicas, at different sites, reduce over the WAN."""
+        across_s = self._estimates.least_across_s(self._bounds.part(shape.num_stages), shape)
+        price = shape.gpus * self._least_price
+        return self._request.score_of(across_s, None, price, 0.0, self._tokens(shape))
+
+    def sites_of_several(self) -> int:
+        """Sites of a pipeline, where replicas have routes of their own; among many sites whole pipelines in one."""
+        return self._request.max_sites if len(self._cluster.sites) <= FEW_SITES else 1
 
     def route_bound(self, shape: Shape, route: Route, max_sites: int = 0) -> float | None:
         """What nothing that begins with a route scores below; None if nothing begins so."""
@@ -84,76 +105,117 @@ class Evaluation:
         if step_s is None:
             return None
         request, sites = self._request, self._cluster.sites
-        left = shape.num_stages - sum(route.stages)
+        left = shape.num_stages * shape.routes - sum(route.stages)
         each = left * self._least_price
         each += sum(held * sites[site].price for site, held in zip(route.sites, route.stages, strict=True))
-        price = each * shape.replicas * shape.gpus_per_rank
+        price = each * shape.lines_of_route
         if request.max_cost_per_hour and price > request.max_cost_per_hour:
             self.refused.price(price)
             return None
-        return request.score_of(step_s, None, price, self._egress(shape, route.sites), self._tokens(shape))
+        step_s += self._bounds.further_across_s(shape, route)
+        if step_s == inf:
+            self.refused.links()
+            return None
+        return request.score_of(step_s, None, price, self._egress(shape, route), self._tokens(shape))
 
     def candidates(self, shape: Shape, route: Route) -> Iterator[Candidate]:
-        """The layouts of a route: one for each size of DP-cell and schedule."""
+        """The layouts of a route: one for each size of DP-cell and schedule.
+
+        Replicas that go through sites of their own hold the same layers at each stage: for each of their routes, those
+        that suit it best are tried.
+        """
         request, names = self._request, self._cluster.sites
-        on = [site for site, held in zip(route.sites, route.stages, strict=True) for _ in range(held)]
-        layers = self._layers.of(shape, [on[rank] for rank in shape.placed(route.stages).stage_ranks])
-        if layers is None:
-            self.refused.memory()
-            return
-        price = sum(names[site].price for site in on) * shape.replicas * shape.gpus_per_rank
+        price = sum(names[site].price * held for site, held in zip(route.sites, route.stages, strict=True))
+        price *= shape.lines_of_route
         if request.max_cost_per_hour and price > request.max_cost_per_hour:
             self.refused.price(price)
             return
-        base = Layout(**vars(shape), sites=route.sites, stages=route.stages, layers=layers)
-        estimates = self._estimates
-        costs = estimates.costs(base)
-        stages = costs.stages
-        parts = estimates.of_ranks(
-            base,
-            lambda work, held, site: (
-                estimates.memory(work, held, base),
-                estimates.collective_s(work, base, site),
-                estimates.optimizer_s(work, base, site),
-            ),
-        )
-        states = tuple(memory for memory, _, _ in parts)
-        rooms = tuple(
-            state.room(request.max_memory * names[site].gpu.memory_bytes)
-            for site, state in zip(on, states, strict=True)
-        )
-        saved = [sum(stages[stage].activation_bytes for stage in held) for held in base.placement.single.rank_stages]
-        if any(left < each for left, each in zip(rooms, saved, strict=True)):
+        empty = Layout(**vars(shape), sites=route.sites, stages=route.stages, layers=())
+        if shape.arrangement.startswith("site_") and len({way.stages for way in empty.ways}) > 1:
+            return  # virtual stages have to lie on the same ranks of all replicas
+        cuts = dict.fromkeys(self._cut(way) for way in empty.ways)
+        found = [self._costed(replace(empty, layers=layers)) for layers in cuts if layers is not None]
+        fitting = [one for one in found if one is not None]
+        if not fitting:
             self.refused.memory()
-            return
-        collective_s = max(seconds for _, seconds, _ in parts)
-        optimizer_s = max(seconds for _, _, seconds in parts)
+        egress = self._egress(shape, route)
+        for costed in fitting:
+            if costed.collective_s == inf:
+                self.refused.links()
+                continue
+            paid = egress + self._reduced_egress(costed.layout)
+            yield from self._scheduled(costed, price, paid)
+
+    def _cut(self, way: Layout) -> tuple[int, ...] | None:
+        """Layers by virtual stage, as the sites of one route would have them."""
+        on = way.site_of()
+        return self._layers.of(way, [on[rank] for rank in way.placed(way.stages).stage_ranks])
+
+    def _costed(self, base: Layout) -> _Costed | None:
+        """What a layout takes before it is scheduled; None if it does not fit the memory."""
+        estimates, sites, most = self._estimates, self._cluster.sites, self._request.max_memory
+        ways = base.ways
+        costs, states = tuple(estimates.costs(way) for way in ways), []
+        rooms = [inf] * base.num_stages
+        collective_s = [0.0] * base.num_stages
+        optimizer_s = 0.0
+        for way in ways:
+            parts = estimates.of_ranks(
+                way,
+                lambda work, held, site: (
+                    estimates.memory(work, held, base),
+                    estimates.collective_s(work, base, site),
+                    estimates.optimizer_s(work, base, site),
+                ),
+            )
+            states = [memory for memory, _, _ in parts]
+            most_bytes = [most * sites[site].gpu.memory_bytes for site in way.site_of()]
+            rooms = [min(room, state.room(full)) for room, state, full in zip(rooms, states, most_bytes, strict=True)]
+            collective_s = [max(known, one) for known, (_, one, _) in zip(collective_s, parts, strict=True)]
+            optimizer_s = max(optimizer_s, *(one for _, _, one in parts))
+        if base.routes > 1:
+            together = zip(*(way.site_of() for way in ways), strict=True)
+            works = estimates.of_ranks(ways[0], lambda work, held, site: work)
+            across_s = [estimates.across_s(work, base, at) for work, at in zip(works, together, strict=True)]
+            collective_s = [inside + across for inside, across in zip(collective_s, across_s, strict=True)]
+        saved = [sum(costs[0].stages[stage].activation_bytes for stage in held) for held in _held(base)]
+        if any(left < each for left, each in zip(rooms, saved, strict=True)):
+            return None
+        return _Costed(base, costs, tuple(states), tuple(rooms), max(collective_s), optimizer_s)
+
+    def _scheduled(self, costed: _Costed, price: float, egress: float) -> Iterator[Candidate]:
+        """The candidates of a layout: one for each size of DP-cell and schedule."""
+        request, base = self._request, costed.layout
+        ranks = base.placement.stage_ranks
         in_flight = [
-            rooms[rank] / max(stage.activation_bytes, 1.0)
-            for rank, stage in zip(base.placement.stage_ranks, stages, strict=True)
+            [
+                costed.rooms[rank] / max(stage.activation_bytes, 1.0)
+                for rank, stage in zip(ranks, costs.stages, strict=True)
+            ]
+            for costs in costed.costs
         ]
-        egress = self._egress(shape, route.sites)
-        for cell in self._cells(base, costs):
-            layout = replace(base, cell=cell, connections=tuple(link.streams for _, link in costs.wan_links[::2]))
+        for cell in self._cells(base, costed.costs[0]):
+            links = [link.streams for costs in costed.costs for _, link in costs.wan_links[::2]]
+            layout = replace(base, cell=cell, connections=tuple(links))
             for schedule in request.choices("schedule", ["auto"]):
                 layout = replace(layout, schedule=schedule)
-                if schedule != "auto" and (cell > 1 or len(shape.legs) > 1):
+                if schedule != "auto" and (cell > 1 or len(base.legs) > 1):
                     continue
-                pipeline_s = max(latency_bound_s(one, shape.microbatches, costs, in_flight) for one in layout.cells)
-                bound_s = pipeline_s + collective_s + optimizer_s
+                pipeline_s = max(
+                    latency_bound_s(one, base.microbatches, costs, most)
+                    for way, costs, most in zip(layout.ways, costed.costs, in_flight, strict=True)
+                    for one in way.cells
+                )
+                bound_s = pipeline_s + costed.collective_s + costed.optimizer_s
                 yield Candidate(
-                    layout=layout,
-                    costs=costs,
-                    collective_s=collective_s,
-                    optimizer_s=optimizer_s,
-                    states=states,
-                    rooms=rooms,
+                    **vars(replace(costed, layout=layout)),
                     bound_s=bound_s,
-                    score_bound=request.score_of(bound_s, layout, price, egress, self._tokens(shape)),
+                    score_bound=request.score_of(bound_s, layout, price, egress, self._tokens(base)),
                     actions=3
                     * layout.virtual_stages
+                    * base.routes
                     * sum(one.pipelines for one in layout.cells)
-                    * min(shape.microbatches, first_microbatches(layout.virtual_stages)),
+                    * min(base.microbatches, first_microbatches(layout.virtual_stages)),
                 )
 
     def schedule(self, candidate: Candidate) -> Prediction | None:
@@ -162,8 +224,10 @@ class Evaluation:
         cap = min(candidate.rooms)
         enough_s = NEAR * (candidate.bound_s - candidate.collective_s - candidate.optimizer_s)
         cells = [
-            pipeline_latency(cell, layout.microbatches, candidate.costs, cap, layout.schedule, enough_s)
-            for cell in layout.cells
+            pipeline_latency(cell, layout.microbatches, costs, cap, layout.schedule, enough_s)
+            for costs, cell in dict.fromkeys(
+                (costs, cell) for costs, way in zip(candidate.costs, layout.ways, strict=True) for cell in way.cells
+            )
         ]
         pipeline_s = max(cell.step_s for cell in cells)
         peaks = [
@@ -172,14 +236,15 @@ class Evaluation:
         if any(peak > left for peak, left in zip(peaks, candidate.rooms, strict=True)):
             return None
         memory = [replace(state, activations=peak) for state, peak in zip(candidate.states, peaks, strict=True)]
-        totals = [held.total for held in memory]
         on = [self._cluster.sites[site] for site in layout.site_of()]
-        shares = [total / site.gpu.memory_bytes for total, site in zip(totals, on, strict=True)]
+        shares = [memory[rank % layout.num_stages].total / site.gpu.memory_bytes for rank, site in enumerate(on)]
         fullest = max(range(len(shares)), key=shares.__getitem__)
         ends_s = candidate.collective_s + candidate.optimizer_s
         step_s = max(pipeline_s + ends_s, candidate.bound_s)  # a closed form may come out too short
         tokens = self._tokens(layout)
-        peak_flops = sum(site.gpu.flops_per_s for site in on) * layout.replicas * layout.gpus_per_rank
+        peak_flops = sum(site.gpu.flops_per_s for site in on) * layout.lines_of_route
+        busy_ways_s = [sum(map(busy_s, costs.stages)) for costs in candidate.costs]
+        route = Route(layout.sites, layout.stages)
         return Prediction(
             layout=layout,
             step_s=step_s,
@@ -187,15 +252,15 @@ class Evaluation:
             pipeline_s=pipeline_s,
             collective_s=candidate.collective_s,
             optimizer_s=candidate.optimizer_s,
-            busy_s=layout.microbatches * sum(map(busy_s, candidate.costs.stages)) / layout.num_stages,
+            busy_s=layout.microbatches * sum(busy_ways_s) / len(busy_ways_s) / layout.num_stages,
             tokens=tokens,
             mfu=self._work.flops_per_token * tokens / step_s / peak_flops,
-            memory=memory[fullest],
+            memory=memory[fullest % layout.num_stages],
             memory_share=shares[fullest],
             cap_bytes=cap,
-            wan_bytes=self._wan_bytes(layout),
-            price_per_hour=sum(site.price for site in on) * layout.replicas * layout.gpus_per_rank,
-            egress_per_step=self._egress(layout, layout.sites),
+            wan_bytes=self._wan_bytes(layout, route),
+            price_per_hour=sum(site.price for site in on) * layout.lines_of_route,
+            egress_per_step=self._egress(layout, route) + self._reduced_egress(layout),
             binds=self._binds(candidate, step_s),
         )
 
@@ -218,36 +283,59 @@ class Evaluation:
     def _tokens(self, shape: Shape) -> int:
         return shape.sequences * self._work.sequence_length
 
-    def _wan_bytes(self, layout: Layout) -> float:
-        hops = len(layout.sites) - 1
-        return 2 * hops * layout.crossings * self._work.message_bytes * layout.sequences
+    def _wan_bytes(self, layout: Layout, route: Route) -> float:
+        """Bytes of a step that leave sites: activations and their gradients, then gradients and weights of replicas."""
+        each = 2 * layout.crossings * self._work.message_bytes * layout.sequences / layout.routes
+        reduced = reduced_bytes(layout) * self._work.parameters * (layout.routes - 1)
+        return len(list(route.hops(layout))) * each + reduced
 
-    def _egress(self, shape: Shape, sites: Sequence[int]) -> float:
+    def _egress(self, shape: Shape, route: Route) -> float:
         """What the bytes of a step cost that leave sites: activations one way, gradients the other."""
-        prices = 0.0
-        for here, there in pairwise(sites):
-            link = self._cluster.link(here, there)
-            assert link is not None
-            prices += 2 * link.egress_price
-        return prices * shape.crossings * self._work.message_bytes * shape.sequences / 1e9
+        prices = sum(2 * self._between(here, there).egress_price for here, there in route.hops(shape))
+        return prices * shape.crossings * self._work.message_bytes * shape.sequences / shape.routes / 1e9
+
+    def _reduced_egress(self, layout: Layout) -> float:
+        """What the bytes of a step cost that replicas at different sites exchange for gradients and weights."""
+        if layout.routes == 1:
+            return 0.0
+        ways, paid = layout.ways, 0.0
+        works = self._estimates.of_ranks(ways[0], lambda work, held, site: work)
+        for work, at in zip(works, zip(*(way.site_of() for way in ways), strict=True), strict=True):
+            prices = sum(2 * self._between(here, there).egress_price for here, there in combinations(at, 2))
+            paid += prices * reduced_bytes(layout) * work.parameters / layout.routes
+        return paid / 1e9
+
+    def _between(self, here: int, there: int) -> Link:
+        link = self._cluster.link(here, there)
+        assert link is not None, "not neighbours"
+        return link
 
     def _binds(self, candidate: Candidate, step_s: float) -> str:
         """What holds a layout up most."""
-        layout, stages = candidate.layout, candidate.costs.stages
-        count = layout.microbatches
-        busy = [sum(busy_s(stages[stage]) for stage in held) for held in layout.placement.single.rank_stages]
-        shares = {"compute": max(busy) * count}
-        for (here, there), link in candidate.costs.wan_links:
-            names = [self._cluster.sites[layout.sites[end]].name for end in (here, there)]
-            shares[f"uplink {names[0]} to {names[1]}"] = (
-                link.occupancy_s(stages[0].output_bytes) * layout.crossings * count
+        layout, count = candidate.layout, candidate.layout.microbatches
+        shares: dict[str, float] = {"compute": 0.0}
+        filling_s = crossing_s = 0.0
+        for way, costs in zip(layout.ways, candidate.costs, strict=True):
+            stages = costs.stages
+            busy = [sum(busy_s(stages[stage]) for stage in held) for held in _held(way)]
+            shares["compute"] = max(shares["compute"], max(busy) * count)
+            for (here, there), link in costs.wan_links:
+                names = [self._cluster.sites[way.sites[end]].name for end in (here, there)]
+                held_s = link.occupancy_s(stages[0].output_bytes) * layout.crossings * count
+                shares[f"uplink {names[0]} to {names[1]}"] = held_s
+            way_s = sum(
+                link.latency_s + link.transit_s(stages[0].output_bytes) / layout.cell for _, link in costs.wan_links
             )
-        crossing_s = sum(
-            link.latency_s + link.transit_s(stages[0].output_bytes) / layout.cell
-            for _, link in candidate.costs.wan_links
-        )
-        shares["the way through sites"] = crossing_s * layout.crossings
-        shares["filling and draining the pipeline"] = (sum(busy) - max(busy)) / len(layout.legs)
-        shares["collectives over replicas"] = candidate.collective_s
+            crossing_s = max(crossing_s, way_s * layout.crossings)
+            filling_s = max(filling_s, (sum(busy) - max(busy)) / len(layout.legs))
+        shares["the way through sites"] = crossing_s
+        shares["filling and draining the pipeline"] = filling_s
+        over = "collectives over replicas" + (" at several sites" if layout.routes > 1 else "")
+        shares[over] = candidate.collective_s
         most = max(shares, key=lambda name: shares[name])
         return f"{most} ({shares[most] / step_s:.0%} of the step)"
+
+
+def _held(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Virtual stages of each pipeline rank."""
+    return layout.placement.single.rank_stages

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 
 from weft.pipeline.placement import Placement
 from weft.pipeline.states import RankMemory
@@ -25,6 +25,7 @@ class Shape:
         microbatch_size: sequences.
         checkpointing: whether backwards compute their forwards again.
         arrangement: of virtual stages on ranks, one of `LEGS`.
+        routes: sets of equally many replicas, each of which goes through sites of its own.
     """
 
     num_stages: int
@@ -37,6 +38,7 @@ class Shape:
     zero_stage: int = 1
     checkpointing: bool = False
     arrangement: str = "straight"
+    routes: int = 1
 
     @property
     def legs(self) -> str:
@@ -68,10 +70,20 @@ class Shape:
         return self.replicas * self.gpus_per_rank
 
     @property
+    def replicas_of_route(self) -> int:
+        """Replicas that go through the same sites."""
+        return self.replicas // self.routes
+
+    @property
+    def lines_of_route(self) -> int:
+        """Those of one route."""
+        return self.replicas_of_route * self.gpus_per_rank
+
+    @property
     def may_pool(self) -> bool:
         """Whether replicas may pool their uplinks: in a DP-cell pipelines take turns, and GPUs that share a layer
-        work at the same time. Cells are compared for straight pipelines."""
-        return self.gpus_per_rank == self.expert == len(self.legs) == 1
+        work at the same time. Cells are compared for straight pipelines that all go through the same sites."""
+        return self.gpus_per_rank == self.expert == len(self.legs) == self.routes == 1
 
     @property
     def gpus(self) -> int:
@@ -89,7 +101,7 @@ class Layout(Shape):
     """One way to train.
 
     Attributes:
-        sites: numbers of the sites used, in pipeline order.
+        sites: numbers of the sites used, in pipeline order, route after route.
         stages: pipeline ranks at each of them.
         layers: decoder layers of each virtual stage.
         cell: replicas that pool their uplinks (Atlas section 4.4); the last cell may hold fewer.
@@ -104,9 +116,29 @@ class Layout(Shape):
     connections: tuple[int, ...] = ()
 
     @property
+    def ways(self) -> list[Layout]:
+        """The layout as each route sees it: with the sites of this route alone."""
+        found, first, held = [], 0, 0
+        for place, stages in enumerate(self.stages, start=1):
+            held += stages
+            if held % self.num_stages == 0:
+                found.append(replace(self, sites=self.sites[first:place], stages=self.stages[first:place]))
+                first = place
+        return found
+
+    @property
+    def links(self) -> list[tuple[int, int]]:
+        """Pairs of sites that talk: those that a pipeline crosses the border of, and those whose replicas reduce."""
+        hops = [pair for way in self.ways for pair in pairwise(way.sites)]
+        together = zip(*(way.site_of() for way in self.ways), strict=True)
+        pairs = [*hops, *(pair for at in together for pair in combinations(at, 2))]
+        return list({frozenset(pair): pair for pair in pairs}.values())
+
+    @property
     def placement(self) -> Placement:
-        """Of a whole DP-cell."""
-        return replace(self.placed(self.stages), pipelines=self.cell)
+        """Of a whole DP-cell, on the route that goes through most sites."""
+        way = max(self.ways, key=lambda way: len(way.sites))
+        return replace(self.placed(way.stages), pipelines=self.cell)
 
     @property
     def cells(self) -> list[Placement]:
@@ -119,7 +151,7 @@ class Layout(Shape):
         return [range(*bounds) for bounds in pairwise([0, *accumulate(self.layers)])]
 
     def site_of(self) -> list[int]:
-        """The site of each pipeline rank."""
+        """The site of each pipeline rank, route after route."""
         return [site for site, held in zip(self.sites, self.stages, strict=True) for _ in range(held)]
 
 

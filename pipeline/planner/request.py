@@ -32,6 +32,7 @@ PINS = {
     "pipeline.placement": "arrangement",
     "train.microbatch_size": "microbatch_size",
     "replicas": "replicas",
+    "cluster.routes": "routes",
     "comm.cell": "cell",
     "zero.stage": "zero_stage",
     "parallel.tensor": "tensor",

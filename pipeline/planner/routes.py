@@ -4,23 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from weft.pipeline.planner.cluster import Cluster
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.request import Objective, Request
 from weft.pipeline.planner.shapes import room
 
+FEW_SITES = 6
+"""Sites of a cluster up to which all routes are searched at once, and sets of replicas go through several sites."""
+
 
 @dataclass(frozen=True)
 class Route:
-    """Sites in pipeline order, and the pipeline ranks at each: the Partitions of Algorithm 1 (Atlas)."""
+    """Sites in pipeline order, and the pipeline ranks at each: the Partitions of Algorithm 1 (Atlas).
+
+    Where sets of replicas go through sites of their own, one set's after the other's.
+    """
 
     sites: tuple[int, ...]
     stages: tuple[int, ...]
 
     def is_whole(self, shape: Shape) -> bool:
         """Whether it has all of a shape's ranks."""
-        return sum(self.stages) == shape.num_stages
+        return sum(self.stages) == shape.routes * shape.num_stages
+
+    def hops(self, shape: Shape) -> Iterator[tuple[int, int]]:
+        """Pairs of sites that a pipeline crosses the border of."""
+        held = 0
+        for (here, there), stages in zip(pairwise(self.sites), self.stages, strict=False):
+            held += stages
+            if held % shape.num_stages:
+                yield here, there
+
+    def last(self, shape: Shape) -> Route:
+        """That of the last set of replicas, as far as it goes."""
+        before, rest = divmod(sum(self.stages), shape.num_stages)
+        skipped, left = 0, (before - (rest == 0)) * shape.num_stages
+        while left > 0:
+            left -= self.stages[skipped]
+            skipped += 1
+        return Route(self.sites[skipped:], self.stages[skipped:]) if skipped else self
 
 
 class Routes:
@@ -44,20 +68,24 @@ class Routes:
         """Routes that go on from one for a site, or of one site."""
         caps, kinds, alike = self._of(shape)
         home, most = self._request.home, self._request.max_sites
-        sites, stages = (route.sites, route.stages) if route else ((), ())
-        if most and len(sites) == most:
+        taken, ranks = (route.sites, route.stages) if route else ((), ())
+        left = shape.num_stages - sum(ranks) % shape.num_stages
+        last = route.last(shape).sites if route and left < shape.num_stages else ()
+        if most and len(last) == most:
             return
-        left, seen = shape.num_stages - sum(stages), set()
-        for site in self._neighbours[sites[-1]] if sites else self._cheapest:
+        after = self._cheapest.index(route.last(shape).sites[0]) if route and not last else -1
+        seen: set[Hashable] = set()
+        for site in self._neighbours[last[-1]] if last else self._cheapest[after + 1 :]:
             held, whole = min(caps[site], left), caps[site] >= left
-            if not held or site in sites or (home and site not in home and (whole or not sites)):
+            if not held or site in taken or (home and site not in home and (whole or not last)):
                 continue
-            if whole and not sites and shape.crossings > 1 and "arrangement" not in self._request.pins:
+            if whole and not last and shape.crossings > 1 and "arrangement" not in self._request.pins:
                 continue  # in one site it is a site fold
-            name = ("alone", kinds[site]) if whole and not sites else alike[site]  # then links do not matter
+            # Of one pipeline in one site links do not matter.
+            name = ("alone", kinds[site]) if whole and not last and shape.routes == 1 else alike[site]
             if name not in seen:
                 seen.add(name)
-                yield Route((*sites, site), (*stages, held))
+                yield Route((*taken, site), (*ranks, held))
 
     def fold_over_sites(self, shape: Shape) -> Shape | None:
         """The fold through all ranks in place of one within each site; None where that is no other choice.
@@ -71,7 +99,7 @@ class Routes:
 
     def _of(self, shape: Shape) -> tuple[list[int], list[Hashable], list[Hashable]]:
         """By site, the ranks that it has room for, its kind, and what stands for it."""
-        key = (shape.gpus_per_rank, shape.replicas)
+        key = (shape.gpus_per_rank, shape.replicas_of_route)
         if key not in self._known:
             caps = room(self._cluster, *key)
             kinds = _kinds(self._cluster, caps, self._request)

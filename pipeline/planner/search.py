@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, merge
 from itertools import count
 
 from weft.pipeline.planner.cluster import Cluster
 from weft.pipeline.planner.evaluation import Candidate, Evaluation
 from weft.pipeline.planner.layout import Layout, Prediction, Shape
 from weft.pipeline.planner.request import Request
-from weft.pipeline.planner.routes import Route, Routes
+from weft.pipeline.planner.routes import FEW_SITES, Route, Routes
 from weft.pipeline.planner.shapes import shapes
 from weft.pipeline.planner.workload import ModelWork
 
 WORTH = 1.002
 """A layout is not looked at more closely if it can only be better by a five hundredth."""
-DEEPENING, FEW_SITES = (1, 2, 4), 6
+DEEPENING = (1, 2, 4)
 """Sites of a pipeline at first, where there are more than a few; a single site always comes first."""
+SHARE_OF_SEVERAL = 3
+"""Of the effort, what goes into replicas at different sites: one part in so many, besides."""
 RANKED = 8
 """Layouts that are ranked at least, if there are as many that differ."""
 BOUNDED = 3
@@ -67,14 +69,14 @@ def plan(cluster: Cluster, work: ModelWork, request: Request) -> Plan:
     The route whose bound comes first grows by a site, or is scheduled once it is whole. The search
     ends where the next bound is no better than the best layout, or where the request's effort is
     spent: the remaining bounds then say by how much something else could be better. It goes
-    through pipelines of few sites first.
+    through pipelines of few sites first, and through those of replicas at different sites last.
 
     Raises:
         ValueError: no layout fits; the message says what binds.
     """
     evaluation, scheduled = Evaluation(cluster, work, request), 0
-    bounds = [(evaluation.shape_bound(shape), shape) for shape in shapes(cluster, work, request)]
-    whole = [(bound, number, shape) for number, (bound, shape) in enumerate(bounds) if bound is not None]
+    every = list(shapes(cluster, work, request))
+    whole = _bounded(evaluation, [shape for shape in every if shape.routes == 1])
     found: list[Prediction] = []
     left_out = best = float("inf")
     for max_sites in _deepening(len(cluster.sites), request.max_sites):
@@ -83,6 +85,15 @@ def plan(cluster: Cluster, work: ModelWork, request: Request) -> Plan:
         found += more if max_sites != 1 else sorted(more, key=request.score)[:1]
         scheduled += len(more)
         best = min(map(request.score, found), default=best)
+    several = [shape for shape in every if shape.routes > 1]
+    several = [shape for shape in several if not found or evaluation.across_bound(shape) * WORTH < best]
+    if several:
+        apart = _bounded(evaluation, several)
+        effort = request.effort // SHARE_OF_SEVERAL
+        pass_request = replace(request, max_sites=evaluation.sites_of_several(), effort=effort)
+        more, left, others = _search(evaluation, cluster, pass_request, apart, best)
+        found, scheduled, left_out = found + more, scheduled + len(more), min(left_out, left)
+        spare = list(merge(sorted(spare), sorted(others)))
     if not found:
         raise ValueError(evaluation.refused.explained())
     ranked = _distinct(sorted(found, key=request.score))
@@ -99,9 +110,15 @@ def plan(cluster: Cluster, work: ModelWork, request: Request) -> Plan:
         request=request,
         ranked=tuple(ranked),
         gap=max(0.0, 1 - left_out / request.score(ranked[0])),
-        shapes=len(bounds) - sum(bound is None for bound, _ in bounds),
+        shapes=len(whole) + sum(shape.routes > 1 for shape in every),
         scheduled=scheduled,
     )
+
+
+def _bounded(evaluation: Evaluation, every: list[Shape]) -> list[tuple[float, int, Shape]]:
+    """Shapes that fit somewhere by their bounds, each with a number of its own."""
+    bounds = [(evaluation.shape_bound(shape), shape) for shape in every]
+    return [(bound, number, shape) for number, (bound, shape) in enumerate(bounds) if bound is not None]
 
 
 def _deepening(num_sites: int, max_sites: int) -> list[int]:
@@ -178,4 +195,4 @@ def _distinct(ranked: list[Prediction]) -> list[Prediction]:
 def _likeness(layout: Layout) -> Hashable:
     """What layouts have in common that differ in little."""
     degrees = layout.num_stages, layout.replicas, layout.tensor, layout.context, layout.expert, layout.arrangement
-    return frozenset(layout.sites), *degrees
+    return frozenset(layout.sites), layout.routes, *degrees

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import isqrt
 
 from weft.pipeline.planner.cluster import Cluster
@@ -15,6 +16,8 @@ LONG_SEQUENCE = 32_768
 MICROBATCH_SIZES = (1, 2, 4, 8)
 FEW_MICROBATCHES = 4
 """Micro-batches for each rank from which on folds are not compared."""
+MOST_ROUTES = 8
+"""Sets of replicas that are compared on routes of their own."""
 MOST_EXPERT = 64
 """GPUs that are compared as sharing experts."""
 
@@ -41,7 +44,7 @@ def shapes(cluster: Cluster, work: ModelWork, request: Request) -> Iterator[Shap
                                     "zero_stage", _zero_stages(replicas * context, microbatches)
                                 ):
                                     for arrangement in _arrangements(request, stages, microbatches, work):
-                                        yield Shape(
+                                        shape = Shape(
                                             num_stages=stages,
                                             replicas=replicas,
                                             tensor=tensor,
@@ -53,6 +56,21 @@ def shapes(cluster: Cluster, work: ModelWork, request: Request) -> Iterator[Shap
                                             checkpointing=checkpointing,
                                             arrangement=arrangement,
                                         )
+                                        yield from _on_routes(cluster, request, shape)
+
+
+def _on_routes(cluster: Cluster, request: Request, shape: Shape) -> Iterator[Shape]:
+    """The shape with all replicas on one route, and with them on several.
+
+    ZeRO 3 has one route: it gathers weights for every micro-batch, and they would cross the WAN each time.
+    """
+    most = min(len(cluster.sites), MOST_ROUTES) if shape.zero_stage < 3 else 1
+    for routes in request.choices("routes", list(range(1, most + 1))):
+        each, rest = divmod(shape.replicas, routes)
+        if rest or routes > most or each * shape.gpus_per_rank % shape.expert:
+            continue
+        if sum(room(cluster, shape.gpus_per_rank, each)) >= routes * shape.num_stages:
+            yield replace(shape, routes=routes) if routes > 1 else shape
 
 
 def room(cluster: Cluster, gpus_per_rank: int, replicas: int) -> list[int]:
@@ -99,18 +117,19 @@ def _batches(
         whole, rest = divmod(request.sequences, size)
         for replicas in request.choices("replicas", [] if rest else _divisors(whole)):
             count, left = divmod(whole, replicas)
-            if not rest and not left and replicas <= max(units) and request.pins.get("microbatches", count) == count:
+            if not rest and not left and replicas <= sum(units) and request.pins.get("microbatches", count) == count:
                 yield replicas, count
         return
     # With micro-batches given, more replicas are a larger batch: those at which a site loses a stage.
-    ends = {unit // stages for unit in units for stages in range(1, num_layers + 1)} - {0}
+    routes = range(1, min(len(units), MOST_ROUTES) + 1)
+    ends = {count * (unit // stages) for unit in units for stages in range(1, num_layers + 1) for count in routes} - {0}
     for replicas in request.choices("replicas", sorted(ends)):
         yield replicas, request.pins["microbatches"]
 
 
 def _stages(cluster: Cluster, request: Request, gpus_per_rank: int, replicas: int, num_layers: int) -> Iterator[int]:
     """Numbers of stages: the fewest for each number of layers of the fullest, as far as there are GPUs."""
-    total = sum(room(cluster, gpus_per_rank, replicas))
+    total = sum(room(cluster, gpus_per_rank, 1)) // replicas
     fewest = sorted({-(-num_layers // layers) for layers in range(1, num_layers + 1)})
     for stages in request.choices("num_stages", fewest):
         if stages <= min(total, num_layers):

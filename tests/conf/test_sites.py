@@ -45,8 +45,66 @@ def test_a_wrong_or_missing_mapping_is_refused(settings, sites, part):
 
 def test_replicas_of_a_stage_share_a_site(settings, tmp_path):
     (tmp_path / "hosts").write_text(LINES.replace("e1 slots=2", "e1 slots=1").replace("w0 slots=2", "w0 slots=3"))
-    with pytest.raises(ValueError, match="site 'east' has 3 slots, not a multiple of the 2 replicas"):
+    with pytest.raises(ValueError, match="site 'east' make 3 slots, not a multiple of the 2 replicas"):
         load([*settings, f"cluster.sites=[{EAST}, {WEST}]"])
+
+
+ROUTED = "cluster.sites=[{name: a, ranks: 1}, {name: b, ranks: 2}, {name: c, ranks: 3}]"
+
+
+def test_sites_of_several_routes_hold_all_stages_each(settings, tmp_path):
+    config = load(["pipeline.stages=3", ROUTED, "cluster.routes=[[a, b], [c]]"])
+    assert ranks_per_site(config) == (1, 2, 3)
+    check_world(config, 12)
+    with pytest.raises(ValueError, match="9 processes make 3 replicas of the pipeline, not a multiple of the 2 routes"):
+        check_world(config, 9)
+    with pytest.raises(ValueError, match=r"comm\.cell=2: 4 processes make 1 replicas of the pipeline on each route"):
+        check_world(
+            load(
+                [
+                    "pipeline.stages=2",
+                    "cluster.sites=[{name: a, ranks: 2}, {name: b, ranks: 2}]",
+                    "cluster.routes=[[a], [b]]",
+                    "comm.cell=2",
+                ]
+            ),
+            4,
+        )
+    (tmp_path / "hosts").write_text("e0 slots=2\ne1 slots=4\nw0 slots=6\n")
+    sites = "cluster.sites=[{name: e, hosts: [e0]}, {name: f, hosts: [e1]}, {name: w, hosts: [w0]}]"
+    assert ranks_per_site(load([*settings, sites, "cluster.routes=[[e, f], [w]]"])) == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("routes", "part"),
+    [
+        ("[[a, b], [d]]", "'d' is no site; cluster.sites has a, b, c"),
+        ("[[a, b], [c, a]]", "site 'a' is named 2 times"),
+        ("[[a, b]]", "site 'c' is on no route"),
+        ("[[a, b], [], [c]]", "a route without sites"),
+        ("[[c], [a, b]]", "list the sites in the order c, a, b"),
+        ("[[a], [b, c]]", r"the sites of a route hold 1 = 1 pipeline ranks; make cluster\.sites add up to it"),
+    ],
+)
+def test_routes_that_make_no_sense_are_refused(routes, part):
+    with pytest.raises(ValueError, match=part):
+        load(["pipeline.stages=3", ROUTED, f"cluster.routes={routes}"])
+
+
+def test_routes_of_hosts_are_alike_and_their_cells_are_cut_alike(settings, tmp_path):
+    sites = "cluster.sites=[{name: e, hosts: [e0, e1]}, {name: w, hosts: [w0]}]"
+    with pytest.raises(ValueError, match="2 replicas of 3 stages cannot be shared out evenly over 3 routes"):
+        load(
+            [
+                *settings,
+                "cluster.sites=[{name: e, hosts: [e0]}, {name: f, hosts: [e1]}, {name: w, hosts: [w0]}]",
+                "cluster.routes=[[e], [f], [w]]",
+            ]
+        )
+    with pytest.raises(ValueError, match=r"the sites e hold 4 pipeline ranks of 1 replicas, and pipeline\.stages=3"):
+        load([*settings, sites, "cluster.routes=[[e], [w]]"])
+    with pytest.raises(ValueError, match=r"comm\.cell=2: the DP-cells of all routes follow one schedule"):
+        load(["pipeline.stages=3", ROUTED, "cluster.routes=[[a, b], [c]]", "comm.cell=2"])
 
 
 def test_hosts_without_a_hostfile_are_refused():
@@ -98,7 +156,7 @@ def test_nodes_that_a_cluster_manager_chooses():
         ("{name: a, nodes: 3, hosts: [n0]}", "slurm chooses the hosts; give site 'a' nodes instead"),
         (
             "{name: a, nodes: 3}, {name: b, nodes: 3}",
-            "2 ranks on each host of site 'a' are not a multiple of the 4 replicas",
+            "2 ranks on each host of site 'a' make 6 slots, not a multiple of the 4 replicas",
         ),
     ],
 )

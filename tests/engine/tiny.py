@@ -41,6 +41,7 @@ def tiny_config(
     stages: int = 2,
     microbatches: int = 4,
     sites: tuple[int, ...] = (),
+    routes: list[list[str]] | None = None,
     zero: int = 0,
     precision: str = "fp32",
     tied: bool = False,
@@ -81,7 +82,9 @@ def tiny_config(
             search_seconds=0.1,
             debug=True,
         ),
-        cluster=ClusterConfig(sites=[SiteConfig(name=f"site{i}", ranks=ranks) for i, ranks in enumerate(sites)]),
+        cluster=ClusterConfig(
+            sites=[SiteConfig(name=f"site{i}", ranks=ranks) for i, ranks in enumerate(sites)], routes=routes or []
+        ),
         comm=CommConfig(connections=2, cell=cell),
         parallel=ParallelConfig(
             tensor=tensor, context=context, context_exchange=ContextExchange[exchange], expert=expert

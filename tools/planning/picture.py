@@ -7,7 +7,7 @@ from pathlib import Path
 from weft.conf.files import replacing
 from weft.pipeline.planner.layout import Prediction
 from weft.pipeline.planner.search import Plan
-from weft.tools.planning.report import degrees
+from weft.tools.planning.report import degrees, route_text
 
 _INK, _PAPER = "#1f2933", "#ffffff"
 _PARTS = {
@@ -60,6 +60,6 @@ def _parts(one: Prediction) -> dict[str, float]:
 
 
 def _route(found: Plan, one: Prediction) -> str:
-    names = [found.cluster.sites[site].name for site in one.layout.sites]
-    route = " > ".join(f"{name} ({held})" for name, held in zip(names, one.layout.stages, strict=True))
-    return route if len(route) <= 60 else f"{names[0]} > ... > {names[-1]}, {len(names)} sites"
+    route, names = route_text(found.cluster, one.layout), [found.cluster.sites[site].name for site in one.layout.sites]
+    on = f" on {one.layout.routes} routes" if one.layout.routes > 1 else ""
+    return route if len(route) <= 60 else f"{names[0]} > ... > {names[-1]}, {len(names)} sites{on}"

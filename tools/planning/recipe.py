@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import yaml
 
 from weft.conf.files import write_atomic
 from weft.pipeline.costs import CostModel
+from weft.pipeline.planner.bounds import busy_s
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Layout
 from weft.pipeline.planner.search import Plan
@@ -41,6 +41,7 @@ def write_recipe(found: Plan, config: dict[str, Any] | None, model: str, path: P
             "master_addr": lines[0].split()[0],
             "sites": [{"name": name, "hosts": [host for host, _ in hosts[name]]} for name in named],
             "links": list(_links(found, layout)),
+            **_routes(found, layout),
         },
         "model": {**_model(config, model), "gradient_checkpointing": layout.checkpointing},
         "data": {"sequence_length": found.work.sequence_length},
@@ -61,7 +62,7 @@ def write_recipe(found: Plan, config: dict[str, Any] | None, model: str, path: P
         "train": {"microbatch_size": layout.microbatch_size, "precision": "bf16"},
     }
     write_atomic(hostfile, "\n".join(lines) + "\n")
-    write_atomic(costs, costs_to_yaml(_costs_of_a_rank(Estimates(found.cluster, found.work).costs(layout), layout)))
+    write_atomic(costs, costs_to_yaml(_costs_of_a_rank(_slowest(found, layout), layout)))
     write_atomic(path, head + yaml.safe_dump(tree, sort_keys=False))
     return [path, hostfile, costs]
 
@@ -72,6 +73,12 @@ def _parallel(found: Plan, layout: Layout) -> dict[str, Any]:
     if any(found.cluster.sites[site].gpus_per_host % layout.tensor for site in layout.sites):
         sizes["tensor_across_hosts"] = True
     return sizes
+
+
+def _slowest(found: Plan, layout: Layout) -> CostModel:
+    """Costs of the route on which a step takes longest; links of sites are the configuration's."""
+    estimates = Estimates(found.cluster, found.work)
+    return max(map(estimates.costs, layout.ways), key=lambda costs: sum(map(busy_s, costs.stages)))
 
 
 def _costs_of_a_rank(costs: CostModel, layout: Layout) -> CostModel:
@@ -85,7 +92,7 @@ def _hosts(found: Plan, layout: Layout) -> Iterator[tuple[str, list[tuple[str, i
     """By site, its hosts and the ranks on each: all ranks of one pipeline rank after the other."""
     for number, held in zip(layout.sites, layout.stages, strict=True):
         site = found.cluster.sites[number]
-        left = held * layout.replicas * layout.gpus_per_rank
+        left = held * layout.lines_of_route
         hosts: list[tuple[str, int]] = []
         while left:
             slots = min(left, site.gpus_per_host)
@@ -94,8 +101,15 @@ def _hosts(found: Plan, layout: Layout) -> Iterator[tuple[str, list[tuple[str, i
         yield site.name, hosts
 
 
+def _routes(found: Plan, layout: Layout) -> dict[str, Any]:
+    """Which sites each set of replicas goes through, where there are several."""
+    if layout.routes == 1:
+        return {}
+    return {"routes": [[found.cluster.sites[site].name for site in way.sites] for way in layout.ways]}
+
+
 def _links(found: Plan, layout: Layout) -> Iterator[dict[str, Any]]:
-    for here, there in pairwise(layout.sites):
+    for here, there in layout.links:
         link = found.cluster.link(here, there)
         assert link is not None
         entry: dict[str, Any] = {

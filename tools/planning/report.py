@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from weft.pipeline.planner.layout import Prediction
+from weft.pipeline.planner.cluster import Cluster
+from weft.pipeline.planner.layout import Layout, Prediction
 from weft.pipeline.planner.search import Plan
 from weft.pipeline.text import bytes_text
 
@@ -37,9 +38,13 @@ def rows(found: Plan, most: int) -> list[dict[str, str]]:
 def places(found: Plan, most: int) -> Iterator[str]:
     """Where each plan of the ranking lies, and why it lost; or what binds the first."""
     for place, one in enumerate(found.ranked[:most], start=1):
-        route = zip(one.layout.sites, one.layout.stages, strict=True)
-        sites = " > ".join(f"{found.cluster.sites[site].name} ({held})" for site, held in route)
-        yield f"{place}: {sites}; {reason(found, one)}"
+        yield f"{place}: {route_text(found.cluster, one.layout)}; {reason(found, one)}"
+
+
+def route_text(cluster: Cluster, layout: Layout) -> str:
+    """The sites with their pipeline ranks, in pipeline order; a bar between sets of replicas on different routes."""
+    ways = [zip(way.sites, way.stages, strict=True) for way in layout.ways]
+    return " | ".join(" > ".join(f"{cluster.sites[site].name} ({held})" for site, held in way) for way in ways)
 
 
 def degrees(one: Prediction) -> str:
@@ -71,7 +76,7 @@ def summary(found: Plan, seconds: float) -> Iterator[str]:
     proven = f"no layout of this space is better by more than {found.gap:.1%}"
     yield f"{found.shapes:,} shapes, {found.scheduled} layouts scheduled in {seconds:.2f} s; proven: {proven}"
     if alone is None:
-        yield "no single site holds the model"
+        yield "no single site has a plan with these fields" if found.request.pins else "no single site holds the model"
     elif alone is best:
         yield f"one site is best: {found.cluster.sites[alone.layout.sites[0]].name} alone; pipelines across sites lose"
     else:
@@ -109,7 +114,8 @@ def as_json(found: Plan, most: int) -> str:
     ranked = [
         {
             "sites": [found.cluster.sites[site].name for site in one.layout.sites],
-            "layout": {name: value for name, value in asdict(one.layout).items() if name != "sites"},
+            "routes": [[found.cluster.sites[site].name for site in way.sites] for way in one.layout.ways],
+            "layout": {name: value for name, value in asdict(one.layout).items() if name not in ("sites", "routes")},
             "gpus": one.layout.gpus,
             **{name: getattr(one, name) for name in _FIGURES},
             "memory_bytes": one.memory.total,

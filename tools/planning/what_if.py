@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 from weft.pipeline.limits import number
@@ -61,7 +60,7 @@ def changed(cluster: Cluster, question: str) -> Cluster:
 def marginal_values(found: Plan) -> Iterator[tuple[str, float]]:
     """By how much the best score falls if a link or a site of the best plan, or any other site, has a tenth more."""
     cluster, best = found.cluster, found.request.score(found.best)
-    for here, there in pairwise(found.best.layout.sites):
+    for here, there in found.best.layout.links:
         link = cluster.link(here, there)
         assert link is not None
         more = cluster.with_link(here, there, bandwidth_bps=link.bandwidth_bps * MORE, pair_bps=link.pair_bps * MORE)

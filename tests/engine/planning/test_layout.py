@@ -1,6 +1,7 @@
 """Ranks along named axes; groups, hops and DP-cells cover every neighbour once."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,13 +11,21 @@ from weft.engine.planning.hops import hops
 from weft.engine.planning.layout import Position, RankLayout
 from weft.pipeline.placement import Placement
 
-LAYOUTS = st.builds(
-    RankLayout,
-    st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple),
-    st.integers(1, 5),
-    context=st.integers(1, 3),
-    tensor=st.integers(1, 3),
-)
+
+@st.composite
+def layouts(draw):
+    """With several routes, each cut into sites in a way of its own."""
+    routes, stages = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    sites: list[int] = []
+    for _ in range(routes):
+        cuts = sorted(draw(st.sets(st.integers(1, stages - 1), max_size=2))) if stages > 1 else []
+        sites += [there - here for here, there in pairwise([0, *cuts, stages])]
+    size = st.integers(1, 3)
+    replicas = routes * draw(size)
+    return RankLayout(tuple(sites), replicas, context=draw(size), tensor=draw(size), routes=routes)
+
+
+LAYOUTS = layouts()
 
 
 @given(LAYOUTS)
@@ -33,6 +42,11 @@ def test_a_rank_has_one_position_and_a_position_one_rank(layout):
 
 def test_a_position_by_hand():
     assert RankLayout((1, 2), 4).position(9) == Position(stage=2, replica=1, line=1, site=1)
+    by_route = RankLayout((1, 1, 2), 4, routes=2)
+    assert by_route.position(3) == Position(stage=1, replica=1, line=1, site=1)
+    assert by_route.position(4) == Position(stage=0, replica=2, line=2, site=2)
+    assert by_route.lines_of(1) == (2, 3, 6, 7) and by_route.reference == 0
+    assert [by_route.sites_of(route) for route in (0, 1)] == [(1, 1), (2,)]
     layout = RankLayout((1, 1), replicas=2, context=2, tensor=2)
     assert layout.position(13) == Position(stage=1, replica=1, context=0, tensor=1, line=5, site=1)
 
@@ -65,15 +79,15 @@ def test_every_rank_is_in_one_group_of_each_kind_and_differs_along_its_axis_alon
 
 @given(layout=LAYOUTS, fold=st.booleans(), size=st.integers(1, 5))
 def test_every_crossing_is_in_one_cell_and_every_replica_in_one_place(layout, fold, size):
-    sites = layout.sites
-    placement = Placement.fold(sum(sites), sites=sites) if fold else Placement.straight(sum(sites), sites)
+    placement = Placement.fold(layout.stages) if fold else Placement.straight(layout.stages)
     inside, between = hops(placement, layout)
     assert not inside & between
     crossed = [pair for cell in cells(placement, layout, size) for pair in zip(cell.near, cell.far, strict=True)]
     assert len(crossed) == len(set(crossed)) and {hop for a, b in crossed for hop in ((a, b), (b, a))} == between
     assert all(layout.position(a).site == layout.position(b).site for a, b in inside)
+    assert all(layout.position(a).site != layout.position(b).site for a, b in between)
     members = CellMember.all(layout, size)
-    if len(sites) == 1:
+    if len(layout.sites) == layout.routes:
         assert members == [CellMember(1, 0)] * layout.lines
         return
     for cell in cells(placement, layout, size):

@@ -26,7 +26,7 @@ def base():
     return load(["model.arch=llama", "pipeline.schedule=1f1b", "pipeline.placement=straight"])
 
 
-def job(folder, sites, *, spares=(), stages, microbatches=12, cell=1, links=()):
+def job(folder, sites, *, spares=(), stages, microbatches=12, cell=1, links=(), routes=()):
     """The configuration of a run on ``sites``: slots by host, by site."""
     hostfile = Path(folder) / "hosts"
     hostfile.write_text(hostfile_text({host: count for hosts in sites.values() for host, count in hosts.items()}))
@@ -36,6 +36,7 @@ def job(folder, sites, *, spares=(), stages, microbatches=12, cell=1, links=()):
         hostfile=str(hostfile),
         master_addr=next(iter(next(iter(sites.values())))),
         spares=list(spares),
+        routes=[list(route) for route in routes],
     )
     config = base()
     config = replace(
@@ -171,3 +172,29 @@ def test_one_machine_is_all_or_nothing():
 def test_it_loads_without_torch():
     code = "import sys, weft.engine.supervision.hosts; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_site_that_fails_leaves_the_other_routes(tmp_path):
+    """Each route keeps as many replicas as the others; one without room for them is left out, and the batch stays."""
+    sites = {"a": {"a0": 2}, "b": {"b0": 2}, "c": {"c0": 4}, "d": {"d0": 2, "d1": 2}}
+    config = job(tmp_path, sites, stages=2, routes=[["a", "b"], ["c"], ["d"]], links=[("a", "b"), ("a", "c")])
+    assert ranks_per_site(config) == (1, 1, 2, 2)
+    whole = choose_hosts(config)
+    assert whole.replicas == 6 and whole.microbatches == 12 and config_for(config, whole, tmp_path / "h") is not config
+
+    def after(*away):
+        chosen = choose_hosts(config, away=away)
+        (tmp_path / "next").write_text(hostfile_text(chosen.slots))
+        new = config_for(config, chosen, tmp_path / "next")
+        check(new)
+        check_world(new, world_size(new.cluster))
+        assert chosen.replicas * chosen.microbatches == 6 * 12
+        return chosen, new
+
+    chosen, new = after("c0")
+    assert chosen.replicas == 4 and list(chosen.sites) == ["a", "b", "d"]
+    assert new.cluster.routes == [["a", "b"], ["d"]] and [link.sites for link in new.cluster.links] == [["a", "b"]]
+    chosen, new = after("a0", "c0")
+    assert chosen.replicas == 2 and new.cluster.routes == [] and list(chosen.sites) == ["d"]
+    chosen, new = after("d0")  # three routes of one replica, or two of two: the most replicas
+    assert chosen.replicas == 4 and new.cluster.routes == [["a", "b"], ["c"]]

@@ -72,12 +72,13 @@ def test_a_plan_fits_and_runs(some, objective):
         assert one.memory_share <= REQUEST.max_memory
         assert one.step_s >= one.bound_s and 0 < one.mfu <= some.efficiency
         for number, held in zip(layout.sites, layout.stages, strict=True):
-            assert held * layout.replicas <= some.sites[number].units(layout.gpus_per_rank)
-        for here, there in zip(layout.sites, layout.sites[1:], strict=False):
-            assert some.link(here, there) is not None
+            assert held * layout.replicas_of_route <= some.sites[number].units(layout.gpus_per_rank)
+        assert len(layout.ways) == layout.routes and len(set(layout.sites)) == len(layout.sites)
+        assert all(sum(way.stages) == layout.num_stages for way in layout.ways)
+        assert all(some.link(here, there) is not None for here, there in layout.links)
     layout = found.best.layout
     for one in (layout, *(one.layout for one in found.ranked if len(one.layout.legs) > 1)):
-        costs = Estimates(some, model()).costs(one)
+        costs = Estimates(some, model()).costs(max(one.ways, key=lambda way: len(way.sites)))
         validate(generate_auto(one.placement.single, min(one.microbatches, 8), costs))
 
 
@@ -201,11 +202,12 @@ def test_bytes_between_sites_are_those_of_the_schedule(arrangement, stages):
     candidate = next(iter(evaluation.candidates(shape, Route(tuple(range(len(stages))), stages))))
     prediction = evaluation.schedule(candidate)
     placement, sent = prediction.layout.placement, 0.0
-    for row in lower(generate_auto(placement, shape.microbatches, candidate.costs)).rows:
+    (costs,) = candidate.costs
+    for row in lower(generate_auto(placement, shape.microbatches, costs)).rows:
         for action in (action for slot in row for action in slot if action.op in SENDS):
             to = action.stage + (1 if action.op is Op.SEND_F else -1)
             if placement.crosses_wan(min(action.stage, to)):
-                sent += candidate.costs.stages[min(action.stage, to)].output_bytes
+                sent += costs.stages[min(action.stage, to)].output_bytes
     assert prediction.wan_bytes == pytest.approx(sent) and sent > 0
 
 
@@ -235,8 +237,9 @@ def test_constraints_are_kept():
     three = cluster(site("a", region="eu"), site("b"), site("c", region="eu"), bandwidth_bps=4e11, latency_s=0)
     home = frozenset({0, 2})
     found = plan(three, model(), replace(REQUEST, home=home))
-    assert {found.best.layout.sites[0], found.best.layout.sites[-1]} <= home
-    assert all(len(one.layout.sites) == 1 for one in plan(three, model(), replace(REQUEST, max_sites=1)).ranked)
+    assert {end for way in found.best.layout.ways for end in (way.sites[0], way.sites[-1])} <= home
+    alone = plan(three, model(), replace(REQUEST, max_sites=1))
+    assert all(len(way.sites) == 1 for one in alone.ranked for way in one.layout.ways)
     cheap = plan(three, model(), replace(REQUEST, max_cost_per_hour=6.0))
     assert all(one.price_per_hour <= 6.0 for one in cheap.ranked)
     pinned = plan(three, model(), replace(REQUEST, pins={"num_stages": 4, "tensor": 1}))
@@ -356,7 +359,7 @@ def test_cells_pool_as_many_replicas_as_a_transfer_takes_longer_than_a_forward()
         held = (1, 1) if len(where) == 2 else (2,)
         evaluation = Evaluation(some, model(), replace(REQUEST, **request))
         found = list(evaluation.candidates(replace(shape, replicas=replicas), Route(where, held)))
-        (costs,) = {one.costs for one in found}
+        ((costs,),) = {one.costs for one in found}
         sizes = sorted(one.layout.cell for one in found)
         if not costs.wan_links:
             return sizes, None

@@ -5,6 +5,7 @@ import random
 import re
 
 import pytest
+import yaml
 
 from weft.tools import cli
 
@@ -144,6 +145,22 @@ def test_the_recipe_is_what_a_dry_run_takes(weft_plan, folder, capsys, pins, sai
     assert cli.main(["launch", f"recipe={recipe}", "dry_run=true"]) == 0
     text = capsys.readouterr().out
     assert said in text and "predicted step" in text
+
+
+def test_a_recipe_of_replicas_at_different_sites_is_taken(weft_plan, folder, capsys):
+    recipe = folder / "routes.yaml"
+    pins = ("cluster.routes=2", "pipeline.stages=2", "replicas=4", "parallel.tensor=1", "train.microbatch_size=1")
+    options = [word for pin in pins for word in ("--pin", pin)]
+    code, text, _ = weft_plan("--format", "json", *options, "--write", str(recipe))
+    best = json.loads(text)["plans"][0]
+    assert code == 0 and len(best["routes"]) == 2 and best["wan_bytes"] > 0
+    tree = yaml.safe_load(recipe.read_text())
+    assert tree["cluster"]["routes"] == best["routes"]
+    assert cli.main(["launch", f"recipe={recipe}", "dry_run=true"]) == 0
+    said = capsys.readouterr().out
+    (step_s,) = re.findall(r"predicted step ([0-9.e-]+) s", said)
+    assert "2 ranks x 4 replicas on 2 routes" in said and "at sites" in said
+    assert float(step_s) == pytest.approx(best["pipeline_s"], rel=0.05)
 
 
 @pytest.mark.parametrize("seed", range(3))

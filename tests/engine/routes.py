@@ -1,0 +1,31 @@
+"""What ranks of replicas that go through different sites train, and how they reduce gradients."""
+
+from __future__ import annotations
+
+from tests.engine.tiny import weft_losses
+from weft.conf.schema import WeftConfig
+from weft.engine.planning.joining import init_distributed
+
+
+def losses_over_sites(configs: list[WeftConfig], steps: int) -> list[list[float]]:
+    """Losses of several runs of one job, whose ranks know from the beginning which sites they are at."""
+    init_distributed(configs[0])
+    return [weft_losses(config, steps) for config in configs]
+
+
+def meshes_of_reductions(config: WeftConfig) -> tuple[list[tuple[int, ...]], list[str], tuple[int, ...], str]:
+    """Of this rank's gradients: the meshes that are open, the kind of each of their groups, the nodes, and the cost."""
+    from weft.engine.initialize import initialize
+
+    init_distributed(config)
+    engine, *_ = initialize(config=config)
+    gradients = engine._collectives.gradients
+    axes = [] if gradients is None else gradients.axes()
+    kinds = [
+        type(gradients.process_group(mesh, axis)._get_backend_name and gradients.process_group(mesh, axis))
+        for mesh, axis in axes
+    ]
+    found = [mesh.shape for mesh, _ in axes], [kind.__name__ for kind in kinds], engine._collectives.group.nodes
+    source = engine.plan.facts.sources["collectives"]
+    engine.destroy()
+    return *found, source
