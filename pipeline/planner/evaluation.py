@@ -265,15 +265,15 @@ class Evaluation:
         )
 
     def _cells(self, layout: Layout, costs: CostModel) -> list[int]:
-        """Sizes of DP-cells: alone, as many as a transfer takes longer than a forward (Atlas section 4.4), and as
-        many cells of that with as even a number each as there can be."""
+        """Sizes of DP-cells: alone, as many as a transfer takes longer than a rank's forward (Atlas section 4.4), and
+        as many cells of that with as even a number each as there can be."""
         if (pinned := self._request.pins.get("cell")) is not None:
             return [pinned] if pinned <= (layout.replicas if layout.may_pool else 1) else []
         if not costs.wan_links or not layout.may_pool:
             return [1]
-        forward_s = max(stage.forward_s for stage in costs.stages)
+        forward_s = max(sum(costs.stages[stage].forward_s for stage in held) for held in _held(layout))
         sent = costs.stages[0].output_bytes
-        ratio = max(link.transit_s(sent) for _, link in costs.wan_links) / max(forward_s, 1e-12)
+        ratio = layout.crossings * max(link.transit_s(sent) for _, link in costs.wan_links) / max(forward_s, 1e-12)
         most = max(1, min(MOST_CELL, layout.replicas, -int(-ratio // 1)))
         even = -(-layout.replicas // -(-layout.replicas // most))
         return sorted({1, most, even})

@@ -82,8 +82,8 @@ class Shape:
     @property
     def may_pool(self) -> bool:
         """Whether replicas may pool their uplinks: in a DP-cell pipelines take turns, and GPUs that share a layer
-        work at the same time. Cells are compared for straight pipelines that all go through the same sites."""
-        return self.gpus_per_rank == self.expert == len(self.legs) == self.routes == 1
+        work at the same time. Cells are compared for pipelines that all go through the same sites."""
+        return self.gpus_per_rank == self.expert == self.routes == 1
 
     @property
     def gpus(self) -> int:

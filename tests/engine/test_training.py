@@ -23,6 +23,10 @@ FAST = {
     "w, fold, tied": (4, {"schedule": "w", "placement": "fold", "tied": True}),
     "auto, site fold": (4, {"schedule": "auto", "placement": "site_fold", "sites": (2, 2)}),
     "two sites, a DP-cell of two replicas": (2, {"sites": (1, 1), "cell": 2, "zero": 1}),
+    "two sites, a DP-cell of two site folds": (
+        2,
+        {"schedule": "auto", "placement": "site_fold", "sites": (1, 1), "cell": 2, "zero": 1, "layers": 8},
+    ),
     "zbv, LoRA": (4, {"schedule": "zbv", "placement": "fold", "lora": True}),
     "bf16, two replicas": (2, {"precision": "bf16"}),
     "one stage, four replicas": (1, {"zero": 1}),

@@ -27,6 +27,7 @@ ANOMALY = 1.02
 """List schedules of one layout may get a little longer when a link gets faster (Graham 1969)."""
 KINDS = st.sampled_from(["A100", "H100", "A40"])
 REQUEST = Request(sequences=32)
+FOLDED_CELL = {"cell": 2, "arrangement": "site_fold", "tensor": 1}
 
 
 @st.composite
@@ -94,7 +95,9 @@ def ways(some, shape, route=None):
 @given(
     uneven_clusters(),
     st.sampled_from(Objective),
-    st.sampled_from([{}, {"zero_stage": 3}, {"cell": 1}, {"expert": 4}, *({"arrangement": name} for name in LEGS)]),
+    st.sampled_from(
+        [{}, {"zero_stage": 3}, {"cell": 1}, {"expert": 4}, *({"arrangement": name} for name in LEGS), FOLDED_CELL]
+    ),
     st.sampled_from([model(), model(experts=8)]),
 )
 @settings(max_examples=16, deadline=None)
@@ -209,6 +212,19 @@ def test_bytes_between_sites_are_those_of_the_schedule(arrangement, stages):
             if placement.crosses_wan(min(action.stage, to)):
                 sent += costs.stages[min(action.stage, to)].output_bytes
     assert prediction.wan_bytes == pytest.approx(sent) and sent > 0
+
+
+def test_a_dp_cell_of_folds_is_planned_and_may_be_best():
+    """Few micro-batches fill a pipeline sooner by a fold, and replicas that pool a slow uplink cross it sooner."""
+    two = cluster(site("a", hosts=2, gpus_per_host=2), site("b", hosts=2, gpus_per_host=2), bandwidth_bps=2e9)
+    pins = {"num_stages": 4, "tensor": 1, "replicas": 2, "microbatch_size": 4, "routes": 1}
+
+    def best(**more):
+        return plan(two, model(), replace(REQUEST, pins={**pins, **more})).best
+
+    found = best()
+    assert found.layout.arrangement == "site_fold" and found.layout.cell == 2
+    assert found.step_s < min(best(cell=1).step_s, best(arrangement="straight").step_s)
 
 
 def test_a_fold_over_sites_is_taken_where_they_are_close():

@@ -132,6 +132,7 @@ def test_a_profile_says_what_share_of_their_peak_gpus_reach(weft_plan, folder):
         (("zero.stage=3", "model.gradient_checkpointing=true", "replicas=2"), "x 2 replicas"),
         (("zero.stage=2", "pipeline.stages=4", "comm.cell=2", "replicas=2"), "4 stages on 4 ranks x 2 replicas"),
         (("pipeline.stages=4", "comm.cell=3", "replicas=4"), "4 stages on 4 ranks x 4 replicas"),
+        (("pipeline.placement=site_fold", "pipeline.stages=4", "comm.cell=2", "replicas=2"), "8 stages on 4 ranks x 2"),
         (("pipeline.placement=site_fold", "pipeline.stages=3", "parallel.tensor=1"), "6 stages on 3 ranks"),
         (("pipeline.placement=fold", "pipeline.stages=3", "parallel.tensor=1", "replicas=4"), "6 stages on 3 ranks"),
         (("pipeline.placement=site_interleaved", "pipeline.stages=2", "parallel.tensor=2"), "4 stages on 2 ranks"),
