@@ -168,9 +168,9 @@ def _sites(config: WeftConfig) -> list[_Site]:
 
 
 def _numbers(full: int, routes: int) -> Iterator[tuple[int, int]]:
-    """Replicas, and the routes that share them out evenly: the most replicas first, and the most routes."""
+    """Replicas, and the routes that share them out evenly: the most replicas first, on the fewest routes."""
     for replicas in range(full, 0, -1):
-        for kept in range(routes, 0, -1):
+        for kept in range(1, routes + 1):
             if replicas % kept == 0 and replicas // kept <= full // routes:
                 yield replicas, kept
 
