@@ -53,7 +53,7 @@ def needed_bytes(config: WeftConfig, facts: Facts) -> float:
     The schedule is not known yet; of one that a placement with several stages on a rank runs, each of them is taken to
     hold as many micro-batches as there are ranks.
     """
-    placement = next(iter(open_placements(config.pipeline, facts.layout.sites).values()))
+    placement = next(iter(open_placements(config.pipeline, facts.layout.sites_of(facts.layout.reference)).values()))
     split = split_model(facts.model, placement.num_stages, config.pipeline.split, config.pipeline.layers)
     costs, sizes = planning_costs(config, facts, split), stage_sizes(facts.model, split)
     states = rank_states(
