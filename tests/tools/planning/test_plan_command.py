@@ -157,7 +157,8 @@ def test_a_recipe_of_replicas_at_different_sites_is_taken(weft_plan, folder, cap
     assert code == 0 and len(best["routes"]) == 2 and best["wan_bytes"] > 0
     tree = yaml.safe_load(recipe.read_text())
     assert tree["cluster"]["routes"] == best["routes"]
-    assert cli.main(["launch", f"recipe={recipe}", "dry_run=true"]) == 0
+    nothing_measured = f"data.cache_dir={folder / 'cache'}"
+    assert cli.main(["launch", f"recipe={recipe}", "dry_run=true", nothing_measured]) == 0
     said = capsys.readouterr().out
     (step_s,) = re.findall(r"predicted step ([0-9.e-]+) s", said)
     assert "2 ranks x 4 replicas on 2 routes" in said and "at sites" in said
