@@ -12,6 +12,7 @@ from transformers.utils import logging
 from weft.conf.files import write_atomic
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import export
+from weft.engine.data import with_template
 from weft.engine.engine import WeftEngine
 from weft.pipeline.fitting import fit_costs
 from weft.pipeline.perfetto import write_perfetto
@@ -23,7 +24,7 @@ def finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenize
     """Write the outputs that ``config.train`` asks for; a collective call."""
     if config.train.export:
         target = folder / "export"
-        export(engine, target, tokenizer=tokenizer)
+        export(engine, target, tokenizer=with_template(tokenizer, config.data.chat_template))
         print_once(f"export: {target} (a Hugging Face folder)")
         if config.train.sample and engine.global_rank == 0:
             print_once(

@@ -85,7 +85,7 @@ class DataConfig:
     """Field with the list of {role, content} messages of a conversation, or {from, value} as in ShareGPT. Rows
     without `messages` may have `conversations`, `prompt` and `completion`, or `instruction`, `input` and `output`."""
     chat_template: str = ""
-    """Jinja chat template, or a file with one; empty uses the tokenizer's."""
+    """Jinja chat template, or a file with one, which the export gets, too; empty uses the tokenizer's."""
     streaming: bool = False
     """Read the data during training instead of loading it first; shuffle within a buffer."""
     shuffle: bool = True

@@ -1,6 +1,7 @@
 """The data pipeline: documents to micro-batches, in a global order that does not depend on the number of replicas."""
 
 from weft.engine.data.batch import Batch
+from weft.engine.data.chat import with_template
 from weft.engine.data.check import check_source
 from weft.engine.data.loader import MicrobatchLoader, build_loader
 from weft.engine.data.open import open_source, try_to_encode
@@ -21,4 +22,5 @@ __all__ = [
     "refuse_packing",
     "try_to_encode",
     "vocabulary_for",
+    "with_template",
 ]

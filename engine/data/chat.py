@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,19 @@ def label(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span]) ->
         if start < end and end > span[0]:
             labels[position] = ids[position]
     return labels
+
+
+def with_template(tokenizer: PreTrainedTokenizerBase, given: str) -> PreTrainedTokenizerBase:
+    """The tokenizer with the chat template that a model was trained with: what its export has to have.
+
+    Args:
+        given: ``data.chat_template``; empty leaves the tokenizer's own.
+    """
+    if not given:
+        return tokenizer
+    trained = copy(tokenizer)
+    trained.chat_template = find_template(tokenizer, given)
+    return trained
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase, given: str) -> str:

@@ -4,13 +4,14 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from weft.conf.schema import DataConfig, DataKind
+from weft.conf.schema import DataConfig, DataKind, WeftConfig
 from weft.engine.data import build_loader, check_source, try_to_encode
 from weft.engine.data.chat import ChatEncoder, label
 from weft.engine.data.documents import IGNORED
 from weft.engine.data.messages import chat_columns, messages_of
 from weft.engine.data.spans import ChatTemplate
 from weft.engine.data.tokenizer import CHAT_TEMPLATE
+from weft.recipes import finish
 
 TALK = [
     {"role": "system", "content": "be brief"},
@@ -252,3 +253,21 @@ def test_a_broken_template_is_found_with_the_first_row(tokenizer, write, case):
     config = DataConfig(kind=DataKind.chat, path=write("a.jsonl", [FORMS["messages"]]), chat_template=template)
     with pytest.raises(ValueError, match=message):
         try_to_encode(config, tokenizer)
+
+
+def test_an_export_has_the_template_that_was_trained_with(tokenizer, tmp_path, monkeypatch):
+    """Otherwise the model is asked in another form than it learnt to answer in."""
+    file = tmp_path / "mine.jinja"
+    file.write_text(CHATML)
+    config = WeftConfig()
+    config.data.kind, config.data.chat_template = DataKind.chat, str(file)
+    monkeypatch.setattr(finish, "export", lambda engine, folder, *, tokenizer: tokenizer.save_pretrained(folder))
+    monkeypatch.setattr(finish, "print_once", lambda text: None)
+    monkeypatch.setattr(finish.dist, "barrier", lambda: None)
+    finish.finish(config, None, tokenizer, tmp_path)
+    exported = PreTrainedTokenizerFast.from_pretrained(tmp_path / "export")
+    assert exported.apply_chat_template(TALK, tokenize=False) == ChatTemplate(CHATML, tokenizer).render(TALK)[0]
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    config.data.chat_template = ""
+    finish.finish(config, None, tokenizer, tmp_path)
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "export").chat_template == CHAT_TEMPLATE
