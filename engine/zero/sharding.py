@@ -169,8 +169,7 @@ class Sharding:
             self._unreduced[stage].popleft().reduce()
 
     def reduce(self, stage: int) -> None:
-        """``REDUCE_GRAD``: start the remaining reductions of ``stage``."""
-        self._reduce_rest(stage)
+        """``REDUCE_GRAD``: start the remaining reductions of ``stage``, and of what no other stage still has to end."""
         for bucket, stages in self._unended.items():
             stages.discard(stage)
             if not stages:

@@ -217,3 +217,26 @@ def test_each_axis_of_a_ranks_own_group_is_connected_for_what_it_is_used_for(ran
         **{rank: sorted([(4, named), (2, named), (2, named)], key=lambda axis: axis[0]) for rank in range(4)},
         **{rank: [(2, named)] for rank in (4, 5)},
     }
+
+
+def test_a_rewrite_that_fails_is_told_with_what_it_was_to_do(ranks, monkeypatch):
+    wish = Collective.flat(Primitive.all_gather, Group((1, 3), (0, 1)), num_elements=4, itemsize=4)
+
+    def fails(tensor, group):
+        raise RuntimeError("torn")
+
+    monkeypatch.setattr(communicator, "PRIMITIVES", dict.fromkeys(BY_LINES, fails))
+
+    def run(rank):
+        opened = Communicator.open([wish.group], device=CPU, timeout_s=1.0, name="weights")
+        if opened is None:
+            return None
+        handle = opened.start(plain(wish).chunked((0.5, 0.5)), torch.ones(2), torch.ones(4))
+        with pytest.raises(ChannelError) as caught:
+            handle.wait()
+        return str(caught.value)
+
+    what = "all_gather of [4] x 4 B over 2 ranks on 2 nodes: all_gather inter 2 | 2 chunks failed: torn"
+    assert ranks(4, run) == [
+        None if rank in (0, 2) else f"weights of ranks 1, 3, on rank {rank}: {what}" for rank in range(4)
+    ]
