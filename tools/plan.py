@@ -98,7 +98,9 @@ def _show(found: Plan, seconds: float, args: argparse.Namespace) -> None:
     else:
         from weft.tools.tables import show, table_of
 
-        show(table_of(table))
+        narrow = table_of(table)
+        narrow.padding = (0, 1, 0, 0)  # so that it goes into 100 characters
+        show(narrow)
     print("\n".join(["", *places(found, args.rows), "", *summary(found, seconds)]))
     if args.explain:
         if args.explain > len(found.ranked):

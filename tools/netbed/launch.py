@@ -14,6 +14,7 @@ from time import monotonic, sleep
 from weft.comm.wan.key import VARIABLE
 from weft.conf import load
 from weft.conf.run_lock import RunLock
+from weft.conf.sites import num_routes
 from weft.tools.launch import environment, write_config
 from weft.tools.netbed.bed import NetBed
 from weft.tools.netbed.topology import Topology
@@ -36,7 +37,7 @@ def launch(overrides: Sequence[str], *, window_kb: float) -> int:
     if cluster.hostfile:
         raise ValueError(f"cluster.hostfile={cluster.hostfile}: the ranks run in the bed; leave it out")
     preflight(config, leave_out={"port"})
-    replicas = cluster.ranks // config.pipeline.stages
+    replicas = cluster.ranks // config.pipeline.stages // num_routes(cluster)
     topology = Topology.of_cluster(cluster, name=f"run{os.getpid()}", replicas=replicas, window_kb=window_kb)
     with NetBed.up(topology) as bed:
         config = replace(config, cluster=replace(cluster, master_addr=bed.address(bed.nodes[0]), master_port=_PORT))

@@ -7,7 +7,7 @@ from pathlib import Path
 from weft.conf.files import replacing
 from weft.pipeline.planner.layout import Prediction
 from weft.pipeline.planner.search import Plan
-from weft.tools.planning.report import degrees, route_text
+from weft.tools.planning.report import degrees, options, route_text
 
 _INK, _PAPER = "#1f2933", "#ffffff"
 _PARTS = {
@@ -41,7 +41,11 @@ def plot_plans(found: Plan, most: int, path: Path) -> None:
         cost = f", cost {one.cost(found.request.tokens):,.0f}" if one.cost_per_step else ""
         text = f"{one.tokens_per_s:,.0f} tokens/s, MFU {one.mfu:.0%}\nmemory {one.memory_share:.0%}{cost}"
         axes.text(1.02, place, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8, color=_INK)
-    axes.set_yticks(range(len(ranked)), [f"{_route(found, one)}\n{degrees(one)}" for one in ranked], fontsize=8)
+    axes.set_yticks(
+        range(len(ranked)),
+        [f"{_route(found, one)}\n{', '.join([degrees(one), *options(one.layout)])}" for one in ranked],
+        fontsize=8,
+    )
     axes.invert_yaxis()
     axes.set_xlabel("seconds of a step", fontsize=8, color=_INK)
     axes.tick_params(colors=_INK, labelsize=8, length=0)

@@ -13,19 +13,18 @@ from weft.pipeline.text import bytes_text
 
 
 def rows(found: Plan, most: int) -> list[dict[str, str]]:
-    """The ranking, a row each."""
+    """The ranking, a row each, in about 100 characters; `places` says the rest of each layout."""
     tokens = found.request.tokens
     return [
         {
-            "plan": str(place),
+            "#": str(place),
             "GPUs": f"{one.layout.gpus:,}",
             "PP x DP x TP": degrees(one),
             "micro": f"{one.layout.microbatches} x {one.layout.microbatch_size}",
-            "cell": str(one.layout.cell),
             "step": f"{one.step_s:.3g} s",
             "tokens/s": f"{one.tokens_per_s:,.0f}",
-            "MFU": f"{one.mfu:.1%}",
-            "bubbles": f"{one.bubble_share:.0%}",
+            "MFU": f"{one.mfu:.0%}",
+            "idle": f"{one.bubble_share:.0%}",
             "memory": f"{one.memory_share:.0%}",
             "WAN": bytes_text(one.wan_bytes),
             "hours": f"{one.hours(tokens):,.0f}",
@@ -38,7 +37,20 @@ def rows(found: Plan, most: int) -> list[dict[str, str]]:
 def places(found: Plan, most: int) -> Iterator[str]:
     """Where each plan of the ranking lies, and why it lost; or what binds the first."""
     for place, one in enumerate(found.ranked[:most], start=1):
-        yield f"{place}: {route_text(found.cluster, one.layout)}; {reason(found, one)}"
+        more = ", ".join(options(one.layout))
+        yield f"{place}: {route_text(found.cluster, one.layout)}{f', {more}' if more else ''}; {reason(found, one)}"
+
+
+def options(layout: Layout) -> Iterator[str]:
+    """What a layout has besides its degrees, as people say it."""
+    if layout.zero_stage > 1:
+        yield f"ZeRO-{layout.zero_stage}"
+    if layout.checkpointing:
+        yield "checkpointing"
+    if layout.arrangement != "straight":
+        yield layout.arrangement.replace("_", " ")
+    if layout.cell > 1:
+        yield f"DP-cells of {layout.cell}"
 
 
 def route_text(cluster: Cluster, layout: Layout) -> str:
@@ -51,10 +63,7 @@ def degrees(one: Prediction) -> str:
     """Stages, replicas, and GPUs that share a layer."""
     layout = one.layout
     more = "".join(f" {name}{size}" for name, size in (("cp", layout.context), ("ep", layout.expert)) if size > 1)
-    zero = f" ZeRO-{layout.zero_stage}" if layout.zero_stage > 1 else ""
-    checkpointing = " ckpt" if layout.checkpointing else ""
-    placed = "" if layout.arrangement == "straight" else " " + layout.arrangement.replace("_", " ")
-    return f"{layout.num_stages} x {layout.replicas} x {layout.tensor}{more}{zero}{checkpointing}{placed}"
+    return f"{layout.num_stages} x {layout.replicas} x {layout.tensor}{more}"
 
 
 def reason(found: Plan, one: Prediction) -> str:
