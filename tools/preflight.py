@@ -94,12 +94,12 @@ def check_device(config: WeftConfig) -> None:
 
 
 def check_model(config: WeftConfig) -> None:
-    """Check that a model's folder is whole, and has layers for every stage."""
+    """Check that a model's folder is whole, and has layers for every stage and positions for every token."""
     path = config.model.path
     if is_here(path):
         from weft.engine.stages import check_model_fits  # imports torch, which the other checks do not need
 
-        check_model_fits(config.model, virtual_stages(config))
+        check_model_fits(config.model, virtual_stages(config), config.data.sequence_length)
     elif path and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise ValueError(f"model.path={path}: there is no such folder; give a Hugging Face model's folder or hub name")
 

@@ -116,13 +116,23 @@ def _require_field(name: str, hf_config: PreTrainedConfig) -> None:
         raise ValueError(f"model.overrides.{name}: {type(hf_config).__name__} has no such field{hint}")
 
 
-def check_model_fits(config: ModelConfig, stages: int) -> None:
-    """Check, without its weights, that a model can be read, has ``stages`` layers and the modules that adapters want.
+def check_model_fits(config: ModelConfig, stages: int, tokens: int) -> None:
+    """Check, without its weights, that a model can be read and has what a run wants of it.
+
+    Args:
+        stages: virtual stages, of a layer each at least; adapters want their modules, too.
+        tokens: of a sequence, each of which has a position.
 
     Raises:
         ValueError: it has not.
     """
     hf_config = load_hf_config(config)
+    positions = getattr(hf_config, "max_position_embeddings", None)
+    if isinstance(positions, int) and 0 < positions < tokens:
+        raise ValueError(
+            f"data.sequence_length={tokens}: {config.path or config.arch} is made for {positions} positions; shorten "
+            f"it, or set model.overrides.max_position_embeddings={tokens} if the model can go beyond"
+        )
     if stages > 1 and stages > (layers := num_layers(hf_config)):
         raise ValueError(
             f"pipeline.stages: {stages} virtual stages, but {config.path or config.arch} has {layers} layers and every "

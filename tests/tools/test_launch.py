@@ -229,6 +229,9 @@ def test_what_a_model_and_its_data_refuse_is_found_before_ranks_start(sft, tmp_p
         preflight(sft("pipeline.stages=5", "cluster.ranks=5"))
     with pytest.raises(ValueError, match=r"model\.overrides\.hiden_size: .*did you mean hidden_size"):
         preflight(sft("++model.overrides.hiden_size=3"))
+    with pytest.raises(ValueError, match=r"data\.sequence_length=2049: .*model is made for 2048 positions; shorten it"):
+        preflight(sft("data.sequence_length=2049"))
+    preflight(sft("data.sequence_length=2049", "model.overrides={max_position_embeddings: 4096}"))
     for targets in ("nope", "q_proj,nope"):
         with pytest.raises(ValueError, match=r"target_modules=.*has no module nope; its matrices are .*q_proj"):
             preflight(sft("model.lora.enabled=true", f"model.lora.target_modules=[{targets}]"))
