@@ -101,7 +101,6 @@ LOW = [
     (2, {"tensor": 2, "microbatches": 2}),
     (1, {"tensor": 2, "stages": 2, "zero": 1}),
     (2, {"context": 2, "zero": 2, "microbatches": 2}),
-    (1, {"context": 2, "exchange": "ring", "stages": 2, "zero": 1}),
 ]
 
 

@@ -1,5 +1,7 @@
 """Keys and values round the ring: logits, losses and gradients of one process, and in memory a member's part."""
 
+import copy
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -55,6 +57,21 @@ def test_values_may_be_of_another_size_than_keys():
     require_same(
         shared(model, batches, ContextExchange.ring, context=2), whole_outcome(model, batches, items_of(batches))
     )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_in_bf16_gradients_are_as_near_to_fp32_as_those_of_one_process(size):
+    """Whose own error is near 1 %: blocks are merged in fp32, and their gradients rounded once a hop."""
+    model, batches = with_heads("llama", layers=4).to(torch.bfloat16), micro_batches(3)
+    exact = whole_outcome(copy.deepcopy(model).float(), batches, items_of(batches)).gradients
+
+    def error(found):
+        off = sum((found.gradients[name].float() - gradient).square().sum() for name, gradient in exact.items())
+        return float(off.sqrt())
+
+    alone = error(whole_outcome(model, batches, items_of(batches)))
+    model.zero_grad()
+    assert error(shared(model, batches, ContextExchange.ring, context=size)) <= 1.2 * alone
 
 
 def test_recomputed_layers_go_round_again():
