@@ -27,6 +27,21 @@ def test_losses_over_three_sites_equal_those_of_one(tmp_path):
     assert losses_of(tmp_path / "three") == pytest.approx(one, rel=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.skipif(bool(missing()), reason=f"weft netbed: {missing()}")
+def test_losses_of_replicas_on_two_routes_equal_those_of_one_site(tmp_path):
+    """A pipeline over two sites, and a whole one at a third."""
+    settings = [*SETTINGS, "pipeline.stages=2", "zero.stage=1"]
+    run_ranks(4, train, settings, tmp_path / "one", timeout_s=240)
+    sites = "cluster.sites=[{name: east, ranks: 1}, {name: mid, ranks: 1}, {name: west, ranks: 2}]"
+    command = [sys.executable, "-m", "weft.tools.cli", "netbed", "launch", "cluster=three_sites", *settings, sites]
+    command += ["cluster.routes=[[east, mid], [west]]", f"train.output_dir={tmp_path / 'three'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses_of(tmp_path / "three") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
