@@ -10,11 +10,20 @@ from transformers import Trainer
 NO_LOGITS = "logits exist on the last stage only; save_model(), then use transformers.Trainer on the saved folder"
 LEAVE_OUT = "leave it out"
 
+TRL = "trl"
+"""Package whose trainers run the model themselves, and whose settings only they read."""
+
 _REFUSED: tuple[tuple[str, Callable[[Trainer], Any], str], ...] = (
     (
         "training_step",
         lambda t: not type(t).training_step.__module__.startswith("weft."),
         "a schedule runs the micro-batches; override compute_loss",
+    ),
+    (
+        "args of TRL",
+        lambda t: _of_trl(type(t.args)),
+        "only TRL's trainers read its own settings; give transformers.TrainingArguments, and prepare the data with "
+        "TRL's functions and collators (docs/trl.md)",
     ),
     ("compute_metrics", lambda t: t.compute_metrics, NO_LOGITS),
     ("preprocess_logits_for_metrics", lambda t: t.preprocess_logits_for_metrics, NO_LOGITS),
@@ -59,6 +68,29 @@ def _own_parameters(trainer: Trainer) -> bool:
         trainer.args, trainer.model
     )
     return not isinstance(kind, type) or bool({"params", "model", "optimizer_dict"} & set(arguments))
+
+
+def refuse_kind(kind: type[Trainer]) -> None:
+    """Check that a trainer is no mixture of ours and one that runs the model itself.
+
+    Raises:
+        ValueError: it is; the message names the other and the remedy.
+    """
+    others = [each.__name__ for each in kind.__mro__ if issubclass(each, Trainer) and _is_trl(each)]
+    if others:
+        raise ValueError(
+            f"{kind.__name__}: TRL's {others[0]} puts a head of its own on the model and runs it, or a second model, "
+            "in compute_loss; a pipeline runs one model, once for each micro-batch. Derive from WeftTrainer alone, give "
+            "it TRL's collator, and compute the loss in compute_loss from the logits (docs/trl.md, examples/dpo.py)"
+        )
+
+
+def _of_trl(kind: type) -> bool:
+    return any(map(_is_trl, kind.__mro__))
+
+
+def _is_trl(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == TRL
 
 
 def refuse(trainer: Trainer) -> None:

@@ -27,7 +27,7 @@ from weft.engine.huggingface.checkpoint_folders import ENGINE_STATE, last_whole,
 from weft.engine.huggingface.layout import TrainerLayout
 from weft.engine.huggingface.microbatches import EveryNthBatch, any_batch, filled
 from weft.engine.huggingface.objective import trainer_objective
-from weft.engine.huggingface.refusals import NO_LOGITS, refuse
+from weft.engine.huggingface.refusals import NO_LOGITS, refuse, refuse_kind
 from weft.engine.initialize import initialize
 from weft.engine.planning.joining import init_distributed
 
@@ -57,6 +57,7 @@ class WeftTrainer(Trainer):
         Raises:
             ValueError: no `weft` section, a bad one, or an argument that a pipeline cannot honour.
         """
+        refuse_kind(type(self))
         super().__init__(*args, **kwargs)
         if self.args.world_size != dist.get_world_size():
             raise ValueError(

@@ -260,6 +260,11 @@ def refusals(folder: str) -> dict[str, str]:
     def nothing(*_: Any, **__: Any) -> None:
         return None
 
+    of_trl = type("SFTTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.sft_trainer"})
+    attempt("TRL's SFTTrainer", type("Mixed", (WeftTrainer, of_trl), {}))
+    foreign = arguments(folder, deepspeed=section(1), use_cpu=True)
+    foreign.__class__ = type("SFTConfig", (transformers.TrainingArguments,), {"__module__": "trl.trainer.sft_config"})
+    attempt("args of TRL", lambda model, _, **__: WeftTrainer(model, foreign))
     attempt("training_step", OwnStep)
     for name in ("compute_metrics", "preprocess_logits_for_metrics"):
         attempt(name, **{name: nothing})

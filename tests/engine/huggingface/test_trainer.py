@@ -132,6 +132,8 @@ def test_what_the_readme_says(tmp_path):
 
 
 REFUSED = [
+    "TRL's SFTTrainer",
+    "args of TRL",
     "training_step",
     "compute_metrics",
     "preprocess_logits_for_metrics",
