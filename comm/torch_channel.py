@@ -21,7 +21,7 @@ from torch import Tensor
 from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.eager_connect import Hop, connect_pairs, edge_colors, in_color_order, on_host
 from weft.comm.rts_channel import RtsReceiver, RtsSender, shorten_switch_interval
-from weft.comm.sites.joining import in_host_memory
+from weft.comm.sites.joining import by_site, in_host_memory
 
 RTS_TIMEOUT = timedelta(days=7)
 """An RTS may take as long as a step; the receiver enforces its own deadline."""
@@ -98,7 +98,20 @@ class TorchChannel:
         return TorchHandle(work, tensor, self._link, tag, self._timeout)
 
 
-def connect(hops: Collection[Hop], *, device: torch.device, timeout_s: float) -> dict[Hop, Any]:
+def between_hosts() -> dist.ProcessGroup | None:
+    """A group for what the hosts of devices tell each other; None where devices are hosts. A collective call.
+
+    It spans the whole world: with bound devices, creating a gloo group of a subset makes the other ranks of
+    torch 2.13 wait for a communicator split that the members never perform.
+    """
+    if on_host() or dist.get_world_size() == 1:
+        return None
+    return dist.new_group(timeout=RTS_TIMEOUT, backend=in_host_memory(dist.get_backend()))
+
+
+def connect(
+    hops: Collection[Hop], *, device: torch.device, timeout_s: float, rts_group: dist.ProcessGroup | None
+) -> dict[Hop, Any]:
     """Open the directed channels of this rank; a collective call over the whole world.
 
     Hops without a common rank share a process group, so that a rank uses each group for one hop, from
@@ -107,6 +120,7 @@ def connect(hops: Collection[Hop], *, device: torch.device, timeout_s: float) ->
 
     Args:
         hops: directed pairs (sender, receiver) of global ranks, the same set on every rank.
+        rts_group: of `between_hosts`.
 
     Returns:
         This rank's end, a `Sender` or a `Receiver`, of each of its hops.
@@ -114,13 +128,8 @@ def connect(hops: Collection[Hop], *, device: torch.device, timeout_s: float) ->
     me = dist.get_rank()
     channels: dict[Hop, Any] = {}
     groups = _groups(hops, timedelta(seconds=timeout_s))
-    rts_group = None
-    if hops and not on_host():
-        # Over the whole world: with bound devices, creating a gloo group of a subset makes the other ranks
-        # of torch 2.13 wait for a communicator split that the members never perform.
-        rts_group = dist.new_group(timeout=RTS_TIMEOUT, backend=in_host_memory(dist.get_backend()))
     mine = [(hop, groups[hop]) for hop in in_color_order(hops) if me in hop]
-    if rts_group is not None:
+    if hops and rts_group is not None:
         shorten_switch_interval()
         connect_pairs(mine, device)
     for hop, group in mine:
@@ -137,8 +146,9 @@ def _groups(hops: Collection[Hop], timeout: timedelta) -> dict[Hop, dist.Process
     """The process group of each hop of this rank; a collective call over the whole world."""
     me, colors = dist.get_rank(), edge_colors(hops)
     groups: dict[Hop, dist.ProcessGroup] = {}
-    # gloo connects all members of a group to each other, NCCL only those that communicate.
-    for ranks in components(hops) if on_host() else [sorted({rank for hop in hops for rank in hop})]:
+    # gloo connects all members of a group to each other, NCCL only those that communicate. A group over several sites
+    # would be none of NCCL's.
+    for ranks in components(hops) if on_host() else by_site({rank for hop in hops for rank in hop}):
         inside = {hop: color for hop, color in colors.items() if hop[0] in ranks}
         for color in sorted(set(inside.values())):
             group = dist.new_group(ranks, timeout=timeout, group_desc=f"hops {color}")

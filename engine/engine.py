@@ -230,12 +230,14 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
         Raises:
             NonFiniteError: on every rank: training has diverged.
             ReplicasDiffer: on every rank: they should hold the same numbers.
+            ChannelError: another rank has ended.
             SkippedTooOften: on every rank: as many steps in a row were skipped as ``supervise.max_skips``
                 allows; the engine is as it was before them, but for its counters.
         """
-        loss = super().train_batch(data_iter)
-        self._comparison.check()
-        self.optimizer.skips.check()
+        with self._neighbours.watching():
+            loss = super().train_batch(data_iter)
+            self._comparison.check()
+            self.optimizer.skips.check()
         return loss
 
     def _exec_schedule(self, schedule: Schedule) -> None:
@@ -337,9 +339,10 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
             keep_logits=return_logits,
             **(self.step_loss.count(batches) if compute_loss else {"num_items": None}),
         )
-        self.executor.run(schedule, state)
-        self.step_loss.check(state.num_items)
-        loss = self.step_loss.share(self.step_loss.sum(state)) if compute_loss else None
+        with self._neighbours.watching():
+            self.executor.run(schedule, state)
+            self.step_loss.check(state.num_items)
+            loss = self.step_loss.share(self.step_loss.sum(state)) if compute_loss else None
         self.module.train()
         if loss is not None and self.global_rank == 0 and self.monitor.enabled:
             self.monitor.write_events([("Train/Samples/eval_loss", loss.item(), self.global_samples)])
@@ -382,7 +385,7 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
         self._give_back()
         if self.wan is not None:
             self.wan.abandon()
-        self._neighbours.close()
+        self._neighbours.close(leaving=True)
         self.groups = ()
 
     def _give_back(self) -> None:

@@ -16,7 +16,7 @@ from time import monotonic
 
 import torch.distributed as dist
 
-from weft.comm.eager_connect import on_host
+from weft.comm.lifeline import abort_devices_groups
 from weft.comm.sites.joining import interrupt_groups
 from weft.engine.distributed import attempt_number, leave_distributed, lost_peer
 from weft.engine.kept import KEPT
@@ -151,6 +151,5 @@ def _leave(held: Held) -> None:
         interrupt_groups()
     except Exception:  # the thread goes on to hear the agent
         log.exception("leaving an attempt")
-    if dist.is_initialized() and not on_host():
-        for group in list(dist.distributed_c10d._world.pg_map):  # torch 2.11 to 2.13
-            group.abort()
+    if dist.is_initialized():
+        abort_devices_groups()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,15 @@ def backend_of(inside: str) -> str:
 def spans_sites() -> bool:
     """Whether the job's process group was made for several sites."""
     return isinstance(dist.group.WORLD, SiteGroup)
+
+
+def by_site(ranks: Iterable[int]) -> list[list[int]]:
+    """The given global ranks of each site, ascending; all of them in a job that was not made for several sites."""
+    of_ranks = dist.distributed_c10d._get_default_group().links.sites.of_ranks if spans_sites() else None
+    found: dict[int, list[int]] = {}
+    for rank in sorted(ranks):
+        found.setdefault(of_ranks[rank] if of_ranks else 0, []).append(rank)
+    return [found[site] for site in sorted(found)]
 
 
 def door() -> tuple[str, int] | None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from weft.comm.channel import Receiver, Sender
+from weft.comm.channel import ChannelError, Receiver, Sender
 from weft.comm.emulated.world import emulated_world
+from weft.comm.lifeline import Lifeline
+from weft.comm.rts_channel import RtsReceiver, RtsSender
 from weft.comm.shared_channel import SharedReceiver, SharedSender, share
 from weft.comm.sites.joining import door
-from weft.comm.torch_channel import connect
+from weft.comm.torch_channel import between_hosts, connect
 from weft.comm.wan.network import WanNetwork
 from weft.comm.wan.probe import LinkProfile
 from weft.conf.schema import CommConfig
@@ -54,11 +57,13 @@ class Neighbours:
     Attributes:
         send_to: by pipeline rank of this replica.
         receive_from: the same, the other way.
+        lifeline: between the hosts of devices; between CPUs the connections say who has ended.
     """
 
     send_to: Mapping[int, Sender]
     receive_from: Mapping[int, Receiver]
     _own: Collection[Any]
+    lifeline: Lifeline | None = None
 
     @classmethod
     def join(
@@ -72,24 +77,47 @@ class Neighbours:
         inside, between = hops(placement, layout)
         assert not between or wan is not None, "stages at several sites need `open_wan`"
         shared, apart = share(inside, timeout_s=timeout_s)
-        channels: dict[Hop, Any] = shared | connect(apart, device=device, timeout_s=timeout_s)
+        hosts = between_hosts()
+        channels: dict[Hop, Any] = shared | connect(apart, device=device, timeout_s=timeout_s, rts_group=hosts)
         own = list(channels.values())
         if wan is not None:
             channels |= wan.channels
         me = dist.get_rank()
-        return cls(
+        joined = cls(
             {layout.position(there).stage: end for (here, there), end in channels.items() if here == me},
             {layout.position(here).stage: end for (here, there), end in channels.items() if there == me},
             own,
+            None if hosts is None else Lifeline(hosts, device),
         )
+        if joined.lifeline is not None:
+            joined.lifeline.on_loss = joined.interrupt
+        return joined
 
-    def interrupt(self) -> None:
-        """Have waits for ranks of this host fail, from any thread; the channels are of no use afterwards."""
+    def watching(self) -> AbstractContextManager[None]:
+        """While this rank exchanges data with others: an error that another rank's death has caused names that rank.
+
+        Raises:
+            ChannelError: a rank is lost.
+        """
+        return nullcontext() if self.lifeline is None else self.lifeline.watching()
+
+    def interrupt(self, why: ChannelError | None = None) -> None:
+        """Have waits for ranks of this site fail, from any thread; the channels are of no use afterwards."""
         for end in self._own:
             if isinstance(end, SharedSender | SharedReceiver):
                 end.interrupt()
+            elif isinstance(end, RtsSender | RtsReceiver):
+                end.interrupt(why or ChannelError("this rank leaves"))
 
-    def close(self) -> None:
-        """Give back what these channels hold; process groups end with the job."""
+    def close(self, *, leaving: bool = False) -> None:
+        """Give back what these channels hold; process groups end with the job.
+
+        Args:
+            leaving: other ranks may not close theirs, or have ended.
+        """
         for end in self._own:
+            if leaving and isinstance(end, RtsSender):
+                end.leave()
             end.close()
+        if self.lifeline is not None:
+            self.lifeline.close(leaving=leaving)

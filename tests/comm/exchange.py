@@ -10,7 +10,7 @@ import torch
 from tests.nccl_rules.group import join
 from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.shared_channel import share
-from weft.comm.torch_channel import connect
+from weft.comm.torch_channel import between_hosts, connect
 from weft.engine.distributed import init_distributed
 
 
@@ -37,7 +37,7 @@ def exchange(way: str, count: int) -> list[str]:
         ends, apart = share(hops, timeout_s=60.0)
         assert not apart
     else:
-        ends = connect(hops, device=device, timeout_s=60.0)
+        ends = connect(hops, device=device, timeout_s=60.0, rts_group=between_hosts())
     me = torch.distributed.get_rank()
     mine, theirs = ([tensor.to(device) for tensor in messages(seed, count)] for seed in (me, 1 - me))
     handles = [ends[1 - me, me].recv(str(n), TensorSpec(tuple(t.shape), t.dtype)) for n, t in enumerate(theirs)]
@@ -80,7 +80,7 @@ def keep_silent(way: str) -> str:
     if way == "shared memory":
         ends: dict = share({(0, 1)}, timeout_s=0.5)[0]
     else:
-        ends = connect({(0, 1)}, device=device, timeout_s=0.5)
+        ends = connect({(0, 1)}, device=device, timeout_s=0.5, rts_group=between_hosts())
     said = ""
     if torch.distributed.get_rank() == 1:
         said = _error(lambda: ends[0, 1].recv("word", TensorSpec((3,), torch.float32)).wait())

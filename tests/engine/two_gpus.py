@@ -58,10 +58,10 @@ def report() -> dict:
 def _exchange(device: torch.device) -> int:
     """Messages both ways at once, of kernels that are still queued when the send is called; how many came wrong."""
     from weft.comm.channel import TensorSpec
-    from weft.comm.torch_channel import connect
+    from weft.comm.torch_channel import between_hosts, connect
 
     me = dist.get_rank()
-    ends = connect({(0, 1), (1, 0)}, device=device, timeout_s=60.0)
+    ends = connect({(0, 1), (1, 0)}, device=device, timeout_s=60.0, rts_group=between_hosts())
     to, back = ends[me, 1 - me], ends[1 - me, me]
     shapes = [(1 + 997 * n % 5000, 3) for n in range(MESSAGES)]
     receives = [back.recv(str(n), TensorSpec(shape, torch.float32)) for n, shape in enumerate(shapes)]

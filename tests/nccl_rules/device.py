@@ -35,6 +35,8 @@ class Device:
         """Give up with `StuckError` what waits longer than ``limit_s``."""
         self.rank = rank
         self.host_waits: Counter[str] = Counter()
+        self.leave: Callable[[], None] = lambda: None
+        """Ends the rules of this attempt, on the thread that has joined."""
         self._store, self._limit_s = store, limit_s
         self._running: dict[Operation, None] = {}
 
@@ -54,9 +56,13 @@ class Device:
         self._running.clear()
         self.host_waits.clear()
 
+    def waits(self, why: str) -> None:
+        """The host of a GPU would wait here."""
+        self.host_waits[f"{why} at {place()}"] += 1
+
     def synchronise(self, why: str) -> None:
         """The host waits until everything that was launched has ended, as behind spinning kernels it must."""
-        self.host_waits[f"{why} at {place()}"] += 1
+        self.waits(why)
         for operation in list(self._running):
             if not operation.over.wait(self._limit_s):
                 self._give_up(f"{why} behind {operation.what}")
@@ -101,7 +107,7 @@ class Operation(dist.Work):
     def wait(self, timeout: Any = None) -> bool:
         """Let the compute stream wait; with a time-out, ProcessGroupNCCL blocks the host."""
         if timeout is not None:
-            self._device.host_waits[f"wait(timeout) at {place()}"] += 1
+            self._device.waits("wait(timeout)")
         self._device.await_(self)
         if self._error is not None:
             raise self._error
@@ -136,10 +142,14 @@ class Operation(dist.Work):
 
 
 class Stream:
-    """A communicator's stream: a thread that runs operations one after the other."""
+    """A communicator's stream: a thread that runs operations one after the other.
+
+    A kernel that waits for a rank that has died spins until its communicator is aborted, and says nothing then.
+    """
 
     def __init__(self, name: str) -> None:
         self._work: queue.SimpleQueue = queue.SimpleQueue()
+        self._aborted = threading.Event()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def put(self, operation: Operation, run: Callable[[], Any]) -> None:
@@ -150,14 +160,22 @@ class Stream:
         """End the thread when what is queued has ended."""
         self._work.put(None)
 
+    def abort(self) -> None:
+        """End what is queued and what waits for a peer that has died; who waits for it goes on, with garbage."""
+        self._aborted.set()
+        self.close()
+
     def _run(self) -> None:
         while (found := self._work.get()) is not None:
             operation, run = found
             try:
-                run()
+                if not self._aborted.is_set():
+                    run()
                 operation.finish(None)
             except BaseException as error:
-                operation.finish(error)
+                if lost := "gloo/transport" in str(error):
+                    self._aborted.wait()
+                operation.finish(None if lost else error)
             del found, operation, run  # a tensor must not live on in an idle stream
 
 

@@ -12,17 +12,26 @@ import torch.distributed as dist
 from tests.nccl_rules.device import Device
 from tests.nccl_rules.group import join
 from tests.nccl_rules.host import HostRules
-from weft.conf.schema import WeftConfig
+from weft.comm.sites.links import Sites
+from weft.conf.schema import CommConfig, WeftConfig
 
 LIMIT_S = 60.0
 """Far beyond what a loaded machine needs for a step."""
 
 
-def losses_under_rules(configs: list[WeftConfig], steps: int, bound: bool) -> tuple[list[list[float]], dict[str, int]]:
-    """Losses of several runs, and what the host has waited for inside their steps."""
+def losses_under_rules(
+    configs: list[WeftConfig], steps: int, *, bound: bool = False, sites: tuple[int, ...] = ()
+) -> tuple[list[list[float]], dict[str, int]]:
+    """Losses of several runs, and what the host has waited for inside their steps.
+
+    Args:
+        bound: as of `join`.
+        sites: of each rank, where there are several.
+    """
     from tests.engine.tiny import many_losses
 
-    device = join(LIMIT_S, bound=bound)
+    over = Sites(sites, CommConfig(connections=2, timeout_s=LIMIT_S)) if sites else None
+    device = join(LIMIT_S, bound=bound, sites=over)
     rule_strands(device)
     waits = note_waits_in_steps(device)
     return many_losses(configs, steps), dict(waits)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
+from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tests.nccl_rules.device import Device, Operation, Stream
-from tests.nccl_rules.host import is_on_host
+from tests.nccl_rules.host import HostRules, is_on_host
+from weft.comm.sites import joining
+from weft.comm.sites.group import SiteGroup
+from weft.comm.sites.links import Sites
+from weft.comm.sites.work import CollectiveWork, TransferWork
 
 PATIENCE = timedelta(seconds=600)
 """Of gloo; the device gives up long before."""
@@ -41,6 +49,7 @@ class StrictGroup(dist.ProcessGroup):
         self._streams: dict[str, Stream] = {}
         self._connections: dict[str, Any] = {}
         self._met: set[str] = set()
+        self._aborted = False
 
     # -- what torch asks of a group --------------------------------------------------------------
 
@@ -79,7 +88,11 @@ class StrictGroup(dist.ProcessGroup):
         self._streams.clear()
         self._connections.clear()
 
-    abort = shutdown
+    def abort(self) -> None:
+        """End the streams at once; nothing can be launched any more."""
+        self._aborted = True
+        for stream in list(self._streams.values()):
+            stream.abort()
 
     # -- point to point --------------------------------------------------------------------------
 
@@ -192,12 +205,22 @@ class StrictGroup(dist.ProcessGroup):
         return self._connections[key]
 
     def _stream(self, key: str) -> Stream:
+        if self._aborted:
+            raise RuntimeError(f"{self._label()}: the communicator was aborted")
         if key not in self._streams:
             self._streams[key] = Stream(f"strict {self._name} {key}")
         return self._streams[key]
 
 
-def join(limit_s: float = 20.0, *, bound: bool = False) -> Device:
+@cache
+def _store() -> dist.Store:
+    """The job's store, which outlives the attempts of a process."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(*address, world, is_master=rank == 0, timeout=PATIENCE, wait_for_workers=False)
+
+
+def join(limit_s: float = 20.0, *, bound: bool = False, sites: Sites | None = None, attempt: int = 0) -> Device:
     """Make the default process group of this rank a strict one, and put the host under its rules.
 
     Groups that ask for gloo get gloo.
@@ -206,26 +229,68 @@ def join(limit_s: float = 20.0, *, bound: bool = False) -> Device:
         limit_s: after which what waits is stuck.
         bound: as if a device had been given to `init_process_group`: the whole world takes part in the making
             of every group, and a group has one communicator for all.
+        sites: of a job over several, whose groups inside a site are strict ones.
+        attempt: counts those of a job, and of a process that takes part in several.
     """
-    import os
-
-    from tests.nccl_rules.host import HostRules
-
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master=rank == 0, timeout=PATIENCE
-    )
+    store = dist.PrefixStore(f"attempt {attempt}", _store())
     device = Device(rank, dist.PrefixStore("strict", store), limit_s)
 
-    def make(options: Any, _: Any) -> StrictGroup:
-        ranks = options.global_ranks_in_group or range(world)
-        return StrictGroup(device, options.store, ranks, options.group_rank, bound=bound)
+    def strict(store: dist.Store, me: int, size: int, options: Any) -> StrictGroup:
+        ranks = options.global_ranks_in_group or range(size)
+        return StrictGroup(device, store, ranks, me, bound=bound)
 
-    dist.Backend.register_backend("strict", make, extended_api=True, devices=["cpu"])
-    dist.init_process_group("strict", store=store, rank=rank, world_size=world)
+    def make(options: Any, given: Any) -> Any:
+        if sites is None:
+            return strict(options.store, options.group_rank, options.group_size, options)
+        return joining._create(options, given, inside=strict)
+
+    backend = joining.NCCL if sites is not None else "strict"
+    dist.Backend._plugins.pop(backend.upper(), None)
+    dist.Backend.register_backend(backend, make, extended_api=True, devices=["cpu"])
+    made = dist.new_group
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, pg_options=sites)
     _keep_one_order(device, dist.PrefixStore("order", store), blocking=bound)
-    HostRules(device).__enter__()
+    with ExitStack() as stack:
+        stack.enter_context(HostRules(device))
+        stack.callback(setattr, dist, "new_group", made)
+        if sites is not None:
+            stack.enter_context(waits_for_other_sites(device))
+        device.leave = stack.pop_all().close
     return device
+
+
+@contextmanager
+def waits_for_other_sites(device: Device) -> Iterator[None]:
+    """Note that whoever waits for what a group over sites does holds up the host."""
+
+    def noting(wait: Callable[..., bool]) -> Callable[..., bool]:
+        def waiting(work: dist.Work, *args: Any) -> bool:
+            if threading.current_thread() is threading.main_thread():
+                device.waits("a group over sites")
+            return wait(work, *args)
+
+        return waiting
+
+    def ruled(run: Callable[..., Any]) -> Callable[..., Any]:
+        """Torch has taken the rules away on the way here: it has asked them about the call of `torch.distributed`."""
+
+        def running(group: SiteGroup, *args: Any, **named: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                return run(group, *args, **named)
+            with HostRules(device):
+                return run(group, *args, **named)
+
+        return running
+
+    with ExitStack() as stack:
+        for kind, name, wrapped in (
+            (CollectiveWork, "wait", noting),
+            (TransferWork, "wait", noting),
+            *((SiteGroup, name, ruled) for name in ("send", "recv", "_launch")),
+        ):
+            stack.enter_context(patch.object(kind, name, wrapped(getattr(kind, name))))
+        yield
 
 
 def _keep_one_order(device: Device, store: dist.Store, *, blocking: bool) -> None:
@@ -249,4 +314,4 @@ def _keep_one_order(device: Device, store: dist.Store, *, blocking: bool) -> Non
             device.hold(lambda: store.check([f"{number}/all"]), f"the making of group {number}, {wish}")
         return made(ranks, *args, **named)
 
-    dist.new_group = torch.distributed.new_group = new_group
+    dist.new_group = new_group

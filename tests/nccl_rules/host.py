@@ -63,6 +63,8 @@ class HostRules(TorchFunctionMode):
             if func in MOVES and _names_device(args, kwargs):
                 setattr(result, _MARK, False)
             elif func is Tensor.cpu or (from_host and func not in MOVES):
+                if not from_host and any(result is tensor for tensor in given):
+                    result = result.view_as(result)  # the one on the device stays there
                 setattr(result, _MARK, True)
         return result
 

@@ -29,11 +29,11 @@ SWITCH_S = (5e-3, 5e-4)
 def seconds(count: int) -> dict[tuple[str, str, str], list[float]]:
     """By way, size and what the receiver's interpreter does meanwhile: seconds of each message."""
     from tests.nccl_rules.group import join
-    from weft.comm.torch_channel import connect
+    from weft.comm.torch_channel import between_hosts, connect
 
     join(60.0)
     me, device = dist.get_rank(), torch.device("cpu")
-    ends = connect({(0, 1), (1, 0)}, device=device, timeout_s=60.0)
+    ends = connect({(0, 1), (1, 0)}, device=device, timeout_s=60.0, rts_group=between_hosts())
     end = ends[0, 1]
     plain = dist.new_group([0, 1])
     ways: dict[str, Callable[[int], Handle | dist.Work | None]] = {

@@ -1,12 +1,15 @@
 """The engine under NCCL's rules: it ends, computes what one process computes, and no step makes its host wait."""
 
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 
 from tests.engine.execution.strand_training import pair_config
+from tests.engine.stages.tiny import tiny
 from tests.engine.tiny import reference_losses, tiny_config
 from tests.nccl_rules.engines import a_run, losses_under_rules, without_eager_connection
+from tests.nccl_rules.lost import train_through
 from tests.quickstart import TINY_QUICKSTART
 from weft.tools.ranks import run_ranks
 
@@ -33,6 +36,8 @@ FOUR = {
     "auto, straight": (4, {"schedule": "auto", "microbatches": 8}),
     "auto, fold": (4, {"schedule": "auto", "placement": "fold"}),
     "auto, site fold": (4, {"schedule": "auto", "placement": "site_fold", "sites": (2, 2)}),
+    "several tensors in one message": (2, {"arch": "gemma4_text"}),
+    "several tensors in one message, w, fold": (2, {"arch": "gemma4_text", "schedule": "w", "placement": "fold"}),
     "two sites, a DP-cell of two": (2, {"sites": (1, 1), "cell": 2, "zero": 1}),
     "no pipeline, ZeRO-3": (1, {"zero": 3}),
     "replicas compared in every step": (2, {"compare_every": 1}),
@@ -78,6 +83,15 @@ PAIRS = {
     "expert 2, ZeRO-1": {"arch": "mixtral", "expert": 2, "stages": 2, "zero": 1},
 }
 """Keywords of `pair_config`, for pairs of a fold that run interleaved."""
+OVER_SITES = {
+    "1f1b, tied over sites": (4, {"sites": (2, 2), "tied": True}),
+    "w, fold, ZeRO-1": (4, {"sites": (2, 2), "schedule": "w", "placement": "fold", "zero": 1}),
+    "auto, site fold": (4, {"sites": (2, 2), "schedule": "auto", "placement": "site_fold"}),
+    "a DP-cell of two, ZeRO-2, tied": (2, {"sites": (1, 1), "cell": 2, "zero": 2, "tied": True}),
+    "a DP-cell of two, ZeRO-3, compared": (2, {"sites": (1, 1), "cell": 2, "zero": 3, "compare_every": 1}),
+    "bf16": (2, {"sites": (1, 1), "precision": "bf16"}),
+}
+"""For two sites of two ranks each, whose process groups are those of `weft.comm.sites`."""
 EIGHT = {
     "1f1b, 8 stages": (8, {"layers": 8, "microbatches": 8}),
     "w, fold, two replicas, ZeRO-1, tied": (4, {"schedule": "w", "placement": "fold", "zero": 1, "tied": True}),
@@ -86,20 +100,29 @@ EIGHT = {
 }
 
 
+def _config(*, stages, arch=None, **keywords):
+    """One of `tiny_config`, of ``arch`` where it is given."""
+    config = tiny_config(stages=stages, **keywords)
+    if arch is not None:
+        config.model = replace(tiny(arch), self_check=False)
+    return config
+
+
 @cache
-def _reference(replicas, microbatches, precision, tied, lora):
-    config = tiny_config(microbatches=microbatches, precision=precision, tied=tied, lora=lora)
+def _reference(replicas, microbatches, arch, precision, tied, lora):
+    config = _config(stages=1, arch=arch, microbatches=microbatches, precision=precision, tied=tied, lora=lora)
     return reference_losses(config, replicas, STEPS)
 
 
-def _check(cases, world, *, bound):
-    configs = [tiny_config(stages=stages, **keywords) for stages, keywords in cases.values()]
-    results = run_ranks(world, losses_under_rules, configs, STEPS, bound, timeout_s=800)
+def _check(cases, world, **job):
+    configs = [_config(stages=stages, **keywords) for stages, keywords in cases.values()]
+    results = run_ranks(world, partial(losses_under_rules, **job), configs, STEPS, timeout_s=800)
     wrong = {}
     for name, config, losses in zip(cases, configs, results[0][0], strict=True):
-        low, tied = config.train.precision.value, config.model.overrides["tie_word_embeddings"]
-        replicas, lora = world // config.pipeline.stages, config.model.lora.enabled
-        expected = _reference(replicas, config.pipeline.microbatches, low, tied, lora)
+        low, keywords = config.train.precision.value, cases[name][1]
+        replicas, tied = world // config.pipeline.stages, keywords.get("tied", False)
+        told = keywords.get("arch"), low, tied, keywords.get("lora", False)
+        expected = _reference(replicas, config.pipeline.microbatches, *told)
         if losses != pytest.approx(expected, rel=1e-5 if low == "fp32" else 1e-3):
             wrong[name] = (losses, expected)
     assert not wrong
@@ -116,6 +139,11 @@ def test_every_schedule_and_zero_stage_on_four_ranks():
     _check(FOUR, 4, bound=False)
 
 
+def test_process_groups_that_span_sites(monkeypatch):
+    monkeypatch.setenv("WEFT_KEY", "a key of this test")
+    _check(OVER_SITES, 4, sites=(0, 0, 1, 1))
+
+
 def test_pipelines_and_replicas_on_eight_ranks_of_a_job_that_has_bound_its_devices():
     _check(EIGHT, 8, bound=True)
 
@@ -125,7 +153,7 @@ def test_ranks_that_share_sequences_experts_and_matrices(world, cases):
     configs = {name: tiny_config(layers=4, **keywords) for name, keywords in cases.items()}
     for config in configs.values():
         config.data.sequence_length = 24  # a multiple of 6; batches are made by hand
-    results = run_ranks(world, losses_under_rules, list(configs.values()), STEPS, False, timeout_s=800)
+    results = run_ranks(world, losses_under_rules, list(configs.values()), STEPS, timeout_s=800)
     for number, (name, config) in enumerate(configs.items()):
         sharing = config.parallel.context * config.parallel.tensor
         expected = reference_losses(config, world // config.pipeline.stages // sharing, STEPS)
@@ -139,7 +167,7 @@ def test_strand_pairs(tmp_path):
     configs = {name: pair_config("always", str(tmp_path), **keywords) for name, keywords in PAIRS.items()}
     # Routers balance by micro-batch, unlike the reference.
     configs["expert 2, ZeRO-1"].model.overrides["output_router_logits"] = False
-    results = run_ranks(4, losses_under_rules, list(configs.values()), STEPS, False, timeout_s=800)
+    results = run_ranks(4, losses_under_rules, list(configs.values()), STEPS, timeout_s=800)
     for number, (name, config) in enumerate(configs.items()):
         expected = reference_losses(config, config.parallel.expert, STEPS)
         for losses, _ in results:
@@ -168,3 +196,20 @@ def test_evaluation_checkpoints_and_an_end_by_the_clock(tmp_path, tensor):
     assert sum(rank["logits"] for rank in ranks) == 2 * 3 and all(rank["spans"] > 0 for rank in ranks)
     assert all(rank["stopped"] == 1 for rank in ranks), "rank 0's clock ends all of them after the same step"
     _refuse_waits(rank["waits"] for rank in ranks)
+
+
+def test_a_rank_dies_and_those_that_stay_take_part_in_the_next_attempt(tmp_path):
+    """All others learn of a death by one error that names the rank; none waits for its device, and training goes on.
+
+    Attempts of one process: what an engine holds is given back, groups are made anew, and host memory has its state.
+    """
+    config = tiny_config(stages=2, zero=1, tied=True)
+    dying = [("before its note", 3, 2), ("between its note and its send", 1, 3), ("in a reduction", 2, 4)]
+    ranks = run_ranks(4, train_through, config, str(tmp_path), dying, 5, timeout_s=400)
+    expected = reference_losses(config, 2, 5)
+    for rank, heard in enumerate(ranks):
+        deaths = [dead for _, dead, _ in dying[heard["begun"] :]]
+        assert heard["errors"] == [f"rank {dead} has ended or cannot be reached" for dead in deaths], rank
+        assert heard["recovered"] == [None, 1, 2, 3][heard["begun"] :], rank
+        assert list(heard["losses"].values()) == pytest.approx(expected[5 - len(heard["losses"]) :], rel=1e-5)
+        assert heard["code"] == 0

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from weft.comm.torch_channel import TorchChannel, connect
+from weft.comm.torch_channel import TorchChannel, between_hosts, connect
 from weft.engine.distributed import init_distributed
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
@@ -46,7 +46,7 @@ def _run_cases(names: list[tuple[str, str, int]], kind: str) -> list[tuple]:
     channels: dict[int, dict[tuple[int, int], TorchChannel]] = {}
     for count in sorted({case.num_stages for case in cases}):
         hops = {hop for a, b in pairwise(range(count)) for hop in ((a, b), (b, a))}
-        channels[count] = connect(hops, device=torch.device("cpu"), timeout_s=TIMEOUT_S)
+        channels[count] = connect(hops, device=torch.device("cpu"), timeout_s=TIMEOUT_S, rts_group=between_hosts())
     return [_run_case(case, kind, channels[case.num_stages]) for case in cases]
 
 

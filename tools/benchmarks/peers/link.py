@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.comm.channel import TensorSpec
 from weft.comm.shared_channel import share
-from weft.comm.torch_channel import connect
+from weft.comm.torch_channel import between_hosts, connect
 from weft.engine.distributed import init_distributed
 from weft.pipeline.costs import LinkCost
 from weft.tools.ranks import run_ranks
@@ -60,7 +60,7 @@ def _round_trips(num_bytes: int, way: Way, idle_s: float) -> tuple[float, float]
     if way is Way.shared:
         ends = share(hops, timeout_s=TIMEOUT_S)[0]
     elif way is Way.network:
-        ends = connect(hops, device=device, timeout_s=TIMEOUT_S)
+        ends = connect(hops, device=device, timeout_s=TIMEOUT_S, rts_group=between_hosts())
 
     def send(tensor: Tensor) -> Any:
         return ends[me, other].send("t", tensor) if ends else dist.isend(tensor, other)

@@ -1,0 +1,169 @@
+"""A job's lifeline: a rank that dies is noticed by its neighbours in a ring, and all others are told.
+
+Where devices exchange data, nothing else notices: a kernel of NCCL waits for a rank that has died until its
+communicator is aborted, and the host behind it waits for the kernel. Over gloo a connection ends with its
+process. So each rank keeps a receive posted from the rank before it and the one after it. If one fails, this
+rank says so the other way round, and aborts its own communicators, which frees its device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.channel import ChannelError
+from weft.comm.eager_connect import on_host
+
+_TAG = 1
+"""Of messages of the lifeline; ready-to-send messages have 0."""
+_LEAVES = -1
+"""In place of a lost rank's number: the sender closes in order."""
+_POLL_S = 0.05
+GRACE_S = 1.0
+"""Seconds that a device has to end what it is at, if a rank has ended: it may have been through before that."""
+_FAREWELL = timedelta(seconds=5)
+
+
+class Lifeline:
+    """Tells this rank which other rank has died, and frees its device; see the module."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Post the receives, on threads of their own; a collective call over the world.
+
+        Args:
+            group: of the whole world, between hosts.
+            device: this rank's.
+        """
+        self._group, self._device = group, device
+        self._me, size = dist.get_rank(), dist.get_world_size()
+        self._neighbours = {(self._me - 1) % size, (self._me + 1) % size} - {self._me}
+        self._changing = threading.Lock()
+        self._lost: int | None = None
+        self._steps, self._closed = 0, False
+        self._ended: torch.cuda.Event | None = None
+        self._works: list[dist.Work | None] = []
+        self.on_loss: Callable[[ChannelError], None] = lambda error: None
+        """Called, on a thread, when a rank is lost: has this rank's waits fail."""
+        for peer in self._neighbours:
+            threading.Thread(target=self._listen, args=(peer,), name=f"weft lifeline to {peer}", daemon=True).start()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """While this rank exchanges data with others. An error that another rank's death has caused becomes its name's.
+
+        Raises:
+            ChannelError: a rank is lost.
+        """
+        self.check()
+        self._steps += 1
+        try:
+            yield
+        except Exception as error:
+            self._grant_grace(error)
+            if self._lost is not None:
+                raise self._error() from error
+            raise
+        finally:
+            if self._device.type == "cuda":
+                self._ended = torch.cuda.current_stream(self._device).record_event()
+            self._steps -= 1
+        self.check()
+
+    def check(self) -> None:
+        """Raise a lost rank's error.
+
+        Raises:
+            ChannelError: a rank is lost.
+        """
+        if self._lost is not None:
+            raise self._error()
+
+    def close(self, *, leaving: bool = False) -> None:
+        """Tell the neighbours that this end closes in order, which ends their threads as it ends ours.
+
+        Args:
+            leaving: they may have ended, so that what they are told may never arrive.
+        """
+        with self._changing:
+            if self._closed:
+                return
+            self._closed = True
+        for peer in self._neighbours:
+            with suppress(RuntimeError):
+                work = self._send(peer, _LEAVES)
+                self._works.append(work)
+                if not leaving:
+                    work.wait(_FAREWELL)
+
+    # -- on the threads --------------------------------------------------------------------------
+
+    def _listen(self, peer: int) -> None:
+        said = torch.zeros(1, dtype=torch.int64)
+        try:
+            dist.recv(said, peer, group=self._group, tag=_TAG)
+        except (RuntimeError, ValueError):  # ValueError: the group has been destroyed
+            return self._lose(peer, heard_from=peer)
+        lost = int(said)
+        if lost != _LEAVES:
+            self._lose(lost, heard_from=peer)
+
+    def _lose(self, rank: int, *, heard_from: int) -> None:
+        with self._changing:
+            if self._lost is not None or self._closed:
+                return
+            self._lost = rank
+        for peer in self._neighbours - {rank, heard_from}:
+            with suppress(RuntimeError):
+                self._works.append(self._send(peer, rank))
+        self.on_loss(self._error())
+        limit = monotonic() + GRACE_S
+        while self._is_busy() and not self._closed:
+            if monotonic() > limit:
+                abort_devices_groups()
+                return
+            sleep(_POLL_S)
+
+    def _is_busy(self) -> bool:
+        return self._steps > 0 or (self._ended is not None and not self._ended.query())
+
+    def _send(self, peer: int, what: int) -> dist.Work:
+        work = dist.isend(torch.tensor([what]), peer, group=self._group, tag=_TAG)
+        assert work is not None, "the group is the world's"
+        return work
+
+    def _error(self) -> ChannelError:
+        return ChannelError(f"rank {self._lost} has ended or cannot be reached")
+
+    def _grant_grace(self, error: Exception) -> None:
+        """An error that a lost rank has caused may come before the news; ours are never such."""
+        if not isinstance(error, RuntimeError):
+            return
+        limit = monotonic() + GRACE_S
+        while self._lost is None and monotonic() < limit:
+            sleep(_POLL_S)
+
+
+def abort_devices_groups() -> None:
+    """End, from any thread, whatever this rank's device waits for; what it computes from then on is garbage."""
+    groups = [group for group in list(dist.distributed_c10d._world.pg_map) if not on_host(group)]  # torch 2.11 to 2.13
+    nccl = next(filter(None, map(_nccl, groups)), None)
+    if nccl is not None:  # otherwise one abort may wait for another
+        nccl._group_start()
+    for group in groups:
+        group.abort()
+    if nccl is not None:
+        nccl._group_end()
+
+
+def _nccl(group: dist.ProcessGroup) -> Any:
+    with suppress(RuntimeError):  # it has none for GPUs
+        backend = group._get_backend(torch.device("cuda"))
+        return backend if hasattr(backend, "_group_start") else None
+    return None
