@@ -80,8 +80,8 @@ def refuse_kind(kind: type[Trainer]) -> None:
     if others:
         raise ValueError(
             f"{kind.__name__}: TRL's {others[0]} puts a head of its own on the model and runs it, or a second model, "
-            "in compute_loss; a pipeline runs one model, once for each micro-batch. Derive from WeftTrainer alone, give "
-            "it TRL's collator, and compute the loss in compute_loss from the logits (docs/trl.md, examples/dpo.py)"
+            "in compute_loss; a pipeline runs one model, once for each micro-batch. Derive from WeftTrainer alone, "
+            "give it TRL's collator, and compute the loss from the logits in compute_loss (docs/trl.md)"
         )
 
 
