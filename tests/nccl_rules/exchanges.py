@@ -29,7 +29,9 @@ def every_rule() -> dict[str, str]:
         "groups in another order": _another_order,
     }
     between = dist.new_group(backend="gloo")
-    return {name: _said(device, rule, between) for name, rule in rules.items()}
+    said = {name: _said(device, rule, between) for name, rule in rules.items()}
+    dist.barrier(group=between)  # rank 0 has the store
+    return said
 
 
 def _said(device: Device, rule: Callable[[Device], str | None], between: dist.ProcessGroup) -> str:

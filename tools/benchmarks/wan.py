@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -153,6 +152,8 @@ def _receive(say: Callable, hear: Callable, bind: str, settings: dict, _: int, *
         endpoint.link(0)
         channel = endpoint.channel(0)
         spec = TensorSpec((_MESSAGE_BYTES,), torch.uint8)
+        used = [channel.staging.room(spec).zero_() for _ in range(_AHEAD)]
+        del used  # a slow connection would not fill the first of them before it is measured
         handles = deque(channel.recv("x", spec) for _ in range(_AHEAD))
         say(endpoint.address)
 
@@ -199,13 +200,10 @@ def _pass(seconds: float, spinning: bool, post: Callable[[], None]) -> None:
 
 
 def _transport_cpu_s() -> float:
-    """Processor seconds of this process's transport thread."""
-    ticks = 0
-    for thread in Path("/proc/self/task").iterdir():
-        name, _, rest = (thread / "stat").read_text().partition(")")
-        if name.endswith("(weft wan"):
-            ticks += sum(map(int, rest.split()[11:13]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+    """Processor seconds of this process's transport thread; ticks of ``stat`` are too coarse for a slow connection."""
+    tasks = Path("/proc/self/task").iterdir()
+    of_transport = [task for task in tasks if (task / "comm").read_text().startswith("weft wan")]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in of_transport) / 1e9
 
 
 def _spin(seconds: float) -> None:
