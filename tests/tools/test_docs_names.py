@@ -41,6 +41,13 @@ FOREIGN = {
         "num_decoder_layers",
         "tie_weights_keys",
     },
+    "TRL": {
+        "DataCollatorForLanguageModeling",
+        "DataCollatorForPreference",
+        "loss_type",
+        "padding_free",
+        "precompute_ref_log_probs",
+    },
     "vLLM and NIXL": {
         "NixlConnector",
         "external_kv_transfer",
@@ -278,7 +285,9 @@ def test_links_of_the_docs(file):
 def test_files_in_drawings():
     """Paths of sources in code blocks; a diff shows files that need not be there."""
     known = {
-        str(file.relative_to(ROOT)) for folder in (*PRODUCT, "tests") for file in (ROOT / folder).rglob("*.[phc]*")
+        str(file.relative_to(ROOT))
+        for folder in (*PRODUCT, "tests", "examples")
+        for file in (ROOT / folder).rglob("*.[phc]*")
     }
     for file in DOCS:
         for block in FENCE.findall(file.read_text()):
