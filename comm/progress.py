@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -21,14 +22,25 @@ class Progress:
     def __init__(self, name: str) -> None:
         """Start the thread, which never holds the process up."""
         self._queue: SimpleQueue[tuple[Callable[[], Any], Future] | None] = SimpleQueue()
+        self._pending: set[Future] = set()
         self.error: Exception | None = None
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, function: Callable[[], Any]) -> Future:
         """Run ``function`` when those before it have ended."""
         future: Future = Future()
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
         self._queue.put((function, future))
+        if self.error is not None:
+            _fail(future, self.error)
         return future
+
+    def fail(self, error: Exception) -> None:
+        """Have all that has not ended fail at once, from any thread: also what is under way, which goes on unheard."""
+        self.error = self.error or error
+        for future in list(self._pending):
+            _fail(future, self.error)
 
     def close(self) -> None:
         """End the thread, after what was submitted."""
@@ -41,8 +53,16 @@ class Progress:
                 if self.error is not None:
                     raise self.error
                 with torch.no_grad():
-                    future.set_result(function())
+                    result = function()
             except Exception as error:
-                self.error = error
-                future.set_exception(error)
+                self.fail(error)
+            else:
+                with suppress(InvalidStateError):  # it has failed meanwhile
+                    future.set_result(result)
+                del result
             del item, function, future
+
+
+def _fail(future: Future, error: Exception) -> None:
+    with suppress(InvalidStateError):  # it has ended
+        future.set_exception(error)

@@ -9,13 +9,11 @@ then, whatever the launch order on other communicators (see docs/decisions/recei
 
 from __future__ import annotations
 
-import queue
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from contextlib import AbstractContextManager, nullcontext, suppress
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -24,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.channel import ChannelError, TensorSpec
+from weft.comm.progress import Progress
 
 SWITCH_S = 5e-4
 """Python's switch interval, in seconds, where RTS messages or timing marks wait for the interpreter lock."""
@@ -70,12 +69,11 @@ class _RtsEnd:
 
     def __post_init__(self) -> None:
         self._count = 0
-        self._error: Exception | None = None
-        self._rts_thread = _Worker(f"weft rts with {self.peer}", self.interrupt)
+        self._rts_thread = Progress(f"weft rts with {self.peer}")
 
     def interrupt(self, error: Exception) -> None:
-        """Have calls and waits fail, from any thread."""
-        self._error = error
+        """Have calls fail, and waits for what is not launched yet, from any thread."""
+        self._rts_thread.fail(error)
 
     def close(self) -> None:
         """End the thread."""
@@ -95,20 +93,20 @@ class RtsSender(_RtsEnd):
         Raises:
             ChannelError: the peer has exited, or another rank.
         """
-        if self._error is not None:
-            raise ChannelError(f"link rank {dist.get_rank()} -> rank {self.peer}: {self._error}") from self._error
+        if (error := self._rts_thread.error) is not None:
+            raise ChannelError(f"link rank {dist.get_rank()} -> rank {self.peer}: {error}") from error
         tensor = tensor.contiguous()
         device_reached = _reached(self.device)
         work = dist.isend(tensor, self.peer, group=self.group)
         assert work is not None, "this rank is a member of the pair's group"
         rts = _rts(self._count, tag, tensor.nbytes)
         self._count += 1
-        self._rts_thread.put(lambda: self._send_rts(device_reached, rts, work))
+        self._rts_thread.submit(lambda: self._send_rts(device_reached, rts, work))
         return RtsSend(work, tensor)
 
     def leave(self) -> None:
         """Let the receiver know that nothing more will come; `close` has to follow."""
-        self._rts_thread.put(lambda: self._tell(_LEAVES))
+        self._rts_thread.submit(lambda: self._tell(_LEAVES))
 
     def _send_rts(self, device_reached: Callable[[], None], rts: Tensor, announced: dist.Work) -> None:
         device_reached()
@@ -131,44 +129,27 @@ class RtsReceiver(_RtsEnd):
         super().__post_init__()
         self._link = f"rank {self.peer} -> rank {dist.get_rank()}"
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._waiting: set[Future[tuple[dist.Work, Tensor]]] = set()
-
-    def interrupt(self, error: Exception) -> None:
-        """Have receives fail that are not launched yet, from any thread."""
-        super().interrupt(error)
-        for launched in list(self._waiting):
-            _fail(launched, error)
 
     def recv(self, tag: str, spec: TensorSpec) -> RtsReceive:
         """Post a receive of a tensor of ``spec``; its memory is allocated when the RTS arrives."""
-        launched: Future[tuple[dist.Work, Tensor]] = Future()
         rts = _rts(self._count, tag, spec.dtype.itemsize * torch.Size(spec.shape).numel())
         self._count += 1
-        self._waiting.add(launched)
-        launched.add_done_callback(self._waiting.discard)
-        if self._error is not None:
-            _fail(launched, self._error)
-        self._rts_thread.put(lambda: self._receive(rts, spec, launched))
+        launched = self._rts_thread.submit(lambda: self._receive(rts, spec))
         return RtsReceive(launched, self._link, tag, self.timeout_s)
 
-    def _receive(self, expected: Tensor, spec: TensorSpec, launched: Future) -> None:
-        try:
-            rts = torch.empty_like(expected)
-            dist.recv(rts, self.peer, group=self.rts_group)
-            if launched.done():
-                return
-            if torch.equal(rts, _LEAVES):
-                raise ChannelError("it has left")
-            assert torch.equal(rts, expected), (
-                f"link {self._link}: received RTS {rts.tolist()}, expected {expected.tolist()}"
-            )
-            with self._on_receive_stream():
-                buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-                work = dist.irecv(buffer, self.peer, group=self.group)
-            _settle(launched, lambda: launched.set_result((work, buffer)))
-        except Exception as error:
-            _fail(launched, error)
-            raise  # to those behind it as well
+    def _receive(self, expected: Tensor, spec: TensorSpec) -> tuple[dist.Work | None, Tensor]:
+        rts = torch.empty_like(expected)
+        dist.recv(rts, self.peer, group=self.rts_group)
+        if (error := self._rts_thread.error) is not None:
+            raise error  # interrupted: nobody waits for it, and nothing must be launched
+        if torch.equal(rts, _LEAVES):
+            raise ChannelError("it has left")
+        assert torch.equal(rts, expected), (
+            f"link {self._link}: received RTS {rts.tolist()}, expected {expected.tolist()}"
+        )
+        with self._on_receive_stream():
+            buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+            return dist.irecv(buffer, self.peer, group=self.group), buffer
 
     def _on_receive_stream(self) -> AbstractContextManager[object]:
         """The stream of receives, which does not wait for compute."""
@@ -204,31 +185,6 @@ class RtsReceive:
         return tensor
 
 
-class _Worker:
-    """A daemon thread that runs callables in order."""
-
-    def __init__(self, name: str, failed: Callable[[Exception], None]) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._failed = failed
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def put(self, work: Callable[[], None]) -> None:
-        """Queue ``work``."""
-        self._work.put(work)
-
-    def close(self) -> None:
-        """Stop after what is queued."""
-        self._work.put(None)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-            except Exception as error:  # raised by the next call on the channel
-                return self._failed(error)
-            del work  # it would keep the last tensor alive
-
-
 def _reached(device: torch.device) -> Callable[[], None]:
     """A callable that blocks until the device has executed what is queued on the current stream so far."""
     if device.type != "cuda":
@@ -236,15 +192,6 @@ def _reached(device: torch.device) -> Callable[[], None]:
     event = torch.cuda.Event(blocking=True)
     event.record(torch.cuda.current_stream(device))
     return event.synchronize
-
-
-def _settle(future: Future, settle: Callable[[], None]) -> None:
-    with suppress(InvalidStateError):  # it has failed meanwhile
-        settle()
-
-
-def _fail(future: Future, error: Exception) -> None:
-    _settle(future, lambda: future.set_exception(error))
 
 
 def _rts(number: int, tag: str, num_bytes: int) -> Tensor:

@@ -87,7 +87,7 @@ def _peak(layout: tuple[str, ...]) -> RankPeak:
 
     config = compose([*QUICKSTART, *layout])
     shares = config.parallel.tensor > 1
-    inline = patch.object(communicator, "executor_for", lambda *_: _InlineExecutor()) if shares else nullcontext()
+    inline = patch.object(communicator, "executor_for", lambda *_, **__: _InlineExecutor()) if shares else nullcontext()
     with inline, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         engine, *_ = initialize(config=config)
         engine.set_dataiterator(_batches(config))
