@@ -165,7 +165,7 @@ def _run(
     try:
         if enter is not None:
             enter()
-        _end_with_parent()
+        end_with_parent()
         result = function(lambda value: pipe.send(("said", value)), pipe.recv, *args)
         pipe.send(("returned", result))
     except BaseException:
@@ -175,7 +175,7 @@ def _run(
         os._exit(0)  # destructors of a process group may wait for peers that have ended
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End this process as soon as the one that started it has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None

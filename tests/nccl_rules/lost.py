@@ -26,7 +26,7 @@ from weft.engine.supervision.parking import Assignment
 from weft.engine.zero.sharding import Sharding
 from weft.recipes import attempts
 from weft.recipes.attempts import Held, run_attempts
-from weft.tools.ranks import end_with_parent
+from weft.tools.children import end_with_parent
 
 LIMIT_S = 40.0
 """After which a device that waits is stuck."""
