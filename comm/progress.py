@@ -21,7 +21,7 @@ class Progress:
 
     def __init__(self, name: str) -> None:
         """Start the thread, which never holds the process up."""
-        self._queue: SimpleQueue[tuple[Callable[[], Any], Future] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Callable[[], Any], Future | None]] = SimpleQueue()
         self._pending: set[Future] = set()
         self.error: Exception | None = None
         threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -42,13 +42,15 @@ class Progress:
         for future in list(self._pending):
             _fail(future, self.error)
 
-    def close(self) -> None:
-        """End the thread, after what was submitted."""
-        self._queue.put(None)
+    def close(self, last: Callable[[], Any] | None = None) -> None:
+        """End the thread, after what was submitted, and after ``last``, which is done also if there was an error."""
+        self._queue.put((last or _nothing, None))
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            function, future = item
+        while True:
+            function, future = self._queue.get()
+            if future is None:
+                break
             try:
                 if self.error is not None:
                     raise self.error
@@ -60,7 +62,13 @@ class Progress:
                 with suppress(InvalidStateError):  # it has failed meanwhile
                     future.set_result(result)
                 del result
-            del item, function, future
+            del function, future
+        with torch.no_grad(), suppress(Exception):  # nobody hears of it
+            function()
+
+
+def _nothing() -> None:
+    """Is done last unless something else is asked for."""
 
 
 def _fail(future: Future, error: Exception) -> None:

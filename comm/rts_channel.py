@@ -105,14 +105,17 @@ class RtsSender(_RtsEnd):
         return RtsSend(work, tensor)
 
     def leave(self) -> None:
-        """Let the receiver know that nothing more will come; `close` has to follow."""
-        self._rts_thread.submit(lambda: self._tell(_LEAVES))
+        """Close, and let the receiver know that nothing more will come."""
+        self._rts_thread.close(self._tell_that_it_leaves)
 
     def _send_rts(self, device_reached: Callable[[], None], rts: Tensor, announced: dist.Work) -> None:
         device_reached()
         while self._sent and self._sent[0][1].is_completed():
             self._sent.popleft()
         self._sent.append((self._tell(rts), announced))
+
+    def _tell_that_it_leaves(self) -> None:
+        self._farewell = self._tell(_LEAVES)
 
     def _tell(self, rts: Tensor) -> dist.Work | None:
         """Not waited for: gloo sends it when the receiver has come that far, which it may never do.

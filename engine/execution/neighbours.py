@@ -118,6 +118,7 @@ class Neighbours:
         for end in self._own:
             if leaving and isinstance(end, RtsSender):
                 end.leave()
-            end.close()
+            else:
+                end.close()
         if self.lifeline is not None:
             self.lifeline.close(leaving=leaving)
