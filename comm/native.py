@@ -16,8 +16,8 @@ from weft.conf.files import replacing
 class Kind(Enum):
     """What to build; the value is the compiler's flags."""
 
-    program = ()
-    library = ("-shared", "-fPIC")
+    program = ("-pthread",)  # not (), of which enums of Python 3.11.0 to 3.11.3 make something else
+    library = ("-pthread", "-shared", "-fPIC")
 
 
 def cache_folder() -> Path:
@@ -44,7 +44,7 @@ def build(sources: Sequence[Path], *, kind: Kind, flags: Sequence[str] = ()) -> 
     """
     main = sources[0]
     compiler, standard = ("c++", "-std=c++17") if main.suffix == ".cpp" else ("cc", "-std=gnu11")
-    command = [compiler, standard, "-O2", "-g1", "-Wall", "-Wextra", "-pthread", *kind.value, str(main)]
+    command = [compiler, standard, "-O2", "-g1", "-Wall", "-Wextra", *kind.value, str(main)]
     key = hashlib.sha256("\0".join([os.uname().machine, *command[:-1], *flags]).encode())
     for source in sources:
         key.update(source.read_bytes())

@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"weft: there is no command {command!r}; {hint}", file=sys.stderr)
         return BAD_INPUT
     try:
-        return import_module(COMMANDS[command][0]).main(rest)
+        status: int = import_module(COMMANDS[command][0]).main(rest)
+        sys.stdout.flush()  # the reader may have closed it before the last of the output
+        return status
     except ValueError as error:
         for line in str(error).splitlines():
             print(f"weft {command}: {line}", file=sys.stderr)

@@ -122,9 +122,8 @@ def sources_of_tests():
 @cache
 def native():
     """C and C++ of the product."""
-    return "\n".join(
-        file.read_text() for folder in PRODUCT for file in (ROOT / folder).rglob("*.[ch]*") if file.is_file()
-    )
+    files = [file for folder in PRODUCT for file in (ROOT / folder).rglob("*.[ch]*")]
+    return "\n".join(file.read_text() for file in files if file.suffix in {".c", ".h", ".cpp", ".hpp"})
 
 
 def definitions(nodes):
