@@ -73,6 +73,12 @@ class Child:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.kill()
 
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        assert self._process.pid is not None, "it was started"
+        return self._process.pid
+
     def say(self, value: Any) -> None:
         """Give the function a value."""
         self._pipe.send(value)

@@ -101,6 +101,8 @@ def _lost(others: Mapping[int, Whereabouts]) -> list[int]:
         if monotonic() > deadline:
             break
         sleep(GONE_S / 50)
+    if dist.get_rank() == 0:
+        sleep(GONE_S)  # the store goes with this process, and others have yet to ask it
     return lost
 
 

@@ -180,9 +180,9 @@ def test_flipped_bytes_that_tcp_believes_are_found_and_sent_again(bed, tls):
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_process_that_is_stopped_for_a_while_goes_on_where_it_was(bed, stopped):
     jobs = start(bed, seconds=5.0)[:2]
-    os.kill(jobs[stopped].process.pid, signal.SIGSTOP)
+    os.kill(jobs[stopped].pid, signal.SIGSTOP)
     time.sleep(4.0)
-    os.kill(jobs[stopped].process.pid, signal.SIGCONT)
+    os.kill(jobs[stopped].pid, signal.SIGCONT)
     finish(*jobs, f"rank {stopped} stopped for 4 s")
 
 
