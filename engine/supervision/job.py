@@ -11,26 +11,16 @@ from enum import Enum
 from typing import Any
 
 from weft.conf.schema import CommConfig, SuperviseConfig
-from weft.engine.supervision.alerts import Alerts
-from weft.engine.supervision.blame import all_lost, fault_of_ends
 from weft.engine.supervision.budget import Budget, Fault
 from weft.engine.supervision.deadlines import Deadlines
+from weft.engine.supervision.detector import FailureDetector
 from weft.engine.supervision.effects import Effects
 from weft.engine.supervision.examination import DOCTOR_S, Suspicions, reason_to_evict
-from weft.engine.supervision.faults import FaultKind, RankEnd
 from weft.engine.supervision.fleet import Fleet
 from weft.engine.supervision.layout import Layout
 from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.patience import SitePatience
-from weft.engine.supervision.progress import Progress, step_under_way
-from weft.engine.supervision.watch import Watch
 
-SETTLE_S = 0.3
-"""Seconds between the first bad end of a rank and the judgement, in which a more telling one may be heard of."""
-LOOK_S = 0.2
-"""Seconds between looks at all hosts: whether each has an agent that is heard of."""
-LINES = 5
-"""Lines that a rank printed last, kept in the journal."""
 SLEPT_S = 3.0
 """Seconds between two ticks after which this process itself has stood still."""
 HOSTS_S = 2.0
@@ -81,29 +71,21 @@ class Job:
         self._settings, self._layouts, self._effects, self._target = settings, layouts, effects, target
         self._link_deadline_s = link_deadline_s
         self._deadlines = Deadlines(least_s=settings.least_deadline_s, setup_s=settings.setup_deadline_s)
-        self.fleet = Fleet(
-            effects.start_agent,
-            effects.record,
-            effects.say,
-            sites=sites,
-        )
+        self.fleet = Fleet(effects.start_agent, effects.record, effects.say, sites=sites)
         self._patience = SitePatience(max(link_deadline_s, settings.silence_s), self._goes_on_without)
-        self._silent: set[tuple[str, ...]] = set()
         self.stage = Stage.starting
         self.attempt = 0
         self.code: int | None = None
         self._ticked: float | None = None
         self._layout = Layout({}, ("", 0), ())
         self._budget = Budget(settings)
-        self._ends: dict[int, RankEnd] = {}
-        self._lines: dict[int, list[str]] = {}
-        self._ends_since = self._resume_at = self._hosts_at = 0.0
+        self._resume_at = self._hosts_at = 0.0
         self._drop: list[int] | None = None
         self._most_ranks = 0
         self._grows_after: tuple[str, int] | None = None
         self._reason, self._waiting = "restart", ""
         self._suspicions, self._suspect = Suspicions(), ""
-        self._watch_anew(0.0)
+        self._detect_anew(0.0)
         for event in past:
             self._replay(event)
         self._patience.began(None)  # by the clock of another driver
@@ -134,18 +116,18 @@ class Job:
             case "end":
                 self.stage = Stage.ended
 
-    def _watch_anew(self, now: float) -> None:
-        self._has_rows, self._alerts_at, self._looked_at = False, now, now - LOOK_S
-        self._progress = Progress(self._layout)
-        self._watch = Watch(
+    def _detect_anew(self, now: float) -> None:
+        self._detector = FailureDetector(
             attempt=self.attempt,
-            num_ranks=self._layout.num_ranks,
+            layout=self._layout,
+            fleet=self.fleet,
+            effects=self._effects,
+            settings=self._settings,
             deadlines=self._deadlines,
-            heartbeat_s=self._settings.heartbeat_s,
             link_deadline_s=self._link_deadline_s,
+            patience=self._patience,
             now=now,
         )
-        self._alerts = Alerts(self._watch)
 
     # Beginning
 
@@ -162,7 +144,7 @@ class Job:
 
     def attach(self, now: float) -> None:
         """Go on with a run whose driver has ended: its agents report within the time that hosts may be silent."""
-        self._watch_anew(now)
+        self._detect_anew(now)
         self.fleet.attach(now)
         if self.stage is Stage.starting:
             self.fleet.start_missing(self._layout.slots, now)
@@ -191,10 +173,8 @@ class Job:
         }
         self._effects.record("attempt", **event)
         self._replay({"event": "attempt", "at": now, **event})
-        self._ends.clear()
-        self._lines.clear()
         self._grows_after = None
-        self._watch_anew(now)
+        self._detect_anew(now)
         self.fleet.start_missing(layout.slots, now)
         self._assign_all()
 
@@ -263,34 +243,20 @@ class Job:
         if host is None or self.stage is Stage.ended:
             return
         said = AgentMessage.from_wire(message)
-        ends = dict(said.ends)
-        for rank, reason in said.parked.items():  # a consequence, of what may be known later or elsewhere
-            ends.setdefault(rank, RankEnd(kind=FaultKind.lost_peer, message=reason, status=1))
         host.connected, host.heard = True, now
         host.attempt, host.parked = said.attempt, dict(said.parked)
         host.codes = {rank.rank: rank.exit_code for rank in said.report.ranks}
         if said.attempt == self.attempt and self.stage in (Stage.starting, Stage.running):
-            self._watch.observe(said.report, now)
-            self._progress.observe(said.report)
-            self._lines |= said.lines
-            self._take_ends(ends, now)
+            self._detector.observe(said, now)
             self._note_progress(now)
         if self.stage is Stage.examining and name == self._suspect and said.examined == self.attempt:
             self._take_findings(name, said.failed, now)
 
-    def _take_ends(self, ends: Mapping[int, RankEnd], now: float) -> None:
-        if ends and not self._ends:
-            self._ends_since = now
-        self._ends |= ends
-        if self._progress.has_finished:
-            self.end(0, "every rank has finished")
-
     def _note_progress(self, now: float) -> None:
-        if not self._has_rows and self._progress.has_plan:
-            self._has_rows = True
-            self._watch.rows = self._effects.rows()
-        if self.stage is Stage.starting and self._progress.has_stepped:
-            self._effects.record("good_step", attempt=self.attempt, step=step_under_way(self._watch))
+        if self._detector.has_finished:
+            self.end(0, "every rank has finished")
+        if self.stage is Stage.starting and self._detector.has_stepped:
+            self._effects.record("good_step", attempt=self.attempt, step=self._detector.step)
             self._replay({"event": "good_step", "at": now})
 
     # Time
@@ -301,7 +267,7 @@ class Job:
             self.fleet.attach(now)  # this process was stopped: who was silent meanwhile was not heard
         self._ticked = now
         if self.stage in (Stage.starting, Stage.running):
-            fault = self._fault(now)
+            fault = self._detector.fault(now)
             if fault is not None:
                 self._take_fault(fault, now)
             elif now >= self._hosts_at + HOSTS_S:
@@ -336,61 +302,12 @@ class Job:
             self.fleet.evict(host, reason_to_evict(failed))
         self._wait_to_restart(now)
 
-    def _fault(self, now: float) -> Fault | None:
-        if self._ends and now < self._ends_since + SETTLE_S:
-            return None
-        if self._ends and not self._may_be_a_host(now):
-            return fault_of_ends(self._ends, self._layout, self._watch, now)
-        lost = None
-        if now >= self._looked_at + LOOK_S:
-            self._looked_at = now
-            lost = self.fleet.lost(self._layout.slots, self._settings.silence_s, now, self._site_patience_s)
-            self._alert_of_silence(now)
-        if lost is not None:
-            kind, name, evidence = lost
-            return Fault(kind, {"host": name}, evidence, step_under_way(self._watch), now - self._watch.still_since)
-        verdict = self._watch.verdict(now)
-        self._raise_alerts(now)
-        if verdict is None:
-            return None
-        return Fault(verdict.kind, verdict.culprit, verdict.evidence, verdict.step, verdict.seconds)
-
-    def _site_patience_s(self, site: Collection[str]) -> float:
-        """Where ranks have ended, links that heal would be of no use."""
-        return 0.0 if self._ends else self._patience.seconds(site)
-
     def _goes_on_without(self, hosts: Collection[str]) -> bool:
         try:
             self._layouts(self.attempt + 1, set(self.fleet.away) | set(hosts), self._layout.slots)
         except ValueError:
             return False
         return True
-
-    def _alert_of_silence(self, now: float) -> None:
-        silent = self.fleet.silent_sites(self._layout.slots, self._settings.silence_s, now)
-        for site in silent - self._silent:
-            text = f"no sign of {', '.join(site)}: their site, or the links to it, which have"
-            text += f" {self._site_patience_s(site):.0f} s to heal"
-            self._effects.record(
-                "alert", attempt=self.attempt, kind="silent_site", culprit={"hosts": list(site)}, evidence=text
-            )
-            self._effects.say(f"silent_site: {text}")
-        self._silent = silent
-
-    def _may_be_a_host(self, now: float) -> bool:
-        """Whether ranks have lost peers, and a host is out of touch that may have ended with its own."""
-        limit = now - 2 * self._settings.heartbeat_s
-        return all_lost(self._ends) and self.fleet.is_out_of_touch(self._layout.slots, limit)
-
-    def _raise_alerts(self, now: float) -> None:
-        if now < self._alerts_at + self._settings.heartbeat_s:
-            return
-        self._alerts_at = now
-        for alert in self._alerts.look(now):
-            self._effects.record(
-                "alert", attempt=self.attempt, kind=alert.kind, culprit=dict(alert.culprit), evidence=alert.evidence
-            )
-            self._effects.say(f"{alert.kind}: {alert.evidence}")
 
     # Faults, and hosts that come and go
 
@@ -403,7 +320,7 @@ class Job:
             seconds=round(fault.seconds, 3),
             evidence=fault.evidence,
             step=fault.step,
-            lines=self._lines.get(fault.culprit.get("rank", -1), [])[-LINES:],
+            lines=self._detector.last_lines(fault.culprit),
         )
         same = self._budget.saw_fault(fault.kind, fault.culprit, fault.step)
         self._effects.say(f"attempt {self.attempt}: {fault.text}")
@@ -434,8 +351,7 @@ class Job:
         self.fleet.follow(self._effects.denied(), now)
         if self.stage is not Stage.running or self._layout.num_ranks >= self._most_ranks:
             return
-        kept_steps = [seen.report.kept_step for seen in self._watch.ranks.values()]
-        newest = self._effects.newest_checkpoint(), max(kept_steps, default=0)
+        newest = self._effects.newest_checkpoint(), self._detector.kept_step
         if self._grows_after is None:
             layout = self._layouts(self.attempt + 1, set(self.fleet.away), self._layout.slots)
             if layout.num_ranks > self._layout.num_ranks:

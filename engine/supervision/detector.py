@@ -1,0 +1,159 @@
+"""Failure detection: what is known of one attempt, and the fault that ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from weft.conf.schema import SuperviseConfig
+from weft.engine.supervision.alerts import Alerts
+from weft.engine.supervision.blame import all_lost, fault_of_ends
+from weft.engine.supervision.budget import Fault
+from weft.engine.supervision.deadlines import Deadlines
+from weft.engine.supervision.effects import Effects
+from weft.engine.supervision.faults import FaultKind, RankEnd
+from weft.engine.supervision.fleet import Fleet
+from weft.engine.supervision.layout import Layout
+from weft.engine.supervision.message import AgentMessage
+from weft.engine.supervision.patience import SitePatience
+from weft.engine.supervision.progress import Progress, step_under_way
+from weft.engine.supervision.watch import Watch
+
+SETTLE_S = 0.3
+"""Seconds between the first bad end of a rank and the judgement, in which a more telling one may be heard of."""
+LOOK_S = 0.2
+"""Seconds between looks at all hosts: whether each has an agent that is heard of."""
+LINES = 5
+"""Lines that a rank printed last, kept in the journal."""
+
+
+class FailureDetector:
+    """Takes what agents say of one attempt, and tells by the clock what is wrong.
+
+    In this order: a rank that has ended, a host that is silent, ranks that live and do not go on (`Watch`). What is
+    slow, or may heal, raises an alert and is no fault.
+    """
+
+    def __init__(
+        self,
+        *,
+        attempt: int,
+        layout: Layout,
+        fleet: Fleet,
+        effects: Effects,
+        settings: SuperviseConfig,
+        deadlines: Deadlines,
+        link_deadline_s: float,
+        patience: SitePatience,
+        now: float,
+    ) -> None:
+        """Nothing is known yet.
+
+        Args:
+            link_deadline_s: seconds that a transfer between sites may stand still.
+            patience: how long a site may be silent.
+        """
+        self._attempt, self._layout, self._fleet, self._effects = attempt, layout, fleet, effects
+        self._settings, self._patience = settings, patience
+        self._has_rows, self._alerts_at, self._looked_at = False, now, now - LOOK_S
+        self._ends: dict[int, RankEnd] = {}
+        self._ends_since = 0.0
+        self._lines: dict[int, list[str]] = {}
+        self._silent: set[tuple[str, ...]] = set()
+        self._progress = Progress(layout)
+        self._watch = Watch(
+            attempt=attempt,
+            num_ranks=layout.num_ranks,
+            deadlines=deadlines,
+            heartbeat_s=settings.heartbeat_s,
+            link_deadline_s=link_deadline_s,
+            now=now,
+        )
+        self._alerts = Alerts(self._watch)
+
+    def observe(self, said: AgentMessage, now: float) -> None:
+        """Take an agent's message of this attempt."""
+        self._watch.observe(said.report, now)
+        self._progress.observe(said.report)
+        self._lines |= said.lines
+        ends = dict(said.ends)
+        for rank, reason in said.parked.items():  # a consequence, of what may be known later or elsewhere
+            ends.setdefault(rank, RankEnd(kind=FaultKind.lost_peer, message=reason, status=1))
+        if ends and not self._ends:
+            self._ends_since = now
+        self._ends |= ends
+        if not self._has_rows and self._progress.has_plan:
+            self._has_rows = True
+            self._watch.rows = self._effects.rows()
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether every rank has done the first step of the attempt."""
+        return self._progress.has_stepped
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether every rank has ended well."""
+        return self._progress.has_finished
+
+    @property
+    def step(self) -> int | None:
+        """The step of the rank that is least far, from 1; None before training."""
+        return step_under_way(self._watch)
+
+    @property
+    def kept_step(self) -> int:
+        """The newest step of which a rank has a memory checkpoint; 0 without one."""
+        return max((seen.report.kept_step for seen in self._watch.ranks.values()), default=0)
+
+    def last_lines(self, culprit: Mapping[str, Any]) -> list[str]:
+        """What a culprit printed last, if it is one rank."""
+        return self._lines.get(culprit.get("rank", -1), [])[-LINES:]
+
+    def fault(self, now: float) -> Fault | None:
+        """What has to end the attempt, if anything; alerts are raised on the way."""
+        if self._ends and now < self._ends_since + SETTLE_S:
+            return None
+        if self._ends and not self._may_be_a_host(now):
+            return fault_of_ends(self._ends, self._layout, self._watch, now)
+        lost = None
+        if now >= self._looked_at + LOOK_S:
+            self._looked_at = now
+            lost = self._fleet.lost(self._layout.slots, self._settings.silence_s, now, self._site_patience_s)
+            self._alert_of_silence(now)
+        if lost is not None:
+            kind, name, evidence = lost
+            return Fault(kind, {"host": name}, evidence, self.step, now - self._watch.still_since)
+        verdict = self._watch.verdict(now)
+        self._alert_of_slowness(now)
+        if verdict is None:
+            return None
+        return Fault(verdict.kind, verdict.culprit, verdict.evidence, verdict.step, verdict.seconds)
+
+    def _may_be_a_host(self, now: float) -> bool:
+        """Whether ranks have lost peers, and a host is out of touch that may have ended with its own."""
+        limit = now - 2 * self._settings.heartbeat_s
+        return all_lost(self._ends) and self._fleet.is_out_of_touch(self._layout.slots, limit)
+
+    def _site_patience_s(self, site: Collection[str]) -> float:
+        """Where ranks have ended, links that heal would be of no use."""
+        return 0.0 if self._ends else self._patience.seconds(site)
+
+    def _alert_of_silence(self, now: float) -> None:
+        silent = self._fleet.silent_sites(self._layout.slots, self._settings.silence_s, now)
+        for site in silent - self._silent:
+            text = f"no sign of {', '.join(site)}: their site, or the links to it, which have"
+            text += f" {self._site_patience_s(site):.0f} s to heal"
+            self._alert("silent_site", {"hosts": list(site)}, text)
+        self._silent = silent
+
+    def _alert_of_slowness(self, now: float) -> None:
+        if now < self._alerts_at + self._settings.heartbeat_s:
+            return
+        self._alerts_at = now
+        for alert in self._alerts.look(now):
+            self._alert(alert.kind, alert.culprit, alert.evidence)
+
+    def _alert(self, kind: str, culprit: Mapping[str, Any], evidence: str) -> None:
+        self._effects.record("alert", attempt=self._attempt, kind=kind, culprit=dict(culprit), evidence=evidence)
+        self._effects.say(f"{kind}: {evidence}")

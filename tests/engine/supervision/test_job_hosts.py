@@ -1,0 +1,317 @@
+"""What a driver decides about hosts and sites: silent, given up, evicted, back again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.supervision.fake_agents import HOSTS, World
+from weft.engine.supervision.detector import LOOK_S
+from weft.engine.supervision.examination import DOCTOR_S
+from weft.engine.supervision.fleet import CONNECT_S, LEAST_CONNECT_S, LONGER, PROBE_S
+from weft.engine.supervision.job import HOSTS_S, Stage
+
+
+def test_a_silent_host_is_a_fault_of_that_host():
+    world = World(silence_s=5.0)
+    world.train()
+    world.pass_time(4.5, "a")
+    assert not world.events("fault")
+    world.pass_time(1.5, "a")
+    assert world.events("fault")[0]["culprit"] == {"host": "b"} and world.events("fault")[0]["kind"] == "host"
+    assert world.started[-1] == ("b", 2), "another agent is tried"
+
+
+FOUR = {"a": 1, "b": 1, "c": 1, "d": 1}
+SITES = (["a", "b"], ["c", "d"])
+
+
+def restart_takes(world, seconds):
+    """Come to a good step after so long."""
+    world.job.launch(world.now)
+    world.connect()
+    world.now += seconds
+    for host in world.layout_hosts:
+        world.report(host)
+
+
+def test_a_site_of_which_nobody_is_heard_may_be_silent_for_as_long_as_a_restart_takes():
+    """A cut of some seconds between sites ends nothing; an alert tells of it."""
+    world = World(FOUR, sites=SITES, silence_s=5.0)
+    restart_takes(world, 20.0)
+    world.pass_time(18.0, "a", "b")
+    assert not world.events("fault")
+    (alert,) = world.events("alert")
+    assert alert["kind"] == "silent_site" and alert["culprit"] == {"hosts": ["c", "d"]}
+    assert "20 s to heal" in alert["evidence"]
+    world.pass_time(10.0, "a", "b", "c", "d")
+    assert not world.events("fault") and world.job.attempt == 1
+    world.pass_time(6.0, "a", "b")
+    assert len(world.events("alert")) == 2
+    world.pass_time(16.0, "a", "b")
+    (fault,) = world.events("fault")
+    assert fault["kind"] == "host" and fault["culprit"] == {"host": "c"} and "c, d" in fault["evidence"]
+
+
+@pytest.mark.parametrize(("restart_s", "patience_s"), [(1.0, 10.0), (14.0, 14.0), (300.0, 30.0)])
+def test_a_silent_site_has_time_within_bounds(restart_s, patience_s):
+    world = World(FOUR, sites=SITES, silence_s=5.0)
+    restart_takes(world, restart_s)
+    world.pass_time(patience_s - 1.0, "a", "b")
+    assert not world.events("fault")
+    world.pass_time(2.0, "a", "b")
+    assert len(world.events("fault")) == 1
+
+
+def test_a_site_that_is_lost_is_left_out_at_once_and_comes_back_when_it_is_heard():
+    world = World(FOUR, sites=SITES, silence_s=5.0)
+    restart_takes(world, 3.0)
+    world.pass_time(11.0, "a", "b")
+    assert [event["host"] for event in world.events("evict")] == ["c", "d"]
+    for host in ("a", "b"):
+        world.report(host, parked=dict.fromkeys(world.told[host, 1]["ranks"], "left"))
+    world.job.tick(world.now)
+    assert world.job.attempt == 2 and world.away_asked[-1] == {"c", "d"}, "nobody waits for agents there"
+    world.pass_time(3.0, "a", "b", "c", "d")
+    assert [event["host"] for event in world.events("readmit")] == ["c", "d"]
+    assert all(generation == 1 for _, generation in world.started)
+
+
+def test_a_site_that_is_needed_has_all_the_time_that_links_have():
+    world = World(FOUR, sites=SITES, silence_s=5.0)
+    restart_takes(world, 3.0)
+    world.needed = {"c", "d"}
+    world.pass_time(29.0, "a", "b")
+    assert not world.events("fault")
+    world.pass_time(2.0, "a", "b")
+    assert len(world.events("fault")) == 1
+    for host in ("a", "b"):
+        world.report(host, parked=dict.fromkeys(world.told[host, 1]["ranks"], "left"))
+    world.job.tick(world.now)
+    assert world.job.stage is Stage.restarting
+    for _ in range(20):
+        world.now += 0.5
+        world.job.tick(world.now)
+    assert sum("waiting for hosts" in line for line in world.said) == 1, "it says so once"
+    for host in ("c", "d"):
+        world.report(host, codes=dict.fromkeys(world.told[host, world.generation(host)]["ranks"], -15))
+    world.now += 2.0
+    world.job.tick(world.now)
+    assert world.job.attempt == 2
+
+
+def test_hosts_of_a_site_are_not_heard_again_at_once():
+    """After a cut each connection goes on when its own next packet is due."""
+    world = World(FOUR, sites=SITES, silence_s=5.0)
+    world.train()
+    world.pass_time(7.0, "a", "b")
+    world.pass_time(4.0, "a", "b", "c")
+    assert not world.events("fault")
+    world.pass_time(4.0, "a", "b", "c")
+    assert world.events("fault")[0]["culprit"] == {"host": "d"}
+
+
+def test_one_silent_host_of_a_site_is_no_matter_of_links():
+    world = World(FOUR, sites=SITES, silence_s=5.0)
+    world.train()
+    world.pass_time(6.0, "a", "b", "d")
+    (fault,) = world.events("fault")
+    assert fault["culprit"] == {"host": "c"} and not world.events("alert")
+
+
+def test_a_driver_that_was_stopped_itself_blames_nobody_for_the_silence():
+    world = World(silence_s=5.0)
+    world.train()
+    world.pass_time(1.0, "a", "b")
+    world.now += 60.0
+    world.job.tick(world.now)
+    world.pass_time(4.0, "a")
+    assert not world.events("fault")
+    world.pass_time(2.0, "a")
+    assert world.events("fault")[0]["culprit"] == {"host": "b"}, "who stays silent is found later"
+
+
+@pytest.mark.parametrize(("connect_s", "limit_s"), [(0.1, LEAST_CONNECT_S), (2.0, 2.0 * LONGER), (20.0, CONNECT_S)])
+def test_a_host_on_which_no_agent_starts_again_is_left_out(connect_s, limit_s):
+    world = World()
+    world.job.launch(world.now)
+    world.now += connect_s
+    world.connect()
+    for host in HOSTS:
+        world.report(host)
+    world.pass_time(6.0, "a")
+    world.report("a", codes={0: -15, 1: -15})
+    until = world.now + limit_s + 1
+    while world.now < until:
+        world.now += 0.5
+        world.report("a", attempt=1, codes={0: -15, 1: -15})
+        world.job.tick(world.now)
+        if world.job.attempt == 2:
+            break
+    assert [event["host"] for event in world.events("evict")] == ["b"]
+    assert world.now > until - 3.0, "not before an agent has had the time that agents took"
+    assert world.told["a", 1]["ranks"] == [0, 1] and world.told["a", 1]["run"]
+    assert world.away_asked[-1] == {"b"}
+    before, waits = len(world.started), [limit_s, 2 * limit_s][: 2 if 3 * limit_s < PROBE_S else 1]
+    for tried, wait in enumerate(waits):
+        since = world.now
+        while len(world.started) - before == tried:
+            world.pass_time(0.5, "a")
+            assert world.now - since <= wait + HOSTS_S + 1.0, "it is tried again"
+        assert world.now - since >= wait - HOSTS_S - 1.0, "ever less often: an agent has its time to start"
+    assert {host for host, _ in world.started[before:]} == {"b"}
+    world.connect("b")
+    world.pass_time(3.0, "a")
+    assert [event["host"] for event in world.events("readmit")] == ["b"]
+
+
+def test_an_agent_that_has_ended_is_noticed_at_once_and_started_again():
+    world = World()
+    world.train()
+    world.job.on_lost("b", 1)
+    world.job.tick(world.now)
+    assert not world.events("fault"), "a connection may come back"
+    world.job.on_exit("b", 1)
+    world.now += LOOK_S
+    world.job.tick(world.now)
+    assert world.events("fault")[0]["kind"] == "agent" and world.started[-1] == ("b", 2)
+    world.report("a", codes={0: -15, 1: -15})
+    world.connect("b")
+    world.report("b", attempt=0)
+    world.job.tick(world.now)
+    assert world.job.attempt == 2 and world.told["b", 2]["run"]
+
+
+def test_an_agent_of_an_earlier_generation_is_ended():
+    world = World()
+    world.train()
+    world.job.on_exit("b", 1)
+    world.job.on_lost("b", 1)
+    world.job.tick(world.now)
+    world.job.on_connected("b", 1, world.now)
+    assert world.told["b", 1] == {"end": True, "replaced": True}
+    heard = world.job.fleet.hosts["b"].heard
+    world.now += 1
+    world.job.on_report("b", 1, {}, world.now)
+    assert world.job.fleet.hosts["b"].heard == heard
+    world.job.on_connected("stranger", 5, world.now)
+    assert world.told["stranger", 5] == {"end": True, "replaced": True}
+
+
+def test_a_host_that_is_evicted_goes_with_the_next_attempt_and_comes_back_when_it_is_readmitted():
+    world = World()
+    world.train()
+    world.on_deny_list = {"b": "by hand"}
+    world.pass_time(3.0, "a", "b")
+    assert [event["host"] for event in world.events("evict")] == ["b"] and world.job.attempt == 1
+    world.kill(1)
+    world.settle()
+    world.stop_all()
+    assert world.told["a", 1]["run"] and not world.told["b", 1]["run"]
+    assert world.events("attempt")[-1]["reason"] == "shrink"
+    world.report("a")
+    world.on_deny_list = {}
+    world.checkpoint = "step-00000004"
+    world.pass_time(5.0, "a")
+    assert [event["host"] for event in world.events("readmit")] == ["b"]
+    assert world.job.attempt == 2, "steps since the last checkpoint would be lost"
+    world.checkpoint = "step-00000008"
+    world.pass_time(3.0, "a")
+    assert not world.told["a", 1]["run"]
+    world.report("a", codes={0: -15, 1: -15})
+    world.job.tick(world.now)
+    assert world.told["b", 1]["run"] and world.events("attempt")[-1]["reason"] == "grow"
+    assert len(world.events("fault")) == 1
+
+
+def test_a_run_grows_once_a_memory_checkpoint_has_become_whole():
+    world = World()
+    world.train()
+    world.on_deny_list = {"b": "by hand"}
+    world.pass_time(3.0, "a", "b")
+    world.kill(1)
+    world.settle()
+    world.stop_all()
+    world.report("a", kept=4)
+    world.on_deny_list = {}
+    world.job.tick(world.now + 5.0)
+    assert world.told["a", 1]["run"], "steps since that one would be lost"
+    world.report("a", kept=9)
+    world.job.tick(world.now + 10.0)
+    assert not world.told["a", 1]["run"]
+
+
+def test_without_hosts_the_run_waits():
+    world = World(hosts={"a": 2})
+    world.train()
+    world.on_deny_list = {"a": "by hand"}
+    world.kill(1)
+    world.settle()
+    world.stop_all()
+    assert world.job.stage is Stage.restarting and any("waiting for hosts" in line for line in world.said)
+    world.on_deny_list = {}
+    world.now += CONNECT_S
+    world.job.tick(world.now)
+    assert world.job.attempt == 2
+
+
+def fail_twice(world):
+    """Two faults of the same host."""
+    world.train()
+    for step in (3, 4):
+        world.kill(3, step=step)
+        world.settle()
+        world.stop_all(doctor=False)
+        if step == 3:
+            for host in HOSTS:
+                world.report(host)
+
+
+def test_a_host_that_keeps_on_failing_is_examined_and_goes_on_if_it_is_well():
+    world = World()
+    fail_twice(world)
+    assert world.job.stage is Stage.examining
+    assert world.told["b", 1]["examine"] and not world.told["b", 1]["run"] and not world.told["a", 1]["examine"]
+    codes = {2: -15, 3: -15}
+    world.report("b", codes=codes, examined=1)
+    assert world.job.stage is Stage.examining, "that was after another attempt"
+    world.report("b", codes=codes, examined=world.job.attempt)
+    world.job.tick(world.now)
+    assert world.job.attempt == 3 and not world.events("evict")
+
+
+def test_a_host_that_fails_its_examination_is_left_out():
+    world = World()
+    fail_twice(world)
+    world.report("b", codes={2: -15, 3: -15}, examined=world.job.attempt, failed=["GEMM: wrong bits"])
+    world.job.tick(world.now)
+    assert world.on_deny_list == {"b": "weft doctor node: GEMM: wrong bits"}
+    assert world.events("evict")[0]["reason"] == "weft doctor node: GEMM: wrong bits"
+    assert world.job.attempt == 3 and not world.told["b", 1]["run"] and world.told["a", 1]["run"]
+
+
+def test_an_examination_that_does_not_end_is_one_that_failed():
+    world = World()
+    fail_twice(world)
+    world.now += 2 * DOCTOR_S
+    world.report("a", codes={0: -15, 1: -15})
+    world.job.tick(world.now)
+    assert list(world.on_deny_list) == ["b"] and world.job.attempt == 3
+
+
+def test_the_only_host_is_not_examined():
+    world = World(hosts={"a": 2})
+    world.train()
+    for step in (3, 4, 5):
+        world.kill(1, step=step)
+        world.settle()
+        world.stop_all()
+        world.report("a")
+    assert world.job.attempt == 4
+
+
+def test_a_run_begins_without_hosts_that_are_denied():
+    world = World()
+    world.on_deny_list = {"b": "by hand"}
+    world.job.launch(world.now)
+    assert world.started == [("a", 1)] and world.away_asked == [{"b"}]
+    assert world.events("evict")[0]["host"] == "b"
