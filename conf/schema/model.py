@@ -36,7 +36,7 @@ class LoraConfig:
     dropout: float = 0.0
     """Dropout on the adapter's input."""
     target_modules: list[str] = field(default_factory=list)
-    """Names of the modules that get an adapter; empty lets peft choose for the architecture."""
+    """Modules that get an adapter; [all-linear] is each nn.Linear but the output's; empty lets peft choose."""
 
 
 @dataclass(kw_only=True)

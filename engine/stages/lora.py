@@ -12,12 +12,14 @@ from transformers.pytorch_utils import Conv1D
 
 from weft.conf.schema import LoraConfig
 from weft.engine.stages.seeding import seeded
-from weft.engine.stages.skeleton import skeleton
+from weft.engine.stages.skeleton import model_class, skeleton
 
 ADAPTER = "default"
 """Name of the adapter in peft's models."""
 PREFIX = "base_model.model."
 """What peft puts before a parameter's name."""
+ALL_LINEAR = "all-linear"
+"""Stands for every linear layer but the output embedding, as in peft; experts and routers are none."""
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> nn.Module:
@@ -46,16 +48,23 @@ def require_targets(config: LoraConfig, cls: type[PreTrainedModel], hf_config: P
     Raises:
         ValueError: one does not, or the model cannot be built.
     """
-    if not config.target_modules:
+    if not config.target_modules or config.target_modules == [ALL_LINEAR]:
         return
-    modules = dict(skeleton(cls, hf_config).named_modules())
-    missing = [t for t in config.target_modules if not any(f".{name}".endswith(f".{t}") for name in modules)]
+    whole = skeleton(cls, hf_config)
+    names = [name for name, _ in whole.named_modules()]
+    missing = [t for t in config.target_modules if not any(f".{name}".endswith(f".{t}") for name in names)]
     if missing:
-        known = {name.rpartition(".")[2] for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D)}
         raise ValueError(
             f"model.lora.target_modules={config.target_modules}: {cls.__name__} has no module {', '.join(missing)}; "
-            f"its matrices are {', '.join(sorted(known))}"
+            f"its matrices are {', '.join(_matrices(whole))}; {ALL_LINEAR} alone stands for all but the output's"
         )
+
+
+def _matrices(model: PreTrainedModel, *, output: bool = True) -> list[str]:
+    """The last parts of names of a model's matrices, with that of its output embedding or without."""
+    head = None if output else model.get_output_embeddings()
+    matrices = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+    return sorted({name.rpartition(".")[2] for name in matrices})
 
 
 def peft_config(config: LoraConfig, model: PreTrainedModel) -> peft.LoraConfig:
@@ -65,7 +74,10 @@ def peft_config(config: LoraConfig, model: PreTrainedModel) -> peft.LoraConfig:
         ValueError: no target modules are given, and peft knows none for the architecture.
     """
     model_type = model.config.model_type
-    targets = list(config.target_modules) or TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model_type)
+    if config.target_modules == [ALL_LINEAR]:  # of the whole model: a stage may not have all kinds of layers
+        targets = _matrices(skeleton(model_class(model.config), model.config), output=False)
+    else:
+        targets = list(config.target_modules) or TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model_type)
     if not targets:
         raise ValueError(
             f"model.lora.target_modules=[]: peft knows no usual targets for model_type={model_type}; "

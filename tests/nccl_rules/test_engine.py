@@ -92,6 +92,20 @@ OVER_SITES = {
     "bf16": (2, {"sites": (1, 1), "precision": "bf16"}),
 }
 """For two sites of two ranks each, whose process groups are those of `weft.comm.sites`."""
+WHOLE = {"sites": (2, 2), "routes": [["site0"], ["site1"]]}
+MIXED = {"sites": (1, 1, 2), "routes": [["site0", "site1"], ["site2"]]}
+ROUTES = {
+    (0, 0, 1, 1): {
+        "a replica at each site, tied": (2, {**WHOLE, "tied": True}),
+        "a replica at each site, w, fold, ZeRO-2": (2, {**WHOLE, "schedule": "w", "placement": "fold", "zero": 2}),
+        "a replica at each site, ZeRO-3": (2, {**WHOLE, "zero": 3}),
+    },
+    (0, 1, 2, 2): {
+        "a replica over two sites, and one at a third, tied, ZeRO-1": (2, {**MIXED, "tied": True, "zero": 1}),
+        "a replica over two sites, and one at a third, compared": (2, {**MIXED, "compare_every": 1}),
+    },
+}
+"""By the site of each of four ranks: replicas that go through different sites."""
 EIGHT = {
     "1f1b, 8 stages": (8, {"layers": 8, "microbatches": 8}),
     "w, fold, two replicas, ZeRO-1, tied": (4, {"schedule": "w", "placement": "fold", "zero": 1, "tied": True}),
@@ -142,6 +156,12 @@ def test_every_schedule_and_zero_stage_on_four_ranks():
 def test_process_groups_that_span_sites(monkeypatch):
     monkeypatch.setenv("WEFT_KEY", "a key of this test")
     _check(OVER_SITES, 4, sites=(0, 0, 1, 1))
+
+
+@pytest.mark.parametrize("sites", ROUTES)
+def test_replicas_that_go_through_different_sites(sites, monkeypatch):
+    monkeypatch.setenv("WEFT_KEY", "a key of this test")
+    _check(ROUTES[sites], 4, sites=sites)
 
 
 def test_pipelines_and_replicas_on_eight_ranks_of_a_job_that_has_bound_its_devices():

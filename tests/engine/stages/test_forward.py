@@ -5,6 +5,7 @@ import gc
 import pickle
 import weakref
 
+import peft
 import pytest
 import torch
 
@@ -94,12 +95,21 @@ def test_bf16_with_checkpointing(arch):
     check(config, 2, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"]])
+@pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"], ["all-linear"]])
 def test_lora(targets):
     config = tiny("llama")
     config.lora.enabled, config.lora.target_modules = True, targets
     _, stages = check(config, 3)
     assert all(p.requires_grad == ("lora_" in n) for s in stages for n, p in s.named_global_parameters())
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "phi3"])
+def test_adapters_on_all_matrices_are_those_that_peft_would_make(arch):
+    config = tiny(arch)
+    reference = peft.get_peft_model(whole(config), peft.LoraConfig(target_modules="all-linear"))
+    config.lora.enabled, config.lora.target_modules = True, ["all-linear"]
+    found = [name for stage in stages_of(config, 2) for name, p in stage.named_global_parameters() if p.requires_grad]
+    assert sorted(found) == sorted(name for name, p in reference.named_parameters() if p.requires_grad)
 
 
 def test_foreign_modules_cost_nothing():
