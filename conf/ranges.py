@@ -79,6 +79,7 @@ RANGES = {
     "optimizer.weight_decay": NATURAL,
     "optimizer.clip": NATURAL,
     "optimizer.warmup_steps": NATURAL,
+    "optimizer.warmup_ratio": Range(0, 1),
     "optimizer.min_lr_ratio": Range(0, 1),
     "train.steps": COUNT,
     "train.max_seconds": NATURAL,

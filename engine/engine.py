@@ -33,6 +33,7 @@ from weft.engine.observability.heartbeat import Heartbeat
 from weft.engine.observability.measurement import StepRecords
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.observability.slots import SlotObserver
+from weft.engine.observability.usage import Usage, gather_usage
 from weft.engine.optimizing import OptimizingEngine
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.communicated import close_axes
@@ -409,12 +410,10 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
         group = self.grid.get_pipe_parallel_group() if self.is_pipe_parallel else None
         return self.records.timelines(self.schedule, self.pipe_rank, group)
 
-    def bubble_share(self) -> float:
-        """Share of the last step in which ranks did not compute, over all ranks; a collective call."""
-        idle = torch.tensor(self.records.idle_share(), device=self.device)
+    def usage(self) -> Usage:
+        """How much of all ranks' devices was used; a collective call."""
         with self.heartbeat.waiting():
-            dist.all_reduce(idle)
-        return float(idle) / self.world_size
+            return gather_usage(self.records.idle_share(), self.device)
 
     def describe(self) -> str:
         """One line on how the work is laid out."""

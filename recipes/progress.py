@@ -83,6 +83,7 @@ class Progress:
     def _metrics(self, loss: Tensor) -> dict[str, float]:
         now = perf_counter()
         seconds, self._last = (now - self._last) / self._config.logging.every, now
+        usage = self._engine.usage()
         scale = {"loss_scale": float(self._engine.optimizer.cur_scale)} if self._engine.fp16_enabled() else {}
         return {
             "loss": float(loss),
@@ -92,7 +93,8 @@ class Progress:
             "step_seconds": seconds,
             "tokens_per_second": self._tokens / seconds,
             "mfu": self._flops / seconds / self._peak,
-            "bubble_share": self._engine.bubble_share(),
+            "bubble_share": usage.bubble_share,
+            "peak_memory_gb": usage.peak_bytes / 1e9,
             **scale,
         }
 

@@ -50,6 +50,8 @@ class OptimizerConfig:
     """Learning-rate schedule after warm-up."""
     warmup_steps: int = 0
     """Steps of linear warm-up."""
+    warmup_ratio: float = 0.0
+    """Share of the steps that warm up, rounded up; above 0 it replaces `warmup_steps`."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a fraction of the peak, for cosine and linear."""
 

@@ -25,8 +25,8 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: fl
 def learning_rate(config: OptimizerConfig, total_steps: int) -> Callable[[Optimizer], LambdaLR]:
     """A function that creates the learning-rate schedule of an optimiser.
 
-    Linear warm-up over ``warmup_steps``, then the configured decay to ``min_lr_ratio`` of the peak
-    at ``total_steps``.
+    Linear warm-up over ``warmup_steps`` or a ``warmup_ratio`` of the steps, then the configured decay to
+    ``min_lr_ratio`` of the peak at ``total_steps``.
     """
     shapes: dict[LrSchedule, Callable[[float], float]] = {
         LrSchedule.constant: lambda _: 1.0,
@@ -36,10 +36,11 @@ def learning_rate(config: OptimizerConfig, total_steps: int) -> Callable[[Optimi
         ),
     }
     shape = shapes[config.schedule]
+    warmup = math.ceil(config.warmup_ratio * total_steps) or config.warmup_steps
 
     def factor(step: int) -> float:
-        if step < config.warmup_steps:
-            return (step + 1) / config.warmup_steps
-        return shape(min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)))
+        if step < warmup:
+            return (step + 1) / warmup
+        return shape(min(1.0, (step - warmup) / max(1, total_steps - warmup)))
 
     return lambda optimizer: LambdaLR(optimizer, factor)

@@ -16,8 +16,10 @@ from weft.recipes import logs
 from weft.recipes.logs import STEP, JsonLines
 from weft.tools.ranks import run_ranks
 
-METRICS = {"loss", "epoch", "lr", "grad_norm", "step_seconds", "tokens_per_second", "mfu", "bubble_share"}
-
+METRICS = {
+    *("loss", "epoch", "lr", "grad_norm", "step_seconds", "tokens_per_second", "mfu", "bubble_share"),
+    "peak_memory_gb",
+}
 
 BLOCK, HEADER = 32768, struct.Struct("<IHB")
 WHOLE, LAST = 1, 4
@@ -86,6 +88,16 @@ def test_every_log_holds_every_metric_at_its_step(tmp_path):
         stepped.step()
         scheduler.step()
     assert [train[step]["epoch"] for step in train] == sorted(line["epoch"] for line in train.values())
+
+
+@pytest.mark.parametrize(("ratio", "steps", "warmup"), [(0.0, 10, 4), (0.1, 10, 1), (0.25, 10, 3), (1.0, 10, 10)])
+def test_a_share_of_the_steps_replaces_their_number_in_the_warm_up(ratio, steps, warmup):
+    def rates(**warm_up):
+        stepped = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        factor = learning_rate(OptimizerConfig(lr=1.0, **warm_up), steps)(stepped).lr_lambdas[0]
+        return [factor(step) for step in range(steps)]
+
+    assert rates(warmup_ratio=ratio, warmup_steps=4) == rates(warmup_steps=warmup)
 
 
 def test_a_number_that_is_none_stays_json(tmp_path):

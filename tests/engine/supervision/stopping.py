@@ -88,5 +88,5 @@ def train_until_stopped(config: WeftConfig, page: Path, plan: Path, rank: int, f
     place.enter(Phase.steady)
     while True:
         loss = engine.train_batch()
-        engine.bubble_share()
+        engine.usage()
         float(loss)

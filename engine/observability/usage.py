@@ -1,0 +1,42 @@
+"""How much of the devices a run uses: computation and memory, over all ranks."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of all ranks.
+
+    Attributes:
+        bubble_share: share of the last step in which ranks did not compute, on average.
+        peak_bytes: most memory that a rank has held so far: tensors on its GPU, or its process's resident memory.
+    """
+
+    bubble_share: float
+    peak_bytes: int
+
+
+def gather_usage(idle_share: float, device: torch.device) -> Usage:
+    """Usage of all ranks, from each rank's own; a collective call.
+
+    Args:
+        idle_share: share of the last step in which this rank did not compute.
+        device: of this rank.
+    """
+    found = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64, device=device)
+    found[dist.get_rank()] = torch.tensor([idle_share, _peak_bytes(device)], dtype=torch.float64)
+    dist.all_reduce(found)  # each row of one rank: a sum is connected already, on all backends
+    shares, peaks = found.cpu().unbind(1)
+    return Usage(float(shares.mean()), int(peaks.max()))
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
