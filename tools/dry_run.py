@@ -15,6 +15,7 @@ from weft.engine.planning.memory import memory_checkpoint_bytes
 from weft.engine.planning.run_plan import RunPlan, plan_run
 from weft.engine.stages import load_hf_config
 from weft.pipeline.text import bound_text, bytes_text
+from weft.tools.first_row import first_row_lines
 
 
 def expected_plan(config: WeftConfig, *, num_nodes: int = 1, collectives: CollectiveCosts | None = None) -> RunPlan:
@@ -31,7 +32,7 @@ def expected_plan(config: WeftConfig, *, num_nodes: int = 1, collectives: Collec
 
 
 def report(config: WeftConfig) -> str:
-    """Stages, parameters and memory of each rank, ZeRO's collectives, and the schedule's predicted step.
+    """Each rank's stages, parameters and memory, ZeRO's collectives, the predicted step, and the first row of data.
 
     Raises:
         ValueError: as `expected_plan`.
@@ -61,6 +62,8 @@ def report(config: WeftConfig) -> str:
     ]
     if schedule.name == "auto":
         lines.append(bound_text(schedule, plan.step_costs.for_cell(schedule.placement.pipelines), plan.step_s))
+    if row := first_row_lines(config):
+        lines += ["", *row]
     return "\n".join(lines)
 
 

@@ -118,12 +118,12 @@ def check_schedule(config: WeftConfig) -> None:
 
 def check_data(config: WeftConfig) -> None:
     """Check that the data source exists and is well formed, local files line by line; and what becomes of the first."""
-    from weft.engine.data import check_source, load_tokenizer, try_to_encode  # torch, which other checks do not need
+    from weft.engine.data import check_source, encode_first, load_tokenizer  # torch, which other checks do not need
 
     check_source(config.data)
     words = config.model.tokenizer or config.model.path
     if is_here(config.data.path) and is_here(words):  # a hub is left to the ranks, which have to be there anyway
-        try_to_encode(config.data, load_tokenizer(config.model, config.data))
+        encode_first(config.data, load_tokenizer(config.model, config.data))
 
 
 def check_hub(config: WeftConfig) -> None:

@@ -4,7 +4,7 @@ from weft.engine.data.batch import Batch
 from weft.engine.data.chat import with_template
 from weft.engine.data.check import check_source
 from weft.engine.data.loader import MicrobatchLoader, build_loader
-from weft.engine.data.open import open_source, try_to_encode
+from weft.engine.data.open import encode_first, open_source
 from weft.engine.data.source import Source
 from weft.engine.data.tokenizer import load_tokenizer, vocabulary_for
 from weft.engine.stages.batch import count_label_tokens
@@ -17,10 +17,10 @@ __all__ = [
     "build_loader",
     "check_source",
     "count_label_tokens",
+    "encode_first",
     "load_tokenizer",
     "open_source",
     "refuse_packing",
-    "try_to_encode",
     "vocabulary_for",
     "with_template",
 ]

@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.conf.schema import DataConfig, DataKind
 from weft.engine.data.chat import ChatEncoder
 from weft.engine.data.corpus import load_corpus
-from weft.engine.data.documents import Part
+from weft.engine.data.documents import Document, Part
 from weft.engine.data.encode import Encoder, TextEncoder
 from weft.engine.data.location import BUILDERS, Location, locate
 from weft.engine.data.messages import chat_columns
@@ -57,8 +58,8 @@ def open_source(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, evaluat
     return StreamedSource(rows, encoder, name=data.path, block_documents=block, part=part)
 
 
-def try_to_encode(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Encode the first row of local data as training will, to find early what tokenizer and template refuse.
+def encode_first(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Document:
+    """The first row of local data as training will see it, to find early what tokenizer and template refuse.
 
     Raises:
         ValueError: the row cannot be read or encoded.
@@ -66,7 +67,9 @@ def try_to_encode(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = _read(replace(data, streaming=True), "split", Path(data.cache_dir).expanduser())
     row = next(iter(rows))
     encoder = _encoder(data, tokenizer, _fields(data, rows))
-    encoder([encoder.value_of(row)], [0])
+    columns = encoder([encoder.value_of(row)], [0])
+    ids = np.asarray(columns["input_ids"][0], dtype=np.int64)
+    return Document(ids, np.asarray(columns["labels"][0], dtype=np.int64) if "labels" in columns else ids)
 
 
 def _fields(data: DataConfig, rows: Dataset | IterableDataset) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from weft.conf.schema import DataConfig, DataKind, WeftConfig
-from weft.engine.data import build_loader, check_source, try_to_encode
+from weft.engine.data import build_loader, check_source, encode_first
 from weft.engine.data.chat import ChatEncoder, label
 from weft.engine.data.documents import IGNORED
 from weft.engine.data.messages import chat_columns, messages_of
@@ -213,7 +213,7 @@ def test_every_form_of_conversation_is_learnt_alike(tokenizer, tmp_path, form, s
         kind=DataKind.chat, path=path, sequence_length=64, streaming=streaming, cache_dir=str(tmp_path / "cache")
     )
     check_source(config)
-    try_to_encode(config, tokenizer)
+    encode_first(config, tokenizer)
     loader = build_loader(config, tokenizer, microbatch_size=1, replica=0, num_replicas=1, seed=0)
     batch = next(loader)
     loader.close()
@@ -252,7 +252,7 @@ def test_a_broken_template_is_found_with_the_first_row(tokenizer, write, case):
     template, message = BROKEN_TEMPLATES[case]
     config = DataConfig(kind=DataKind.chat, path=write("a.jsonl", [FORMS["messages"]]), chat_template=template)
     with pytest.raises(ValueError, match=message):
-        try_to_encode(config, tokenizer)
+        encode_first(config, tokenizer)
 
 
 def test_an_export_has_the_template_that_was_trained_with(tokenizer, tmp_path, monkeypatch):

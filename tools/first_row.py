@@ -1,0 +1,54 @@
+"""The first row of a run's data as the model will see it: its text, and which of its tokens the loss counts."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from transformers import PreTrainedTokenizerBase
+
+from weft.conf.schema import DataKind, WeftConfig
+from weft.engine.data import encode_first, load_tokenizer
+from weft.engine.data.documents import IGNORED, Document
+from weft.tools.preflight import is_here
+
+MOST_CHARACTERS = 800
+"""Of a row, that are shown."""
+
+
+def first_row_lines(config: WeftConfig) -> list[str]:
+    """Lines that show the first row of local data; none for the embedded corpus and for data of a hub.
+
+    Tokens that count stand in «these», unless all of them do.
+    """
+    if config.data.kind is DataKind.corpus or not is_here(config.data.path):
+        return []
+    try:
+        tokenizer = load_tokenizer(config.model, config.data)
+        row = encode_first(config.data, tokenizer)
+    except ValueError as error:
+        return [f"first row: not shown ({error})"]
+    counted = sum(label != IGNORED for label in row.labels)
+    which = "all of which count" if counted == len(row.ids) else f"of which {counted:,} count in the loss, «these»"
+    text = _marked(row, tokenizer) if counted < len(row.ids) else _printable(tokenizer.decode(row.ids))
+    return [f"first row of {config.data.path}: {len(row.ids):,} tokens, {which}", *_shortened(text).splitlines()]
+
+
+def _marked(row: Document, tokenizer: PreTrainedTokenizerBase) -> str:
+    parts = []
+    at = 0
+    for counts, labels in groupby(row.labels, lambda label: label != IGNORED):
+        here = len(list(labels))
+        text = _printable(tokenizer.decode(row.ids[at : at + here]))
+        parts.append(f"«{text}»" if counts else text)
+        at += here
+    return "".join(parts)
+
+
+def _printable(text: str) -> str:
+    """Without what would steer a terminal."""
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
+def _shortened(text: str) -> str:
+    half = MOST_CHARACTERS // 2
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} [...] {text[-half:]}"
