@@ -17,7 +17,9 @@ def words(tmp_path):
 
 def lines(tmp_path, words, row, *settings):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    return first_row_lines(load(["recipe=sft", "model.arch=llama", words, f"data.path={tmp_path}/rows.jsonl", *settings]))
+    return first_row_lines(
+        load(["recipe=sft", "model.arch=llama", words, f"data.path={tmp_path}/rows.jsonl", *settings])
+    )
 
 
 def test_what_the_loss_counts_is_marked(tmp_path, words):
