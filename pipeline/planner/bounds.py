@@ -113,6 +113,19 @@ class Bounds:
         )
         return pipeline_s + least.ends_s
 
+    def price_seconds(self, shape: Shape, route: Route = ANYWHERE) -> float:
+        """Prices of GPUs per hour times the seconds for which they compute in a step, together.
+
+        Ranks may share the model out as they like: each part of it costs what it costs where that is least.
+
+        Args:
+            route: how the pipelines begin; ranks that it leaves may lie at any other sites.
+        """
+        is_whole, sites, speeds = route.is_whole(shape), self._cluster.sites, self._speeds(shape)
+        at = route.sites if is_whole else [site for site, cap in enumerate(self.caps(shape)) if cap]
+        least = min(sites[site].price * speeds[site].whole_s for site in at)
+        return shape.lines * shape.microbatches * least
+
     def further_across_s(self, shape: Shape, route: Route) -> float:
         """What replicas at the sites of a route take longer to reduce over the WAN than at the best sites, at least.
 

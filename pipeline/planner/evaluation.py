@@ -87,6 +87,7 @@ class Evaluation:
         if (step_s := self._bounds.step_s(shape)) in (None, inf):
             self.refused.links()
             return None
+        price = max(price, self._bounds.price_seconds(shape) / step_s)
         return self._request.score_of(step_s, None, price, 0.0, self._tokens(shape))
 
     def across_bound(self, shape: Shape) -> float:
@@ -116,6 +117,7 @@ class Evaluation:
         if step_s == inf:
             self.refused.links()
             return None
+        price = max(price, self._bounds.price_seconds(shape, route) / step_s)
         return request.score_of(step_s, None, price, self._egress(shape, route), self._tokens(shape))
 
     def candidates(self, shape: Shape, route: Route) -> Iterator[Candidate]:

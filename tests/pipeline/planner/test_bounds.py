@@ -45,12 +45,12 @@ class Simple(Estimates):
         return OPTIMIZER_S * work.parameters / UNIT
 
 
-def of(*hosts, gpus=(), layers=8, latency_s=0.0, transit_s=0.0, cell=None, links=None):
+def of(*hosts, gpus=(), prices=(), layers=8, latency_s=0.0, transit_s=0.0, cell=None, links=None):
     """Bounds of a model of equal layers on sites with so many GPUs; a micro-batch takes ``transit_s`` per link."""
     kinds = gpus or ["A100"] * len(hosts)
     sites = [
-        site(str(number), hosts=count, gpus_per_host=1, gpu=gpu)
-        for number, (count, gpu) in enumerate(zip(hosts, kinds, strict=True))
+        site(str(number), hosts=count, gpus_per_host=1, gpu=gpu, price=price)
+        for number, (count, gpu, price) in enumerate(zip(hosts, kinds, prices or [1.5] * len(hosts), strict=True))
     ]
     made = cluster(*sites, latency_s=latency_s, bandwidth_bps=1 / transit_s if transit_s else float("inf"))
     if links is not None:
@@ -118,6 +118,23 @@ OPTIMIZER_OF_4 = OPTIMIZER_S * 2
 )
 def test_what_takes_longest_bounds_a_step(bound, some, expected_s):
     assert bound.step_s(some) == pytest.approx(expected_s, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("some", "route", "expected"),
+    [
+        # All work where it costs least: 4 micro-batches of 8 layers, 3 passes of a second each for 1 an hour ...
+        (shape(2, 4), Route((), ()), 4 * 8 * 3 * 1.0),
+        (shape(2, 4, replicas=4), Route((), ()), 4 * 4 * 8 * 3 * 1.0),
+        # ... also where some ranks have to be elsewhere, because these may have next to nothing to do,
+        (shape(2, 4), Route((1,), (1,)), 4 * 8 * 3 * 1.0),
+        # ... and of half a second for 3 an hour, where no rank is left that could be at the cheapest.
+        (shape(2, 4), Route((1,), (2,)), 4 * 8 * 3 * 0.5 * 3.0),
+    ],
+)
+def test_work_costs_what_it_costs_where_that_is_least(some, route, expected):
+    bound = of(16, 16, gpus=["A100", "H100"], prices=[1.0, 3.0])
+    assert bound.price_seconds(some, route) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(
