@@ -1,6 +1,8 @@
 """`weft schedule` and `weft simulate`, as scripts call them."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,8 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.serialization import load_schedule
 from weft.tools import cli
 from weft.tools.schedule import place
+
+BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
 
 def run(capsys, *words):
@@ -50,6 +54,31 @@ def test_every_answer_says_how_far_it_is_from_the_bound_and_what_it_holds(capsys
     text = run(capsys, "schedule", "auto", "--ranks", 4, "--microbatches", 8, "--memory-cap", 9)
     assert "step 51 s, which is the lower bound of 51 s" in text
     assert "(cap 9 B)" in text
+
+
+PLACEMENTS = {  # as the table says them, and how many chunks one of their stages is
+    "straight (a stage is two chunks)": (Placement.straight(4), 2),
+    "two chunks": (Placement.interleaved(4, 2), 1),
+    "fold": (Placement.fold(4), 1),
+}
+
+
+def test_the_table_of_the_docs_is_what_the_command_says(capsys):
+    """Its steps, placements and live chunks: those of `weft schedule KIND`, as the engine runs it."""
+    part = BENCHMARKS.read_text().partition("\n## Schedules\n\n")[2]
+    words = re.match(r"`weft (schedule KIND .*?)`", part).group(1)
+    table = [line for line in part.split("\n\n")[1].splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert rows[0] == ["", "placement", "step", "live chunks at the peak rank"]
+    assert [row[0] for row in rows[2:]] == ["1f1b", "interleaved", "w", "dualpipev", "zbv", "auto"]
+    for kind, placement, step, live in rows[2:]:
+        placed, chunks = PLACEMENTS[placement]
+        assert place(kind, 4, None, (), None) == placed
+        text = run(capsys, *words.replace("KIND", kind).split())
+        predicted = re.search(rf"^{kind} predicted: step (\S+) s", text, re.MULTILINE).group(1)
+        assert float(predicted) * chunks == float(step), kind
+        held = [int(found) for found in re.findall(r"^\d .* B +(\d+)$", text, re.MULTILINE)]
+        assert len(held) == 4 and max(held) * chunks == int(live), kind
 
 
 @pytest.mark.parametrize("kind", ["auto", "1f1b"])

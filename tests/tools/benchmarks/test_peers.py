@@ -3,16 +3,21 @@
 import json
 import os
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 
 from weft.engine.emulation.stage import EmulatedWork
+from weft.pipeline.action import slot_text
 from weft.pipeline.costs import LinkCost
+from weft.pipeline.generators import generate
+from weft.pipeline.placement import Placement
 from weft.tools.benchmarks import engine as bench_engine
 from weft.tools.benchmarks import schedules as bench_schedules
 from weft.tools.benchmarks.peers import race as race_module
-from weft.tools.benchmarks.peers.case import EngineCase, middle_and_spread
+from weft.tools.benchmarks.peers import table
+from weft.tools.benchmarks.peers.case import EngineCase, RankRun, middle_and_spread
 from weft.tools.benchmarks.peers.link import Way, measure_link
 from weft.tools.benchmarks.peers.table import PEERS, PeerRun, measure
 from weft.tools.ranks import run_ranks
@@ -35,6 +40,14 @@ IDEAL_LAYER_TIMES = {  # of SMALL: 2 ranks, one or two virtual stages each, in u
     "weft-zbv": 25,
 }
 
+LIVE_LAYERS = {  # of SMALL: most that a rank holds, two stages of two layers or four of one
+    "deepspeed-1f1b": (4, 2),
+    "torch-1f1b": (4, 2),
+    "weft-1f1b": (4, 2),
+    "torch-zbv": (4, 4),
+    "weft-zbv": (4, 4),
+}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("peer", PEERS)
@@ -47,6 +60,27 @@ def test_every_peer_runs(peer):
     assert (run.profiled_s or 0.0) >= run.ideal_s * peer.startswith("weft")
     if peer in IDEAL_LAYER_TIMES:
         assert run.ideal_s == pytest.approx(IDEAL_LAYER_TIMES[peer] * 0.002)
+    if peer in LIVE_LAYERS:
+        assert run.live_layers == LIVE_LAYERS[peer]
+    if peer == "weft-auto-zbv":  # the one to compare with ZBV: no more than it at any rank
+        assert max(run.live_layers) <= min(LIVE_LAYERS["torch-zbv"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "placement", "num_layers", "live_layers"),
+    [
+        ("1f1b", Placement.straight(2), 4, (4, 2)),
+        ("gpipe", Placement.straight(2), 4, (8, 8)),
+        ("zbv", Placement.fold(2), 4, (4, 4)),
+        ("zbv", Placement.fold(2), 12, (12, 12)),
+    ],
+)
+def test_what_an_engine_holds_is_counted_in_the_rows_that_it_ran(monkeypatch, kind, placement, num_layers, live_layers):
+    """In layers, so that engines whose stages differ can be compared."""
+    ran = generate(kind, placement, 4)
+    cells = [tuple(slot_text(slot) for slot in row) for row in ran.rows]
+    monkeypatch.setattr(table, "run_ranks", lambda *_, **__: [RankRun((1.0, 1.0), row) for row in cells])
+    assert measure("torch-zbv", replace(SMALL, num_layers=num_layers)).live_layers == live_layers
 
 
 @pytest.mark.parametrize("way", Way)
@@ -131,6 +165,15 @@ def test_bench_schedules(no_processes, capsys):
     out = capsys.readouterr().out
     assert out.count("Weft zbv") == 8
     assert "1.00x best" in out
+    lines = [line.strip() for line in out.splitlines()]
+    heads = [line for line in lines if line.startswith("engine ")]
+    rows = [line for line in lines if line.startswith(tuple(f"{peer.title}  " for peer in PEERS.values()))]
+    assert len(heads) == 8 and len(rows) == 8 * len(PEERS)
+    for line in heads:  # which of them may be compared is told beside each
+        assert "live layers" in line
+    for line in rows:
+        assert line.split()[-4:] == ["2", "1", "1.00x", "best"]
+    assert "Compare engines that hold as much" in out
     with pytest.raises(ValueError, match="--engines nonsense: not known; choose from deepspeed-1f1b"):
         bench_schedules.main(["--engines", "nonsense"])
     with pytest.raises(ValueError, match="--json /nowhere/x"):

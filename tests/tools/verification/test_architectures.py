@@ -1,8 +1,11 @@
 """The table of architectures: what is found, kept and shown; a few types tried for good."""
 
 import os
+import re
+from pathlib import Path
 
 import pytest
+import transformers
 
 from weft.tools.verification import architectures, parity, shared_architectures
 from weft.tools.verification.architecture_page import SHARED, page, summary
@@ -71,6 +74,48 @@ def test_the_page():
     assert r"| gemma3n | Gemma3nForCausalLM | refused: layers \| share |  |  |" in lines
     assert "| llama | exact | exact | exact |" in lines
     assert "- **tensor 2**: 1 exact, 1 refused, 1 untried, 0 WRONG." in lines
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "architectures.md"
+
+
+def _findings_of(text: str) -> tuple[list[Finding], dict[str, list[Finding]]]:
+    """What a page says: of stages, and of members of each axis."""
+    version = re.search(r"Every type that transformers (\S+) has", text).group(1)
+    stages, shared = text.split("## Inside of layers")
+    rows = [[cell.strip().replace(r"\|", "|") for cell in row] for row in _rows_of(stages)]
+    of_axes = [[cell.strip().replace(r"\|", "|") for cell in row] for row in _rows_of(shared)]
+    classes = {model_type: model_class for model_type, model_class, *_ in rows}
+
+    def finding(model_type: str, cell: str, *rest: str, **more: str) -> Finding:
+        verdict, _, reason = cell.partition(": ")
+        name = classes[model_type]
+        return Finding(model_type, name, Verdict(verdict), reason, *rest, transformers=version, **more)
+
+    return [finding(name, *cells) for name, _, *cells in rows], {
+        axis: [finding(row[0], row[column], shared=axis) for row in of_axes]
+        for column, axis in enumerate(SHARED, start=1)
+    }
+
+
+def _rows_of(part: str) -> list[list[str]]:
+    lines = [line for line in part.splitlines() if line.startswith("| ")]
+    return [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines[1:]]  # without the head
+
+
+def test_the_page_of_the_docs_is_of_the_types_that_there_are():
+    """It is what `page` writes of its own rows, so that counts, too, are true; and those are of this transformers."""
+    text = PAGE.read_text()
+    stages, shared = _findings_of(text)
+    assert {finding.transformers for finding in stages} == {transformers.__version__}, "run `weft parity --all`"
+    assert [finding.model_type for finding in stages] == architectures.causal_types()
+    assert {name: architectures.causal_class(name) for name in architectures.causal_types()} == {
+        finding.model_type: finding.model_class for finding in stages
+    }
+    for axis in SHARED:
+        assert [finding.model_type for finding in shared[axis]] == architectures.causal_types(), axis
+    assert page(stages, shared) == text
+    assert Verdict.wrong not in {finding.verdict for found in (stages, *shared.values()) for finding in found}
 
 
 def _die(model_type: str) -> Finding:
