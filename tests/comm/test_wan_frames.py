@@ -24,12 +24,12 @@ DATA, ACK, CREDIT, PING, PONG, BYE = range(1, 7)
 
 
 class RoguePeer:
-    """Speaks the wire format in plain Python, as rank 5."""
+    """Speaks the wire format in plain Python, as rank 5 unless told otherwise."""
 
-    def __init__(self, address, *, to=1, slot=0, chunk_bytes=CHUNK, job=""):
+    def __init__(self, address, *, rank=5, to=1, slot=0, chunk_bytes=CHUNK, job=""):
         self.socket = socket.create_connection(address, timeout=5)
         head = struct.pack("<8s16s", b"weftwan2", hashlib.sha256(job.encode()).digest())
-        hello = head + struct.pack("<IIQIIII", 5, to, 99, slot, slot + 1, chunk_bytes, 0) + os.urandom(32)
+        hello = head + struct.pack("<IIQIIII", rank, to, 99, slot, slot + 1, chunk_bytes, 0) + os.urandom(32)
         self.socket.sendall(hello)
         challenge = self._exactly(80)
         key = KEY.derived("authentication")

@@ -1,0 +1,260 @@
+"""What a chunk costs beside its bytes: frames, acknowledgements, and the transport's system calls.
+
+The transport is held until all is there that it is to handle, so that what is counted depends on no
+machine and no load.
+"""
+
+import ctypes
+import socket
+import struct
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import astuple, dataclass
+from fcntl import ioctl
+from pathlib import Path as File
+from termios import TIOCOUTQ
+
+import pytest
+import torch
+
+from tests.comm.test_wan import KEY, noise, until
+from tests.comm.test_wan_frames import ACK, CHUNK, CREDIT, DATA, PING, PONG, RoguePeer
+from weft.comm.channel import TensorSpec
+from weft.comm.native import build
+from weft.comm.wan import library, transport
+from weft.comm.wan.endpoint import WanEndpoint
+from weft.comm.wan.transport import Path
+
+WRAPPED = ("recv", "readv", "send", "sendmsg", "epoll_wait", "ppoll")
+BUFFER = 64 << 10
+CHUNKS = 12  # with their frames less than the 64 kB that a fresh connection takes unread
+HEADER, RECORD = 96, 22  # bytes of a chunk's frame, and what TLS adds to a record
+TICK_S = 0.05  # without work the loop looks about it so often, and may have a ping to send
+LEAST_BATCH_MS, LEAST_BATCH_BYTES = 1.0, 32 << 10  # an iteration of the loop lasts so long, or moves so much
+
+
+@dataclass(frozen=True)
+class Calls:
+    """System calls of one endpoint's thread, up to a moment."""
+
+    reads: int
+    writes: int
+    waits: int
+    written_bytes: int
+    at_s: float
+
+    def __sub__(self, before):
+        return Calls(*(late - early for late, early in zip(astuple(self), astuple(before), strict=True)))
+
+    @property
+    def ticks(self):
+        """Of each call so many more, where the time between is one in which the loop looked about it and pinged."""
+        return 2 + int(self.at_s / TICK_S)
+
+
+class Watched:
+    """An endpoint of one connection, whose thread's system calls are counted."""
+
+    def __init__(self, native, rank, *, tls=False):
+        settings = {"chunk_bytes": CHUNK, "buffer_bytes": BUFFER, "deadline_s": 20.0, "connections": 1}
+        before = _threads()
+        self.end = WanEndpoint(rank=rank, bind="127.0.0.1", key=KEY, tls=tls, **settings)
+        (self._thread,) = _threads() - before
+        self._native = native
+
+    @property
+    def calls(self):
+        found = (ctypes.c_uint64 * 4)()
+        self._native.counted_calls(self._thread, found)
+        return Calls(*found, time.monotonic())
+
+    @contextmanager
+    def held(self):
+        """It goes on when all has been said."""
+        self._native.counted_hold(self._thread)
+        until(self._native.counted_stands)
+        try:
+            yield
+        finally:
+            self._native.counted_hold(0)
+
+
+def _threads():
+    tasks = list(File("/proc/self/task").iterdir())
+    found = set()
+    for task in tasks:
+        with suppress(OSError):  # it has ended meanwhile
+            if (task / "comm").read_text().strip() == "weft wan":
+                found.add(int(task.name))
+    return found
+
+
+class Counting(RoguePeer):
+    """A peer that says several chunks in one piece, and counts the frames that it hears."""
+
+    def settle(self):
+        """What the other side has had to say is heard."""
+        self.say(PING, offset=7)
+        self.hear(PONG, 0, 7)
+
+    def say_at_once(self, *frames):
+        """Returns when the other side's kernel has all of it."""
+        self.socket.sendall(b"".join(frames))
+        until(lambda: not struct.unpack("i", ioctl(self.socket, TIOCOUTQ, bytes(4)))[0])
+
+    def hear(self, *last):
+        """The kinds of the frames up to one of this kind, lane and number; without those that ask who is there."""
+        kinds, frame = [], None
+        while frame != last:
+            frame = self._frame()
+            kinds.append(frame[0])
+        return [kind for kind in kinds if kind not in (PING, PONG)]
+
+    def hear_chunks(self, count):
+        """The same up to so many chunks."""
+        kinds = []
+        while kinds.count(DATA) < count:
+            kinds.append(self._frame()[0])
+        return [kind for kind in kinds if kind not in (PING, PONG)]
+
+    def _frame(self):
+        kind, lane, number = struct.unpack_from("<HHQ", self._exactly(32), 4)
+        if kind == DATA:
+            self._exactly(struct.unpack_from("<I", self._exactly(64))[0])
+        return kind, lane, number
+
+
+@pytest.fixture(scope="module")
+def native():
+    """A build of the transport that counts."""
+    here = File(__file__).parent / "counted_transport.cpp"
+
+    def counting(sources, *, kind, flags):
+        more = [f"-I{sources[0].parent}", *(f"-Wl,--wrap={name}" for name in WRAPPED)]
+        return build([here, *sources], kind=kind, flags=[*flags, *more])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "build", counting)
+        made = library.load.__wrapped__()
+        patch.setattr(transport, "load", lambda: made)
+        yield made
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def victim(native, stack):
+    watched = Watched(native, 1)
+    stack.callback(watched.end.close, linger_s=0.0)
+    watched.end.link(5)
+    return watched
+
+
+def frames(data, message=0):
+    """A message's chunks."""
+    starts = range(0, len(data), CHUNK)
+    return [RoguePeer.frame(DATA, data[at : at + CHUNK], total=len(data), offset=at, message=message) for at in starts]
+
+
+def test_chunks_that_come_together_take_a_read_each_and_one_acknowledgement(victim):
+    """A read brings the next chunk's header along; the acknowledgement counts all that are complete."""
+    data = bytes(noise(CHUNKS * CHUNK))
+    receive = victim.end.channel(5).recv("a", TensorSpec((len(data),), torch.uint8))
+    peer = Counting(victim.end.address)
+    peer.hear(CREDIT, 0, len(data) + BUFFER)
+    peer.settle()
+    with victim.held():
+        peer.say_at_once(*frames(data))
+        before = victim.calls
+    assert peer.hear(ACK, 0, CHUNKS) == [ACK]
+    assert bytes(receive.wait()) == data
+    spent = victim.calls - before
+    assert CHUNKS <= spent.reads <= CHUNKS + spent.ticks
+    assert spent.writes <= 1 + spent.ticks and spent.waits <= 2 + spent.ticks
+
+
+def test_a_chunk_is_one_write_and_one_acknowledgement_may_be_of_all(victim):
+    """Its header goes with it."""
+    data = noise(CHUNKS * CHUNK)
+    peer = Counting(victim.end.address)
+    peer.say(CREDIT, offset=data.nbytes)
+    victim.end.channel(5)
+    peer.settle()
+    with victim.held():
+        send = victim.end.channel(5).send("a", data)
+        before = victim.calls
+    assert peer.hear_chunks(CHUNKS) == [DATA] * CHUNKS
+    peer.say(ACK, offset=CHUNKS)
+    send.wait()
+    spent = victim.calls - before
+    assert CHUNKS <= spent.writes <= CHUNKS + spent.ticks and spent.reads <= 1 + spent.ticks
+
+
+def test_a_relay_reads_and_writes_a_chunk_once_and_says_once_what_it_has_passed_on(victim):
+    """Its credit goes up when the next link has a message: also of several, once."""
+    victim.end.link(6)
+    victim.end.relay(Path(5, 0), Path(6, 0))
+    one, other = Counting(victim.end.address), Counting(victim.end.address, rank=6)
+    other.say(CREDIT, offset=CHUNKS * CHUNK)
+    one.settle()
+    other.settle()
+    data = bytes(noise(CHUNKS * CHUNK))
+    with victim.held():
+        pieces = [frames(data[at : at + 4 * CHUNK], message=at // (4 * CHUNK)) for at in range(0, len(data), 4 * CHUNK)]
+        one.say_at_once(*(frame for piece in pieces for frame in piece))
+        before = victim.calls
+    assert one.hear(ACK, 0, CHUNKS) == [ACK]
+    assert other.hear_chunks(CHUNKS) == [DATA] * CHUNKS
+    other.say(ACK, offset=CHUNKS)
+    assert one.hear(CREDIT, 0, BUFFER + len(data)) == [CREDIT]
+    spent = victim.calls - before
+    assert spent.reads <= CHUNKS + 3 + 2 * spent.ticks
+    assert spent.writes <= CHUNKS + 2 + 2 * spent.ticks
+
+
+def test_small_messages_in_a_row_are_served_together(victim):
+    """An iteration of the loop lasts so long or moves so much: not one for every packet."""
+    count = 200
+    victim.end.channel(5)
+    peer = Counting(victim.end.address)
+    peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.settle()
+    before = victim.calls
+    for message in range(count):
+        peer.say(DATA, b"x" * 100, total=100, message=message)
+        time.sleep(1e-4)
+    acknowledgements = peer.hear(ACK, 0, count)
+    spent = victim.calls - before
+    most = spent.at_s * 1e3 / LEAST_BATCH_MS + count * (HEADER + 100) / LEAST_BATCH_BYTES + 1
+    assert set(acknowledgements) == {ACK} and len(acknowledgements) <= most
+    assert spent.writes <= most + spent.ticks and spent.waits <= 2 * (most + spent.ticks)
+
+
+def test_tls_reads_many_records_at_once(native, stack):
+    """A chunk is two of them, and what the kernel has of all is one read."""
+    sender, receiver = (Watched(native, rank, tls=True) for rank in (0, 1))
+    for watched in (sender, receiver):
+        stack.callback(watched.end.close, linger_s=0.0)
+    receiver.end.link(0)
+    sender.end.link(1, address=receiver.end.address)
+    data = noise(CHUNKS * CHUNK)
+    channels = sender.end.channel(1), receiver.end.channel(0)
+    receive = channels[1].recv("first", TensorSpec((1,), torch.uint8))
+    channels[0].send("first", noise(1)).wait()
+    receive.wait()
+    receive = channels[1].recv("a", TensorSpec((data.nbytes,), torch.uint8))
+    with receiver.held():
+        before = receiver.calls, sender.calls
+        send = channels[0].send("a", data)
+        size = CHUNKS * (HEADER + CHUNK + 2 * RECORD)
+        until(lambda: (sender.calls - before[1]).written_bytes >= size)
+        writes = (sender.calls - before[1]).writes
+    assert torch.equal(receive.wait(), data)
+    send.wait()
+    spent = receiver.calls - before[0]
+    assert spent.reads <= 1 + spent.ticks and spent.writes <= 1 + spent.ticks
+    assert writes <= CHUNKS + spent.ticks
