@@ -165,7 +165,7 @@ public:
             connection->begin(chunk);
             flush(*connection);
         }
-        return true;
+        return !slots.empty();  // without a connection so far there is nothing to send on
     }
 
     // When `pump` can send more without any other event; 0 if unknown.

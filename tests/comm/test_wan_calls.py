@@ -234,6 +234,16 @@ def test_small_messages_in_a_row_are_served_together(victim):
     assert spent.writes <= most + spent.ticks and spent.waits <= 2 * (most + spent.ticks)
 
 
+@pytest.mark.parametrize("address", [None, ("127.0.0.1", 9)], ids=["listens", "connects"])
+def test_who_waits_for_a_peer_only_looks_about_now_and_then(victim, address):
+    """No core is spent on a rank that comes late."""
+    victim.end.link(7, address=address)
+    before = victim.calls
+    time.sleep(0.4)
+    spent = victim.calls - before
+    assert spent.waits <= 3 * spent.ticks  # opening a connection is an event or two
+
+
 def test_tls_reads_many_records_at_once(native, stack):
     """A chunk is two of them, and what the kernel has of all is one read."""
     sender, receiver = (Watched(native, rank, tls=True) for rank in (0, 1))
