@@ -95,6 +95,7 @@ public:
 
     // The next link has sent a relayed message: grant as much credit again.
     void relayed(uint64_t total) {
+        passing_--;
         posted_bytes_ += total;
         credit_due = true;
     }
@@ -114,10 +115,9 @@ public:
     // The message that a chunk belongs to; null for a duplicate.
     Incoming *arriving(const Frame &frame, uint32_t chunk_bytes, std::vector<Completed> &completed) {
         if (frame.message < done_below_ || done_.count(frame.message)) return nullptr;
-        if (relay && frame.total > buffer_bytes)
-            refuse("a relayed message of " + std::to_string(frame.total) + " bytes: the limit is " +
-                   std::to_string(buffer_bytes) + " bytes");
-        if (unexpected_ >= MAX_UNEXPECTED && !incoming_.count(frame.message))
+        bool known = incoming_.count(frame.message);
+        if (!known && relay) check_relayed(frame.total);
+        if (!known && unexpected_ >= MAX_UNEXPECTED)
             refuse("more than " + std::to_string(MAX_UNEXPECTED) +
                    " messages arrived before their receives were posted");
         if (!disagreement.empty()) return nullptr;
@@ -130,7 +130,8 @@ public:
             message.missing = num_chunks(frame.total, chunk_bytes);
             chunk_bytes_ = chunk_bytes;
             unexpected_++;
-            open_next(completed);
+            if (relay) take_for_relay(frame.message, message, completed);
+            else open_next(completed);
         }
         if (message.total != frame.total || message.tag != frame.tag_text())
             throw Broken("received inconsistent chunks of one message");
@@ -199,10 +200,6 @@ private:
     void open_next(std::vector<Completed> &completed) {
         for (auto next = incoming_.find(opened_); next != incoming_.end(); next = incoming_.find(opened_)) {
             uint64_t ordinal = opened_++;
-            if (relay) {
-                take_for_relay(ordinal, next->second, completed);
-                continue;
-            }
             std::string tag = next->second.tag;
             by_tag_[tag].messages.push_back(ordinal);
             match(tag, completed);
@@ -252,17 +249,37 @@ private:
         uint64_t total;
         bool complete = false;
     };
-    std::deque<std::shared_ptr<Relayed>> relayed_;
+    std::map<uint64_t, Relayed> relayed_;  // by number; forwarded in order
+    uint64_t forwarded_ = 0;               // all below it are
+    uint64_t begun_bytes_ = 0;             // of all so far
+    size_t passing_ = 0;                   // messages that the next link has not sent yet
 
+    // A peer sends a message once its first chunk is within its credit, so all that have begun exceed what was granted
+    // by one message at most.
+    void check_relayed(uint64_t total) {
+        if (total > buffer_bytes)
+            refuse("a relayed message of " + std::to_string(total) + " bytes: the limit is " +
+                   std::to_string(buffer_bytes) + " bytes");
+        else if (passing_ >= MAX_UNEXPECTED)
+            refuse("more than " + std::to_string(MAX_UNEXPECTED) + " messages arrived that could not be passed on");
+        else if (begun_bytes_ + total > granted() + buffer_bytes)
+            throw Broken("the peer sent more than its credit");
+    }
+
+    // A relay needs no earlier message to know where one goes, so none of its chunks has to be stashed.
     void take_for_relay(uint64_t ordinal, Incoming &message, std::vector<Completed> &completed) {
         std::shared_ptr<char[]> data(new char[std::max<uint64_t>(1, message.total)]);
-        relayed_.push_back(std::make_shared<Relayed>(Relayed{message.tag, message.priority, data, message.total}));
+        passing_++;
+        begun_bytes_ += message.total;
+        relayed_[ordinal] = {message.tag, message.priority, data, message.total};
         auto *request = new Request;
-        request->then = [this, entry = relayed_.back()](const std::string &error) {
-            entry->complete = error.empty();
-            for (; !relayed_.empty() && relayed_.front()->complete; relayed_.pop_front())
-                relay(relayed_.front()->tag, relayed_.front()->priority, relayed_.front()->data,
-                      relayed_.front()->total);
+        request->then = [this, ordinal](const std::string &error) {
+            relayed_[ordinal].complete = error.empty();
+            for (auto next = relayed_.find(forwarded_); next != relayed_.end() && next->second.complete;
+                 next = relayed_.find(++forwarded_)) {
+                relay(next->second.tag, next->second.priority, next->second.data, next->second.total);
+                relayed_.erase(next);
+            }
         };
         outstanding_bytes_ += message.total;
         adopt(message, std::unique_ptr<Receive>(new Receive{request, data.get(), message.total, message.tag}));

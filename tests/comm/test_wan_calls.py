@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.comm.test_wan import KEY, noise, until
-from tests.comm.test_wan_frames import ACK, CHUNK, CREDIT, DATA, PING, PONG, RoguePeer
+from tests.comm.test_wan_frames import ACK, CHUNK, CREDIT, DATA, RoguePeer
 from weft.comm.channel import TensorSpec
 from weft.comm.native import build
 from weft.comm.wan import library, transport
@@ -55,10 +55,10 @@ class Calls:
 class Watched:
     """An endpoint of one connection, whose thread's system calls are counted."""
 
-    def __init__(self, native, rank, *, tls=False):
-        settings = {"chunk_bytes": CHUNK, "buffer_bytes": BUFFER, "deadline_s": 20.0, "connections": 1}
+    def __init__(self, native, rank, **settings):
+        usual = {"chunk_bytes": CHUNK, "buffer_bytes": BUFFER, "deadline_s": 20.0, "connections": 1, "tls": False}
         before = _threads()
-        self.end = WanEndpoint(rank=rank, bind="127.0.0.1", key=KEY, tls=tls, **settings)
+        self.end = WanEndpoint(rank=rank, bind="127.0.0.1", key=KEY, **{**usual, **settings})
         (self._thread,) = _threads() - before
         self._native = native
 
@@ -89,39 +89,10 @@ def _threads():
     return found
 
 
-class Counting(RoguePeer):
-    """A peer that says several chunks in one piece, and counts the frames that it hears."""
-
-    def settle(self):
-        """What the other side has had to say is heard."""
-        self.say(PING, offset=7)
-        self.hear(PONG, 0, 7)
-
-    def say_at_once(self, *frames):
-        """Returns when the other side's kernel has all of it."""
-        self.socket.sendall(b"".join(frames))
-        until(lambda: not struct.unpack("i", ioctl(self.socket, TIOCOUTQ, bytes(4)))[0])
-
-    def hear(self, *last):
-        """The kinds of the frames up to one of this kind, lane and number; without those that ask who is there."""
-        kinds, frame = [], None
-        while frame != last:
-            frame = self._frame()
-            kinds.append(frame[0])
-        return [kind for kind in kinds if kind not in (PING, PONG)]
-
-    def hear_chunks(self, count):
-        """The same up to so many chunks."""
-        kinds = []
-        while kinds.count(DATA) < count:
-            kinds.append(self._frame()[0])
-        return [kind for kind in kinds if kind not in (PING, PONG)]
-
-    def _frame(self):
-        kind, lane, number = struct.unpack_from("<HHQ", self._exactly(32), 4)
-        if kind == DATA:
-            self._exactly(struct.unpack_from("<I", self._exactly(64))[0])
-        return kind, lane, number
+def say_at_once(peer, frames):
+    """Returns when the other side's kernel has all of it."""
+    peer.socket.sendall(b"".join(frames))
+    until(lambda: not struct.unpack("i", ioctl(peer.socket, TIOCOUTQ, bytes(4)))[0])
 
 
 @pytest.fixture(scope="module")
@@ -164,11 +135,11 @@ def test_chunks_that_come_together_take_a_read_each_and_one_acknowledgement(vict
     """A read brings the next chunk's header along; the acknowledgement counts all that are complete."""
     data = bytes(noise(CHUNKS * CHUNK))
     receive = victim.end.channel(5).recv("a", TensorSpec((len(data),), torch.uint8))
-    peer = Counting(victim.end.address)
+    peer = RoguePeer(victim.end.address)
     peer.hear(CREDIT, 0, len(data) + BUFFER)
     peer.settle()
     with victim.held():
-        peer.say_at_once(*frames(data))
+        say_at_once(peer, frames(data))
         before = victim.calls
     assert peer.hear(ACK, 0, CHUNKS) == [ACK]
     assert bytes(receive.wait()) == data
@@ -180,7 +151,7 @@ def test_chunks_that_come_together_take_a_read_each_and_one_acknowledgement(vict
 def test_a_chunk_is_one_write_and_one_acknowledgement_may_be_of_all(victim):
     """Its header goes with it."""
     data = noise(CHUNKS * CHUNK)
-    peer = Counting(victim.end.address)
+    peer = RoguePeer(victim.end.address)
     peer.say(CREDIT, offset=data.nbytes)
     victim.end.channel(5)
     peer.settle()
@@ -198,14 +169,14 @@ def test_a_relay_reads_and_writes_a_chunk_once_and_says_once_what_it_has_passed_
     """Its credit goes up when the next link has a message: also of several, once."""
     victim.end.link(6)
     victim.end.relay(Path(5, 0), Path(6, 0))
-    one, other = Counting(victim.end.address), Counting(victim.end.address, rank=6)
+    one, other = RoguePeer(victim.end.address), RoguePeer(victim.end.address, rank=6)
     other.say(CREDIT, offset=CHUNKS * CHUNK)
     one.settle()
     other.settle()
     data = bytes(noise(CHUNKS * CHUNK))
     with victim.held():
         pieces = [frames(data[at : at + 4 * CHUNK], message=at // (4 * CHUNK)) for at in range(0, len(data), 4 * CHUNK)]
-        one.say_at_once(*(frame for piece in pieces for frame in piece))
+        say_at_once(one, [frame for piece in pieces for frame in piece])
         before = victim.calls
     assert one.hear(ACK, 0, CHUNKS) == [ACK]
     assert other.hear_chunks(CHUNKS) == [DATA] * CHUNKS
@@ -220,7 +191,7 @@ def test_small_messages_in_a_row_are_served_together(victim):
     """An iteration of the loop lasts so long or moves so much: not one for every packet."""
     count = 200
     victim.end.channel(5)
-    peer = Counting(victim.end.address)
+    peer = RoguePeer(victim.end.address)
     peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.settle()
     before = victim.calls

@@ -67,6 +67,32 @@ class RoguePeer:
                 return
             assert kind in (ACK, CREDIT, PING, PONG)
 
+    def settle(self):
+        """What the other side has had to say is heard."""
+        self.say(PING, offset=7)
+        self.hear(PONG, 0, 7)
+
+    def hear(self, *last):
+        """The kinds of the frames up to one of this kind, lane and number; without those that ask who is there."""
+        kinds, frame = [], None
+        while frame != last:
+            frame = self._frame()
+            kinds.append(frame[0])
+        return [kind for kind in kinds if kind not in (PING, PONG)]
+
+    def hear_chunks(self, count):
+        """The same up to so many chunks."""
+        kinds = []
+        while kinds.count(DATA) < count:
+            kinds.append(self._frame()[0])
+        return [kind for kind in kinds if kind not in (PING, PONG)]
+
+    def _frame(self):
+        kind, lane, number = struct.unpack_from("<HHQ", self._exactly(32), 4)
+        if kind == DATA:
+            self._exactly(struct.unpack_from("<I", self._exactly(64))[0])
+        return kind, lane, number
+
     def cut_off(self):
         """Whether the other side closes."""
         try:
@@ -167,6 +193,69 @@ def test_more_than_was_granted_costs_the_connection(victim):
         peer.say(DATA, b"x" * CHUNK, total=CHUNK, message=message)
     assert peer.cut_off()
     assert victim.counters(5).received_bytes == 64 << 10
+
+
+@pytest.fixture
+def stuck_relay(victim):
+    """What comes from rank 5 is for a rank that is not there."""
+    victim.link(6)
+    victim.relay(Path(5, 0), Path(6, 0))
+    return victim
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("first", [0, 1])
+def test_more_than_was_granted_to_a_relay_costs_the_connection(stuck_relay, whole, first):
+    """It would take memory without end: nothing is passed on that the next rank has not asked for."""
+    peer = RoguePeer(stuck_relay.address)
+    total = CHUNK if whole else 2 * CHUNK
+    for message in range(first, first + 40):
+        try:
+            peer.say(DATA, b"x" * CHUNK, total=total, message=message)
+        except ConnectionError:
+            break
+    assert peer.cut_off()
+    assert stuck_relay.counters(5).received_bytes <= 2 * 64 << 10  # its last message may have begun within its credit
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_a_relay_passes_messages_on_in_order_in_whichever_they_come(stack, victim, order):
+    target = stack.enter_context(WanEndpoint(rank=6, bind="127.0.0.1", key=KEY, tls=False, chunk_bytes=CHUNK))
+    target.link(1, address=victim.address)
+    victim.link(6)
+    victim.relay(Path(5, 0), Path(6, 3))
+    messages = [bytes(noise(2 * CHUNK + n, n)) for n in range(3)]
+    peer = RoguePeer(victim.address)
+    for offset in (2 * CHUNK, 0, CHUNK):
+        for n in order:
+            part = messages[n][offset : offset + CHUNK]
+            if part:
+                peer.say(DATA, part, total=len(messages[n]), offset=offset, message=n)
+    for data in messages:
+        received = target.channel(1, lane=3).recv("a", TensorSpec((len(data),), torch.uint8)).wait()
+        assert bytes(received) == data
+
+
+def test_a_relay_takes_no_messages_without_bytes_without_end(stuck_relay):
+    receive = stuck_relay.channel(5, lane=1).recv("b", TensorSpec((1,), torch.uint8))
+    peer = RoguePeer(stuck_relay.address)
+    for first in range(0, 66_000, 1000):
+        try:
+            peer.socket.sendall(b"".join(peer.frame(DATA, message=first + n) for n in range(1000)))
+        except ConnectionError:
+            break
+    with pytest.raises(ChannelError, match="more than 65536 messages arrived that could not be passed on"):
+        receive.wait()
+
+
+def test_a_relay_passes_on_as_many_messages_as_there_are(stuck_relay):
+    """One more for each that the next rank has taken."""
+    peer, other = RoguePeer(stuck_relay.address), RoguePeer(stuck_relay.address, rank=6)
+    each = 3000
+    for first in range(0, 66_000, each):
+        peer.socket.sendall(b"".join(peer.frame(DATA, message=first + n) for n in range(each)))
+        other.hear_chunks(each)
+        other.say(ACK, offset=first + each)
 
 
 def test_a_chunk_size_out_of_bounds_is_refused(victim):
