@@ -55,6 +55,7 @@ public:
 
     // Forwards messages that arrive from one peer on a lane to another peer (Atlas 4.3).
     void relay(uint32_t from, uint16_t from_lane, uint32_t to, uint16_t to_lane, uint64_t buffer_bytes) {
+        link(from).lane(from_lane).relay_memory = &relay_memory_;
         link(from).lane(from_lane).relay = [=](const std::string &tag, uint32_t priority, std::shared_ptr<char[]> data,
                                                uint64_t total) {
             auto *request = new Request;
@@ -91,6 +92,7 @@ private:
     static constexpr int64_t TICK_NS = SECOND / 20;
 
     Wakeup wakeup_;
+    RelayMemory relay_memory_;
     Links links_;
     Connections connections_;
     std::set<std::pair<uint32_t, uint32_t>> relays_;  // pairs of peers whose links fail together

@@ -19,7 +19,8 @@ from weft.comm.native import Kind, build
 _FOLDER = Path(__file__).parent
 _HEADERS = (
     *("descriptors", "frame", "openssl", "handshake", "stream"),
-    *("door", "message", "connection", "pacer", "outbox", "link_options", "link", "links", "connections", "endpoint"),
+    *("door", "relay_memory", "message", "connection", "pacer", "outbox", "link_options", "link", "links"),
+    *("connections", "endpoint"),
 )
 # All processors of these families in GPU servers have these instructions.
 _FLAGS = {"x86_64": ["-msse4.2"], "aarch64": ["-march=armv8-a+crc"]}

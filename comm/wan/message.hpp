@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "frame.hpp"
+#include "relay_memory.hpp"
 
 namespace weft {
 
@@ -92,6 +93,7 @@ public:
     std::string disagreement;  // protocol error between the two ends, which is fatal for the link
     // ---- relaying: if set, messages are forwarded to another link, in order
     std::function<void(const std::string &tag, uint32_t priority, std::shared_ptr<char[]> data, uint64_t total)> relay;
+    RelayMemory *relay_memory = nullptr;  // where they are meanwhile
 
     // The next link has sent a relayed message: grant as much credit again.
     void relayed(uint64_t total) {
@@ -268,7 +270,7 @@ private:
 
     // A relay needs no earlier message to know where one goes, so none of its chunks has to be stashed.
     void take_for_relay(uint64_t ordinal, Incoming &message, std::vector<Completed> &completed) {
-        std::shared_ptr<char[]> data(new char[std::max<uint64_t>(1, message.total)]);
+        std::shared_ptr<char[]> data = relay_memory->take(message.total);
         passing_++;
         begun_bytes_ += message.total;
         relayed_[ordinal] = {message.tag, message.priority, data, message.total};

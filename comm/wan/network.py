@@ -30,7 +30,8 @@ _NO_TLS_WARNING = (
     "comm.tls=false: hidden states, gradients and tags are sent between sites unencrypted, and can be read and altered "
     "on the way; set comm.tls=true unless the links are private"
 )
-_INSIDE_CONNECTIONS = 2  # between ranks of one site
+INSIDE_CONNECTIONS = 2
+"""Of a link between ranks of one site."""
 
 Hop = tuple[int, int]
 T = TypeVar("T")
@@ -114,7 +115,7 @@ class WanNetwork:
         opposite, *others = cell.links(me)
         for peer in (opposite, *others):
             if not self.endpoint.linked(peer):
-                connections = (comm.connections or MOST) if peer == opposite else _INSIDE_CONNECTIONS
+                connections = (comm.connections or MOST) if peer == opposite else INSIDE_CONNECTIONS
                 address = addresses[peer] if me < peer else None
                 self.endpoint.link(peer, address=address, connections=connections)
         channel = join(self.endpoint, cell, priorities=self.priorities)

@@ -5,6 +5,7 @@ machine and no load.
 """
 
 import ctypes
+import mmap
 import socket
 import struct
 import time
@@ -67,6 +68,11 @@ class Watched:
         found = (ctypes.c_uint64 * 4)()
         self._native.counted_calls(self._thread, found)
         return Calls(*found, time.monotonic())
+
+    @property
+    def page_faults(self):
+        """Of its thread so far: pages that the kernel had to find, and to fill with zeros."""
+        return int(File(f"/proc/self/task/{self._thread}/stat").read_text().rpartition(")")[2].split()[7])
 
     @contextmanager
     def held(self):
@@ -185,6 +191,31 @@ def test_a_relay_reads_and_writes_a_chunk_once_and_says_once_what_it_has_passed_
     spent = victim.calls - before
     assert spent.reads <= CHUNKS + 3 + 2 * spent.ticks
     assert spent.writes <= CHUNKS + 2 + 2 * spent.ticks
+
+
+def test_a_relay_takes_no_fresh_memory_for_each_message(native, stack):
+    """The kernel would zero every page of it first."""
+    large = {"buffer_bytes": 16 << 20, "chunk_bytes": 128 << 10}
+    source, relay, target = ends = [Watched(native, rank, **large) for rank in range(3)]
+    for watched in ends:
+        stack.callback(watched.end.close, linger_s=0.0)
+    relay.end.link(0)
+    target.end.link(1)
+    source.end.link(1, address=relay.end.address)
+    relay.end.link(2, address=target.end.address)
+    relay.end.relay(Path(0, 1), Path(2, 1))
+    channels = source.end.channel(1, lane=1), target.end.channel(1, lane=1)
+    data, together, rounds = noise(1 << 20), 4, 16
+    for number in range(1 + rounds):
+        if number == 1:  # all that is ever in use at once has been in use
+            before = relay.page_faults
+        receives = [channels[1].recv("a", TensorSpec((data.nbytes,), torch.uint8)) for _ in range(together)]
+        sends = [channels[0].send("a", data) for _ in range(together)]
+        assert all(torch.equal(receive.wait(), data) for receive in receives)
+        for send in sends:
+            send.wait()
+    touched = rounds * together * data.nbytes / mmap.PAGESIZE
+    assert relay.page_faults - before < touched / 50
 
 
 def test_small_messages_in_a_row_are_served_together(victim):

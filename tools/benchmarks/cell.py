@@ -14,7 +14,9 @@ from weft.comm.wan.cell import Cell, join
 from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.key import WanKey
 from weft.comm.wan.library import load
+from weft.comm.wan.network import INSIDE_CONNECTIONS
 from weft.tools.benchmarks.results import finish, parse
+from weft.tools.benchmarks.wan import transport_cpu_s
 from weft.tools.netbed import Job, NetBed, Topology
 from weft.tools.tables import show, table_of
 
@@ -33,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _row(pipelines: int, args: argparse.Namespace) -> dict[str, object]:
-    alone_s, together_s, arrivals_s = _times(pipelines, args)
+    alone_s, together_s, relay_cpu_s, arrivals_s = _times(pipelines, args)
+    relayed_gb = args.repeats * args.messages * args.mb / 1e3 / pipelines  # by each relay
     ideal_ms = [args.latency + turn * args.mb * 8e3 / args.rate / pipelines for turn in range(1, pipelines + 1)]
     return {
         "pipelines": pipelines,
@@ -41,6 +44,7 @@ def _row(pipelines: int, args: argparse.Namespace) -> dict[str, object]:
         "all uplinks s": f"{together_s:.2f}",
         "speed-up": f"{alone_s / together_s:.2f}",
         "of the ideal": f"{alone_s / together_s / pipelines:.0%}",
+        "relay CPU s/GB": f"{relay_cpu_s / relayed_gb:.2f}" if pipelines > 1 else "-",
         "arrivals of a tensor of each, sent at once, ms": ", ".join(f"{1e3 * at:.0f}" for at in arrivals_s),
         "ideal ms": ", ".join(f"{at:.0f}" for at in ideal_ms),
     }
@@ -54,16 +58,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", type=float, default=400, help="receive buffer of a connection in kB")
     parser.add_argument("--mb", type=float, default=8, help="megabytes of a tensor")
     parser.add_argument("--connections", type=int, default=8, help="TCP connections of a link")
+    parser.add_argument("--tls", action="store_true", help="encrypt")
     parser.add_argument("--chunk", type=int, default=128, help="kB of a chunk")
     parser.add_argument("--messages", type=int, default=6, help="tensors that are sent at once")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each way, by turns; medians count")
     return parser
 
 
-def _times(pipelines: int, args: argparse.Namespace) -> tuple[float, float, list[float]]:
+def _times(pipelines: int, args: argparse.Namespace) -> tuple[float, float, float, list[float]]:
     """Seconds from the first send to the answer to the last, over one uplink and over all.
 
-    And the seconds after which a tensor of each pipeline arrives, by turn, when all are sent at once.
+    Then the processor seconds of a relay's transport meanwhile, on average, and the seconds after which a tensor of
+    each pipeline arrives, by turn, when all are sent at once.
     """
     cell = Cell(tuple(range(pipelines)), tuple(range(pipelines, 2 * pipelines)))
     ranks = [*cell.near, *cell.far]
@@ -76,13 +82,18 @@ def _times(pipelines: int, args: argparse.Namespace) -> tuple[float, float, list
             for job in jobs:
                 job.say(addresses)
             times = jobs[0].hear(timeout_s=120.0)
+            for job in jobs:
+                job.say(None)
+            cpu_s = [job.hear() for job in jobs]
+            relays_s = [spent for rank, spent in zip(ranks, cpu_s, strict=True) if rank % pipelines]
             rounds = [_at_once(jobs) for _ in range(1 + args.repeats)][1:]  # drop the first, a warm-up
             for job in jobs:
                 job.say(None)  # a relay runs until all others have finished
         finally:
             for job in jobs:
                 job.kill()
-    return *times, [statistics.median(arrivals) for arrivals in zip(*rounds, strict=True)]
+    relay_s = statistics.mean(relays_s) if relays_s else 0.0
+    return *times, relay_s, [statistics.median(arrivals) for arrivals in zip(*rounds, strict=True)]
 
 
 def _at_once(jobs: Sequence[Job]) -> list[float]:
@@ -95,21 +106,26 @@ def _at_once(jobs: Sequence[Job]) -> list[float]:
 
 def _rank(say: Callable, hear: Callable, rank: int, bind: str, cell: Cell, args: argparse.Namespace) -> None:
     num_bytes, settings = int(args.mb * 1e6), {"connections": args.connections, "chunk_bytes": args.chunk << 10}
-    with WanEndpoint(rank=rank, bind=bind, key=_KEY, congestion="cubic", tls=False, **settings) as endpoint:
+    with WanEndpoint(rank=rank, bind=bind, key=_KEY, congestion="cubic", tls=args.tls, **settings) as endpoint:
         say(endpoint.address)
         addresses = hear()
         for peer in cell.links(rank):
-            endpoint.link(peer, address=addresses[peer] if rank < peer else None)
+            inside = (peer < len(cell.near)) == (rank < len(cell.near))
+            connections = INSIDE_CONNECTIONS if inside else 0  # 0 is as many as the endpoint has
+            endpoint.link(peer, address=addresses[peer] if rank < peer else None, connections=connections)
         opposite = cell.links(rank)[0]
         turn = rank % len(cell.near)
         ways = endpoint.channel(opposite), join(endpoint, cell, priorities={"at once": turn})
         runs: list[list[float]] = [[], []]
+        before_s = transport_cpu_s()
         if turn == 0:
             for _ in range(args.repeats):
                 for way, seconds in zip(ways, runs, strict=True):
                     seconds.append(_cross(way, rank == cell.near[0], num_bytes, args.messages))
         if rank == cell.near[0]:
             say((statistics.median(runs[0]), statistics.median(runs[1])))
+        hear()
+        say(transport_cpu_s() - before_s)
         tensor = torch.ones(num_bytes, dtype=torch.uint8)
         while (start_s := hear()) is not None:
             if rank in cell.near:

@@ -183,10 +183,10 @@ def _watch(
 ) -> tuple[int, float, float]:
     """Bytes that arrive between two moments, the time between them, and the transport's CPU time."""
     _pass(settle_s, spinning, post)
-    bytes_before, start, cpu_before = endpoint.counters(peer).received_bytes, monotonic(), _transport_cpu_s()
+    bytes_before, start, cpu_before = endpoint.counters(peer).received_bytes, monotonic(), transport_cpu_s()
     _pass(seconds, spinning, post)
     arrived, elapsed_s = endpoint.counters(peer).received_bytes - bytes_before, monotonic() - start
-    cpu_s = _transport_cpu_s() - cpu_before
+    cpu_s = transport_cpu_s() - cpu_before
     endpoint.close(linger_s=0.0)  # what was posted beyond the measured time is of no interest
     return arrived, elapsed_s, cpu_s
 
@@ -199,7 +199,7 @@ def _pass(seconds: float, spinning: bool, post: Callable[[], None]) -> None:
         post()
 
 
-def _transport_cpu_s() -> float:
+def transport_cpu_s() -> float:
     """Processor seconds of this process's transport thread; ticks of ``stat`` are too coarse for a slow connection."""
     tasks = Path("/proc/self/task").iterdir()
     of_transport = [task for task in tasks if (task / "comm").read_text().startswith("weft wan")]
