@@ -1,5 +1,6 @@
 """Every module of the package can be the first that is imported."""
 
+import os
 import subprocess
 import sys
 
@@ -12,3 +13,15 @@ def test_a_module_can_come_first(module):
     code = f"import os; os.environ.setdefault('DS_ACCELERATOR', 'cpu'); import {module}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+BEFORE_A_GPU_IS_USED = {"CUDA_MODULE_LOADING": "EAGER", "NCCL_RUNTIME_CONNECT": "0"}
+"""What the first import of the engine sets: nothing is loaded or connected in the middle of a step."""
+
+
+@pytest.mark.parametrize("given", [{}, {"CUDA_MODULE_LOADING": "LAZY", "NCCL_RUNTIME_CONNECT": "1"}])
+def test_kernels_are_loaded_and_nccl_is_connected_before_a_step_unless_the_user_says_otherwise(given):
+    env = {name: value for name, value in os.environ.items() if name not in BEFORE_A_GPU_IS_USED} | given
+    code = f"import weft.engine, os; print(*(os.environ[name] for name in {list(BEFORE_A_GPU_IS_USED)}))"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=110)
+    assert done.stdout.split() == list((BEFORE_A_GPU_IS_USED | given).values()), done.stderr[-2000:]

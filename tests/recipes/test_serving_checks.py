@@ -1,5 +1,6 @@
 """What `weft serve` refuses before it starts a worker."""
 
+import ctypes
 import json
 import os
 import socket
@@ -167,14 +168,26 @@ def test_serving_on_gpus_states_both_sides_before_a_worker_starts(config, llama_
         serve.check_gpus(config, ["0"])
 
 
+SHARE_OF_CORES = """
+import ctypes, os
+print(os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0), ctypes.CDLL(None).prctl(30))
+"""
+"""A program that says how it is scheduled, and its timer slack in nanoseconds (30 is PR_GET_TIMERSLACK)."""
+
+
 @pytest.mark.parametrize(
-    ("become", "policy", "nicer"),
-    [(serve._become_idle_worker, os.SCHED_IDLE, 0), (serve._become_willing_worker, os.SCHED_OTHER, serve.NICE)],
+    ("become", "policy", "nicer", "slack_s"),
+    [
+        (serve._become_idle_worker, os.SCHED_IDLE, 0, serve.SLACK_S),
+        (serve._become_willing_worker, os.SCHED_OTHER, serve.NICE, None),
+    ],
 )
-def test_a_worker_takes_cores_as_it_is_told(become, policy, nicer):
-    words = [sys.executable, "-c", "import os; print(os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0))"]
+def test_a_worker_takes_cores_as_it_is_told(become, policy, nicer, slack_s):
+    """A worker on a GPU keeps the timers that it was born with: a late one would hold up a launch."""
+    words = [sys.executable, "-c", SHARE_OF_CORES]
     said = subprocess.run(words, preexec_fn=become, capture_output=True, text=True, check=True).stdout.split()
-    assert said == [str(policy), str(min(19, os.getpriority(os.PRIO_PROCESS, 0) + nicer))]
+    slack_ns = ctypes.CDLL(None).prctl(30) if slack_s is None else round(slack_s * 1e9)
+    assert said == [str(policy), str(min(19, os.getpriority(os.PRIO_PROCESS, 0) + nicer)), str(slack_ns)]
 
 
 def test_workers_on_gpus_and_those_that_do_not_yield_are_willing(config, monkeypatch, tmp_path):
