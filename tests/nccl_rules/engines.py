@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.nccl_rules.device import Device
 from tests.nccl_rules.group import join
 from tests.nccl_rules.host import HostRules
+from weft.comm.collectives import Rewrite
 from weft.comm.sites.links import Sites
 from weft.conf.schema import CommConfig, WeftConfig
 
@@ -33,8 +36,61 @@ def losses_under_rules(
     over = Sites(sites, CommConfig(connections=2, timeout_s=LIMIT_S)) if sites else None
     device = join(LIMIT_S, bound=bound, sites=over)
     rule_strands(device)
+    if over is None:  # between sites collectives have threads on GPUs, too
+        rule_collectives(device)
     waits = note_waits_in_steps(device)
     return many_losses(configs, steps), dict(waits)
+
+
+def divided_under_rules(
+    configs: list[WeftConfig], steps: int, hosts: tuple[int, ...]
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """What runs launch whose replicas lie on several hosts, their losses, and what the host waited for in steps.
+
+    Args:
+        hosts: of each rank, as it tells the others.
+
+    Returns:
+        Of each run its losses, the rewrites that were started, as (collective, shape of the mesh, primitives of the
+        steps, number of chunks), how many micro-batches are launched together, and in how many buckets each stage's
+        weights are cut by the plan.
+    """
+    from tests.engine.tiny import batches, check_order
+    from weft.comm.collectives import probe
+    from weft.comm.collectives.communicator import Communicator
+    from weft.engine.initialize import initialize
+
+    probe.host_identity = lambda: ("host", hosts[dist.get_rank()])
+    device = join(LIMIT_S, bound=True)
+    rule_collectives(device)
+    waits = note_waits_in_steps(device)
+    start, started = Communicator.start, set()
+
+    def noting(communicator: Communicator, rewrite: Rewrite, *tensors: Any) -> Any:
+        steps = tuple(step.primitive for step in rewrite.steps)
+        started.add((rewrite.collective.primitive, rewrite.mesh.shape, steps, len(rewrite.granularity)))
+        return start(communicator, rewrite, *tensors)
+
+    Communicator.start = noting  # type: ignore[method-assign]
+    found = []
+    for config in configs:
+        started.clear()
+        engine, *_ = initialize(config=config)
+        engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+        losses = [float(engine.train_batch()) for _ in range(steps)]
+        check_order(engine)
+        plan = engine.plan.overlap
+        found.append(
+            {
+                "losses": losses,
+                "started": set(started),
+                "together": plan.together if plan is not None else 0,
+                "buckets": [len(stage.cuts) + 1 for stage in plan.stages] if plan is not None else [],
+            }
+        )
+        engine.destroy()
+        dist.barrier()
+    return found, dict(waits)
 
 
 def rule_strands(device: Device) -> None:
@@ -48,6 +104,22 @@ def rule_strands(device: Device) -> None:
             run(thread)
 
     StrandThread._run = ruled  # type: ignore[method-assign]
+
+
+def rule_collectives(device: Device) -> None:
+    """Put the threads of collectives under the host's rules, too: on a GPU the host itself launches what they do."""
+    from weft.comm.collectives.executors import ThreadExecutor
+
+    submit = ThreadExecutor.submit
+
+    def ruled(executor: ThreadExecutor, work: Callable[[Tensor], Tensor], after: Any) -> Any:
+        def run(tensor: Tensor) -> Tensor:
+            with HostRules(device):
+                return work(tensor)
+
+        return submit(executor, run, after)
+
+    ThreadExecutor.submit = ruled  # type: ignore[method-assign]
 
 
 def without_eager_connection(config: WeftConfig, limit_s: float) -> str:

@@ -8,9 +8,12 @@ import pytest
 from tests.engine.execution.strand_training import pair_config
 from tests.engine.stages.tiny import tiny
 from tests.engine.tiny import reference_losses, tiny_config
-from tests.nccl_rules.engines import a_run, losses_under_rules, without_eager_connection
+from tests.nccl_rules.engines import a_run, divided_under_rules, losses_under_rules, without_eager_connection
 from tests.nccl_rules.lost import train_through
 from tests.quickstart import TINY_QUICKSTART
+from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass, Primitive
+from weft.comm.collectives.cache import CostCache, topology_key
+from weft.conf.schema import Partition
 from weft.tools.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -112,6 +115,23 @@ EIGHT = {
     "auto, fold, two replicas, ZeRO-3": (4, {"schedule": "auto", "placement": "fold", "zero": 3}),
     "1f1b, four replicas, ZeRO-2": (2, {"zero": 2}),
 }
+SCATTER, GATHER = Primitive.reduce_scatter, Primitive.all_gather
+FLAT, ALONG_AXES, IN_CHUNKS, REDUCED_IN_CHUNKS = (
+    {(SCATTER, (4,), (Primitive.reduces,), 1), (GATHER, (4,), (Primitive.broadcasts,), 1)},
+    {(SCATTER, (2, 2), (SCATTER, SCATTER), 1), (GATHER, (2, 2), (GATHER, GATHER), 1)},
+    {(SCATTER, (2, 2), (SCATTER, SCATTER), 8), (GATHER, (2, 2), (GATHER, GATHER), 8)},
+    {(Primitive.all_reduce, (2, 2), (SCATTER, SCATTER, GATHER, GATHER), 8)},
+)
+"""Rewrites, as `divided_under_rules` returns them."""
+DIVIDED = {
+    "1f1b, ZeRO-2": (Partition.primitive, {"zero": 2}, FLAT),
+    "interleaved, ZeRO-1": (Partition.group, {"schedule": "interleaved", "zero": 1}, ALONG_AXES),
+    "interleaved, ZeRO-3": (Partition.group, {"schedule": "interleaved", "zero": 3}, ALONG_AXES),
+    "interleaved, ZeRO-1, chunks": (Partition.workload, {"schedule": "interleaved", "zero": 1}, IN_CHUNKS),
+    "interleaved, ZeRO-3, chunks": (Partition.workload, {"schedule": "interleaved", "zero": 3}, IN_CHUNKS),
+    "w, fold, chunks": (Partition.workload, {"schedule": "w", "placement": "fold"}, REDUCED_IN_CHUNKS),
+}
+"""`zero.partition`, keywords of `tiny_config`, and rewrites, for two stages of four replicas on two hosts."""
 
 
 def _config(*, stages, arch=None, **keywords):
@@ -166,6 +186,26 @@ def test_replicas_that_go_through_different_sites(sites, monkeypatch):
 
 def test_pipelines_and_replicas_on_eight_ranks_of_a_job_that_has_bound_its_devices():
     _check(EIGHT, 8, bound=True)
+
+
+def test_collectives_that_the_planner_divides(tmp_path):
+    """Costs are given, so that no probe decides: between hosts links are slow, and over both kinds at once more so."""
+    links = {LinkClass.intra: AlphaBeta(1e-6, 1e-8), LinkClass.inter: AlphaBeta(1e-6, 1e-7)}
+    slow = {(LinkClass.mixed, primitive): AlphaBeta(1e-6, 2e-7) for primitive in (SCATTER, GATHER)}
+    costs = CollectiveCosts({**CollectiveCosts.of_links(links).table, **slow})
+    CostCache.in_folder(str(tmp_path)).write(topology_key(Group.regular(2, 2), "cpu"), costs)
+    configs = [tiny_config(stages=2, microbatches=6, **keywords) for _, keywords, _ in DIVIDED.values()]
+    for config, (partition, *_) in zip(configs, DIVIDED.values(), strict=True):
+        config.zero.partition, config.data.cache_dir = partition, str(tmp_path)
+    results = run_ranks(8, divided_under_rules, configs, STEPS, (0, 0, 1, 1, 2, 2, 3, 3), timeout_s=800)
+    expected = _reference(4, 6, None, "fp32", False, False)
+    for number, (name, (partition, _, rewrites)) in enumerate(DIVIDED.items()):
+        for found in (runs[number] for runs, _ in results):
+            assert found["losses"] == results[0][0][number]["losses"] == pytest.approx(expected, rel=1e-5), name
+            assert rewrites <= found["started"], name
+            if partition is Partition.workload:
+                assert found["together"] > 2 and max(found["buckets"]) > 1, name
+    _refuse_waits(waits for _, waits in results)
 
 
 @pytest.mark.parametrize(("world", "cases"), [(4, SHARED), (3, RING)], ids=["four", "ring"])
