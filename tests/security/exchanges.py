@@ -37,8 +37,59 @@ def work_without_pickles(folder: str) -> None:
         dist.barrier()
 
 
+def recipe_without_pickles(folder: str) -> int:
+    """A run with all that a recipe does, and its resume, with pickles forbidden; returns the steps done."""
+    forbid_pickles()
+    from tests.quickstart import TINY_QUICKSTART
+    from weft.conf import load
+    from weft.recipes.train import train
+
+    settings = [
+        *TINY_QUICKSTART,
+        f"train.output_dir={folder}",
+        f"data.cache_dir={folder}/cache",
+        "pipeline.stages=2",
+        "zero.stage=1",
+        "supervise.compare_every=1",
+        "data.eval_fraction=0.1",
+        "train.eval_every=1",
+        "train.eval_batches=1",
+        "train.export=true",
+        "train.sample=The",
+        "train.sample_tokens=2",
+        "train.timeline=true",
+        "checkpoint.every=1",
+        "checkpoint.load_best_model_at_end=true",
+    ]
+    for steps in (1, 3):
+        done = train(load([*settings, f"train.steps={steps}"])).global_steps
+    return done
+
+
+def trainers_without_pickles(folder: str, use_cpu: bool) -> list[int]:
+    """`WeftTrainer` on lists, on streams and resumed, with pickles forbidden; returns the last step of each."""
+    forbid_pickles()
+    from tests.engine.huggingface.runs import Streamed, arguments, on_device, section, tiny_model, weft
+    from weft import WeftTrainer
+
+    replicas = section(1, zero_optimization={"stage": 1})
+    more = {"use_cpu": use_cpu, "num_train_epochs": 1, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    first = weft(f"{folder}/lists", 16, more, replicas, save=f"{folder}/saved", evaluate_first=[7])
+    resumed = weft(f"{folder}/lists", 16, more | {"num_train_epochs": 2}, replicas, resume=True)
+    steps = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    on_device(use_cpu)
+    streaming = WeftTrainer(
+        tiny_model(),
+        arguments(f"{folder}/streams", deepspeed=section(2), use_cpu=use_cpu, **steps),
+        train_dataset=Streamed(64),
+        eval_dataset=Streamed(7),
+    )
+    streaming.train()
+    return [first[-1]["step"], resumed[-1]["step"], streaming.state.global_step]
+
+
 def forbid_pickles() -> None:
-    """Make torch's exchange of objects fail."""
+    """Make torch's exchange of objects fail, whoever asks for it."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a pickle between ranks")

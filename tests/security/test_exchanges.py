@@ -4,13 +4,31 @@ from pathlib import Path
 
 import pytest
 
-from tests.security.exchanges import beside_a_boaster, beside_an_impostor, work_without_pickles
+from tests.security.exchanges import (
+    beside_a_boaster,
+    beside_an_impostor,
+    recipe_without_pickles,
+    trainers_without_pickles,
+    work_without_pickles,
+)
 from weft.tools.ranks import run_ranks
 
 
 @pytest.mark.slow
 def test_no_pickle_passes_between_ranks(tmp_path):
     run_ranks(4, work_without_pickles, str(tmp_path))
+
+
+@pytest.mark.slow
+def test_no_pickle_passes_between_ranks_of_a_recipe(tmp_path):
+    assert run_ranks(4, recipe_without_pickles, str(tmp_path), timeout_s=110) == [3] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_cpu", [True, False], ids=["as on processors", "as on GPUs"])
+def test_no_pickle_passes_between_ranks_of_a_trainer(tmp_path, use_cpu):
+    """Neither of Weft's nor of transformers' and accelerate's, which have exchanges of objects of their own."""
+    assert run_ranks(2, trainers_without_pickles, str(tmp_path), use_cpu, timeout_s=110) == [[1, 2, 2]] * 2
 
 
 @pytest.mark.slow
