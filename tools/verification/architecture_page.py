@@ -15,7 +15,7 @@ MEANING: Mapping[Verdict, str] = {
     Verdict.untried: "transformers itself cannot build or run a small text-only model of it",
     Verdict.wrong: "accepted by the self-check, and yet other than the whole model: a defect",
 }
-SHARED = ("tensor 2", "context 2", "expert 2")
+SHARED = ("tensor 2", "context 2", "context 2, ring", "expert 2")
 """Ranks along the axes inside of layers that the page has columns for."""
 
 
@@ -66,10 +66,10 @@ def _shared_lines(shared: Mapping[str, Sequence[Finding]]) -> list[str]:
         "## Inside of layers",
         "",
         "The same types with two members of each axis of [parallelism](parallelism.md), by `weft parity --all "
-        "--tensor 2`, `--context 2` and `--expert 2`. *Refused* is what the check before a run refuses. What it "
-        "accepts is held against Hugging Face's own forward in more ways: several micro-batches, padded and packed "
-        "rows, in two stages, with checkpointed layers and in evaluation; tolerance 1e-4 of the largest value, for "
-        "members add up in another order.",
+        "--tensor 2`, `--context 2`, `--context 2 --exchange ring` and `--expert 2`. *Refused* is what the check "
+        "before a run refuses. What it accepts is held against Hugging Face's own forward in more ways: several "
+        "micro-batches, padded and packed rows, in two stages, with checkpointed layers and in evaluation; tolerance "
+        "1e-4 of the largest value, for members add up in another order.",
         "",
         *(f"- **{axis}**: {_counts(shared[axis])}." for axis in SHARED),
         "",

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from weft.conf.schema import ContextExchange
 from weft.engine.stages.comparison import Difference, Outcome, difference, staged_outcome, whole_outcome
 from weft.tools.verification.parity_cases import VARIANTS, ParityCase, cases
 from weft.tools.verification.parity_engine import through_engine
@@ -93,8 +94,12 @@ def _all(args: argparse.Namespace) -> int:
     types = architectures.causal_types()
     _require_known("causal architecture", args.archs, types)
     file, sizes = Path(args.findings).expanduser(), {axis: getattr(args, axis) for axis in AXES}
-    shared = shared_architectures.shared_text(sizes)
-    trial = partial(shared_architectures.examine_shared, sizes=sizes) if shared else architectures.examine
+    exchange = ContextExchange[args.exchange]
+    if args.context == 1 and exchange is not ContextExchange.auto:
+        raise ValueError(f"--exchange {args.exchange}: no ranks share sequences; add --context 2")
+    shared = shared_architectures.shared_text(sizes, exchange)
+    inside = partial(shared_architectures.examine_shared, sizes=sizes, exchange=exchange)
+    trial = inside if shared else architectures.examine
     found = architectures.read_findings(file, shared)
 
     def note(finding: architectures.Finding) -> None:
@@ -111,7 +116,7 @@ def _all(args: argparse.Namespace) -> int:
         known = {kind: architectures.read_findings(file, kind) for kind in ("", *architecture_page.SHARED)}
         for kind, of_kind in known.items():
             if missing := [name for name in types if name not in of_kind]:
-                axes = f" with --{kind}" if kind else ""
+                axes = f" with {kind}" if kind else ""
                 raise ValueError(
                     f"--table: {len(missing)} architectures are still to be tried{axes}; call again without --table"
                 )
@@ -151,6 +156,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--table", default="", metavar="FILE", help="of --all: a page to write, once all are tried")
     for axis in AXES:
         parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help="of --all: ranks that share layers")
+    exchanges = [one.name for one in ContextExchange]
+    parser.add_argument("--exchange", choices=exchanges, default="auto", help="of --all --context: between these ranks")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="of --all: processes at a time")
     parser.add_argument("--seconds", type=float, default=0.0, metavar="S", help="of --all: start none after these")
     parser.add_argument("--format", choices=("text", "json"), default="text")

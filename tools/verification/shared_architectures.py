@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from weft.conf.schema import ContextExchange
 from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.stages import check_axes, check_packing
 from weft.engine.stages.axis_check import TOLERANCE, refuse_unshareable
@@ -20,18 +21,25 @@ from weft.tools.verification.architectures import Finding, Verdict, causal_class
 from weft.tools.verification.small_configs import small_config
 
 
-def shared_text(sizes: Mapping[str, int]) -> str:
-    """Ranks along each axis as findings name them: ``tensor 2, context 2``; empty without."""
-    return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+def shared_text(sizes: Mapping[str, int], exchange: ContextExchange = ContextExchange.auto) -> str:
+    """Ranks along each axis as findings name them: ``tensor 2, context 2, ring``; empty without."""
+    parts = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    return ", ".join(parts + [exchange.value] * (exchange is not ContextExchange.auto))
 
 
-def examine_shared(model_type: str, sizes: Mapping[str, int]) -> Finding:
+def examine_shared(
+    model_type: str, sizes: Mapping[str, int], exchange: ContextExchange = ContextExchange.auto
+) -> Finding:
     """Try one architecture in this process with two members of each axis of more than one rank.
 
     What the check before a run accepts is held against Hugging Face's own forward in more ways than
     the check tries: several micro-batches, in two stages, in evaluation and with checkpointed layers.
+
+    Args:
+        sizes: ranks along each axis.
+        exchange: between ranks that share sequences.
     """
-    shared = shared_text(sizes)
+    shared = shared_text(sizes, exchange)
     if reason := _refused_by_name(model_type, sizes):
         return Finding(model_type, causal_class(model_type), Verdict.refused, reason, shared=shared)
     made = prepared(model_type, in_stages=False)
@@ -45,13 +53,13 @@ def examine_shared(model_type: str, sizes: Mapping[str, int]) -> Finding:
     _raise_vocabulary(config, sizes.get("tensor", 1))
     notes = []
     try:
-        _check(config, sizes, packing=False)
+        _check(config, sizes, exchange, packing=False)
     except ValueError as error:
         return found(Verdict.refused, reason_of(error))
     packs = _packs(config)
     if packs:
         try:
-            _check(config, sizes, packing=True)
+            _check(config, sizes, exchange, packing=True)
         except ValueError as error:
             notes, packs = [f"not with packed rows: {reason_of(error)}"], False
     used = {axis: size for axis, size in sizes.items() if size > 1}
@@ -60,7 +68,7 @@ def examine_shared(model_type: str, sizes: Mapping[str, int]) -> Finding:
     except ValueError as error:
         notes, stages = [*notes, f"on one stage: {reason_of(error)}"], 1
     for what, batches in _wider(small, packs):
-        if wrong := _difference(small, batches, used, stages):
+        if wrong := _difference(small, batches, used, stages, exchange):
             return found(Verdict.wrong, f"{what}: {wrong}")
     return found(Verdict.exact, "; ".join(notes))
 
@@ -78,9 +86,9 @@ def _refused_by_name(model_type: str, sizes: Mapping[str, int]) -> str:
     return ""
 
 
-def _check(config: PreTrainedConfig, sizes: Mapping[str, int], *, packing: bool) -> None:
+def _check(config: PreTrainedConfig, sizes: Mapping[str, int], exchange: ContextExchange, *, packing: bool) -> None:
     tensor, context, expert = (sizes.get(axis, 1) for axis in ("tensor", "context", "expert"))
-    check_axes(config, tensor=tensor, context=context, expert=expert, packing=packing)
+    check_axes(config, tensor=tensor, context=context, expert=expert, exchange=exchange, packing=packing)
 
 
 def _raise_vocabulary(config: PreTrainedConfig, members: int) -> None:
@@ -139,7 +147,9 @@ def _told(batch: Batch) -> Batch:
     return batch
 
 
-def _difference(small: PreTrainedModel, batches: Sequence[Batch], sizes: Mapping[str, int], stages: int) -> str:
+def _difference(
+    small: PreTrainedModel, batches: Sequence[Batch], sizes: Mapping[str, int], stages: int, exchange: ContextExchange
+) -> str:
     """What of the members' outcome is other than the whole model's; empty if nothing is."""
     for batch in batches:
         _told(batch)
@@ -147,7 +157,8 @@ def _difference(small: PreTrainedModel, batches: Sequence[Batch], sizes: Mapping
     small.zero_grad()
     try:
         want = whole_outcome(small, batches, items)
-        off = difference(members_outcome(small, batches, items, sizes, stages), want)
+        between = ContextExchange.gather if exchange is ContextExchange.auto else exchange
+        off = difference(members_outcome(small, batches, items, sizes, stages, between), want)
     except Exception as error:  # any: it is Hugging Face's or the model's own code
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     parts = {"logits": off.logits, "loss": off.loss, f"gradient of {off.gradient}": off.gradients}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from weft.conf.schema import ContextExchange
 from weft.tools.verification import architectures, parity, shared_architectures
 from weft.tools.verification.architecture_page import SHARED, page, summary
 from weft.tools.verification.architectures import Finding, Verdict, examine, read_findings, write_finding
@@ -45,6 +46,19 @@ def test_shared_inside_of_layers(model_type, sizes, verdict, reason):
     assert found.verdict is verdict and reason in found.reason, found
 
 
+@pytest.mark.parametrize(
+    ("model_type", "verdict", "reason"),
+    [
+        ("llama", Verdict.exact, ""),
+        ("gemma2", Verdict.exact, ""),
+        ("gpt_oss", Verdict.refused, "parallel.context_exchange=ring"),
+    ],
+)
+def test_rings(model_type, verdict, reason):
+    found = examine_shared(model_type, {"context": 2}, ContextExchange.ring)
+    assert found.verdict is verdict and reason in found.reason and found.shared == "context 2, ring", found
+
+
 def test_what_members_get_wrong_is_found(monkeypatch):
     """The survey does not rest on the check before a run."""
     monkeypatch.setattr(shared_architectures, "check_axes", lambda *_, **__: None)
@@ -72,7 +86,7 @@ def test_the_page():
     lines = page(FOUND, dict.fromkeys(SHARED, FOUND)).splitlines()
     assert "| llama | LlamaForCausalLM | exact | apart | loads and exports |" in lines
     assert r"| gemma3n | Gemma3nForCausalLM | refused: layers \| share |  |  |" in lines
-    assert "| llama | exact | exact | exact |" in lines
+    assert "| llama | exact | exact | exact | exact |" in lines
     assert "- **tensor 2**: 1 exact, 1 refused, 1 untried, 0 WRONG." in lines
 
 
