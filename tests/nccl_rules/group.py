@@ -23,6 +23,8 @@ from weft.comm.sites.work import CollectiveWork, TransferWork
 
 PATIENCE = timedelta(seconds=600)
 """Of gloo; the device gives up long before."""
+SERVED = "WEFT_TEST_STORE_IS_SERVED"
+"""Set where the job's store is not rank 0's own."""
 
 
 class StrictGroup(dist.ProcessGroup):
@@ -215,9 +217,20 @@ class StrictGroup(dist.ProcessGroup):
 @cache
 def _store() -> dist.Store:
     """The job's store, which outlives the attempts of a process."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return _open_store(is_master=int(os.environ["RANK"]) == 0 and SERVED not in os.environ)
+
+
+def serve_store() -> dist.Store:
+    """Have the store in this process, for one that is forked from it to be rank 0 and to die."""
+    store = _open_store(is_master=True)
+    os.environ[SERVED] = "1"
+    return store
+
+
+def _open_store(*, is_master: bool) -> dist.Store:
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(*address, world, is_master=rank == 0, timeout=PATIENCE, wait_for_workers=False)
+    world = int(os.environ["WORLD_SIZE"])
+    return dist.TCPStore(*address, world, is_master=is_master, timeout=PATIENCE, wait_for_workers=False)
 
 
 def join(limit_s: float = 20.0, *, bound: bool = False, sites: Sites | None = None, attempt: int = 0) -> Device:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.engine.checkpoint.engines import build, data
 from tests.nccl_rules.device import Device
-from tests.nccl_rules.group import join
+from tests.nccl_rules.group import join, serve_store
 from weft.comm import rts_channel
 from weft.comm.channel import ChannelError
 from weft.comm.rts_channel import RtsSender
@@ -94,6 +94,7 @@ def train_through(config: WeftConfig, root: str, dying: Sequence[tuple[str, int,
     """
     rank = int(os.environ["RANK"])
     found: dict[str, Any] = {"losses": {}, "errors": [], "recovered": [], "begun": 0}
+    store = serve_store() if rank == 0 and any(dead == 0 for _, dead, _ in dying) else None
     for attempt, (_, dead, _) in enumerate(dying):
         if dead == rank:
             faulthandler.cancel_dump_traceback_later()  # its thread does not come along
@@ -106,6 +107,7 @@ def train_through(config: WeftConfig, root: str, dying: Sequence[tuple[str, int,
             os.environ["WEFT_ATTEMPT"] = str(attempt + 1)
             found["begun"] = attempt + 1
     _attempts(config, root, dying, steps, found)
+    del store  # here until all attempts are over
     return found
 
 
