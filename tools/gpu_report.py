@@ -1,4 +1,4 @@
-"""A report of a GPU machine to be read elsewhere: its tests, a run, and what they printed.
+"""A report of a GPU machine to be read elsewhere: its tests, runs and benches, and what they printed.
 
 python -m weft.tools.gpu_report [--out FOLDER] [--seconds LIMIT]
 """
@@ -17,6 +17,8 @@ from time import perf_counter
 
 TAIL_LINES = 25
 """Of each output, shown in the report itself."""
+LEAVE_S = 30.0
+"""For what is asked to end: its ranks are other processes, which only it can end."""
 
 
 @dataclass(frozen=True)
@@ -36,40 +38,45 @@ class Item:
     num_gpus: int = 1
 
 
-QUICKSTART = (
-    "-m",
-    "weft.tools.cli",
-    "launch",
-    "recipe=quickstart",
-    "train.max_seconds=120",
-    "train.export=false",
-    "train.sample=",
-)
+WEFT = ("-m", "weft.tools.cli")
+QUICKSTART = ("launch", "recipe=quickstart", "train.max_seconds=120", "train.export=false", "train.sample=")
+LLAMA_7B = ("model.arch=llama", "train.precision=bf16", "train.microbatch_size=1", "data.sequence_length=2048")
 
 
-def items() -> tuple[Item, ...]:
-    """What is run, in this order."""
+def items(out: Path) -> tuple[Item, ...]:
+    """What is run, in this order.
+
+    Args:
+        out: folder of what they write.
+    """
     # Other files may import what a GPU machine without network does not have.
     tests = sorted(str(path) for path in Path("tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
+
+    def run(name: str, shows: str, ranks: int, *settings: str) -> Item:
+        folder = f"train.output_dir={out / 'runs'}"
+        return Item(name, shows, (*WEFT, *QUICKSTART, f"cluster.ranks={ranks}", *settings, folder), ranks)
+
+    def bench(name: str, shows: str, *more: str, on: tuple[str, ...] = (), num_gpus: int = 0) -> Item:
+        return Item(name, shows, (*on, *WEFT, "bench", name, *more, "--json", str(out / f"{name}.json")), num_gpus)
+
+    cache = str(out / "cache")
+    profile = ("profile", *LLAMA_7B, "--seconds", "30", "--out", str(out / "profile.yaml"), f"data.cache_dir={cache}")
+    on_two = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     return (
         Item("machine", "GPUs and drivers", ("nvidia-smi",), 0),
         Item("links", "how the GPUs are joined", ("nvidia-smi", "topo", "-m"), 0),
         Item("software", "torch, CUDA, NCCL", ("-m", "torch.utils.collect_env"), 0),
         Item("tests", "every test that needs a GPU", ("-m", "pytest", "-v", "-m", "gpu", *tests), 0),
-        Item("one", "a run on one GPU", (*QUICKSTART, "cluster.ranks=1", "pipeline.stages=1", "train.name=one")),
-        Item("two", "a pipeline over NCCL", (*QUICKSTART, "cluster.ranks=2", "pipeline.stages=2", "train.name=two"), 2),
-        Item(
-            "replicas",
-            "ZeRO over NCCL",
-            (*QUICKSTART, "cluster.ranks=2", "pipeline.stages=1", "zero.stage=3", "train.name=replicas"),
-            2,
-        ),
-        Item(
-            "rts",
-            "what a ready-to-send message costs on this machine's processor",
-            ("-m", "tests.nccl_rules.rts_cost"),
-            0,
-        ),
+        run("one", "a run on one GPU", 1, "pipeline.stages=1", "train.name=one"),
+        run("two", "a pipeline over NCCL", 2, "pipeline.stages=2", "train.name=two"),
+        run("replicas", "ZeRO over NCCL", 2, "pipeline.stages=1", "zero.stage=3", "train.name=replicas"),
+        Item("rts", "a ready-to-send message, on this machine's processor", ("-m", "tests.nccl_rules.rts_cost"), 0),
+        Item("node", "memory, matrix products, NCCL", (*WEFT, "doctor", "node", "--cache", f"{cache}/best.json")),
+        Item("profile", "layers of a Llama-7B on a GPU; what all GPUs' collectives take", (*WEFT, *profile)),
+        bench("collectives", "rewrites over NCCL beside plain ones", "--cache", cache, on=on_two, num_gpus=2),
+        # Their layers sleep, and their ranks talk over gloo, whatever the machine has.
+        bench("engine", "a step over its simulation, on this machine's processor"),
+        bench("strands", "what two strands hide, on this machine's processor", "--tensor-only"),
     )
 
 
@@ -82,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     results = []
-    for item in items():
+    for item in items(args.out):
         results.append((item, *_run(item, args.out, args.seconds, num_gpus)))
         print(f"{item.name:10s} {results[-1][1]}", flush=True)
     (args.out / "report.md").write_text("\n".join(_report(results, args.out, num_gpus)) + "\n")
@@ -98,19 +105,30 @@ def _run(item: Item, out: Path, limit_s: float, num_gpus: int) -> tuple[str, int
     if item.num_gpus > num_gpus:
         return f"left out: needs {item.num_gpus} GPUs, this machine has {num_gpus}", None
     command = [sys.executable, *item.command] if item.command[0] == "-m" else list(item.command)
-    if "launch" in command:
-        command.append(f"train.output_dir={out / 'runs'}")
     start = perf_counter()
     with (out / f"{item.name}.txt").open("w") as file:
         try:
-            code = subprocess.run(
-                command, stdout=file, stderr=subprocess.STDOUT, timeout=limit_s, env=os.environ | {"NO_COLOR": "1"}
-            ).returncode
+            env = os.environ | {"NO_COLOR": "1"}
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
         except FileNotFoundError:
             return f"left out: there is no {command[0]} here", None
+        try:
+            code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return f"FAILED: had not ended after {limit_s:g} s", 1
+        finally:
+            _end(process)
     return f"{'passed' if code == 0 else f'FAILED with {code}'} after {perf_counter() - start:.0f} s", code
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Have it end, unless it has."""
+    process.terminate()
+    try:
+        process.wait(LEAVE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _report(results: Sequence[tuple[Item, str, int | None]], out: Path, num_gpus: int) -> list[str]:

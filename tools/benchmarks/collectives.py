@@ -17,7 +17,7 @@ from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.probe import fitted, measure, nodes_of_world
 from weft.conf.schema import DataConfig
-from weft.engine.distributed import init_distributed
+from weft.engine.distributed import init_distributed, leave_distributed
 from weft.engine.parallel.communicated import CommunicatedGroup
 from weft.engine.strands.overlap_probe import measure_overlap, overlap_cache, overlap_key
 from weft.pipeline.strands.overlap import OverlapTable
@@ -68,7 +68,10 @@ def main(argv: Sequence[str]) -> int:
     args = parse(_parser(), argv)
     if "RANK" in os.environ:
         found = _probe_and_race(args)
-        if dist.get_rank():
+        first = dist.get_rank() == 0
+        dist.destroy_process_group()  # a thread of gloo's that lives on when Python ends may abort the process
+        leave_distributed()  # others hold groups, too
+        if not first:
             return 0
     else:
         nodes = [f"n{node}" for node in range(args.nodes) for _ in range(args.ranks)]
