@@ -15,6 +15,7 @@ from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.routes import Route
 from weft.pipeline.planner.shapes import room
 from weft.pipeline.planner.workload import LayerWork
+from weft.pipeline.states import USABLE
 
 MOST_CELL = 8
 """Replicas that are compared as one DP-cell; more is rarely better (Atlas takes communication over compute)."""
@@ -68,9 +69,11 @@ class Bounds:
 
     Args:
         cell: replicas of a DP-cell, where it is fixed.
+        usable: share of a GPU's memory.
     """
 
-    def __init__(self, estimates: Estimates, cell: int | None = None) -> None:
+    def __init__(self, estimates: Estimates, cell: int | None = None, usable: float = USABLE) -> None:
+        self._usable = usable
         self._estimates, self._cluster, self._work = estimates, estimates.cluster, estimates.work
         self._whole = self._work.whole
         self._cell = cell or MOST_CELL
@@ -110,8 +113,29 @@ class Bounds:
             _fill_s(count, least.forward_s, last_way_s, least.whole_s, pace_s) if len(shape.legs) == 1 else 0.0,
             _shared_s(spans, count),
             _shared_s(through, count),
+            count * self._layers_held(shape) * least.layer_through_s,
         )
         return pipeline_s + least.ends_s
+
+    def crowded_s(self, shape: Shape, in_flight: int) -> float:
+        """A step in which so many micro-batches at a time are on their way through the whole model and back."""
+        return shape.microbatches * self._least_of(shape, ANYWHERE).through_s / in_flight
+
+    def _layers_held(self, shape: Shape) -> float:
+        """For how many layers' time a micro-batch has the memory of all ranks to itself, on average.
+
+        What a layer saves stays at least while the layers behind it go forward and back, whichever ranks hold them.
+        """
+        key = ("held", shape)
+        if key not in self._known:
+            estimates, work, last = self._estimates, self._work, len(self._work.layers) - 1
+            saved = [estimates.activation_bytes(layer, 1, shape) for layer in work.layers]
+            held = sum(each * (last - number) for number, each in enumerate(saved))
+            kept = estimates.memory(self.part(shape.num_stages), 1, shape).zero.kept
+            most = max(site.gpu.memory_bytes for site in self._cluster.sites)
+            room = shape.num_stages * (self._usable * most - kept)
+            self._known[key] = held / room if room > 0 else 0.0
+        return self._known[key]
 
     def price_seconds(self, shape: Shape, route: Route = ANYWHERE) -> float:
         """Prices of GPUs per hour times the seconds for which they compute in a step, together.

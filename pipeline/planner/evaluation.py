@@ -63,7 +63,7 @@ class Evaluation:
         self._cluster, self._work, self._request = cluster, work, request
         self._estimates = Estimates(cluster, work)
         self._least_price = min(site.price for site in cluster.sites)
-        self._bounds = Bounds(self._estimates, request.pins.get("cell"))
+        self._bounds = Bounds(self._estimates, request.pins.get("cell"), request.max_memory)
         self._layers = LayerCuts(self._estimates, request.max_memory)
         self.refused = Refusals(cluster, work, request)
 
@@ -89,6 +89,19 @@ class Evaluation:
             return None
         price = max(price, self._bounds.price_seconds(shape) / step_s)
         return self._request.score_of(step_s, None, price, 0.0, self._tokens(shape))
+
+    def crowding(self, shape: Shape) -> float:
+        """How many times its bound a step is expected to take, because memory has room for few micro-batches.
+
+        If all ranks hold as many layers, the first has room for some micro-batches on their way and back. Other cuts
+        may do better, so this proves nothing; the search looks first where it is low.
+        """
+        part, held = self._bounds.part(shape.num_stages), max(1, len(self._work.layers) // shape.num_stages)
+        most = self._request.max_memory * max(site.gpu.memory_bytes for site in self._cluster.sites)
+        room = self._estimates.memory(part, held, shape).room(most)
+        in_flight = max(1, int(room / max(self._estimates.activation_bytes(part, held, shape), 1.0)))
+        step_s = self._bounds.step_s(shape)
+        return max(1.0, self._bounds.crowded_s(shape, in_flight) / step_s) if step_s else 1.0
 
     def across_bound(self, shape: Shape) -> float:
         """What a shape scores at least because its replicas, at different sites, reduce over the WAN."""
@@ -223,7 +236,8 @@ class Evaluation:
     def schedule(self, candidate: Candidate) -> Prediction | None:
         """The prediction of a scheduled layout; None if its schedule exceeds memory."""
         layout = candidate.layout
-        cap = min(candidate.rooms)
+        saved = [sum(candidate.costs[0].stages[stage].activation_bytes for stage in held) for held in _held(layout)]
+        cap = max(min(candidate.rooms), *saved)  # one micro-batch everywhere; peaks are compared below
         enough_s = NEAR * (candidate.bound_s - candidate.collective_s - candidate.optimizer_s)
         cells = [
             pipeline_latency(cell, layout.microbatches, costs, cap, layout.schedule, enough_s)

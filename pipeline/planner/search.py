@@ -6,11 +6,12 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush, merge
 from itertools import count
+from typing import NamedTuple
 
-from weft.pipeline.planner.cluster import Cluster
+from weft.pipeline.planner.cluster import Cluster, Site
 from weft.pipeline.planner.evaluation import Candidate, Evaluation
 from weft.pipeline.planner.layout import Layout, Prediction, Shape
-from weft.pipeline.planner.request import Request
+from weft.pipeline.planner.request import Objective, Request
 from weft.pipeline.planner.routes import FEW_SITES, Route, Routes
 from weft.pipeline.planner.shapes import shapes
 from weft.pipeline.planner.workload import ModelWork
@@ -23,6 +24,8 @@ SHARE_OF_SEVERAL = 3
 """Of the effort, what goes into replicas at different sites: one part in so many, besides."""
 RANKED = 8
 """Layouts that are ranked at least, if there are as many that differ."""
+SHARE_OF_PRICES = 12
+"""Of the effort, what goes into the fastest layout of each price: one part in so many, for each, besides."""
 BOUNDED = 3
 """Actions whose scheduling takes as long as the bound of a route."""
 EXPANDED = 5
@@ -61,6 +64,23 @@ class Plan:
         return self.ranked[0]
 
 
+class _Opened(NamedTuple):
+    """A shape whose route is still to be found, or to be continued.
+
+    Attributes:
+        expected: score by which the search goes; ``bound`` is what it scores at least.
+        crowding: by how much they differ; None while nobody has looked.
+    """
+
+    expected: float
+    bound: float
+    depth: int
+    number: int
+    shape: Shape
+    route: Route | None = None
+    crowding: float | None = None
+
+
 def plan(cluster: Cluster, work: ModelWork, request: Request) -> Plan:
     """Find the best layouts of a model on a cluster.
 
@@ -74,11 +94,12 @@ def plan(cluster: Cluster, work: ModelWork, request: Request) -> Plan:
     Raises:
         ValueError: no layout fits; the message says what binds.
     """
-    evaluation, scheduled = Evaluation(cluster, work, request), 0
+    evaluation = Evaluation(cluster, work, request)
     every = list(shapes(cluster, work, request))
     whole = _bounded(evaluation, [shape for shape in every if shape.routes == 1])
-    found: list[Prediction] = []
-    left_out = best = float("inf")
+    found = _fastest_by_price(cluster, work, request, every) if request.objective is Objective.cost else []
+    scheduled, left_out = len(found), float("inf")
+    best = min(map(request.score, found), default=float("inf"))
     for max_sites in _deepening(len(cluster.sites), request.max_sites):
         pass_request = replace(request, max_sites=max_sites)
         more, left_out, spare = _search(evaluation, cluster, pass_request, whole, best)
@@ -115,6 +136,34 @@ def plan(cluster: Cluster, work: ModelWork, request: Request) -> Plan:
     )
 
 
+def _fastest_by_price(cluster: Cluster, work: ModelWork, request: Request, every: list[Shape]) -> list[Prediction]:
+    """The fastest layout in one site of each kind for as much as there is an hour, for half of that, and so on.
+
+    The cheapest plan is the fastest of its price. Bounds of costs hardly differ, since the same work costs the same on
+    any number of GPUs, and lead to a cheap plan late; those of steps lead to fast ones soon.
+    """
+    found: list[Prediction] = []
+    effort = request.effort // SHARE_OF_PRICES
+    cheapest = {(site.gpu.name, site.gpus_per_host): at for at, site in _by_price(cluster) if site.gpus}
+    for at in cheapest.values():
+        site = cluster.sites[at]
+        alone = replace(cluster, sites=tuple(one if one is site else replace(one, hosts=0) for one in cluster.sites))
+        fast = replace(request, objective=Objective.throughput, max_sites=1, effort=effort)
+        evaluation = Evaluation(alone, work, fast)
+        gpus = site.gpus
+        while gpus:
+            here = [shape for shape in every if shape.routes == 1 and gpus / 2 < shape.gpus <= gpus]
+            more, _, _ = _search(evaluation, alone, fast, _bounded(evaluation, here))
+            found += [min(more, key=request.score)] if more else []
+            gpus //= 2
+    return found
+
+
+def _by_price(cluster: Cluster) -> list[tuple[int, Site]]:
+    """Sites with their numbers, the cheapest last."""
+    return sorted(enumerate(cluster.sites), key=lambda one: -one[1].price)
+
+
 def _bounded(evaluation: Evaluation, every: list[Shape]) -> list[tuple[float, int, Shape]]:
     """Shapes that fit somewhere by their bounds, each with a number of its own."""
     bounds = [(evaluation.shape_bound(shape), shape) for shape in every]
@@ -143,44 +192,53 @@ def _search(
         whole: shapes by their bounds, each with a number of its own.
         best: score of what is found already.
     """
-    order = count(len(whole))
+    order = count()
     ways = Routes(cluster, request)
-    opened: list[tuple[float, int, int, Shape, Route | None]] = [
-        (bound, 0, one, shape, None) for bound, one, shape in whole
-    ]
+    opened = [_Opened(bound, bound, 0, next(order), shape) for bound, _, shape in whole]
     heapify(opened)
     placed: list[tuple[float, int, Candidate]] = []
     found: list[Prediction] = []
     spent, due, left_out = 0, EVERY, float("inf")
-    while opened or placed:
-        bound = min(heap[0][0] for heap in (opened, placed) if heap)
-        if bound * WORTH >= best or (spent >= request.effort and best < float("inf")):
-            return found, min(bound, left_out), placed
-        if opened and (not placed or (opened[0][0] < placed[0][0] and spent < due)):
-            bound, depth, _, shape, route = heappop(opened)
-            if route is None and (twin := ways.fold_over_sites(shape)):
-                heappush(opened, (max(bound, evaluation.shape_bound(twin) or bound), 0, next(order), twin, None))
-            for further in ways.longer(shape, route):
-                spent += BOUNDED
-                if (least := evaluation.route_bound(shape, further, request.max_sites)) is None:
-                    continue
-                least = max(bound, least)
-                if least * WORTH >= best:
-                    left_out = min(left_out, least)
-                elif not further.is_whole(shape):
-                    heappush(opened, (least, depth - 1, next(order), shape, further))
-                else:
-                    for candidate in evaluation.candidates(shape, further):
-                        heappush(placed, (max(least, candidate.score_bound), next(order), candidate))
-                        spent += EXPANDED * candidate.layout.virtual_stages
-            continue
-        due = spent + EVERY
-        if placed[0][0] < best:
+    while spent < request.effort or best == float("inf"):
+        while opened and opened[0].bound * WORTH >= best:
+            left_out = min(left_out, heappop(opened).bound)
+        worth = bool(placed) and placed[0][0] * WORTH < best
+        if not opened and not worth:
+            break
+        if not opened or (worth and (opened[0].expected >= placed[0][0] or spent >= due)):
+            due = spent + EVERY
             _, _, candidate = heappop(placed)
             spent += candidate.actions
             if (prediction := evaluation.schedule(candidate)) is not None:
                 found.append(prediction)
                 best = min(best, request.score(prediction))
+            continue
+        one = heappop(opened)
+        if one.crowding is None:
+            crowding = evaluation.crowding(one.shape)
+            heappush(opened, one._replace(expected=one.bound * crowding, crowding=crowding))
+            continue
+        if one.route is None and (twin := ways.fold_over_sites(one.shape)):
+            bound = max(one.bound, evaluation.shape_bound(twin) or one.bound)
+            heappush(opened, _Opened(bound, bound, 0, next(order), twin))
+        for further in ways.longer(one.shape, one.route):
+            spent += BOUNDED
+            if (least := evaluation.route_bound(one.shape, further, request.max_sites)) is None:
+                continue
+            least = max(one.bound, least)
+            if least * WORTH >= best:
+                left_out = min(left_out, least)
+            elif not further.is_whole(one.shape):
+                expected = least * one.crowding
+                heappush(
+                    opened,
+                    _Opened(expected, least, one.depth - 1, next(order), one.shape, further, one.crowding),
+                )
+            else:
+                for candidate in evaluation.candidates(one.shape, further):
+                    heappush(placed, (max(least, candidate.score_bound), next(order), candidate))
+                    spent += EXPANDED * candidate.layout.virtual_stages
+    left_out = min([left_out, *(one.bound for one in opened), *(bound for bound, _, _ in placed[:1])])
     return found, left_out, placed
 
 

@@ -281,6 +281,18 @@ def test_the_cheapest_plan_costs_no_more_than_the_fastest():
     assert by[Objective.throughput].step_s <= by[Objective.cost].step_s
 
 
+@pytest.mark.parametrize("kinds", [["H100"], ["A100", "B200", "L40S"]])
+def test_a_cheap_plan_is_found_where_memory_is_scarce(kinds):
+    """Bounds of costs are alike for any number of GPUs, and most of these have room for few micro-batches."""
+    prices = {"H100": 2.5, "A100": 1.4, "B200": 4.5, "L40S": 0.9}
+    sites = [site(kind, hosts=60, gpus_per_host=8, gpu=kind, price=prices[kind]) for kind in kinds]
+    work = model(layers=80, parameters=850_000_000, tokens=4096, width=8192)
+    request = Request(sequences=1024, objective=Objective.cost)
+    found = plan(cluster(*sites), work, request)
+    assert found.gap < 0.15, found.gap
+    assert found.best.mfu > 0.2, found.best.layout
+
+
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
