@@ -91,6 +91,8 @@ def test_a_trace_holds_every_span_and_no_thread_overlaps(tmp_path_factory, data)
         assert all(before[1] <= after[0] + 1e-6 for before, after in pairwise(intervals))
     arrows = [event["id"] for event in events if event["ph"] == "s"]
     assert sorted(arrows) == sorted(event["id"] for event in events if event["ph"] == "f")
+    begins = {(event["pid"], event["ts"]) for event in slices}
+    assert all((event["pid"], event["ts"]) in begins for event in events if event["ph"] in "sf"), "arrows join slices"
 
 
 def test_ranks_of_two_timelines_lie_side_by_side(tmp_path):

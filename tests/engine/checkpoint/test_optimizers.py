@@ -133,6 +133,20 @@ def test_another_optimizer_is_refused(tmp_path):
         restore(other.held, other.base, open_checkpoint(newest(tmp_path)))
 
 
+@pytest.mark.parametrize(("wider", "message"), [((7, 6, 3), r"0\.weight has shape \(5, 7\), the model's has \(6, 7\)")])
+def test_weights_of_another_shape_are_refused(tmp_path, monkeypatch, wider, message):
+    first = Trained(torch.optim.AdamW)
+    first.step()
+    save(tmp_path, 1, collect(first.held, first.base, [], lambda axis: (0, 1)), {})
+    before, inner, after = wider
+    made = iter([nn.Linear(before, inner), nn.Linear(inner, after)])
+    with monkeypatch.context() as patch:
+        patch.setattr(nn, "Linear", lambda *_: next(made))
+        other = Trained(torch.optim.AdamW)
+    with pytest.raises(CheckpointError, match=message):
+        restore(other.held, other.base, open_checkpoint(newest(tmp_path)))
+
+
 def test_before_the_first_step(tmp_path):
     """A checkpoint without optimiser state makes an optimiser that trained forget its own."""
     trained = Trained(torch.optim.AdamW)

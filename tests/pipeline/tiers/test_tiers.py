@@ -119,3 +119,7 @@ def test_the_model_tier_says_what_limits_it():
     assert "number of micro-batches allows no more" in model_tier(ModelCosts(**base, memory=100, mb=4)).reason
     with pytest.raises(ValueError, match="not even one fits"):
         model_tier(ModelCosts(**base, memory=0.5, mb=4))
+
+
+def test_a_group_that_is_not_partitioned_has_one_node_of_one_rank():
+    assert OperationCosts(comm_cost=1.0, in_cost=1.0).world_size == 1
