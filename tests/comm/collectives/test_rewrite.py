@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 
 from weft.comm.collectives import Collective, Group, Mesh, Primitive, Rewrite, Step
+from weft.comm.collectives.rewrite import plain
 
 GROUP = Group.regular(2, 2)
 MESH = Mesh(GROUP, (2, 2))
@@ -85,3 +86,14 @@ def test_an_axis_that_the_mesh_has_not_is_refused(axis):
     collective = Collective.flat(Primitive.all_reduce, GROUP, num_elements=8, itemsize=4)
     with pytest.raises(ValueError, match="not valid here"):
         Rewrite(collective, MESH, (Step(Primitive.all_reduce, axis),))
+
+
+@pytest.mark.parametrize("primitive", WHOLE)
+def test_the_workload_of_the_whole_group_is_all_of_the_collective(primitive):
+    assert list(plain(Collective(primitive, GROUP, (2**18,), itemsize=4)).step_bytes()) == [2**20]
+
+
+def test_of_what_was_reduced_and_scattered_each_has_a_part():
+    steps = Step(Primitive.reduce_scatter, 0), Step(Primitive.all_reduce, 1), Step(Primitive.all_gather, 0)
+    rewrite = Rewrite(Collective(Primitive.all_reduce, GROUP, (2**18,), itemsize=4), MESH, steps)
+    assert list(rewrite.step_bytes()) == [2**20, 2**19, 2**20]

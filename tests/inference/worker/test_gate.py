@@ -2,12 +2,13 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from weft.inference.board.reader import BoardReader
 from weft.inference.board.writer import BoardWriter, board_path
-from weft.inference.placement.prefill_cost import PrefillCost
+from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
 from weft.inference.worker.gate import MAX_PAUSE_S, MIN_PAUSE_S, MIN_TOKENS, Gate, Trials, Waker
 from weft.inference.worker.status import WorkerStatus, problem_of
 
@@ -104,6 +105,15 @@ def test_trials_that_end_in_time_follow_each_other_and_late_ones_pause(writer, g
         assert not tried_after(0.5 * factor * shortest_s)
         assert tried_after(factor * shortest_s)
         gate.ended(*step, 0, 0)
+
+
+@pytest.mark.parametrize(("steps", "granted"), [(TRUSTED - 1, MIN_TOKENS), (TRUSTED, 0)])
+def test_trials_pause_once_costs_are_trusted(writer, gate, steps, granted):
+    gate.cost = SimpleNamespace(steps=steps, tokens_within=lambda *_: 0)
+    gate._trials.pause_s = 1e6
+    writer.begin(8)
+    gate.last_end_s = time.monotonic() - MIN_PAUSE_S
+    assert gate.grant(1000, 0)[0] == granted
 
 
 def test_only_trials_change_their_pause_and_it_has_an_end():
