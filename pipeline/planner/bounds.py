@@ -128,13 +128,18 @@ class Bounds:
         """
         key = ("held", shape)
         if key not in self._known:
-            estimates, work, last = self._estimates, self._work, len(self._work.layers) - 1
-            saved = [estimates.activation_bytes(layer, 1, shape) for layer in work.layers]
-            held = sum(each * (last - number) for number, each in enumerate(saved))
-            kept = estimates.memory(self.part(shape.num_stages), 1, shape).zero.kept
+            kept = self._estimates.memory(self.part(shape.num_stages), 1, shape).zero.kept
             most = max(site.gpu.memory_bytes for site in self._cluster.sites)
             room = shape.num_stages * (self._usable * most - kept)
-            self._known[key] = held / room if room > 0 else 0.0
+            self._known[key] = self._bytes_held(shape) / room if room > 0 else 0.0
+        return self._known[key]
+
+    def _bytes_held(self, shape: Shape) -> float:
+        """What each layer saves of a micro-batch, times the layers behind it."""
+        key = ("bytes held", shape.checkpointing, shape.microbatch_size, shape.gpus_per_rank)
+        if key not in self._known:
+            saved = [self._estimates.activation_bytes(layer, 1, shape) for layer in self._work.layers]
+            self._known[key] = sum(each * behind for behind, each in enumerate(reversed(saved)))
         return self._known[key]
 
     def price_seconds(self, shape: Shape, route: Route = ANYWHERE) -> float:
