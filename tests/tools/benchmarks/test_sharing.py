@@ -16,8 +16,17 @@ def test_losses_are_those_of_one_process(tmp_path, capsys):
     assert sharing.main(["--archs", "mixtral", *chosen, "--json", str(file)]) == 0
     found = json.loads(file.read_text())
     assert found["met"] and len(found["figures"]) == 6
-    assert all(each["off"] <= sharing.TOLERANCE for each in found["figures"])
+    assert all(each["off"] <= sharing.TOLERANCES["fp32"] for each in found["figures"])
     assert "6 layouts, largest difference" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_in_bf16_master_weights_are_compared(tmp_path):
+    file = tmp_path / "found.json"
+    chosen = ["--sharings", "tensor 2", "--layouts", "alone", "--steps", "4", "--precision", "bf16"]
+    assert sharing.main(["--archs", "llama", *chosen, "--json", str(file)]) == 0
+    (found,) = json.loads(file.read_text())["figures"]
+    assert 0 < found["off"] <= sharing.TOLERANCES["bf16"]
 
 
 @pytest.mark.slow
