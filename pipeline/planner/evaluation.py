@@ -17,7 +17,7 @@ from weft.pipeline.planner.layout import Layout, Prediction, Shape
 from weft.pipeline.planner.refusals import Refusals
 from weft.pipeline.planner.request import Request
 from weft.pipeline.planner.routes import FEW_SITES, Route
-from weft.pipeline.planner.workload import ModelWork
+from weft.pipeline.planner.workload import LayerWork, ModelWork
 from weft.pipeline.states import RankMemory
 
 NEAR = 1.001
@@ -74,7 +74,7 @@ class Evaluation:
         if sum(caps) < shape.num_stages * shape.routes:
             self.refused.gpus()
             return None
-        part, held = self._bounds.part(shape.num_stages), max(1, len(self._work.layers) // shape.num_stages)
+        part, held = self._even_part(shape)
         memory = self._estimates.memory(part, held, shape, self._estimates.activation_bytes(part, held, shape)).total
         most = self._request.max_memory * max(site.gpu.memory_bytes for site in sites)
         if memory > most:
@@ -96,12 +96,16 @@ class Evaluation:
         If all ranks hold as many layers, the first has room for some micro-batches on their way and back. Other cuts
         may do better, so this proves nothing; the search looks first where it is low.
         """
-        part, held = self._bounds.part(shape.num_stages), max(1, len(self._work.layers) // shape.num_stages)
+        part, held = self._even_part(shape)
         most = self._request.max_memory * max(site.gpu.memory_bytes for site in self._cluster.sites)
         room = self._estimates.memory(part, held, shape).room(most)
         in_flight = max(1, int(room / max(self._estimates.activation_bytes(part, held, shape), 1.0)))
         step_s = self._bounds.step_s(shape)
         return max(1.0, self._bounds.crowded_s(shape, in_flight) / step_s) if step_s else 1.0
+
+    def _even_part(self, shape: Shape) -> tuple[LayerWork, int]:
+        """What a rank has if all have as much, and how many layers."""
+        return self._bounds.part(shape.num_stages), max(1, len(self._work.layers) // shape.num_stages)
 
     def across_bound(self, shape: Shape) -> float:
         """What a shape scores at least because its replicas, at different sites, reduce over the WAN."""

@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush, merge
 from itertools import count
 from typing import NamedTuple
 
-from weft.pipeline.planner.cluster import Cluster, Site
+from weft.pipeline.planner.cluster import Cluster
 from weft.pipeline.planner.evaluation import Candidate, Evaluation
 from weft.pipeline.planner.layout import Layout, Prediction, Shape
 from weft.pipeline.planner.request import Objective, Request
@@ -144,9 +144,9 @@ def _fastest_by_price(cluster: Cluster, work: ModelWork, request: Request, every
     """
     found: list[Prediction] = []
     effort = request.effort // SHARE_OF_PRICES
-    cheapest = {(site.gpu.name, site.gpus_per_host): at for at, site in _by_price(cluster) if site.gpus}
-    for at in cheapest.values():
-        site = cluster.sites[at]
+    by_price = sorted(cluster.sites, key=lambda site: -site.price)
+    cheapest = {(site.gpu.name, site.gpus_per_host): site for site in by_price if site.gpus}
+    for site in cheapest.values():
         alone = replace(cluster, sites=tuple(one if one is site else replace(one, hosts=0) for one in cluster.sites))
         fast = replace(request, objective=Objective.throughput, max_sites=1, effort=effort)
         evaluation = Evaluation(alone, work, fast)
@@ -159,15 +159,10 @@ def _fastest_by_price(cluster: Cluster, work: ModelWork, request: Request, every
     return found
 
 
-def _by_price(cluster: Cluster) -> list[tuple[int, Site]]:
-    """Sites with their numbers, the cheapest last."""
-    return sorted(enumerate(cluster.sites), key=lambda one: -one[1].price)
-
-
-def _bounded(evaluation: Evaluation, every: list[Shape]) -> list[tuple[float, int, Shape]]:
-    """Shapes that fit somewhere by their bounds, each with a number of its own."""
-    bounds = [(evaluation.shape_bound(shape), shape) for shape in every]
-    return [(bound, number, shape) for number, (bound, shape) in enumerate(bounds) if bound is not None]
+def _bounded(evaluation: Evaluation, every: list[Shape]) -> list[tuple[float, Shape]]:
+    """Shapes that fit somewhere, with their bounds."""
+    bounds = ((evaluation.shape_bound(shape), shape) for shape in every)
+    return [(bound, shape) for bound, shape in bounds if bound is not None]
 
 
 def _deepening(num_sites: int, max_sites: int) -> list[int]:
@@ -183,18 +178,18 @@ def _search(
     evaluation: Evaluation,
     cluster: Cluster,
     request: Request,
-    whole: list[tuple[float, int, Shape]],
+    whole: list[tuple[float, Shape]],
     best: float = float("inf"),
 ) -> tuple[list[Prediction], float, list[tuple[float, int, Candidate]]]:
     """What was scheduled, the least bound of what was not, and a heap of whole layouts by their bounds.
 
     Args:
-        whole: shapes by their bounds, each with a number of its own.
+        whole: shapes with their bounds.
         best: score of what is found already.
     """
     order = count()
     ways = Routes(cluster, request)
-    opened = [_Opened(bound, bound, 0, next(order), shape) for bound, _, shape in whole]
+    opened = [_Opened(bound, bound, 0, next(order), shape) for bound, shape in whole]
     heapify(opened)
     placed: list[tuple[float, int, Candidate]] = []
     found: list[Prediction] = []
@@ -232,7 +227,9 @@ def _search(
                 expected = least * one.crowding
                 heappush(
                     opened,
-                    _Opened(expected, least, one.depth - 1, next(order), one.shape, further, one.crowding),
+                    one._replace(
+                        expected=expected, bound=least, depth=one.depth - 1, number=next(order), route=further
+                    ),
                 )
             else:
                 for candidate in evaluation.candidates(one.shape, further):
