@@ -20,6 +20,9 @@ from weft.engine.parallel.axis import AxisGroup, AxisGroups
 from weft.engine.parallel.cut import Cut, held_cut
 from weft.engine.parallel.unshareable import UnshareableError
 
+GROUPED_BYTES = 16
+"""Of which torch's grouped matrix products take multiples as rows."""
+
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules that hold the experts of a layer, each of their parameters all of the layer's experts along dim 0."""
@@ -66,6 +69,41 @@ def require_experts(model: PreTrainedModel, size: int) -> None:
             f"parallel.expert={size}: {type(model).__name__} has no experts that transformers runs through its experts "
             "interface; set parallel.expert=1"
         )
+
+
+def require_grouped_rows(model: PreTrainedModel, cuts: Mapping[str, Cut], dtype: torch.dtype, tensor: int) -> None:
+    """Refuse experts of which torch's grouped products do not take what a rank holds.
+
+    Args:
+        model: whole; on the meta device, too.
+        cuts: what a rank holds of parameters that it does not hold in full, by name.
+        dtype: that experts compute in.
+        tensor: ranks that share matrices.
+
+    Raises:
+        UnshareableError: naming a parameter, and what to do.
+    """
+    for path, module in expert_modules(model):
+        if module.config._experts_implementation != "grouped_mm":
+            continue
+        for name, parameter in module.named_parameters():
+            held = cuts[f"{path}.{name}"].held_shape if f"{path}.{name}" in cuts else tuple(parameter.shape)
+            unfit = [row for row in held[1:] if row * dtype.itemsize % GROUPED_BYTES] if len(held) == 3 else []
+            if not unfit:
+                continue
+            row, number = unfit[0], str(dtype).removeprefix("torch.")
+            if tensor > 1:
+                setting, remedy = (
+                    f"parallel.tensor={tensor}",
+                    "choose a smaller one, or share experts (parallel.expert)",
+                )
+            else:
+                setting, remedy = "model", "choose other sizes of experts, or give a model that computes them eagerly"
+            raise UnshareableError(
+                f"{setting}: {path}.{name} of {type(model).__name__} has rows of {row} elements on a rank, "
+                f"{row * dtype.itemsize} bytes in {number}, and torch's grouped products take multiples of "
+                f"{GROUPED_BYTES}; {remedy}"
+            )
 
 
 def hold_parts(model: nn.Module, cuts: Mapping[str, Cut]) -> None:

@@ -133,7 +133,7 @@ def _known_facts(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Mach
     work, sources["work"] = _traced(config, hf_config)
     facts = Facts(
         layout=layout,
-        model=model_sizes(hf_config, tensor=layout.tensor, expert=layout.expert),
+        model=model_sizes(hf_config, tensor=layout.tensor, expert=layout.expert, dtype=DTYPES[config.train.precision]),
         work=work,
         flops_per_s=flops,
         device_bytes=machine.device_bytes,

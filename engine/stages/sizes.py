@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from weft.engine.parallel.axis import Alone
 from weft.engine.parallel.context_exchange import key_value_size
 from weft.engine.parallel.cut import Cut
-from weft.engine.parallel.experts import expert_cuts, require_experts
+from weft.engine.parallel.experts import expert_cuts, require_experts, require_grouped_rows
 from weft.engine.parallel.tensor import require_shareable
 from weft.engine.parallel.tensor_cuts import tensor_cuts
 from weft.engine.parallel.tensor_styles import TensorPlan
@@ -68,11 +69,14 @@ class ModelSizes:
         return max(layer.held for layer in self.layers)
 
 
-def model_sizes(config: PreTrainedConfig, *, tensor: int = 1, expert: int = 1) -> ModelSizes:
+def model_sizes(
+    config: PreTrainedConfig, *, tensor: int = 1, expert: int = 1, dtype: torch.dtype | None = None
+) -> ModelSizes:
     """Count a model's weights without making them.
 
     Args:
         tensor, expert: ranks that share matrices, and experts.
+        dtype: that the model is to compute in, if it has to be able to.
 
     Raises:
         UnshareableError: they cannot.
@@ -82,6 +86,8 @@ def model_sizes(config: PreTrainedConfig, *, tensor: int = 1, expert: int = 1) -
     layers = model.get_submodule(path)
     assert isinstance(layers, nn.ModuleList)
     cuts = _cuts(model, path, tensor, expert)
+    if dtype is not None:
+        require_grouped_rows(model, cuts, dtype, tensor)
     head = model.get_output_embeddings()
     inside = {id(parameter) for parameter in layers.parameters()}
     of_head = {id(parameter) for parameter in head.parameters()} if head is not None else set()

@@ -30,7 +30,9 @@ from weft.conf.schema import (
 from weft.engine.deepspeed.optimization import learning_rate, parameter_groups
 from weft.engine.parallel.context_exchange import choose_exchange
 from weft.engine.parallel.unshareable import UnshareableError
+from weft.engine.precision import DTYPES
 from weft.engine.stages import build_model, load_hf_config
+from weft.engine.stages.sizes import model_sizes
 from weft.tools.benchmarks.results import parse, write_json
 from weft.tools.ranks import run_ranks
 from weft.tools.tables import show, table_of
@@ -158,7 +160,10 @@ def _refusals(arch: str, args: argparse.Namespace) -> dict[str, str]:
             found[sharing] = "no experts"
             continue
         try:
-            hf_config = load_hf_config(_config(arch, parallel, Layout(), args).model)
+            config = _config(arch, parallel, Layout(), args)
+            hf_config = load_hf_config(config.model)
+            dtype = DTYPES[config.train.precision]
+            model_sizes(hf_config, tensor=parallel.tensor, expert=parallel.expert, dtype=dtype)
             choose_exchange(hf_config, parallel.context_exchange, context=parallel.context, tensor=parallel.tensor)
         except UnshareableError as error:
             found[sharing] = str(error)

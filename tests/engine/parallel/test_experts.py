@@ -1,6 +1,7 @@
 """Experts over the members of an expert group: the same logits, losses and gradients as one process."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from tests.engine.parallel.members import items_of, micro_batches, require_same,
 from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.stages.axis_check import check_axes
 from weft.engine.stages.comparison import Outcome, gradients, whole_outcome
+from weft.engine.stages.loading import load_hf_config
 from weft.engine.stages.port import Port
+from weft.engine.stages.sizes import model_sizes
 from weft.engine.stages.stage import Stage
 from weft.tools.verification.small_configs import small_config
 from weft.tools.verification.tiny_models import tiny_model
@@ -112,6 +115,38 @@ def test_experts_that_cannot_be_divided_are_refused():
 def test_a_model_without_experts_is_refused_by_name():
     with pytest.raises(UnshareableError, match=r"parallel.expert=2: LlamaForCausalLM has no experts"):
         check_axes(tiny_model("llama"), expert=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "refused"),
+    [
+        ({"tensor": 4}, torch.bfloat16, r"parallel.tensor=4: .*experts.down_proj .* 4 elements .* 8 bytes in bfloat16"),
+        ({"tensor": 4}, torch.float32, ""),
+        ({"tensor": 2}, torch.bfloat16, ""),
+        ({"expert": 4}, torch.bfloat16, ""),
+        ({"tensor": 4}, None, ""),
+    ],
+)
+def test_rows_that_grouped_products_do_not_take_are_refused_before_the_start(sizes, dtype, refused):
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    config = load_hf_config(tiny_model("mixtral", intermediate_size=16, **heads))
+    with pytest.raises(UnshareableError, match=refused) if refused else nullcontext():
+        model_sizes(config, dtype=dtype, **sizes)
+    model = whole_model(tiny_model("mixtral", intermediate_size=16, **heads))
+    model.set_experts_implementation("eager")
+    model_sizes(model.config, dtype=dtype, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "row"), [(6, torch.bfloat16, 12), (4, torch.bfloat16, 4), (2, torch.float32, 2)]
+)
+def test_rows_of_a_model_of_one_rank_are_refused_as_torch_refuses_them(size, dtype, row):
+    config = load_hf_config(tiny_model("mixtral", intermediate_size=size, num_hidden_layers=1))
+    model = whole_model(tiny_model("mixtral", intermediate_size=size, num_hidden_layers=1)).to(dtype)
+    with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+        model(torch.tensor([[1, 2, 3]]))
+    with pytest.raises(UnshareableError, match=rf"model: .*MixtralForCausalLM has rows of {row} elements"):
+        model_sizes(config, dtype=dtype)
 
 
 @pytest.mark.parametrize("config", [tiny_model("mixtral"), deepseek()], ids=["mixtral", "deepseek_v3"])
