@@ -19,7 +19,8 @@ class Survival:
     Attributes:
         culprit: as the journal has it, and whether it is right.
         named_s: until it was named.
-        next_step_s: until the first good step after, or after training could go on again.
+        next_step_s: until the first good step after, or after training could go on again; the longest step meanwhile
+            where it never has to stop.
         lost: steps that were trained again.
         difference: of the losses from the fault to the next one from those of an undisturbed run, the largest,
             relatively; None if none was compared.

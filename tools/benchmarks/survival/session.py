@@ -169,7 +169,7 @@ def inflict(run: SupervisedRun, fault: Fault, outcome: Survival) -> None:
         outcome.next_step_s = _grown(run, done.at_s) - done.at_s
         outcome.culprit, outcome.right = "nobody", True
     elif done.blamed is None:
-        _see_no_restart(run, fault, done, looked_s, outcome)
+        _see_no_restart(run, fault, done, looked_s, before, outcome)
     else:
         reached = _see_restart(run, done, looked_s, outcome)
         before = max(before, reached)
@@ -191,10 +191,13 @@ def _see_end(run: SupervisedRun, fault: Fault, done: Inflicted, outcome: Surviva
     outcome.right = end["code"] != 0 and bool(faults) and faults[-1]["kind"] == fault.ends
 
 
-def _see_no_restart(run: SupervisedRun, fault: Fault, done: Inflicted, since_s: float, outcome: Survival) -> None:
+def _see_no_restart(
+    run: SupervisedRun, fault: Fault, done: Inflicted, since_s: float, before: int, outcome: Survival
+) -> None:
     """Nobody is to be blamed; an alert may have to be raised."""
     run.wait_for_step(run.step + 1)
-    outcome.next_step_s = max(0.0, Inflicted().at_s - max(done.at_s, done.healed_s))
+    longest_s = max(seconds for step, seconds in run.step_seconds().items() if step > before)
+    outcome.next_step_s = max(0.0, Inflicted().at_s - done.healed_s) if done.healed_s else longest_s
     named = run.events("fault", since=since_s)
     alerts = [event for event in run.events("alert", since=since_s) if event["kind"] == fault.alert]
     outcome.right = not named and bool(alerts) == bool(fault.alert)
