@@ -312,9 +312,9 @@ def test_the_map_has_every_room():
 
 def test_the_map_alone_answers_its_questions():
     """Every file that an answer names stands in the map or the paths before it."""
-    before, _, rest = (ROOT / "docs/architecture.md").read_text().partition("## Twenty questions")
+    before, _, rest = (ROOT / "docs/architecture.md").read_text().partition("## Questions")
     rows = [line.split("|")[1:3] for line in rest.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
-    assert len(rows) == 20
+    assert len(rows) > 20
     for question, answer in rows:
         named = [path.rpartition("/")[2] for path in SPAN.findall(answer) if FILE.fullmatch(path)]
         assert named, question
