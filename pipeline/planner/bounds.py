@@ -28,7 +28,6 @@ class _Speed(NamedTuple):
     Attributes:
         whole_s: seconds of a micro-batch, if it holds the whole model.
         through_s: of them without gradients of weights, and ``through_share`` the share.
-        forward_s: of them the forward.
         layer_s: seconds of a micro-batch on the layer that takes least; ``layer_forward_s`` of its forward, and
             ``layer_through_s`` without the gradients of its weights, each of the layer that takes least.
         ends_s: seconds of a step besides the pipeline.
@@ -37,7 +36,6 @@ class _Speed(NamedTuple):
     whole_s: float
     through_s: float
     through_share: float
-    forward_s: float
     layer_s: float
     layer_forward_s: float
     layer_through_s: float
@@ -95,7 +93,6 @@ class Bounds:
         ways_s, uplink_s, sending_s = crossing
         speeds, ranks, count = self._speeds(shape), self._ranks(shape, route), shape.microbatches
         least, last_way_s = self._least_of(shape, route), ways_s[-1][1]
-        pace_s = 1 / sum([held / speeds[site].whole_s for site, held in ranks])
         fullest = -(-len(self._work.layers) // shape.num_stages)
         spans, through, first = [], [], 0
         for site, held, way_s in _spans(ranks, ways_s, len(route.sites)):
@@ -110,7 +107,6 @@ class Bounds:
             sending_s,
             least.through_s + 2 * shape.crossings * last_way_s + (count - 1) * uplink_s,
             count * shape.crossings * uplink_s,
-            _fill_s(count, least.forward_s, last_way_s, least.whole_s, pace_s) if len(shape.legs) == 1 else 0.0,
             _shared_s(spans, count),
             _shared_s(through, count),
             count * self._layers_held(shape) * least.layer_through_s,
@@ -238,7 +234,6 @@ class Bounds:
         one_s = [busy_s(cost) for _, cost in some]
         whole_s = sum(many * seconds for (many, _), seconds in zip(some, one_s, strict=True))
         parts = list(zip(*times.values(), strict=True))
-        forward_s = sum(part[0][0] * min(cost.forward_s for _, cost in part) for part in parts)
         through_s = sum(part[0][0] * min(cost.forward_s + cost.input_s for _, cost in part) for part in parts)
         return {
             first: speed._replace(
@@ -247,7 +242,6 @@ class Bounds:
                 through_share=min(
                     (cost.forward_s + cost.input_s) / busy_s(cost) for _, cost in times[first] if busy_s(cost)
                 ),
-                forward_s=forward_s,
             )
             for first, speed in speeds.items()
         }
@@ -262,7 +256,6 @@ class Bounds:
             whole_s,
             through_s,
             through_s / whole_s,
-            whole.forward_s,
             min(map(busy_s, each)),
             min(cost.forward_s for cost in each),
             min(cost.forward_s + cost.input_s for cost in each),
@@ -378,17 +371,6 @@ def _least(seconds: dict[tuple[int, int], float]) -> dict[int | None, float]:
         for site in (here, None):
             least[site] = min(least.get(site, one), one)
     return least
-
-
-def _fill_s(count: int, forward_s: float, way_s: float, whole_s: float, pace_s: float) -> float:
-    """A step by its last rank, which begins when a micro-batch has come through, and the others.
-
-    If the last rank holds a share x of the model, the step takes (1 - x) forward + way + M x whole;
-    the others have the rest, and take at least M (1 - x) pace. The least of both is where they meet.
-    """
-    share = (count * pace_s - forward_s - way_s) / (count * (whole_s + pace_s) - forward_s)
-    share = min(1.0, max(0.0, share))
-    return (1 - share) * forward_s + way_s + share * count * whole_s
 
 
 def _spans(

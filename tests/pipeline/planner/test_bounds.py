@@ -187,22 +187,6 @@ def test_what_gpus_links_or_sites_do_not_suffice_for_has_no_bound(bound, some, r
 SECONDS = st.floats(0.01, 100.0)
 
 
-@given(st.integers(1, 50), SECONDS, SECONDS, SECONDS, SECONDS)
-def test_a_pipeline_fills_until_the_last_rank_has_as_much_as_the_others_leave(count, forward_s, way_s, rest_s, pace_s):
-    """The least, over the last rank's share, of what it and the others take."""
-    whole_s = forward_s + rest_s
-    found = bounds._fill_s(count, forward_s, way_s, whole_s, pace_s)
-
-    def last_s(share):
-        return (1 - share) * forward_s + way_s + share * count * whole_s
-
-    shares = [step / 512 for step in range(513)]
-    least_s = min(max(last_s(share), count * (1 - share) * pace_s) for share in shares)
-    assert found <= least_s * (1 + 1e-9)
-    near = count * (whole_s + pace_s) / 512
-    assert found >= least_s - near or count * (whole_s + pace_s) <= forward_s
-
-
 @given(st.lists(st.tuples(SECONDS, st.floats(0.0, 200.0)), min_size=1, max_size=5), st.integers(1, 50))
 def test_work_is_shared_by_those_whom_it_can_reach(spans, count):
     spans = sorted(spans, key=lambda span: span[1])
