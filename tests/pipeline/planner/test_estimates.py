@@ -1,6 +1,12 @@
 """What a layout takes, by hand on a machine of round numbers."""
 
+from dataclasses import replace
+from itertools import combinations
+from math import inf
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from weft.pipeline.planner.cluster import Cluster, Link, Site
 from weft.pipeline.planner.estimates import STARTING_S, STEP_BYTES, Estimates, over_gpus_s
@@ -149,6 +155,12 @@ def test_the_optimiser_reads_and_writes_what_a_gpu_steps():
     assert MADE.optimizer_s(LAYER, shape(tensor=2, zero_stage=0), HERE) == pytest.approx(500 * STEP_BYTES / 1e8)
 
 
+def test_what_estimates_go_by():
+    """A stepped weight: fp32 weight and two moments are read and written, an fp32 gradient read, a bf16 one written."""
+    assert STEP_BYTES == 2 * (4 + 4 + 4) + 4 + 2
+    assert 1e-6 < STARTING_S < 1e-4, "a collective between hosts starts in some microseconds"
+
+
 def test_memory_is_of_states_activations_and_what_a_backward_needs_besides():
     found = MADE.memory(LAYER, 1, shape(replicas=4, zero_stage=0, microbatch_size=2), 77.0)
     assert (found.zero.weights, found.zero.gradients, found.zero.optimizer) == (2000, 4000, 12000)
@@ -187,3 +199,129 @@ def test_costs_of_a_layout_are_those_of_its_stages_and_links():
     assert costs.local.latency_s == STARTING_S
     assert costs.local.bandwidth_bps == 8 * 4 * NET_BYTES_S / 8 * 2, "of the slower network a GPU's share, twice"
     assert dict(costs.wan_links) == dict.fromkeys([(0, 1), (1, 0)], MADE.link_cost(0, 1, layout))
+
+
+FAR = Site(name="far", hosts=2, gpus_per_host=2, gpu=GPU, network_bps=8 * 4 * NET_BYTES_S)
+EMPTY = Site(name="empty", hosts=0, gpus_per_host=2, gpu=GPU, network_bps=8 * 4 * NET_BYTES_S)
+LINKS = {
+    (0, 1): LINK,
+    (0, 2): Link(latency_s=0.01, bandwidth_bps=2e6),
+    (1, 2): Link(latency_s=0.02, bandwidth_bps=16e6),
+    (0, 3): Link(latency_s=0.0, bandwidth_bps=1e12),
+}
+APART = replace(MADE, cluster=Cluster(sites=(HERE, THERE, FAR, EMPTY), links=LINKS))
+
+
+@pytest.mark.parametrize(
+    ("some", "expected"),
+    [
+        (shape(replicas=4), 0.0),
+        # Gradients and weights, of what the GPUs of a route share, to each of the others.
+        (shape(replicas=4, routes=2), 6 * 1000 / 2 / 2),
+        (shape(replicas=4, routes=2, zero_stage=0), 8 * 1000 / 2 / 2),
+        (shape(replicas=6, routes=3), 6 * 1000 / 2 / 3),
+        (shape(replicas=4, routes=2, tensor=2), 6 * 500 / 2 / 2),
+        (shape(replicas=4, routes=2, context=2), 6 * 1000 / 4 / 2),
+        (shape(replicas=8, routes=2, expert=4), 6 * (400 / 4 + 150) / 2),
+        (shape(replicas=8, routes=2, expert=2), 6 * (400 / 4 + 300 / 2) / 2),
+    ],
+)
+def test_each_gpu_sends_its_share_to_the_other_sites(some, expected):
+    assert APART.across_bytes(LAYER, some) == pytest.approx(expected)
+
+
+def test_replicas_at_several_sites_reduce_over_the_slowest_uplink():
+    two = shape(replicas=4, routes=2)
+    bits = 8 * 1500
+    # Eight GPUs of a host send at once, to one host of the other site each.
+    assert APART.across_s(LAYER, two, (0, 1)) == pytest.approx(2 * 0.03 + 8 * bits / 4e6)
+    assert APART.across_s(LAYER, two, (1, 0)) == APART.across_s(LAYER, two, (0, 1))
+    assert APART.across_s(LAYER, two, (0, 2)) == pytest.approx(2 * 0.01 + 4 * bits / 2e6), "of no limit between hosts"
+    three = shape(replicas=6, routes=3)
+    bits = 8 * 1000
+    by_site = [
+        2 * 0.03 + 4 * bits / 8e6 + 4 * bits / 2e6,
+        2 * 0.03 + max(8 * bits / 8e6 + 8 * bits / 16e6, 8 * bits / 4e6),
+        2 * 0.02 + 2 * bits / 2e6 + 2 * bits / 16e6,
+    ]
+    assert APART.across_s(LAYER, three, (0, 1, 2)) == pytest.approx(max(by_site))
+    assert APART.across_s(LAYER, two, (1, 3)) == inf, "without a link"
+    assert APART.across_s(LAYER, two, (1,)) == 0.0
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 8)), min_size=2, max_size=5),
+    st.lists(
+        st.none() | st.tuples(st.sampled_from([0.0, 0.01, 0.3]), st.sampled_from([1e6, 3e6, 1e8])),
+        min_size=10,
+        max_size=10,
+    ),
+    st.integers(2, 4),
+    st.sampled_from([0.0, 1e3, 1e6]),
+    st.sets(st.integers(0, 4), max_size=3),
+)
+def test_no_sites_of_routes_reduce_faster_than_the_least(sites, links, routes, sent, known):
+    """Against all sets of sites: the cheapest bytes, and the shortest delay besides those that are known."""
+    known = sorted(site for site in known if site < len(sites))
+    made = Cluster(
+        sites=tuple(
+            replace(HERE, name=str(number), hosts=hosts, gpus_per_host=gpus)
+            for number, (hosts, gpus) in enumerate(sites)
+        ),
+        links={
+            pair: Link(latency_s=link[0], bandwidth_bps=link[1])
+            for pair, link in zip(combinations(range(len(sites)), 2), links, strict=False)
+            if link is not None
+        },
+    )
+    estimates = replace(MADE, cluster=made)
+
+    def least_s(here, settled):
+        """By trying all."""
+        near = {
+            there: link
+            for there, site in enumerate(made.sites)
+            if there != here and site.gpus and (link := made.link(here, there)) is not None
+        }
+        settled = set(settled) - {here}
+        best = inf
+        for others in combinations(near, routes - 1):
+            if settled <= set(others):
+                byte_s = sum(8 * made.sites[here].gpus_per_host / near[there].bandwidth_bps for there in others)
+                delay_s = max(
+                    [near[there].latency_s for there in settled] + [min(one.latency_s for one in near.values())]
+                )
+                best = min(best, 2 * delay_s + sent * byte_s)
+        return best
+
+    with_gpus = [number for number, site in enumerate(made.sites) if site.gpus]
+    for here in with_gpus:
+        if len(set(known) - {here}) < routes:
+            found_s = estimates.least_across_from_s(here, known, routes, sent)
+            assert found_s == pytest.approx(least_s(here, known), rel=1e-9)
+    some = shape(replicas=routes, routes=routes)
+    sent = estimates.across_bytes(LAYER, some)
+    expected_s = min((least_s(here, ()) for here in with_gpus), default=inf)
+    assert estimates.least_across_s(LAYER, some) == pytest.approx(expected_s, rel=1e-6)
+    assert estimates.least_across_s(LAYER, shape(replicas=routes)) == 0.0
+
+
+def test_parts_of_one_kind_have_one_answer_and_others_their_own():
+    """Of equal layers those in the middle of the pipeline, as many at one site."""
+    layout = Layout(**vars(shape(num_stages=4)), sites=(0, 1), stages=(3, 1), layers=(1, 1, 1, 1), schedule="auto")
+    asked = []
+
+    def what(work, held, site):
+        asked.append((work.parameters, held, site.name))
+        return len(asked)
+
+    assert MADE.of_ranks(layout, what) == [1, 2, 2, 3]
+    assert asked == [(1200, 1, "here"), (1000, 1, "here"), (1300, 1, "there")]
+    uneven = replace(MADE, work=replace(WORK, layers=(LAYER, LAYER, replace(LAYER, parameters=5), LAYER)))
+    asked.clear()
+    assert uneven.of_ranks(layout, what) == [1, 2, 3, 4]
+    assert [parameters for parameters, _, _ in asked] == [1200, 1000, 5, 1300]
+    asked.clear()
+    folded = Layout(**vars(shape(num_stages=2, arrangement="site_fold")), sites=(0,), stages=(2,), layers=(1, 1, 1, 1))
+    MADE.of_ranks(folded, what)
+    assert asked == [(2500, 2, "here"), (2000, 2, "here")], "the first rank holds both ends"
