@@ -20,7 +20,8 @@ def free_port() -> int:
     Raises:
         OSError: none was found.
     """
-    ours = [port for port in range(_LOWEST, _HIGHEST + 1) if port not in _ephemeral()]
+    ephemeral = _ephemeral()
+    ours = [port for port in range(_LOWEST, _HIGHEST + 1) if port not in ephemeral]
     chooser = random.SystemRandom()
     for _ in range(_TRIES):
         port = chooser.choice(ours) if ours else 0
