@@ -18,8 +18,8 @@ public:
 
     // Behind messages of the same priority.
     void add(std::unique_ptr<Outgoing> message) {
-        auto later = [priority = message->priority](const Outgoing *other) { return other->priority > priority; };
-        queue_.insert(std::find_if(queue_.begin(), queue_.end(), later), message.get());
+        auto before = [](uint32_t priority, const Outgoing *other) { return priority < other->priority; };
+        queue_.insert(std::upper_bound(queue_.begin(), queue_.end(), message->priority, before), message.get());
         outgoing_.push_back(std::move(message));
     }
 
