@@ -1,6 +1,5 @@
 """Memory of received tensors is taken again, but never while anything can see it."""
 
-import gc
 from itertools import pairwise
 
 import torch
@@ -60,6 +59,5 @@ def test_no_two_tensors_overlap_and_no_more_is_held_than_was_in_use_at_once(step
         assert all(end <= start for (_, end), (start, _) in pairwise(spans))
         assert memory.num_bytes <= most
     held.clear()
-    gc.collect()
     memory.close()
     assert memory.num_bytes == 0

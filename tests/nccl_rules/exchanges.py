@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.nccl_rules.device import Device, StuckError
 from tests.nccl_rules.group import join
 
-LIMIT_S = 8.0
+LIMIT_S = 3.0
 CPU = torch.device("cpu")
 
 

@@ -13,5 +13,5 @@ os.environ.pop("LD_PRELOAD", None)  # it is loaded; the compiler shall not be sl
 
 library._FLAGS[platform.machine()] = [
     *library._FLAGS.get(platform.machine(), []),
-    *("-O1", "-g", "-fno-omit-frame-pointer", f"-fsanitize={os.environ['WEFT_SANITIZE']}"),
+    *("-Og", "-fno-omit-frame-pointer", f"-fsanitize={os.environ['WEFT_SANITIZE']}"),
 ]

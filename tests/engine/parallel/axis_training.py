@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.engine.tiny import batches, tiny_config
@@ -57,3 +58,8 @@ def go_on(config: WeftConfig, folder: str, write: bool, export: str = "") -> lis
         export_model(engine, Path(export))
     engine.destroy()
     return losses
+
+
+def go_on_all(attempts: Sequence[tuple[WeftConfig, str, bool]]) -> list[list[float]]:
+    """`go_on` with each of these arguments, one after the other in the same processes."""
+    return [go_on(*attempt) for attempt in attempts]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine.parallel.axis_training import axis_config, go_on
+from tests.engine.parallel.axis_training import axis_config, go_on, go_on_all
 from tests.engine.tiny import many_losses, reference_losses
 from weft.tools.ranks import run_ranks
 
@@ -58,11 +58,12 @@ def test_another_layout_goes_on_from_a_checkpoint_and_exports_the_same(tmp_path)
     expected = run_ranks(4, go_on, two, folder, True, str(tmp_path / "four"), timeout_s=300)[0]
     found = run_ranks(1, go_on, alone, folder, False, str(tmp_path / "one"), timeout_s=300)[0]
     assert found == pytest.approx(expected, rel=1e-5)
-    for other in (
+    others = (
         {"expert": 4, "zero": 3, "microbatches": 1},
         {"expert": 4, "tensor": 2, "zero": 1, "microbatches": 2},
-    ):
-        back = run_ranks(4, go_on, axis_config("mixtral", **other), folder, False)[0]
+    )
+    reads = [(axis_config("mixtral", **other), folder, False) for other in others]
+    for other, back in zip(others, run_ranks(4, go_on_all, reads, timeout_s=240)[0], strict=True):
         assert back == pytest.approx(expected, rel=1e-5), other
     weights = [AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("one", "four")]
     assert weights[0].keys() == weights[1].keys()
@@ -85,16 +86,21 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(tmp_path):
         config.model.overrides["num_key_value_heads"] = 4
     alone = axis_config()
     alone.model.overrides["num_key_value_heads"] = 4
-    for written, config in configs.items():
-        if written == "tensor 4":
-            continue
-        folder = str(tmp_path / written)
-        expected = run_ranks(4, go_on, config, folder, True, timeout_s=300)[0]
-        assert run_ranks(1, go_on, alone, folder, False, timeout_s=300)[0] == pytest.approx(expected, rel=1e-5)
-        for read, other in configs.items():
-            if read != written:
-                found = run_ranks(4, go_on, other, folder, False, timeout_s=300)[0]
-                assert found == pytest.approx(expected, rel=1e-5), (written, read)
+    written = [name for name in configs if name != "tensor 4"]
+    folders = {name: str(tmp_path / name) for name in written}
+
+    def run(world, attempts):
+        return run_ranks(world, go_on_all, attempts, timeout_s=400)[0]
+
+    expected = dict(zip(written, run(4, [(configs[name], folders[name], True) for name in written]), strict=True))
+    # By other processes than those that wrote.
+    pairs = [(name, read) for name in written for read in configs if read != name]
+    found = dict(zip(pairs, run(4, [(configs[read], folders[name], False) for name, read in pairs]), strict=True))
+    assert len(found) == 9
+    by_one = run(1, [(alone, folders[name], False) for name in written])
+    found |= {(name, "one process"): losses for name, losses in zip(written, by_one, strict=True)}
+    for (name, read), losses in found.items():
+        assert losses == pytest.approx(expected[name], rel=1e-5), (name, read)
 
 
 LOW = [
