@@ -124,14 +124,14 @@ class Bucket:
 
     @torch.no_grad()
     def _adopt_weights(self, like: nn.Parameter) -> None:
-        self._weights = like.new_zeros(self.length, requires_grad=False)
+        self._weights = like.new_zeros(self.length)
         for member in self.members:
             member.of(self._weights).copy_(member.parameter)
             member.parameter.data = member.of(self._weights)
         self._shard = self._weights[self._held]
         if self.sharded:
             self._shard = self._shard.clone()
-        low = self.trained and self._weights.itemsize < 4
+        low = self.trained and self._weights.itemsize == 2
         self._master = self._shard.float() if low else self._shard
         self._whole = True
         self.release()

@@ -90,11 +90,11 @@ class Comparison:
         self._replica, self._ranks, self._group = replica, replicas, group
         self._expert, self._experts = expert, experts
         self._copies = HostCopy(sharding.device), HostCopy(sharding.device)
-        self._compared: _Pending | None = None
-        self._told: _Pending | None = None
-        self._found = _Difference()
-        self._differs_at: int | None = None
-        self._good_step, self._next_step = 0, 0
+        self._compared: _Pending | None
+        self._told: _Pending | None
+        self._differs_at: int | None
+        self._next_step: int
+        self._begin(0)
 
     # -- in a step -------------------------------------------------------------------------------
 

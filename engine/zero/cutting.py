@@ -152,4 +152,4 @@ def _by_block(stage: ShardedStage) -> Iterator[list[Named]]:
     place |= dict.fromkeys(outside_blocks(stage), -1)
     named = list(stage.named_global_parameters())
     for number in range(-1, len(stage.blocks())):
-        yield [(name, p) for name, p in named if place.get(p, -1) == number]
+        yield [(name, p) for name, p in named if place[p] == number]

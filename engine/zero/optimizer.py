@@ -77,8 +77,8 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         self._watch = NormWatch(sharding.device)
         self._waiting = waiting
         self._groups = {"replicas": replicas, "pipeline": pipeline}
-        self._square: ReplicaSum | None = None
-        self._square_scale = 1.0
+        self._square: tuple[ReplicaSum, float] | None = None
+        """Of the last step's gradient, times the square of the loss scale; and the loss scale."""
         self._loss: Tensor | None = None
         held = [fragment for fragment in sharding.fragments() if fragment.trained]
         fragments: dict[nn.Parameter, list[Tensor]] = {}
@@ -121,8 +121,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             self.sharding.finish_gradients()
         try:
             self._watch.check()
-            self._square = self._summed(self._local_square())
-            self._square_scale = self.cur_scale
+            self._square = self._summed(self._local_square()), self.cur_scale
             self._check_gradient()
         except NonFiniteError as error:
             self._failure = error
@@ -150,7 +149,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             self.overflow = overflows or self._is_bad
             return
         if not self._check_overflow:
-            self._watch.watch(step, self._square, self._square_scale)
+            self._watch.watch(step, *self._square)
             if self._clip() and self.sharding.device.type == "cpu":
                 self._watch.check()
             return
@@ -199,7 +198,10 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
         Blocks until it has been summed over all ranks, unless the step itself needed it.
         """
-        return None if self._square is None else self._square.wait().sqrt() / self._square_scale
+        if self._square is None:
+            return None
+        square, scale = self._square
+        return square.wait().sqrt() / scale
 
     def _summed(self, square: Tensor) -> ReplicaSum:
         if not (self._clip() or self._check_overflow or self.skips.most):  # the sum may overlap with the next step

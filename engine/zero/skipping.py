@@ -54,7 +54,7 @@ class Skips:
 
         Args:
             most: bad steps in a row; 0 skips none.
-            spike: a norm of a good step is below this many times the median of the last `WINDOW`; 0
+            spike: a norm of a good step is at most this many times the median of the last `WINDOW`; 0
                 lets any finite norm pass.
         """
         self.most = most

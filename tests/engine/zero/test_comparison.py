@@ -113,3 +113,26 @@ def test_experts_are_compared_with_those_who_hold_the_same(replica, table, said)
     assert found.text.startswith(said)
     assert bool(found.text) == bool(said)
     assert set(found.ranks) == {int(rank) for rank in re.findall(r"\d+", said)}
+
+
+@pytest.mark.parametrize("bit", [0, 31, 32, 62, 63])
+@pytest.mark.parametrize("which", range(4))
+def test_any_bit_of_any_state_of_a_parameter_counts(which, bit):
+    """The highest included, whatever factor tells one tensor from the next; which of them holds what counts, too."""
+    tensors = [torch.arange(6, dtype=torch.float64) + 10 * number for number in range(4)]
+    weight, *states = tensors
+    parameter = torch.nn.Parameter(torch.zeros(6))
+    fragment = SimpleNamespace(name="a norm", tensor=weight, parameter=parameter, trained=True)
+    sharding = SimpleNamespace(
+        device=torch.device("cpu"), buckets=[], is_shared_out=False, fragments=lambda: [fragment], settle=lambda: None
+    )
+    optimizer = SimpleNamespace(state={weight: dict(zip("abc", states, strict=True))})
+    comparison = Comparison(sharding, optimizer, every=1, replica=0, replicas=(0, 1), group=None)
+    assert comparison.names == ["the optimiser's state of a norm"]
+    (before,) = comparison._checksums().tolist()
+    tensors[which].view(torch.int64)[3] ^= -(1 << 63) if bit == 63 else 1 << bit
+    (after,) = comparison._checksums().tolist()
+    assert after != before
+    other = tensors[which - 1]
+    tensors[which][:], other[:] = other.clone(), tensors[which].clone()
+    assert comparison._checksums().tolist() != [after]

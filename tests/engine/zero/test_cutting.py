@@ -6,7 +6,7 @@ from torch import nn
 
 from weft.conf.schema import ZeroConfig
 from weft.engine.parallel.cut import Cut
-from weft.engine.zero import Collectives
+from weft.engine.zero import Collectives, Sharding
 from weft.engine.zero.cutting import cut, outside_blocks
 
 
@@ -154,3 +154,54 @@ def test_a_cut_lies_before_or_behind_the_middle_of_a_parameter_and_tied_ones_tak
     names = [[member.name for member in bucket.members] for bucket in buckets]
     own = [name for name, _ in module.named_parameters() if name != "embed.weight"]
     assert names == [["embed.weight"], own[:first], own[first:]]
+
+
+@pytest.mark.parametrize("setting", ["reduce_bucket_size", "allgather_bucket_size"])
+@pytest.mark.parametrize("limit", [1, 15, 16, 19, 20, 21, 40, 59, 60, 79, 80])
+def test_a_bucket_takes_in_what_fits_up_to_its_last_element(limit, setting):
+    """Parameters in order, each into the open bucket if that has room: compared with the plain loop over sizes."""
+    module = TiedStage()
+    expected, filled = [], limit + 1
+    for name, parameter in module.named_parameters():
+        if filled + parameter.numel() > limit:
+            expected.append([])
+            filled = 0
+        expected[-1].append(name)
+        filled += parameter.numel()
+    buckets = cut([module], ZeroConfig(stage=1, **{setting: limit}), Collectives(), {}, {})
+    assert [[member.name for member in bucket.members] for bucket in buckets] == expected
+
+
+@pytest.mark.parametrize(("room", "whole"), [(3, 0), (7, 1), (8, 2), (11, 2), (12, 3), (15, 3), (16, 4), (100, 4)])
+def test_the_stages_of_a_rank_share_the_room_for_what_stays_whole(room, whole):
+    stages = [TiedStage(), TiedStage()]
+    stages[1].index = 1
+    zero = ZeroConfig(stage=3, param_persistence_threshold=5, model_persistence_threshold=room)
+    buckets = cut(stages, zero, Collectives(num_replicas=2), {}, {})
+    kept = [(*bucket.stages, member.name) for bucket in buckets if not bucket.sharded for member in bucket.members]
+    vectors = [(index, f"layers.{layer}.bias") for index in range(2) for layer in range(2)]
+    assert kept == vectors[:whole]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_frozen_weight_under_two_names_is_one_fragment(stage):
+    """As embedding and head are that several stages of a rank share."""
+    stages = [TiedStage(), TiedStage()]
+    stages[1].index = 1
+    stages[1].embed.weight = stages[1].head.weight = stages[0].embed.weight
+    stages[0].embed.weight.requires_grad_(False)
+    for number, module in enumerate(stages):
+        named = dict(module.named_parameters())
+        module.named_global_parameters = lambda n=number, named=named: iter((f"{n}.{k}", p) for k, p in named.items())
+    sharding = Sharding(stages, ZeroConfig(stage=stage), Collectives(num_replicas=1))
+    names = [fragment.name for fragment in sharding.fragments()]
+    layers = [f"{n}.{name}" for n in range(2) for name, _ in stages[n].layers.named_parameters(prefix="layers")]
+    assert sorted(names) == sorted([*layers, "0.embed.weight"])
+
+
+@pytest.mark.parametrize("stage", range(2))
+@pytest.mark.parametrize("counts", [(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2), (2, 2, 2)])
+def test_fragments_are_shared_out_where_any_kind_of_parameter_has_replicas(stage, counts):
+    collectives, *others = (Collectives(num_replicas=count) for count in counts)
+    collectives.joint, collectives.expert = others
+    assert Sharding([TiedStage()], ZeroConfig(stage=stage), collectives).is_shared_out == (stage > 0 and 2 in counts)

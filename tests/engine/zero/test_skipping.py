@@ -41,9 +41,9 @@ def test_a_spike_is_told_by_the_median_of_the_last_norms():
     for step in range(WINDOW - 1):
         assert skips.judge(step, 1.0 + step % 3)
     assert skips.judge(WINDOW - 1, 1e6), "too few to tell by"
-    assert skips.judge(WINDOW, 19.9) and not skips.judge(WINDOW + 1, 20.1), "the median is 2"
+    assert skips.judge(WINDOW, 20.0) and not skips.judge(WINDOW + 1, 20.1), "the median is 2"
     skips.check()
-    assert skips.norms[-1] == 19.9 and len(skips.norms) == WINDOW, "what was skipped sets no standard"
+    assert skips.norms[-1] == 20.0 and len(skips.norms) == WINDOW, "what was skipped sets no standard"
     again = Skips(2, spike=10.0)
     again.restore(skips.norms)
     assert not again.judge(WINDOW + 2, 20.1)

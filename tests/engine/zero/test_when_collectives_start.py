@@ -306,3 +306,28 @@ def test_what_two_stages_of_a_rank_share_is_reduced_when_both_have_ended(stage, 
                 bucket.drop_gradient()
 
     in_threads(2, run)
+
+
+def test_stepped_weights_of_the_first_stage_begin_to_come_before_the_next_step():
+    """At stage 3 those that its forward uses first, and no others; at 1 and 2 everything comes."""
+
+    def run(meeting, number):
+        for stage in range(1, 4):
+            parts = [SmallStage(), SmallStage()]
+            for index, part in enumerate(parts):
+                part.index = 2 * index + 1
+            sharding = Sharding(parts, ZeroConfig(stage=stage, reduce_bucket_size=10**6), Meetings(meeting, number))
+            sharding.publish()
+            coming = [
+                [
+                    all(not b.is_settled for b in [*weights._rest, *first]),
+                    any(not b.is_settled for block in blocks for b in block),
+                ]
+                for weights in sharding._weights.values()
+                for first, *blocks in [weights._blocks or [[]]]
+            ]
+            assert coming == ([[True, False], [False, False]] if stage == 3 else [[True, False]] * 2), stage
+            sharding.settle()
+            assert all(bucket.is_settled for bucket in sharding.buckets)
+
+    in_threads(2, run)
