@@ -73,8 +73,7 @@ def space(
 def _walks(collective: Collective, mesh: Mesh) -> Iterator[tuple[Step, ...]]:
     """Each sequence of primitives for each order of axes; gathers run in the reverse order of reductions."""
     primitive = collective.primitive
-    axes = [axis for axis, size in enumerate(mesh.shape) if size > 1] or [0]
-    for order in permutations(axes):
+    for order in permutations(range(len(mesh.shape))):
         for skeleton in skeletons(primitive):
             places = [(p, axis) for part, p in enumerate(skeleton) for axis in (order[::-1] if part else order)]
             for taken in product(*(synonyms(p) for p, _ in places)):

@@ -31,3 +31,5 @@ def test_the_key_names_the_topology_and_not_the_ranks():
     assert topology_key(one, "cpu") == topology_key(other, "cpu")
     assert topology_key(one, "cpu") != topology_key(one, "cuda")
     assert topology_key(one, "cpu") != topology_key(Group.regular(4, 1), "cpu")
+    assert topology_key(one, "cpu") != topology_key(Group(one.ranks, one.nodes, at_sites=True), "cpu")
+    assert "2+2 ranks" in topology_key(one, "cpu") and "at sites" not in topology_key(one, "cpu")

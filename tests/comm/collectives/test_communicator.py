@@ -240,3 +240,50 @@ def test_a_rewrite_that_fails_is_told_with_what_it_was_to_do(ranks, monkeypatch)
     assert ranks(4, run) == [
         None if rank in (0, 2) else f"weights of ranks 1, 3, on rank {rank}: {what}" for rank in range(4)
     ]
+
+
+@pytest.mark.parametrize("at_sites", [False, True])
+def test_a_host_is_held_by_what_goes_between_sites_alone(ranks, monkeypatch, at_sites):
+    """Of nodes that are sites those axes that join several; of hosts none."""
+    made = []
+
+    def executor(device, name, *, holds_host):
+        made.append((communicator.dist.get_rank(), name, holds_host))
+        return communicator_executor(device, name)
+
+    communicator_executor = communicator.executor_for
+    monkeypatch.setattr(communicator, "executor_for", executor)
+    group = Group((0, 1, 2, 3), (0, 0, 1, 1), at_sites=at_sites)
+    ranks(4, lambda rank: Communicator.open([group], device=CPU, timeout_s=1.0, name="sums") is None)
+    # In order: all four, the axis between nodes, the one inside of them.
+    for rank in range(4):
+        assert [holds for mine, _, holds in made if mine == rank] == [at_sites, at_sites, False]
+        assert [name for mine, name, _ in made if mine == rank] == ["weft-sums-0", "weft-sums-0", "weft-sums-1"]
+
+
+@pytest.mark.parametrize("primitive", WHOLE)
+def test_chunks_have_their_shares_of_what_each_rank_gives_or_gets(ranks, monkeypatch, primitive):
+    """A shard's for gathers and scatters, the whole tensor's for sums."""
+    seen = {}
+
+    def noted(run):
+        def call(tensor, line):
+            seen.setdefault(line.number, []).append(tensor.numel())
+            return run(tensor, line)
+
+        return call
+
+    monkeypatch.setattr(communicator, "PRIMITIVES", {key: noted(run) for key, run in BY_LINES.items()})
+    wish = Collective.flat(primitive, Group((0, 1), (0, 1)), num_elements=20, itemsize=8)
+
+    def run(rank):
+        opened = Communicator.open([wish.group], device=CPU, timeout_s=1.0)
+        opened.start(plain(wish).chunked((0.2, 0.3, 0.5)), *tensors(primitive, 20, rank, 2)).wait()
+
+    ranks(2, run)
+    each = {
+        Primitive.all_reduce: [4, 6, 10],
+        Primitive.all_gather: [2, 3, 5],
+        Primitive.reduce_scatter: [4, 6, 10],  # of both ranks' shards
+    }[primitive]
+    assert seen == {0: each, 1: each}

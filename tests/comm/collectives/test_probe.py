@@ -50,6 +50,33 @@ def test_more_bytes_are_tried_until_they_take_long(monkeypatch):
     assert sizes(AlphaBeta(1e-3, 1e-3)) == probe.SIZES[:2]
 
 
+@pytest.mark.parametrize(("repeats", "told"), [(1, 1.0), (2, (1.0 + 3.0) / 2), (3, 3.0)])
+@pytest.mark.parametrize("primitive", EXECUTED)
+def test_a_sample_is_the_median_of_the_slowest_ranks_runs_after_one_to_warm_up(monkeypatch, primitive, repeats, told):
+    """By a clock that only the primitive advances; the other rank is slower by a second in its second run."""
+    now, runs, barriers = [0.0], [], []
+
+    def run(tensor, group):
+        runs.append((tensor.shape, tensor.dtype, group))
+        now[0] += [100.0, 1.0, 2.0, 3.0][len(runs) - 1]
+
+    def slowest(tensor, *, op, group):
+        assert (op, group) == (torch.distributed.ReduceOp.MAX, "whole")
+        tensor[1:2] += 1.0
+
+    monkeypatch.setattr(probe, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(probe, "PRIMITIVES", {primitive: run})
+    monkeypatch.setattr(probe.dist, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(probe.dist, "barrier", lambda *, group: barriers.append(group))
+    monkeypatch.setattr(probe.dist, "all_reduce", slowest)
+    found = probe._slowest_s(primitive, 4096, "axis", "whole", torch.device("cpu"), repeats)
+    gathers = primitive in (Primitive.all_gather, Primitive.broadcasts)
+    shape = (256,) if gathers else (4, 256)
+    assert runs == [(shape, torch.float32, "axis")] * (1 + repeats), "4,096 bytes in all, of fp32"
+    assert barriers == ["whole"] * (1 + repeats), "all begin together"
+    assert found == told
+
+
 def test_sizes_reach_from_where_latency_counts_to_where_bandwidth_does():
     assert probe.SIZES[0] <= 1 << 12 and probe.SIZES[-1] >= 1 << 22
     assert all(4 * here <= following for here, following in pairwise(probe.SIZES))

@@ -108,6 +108,23 @@ def test_rewrites_print_what_they_do(primitive):
     assert all("reduce +" not in line for line in lines)
 
 
+@pytest.mark.parametrize("primitive", WHOLE)
+def test_an_axis_of_one_rank_is_as_good_as_none(primitive):
+    def least_s(shape):
+        found = space(wish(primitive), meshes=[Mesh(TWO_BY_TWO, shape)])
+        return min(SLOW_BETWEEN.rewrite_s(rewrite) for rewrite in found)
+
+    assert least_s((4, 1)) == least_s((1, 4)) == pytest.approx(least_s((4,)), rel=1e-9)
+    alone = Group((3,), (0,))
+    for rewrite in space(wish(primitive, alone)):
+        assert {step.axis for step in rewrite.steps} == {0} and SLOW_BETWEEN.rewrite_s(rewrite) == 0.0
+
+
+def test_workloads_are_cut_into_up_to_eight_even_chunks():
+    found = {rewrite.granularity for rewrite in space(wish(Primitive.all_reduce))}
+    assert found == {(1.0,), (0.5,) * 2, (0.25,) * 4, (0.125,) * 8}
+
+
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(1, 200))
 def test_chunks_cover_the_buffer_once(weights, length):
     rewrite = plain(wish(Primitive.all_reduce)).chunked([weight / sum(weights) for weight in weights])
