@@ -8,7 +8,7 @@ import torch
 
 from tests.engine.zero.replicas import Meeting, in_threads
 from weft.comm.channel import ChannelError
-from weft.comm.collectives import Collective, Group, Mesh, Primitive, communicator, plain
+from weft.comm.collectives import Collective, Group, Mesh, Primitive, Rewrite, Step, communicator, plain
 from weft.comm.collectives.collective import GATHERING, REDUCING
 from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.space import space
@@ -91,6 +91,9 @@ def test_every_rewrite_is_the_plain_collective(ranks, primitive, named):
         space(wish, meshes=[Mesh(group, shape) for shape in shapes], granularities=[(1.0,), (0.2, 0.3, 0.5)])
     )
     assert len(rewrites) > 3
+    if primitive is Primitive.all_reduce:  # what the search does not try: shards along one axis, a sum along the other
+        mixed = Step(Primitive.reduce_scatter, 1), Step(Primitive.all_reduce, 0), Step(Primitive.all_gather, 1)
+        rewrites.append(Rewrite(wish, Mesh(group, (2, 2)), mixed, (0.4, 0.6)))
 
     def run(rank):
         meshes = {group: [Mesh(group, shape) for shape in shapes]} if named else None

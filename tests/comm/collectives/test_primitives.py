@@ -13,7 +13,7 @@ from weft.comm.collectives.cache import CostCache
 from weft.comm.collectives.collective import EXECUTED
 from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.costs import CollectiveCosts
-from weft.comm.collectives.primitives import PRIMITIVES
+from weft.comm.collectives.primitives import PRIMITIVES, all_to_all, maximum
 
 CPU = torch.device("cpu")
 REDUCING = {Primitive.reduce_scatter, Primitive.reduces}
@@ -54,6 +54,35 @@ def test_primitives_do_what_they_say(primitive, shape, world, members, dtype):
     for rank, result in zip(members, expected, strict=True):
         assert found[rank].dtype == dtype
         assert torch.equal(found[rank], result)
+
+
+def largest(shape):
+    """What `maximum` makes of a tensor, which is that tensor."""
+    mine = given(dist.get_rank(), shape, torch.float32).mul((-1) ** dist.get_rank())
+    found = maximum(mine, dist.group.WORLD)
+    assert found is mine
+    return found
+
+
+def test_the_maximum_is_elementwise_and_everyones():
+    every = [given(rank, (2, 3), torch.float32).mul((-1) ** rank) for rank in range(3)]
+    expected = torch.stack(every).amax(0)
+    assert all(torch.equal(found, expected) for found in run_in_threads(3, largest, (2, 3)))
+
+
+def uneven(counts):
+    """Rows from all ranks, of which this one sends ``counts[rank][other]`` to each other."""
+    rank = dist.get_rank()
+    send, receive = counts[rank], [row[rank] for row in counts]
+    rows = torch.full((sum(send), 2), float(rank))
+    return all_to_all(rows, dist.group.WORLD, send=send, receive=receive)
+
+
+def test_each_rank_sends_as_many_rows_as_it_says():
+    counts = [[1, 2, 0], [0, 0, 3], [4, 0, 1]]
+    for rank, found in enumerate(run_in_threads(3, uneven, counts)):
+        assert found.shape == (sum(row[rank] for row in counts), 2)
+        assert found[:, 0].tolist() == [float(other) for other in range(3) for _ in range(counts[other][rank])]
 
 
 def probed(nodes, cache_dir):

@@ -150,6 +150,30 @@ def test_the_choice_is_the_cheapest(primitive):
     costs = [SLOW_BETWEEN.rewrite_s(rewrite) for rewrite in space(wish(primitive))]
     assert isclose(choice.cost_s, min(costs), abs_tol=1e-9)
     assert choice.plain_s == SLOW_BETWEEN.rewrite_s(plain(wish(primitive)))
+    assert f"({choice.plain_s / choice.cost_s:.2f}x); best of {len(costs)} rewrites" in choice.reason
+    alone = Collective.flat(primitive, Group.regular(1, 2), num_elements=2, itemsize=4)
+    kept = choose(alone, SLOW_BETWEEN)
+    assert kept.rewrite == plain(alone) and kept.cost_s == kept.plain_s
+    assert f"no other of {len(list(space(alone)))} rewrites is faster" in kept.reason
+
+
+@pytest.mark.parametrize(
+    ("shares", "told"),
+    [
+        ((1.0,), "1 chunk"),
+        ((0.5, 0.5), "2 chunks"),
+        ((1 / 3, 1 / 6, 1 / 2), "3 chunks 0.333 0.167 0.5"),
+        ((0.25, 0.75), "2 chunks 0.25 0.75"),
+    ],
+)
+def test_chunks_are_told_with_their_shares_unless_these_are_even(shares, told):
+    assert str(plain(wish(Primitive.all_reduce)).chunked(shares)).endswith(f" | {told}")
+
+
+@pytest.mark.parametrize("shares", [(), (0.0, 1.0), (-0.5, 1.5), (0.5, 0.6)])
+def test_shares_that_are_no_cut_are_refused(shares):
+    with pytest.raises(ValueError, match="shares must be above 0 and sum to 1"):
+        plain(wish(Primitive.all_reduce)).chunked(shares)
 
 
 def test_chunks_flow_through_the_steps_like_a_pipeline():
