@@ -45,7 +45,7 @@ RELAYS = frozenset({Op.RELAY_F, Op.RELAY_B})
 STAGE_WIDE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD, Op.STEP})
 """Operations on a whole virtual stage, without a micro-batch."""
 
-_TEXT = re.compile(r"([0-9]{1,9})(" + "|".join(sorted((o.value for o in Op), key=len, reverse=True)) + r")([0-9]{0,9})")
+_TEXT = re.compile(r"([0-9]{1,9})(" + "|".join(op.value for op in Op) + r")([0-9]{0,9})")
 
 
 class Action(NamedTuple):

@@ -130,3 +130,7 @@ def test_a_number_of_more_digits_than_python_writes_is_told_as_well(value):
         with pytest.raises(ValueError, match=r"^x=<a number of 50001 bits>: expected a"):
             refuse(value, "x")
     assert short_repr([value, 1]) == "[<a number of 50001 bits>, 1]"
+
+
+def test_the_longest_number_that_is_written_out_has_4096_bits():
+    assert "..." in short_repr((1 << 4096) - 1) and short_repr(1 << 4096) == "<a number of 4097 bits>"

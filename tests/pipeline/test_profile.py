@@ -20,7 +20,9 @@ stages:
   weight_saved_bytes: 1e6
   output_bytes: 8e6
   reduce_ms: 40
+  unshard_ms: 30
   step_ms: 2
+  send_ms: 0.5
 links:
   local: {latency_ms: 0.01, bandwidth_mbps: 100000}
   wan: {latency_ms: 20, bandwidth_mbps: 500, streams: 16, sharing: 2}
@@ -50,7 +52,7 @@ def test_every_field_is_read(tmp_path):
     first, second = costs.stages
     assert (first.forward_s, first.input_s, second.input_s, first.weight_s) == (0.01, 0.01, 0.02, 0.005)
     assert (first.activation_bytes, first.weight_saved_bytes, first.output_bytes) == (33.5e6, 1e6, 8e6)
-    assert (first.reduce_s, first.unshard_s, first.step_s) == (0.04, 0.0, 0.002)
+    assert (first.reduce_s, first.unshard_s, first.step_s, first.send_s) == (0.04, 0.03, 0.002, 0.0005)
     assert costs.local == LinkCost(latency_s=1e-5, bandwidth_bps=1e11)
     assert costs.wan == LinkCost(latency_s=0.02, bandwidth_bps=5e8, streams=16, sharing=2)
     assert costs.link(1, 0) == costs.link(0, 1) == LinkCost(latency_s=0.04, bandwidth_bps=3e8)

@@ -3,7 +3,7 @@
 import pytest
 
 from weft.conf.schema import Precision, ZeroConfig
-from weft.pipeline.states import RankMemory, ZeroMemory, zero_memory
+from weft.pipeline.states import USABLE, RankMemory, ZeroMemory, zero_memory
 
 N, BLOCK, BUCKET = 1200, 100, 150
 """Parameters of a rank, of its largest block, and of a bucket."""
@@ -96,6 +96,10 @@ STATES = ZeroMemory(weights=10.0, gradients=20.0, optimizer=30.0, buffers=7.0)
 )
 def test_the_most_at_any_time_is_of_what_is_there_together(more, total):
     assert RankMemory(**{"zero": STATES, "activations": 0.0} | more).total == total
+
+
+def test_a_plan_leaves_some_of_a_device_to_others():
+    assert 0.7 <= USABLE <= 0.9
 
 
 def test_room_is_what_activations_may_still_take():

@@ -79,6 +79,7 @@ def test_each_objective_has_least_of_its_own():
         Objective.time_to_tokens: 7.2,
         Objective.cost: pytest.approx((2 * (3.0 + FREE) + 0.5) / 1000, rel=1e-12),
     }
+    assert FREE <= 1e-5, "what costs something costs no more for it"
     pinned = Request(sequences=1, pins={"tensor": 4})
     assert pinned.choices("tensor", [1, 2]) == [4] and pinned.choices("context", [1, 2]) == [1, 2]
 

@@ -43,6 +43,13 @@ def test_a_product_and_its_collective_are_pipelined(chunks):
     assert chunked_s(pair, OverlapTable(), chunks) == approx(2.0 + 1.0 + 3.0 / chunks + 4.0)
 
 
+def test_a_collective_has_four_chunks():
+    forward = Strand((Segment(4.0, INSIDE, 3.0, trailing_s=3.0), Segment(1.0)))
+    pair = StrandPair(forward, Strand((Segment(2.0),)))
+    assert chunked_s(pair, OverlapTable()) == chunked_s(pair, OverlapTable(), 4) != chunked_s(pair, OverlapTable(), 5)
+    assert list(chunked(pair)) == list(chunked(pair, 4))
+
+
 def test_small_products_are_left_whole():
     """MegaScale cuts those of the feed-forward part."""
     forward = Strand((Segment(4.0, INSIDE, 3.0, trailing_s=1.0), Segment(4.0, INSIDE, 3.0, trailing_s=4.0)))

@@ -1,0 +1,40 @@
+"""YAML of users: as deep and as large as it may be, and plain values alone."""
+
+import pytest
+
+from weft.pipeline.limits import MOST_FILE_BYTES
+from weft.pipeline.profile import MOST_BYTES, load_costs
+from weft.pipeline.yaml_files import read_yaml
+
+
+def write(tmp_path, text):
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(("opened", "closed"), [("[", "]"), ("{a: ", "}")])
+def test_brackets_are_nested_up_to_32_deep(tmp_path, opened, closed):
+    def nested(depth):
+        return read_yaml(write(tmp_path, opened * depth + "1" + closed * depth), most_bytes=1000)
+
+    value = nested(32)
+    for _ in range(32):
+        value = value[0] if isinstance(value, list) else value["a"]
+    assert value == 1
+    with pytest.raises(ValueError, match="nested more than 32 deep"):
+        nested(33)
+    side_by_side = "[" + ", ".join(["[1]"] * 100) + "]"
+    assert read_yaml(write(tmp_path, side_by_side), most_bytes=1000) == [[1]] * 100
+
+
+@pytest.mark.parametrize("text", ["a: [1", "!!python/object/apply:os.getcwd []", "a: b: c", "2001-99-99"])
+def test_what_is_no_plain_value_is_refused(tmp_path, text):
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_yaml(write(tmp_path, text), most_bytes=1000)
+
+
+def test_costs_take_up_to_two_mebibytes_and_other_files_256(tmp_path):
+    with pytest.raises(ValueError, match="more than 2 MiB; give a smaller file"):
+        load_costs(write(tmp_path, "#" * (2 * 2**20 + 1)), 2)
+    assert MOST_BYTES == 2 * 1024 * 1024 and MOST_FILE_BYTES == 256 * 1024 * 1024
