@@ -143,3 +143,35 @@ def test_a_pipelines_prediction_is_its_part_of_the_cells(pipelines):
     steps_s = [predict(lowered, one, local_rank).step_s for local_rank in range(pipelines)]
     assert max(steps_s) == whole.step_s == cell_step_s(lowered, one)
     assert pipelines == 1 or steps_s[0] < max(steps_s), "the first is not the last to end"
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "w"])
+def test_pipelines_that_do_not_wait_for_each_other_are_each_one_alone(kind):
+    """Stage by stage, rank by rank and lane by lane, where links between sites are free."""
+    fold = kind == "w"
+    placement = Placement.fold(3, sites=(1, 2)) if fold else Placement.straight(3, (1, 2))
+    alone = lower(generate(kind, placement, 4))
+    unit = CostModel.unit(placement.num_stages, local=LinkCost(latency_s=0.25))
+    expected = simulate(alone, unit)
+    cell = side_by_side(alone, 3)
+    assert cell.placement == replace(placement, pipelines=3) and cell.num_ranks == 9
+    validate(cell)
+    for local_rank in range(3):
+        assert pipeline_of(cell, local_rank) == alone
+        found = predict(cell, unit, local_rank)
+        assert set(found.spans) == set(expected.spans) and len(found.spans) == len(expected.spans)
+        assert (found.num_ranks, found.peak_bytes, found.live_microbatches) == (
+            *(3, expected.peak_bytes, expected.live_microbatches),
+        )
+    assert cell_step_s(cell, unit) == expected.step_s
+
+
+def test_an_uplink_carries_what_leaves_its_site():
+    """Of a rank in the middle of three sites both directions, of ranks of one site nothing."""
+    lowered = lower(generate("1f1b", Placement.straight(4, (1, 2, 1)), 2))
+    assert [[str(action) for action in uplink_order(lowered, rank)] for rank in range(4)] == [
+        ["0SEND_F0", "0SEND_F1"],
+        ["1SEND_B0", "1SEND_B1"],
+        ["2SEND_F0", "2SEND_F1"],
+        ["3SEND_B0", "3SEND_B1"],
+    ]

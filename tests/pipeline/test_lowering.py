@@ -5,11 +5,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pipeline.cases import schedules
-from weft.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Op, slot_text
+from weft.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Op, parse_slot, slot_text
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate
-from weft.pipeline.lowering import add_grad_reduction, add_optimizer_step, add_transfers, add_unshard, lower, open_pairs
+from weft.pipeline.lowering import (
+    add_grad_reduction,
+    add_optimizer_step,
+    add_transfers,
+    add_unshard,
+    lower,
+    open_pairs,
+    split_backwards,
+)
 from weft.pipeline.placement import Placement
+from weft.pipeline.schedule import Schedule
 from weft.pipeline.simulation import simulate
 from weft.pipeline.validation import validate
 
@@ -124,3 +133,13 @@ def test_opened_w_saves_no_more_than_1f1b(num_microbatches):
     folded = simulate(open_pairs(generate("w", Placement.fold(4), num_microbatches)), CostModel.unit(8))
     straight = simulate(generate("1f1b", Placement.straight(4), num_microbatches), CostModel.unit(4))
     assert max(folded.live_microbatches) <= 2 * max(straight.live_microbatches)
+
+
+def test_backwards_of_some_stages_are_split_outside_of_pairs():
+    row = [parse_slot(text) for text in ("0F0", "0B0", "(0F2;0B1)OVERLAP_F_B", "3B1", "0W5")]
+    schedule = Schedule("made up", Placement.fold(1, 4), 3, (tuple(row),))
+    split = [[str(action) for action in slot] for slot in split_backwards(schedule, {0}).rows[0]]
+    assert split == [["0F0"], ["0I0"], ["0W0"], ["0F2", "0B1"], ["3B1"], ["0W5"]]
+    opened = [[str(action) for action in slot] for slot in open_pairs(schedule).rows[0]]
+    assert opened == [["0F0"], ["0B0"], ["0B1"], ["0F2"], ["3B1"], ["0W5"]]
+    assert open_pairs(schedule, keep=lambda one, other: (str(one), str(other)) == ("0F2", "0B1")) == schedule

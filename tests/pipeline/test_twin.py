@@ -128,3 +128,76 @@ def test_costs_may_change_between_steps():
     twin.costs = replace(twin.costs, stages=tuple(replace(stage, forward_s=5.0) for stage in twin.costs.stages))
     twin.begin(0.0)
     assert twin.arrival_s(Action(Op.SEND_F, 0, 0)) == 5.0
+
+
+def ended_once(twin, sent_s=20.0):
+    """The real rank 1 of two has sent its gradient back."""
+    twin.begin(10.0)
+    twin.sent(Action(Op.SEND_B, 1, 0), sent_s)
+
+
+def test_others_begin_a_pause_after_they_have_ended_and_hold_only_puts_off():
+    twin = OnlineTwin(straight(2, 1), CostModel.unit(2), 1)
+    ended_once(twin)
+    twin.hold(0, 5.0)
+    assert twin.ended_s(0) == 22.0, "it had not ended before"
+    twin.begin(21.0, pause_s=3.0)
+    assert twin.arrival_s(Action(Op.SEND_F, 0, 0)) == 22.0 + 3.0 + 1.0
+
+
+def test_the_end_of_a_row_is_reached_before_the_optimiser_steps():
+    stage = replace(CostModel.unit(1).stages[0], reduce_s=4.0, step_s=0.5)
+    twin = OnlineTwin(straight(2, 1), CostModel(stages=(stage, stage)), 1)
+    ended_once(twin)
+    assert (twin.reached_s(0), twin.ended_s(0)) == (22.0 + 4.0, 26.5)
+
+
+def test_spans_are_those_of_the_others_on_the_callers_clock():
+    schedule, costs = straight(2, 1), CostModel.unit(2)
+    twin = OnlineTwin(schedule, costs, 1)
+    ended_once(twin)
+    computed = [
+        (span.rank, str(span.slot[0]), span.start_s, span.end_s) for span in twin.spans() if span.lane == "compute"
+    ]
+    assert computed == [(0, "0F0", 10.0, 11.0), (0, "0B0", 20.0, 22.0)]
+    assert {span.rank for span in twin.spans()} == {0}
+    assert twin.num_visits == len(schedule.rows[0])
+
+
+def test_a_ranks_own_message_does_not_arrive():
+    twin = OnlineTwin(straight(2, 1), CostModel.unit(2), 1)
+    twin.begin(0.0)
+    with pytest.raises(LookupError, match="1SEND_B0 is this rank's own"):
+        twin.arrival_s(Action(Op.SEND_B, 1, 0))
+    with pytest.raises(LookupError, match="waits for 0SEND_F0 of rank 1"):
+        twin.sent(Action(Op.SEND_F, 0, 0), 0.0)
+
+
+def test_messages_of_both_directions_are_late_by_their_own_bytes():
+    asked = []
+
+    class Slow:
+        def compute_s(self, rank, action, seconds):
+            asked.append((rank, action))
+            return seconds
+
+        def late_s(self, send, sender, receiver, num_bytes):
+            asked.append((str(send), sender, receiver, num_bytes))
+            return 0.5
+
+    one, *rest = CostModel.unit(3).stages
+    costs = CostModel(stages=(replace(one, output_bytes=7.0), *(replace(stage, output_bytes=9.0) for stage in rest)))
+    twin = OnlineTwin(straight(3, 1), costs, 0, Slow())
+    twin.begin(0.0)
+    twin.sent(Action(Op.SEND_F, 0, 0), 1.0)
+    # There at 1.5, forward to 2.5 and 3.0, forward and backward to 6.0 and 6.5, backward to 8.5.
+    assert twin.arrival_s(Action(Op.SEND_B, 1, 0)) == 9.0
+    messages = [call for call in asked if len(call) == 4]
+    assert messages == [
+        ("0SEND_F0", 0, 1, 7.0),
+        ("1SEND_F0", 1, 2, 9.0),
+        ("2SEND_B0", 2, 1, 9.0),
+        ("1SEND_B0", 1, 0, 7.0),
+    ]
+    assert {action for _, action in (call for call in asked if len(call) == 2)} >= {"1F0", "2F0", "2B0", "1B0"}
+    assert not any("SEND" in call[1] for call in asked if len(call) == 2), "of transfers only the lateness is asked"
