@@ -1,7 +1,7 @@
 """Replicas that go through sites of their own: when they are best, what they cost, and what bounds them."""
 
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise, permutations
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +12,9 @@ from tests.pipeline.planner.test_search import REQUEST, planned, uneven_clusters
 from weft.pipeline.planner.evaluation import Evaluation
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.request import Objective
-from weft.pipeline.planner.routes import Route
+from weft.pipeline.planner.routes import Route, Routes
 from weft.pipeline.planner.search import plan
-from weft.pipeline.planner.shapes import shapes
+from weft.pipeline.planner.shapes import room, shapes
 
 SHAPE = Shape(num_stages=2, replicas=4, microbatches=8, routes=2)
 
@@ -119,3 +119,110 @@ def test_weights_that_are_gathered_for_every_micro_batch_stay_in_a_site():
     some = cluster(site("a"), site("b"))
     with pytest.raises(ValueError, match=r"no layout|--pin"):
         plan(some, model(), replace(REQUEST, pins={"routes": 2, "zero_stage": 3}))
+
+
+def all_routes(some, shape, request, found=None):
+    """Whole routes, a site at a time."""
+    for further in Routes(some, request).longer(shape, found):
+        if further.is_whole(shape):
+            yield further
+        else:
+            yield from all_routes(some, shape, request, further)
+
+
+def pipelines(some, shape, request):
+    """Of one pipeline: every order of sites along links, each as full as can be until no rank is left."""
+    caps, numbers = room(some, shape.gpus_per_rank, shape.replicas_of_route), range(len(some.sites))
+    for count in range(1, len(some.sites) + 1):
+        for order in permutations(numbers, count):
+            before = sum(caps[site] for site in order[:-1])
+            if not all(caps[site] for site in order) or not before < shape.num_stages <= before + caps[order[-1]]:
+                continue
+            if any(some.link(here, there) is None for here, there in pairwise(order)):
+                continue
+            if request.home and not {order[0], order[-1]} <= request.home:
+                continue
+            if not request.max_sites or count <= request.max_sites:
+                yield Route(order, (*(caps[site] for site in order[:-1]), shape.num_stages - before))
+
+
+def prices(count):
+    """All of them different, so that no site stands for another, and not in the order of the sites."""
+    return [(7 * number) % 5 + 1.0 for number in range(count)]
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=2, max_size=5),
+    st.lists(st.booleans(), min_size=10, max_size=10),
+    st.integers(1, 4),
+    st.sampled_from([0, 1, 2, 3]),
+    st.sampled_from([(), (0,), (0, 1), (1, 3)]),
+    st.integers(1, 2),
+)
+@settings(max_examples=60, deadline=None)
+def test_routes_are_all_orders_of_sites_along_links(hosts, linked, stages, most, home, routes):
+    """Of several routes each set once, the one that begins at the cheaper site first."""
+    sites = [
+        site(str(number), hosts=count, gpus_per_host=1, price=price)
+        for number, (count, price) in enumerate(zip(hosts, prices(len(hosts)), strict=True))
+    ]
+    made = cluster(*sites)
+    links = {pair: link for (pair, link), joined in zip(made.links.items(), linked, strict=False) if joined}
+    some = replace(made, links=links)
+    request = replace(REQUEST, objective=Objective.cost, max_sites=most, home=frozenset(home) & set(range(len(hosts))))
+    shape = Shape(num_stages=stages, replicas=routes, microbatches=4, routes=routes)
+    one = list(pipelines(some, shape, request))
+    expected = [(route.sites, route.stages) for route in one]
+    if routes == 2:
+        expected = [
+            (first.sites + second.sites, first.stages + second.stages)
+            for first, second in permutations(one, 2)
+            if not set(first.sites) & set(second.sites) and sites[first.sites[0]].price < sites[second.sites[0]].price
+        ]
+    found = [(route.sites, route.stages) for route in all_routes(some, shape, request)]
+    assert sorted(found) == sorted(expected)
+
+
+def test_of_sites_that_are_alike_the_cheapest_stands_for_all():
+    some = cluster(site("a", price=3.0), site("b", price=1.0), site("c", price=2.0), bandwidth_bps=1e10)
+    shape = Shape(num_stages=4, replicas=4, microbatches=4)  # two ranks at each site
+    assert [route.sites for route in all_routes(some, shape, REQUEST)] == [(1, 2)]
+    limited = replace(REQUEST, max_cost_per_hour=100.0)
+    for request in (limited, replace(REQUEST, objective=Objective.cost)):
+        assert len(list(all_routes(some, shape, request))) == 6, "where money counts, prices tell them apart"
+    uneven = some.with_link(0, 1, latency_s=9.0)
+    assert len(list(all_routes(uneven, shape, REQUEST))) == 6
+    for change in ({"gpu": site("h", gpu="H100").gpu}, {"network_bps": 1e9}, {"hosts": 3}):
+        assert (0, 1) in {route.sites for route in all_routes(some.with_site(0, **change), shape, REQUEST)}
+    at_home = replace(REQUEST, home=frozenset({0, 1}))
+    assert {route.sites for route in all_routes(some, shape, at_home)} == {(1, 0)}
+    # One pipeline in one site needs no link, whatever those of the others are.
+    alone = replace(shape, num_stages=2)
+    assert [route.sites for route in all_routes(uneven, alone, REQUEST)] == [(1,)]
+
+
+def test_folds_over_sites_are_tried_where_a_pipeline_needs_several():
+    some = cluster(site("a"), site("b"), bandwidth_bps=1e10)
+    fold = Shape(num_stages=4, replicas=4, microbatches=4, arrangement="site_fold")
+    over = replace(fold, arrangement="fold")
+    assert Routes(some, REQUEST).fold_over_sites(fold) == over
+    assert Routes(some, REQUEST).fold_over_sites(replace(fold, num_stages=2)) is None, "each site has room for all"
+    assert Routes(some, REQUEST).fold_over_sites(replace(fold, arrangement="straight")) is None
+    for request in (replace(REQUEST, max_sites=1), replace(REQUEST, pins={"arrangement": "site_fold"})):
+        assert Routes(some, request).fold_over_sites(fold) is None
+    # In one site it is a fold within the site.
+    short = replace(over, num_stages=2)
+    assert not list(all_routes(some, short, REQUEST))
+    assert list(all_routes(some, short, replace(REQUEST, pins={"arrangement": "fold"})))
+    assert list(all_routes(some, replace(short, arrangement="site_fold"), REQUEST))
+
+
+def test_a_route_by_hand():
+    shape = Shape(num_stages=3, replicas=2, microbatches=4, routes=2)
+    route = Route((4, 1, 2, 0), (2, 1, 1, 2))
+    assert route.is_whole(shape) and not Route((4, 1), (2, 1)).is_whole(shape)
+    assert list(route.hops(shape)) == [(4, 1), (2, 0)]
+    assert route.last(shape) == Route((2, 0), (1, 2))
+    assert Route((4, 1), (2, 1)).last(shape) == Route((4, 1), (2, 1))
+    assert Route((4, 1, 2), (2, 1, 1)).last(shape) == Route((2,), (1,))
+    assert Route((4,), (2,)).last(shape) == Route((4,), (2,)) and Route((), ()).last(shape) == Route((), ())

@@ -12,6 +12,7 @@ from tests.pipeline.planner.planned import cluster, model, site
 from weft.pipeline.action import SENDS, Op
 from weft.pipeline.generators.auto import generate_auto
 from weft.pipeline.lowering import lower
+from weft.pipeline.planner import search
 from weft.pipeline.planner.algorithm1 import algorithm1
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.evaluation import Evaluation
@@ -423,3 +424,68 @@ def test_a_step_is_that_of_the_cell_that_takes_longest():
 
     both, rest = pipeline_s(2, 2), pipeline_s(1, 1)
     assert both != rest and pipeline_s(2, 3) == max(both, rest)
+
+
+@pytest.mark.parametrize(
+    ("num_sites", "max_sites", "passes"),
+    [
+        (1, 0, [1, 0]),
+        (6, 0, [1, 0]),
+        (6, 1, [1]),
+        (6, 3, [1, 3]),
+        (7, 0, [1, 2, 4, 0]),
+        (7, 1, [1]),
+        (7, 2, [1, 2]),
+        (7, 3, [1, 2, 3]),
+        (7, 5, [1, 2, 4, 5]),
+    ],
+)
+def test_pipelines_of_few_sites_are_searched_first(num_sites, max_sites, passes):
+    assert search._deepening(num_sites, max_sites) == passes
+
+
+def test_the_fastest_layouts_of_each_price_are_tried_in_one_site_of_each_kind():
+    some = cluster(
+        site("dear", price=3.0),
+        site("cheap", price=1.0),
+        site("fast", gpu="H100", hosts=1, price=4.0),
+        site("none", gpu="A40", hosts=0, price=0.1),
+    )
+    request = replace(REQUEST, objective=Objective.cost, effort=1_000_000)
+    every = list(shapes(some, model(), request))
+    found = search._fastest_by_price(some, model(), request, every)
+    by_site = {}
+    for one in found:
+        (number,) = one.layout.sites
+        by_site.setdefault(number, []).append(one.layout.gpus)
+    assert set(by_site) == {1, 2}, "of sites alike the cheapest"
+    for number, most in ((1, 8), (2, 4)):
+        for gpus, (low, high) in zip(by_site[number], ((most / 2, most), (most / 4, most / 2)), strict=False):
+            assert low < gpus <= high
+    for one in found:
+        gpus, site_alone = (
+            one.layout.gpus,
+            replace(some, sites=tuple(some.sites[number] for number in one.layout.sites)),
+        )
+        alone = plan(replace(site_alone, links={}), model(), replace(REQUEST, effort=1_000_000))
+        if alone.best.layout.gpus == gpus:
+            assert one.step_s == pytest.approx(alone.best.step_s, rel=0.01)
+
+
+def test_a_plan_ranks_layouts_that_differ_and_says_how_many_it_looked_at():
+    some = cluster(site("a"), site("b"), bandwidth_bps=1e10)
+    found = plan(some, model(), REQUEST)
+    likenesses = [search._likeness(one.layout) for one in found.ranked]
+    assert len(likenesses) == len(set(likenesses)) > 2
+    assert found.best is found.ranked[0] and found.alone in found.ranked
+    assert found.alone.layout.sites in [(0,), (1,)]
+    assert all(len(one.layout.sites) > 1 for one in found.ranked[: found.ranked.index(found.alone)])
+    evaluation = Evaluation(some, model(), REQUEST)
+    every = list(shapes(some, model(), REQUEST))
+    bounded = [shape for shape in every if shape.routes > 1 or evaluation.shape_bound(shape) is not None]
+    assert found.shapes == len(bounded)
+    assert 0 < found.scheduled <= sum(1 for _ in every) * 4
+    assert 0.0 <= found.gap < 1.0
+    first, second = found.ranked[:2]
+    twin = replace(second, layout=replace(first.layout, microbatch_size=99))
+    assert search._distinct([first, twin, second]) == [first, second]
