@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 
 from tests.pipeline.cases import FIXED, schedules
 from tests.pipeline.stalls import StallingJob
-from weft.pipeline.culprit import JobRows, Replica, find_culprits
+from weft.pipeline.action import slot_text
+from weft.pipeline.culprit import JobRows, Place, Replica, find_culprits
+from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower, open_pairs
+from weft.pipeline.placement import Placement
 
 EXAMPLES = 60
 
@@ -130,3 +133,16 @@ def test_among_the_suspects_one_can_go_on_unless_a_fault_keeps_it(stalling):
     named = {suspect.rank for suspect in suspects if suspect.rank is not None}
     named |= {rank for suspect in suspects for link in suspect.links for rank in link}
     assert any(map(stalling.can_move, named)), explain(stalling)
+
+
+def test_what_a_rank_is_at_is_told_in_words():
+    schedule = lower(generate("1f1b", Placement.straight(2), 2))
+    job = JobRows((Replica(schedule, (4, 7)),))
+    row = job.row(7)
+    assert row == schedule.rows[1]
+    assert job.doing(7, Place(0)) == "before its first step"
+    assert job.doing(7, Place(3)) == f"before {slot_text(row[0])} (slot 1 of {len(row)}) of step 3"
+    assert job.doing(7, Place(3, done=1, begun=True)) == f"in {slot_text(row[1])} (slot 2 of {len(row)}) of step 3"
+    assert job.doing(7, Place(3, done=len(row))) == "after its row of step 3"
+    assert job.predicted_s(7) == 0.0
+    assert JobRows((Replica(schedule, (4, 7), busy_s=(1.5, 2.5)),)).predicted_s(7) == 2.5

@@ -212,3 +212,11 @@ def test_a_deadlock_is_an_error():
     schedule = two_ranks("0B0 0F0", "1F0 1B0", num_microbatches=1)
     with pytest.raises(ScheduleError, match="deadlock"):
         simulate(schedule, CostModel.unit(2))
+
+
+def test_what_takes_no_time_has_no_span():
+    """Free links, reductions and optimisers are in the schedule, and nobody waits for them."""
+    schedule = lower(generate("1f1b", Placement.straight(3, (1, 2)), 4))
+    spans = simulate(schedule, CostModel.unit(3)).spans
+    assert {span.lane for span in spans} == {"compute"} and all(span.end_s > span.start_s for span in spans)
+    assert len(spans) == 3 * 4 * 2

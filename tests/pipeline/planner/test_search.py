@@ -489,3 +489,36 @@ def test_a_plan_ranks_layouts_that_differ_and_says_how_many_it_looked_at():
     first, second = found.ranked[:2]
     twin = replace(second, layout=replace(first.layout, microbatch_size=99))
     assert search._distinct([first, twin, second]) == [first, second]
+
+
+def test_algorithm_1_goes_on_until_the_last_partition_has_its_place():
+    asked = []
+
+    def latency(partitions, cells):
+        return float(sum(partitions.values()))
+
+    def reduced(pipelines):
+        asked.append(pipelines)
+        return 10.0
+
+    found = algorithm1(
+        2,
+        ["big", "none", "small"],
+        {"big": 120, "none": 1, "small": 9},
+        2,
+        61,
+        get_latency_pp=latency,
+        get_latency_dp=reduced,
+    )
+    assert found[0].partitions == {"big": 60, "small": 1} and found[0].total_time == 71.0
+    assert found[0].throughput == pytest.approx(2 / 71.0) and asked == [2]
+    assert (found[1].total_time, found[1].throughput) == (float("inf"), 0.0)
+
+
+def test_an_effort_that_ends_early_says_what_may_be_better():
+    some = cluster(site("a"), site("b"), bandwidth_bps=1e10)
+    early, late = (plan(some, model(), replace(REQUEST, effort=effort)) for effort in (0, 10**6))
+    assert early.gap > 0.0 and early.scheduled < late.scheduled
+    best, found = (REQUEST.score(one.best) for one in (late, early))
+    assert best <= found and best >= found * (1 - early.gap) * (1 - 1e-9)
+    assert late.gap <= search.WORTH - 1

@@ -19,6 +19,9 @@ def test_chunks_are_all_that_was_to_do_and_never_slower_than_nothing_hidden(pair
     assert sum(step.seconds for step in steps if step.do is Do.compute) == approx(pair.compute_s)
     assert sum(step.seconds for step in steps if step.do is Do.start) == approx(pair.comm_s)
     starts, waits = ([number for number, step in enumerate(steps) if step.do is do] for do in (Do.start, Do.wait))
+    last = [step for step in steps if step.last]
+    assert len(last) == sum(segment.link is not None for segment in (*pair.forward.segments, *pair.backward.segments))
+    assert all(step.do is Do.start for step in last)
     assert len(starts) == len(waits) and all(start < wait for start, wait in zip(starts, waits, strict=True))
     seconds = chunked_s(pair, table, chunks)
     assert pair.compute_s - 1e-9 <= seconds <= pair.sequential_s + 1e-9

@@ -112,6 +112,26 @@ def test_the_model_tier_solves_equation_2(c):
     assert isclose(plan.uncovered, min(uncovered(*pair) for pair in allowed), abs_tol=1e-9)
 
 
+@given(
+    st.builds(
+        ModelCosts,
+        **dict.fromkeys(("c_ag", "c_rs"), st.integers(0, 20)),
+        **dict.fromkeys(("c_fw", "c_bw"), st.integers(1, 5)),
+        m=st.integers(0, 5),
+        memory=st.integers(5, 60),
+        mb=st.integers(1, 12),
+    )
+)
+def test_of_plans_that_cover_as_much_the_one_of_fewest_micro_batches_is_taken(c):
+    found = [
+        (max(c.c_ag - l1 * c.c_fw, 0) + max(c.c_rs - l2 * c.c_bw, 0), l1 + l2, l1)
+        for l1, l2 in product(range(c.mb + 1), repeat=2)
+        if l1 + l2 <= c.mb and max(l1, l2) * c.m <= c.memory
+    ]
+    plan = model_tier(c)
+    assert (plan.uncovered, plan.l1 + plan.l2, plan.l1) == min(found)
+
+
 def test_the_model_tier_says_what_limits_it():
     base = {"c_ag": 10, "c_rs": 10, "c_fw": 1, "c_bw": 2, "m": 1}
     assert "all is covered" in model_tier(ModelCosts(**base, memory=100, mb=16)).reason
