@@ -175,3 +175,18 @@ def test_an_uplink_carries_what_leaves_its_site():
         ["2SEND_F0", "2SEND_F1"],
         ["3SEND_B0", "3SEND_B1"],
     ]
+
+
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_links_that_are_shared_already_are_so_for_one_pipeline(pipelines):
+    """Costs of one pipeline may say that it has pooled uplinks; of a cell its own pipelines count."""
+    placement = Placement.straight(2, (1, 1))
+    of_one = replace(costs(placement), wan=replace(costs(placement).wan, sharing=4))
+    lowered, shared = cell(placement, "1f1b", pipelines, 3, of_one)
+    expected = simulate(lowered, of_one if pipelines == 1 else shared)
+    found = [predict(lowered, of_one, local_rank) for local_rank in range(pipelines)]
+    assert max(one.step_s for one in found) == expected.step_s == cell_step_s(lowered, of_one)
+    assert sum(len(one.spans) for one in found) == len(
+        [span for span in expected.spans if span.slot[0].op not in RELAYS]
+    )
+    assert all(one.num_ranks == 2 for one in found)

@@ -3,12 +3,13 @@
 import random
 from itertools import pairwise
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.pipeline.cases import FIXED, schedules
 from tests.pipeline.stalls import StallingJob
-from weft.pipeline.action import slot_text
+from weft.pipeline.action import Op, slot_text
 from weft.pipeline.culprit import JobRows, Place, Replica, find_culprits
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower, open_pairs
@@ -146,3 +147,12 @@ def test_what_a_rank_is_at_is_told_in_words():
     assert job.doing(7, Place(3, done=len(row))) == "after its row of step 3"
     assert job.predicted_s(7) == 0.0
     assert JobRows((Replica(schedule, (4, 7), busy_s=(1.5, 2.5)),)).predicted_s(7) == 2.5
+
+
+def test_a_schedule_without_sends_is_no_job():
+    lowered = lower(generate("1f1b", Placement.straight(2), 1))
+    rows = [[slot for slot in row if slot[0].op is not Op.SEND_F] for row in lowered.rows]
+    job = JobRows((Replica(lowered.with_rows(rows), (0, 1)),))
+    receiving = next(number for number, slot in enumerate(rows[1]) if slot[0].op is Op.RECV_F)
+    with pytest.raises(ValueError, match="1RECV_F0: nobody sends it"):
+        find_culprits(job, {0: Place(1, 0, True), 1: Place(1, receiving, True)})

@@ -71,6 +71,17 @@ def test_a_deadlock_across_ranks_that_torch_accepts():
     ]
 
 
+def test_of_a_deadlock_what_cannot_start_is_told_from_what_stands_behind():
+    schedule = by_hand(Placement.interleaved(3, 2), 1, "0F0 3F0 0B0 3B0", "1F0 4F0 4B0 1B0", "2F0 5F0 5B0 2B0")
+    with pytest.raises(ScheduleError) as error:
+        validate(schedule)
+    assert error.value.reason == (
+        "deadlock: 0B0 on rank 0 waits for 1B0 on rank 1, which cannot start; "
+        "1B0 on rank 1 waits for 2B0 on rank 2, which cannot start; "
+        "2B0 on rank 2 waits for 3B0 on rank 0, which stands after 0B0"
+    )
+
+
 def test_rows_and_ranks_must_agree():
     with pytest.raises(ValueError, match=r"1 rows, its placement has 2 ranks"):
         validate(by_hand(TWO, 1, "0F0 0B0"))
