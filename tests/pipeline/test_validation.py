@@ -76,9 +76,9 @@ def test_of_a_deadlock_what_cannot_start_is_told_from_what_stands_behind():
     with pytest.raises(ScheduleError) as error:
         validate(schedule)
     assert error.value.reason == (
-        "deadlock: 0B0 on rank 0 waits for 1B0 on rank 1, which cannot start; "
-        "1B0 on rank 1 waits for 2B0 on rank 2, which cannot start; "
-        "2B0 on rank 2 waits for 3B0 on rank 0, which stands after 0B0"
+        "deadlock: 0B0 on rank 0 waits for 1I0 on rank 1, which cannot start; "
+        "1B0 on rank 1 waits for 2I0 on rank 2, which cannot start; "
+        "2B0 on rank 2 waits for 3I0 on rank 0, which stands after 0B0"
     )
 
 
