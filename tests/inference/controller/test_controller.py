@@ -134,7 +134,7 @@ def test_what_would_be_late_is_refused_at_once_with_when_to_come_again():
             assert 2 <= int(answer.headers["retry-after"]) <= 4
             assert "or elsewhere" in answer.json()["error"]["message"]
             assert (await client.post(PATH, json=PREFILL)).status_code == 200
-            for text in ("soon", "-1", "nan", "inf"):
+            for text in ("soon", "-1", "0", "86400", "nan", "inf"):
                 assert (await client.post(PATH, json=PREFILL, headers={"X-Weft-Deadline-S": text})).status_code == 400
         assert len(workers.seen) == 1
 
@@ -463,5 +463,15 @@ def test_models_are_those_of_the_first_worker_that_answers():
                 answer = await client.get("/v1/models")
                 assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
                 assert "no worker answers" in answer.json()["error"]["message"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("deadline", ["0.9", "1", "86399.9"])
+def test_a_deadline_may_be_short_or_almost_a_day(deadline):
+    async def scenario():
+        async with controller(FakeWorkers(1), [FakeBoard([(0.0, 4.0)])]) as client:
+            answer = await client.post(PATH, json=PREFILL, headers={"X-Weft-Deadline-S": deadline})
+            assert answer.status_code == 200
 
     run(scenario())

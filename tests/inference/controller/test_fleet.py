@@ -207,3 +207,16 @@ def test_metrics_say_what_was_placed_answered_moved_and_refused():
         'weft_prefill_queue{worker="1"} 0.0',
         'weft_prefill_bubble_seconds_total{worker="0"} 12.5',
     } <= lines
+
+
+def test_histograms_have_these_bounds():
+    """Dashboards name them."""
+    metrics = Metrics(fleet_of(Board(), clock=Clock()))
+    found = {}
+    for line in metrics.text().decode().splitlines():
+        if "_bucket{le=" in line:
+            name, _, bound = line.split(" ")[0].removesuffix('"}').partition('_bucket{le="')
+            found.setdefault(name.removeprefix("weft_prefill_"), []).append(float(bound))
+    seconds = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, float("inf")]
+    late = [0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, float("inf")]
+    assert found == {"ttft_predicted_seconds": seconds, "ttft_seconds": seconds, "lateness_seconds": late}

@@ -5,10 +5,11 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from weft.inference.placement.bubble_pattern import BubblePattern
+from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
 from weft.inference.placement.prefill_placement import PrefillPlacement
 from weft.inference.placement.prompt_work import PromptWork
 
@@ -68,6 +69,13 @@ def whole(low, high):
     return st.integers(low, high).map(float)
 
 
+ACROSS = ((0, 9), (20, 31), (50, PERIOD))
+"""The last bubble of a step goes on as the first of the next."""
+
+
+@example(rows=ACROSS, origin=0.0, overhead=0.0, guard=0.0, free=0.0, work=150.0)
+@example(rows=ACROSS, origin=7.0, overhead=2.0, guard=1.0, free=60.0, work=150.0)
+@example(rows=ACROSS[::2], origin=7.0, overhead=2.0, guard=1.0, free=60.0, work=150.0)
 @given(
     rows=bubbles(),
     origin=whole(0, PERIOD),
@@ -82,8 +90,18 @@ def test_work_runs_in_the_first_bubbles_and_only_there(rows, origin, overhead, g
     assert list(pattern.spans(free, work)) == spans
     assert pattern.begin(free) == (spans[0][0] if spans else inf)
     assert pattern.end(free, work) == (spans[-1][1] if spans else inf)
+    # What fits into a period, by the windows that begin in one.
+    seen = zip(range(12), windows(rows, origin, guard), strict=False)
+    kept = [end - start for _, (start, end) in seen if 0 <= start < PERIOD and end - start > overhead]
+    assert (pattern.open_s, pattern.capacity_s) == (sum(kept), sum(kept) - overhead * len(kept))
+    assert (pattern.period_s, pattern.overhead_s) == (PERIOD, overhead)
+    later = BubblePattern(rows, PERIOD, origin_s=origin + 3 * PERIOD, overhead_s=overhead, guard_s=guard)
+    assert pattern == later and hash(pattern) == hash(later)
+    assert pattern != BubblePattern(rows, PERIOD, origin_s=origin + 1, overhead_s=overhead, guard_s=guard)
+    assert pattern != BubblePattern(rows, PERIOD, origin_s=origin, overhead_s=overhead + 0.5, guard_s=guard)
 
 
+@example(rows=ACROSS, origin=5.0, overhead=1.0, asked=[0.0, 10.0, 25.0, 60.0, 64.0, 70.0])
 @given(rows=bubbles(), origin=whole(0, PERIOD), overhead=whole(0, 3), asked=st.lists(whole(-99, 300), min_size=1))
 def test_many_at_once_are_the_same(rows, origin, overhead, asked):
     pattern = BubblePattern(rows, PERIOD, origin_s=origin, overhead_s=overhead)
@@ -191,10 +209,60 @@ def test_whole_tokens_granted_bubble_by_bubble_end_in_time(rows, free, tokens, c
     assert end == inf or clock <= end + 1e-6
 
 
-@pytest.mark.parametrize("rows", [[(0, 65)], [(-1, 3)], [(5, 3)], [(0, 5), (4, 8)]])
+@pytest.mark.parametrize("rows", [[(0, 65)], [(-1, 3)], [(5, 3)], [(0, 5), (4, 8)], [(0, 5), (60, 65)]])
 def test_bubbles_in_disorder_are_refused(rows):
     with pytest.raises(ValueError, match="not in order within a step"):
         BubblePattern(rows, PERIOD)
+
+
+@pytest.mark.parametrize("period_s", [0.0, -1.0, inf, float("nan")])
+def test_a_period_has_a_length(period_s):
+    with pytest.raises(ValueError, match="not in order within a step of"):
+        BubblePattern([], period_s)
+
+
+@pytest.mark.parametrize("rows", [[], [(0, PERIOD)], [(0, 5), (5, 8)], [(3, 3)]])
+def test_bubbles_may_touch_each_other_and_both_ends_of_the_step(rows):
+    assert BubblePattern(rows, PERIOD).capacity_s == sum(end - start for start, end in rows)
+
+
+def test_searches_begin_in_another_table_each_time(monkeypatch):
+    monkeypatch.setattr("weft.inference.placement.bounds.MAX_ROWS", 16)
+    placement = PrefillPlacement(PERIOD)
+    for worker in range(40):
+        placement.set(worker, BubblePattern([(worker, worker + 3)], PERIOD), 0.0)
+    orders = [placement._rotated() for _ in range(6)]
+    assert all(sorted(map(id, order)) == sorted(map(id, placement._tables)) for order in orders)
+    for begun in (orders[:3], orders[3:]):
+        assert len({id(order[0]) for order in begun}) == len(placement._tables) == 3
+
+
+@given(
+    tokens=st.integers(1, 400),
+    cached=st.integers(0, 100),
+    chunk=st.integers(1, 60),
+    context_s=st.sampled_from([0.0, 2.0**-12]),
+)
+def test_the_work_of_a_prompt_is_that_of_its_full_chunks(tokens, cached, chunk, context_s):
+    """Chunk by chunk, but for the fixed cost of the first, which is the bubble's."""
+    cost = PromptWork(step_s=0.25, token_s=0.125, context_s=context_s, chunk_tokens=chunk, max_tokens=512)
+    seconds, context = -0.25, cached
+    while context < cached + tokens:
+        part = min(chunk, cached + tokens - context)
+        seconds += 0.25 + 0.125 * part + context_s * (part * context + part * part / 2)
+        context += part
+    assert cost.work_s(cached + tokens, cached) == pytest.approx(seconds)
+    assert cost.overhead_s == 0.25 + 0.125 + context_s * 512
+
+
+@given(tokens=st.integers(0, 3000), context=st.integers(0, 9000), gap_s=st.sampled_from([0.0, 0.05, 1.0]))
+def test_the_work_of_prompts_is_what_the_cost_model_predicts(tokens, context, gap_s):
+    cost = PrefillCost()
+    for number in range(TRUSTED):
+        cost.observe(100 + number, 50 * number, gap_s, 0.01 + number * 1e-3)
+    made = PromptWork.of(cost, gap_s=gap_s, chunk_tokens=77, max_tokens=999)
+    assert made.chunk_s(tokens, context) == pytest.approx(cost.predict_s(tokens, context, gap_s), rel=1e-6, abs=1e-9)
+    assert (made.chunk_tokens, made.max_tokens) == (77, 999)
 
 
 def test_many_patterns_are_as_exact_as_few(monkeypatch):

@@ -3,10 +3,21 @@
 from itertools import islice
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from weft.inference.placement.bubble_pattern import BubblePattern
 from weft.inference.placement.prompt_work import PromptWork
-from weft.inference.placement.replay import Arrival, length_s, read_trace, replay, sped_up, steady_state
+from weft.inference.placement.replay import (
+    SAME_SHARE,
+    Arrival,
+    Replay,
+    length_s,
+    read_trace,
+    replay,
+    sped_up,
+    steady_state,
+)
 from weft.tools.cli import main
 
 WORK = PromptWork(step_s=0.005, token_s=1e-4, context_s=1e-9, max_tokens=4096)
@@ -34,6 +45,7 @@ def test_a_trace_is_read_in_order_and_told_what_is_wrong_with_it(tmp_path):
         (TRACE.replace("2000", "0"), "at least 1 token"),
         (TRACE.replace("TIMESTAMP", "TIME"), "needs columns TIMESTAMP"),
         (TRACE.splitlines()[0], "at least 2"),
+        (TRACE.splitlines()[0] + "\n" + TRACE.splitlines()[1], "1 prompts; a replay needs at least 2"),
         (TRACE.splitlines()[0] + 2 * ("\n" + TRACE.splitlines()[1]), "all 2 prompts have one TIMESTAMP"),
     ):
         file.write_text(text)
@@ -176,3 +188,57 @@ def test_a_prompt_waits_from_its_arrival_to_its_bubble():
     closed = Arrival(5.5, 500)  # the worker of the only rank has bubbles from 0.1 to 0.45 and from 0.7 to 0.95
     (found,) = replay(fleet(1), [closed], WORK, window_s=60.0)
     assert 0.2 <= found.waits_s[0] < 0.25 and found.waits_s[0] < found.ttfts_s[0]
+
+
+def test_prompts_may_come_at_the_same_time_as_long_as_not_all_do(tmp_path):
+    file = tmp_path / "trace.csv"
+    head, first, *_ = TRACE.splitlines()
+    file.write_text("\n".join([head, first, first, first.replace("18:17:04", "18:17:08")]))
+    assert [(a.at_s, a.tokens) for a in read_trace(file)] == [(0.0, 2000), (0.0, 2000), (4.0, 2000)]
+
+
+def window(refused=0, accepted=0, queued_s=0.0, share=0.0):
+    waits = [queued_s] * accepted
+    return Replay(
+        seconds=1.0,
+        waits_s=waits,
+        queued_s=waits,
+        ttfts_s=[1.0] * accepted,
+        refused=refused,
+        prefill_share=share,
+        places_us=[],
+    )
+
+
+def test_shares_and_means_are_of_what_arrived_and_of_what_was_accepted():
+    assert (window().refused_share, window().mean_queued_s) == (0.0, 0.0)
+    assert window(refused=1).refused_share == 1.0
+    assert window(accepted=1, queued_s=3.0).mean_queued_s == 3.0
+    assert window(refused=1, accepted=3, queued_s=3.0).refused_share == 0.25
+    assert not window().steady
+
+
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=9), st.integers(1, 9))
+def test_the_first_window_like_its_two_predecessors_is_steady(levels, most):
+    windows = [window(share=0.5 * level + number * 1e-6) for number, level in enumerate(levels)]
+    looked = levels[:most]
+    steady = [n for n in range(2, len(looked)) if looked[n - 2] == looked[n - 1] == looked[n]]
+    found = steady_state(windows, deadline_s=3.0, most=most)
+    assert found.steady == bool(steady)
+    assert found.prefill_share == windows[steady[0] if steady else len(looked) - 1].prefill_share
+
+
+@pytest.mark.parametrize(
+    ("field", "least", "unit"),
+    [("share", 0.5, SAME_SHARE), ("queued_s", 1.0, 3.0 * SAME_SHARE), ("refused", 100, 1000 * SAME_SHARE)],
+)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_windows_are_alike_up_to_a_share_in_every_way(field, least, unit, sign):
+    """Of the ranks' time, of the deadline, and of the prompts."""
+    for times, alike in ((0.8, True), (1.2, False)):
+        pair = []
+        for value in (least, least + sign * times * unit):
+            refused = round(value) if field == "refused" else 0
+            more = {field: value} if field != "refused" else {"refused": refused}
+            pair.append(window(accepted=1000 - refused, **more))
+        assert steady_state([pair[0], pair[0], pair[1]], deadline_s=3.0).steady == alike, times

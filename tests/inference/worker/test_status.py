@@ -1,0 +1,74 @@
+"""When a status says that an engine is stuck, to the nanosecond, and what is none."""
+
+import pytest
+
+from weft.inference.worker import status as module
+from weft.inference.worker.status import STALE_S, STUCK_S, WorkerStatus, problem_of
+
+BEGIN_NS = 2**40
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "boards" / "worker0.status"
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    at = [BEGIN_NS]
+    monkeypatch.setattr(module, "monotonic_ns", lambda: at[0])
+    return at
+
+
+@pytest.mark.parametrize(("limit_s", "act"), [(STALE_S, "arm"), (STUCK_S, "woke")])
+def test_a_limit_is_passed_behind_it(path, clock, limit_s, act):
+    status = WorkerStatus(path)
+    status.arm(True) if act == "arm" else status.woke()
+    last_ns = BEGIN_NS + round(limit_s * 1e9)
+    assert problem_of(path, last_ns) == ""
+    assert f"for {limit_s:.0f} s" in problem_of(path, last_ns + 1)
+
+
+def test_what_has_begun_goes_by_its_begin_and_what_was_done_by_its_last_time(path, clock):
+    status = WorkerStatus(path)
+    status.arm(True)
+    clock[0] += 10 * 10**9
+    status.arm(True)
+    assert "has not run for 16 s" in problem_of(path, BEGIN_NS + 16 * 10**9), "armed is armed"
+    status.checked()
+    assert problem_of(path, BEGIN_NS + 16 * 10**9) == ""
+    status.arm(False)
+    status.arm(True)
+    status.woke()
+    clock[0] += 10 * 10**9
+    status.woke()
+    status.checked()
+    assert "for 121 s since it was woken" in problem_of(path, BEGIN_NS + 131 * 10**9), "since it was woken first"
+    status.looped()
+    status.woke()
+    assert problem_of(path, clock[0] + 10**9) == ""
+
+
+def test_what_is_not_published_is_kept_all_the_same(clock):
+    status = WorkerStatus(None)
+    status.arm(True)
+    status.woke()
+    status.checked()
+    assert status._words.tolist() == [1, BEGIN_NS, BEGIN_NS, 0]
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 7, b"x" * 31])
+def test_a_file_that_is_too_short_is_no_status(tmp_path, content):
+    path = tmp_path / "some.status"
+    path.write_bytes(content)
+    assert f"{path}: not the status of a prefill worker; remove it" == problem_of(path, 0)
+
+
+def test_neither_a_folder_nor_a_link_is_a_status(path, clock):
+    WorkerStatus(path).woke()
+    late_ns = BEGIN_NS + 10**12
+    assert "has not responded" in problem_of(path, late_ns)
+    link = path.with_name("link")
+    link.symlink_to(path)
+    assert problem_of(link, late_ns) == "", "others could lay it"
+    assert "not the status" in problem_of(path.parent, late_ns)
