@@ -146,6 +146,26 @@ def test_of_what_waits_the_least_turn_goes_first(stack):
         send.wait()
 
 
+def test_of_messages_with_equal_turns_the_first_goes_first(stack):
+    pair = Pair(stack, proxied=True)
+    pair.exchange("before", noise(8))
+    pair.proxy.frozen = True
+    tensors = {"first": noise(8 << 20), "second": noise(4096), "third": noise(32 << 20)}
+    arrives = {
+        tag: pair.channels[1].recv(tag, TensorSpec(tuple(tensor.shape), torch.uint8)) for tag, tensor in tensors.items()
+    }
+    sends = [pair.channels[0].send(tag, tensor) for tag, tensor in tensors.items()]
+    pair.proxy.freeze_after = pair.proxy.passed + (24 << 20)  # "third" cannot be whole
+    pair.proxy.frozen = False
+    for tag in ("first", "second"):
+        assert torch.equal(arrives[tag].wait(), tensors[tag])
+    assert not arrives["third"].ended()
+    pair.proxy.thaw()
+    assert torch.equal(arrives["third"].wait(), tensors["third"])
+    for send in sends:
+        send.wait()
+
+
 def test_what_is_not_received_is_held_back_at_the_sender(stack):
     pair = Pair(stack, buffer_bytes=64 << 10)
     tensors = [noise(40 << 10, seed) for seed in range(5)]

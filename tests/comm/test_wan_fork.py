@@ -67,7 +67,8 @@ def test_a_child_keeps_no_connection_open_and_unauthenticated_peers_find_nothing
                 assert client.recv(1) == b""
             with contextlib.suppress(OSError):
                 client.sendall(b"more" * 1000)
-        until(lambda: pair.ends[1].refused == len(clients))
+        # A connection that a slow process had begun to replace, and then did not, counts as well.
+        until(lambda: pair.ends[1].refused >= len(clients))
         pair.exchange("b", noise(200_000))
         pair.ends[1].close()
         with pytest.raises(ChannelError, match="closed by the peer: closed"):

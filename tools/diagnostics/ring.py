@@ -128,8 +128,7 @@ def judge_pairs(seen: Sequence[_Seen], hosts: Sequence[str], share: float) -> li
 class _Ring:
     def __init__(self, rank: int, size: int, store: dist.Store, args: argparse.Namespace) -> None:
         self._rank, self._size, self._store, self._args = rank, size, store, args
-        fault, _, whose = args.inject.partition("=")
-        self._fault = fault if whose == str(rank) else ""
+        self._fault, _, self._faulty = args.inject.partition("=")
         on_gpu = torch.cuda.is_available()
         self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
 
@@ -165,15 +164,16 @@ class _Ring:
     def _exchange(self, pair: tuple[int, int]) -> _Seen:
         other = pair[1] if pair[0] == self._rank else pair[0]
         forward = pair[0] == self._rank
+        fault = self._fault if self._faulty == str(pair[0]) else ""
         try:
-            if forward and self._fault == "hung":
+            if forward and fault == "hung":
                 time.sleep(2 * self._args.timeout)
             done = with_neighbour(
                 other,
                 self._device,
-                damage=forward and self._fault == "wrong",
-                rounds=5,
-                pause_s=3.0 if forward and self._fault == "slow" else 0.0,
+                damage=forward and fault == "wrong",
+                rounds=1 if fault == "slow" else 5,  # one that is slow each time has no better one
+                pause_s=3.0 if forward and fault == "slow" else 0.0,
             )
         except RuntimeError as error:
             return _Seen(pair, 0.0, f"rank {other} did not answer rank {self._rank} ({_first_line(error)})")

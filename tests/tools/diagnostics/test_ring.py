@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
+from tests.tools.diagnostics.ring_ranks import ring_rank
 from weft.engine.supervision.finding import Verdict
 from weft.tools.diagnostics.ring import _Seen, judge_pairs, rounds
+from weft.tools.ranks import run_ranks
 
 
 @pytest.mark.parametrize("size", range(2, 12))
@@ -48,11 +50,15 @@ def test_a_problem_of_one_side_is_the_pairs():
 
 
 def ring(*options):
-    command = [sys.executable, "-m", "weft.tools.doctor", "ring", "--ranks", "4", "--json", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.stdout, done.stderr[-3000:]
-    findings = json.loads(done.stdout)
-    return done.returncode, {entry["check"]: entry for entry in findings if entry["verdict"] == "failed"}, findings
+    """As four ranks of a job; all end with the same code, and the first prints the findings."""
+    (code, said), *others = run_ranks(4, ring_rank, options, timeout_s=280)
+    assert others == [(code, "")] * 3
+    return code, *findings_of(said)
+
+
+def findings_of(said):
+    findings = json.loads(said)
+    return {entry["check"]: entry for entry in findings if entry["verdict"] == "failed"}, findings
 
 
 @pytest.mark.slow
@@ -63,9 +69,13 @@ def test_healthy_ranks():
 
 
 @pytest.mark.slow
-def test_wrong_numbers():
-    code, failed, _ = ring("--share", "0", "--timeout", "120", "--inject", "wrong=2")
-    assert code == 1 and list(failed) == ["pair 2-3"]
+def test_wrong_numbers_by_the_command_that_starts_all_ranks():
+    command = [sys.executable, "-m", "weft.tools.doctor", "ring", "--ranks", "4", "--json"]
+    command += ["--share", "0", "--timeout", "120", "--inject", "wrong=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.stdout, done.stderr[-3000:]
+    failed, _ = findings_of(done.stdout)
+    assert done.returncode == 1 and list(failed) == ["pair 2-3"]
     assert "rank 3 received wrong numbers from rank 2" in failed["pair 2-3"]["says"]
 
 
@@ -77,6 +87,6 @@ def test_a_slow_pair():
 
 @pytest.mark.slow
 def test_a_rank_that_hangs():
-    code, failed, _ = ring("--share", "0", "--timeout", "20", "--inject", "hung=1")
+    code, failed, _ = ring("--share", "0", "--timeout", "6", "--inject", "hung=1")
     assert code == 1
     assert "did not answer" in failed["pair 1-2"]["says"] and "rank 1" in failed["pair 1-2"]["says"]
