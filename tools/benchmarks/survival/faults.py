@@ -328,10 +328,11 @@ ENDLESS_NAN = (Fault("every batch gives NaN", lambda run: _poison(run, 1 << 30),
 
 def _fill_disk(run: SupervisedRun) -> Inflicted:
     """Nothing is left of the file system that the run's folder is on, until a checkpoint has been left out for it."""
-    ballast, begun = run.folder / "ballast", Inflicted()
+    ballast = run.folder / "ballast"
     with open(ballast, "wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(1 << 12))
+    begun = Inflicted()
     run.wait_for(lambda: "no checkpoint: " in run.output(), "a checkpoint that does not fit")
     ballast.unlink()
     return Inflicted(None, begun.at_s, now())

@@ -201,7 +201,7 @@ def _see_no_restart(
     named = run.events("fault", since=since_s)
     alerts = [event for event in run.events("alert", since=since_s) if event["kind"] == fault.alert]
     outcome.right = not named and bool(alerts) == bool(fault.alert)
-    outcome.named_s = alerts[0]["at"] - done.at_s if alerts else None
+    outcome.named_s = max(0.0, alerts[0]["at"] - done.at_s) if alerts else None
     outcome.culprit = _text(named[0]) if named else f"alert: {alerts[0]['kind']}" if alerts else "nobody"
     outcome.lost = 0 if not named else None
 
