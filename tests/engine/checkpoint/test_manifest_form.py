@@ -1,11 +1,17 @@
 """Shapes in a manifest: as large as they may be, and no larger."""
 
-import pytest
+import json
+from dataclasses import replace
 
-from weft.engine.checkpoint import manifest_form
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.engine.checkpoint import CheckpointError, Piece, manifest, manifest_form, save
 from weft.engine.checkpoint.manifest_form import MOST_AXES, MOST_ELEMENTS, FormError, _tensor
-from weft.engine.checkpoint.pieces import StoredPiece, StoredTensor
-from weft.engine.checkpoint.shard_file import StoredFile
+from weft.engine.checkpoint.pieces import StoredPiece, StoredTensor, checksum
+from weft.engine.checkpoint.shard_file import ShardEntry, StoredFile
 
 
 @pytest.mark.parametrize("shape", [[0, 1 << 56], [0, MOST_ELEMENTS], [0] * MOST_AXES, [0]])
@@ -144,3 +150,67 @@ def test_pieces_come_in_order():
 def test_long_values_are_cut_in_messages():
     with pytest.raises(FormError, match=r"^step='x{99}\.\.\.: expected int$"):
         manifest_form.number({"step": "x" * 500}, "step")
+
+
+def piece(start, stop, file="rank-000.safetensors"):
+    return StoredPiece(start, stop, file, "key", "sum")
+
+
+def entry_of(number, *pieces, dtype="F32", shape=(10,)):
+    file = f"rank-{number:03d}.safetensors"
+    own = tuple(replace(each, file=file) for each in pieces)
+    return ShardEntry(StoredFile(file, 9, 5, "h"), {"weight/a": StoredTensor(dtype, shape, own)})
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted), min_size=1, max_size=6))
+def test_what_ranks_wrote_is_joined_in_order_if_it_is_everything(ranges):
+    """Elements that are missing are named; those that several ranks wrote are theirs alike."""
+    entries = [entry_of(number, piece(start, min(stop, 10))) for number, (start, stop) in enumerate(ranges)]
+    lacking = set(range(10)) - {element for start, stop in ranges for element in range(start, min(stop, 10))}
+    beyond = any(start > 10 for start, _ in ranges)
+    if lacking or beyond:
+        with pytest.raises(CheckpointError, match=r"weight/a: elements .* are missing in what the ranks wrote"):
+            manifest.join(3, 1, "x", {}, entries, ())
+        return
+    joined = manifest.join(3, 1, "x", {"m": 1}, entries, ("rank-000.safetensors",))
+    found = joined.tensors["weight/a"]
+    assert sorted((p.start, p.stop, p.file) for p in found.pieces) == [(p.start, p.stop, p.file) for p in found.pieces]
+    assert len(found.pieces) == len(ranges) and found.missing() == "" and found.num_elements == 10
+    assert set(joined.files) == {entry.file.name for entry in entries}
+    assert (joined.step, joined.serial, joined.name, joined.meta) == (3, 1, "x", {"m": 1})
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("F16", (10,)), ("F32", (2, 5))])
+def test_ranks_have_to_hold_one_tensor_alike(dtype, shape):
+    with pytest.raises(CheckpointError, match="weight/a: ranks hold it with different types or shapes"):
+        manifest.join(
+            1, 1, "x", {}, [entry_of(0, piece(0, 5)), entry_of(1, piece(5, 10), dtype=dtype, shape=shape)], ()
+        )
+
+
+@pytest.mark.parametrize(
+    ("ranges", "missing"),
+    [
+        ([], "0 to 10"),
+        ([(0, 4)], "4 to 10"),
+        ([(1, 10)], "0 to 1"),
+        ([(0, 4), (5, 10)], "4 to 5"),
+        ([(0, 9), (2, 4)], "9 to 10"),
+        ([(0, 9), (2, 4), (9, 10)], ""),
+        ([(0, 11)], "11 to 10"),
+    ],
+)
+def test_the_first_elements_that_are_missing_are_named(ranges, missing):
+    assert StoredTensor("F32", (2, 5), tuple(piece(*each) for each in ranges)).missing() == missing
+
+
+@pytest.mark.parametrize("change", [{"step": -1}, {"tensors": []}, {"name": 3}, {"here": ["another"]}, {"format": 0}])
+def test_a_manifest_whose_checksum_is_right_may_yet_be_none_of_ours(tmp_path, change):
+    path = save(tmp_path, 1, [Piece.whole("weight/a", torch.ones(3))], {})
+    outer = json.loads((path / manifest.MANIFEST).read_bytes())
+    outer["checkpoint"] |= change
+    outer["checksum"] = checksum(manifest._canonical(outer["checkpoint"]))
+    (path / manifest.MANIFEST).write_text(json.dumps(outer))
+    (field,) = change
+    with pytest.raises(CheckpointError, match=f"matches its checksum and is no manifest of ours: {field}.*resume"):
+        manifest.read_manifest(path)

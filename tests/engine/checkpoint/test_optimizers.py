@@ -1,5 +1,7 @@
 """Collecting from and restoring into any optimiser, sharded by one replica."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
@@ -155,3 +157,103 @@ def test_before_the_first_step(tmp_path):
     restore(trained.held, trained.base, open_checkpoint(newest(tmp_path)))
     trained.sharding.publish()
     assert [trained.step() for _ in range(3)] == expected
+
+
+def saved(folder, trained, leave=()):
+    pieces = collect(trained.held, trained.base, [], lambda axis: (0, 1))
+    save(folder, 1, [piece for piece in pieces if piece.name not in leave], {})
+    return open_checkpoint(newest(folder))
+
+
+def test_a_weight_that_is_not_there_is_named(tmp_path):
+    trained = Trained(torch.optim.AdamW)
+    with pytest.raises(CheckpointError, match=r"it lacks the model's 2\.bias; give the model and lora settings"):
+        restore(trained.held, trained.base, saved(tmp_path, trained, leave=["weight/2.bias"]))
+
+
+def test_what_had_not_been_stepped_when_it_was_saved_is_as_new(tmp_path):
+    first, other = Trained(torch.optim.AdamW), Trained(torch.optim.AdamW, seed=1)
+    first.step()
+    other.step()
+    bias = next(fragment for fragment in first.held if fragment.name == "2.bias")
+    del first.base.state[bias.tensor]
+    restore(other.held, other.base, saved(tmp_path, first))
+    of_name = {fragment.name: fragment.tensor for fragment in other.held}
+    assert of_name["2.bias"] not in other.base.state
+    assert set(other.base.state[of_name["2.weight"]]) == {"step", "exp_avg", "exp_avg_sq"}
+    first.base.state[bias.tensor] = {}
+
+
+class Counting(torch.optim.SGD):
+    """Its state has numbers that are no tensors, and a vector of another shape than the weights."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["calls"] = state.get("calls", 0) + 1
+                state["mean"] = state.get("mean", 0.0) + 0.5
+                state["last"] = torch.full((4,), float(state["calls"]))
+        super().step()
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_numbers_keep_their_types_and_vectors_of_another_shape_are_whole(tmp_path, zero):
+    first, other = Trained(Counting, zero=zero), Trained(Counting, seed=1, zero=zero)
+    for _ in range(3):
+        first.step()
+    restore(other.held, other.base, saved(tmp_path, first))
+    for fragment in other.held:
+        if fragment.trained:
+            state = other.base.state[fragment.tensor]
+            assert (state["calls"], state["mean"], state["last"].tolist()) == (3, 1.5, [3.0] * 4)
+            assert [type(state[key]) for key in ("calls", "mean")] == [int, float]
+
+
+def test_a_vector_that_belongs_to_no_part_of_a_parameter_is_refused():
+    trained = Trained(Counting)
+    trained.step()
+    fragment = next(fragment for fragment in trained.held if fragment.name == "2.weight")
+    part = replace(fragment, tensor=fragment.tensor.flatten()[:4].clone())
+    trained.base.state[part.tensor] = {"last": torch.ones(3)}
+    with pytest.raises(CheckpointError, match=r"optim/last/2\.weight: shape \(3,\).*optimizer\.kind.*zero\.stage=0"):
+        collect([part], trained.base, [], lambda axis: (0, 1))
+    trained.base.state[part.tensor] = {"last": torch.ones(1), "step": torch.tensor(5.0)}
+    names = [piece.name for piece in collect([part], trained.base, [], lambda axis: (0, 1))]
+    assert names == ["weight/2.weight", "optim/last/2.weight", "optim/step/2.weight"]
+    later = replace(part, start=4)
+    assert [piece.name for piece in collect([later], trained.base, [], lambda axis: (0, 1))] == ["weight/2.weight"]
+
+
+def test_what_is_made_to_be_restored_changes_nothing_else(tmp_path):
+    """Neither weights nor learning rates, which may be tensors, nor gradients, nor the state of those that have one."""
+    first = Trained(torch.optim.AdamW)
+    first.step()
+    checkpoint = saved(tmp_path, first)
+    made = Trained(lambda groups: torch.optim.AdamW(groups, foreach=False))
+    made.base.param_groups[0]["lr"] = torch.tensor(0.25)
+    tensors = [tensor for group in made.base.param_groups for tensor in group["params"]]
+    for number, tensor in enumerate(tensors):
+        tensor.grad = torch.full_like(tensor, float(number))
+    restore(made.held, made.base, checkpoint)
+    assert [float(group["lr"]) for group in made.base.param_groups] == [0.25, 0.05]
+    for number, tensor in enumerate(tensors):
+        assert bool((tensor.grad == number).all())
+    for mine, other in zip(made.held, first.held, strict=True):
+        assert torch.equal(mine.tensor, other.tensor)
+        if mine.trained:
+            for key, value in first.base.state[other.tensor].items():
+                assert torch.equal(made.base.state[mine.tensor][key], value)
+
+
+@pytest.mark.parametrize(("keys", "rate", "step"), [((), 0.5, 2), (("lr",), 0.125, 2), (("step",), 0.5, 7)])
+def test_scalars_of_groups_are_set_as_far_as_they_are_asked_for(keys, rate, step):
+    made = Trained(torch.optim.AdamW)
+    for group, given in zip(made.base.param_groups, (0.5, torch.tensor(0.5)), strict=True):
+        group["lr"], group["step"] = given, 2
+    of_all = {f.name: {"lr": 0.125, "step": 7.0} for f in made.held}
+    restore_group_scalars(made.held, made.base, of_all, keys)
+    for group, kind in zip(made.base.param_groups, (float, torch.Tensor), strict=True):
+        assert (float(group["lr"]), group["step"]) == (rate, step)
+        assert isinstance(group["lr"], kind) and isinstance(group["step"], int)
+    assert group_scalars(made.held, made.base) == {f.name: {"lr": rate, "step": step} for f in made.held if f.trained}

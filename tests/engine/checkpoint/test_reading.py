@@ -12,8 +12,9 @@ from safetensors import safe_open
 
 from tests.engine.checkpoint.ranks_in_threads import save_step, tensors
 from weft.engine.checkpoint import Checkpoint, CheckpointError, Piece, newest, open_checkpoint, save
-from weft.engine.checkpoint.pieces import share
-from weft.engine.checkpoint.shard_file import DTYPES, ShardReader, write_shard
+from weft.engine.checkpoint.manifest import Manifest
+from weft.engine.checkpoint.pieces import StoredPiece, StoredTensor, checksum, share
+from weft.engine.checkpoint.shard_file import DTYPES, ShardReader, StoredFile, write_shard
 
 
 @pytest.fixture
@@ -173,3 +174,42 @@ def test_a_piece_of_another_type_or_size_than_the_manifest_says(tmp_path):
             reader.read(piece, dtype)
     with pytest.raises(CheckpointError, match="a@2 does not match its checksum"):
         reader.read(replace(stored, checksum="0" * len(stored.checksum)), "F32")
+
+
+def test_what_is_no_file_of_ours_or_lacks_a_piece_is_named(tmp_path):
+    """Although sizes and checksums are as they were told."""
+    path = tmp_path / "rank-000.safetensors"
+    path.write_bytes(b"\xff" * 40)
+    with pytest.raises(CheckpointError, match=r"rank-000.*damaged"):
+        ShardReader(path, StoredFile(path.name, 40, 40, checksum(path.read_bytes())))
+    path.unlink()
+    entry = write_shard(path, [Piece.whole("a", torch.ones(3))])
+    (stored,) = entry.tensors["a"].pieces
+    with pytest.raises(CheckpointError, match=r"rank-000.*: b: .*damaged"):
+        ShardReader(path, entry.file).read(replace(stored, key="b"), "F32")
+
+
+@pytest.mark.parametrize("here", [[], ["rank-000.safetensors"], ["rank-001.safetensors"]])
+def test_elements_are_read_from_a_file_of_this_folder_where_there_is_one(tmp_path, here):
+    """Of several the piece that goes on for longest, so that few are read."""
+    names = [f"rank-00{number}.safetensors" for number in range(3)]
+    pieces = [
+        StoredPiece(0, 4, names[0], "a", ""),
+        StoredPiece(0, 8, names[1], "a", ""),
+        StoredPiece(2, 9, names[2], "a", ""),
+    ]
+    tensor = StoredTensor("F32", (9,), tuple(pieces))
+    files = {name: StoredFile(name, 1, 1, "") for name in names}
+    checkpoint = Checkpoint(tmp_path, Manifest(1, 1, "x", {}, files, here, {"a": tensor}))
+    nearest = {(): names[1:], (names[0],): [names[0], names[2]], (names[1],): [names[1], names[2]]}[tuple(here)]
+    assert [piece.file for piece, dtype in checkpoint.pieces("a")] == nearest
+    assert [piece.file for piece, dtype in checkpoint.pieces("a", 2, 4)][:1] == (here or [names[2]])
+    (tmp_path / names[2]).touch()
+    assert [piece.file for piece, dtype in checkpoint.pieces("a", 5, 9)] == [names[2]]
+    assert list(checkpoint.pieces("a", 3, 3)) == []
+    checkpoint.keep(pieces[0], torch.arange(4.0))
+    checkpoint.keep(pieces[1], torch.arange(8.0))
+    checkpoint.keep(pieces[2], torch.arange(2.0, 9.0))
+    for start in range(10):
+        for stop in range(start, 10):
+            assert checkpoint.read("a", start, stop).tolist() == list(range(start, stop))

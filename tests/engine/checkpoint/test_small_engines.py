@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from math import prod
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.engine.small_engine import SmallEngine, assert_equal, joined
 from tests.thread_ranks import run_in_threads
 from weft.conf.schema import ZeroConfig
 from weft.engine.checkpoint import (
+    BackgroundWriter,
     CheckpointError,
     Wanted,
     check_folder,
@@ -26,6 +28,7 @@ from weft.engine.checkpoint import (
     load_tagged,
     save_engine,
 )
+from weft.engine.checkpoint.parts import whole_name
 
 KINDS = {
     "adamw": lambda parameters: AdamW(parameters, lr=0.02, weight_decay=0.1),
@@ -221,3 +224,71 @@ def test_one_rank_asks_for_the_room_that_all_need(tmp_path, monkeypatch, world):
     (folder, three), (_, two) = asked
     assert folder == tmp_path
     assert three % 3 == 0 and two == three // 3 * 2, "as many as are kept and one more, less those that are there"
+
+
+def saved_meanwhile(folder):
+    """A checkpoint that is written while training goes on; its state, and what is restored."""
+    made, writer = engine(1, 1, "adamw"), BackgroundWriter.open()
+    made.step()
+    path = save_engine(made, folder, client_state=CLIENT, background=writer, latest=False, tag="best")
+    at = made.held()
+    made.step()
+    assert writer.wait() == path == folder / "best"
+    assert load_newest(made, folder) is None, "only by its name"
+    found, client = load_tagged(made, folder, "best")
+    assert found == path and torch.equal(client["ema"], CLIENT["ema"])
+    return at, made.held()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_written_in_the_background_is_of_the_moment_when_it_began(tmp_path, world):
+    at, found = (joined(states) for states in zip(*run_in_threads(world, saved_meanwhile, tmp_path), strict=True))
+    assert_equal(found, at)
+
+
+class Members:
+    """The members of a tensor group: all ranks."""
+
+    def all_gather(self, shard):
+        parts = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, shard)
+        return SimpleNamespace(wait=lambda: torch.cat(parts))
+
+
+def exported_parts(folder):
+    """What a member hands over for export, its name for each weight, and what it holds before and afterwards."""
+    made, handed = engine(1, 1, "adamw", tensor=2), {}
+    made.step()
+    made.axes = SimpleNamespace(tensor=Members())
+    before = made.held()["model"]
+
+    def export_stages(stages, *_, **__):
+        handed.update({name: p.detach().clone() for stage in stages for name, p in stage.named_global_parameters()})
+
+    exports[made.global_rank] = export_stages
+    with pytest.MonkeyPatch.context() as patch:
+        if made.global_rank == 0:
+            patch.setattr(exporting, "export_stages", lambda *args, **more: exports[dist.get_rank()](*args, **more))
+        dist.barrier()
+        exporting.export(made, folder)
+        dist.barrier()
+    return handed, before, made.held()["model"], made.part.cuts
+
+
+def test_matrices_are_exported_whole_by_the_first_member_and_are_parts_again_afterwards(tmp_path):
+    found = run_in_threads(2, exported_parts, tmp_path)
+    (handed, *_), (none, *_) = found
+    assert none == {}
+    whole = {}
+    for _, before, after, cuts in found:
+        assert before.keys() == after.keys()
+        for name, weight in before.items():
+            assert torch.equal(after[name], weight)
+            bare = whole_name(name).removeprefix("weight/")
+            cut = cuts.get(bare)
+            if cut is None:
+                whole[bare] = weight
+            else:
+                cut.put(weight, whole.setdefault(bare, torch.empty(cut.shape)))
+    assert handed.keys() == whole.keys()
+    assert all(torch.equal(handed[name], weight) for name, weight in whole.items())

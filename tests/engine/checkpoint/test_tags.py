@@ -93,3 +93,22 @@ def test_whatever_happens_one_of_that_tag_is_whole(tmp_path):
         assert names(tmp_path) == ["best"]
         return
     pytest.fail("it never ended")
+
+
+def test_a_tag_that_is_not_there_is_told_with_those_that_are(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no such checkpoint; there are: none"):
+        tagged(tmp_path, "best")
+    write(tmp_path, 2)
+    write(tmp_path, 1, tag="last")
+    with pytest.raises(CheckpointError, match="there are: last, step-00000002"):
+        tagged(tmp_path, "best")
+
+
+def test_one_that_is_being_replaced_is_found_until_the_other_is_there(tmp_path):
+    write(tmp_path, 1, tag="best")
+    (tmp_path / "best").rename(tmp_path / "best.old")
+    assert tagged(tmp_path, "best") == tmp_path / "best.old"
+    (tmp_path / "best").mkdir()
+    assert tagged(tmp_path, "best") == tmp_path / "best.old", "what is there is no checkpoint yet"
+    write(tmp_path, 2, tag="best")
+    assert open_checkpoint(tagged(tmp_path, "best")).step == 2 and names(tmp_path) == ["best"]
