@@ -14,13 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.recipes.runs import prepare
+from tests.recipes.runs import prepare, run
 from weft.conf import load
 from weft.engine.supervision import driver
 from weft.engine.supervision.driver import PRELOAD, Spec, config_file
 from weft.engine.supervision.journal import NAME, read_journal
 from weft.tools import launch
 from weft.tools.launch import is_supervised, write_config
+from weft.tools.ranks import run_ranks
 
 LIMIT_S = 240.0
 STEPS = 12
@@ -48,6 +49,13 @@ def start(settings, name, faults=""):
     environment = {"FAULTS": faults, "RUN": str(folder)}
     Spec("tests.tools.faulty_ranks:run", [*PRELOAD, "tests.tools.faulty_ranks"], environment).write(folder)
     return subprocess.Popen([sys.executable, "-m", driver.__name__, "launch", str(folder)]), folder
+
+
+def trained(settings):
+    """The folder of a run without faults, on ranks that nobody supervises."""
+    config = load([*settings, "train.name=calm"])
+    assert run_ranks(4, run, [*settings, "train.name=calm"], timeout_s=LIMIT_S)[0]["steps"] == STEPS
+    return config_folder(config)
 
 
 def config_folder(config):
@@ -97,8 +105,7 @@ def test_a_run_with_faults_computes_what_one_without_does(settings):
 def test_a_rank_that_dies_inside_of_a_strand_pair_costs_no_loss(settings):
     pairs = ["pipeline.schedule=w", "pipeline.placement=fold", "pipeline.microbatches=4", "pipeline.pairs=always"]
     settings = [*settings, *pairs, "parallel.tensor=2", "model.overrides.num_hidden_layers=4"]
-    process, calm = start(settings, "calm")
-    assert process.wait(LIMIT_S) == 0
+    calm = trained(settings)
     process, folder = start(settings, "faulty", faults="1:1:6:pair")
     assert process.wait(LIMIT_S) == 0
     assert [(fault["culprit"]["rank"], fault["kind"]) for fault in events(folder, "fault")] == [(1, "signal")]
@@ -110,8 +117,7 @@ def test_a_rank_that_dies_inside_of_a_strand_pair_costs_no_loss(settings):
 @pytest.mark.slow
 def test_a_run_goes_on_with_fewer_replicas_and_grows_back(settings):
     settings = [*settings, "supervise.least_deadline_s=200"]
-    process, calm = start(settings, "calm")
-    assert process.wait(LIMIT_S) == 0
+    calm = trained(settings)
     # The host of the second replica is evicted; the first, alone, waits for it to return, and never ends by itself.
     process, folder = start(settings, "smaller", faults="1:3:3:evict 2:0:6:readmit 2:0:11:wait")
     assert process.wait(LIMIT_S) == 0

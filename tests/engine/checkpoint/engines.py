@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,15 @@ import torch.distributed as dist
 
 from tests.engine.tiny import batches
 from weft.conf.schema import Precision, WeftConfig
+
+
+def each(function: Callable[..., Any], calls: Sequence[Sequence[Any]]) -> list[Any]:
+    """What ``function`` returns for each of these arguments, one after the other in the same processes."""
+    results = []
+    for args in calls:
+        results.append(function(*args))
+        gc.collect()  # a gloo group's threads end with its last reference
+    return results
 
 
 def build(config: WeftConfig) -> Any:

@@ -2,12 +2,13 @@
 
 import json
 import shutil
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.engine.checkpoint.engines import PRECISIONS, resave, resume, save_and_go_on, save_in_background, tags
+from tests.engine.checkpoint.engines import PRECISIONS, each, resave, resume, save_and_go_on, save_in_background, tags
 from tests.engine.tiny import tiny_config
 from weft.conf.schema import LoraConfig, PlacementKind, ScheduleKind
 from weft.engine.checkpoint import CheckpointError, newest, open_checkpoint
@@ -29,19 +30,23 @@ def config(stages, replicas, *, precision=PRECISIONS[0], zero=0, arch="llama", l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", PRECISIONS, ids=lambda p: p.name)
-@pytest.mark.parametrize("zero", [0, 1, 3])
-def test_same_layout_is_bit_equal(tmp_path, precision, zero):
-    made = config(1, 2, precision=precision, zero=zero)
-    whole = run_ranks(2, save_and_go_on, made, str(tmp_path), 3, 4, TOTAL)
-    again = run_ranks(2, resume, made, str(tmp_path), 4, TOTAL)
-    for before, after in zip(whole, again, strict=True):
-        assert after["losses"] == before["losses"][3:]
-        assert after["rng"] == before["rng"]
-        assert after["lr"] == before["lr"]
-        assert after["client"] == {"mark": 3}
-        assert after["path"] == "step-00000003"
-        assert after["steps"] == 7
+def test_same_layout_is_bit_equal(tmp_path):
+    """Read by other processes than those that wrote."""
+    layouts = [*product(PRECISIONS, (0, 1, 3))]
+    configs = [config(1, 2, precision=precision, zero=zero) for precision, zero in layouts]
+    folders = [str(tmp_path / f"{precision.name} {zero}") for precision, zero in layouts]
+    written = [(made, folder, 3, 4, TOTAL) for made, folder in zip(configs, folders, strict=True)]
+    read = [(made, folder, 4, TOTAL) for made, folder in zip(configs, folders, strict=True)]
+    whole = run_ranks(2, each, save_and_go_on, written, timeout_s=240)
+    again = run_ranks(2, each, resume, read, timeout_s=240)
+    for of_rank, after_of_rank in zip(whole, again, strict=True):
+        for layout, before, after in zip(layouts, of_rank, after_of_rank, strict=True):
+            assert after["losses"] == before["losses"][3:], layout
+            assert after["rng"] == before["rng"], layout
+            assert after["lr"] == before["lr"], layout
+            assert after["client"] == {"mark": 3}, layout
+            assert after["path"] == "step-00000003", layout
+            assert after["steps"] == 7, layout
 
 
 @pytest.mark.slow
@@ -75,26 +80,35 @@ def test_tags_and_parts(tmp_path, zero):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [0, 1])
-def test_sites_that_share_no_file_system(tmp_path, zero):
+@pytest.mark.timeout(300)
+def test_sites_that_share_no_file_system(tmp_path):
     """Two stages of two replicas each, one site per stage; the embeddings at both ends are tied."""
-    made = config(2, 2, zero=zero, tie_word_embeddings=True)
-    folder = f"{tmp_path}/site{{site}}"
-    whole = run_ranks(4, save_and_go_on, made, folder, 2, 3, TOTAL)
-    assert {path.name for path in tmp_path.iterdir()} == {"site0", "site1"}
-    again = run_ranks(4, resume, made, folder, 3, TOTAL)
-    assert [rank["losses"] for rank in again] == [rank["losses"][2:] for rank in whole]
-    other = config(1, 4, zero=zero, tie_word_embeddings=True)
-    for error in run_ranks(4, refused, other, folder):
+    roots = {zero: tmp_path / f"zero {zero}" for zero in (0, 1)}
+    folders = {zero: f"{root}/site{{site}}" for zero, root in roots.items()}
+    made = {zero: config(2, 2, zero=zero, tie_word_embeddings=True) for zero in roots}
+    other = {zero: config(1, 4, zero=zero, tie_word_embeddings=True) for zero in roots}
+
+    def run(function, configs, *args):
+        """By rank and, in order, by ZeRO stage."""
+        return run_ranks(4, each, function, [(configs[zero], folders[zero], *args) for zero in roots])
+
+    whole = run(save_and_go_on, made, 2, 3, TOTAL)
+    for root in roots.values():
+        assert {path.name for path in root.iterdir()} == {"site0", "site1"}
+    rest = [[found["losses"][2:] for found in rank] for rank in whole]
+    assert [[found["losses"] for found in rank] for rank in run(resume, made, 3, TOTAL)] == rest
+    for error in chain.from_iterable(run(refused, other)):
         assert "was written on another file system" in error
-    for source, target in (("site0", "site1"), ("site1", "site0")):
-        for file in (tmp_path / source / "step-00000002").glob("*.safetensors"):
-            shutil.copy(file, tmp_path / target / "step-00000002")
-    again = run_ranks(4, resume, other, folder, 3, TOTAL)
-    for rank, before in zip(again, whole, strict=True):
-        assert rank["losses"] == pytest.approx(before["losses"][2:], rel=1e-5)
-    shutil.rmtree(tmp_path / "site1")
-    for error in run_ranks(4, refused, made, folder):
+    for root in roots.values():
+        for source, target in (("site0", "site1"), ("site1", "site0")):
+            for file in (root / source / "step-00000002").glob("*.safetensors"):
+                shutil.copy(file, root / target / "step-00000002")
+    for rank, before in zip(run(resume, other, 3, TOTAL), rest, strict=True):
+        for found, expected in zip(rank, before, strict=True):
+            assert found["losses"] == pytest.approx(expected, rel=1e-5)
+    for root in roots.values():
+        shutil.rmtree(root / "site1")
+    for error in chain.from_iterable(run(refused, made)):
         assert "none is complete on every rank" in error
 
 
@@ -143,19 +157,22 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("precision", PRECISIONS, ids=lambda p: p.name)
-def test_layouts_hold_equal_values(tmp_path, layouts, precision):
-    configs = []
-    for stages, replicas, zero, *schedule in layouts:
-        made = config(stages, replicas, zero=zero, precision=precision, tie_word_embeddings=True)
-        if schedule:
-            made.pipeline.schedule = ScheduleKind[schedule[0]]
-            made.pipeline.placement = PlacementKind.fold
-            made.pipeline.microbatches = 8
-        configs.append(made)
-    run_ranks(4, resave, configs, str(tmp_path))
-    assert_resaves(tmp_path, len(configs))
+@pytest.mark.timeout(300)
+def test_layouts_hold_equal_values(tmp_path):
+    chains = {}
+    for (name, layouts), precision in product(LAYOUTS.items(), PRECISIONS):
+        configs = []
+        for stages, replicas, zero, *schedule in layouts:
+            made = config(stages, replicas, zero=zero, precision=precision, tie_word_embeddings=True)
+            if schedule:
+                made.pipeline.schedule = ScheduleKind[schedule[0]]
+                made.pipeline.placement = PlacementKind.fold
+                made.pipeline.microbatches = 8
+            configs.append(made)
+        chains[tmp_path / f"{name} {precision.name}"] = configs
+    run_ranks(4, each, resave, [(configs, str(folder)) for folder, configs in chains.items()], timeout_s=280)
+    for folder, configs in chains.items():
+        assert_resaves(folder, len(configs))
 
 
 @pytest.mark.slow
@@ -201,12 +218,11 @@ def test_other_models_are_refused(tmp_path):
     made = config(1, 2)
     run_ranks(2, resave, [made], str(tmp_path))
     folder = str(tmp_path / "0")
-    for error in run_ranks(2, refused, config(1, 2, layers=3), folder):
-        assert "9 tensors that this model lacks" in error
-    for error in run_ranks(2, refused, config(1, 2, layers=5), folder):
-        assert "lacks the model's model.layers.4." in error
-    for error in run_ranks(2, refused, config(1, 2, intermediate_size=48), folder):
-        assert "has shape (32, 64), the model's has (32, 48)" in error or "(48, 32)" in error
+    others = [config(1, 2, layers=3), config(1, 2, layers=5), config(1, 2, intermediate_size=48)]
+    for fewer, more, narrower in run_ranks(2, each, refused, [(other, folder) for other in others]):
+        assert "9 tensors that this model lacks" in fewer
+        assert "lacks the model's model.layers.4." in more
+        assert "has shape (32, 64), the model's has (32, 48)" in narrower or "(48, 32)" in narrower
 
 
 @pytest.mark.slow

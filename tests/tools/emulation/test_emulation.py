@@ -46,10 +46,12 @@ def setting(**what_if):
     return Setting(delays=delays, per_host=8, inside=LINK, between=LINK, what_if=WhatIf(**what_if))
 
 
-@pytest.mark.parametrize(("kind", "placement", "zero"), [("1f1b", "straight", 1), ("w", "fold", 3)])
-def test_a_large_job_takes_what_its_schedule_does(tmp_path, kind, placement, zero):
+@pytest.mark.parametrize(
+    ("kind", "placement", "zero", "at_once"), [("1f1b", "straight", 1, 1), ("w", "fold", 3, 3)]
+)  # side by side as well: layers that sleep need no core
+def test_a_large_job_takes_what_its_schedule_does(tmp_path, kind, placement, zero, at_once):
     work = job(tmp_path, 2500, kind=kind, placement=placement, zero=zero, microbatches=8)
-    found = emulate(work, 10_000, setting(), steps=2, most=3)
+    found = emulate(work, 10_000, setting(), steps=2, most=3, at_once=at_once)
     assert [len(each.ranks) for each in found.classes] == [2500] * 4
     assert len({each.pipeline_rank for each in found.real}) == len(found.turns) == 3
     placed = found.plan.placement

@@ -60,14 +60,15 @@ class RankPeak:
         return self.predicted / self.measured - 1
 
 
-def peaks(timeout_s: float) -> Iterator[list[RankPeak]]:
+def peaks(timeout_s: float, *settings: str) -> Iterator[list[RankPeak]]:
     """Each rank's memory in each layout, in processes of their own.
 
     Args:
         timeout_s: for one layout.
+        settings: further ones, of all layouts.
     """
     for layout in LAYOUTS:
-        yield run_ranks(NUM_RANKS, _peak, layout, timeout_s=timeout_s)
+        yield run_ranks(NUM_RANKS, _peak, layout, settings, timeout_s=timeout_s)
 
 
 class _InlineExecutor:
@@ -81,11 +82,11 @@ class _InlineExecutor:
         """See `InOrderExecutor`."""
 
 
-def _peak(layout: tuple[str, ...]) -> RankPeak:
+def _peak(layout: tuple[str, ...], settings: tuple[str, ...]) -> RankPeak:
     """This rank's memory in a layout; a collective call."""
     from weft.engine.initialize import initialize
 
-    config = compose([*QUICKSTART, *layout])
+    config = compose([*QUICKSTART, *layout, *settings])
     shares = config.parallel.tensor > 1
     inline = patch.object(communicator, "executor_for", lambda *_, **__: _InlineExecutor()) if shares else nullcontext()
     with inline, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
