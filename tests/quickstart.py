@@ -1,6 +1,10 @@
 """The quickstart's run, so small that it takes seconds, and the losses that it logged."""
 
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 TINY_QUICKSTART = [
@@ -22,6 +26,23 @@ def train(settings: list[str], folder: Path) -> None:
     from weft.recipes.train import main
 
     assert main([*settings, f"train.output_dir={folder}"]) == 0
+
+
+def train_to_death(settings: list[str], folder: Path, victim: int) -> None:
+    """`train`, until a checkpoint is being written: then rank ``victim`` is killed."""
+    checkpoints = folder / "quickstart" / "checkpoints"
+    known = set(checkpoints.iterdir()) if checkpoints.exists() else set()
+
+    def kill() -> None:
+        # Its folder has a name of its own until it is whole.
+        while not (checkpoints.exists() and set(checkpoints.iterdir()) - known):
+            time.sleep(0.002)
+        (folder / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if int(os.environ["RANK"]) == victim:
+        threading.Thread(target=kill, daemon=True).start()
+    train(settings, folder)
 
 
 def losses_of(folder: Path) -> dict[int, float]:

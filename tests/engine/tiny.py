@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -144,6 +144,16 @@ def reference_losses(config: WeftConfig, num_replicas: int, steps: int, device: 
         scheduler.step()
         losses.append(total)
     return losses
+
+
+def references(cases: Iterable[tuple[WeftConfig, int]], steps: int) -> Iterator[list[float]]:
+    """`reference_losses` of each configuration and number of replicas; once for those that one process sees alike."""
+    known: dict[str, list[float]] = {}
+    for config, num_replicas in cases:
+        seen = repr((config.model, config.optimizer, config.train, config.pipeline.microbatches, num_replicas))
+        if seen not in known:
+            known[seen] = reference_losses(config, num_replicas, steps)
+        yield known[seen]
 
 
 def _add_gradients(source: torch.nn.Module, target: torch.nn.Module) -> None:

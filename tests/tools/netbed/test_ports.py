@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -115,13 +116,18 @@ def test_every_port_of_a_run_is_in_the_table_and_refuses_who_has_no_key(tmp_path
     try:
         steps_after(run, tmp_path, 2, log)
         bed = NetBed(f"run{run.pid}")
-        ports = {node: listening(bed, node) for node in bed.nodes}
         first, second = bed.nodes[0], bed.nodes[-1]
+
+        def visited(node):
+            """What a node listens on, and what each port answers to another node."""
+            addresses = listening(bed, node)
+            return zip(addresses, knock(bed, second if node == first else first, addresses), strict=True)
+
         found, known = Counter(), {}
-        for node, addresses in ports.items():
-            for address, (answer, length) in zip(
-                addresses, knock(bed, second if node == first else first, addresses), strict=True
-            ):
+        with ThreadPoolExecutor(len(bed.nodes)) as pool:  # most of it is waiting for those that do not answer
+            visits = dict(zip(bed.nodes, pool.map(visited, bed.nodes), strict=True))
+        for node, answers in visits.items():
+            for address, (answer, length) in answers:
                 row = row_of(address)
                 found[row] += 1
                 assert address[0] == bed.address(node), f"{node} listens on {address}"
