@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.execution.strand_training import pair_config
 from tests.engine.stages.tiny import tiny
-from tests.engine.tiny import reference_losses, tiny_config
+from tests.engine.tiny import reference_losses, references, tiny_config
 from tests.nccl_rules.engines import a_run, divided_under_rules, losses_under_rules, without_eager_connection
 from tests.nccl_rules.lost import train_through
 from tests.quickstart import TINY_QUICKSTART
@@ -214,9 +214,11 @@ def test_ranks_that_share_sequences_experts_and_matrices(world, cases):
     for config in configs.values():
         config.data.sequence_length = 24  # a multiple of 6; batches are made by hand
     results = run_ranks(world, losses_under_rules, list(configs.values()), STEPS, timeout_s=800)
-    for number, (name, config) in enumerate(configs.items()):
-        sharing = config.parallel.context * config.parallel.tensor
-        expected = reference_losses(config, world // config.pipeline.stages // sharing, STEPS)
+    alone = [
+        (config, world // config.pipeline.stages // (config.parallel.context * config.parallel.tensor))
+        for config in configs.values()
+    ]
+    for number, (name, expected) in enumerate(zip(configs, references(alone, STEPS), strict=True)):
         for losses, _ in results:
             assert losses[number] == pytest.approx(expected, rel=1e-5), name
     _refuse_waits(waits for _, waits in results)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.conf.schema import (
     ClusterConfig,
+    CommConfig,
     LrSchedule,
     ModelConfig,
     OptimizerConfig,
@@ -282,6 +283,7 @@ def _weft(case: TrainingCase, parallel: ParallelConfig, sites: Sequence[str]) ->
     config = WeftConfig(
         model=ModelConfig(path=case.folder, self_check=False),
         cluster=ClusterConfig(sites=[SiteConfig(name=name, ranks=1) for name in sites]),
+        comm=CommConfig(connections=4),  # bytes are counted, so the link needs no probe
         pipeline=PipelineConfig(stages=max(1, len(sites)), microbatches=case.microbatches),
         parallel=parallel,
         optimizer=OptimizerConfig(
