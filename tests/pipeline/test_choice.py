@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from weft.pipeline import choice
 from weft.pipeline.cell import add_relays
 from weft.pipeline.choice import choose, placements
 from weft.pipeline.costs import CostModel, LinkCost
@@ -77,3 +78,36 @@ def test_a_search_makes_none_longer():
 
 def costs_of_three(placement):
     return CostModel.unit(12, wan=LinkCost(latency_s=0.25)).cut(placement.num_stages)
+
+
+def test_only_what_is_close_to_the_best_and_above_its_bound_is_searched(monkeypatch):
+    """Seconds are shared out among those; of two the interleaved one is longer by more than a tenth."""
+    asked = []
+
+    def noted(placement, count, costs, cap, seconds):
+        asked.append((placement.legs, seconds))
+        return generate_auto(placement, count, costs, cap, 0.0)
+
+    monkeypatch.setattr(choice, "generate_auto", noted)
+    options = choose(placements(4), uneven, 3).options
+    assert {seconds for _, seconds in asked} == {0.0}
+    asked.clear()
+    best_s = options[0].step_s
+    worth = {
+        option.schedule.placement.legs
+        for option in options
+        if option.step_s <= 1.1 * best_s and option.step_s > option.bound_s * (1 + 1e-6)
+    }
+    assert worth and len(worth) < len(options)
+    choose(placements(4), uneven, 3, search_seconds=6.0)
+    assert {legs: seconds for legs, seconds in asked if seconds} == dict.fromkeys(worth, 6.0 / len(worth))
+
+
+def uneven(placement):
+    """Later pieces take longer, and all do where stages are interleaved."""
+    slower = 1.12 if placement.legs == "dd" else 1.0
+    stages = tuple(
+        replace(stage, forward_s=slower * (1.0 + 0.3 * number), input_s=slower, weight_s=0.4 * slower)
+        for number, stage in enumerate(CostModel.unit(8).stages)
+    )
+    return CostModel(stages=stages).cut(placement.num_stages)

@@ -156,3 +156,14 @@ def test_a_schedule_without_sends_is_no_job():
     receiving = next(number for number, slot in enumerate(rows[1]) if slot[0].op is Op.RECV_F)
     with pytest.raises(ValueError, match="1RECV_F0: nobody sends it"):
         find_culprits(job, {0: Place(1, 0, True), 1: Place(1, receiving, True)})
+
+
+def test_what_crosses_between_sites_goes_over_all_uplinks_of_its_cell():
+    schedule = lower(generate("1f1b", Placement.straight(3, (1, 2)), 1))
+    replicas = tuple(Replica(schedule, (first, first + 1, first + 2)) for first in (0, 10, 20))
+    job = JobRows(replicas, ((0, 2),))
+    assert job.crosses(0, 1) and job.crosses(1, 0) and not job.crosses(1, 2)
+    assert job.carriers(0, 1) == ((0, 1), (20, 21)) and job.carriers(21, 20) == ((1, 0), (21, 20))
+    assert job.carriers(1, 2) == ((1, 2),), "inside of a site"
+    assert job.carriers(10, 11) == ((10, 11),), "not of the cell"
+    assert job.seats[21] == (2, 1)

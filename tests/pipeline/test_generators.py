@@ -1,5 +1,7 @@
 """Every generator, on every placement that it takes, with any number of micro-batches."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -113,6 +115,24 @@ def test_interleaved_shortens_the_fill_by_its_chunks(num_ranks, chunks, rounds):
 def test_errors_name_the_field_and_the_remedy(kind, placement, num_microbatches, message):
     with pytest.raises(ValueError, match=message):
         generate(kind, placement, num_microbatches)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"search_seconds": -0.1}, "pipeline.search_seconds=-0.1: give seconds of at least 0"),
+        ({"search_seconds": math.inf}, "pipeline.search_seconds=inf"),
+        ({"search_seconds": math.nan}, "pipeline.search_seconds=nan"),
+        ({"memory_cap_bytes": -1.0}, "pipeline.memory_cap_bytes=-1: give bytes of at least 0"),
+        ({"memory_cap_bytes": math.inf}, "pipeline.memory_cap_bytes=inf"),
+        ({"launch_together": 2}, "pipeline.launch_together=2: schedule=1f1b has no rounds; choose 0 or"),
+    ],
+)
+def test_options_out_of_range_are_refused(more, said):
+    with pytest.raises(ValueError) as caught:
+        generate("1f1b", Placement.straight(2), 4, **more)
+    assert said in str(caught.value)
+    assert generate("1f1b", Placement.straight(2), 4, search_seconds=0.0, memory_cap_bytes=0.0, launch_together=0)
 
 
 def test_costs_of_another_number_of_stages_are_refused():

@@ -127,8 +127,10 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path, text, said):
 
 def test_least_and_most_numbers_are_taken(tmp_path):
     text = TWO.replace("hosts: 1, gpus_per_host: 2", "hosts: 1000000, gpus_per_host: 1024", 1)
-    text = text.replace("hosts: 1, gpus", "hosts: 0, gpus") + LINK.replace("5000", "1, pair_mbps: .inf")
+    text = text.replace("hosts: 1, gpus", "hosts: 0, gpus") + LINK.replace("5000", "1e-3, pair_mbps: .inf")
     first, second = load(tmp_path, text).sites
+    slow = load(tmp_path, TWO + LINK.replace("5000", "0.5, latency_ms: 0, pair_mbps: 0.25, egress_price: 0")).link(0, 1)
+    assert (slow.bandwidth_bps, slow.pair_bps, slow.latency_s, slow.egress_price) == (5e5, 2.5e5, 0.0, 0.0)
     assert (first.hosts, first.gpus_per_host, second.hosts) == (10**6, 1024, 0)
 
 

@@ -282,3 +282,14 @@ def test_what_holds_a_layout_up_is_named_with_its_share():
     told, one, binds = bound_by(apart, replace(SHAPE, routes=2), Route((0, 1), (2, 2)))
     assert binds == f"collectives over replicas at several sites ({one.collective_s / told.step_s:.0%} of the step)"
     assert told.wan_bytes == reduced_bytes(SHAPE) * WORK.parameters
+
+
+def test_a_cell_is_on_its_way_for_its_share_of_a_transfer():
+    """Of the same delay all pipelines wait as long, and each micro-batch leaves over both uplinks."""
+    some = cluster(site("a"), site("b"), bandwidth_bps=3e7, latency_s=50.0)
+    found = evaluation(some, pins={"cell": 2})
+    (one,) = found.candidates(SHAPE, Route((0, 1), (1, 1)))
+    told, link = found.schedule(one), one.costs[0].wan_links[0][1]
+    way_s = 2 * (50.0 + link.transit_s(WORK.message_bytes) / 2)
+    assert link.transit_s(WORK.message_bytes) > 5.0
+    assert told.binds == f"the way through sites ({way_s / told.step_s:.0%} of the step)"

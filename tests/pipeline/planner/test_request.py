@@ -53,6 +53,7 @@ def test_a_field_is_fixed_to_a_value_of_its_kind(word, pin):
             "GPUs of parallel.context=2 and parallel.expert=8 work",
         ),
         (["parallel.expert=6", "parallel.tensor=4"], "choose a multiple of 4, or 1"),
+        (["parallel.expert=2", "parallel.tensor=4"], "choose a multiple of 4, or 1"),
     ],
 )
 def test_what_cannot_be_fixed_is_named(words, said):
@@ -119,3 +120,12 @@ def test_a_pin_that_no_layout_has_is_told_with_those_that_there_are():
     )
     assert refusals(pins={"cell": 7}).explained().startswith("no layout: the pinned fields")
     assert refusals().explained().startswith("no layout: the pinned fields")
+    assert "choose one of 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, ..." in (replace_batch(13).explained())
+    assert replace_batch(12).explained().endswith("10, 11, 12")
+
+
+def replace_batch(most):
+    """Micro-batches of a batch that all numbers of replicas up to ``most`` divide, on as many GPUs."""
+    some = cluster(site("a", hosts=most, gpus_per_host=1))
+    pins = {"replicas": 99, "num_stages": 1, "tensor": 1, "microbatch_size": 1}
+    return Refusals(some, model(), replace(REQUEST, sequences=360360, pins=pins))

@@ -94,3 +94,9 @@ def test_the_picture_has_a_row_for_each_lane():
 def test_a_picture_of_nothing():
     assert strands_text({"nothing": ()}).startswith("nothing: 0.0 ms")
     assert predicted_spans(llama_layer(), round_robin(llama_layer()), OverlapTable())
+
+
+def test_a_collective_without_products_to_cut_is_one_chunk():
+    sent = Strand((Segment(1.0, INSIDE, 3.0), Segment(2.0, BETWEEN, 1.0), Segment(1.0)))
+    starts = [step.seconds for step in chunked(StrandPair(sent, Strand(())), 4) if step.do is Do.start]
+    assert starts == [3.0, 1.0]

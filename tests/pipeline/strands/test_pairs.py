@@ -140,3 +140,14 @@ def test_strands_are_joined_where_nothing_is_sent_between_them():
     longer = replace(short, compute_s=7.0)
     assert some.then(Strand((longer,))) == Strand((sent, replace(longer, compute_s=10.0, leading_s=0.5)))
     assert some.continues and not Strand((sent,)).continues and not empty.continues
+
+
+def test_what_takes_no_time_gains_nothing():
+    nothing = StrandPair(Strand((Segment(0.0),)), Strand((Segment(0.0),)))
+    assert PairCosts((StageStrands(((nothing, 2),)),)).scale(0, 0) == 1.0
+
+
+@pytest.mark.parametrize("runs", [(), ((LAYER, 0),), ((LAYER, 1), (HEAD, 0)), ((HEAD, -1), (LAYER, 1))])
+def test_parts_that_do_not_occur_are_no_stage(runs):
+    with pytest.raises(ValueError, match="each occurs once or more"):
+        StageStrands(runs)

@@ -57,6 +57,10 @@ def test_granularity_is_a_partition_of_the_workload(comm, independent, dependent
             {"comm_cost": 4, "in_cost": 1, "cost_inter": 2, "comp_cost": 8, "inter_size": 3, "intra_size": 8},
             [8 / 24, 2 / 24, 14 / 24],  # 17-20
         ),
+        (
+            {"comm_cost": 4, "in_cost": 1, "cost_inter": 2, "comp_cost": 24, "inter_size": 2, "intra_size": 8},
+            [8 / 16, 1 / 16, 7 / 16],  # 13: compute of 12 is less than 16 of the intra-node part
+        ),
     ],
 )
 def test_algorithm_1_line_by_line(costs, granularity):
