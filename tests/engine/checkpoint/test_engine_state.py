@@ -11,6 +11,7 @@ from torch import nn
 from weft.engine.checkpoint import CheckpointError, Piece, engine_state, open_checkpoint, save
 from weft.engine.checkpoint.folder import LATEST
 from weft.engine.checkpoint.pieces import share
+from weft.engine.planning.layout import RankLayout
 
 COUNTERS = {name: number for number, name in enumerate(engine_state.COUNTERS, start=3)}
 META = {
@@ -101,3 +102,30 @@ def test_sources_are_the_files_that_hold_a_ranks_fragments(data):
             if name in own and set(range(*own[name])) & set(range(start, stop))
         }
     assert engine_state.sources(engine, [fragment], stored) == expected
+
+
+def test_in_another_layout_replicas_draw_anew_and_members_of_one_alike():
+    """By step, so that what is resumed twice draws the same, and after another step something else."""
+    layout = RankLayout((1,), 3, tensor=2)
+    before, seeds = torch.get_rng_state(), {}
+    try:
+        for step in (5, 6):
+            for rank in range(layout.world_size):
+                engine = SimpleNamespace(
+                    global_rank=rank,
+                    layout=layout,
+                    module=SimpleNamespace(placement=SimpleNamespace(rank_stages=((0,),))),
+                    num_replicas=3,
+                    device=torch.device("cpu"),
+                    optimizer=SimpleNamespace(loss_scaler=SimpleNamespace(dynamic=False)),
+                )
+                meta = {"loss_scale": {}, "counters": COUNTERS, "layout": {}}
+                engine_state._restore_progress(engine, SimpleNamespace(step=step, meta=meta))
+                assert {name: getattr(engine, name) for name in COUNTERS} == COUNTERS
+                seeds[step, rank] = torch.initial_seed()
+    finally:
+        torch.set_rng_state(before)
+    for (step, rank), seed in seeds.items():
+        alike = {key for key, other in seeds.items() if other == seed}
+        replica = layout.position(rank).replica
+        assert alike == {(step, r) for r in range(layout.world_size) if layout.position(r).replica == replica}

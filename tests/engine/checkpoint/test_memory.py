@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 
 from weft.engine.checkpoint import CheckpointError, Piece
 from weft.engine.checkpoint.memory import HostMemory, partners
-from weft.engine.checkpoint.memory.recovery import Part, _is_intact, newest_whole
+from weft.engine.checkpoint.memory.hosts import Hosts
+from weft.engine.checkpoint.memory.recovery import Part, _is_intact, _Recovery, newest_whole
 from weft.engine.checkpoint.memory.slot import COMMIT, Commit, Slot, in_order, read_commit
 from weft.engine.checkpoint.pieces import share
+from weft.engine.checkpoint.ranks import Ranks
+from weft.engine.checkpoint.stores import Store
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.data())
@@ -187,3 +190,53 @@ def test_memory_that_is_just_enough_is_enough(tmp_path, monkeypatch):
     memory.check_room(3 << 30)
     with pytest.raises(CheckpointError, match=r"take 4\.50 GiB, and .* has 3\.00 GiB free"):
         memory.check_room(9 << 29)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_parts_that_cannot_be_restored_are_withdrawn_damaged_ones_first(tmp_path, gone):
+    """All of them where none is damaged; one whose commit is gone already is no error."""
+    memory = HostMemory(tmp_path / "memory")
+    folder = memory.folder(1, 0)
+    folder.mkdir()
+    where = {}
+    for rank in range(3):
+        fill(Slot(folder, rank), 1, rank=rank, num_ranks=3)
+        where[Part(1, 1, "t", folder.name, rank, 3)] = [0]
+    stores = (Store((0,)),)
+    recovery = _Recovery(None, memory, Hosts(stores, (None,)), None, Ranks(), where)
+    damaged = folder / "rank-001.safetensors"
+    if gone:
+        damaged.with_suffix(COMMIT).unlink()
+    else:
+        data = bytearray(damaged.read_bytes())
+        data[len(data) - 1] ^= 1
+        damaged.write_bytes(data)
+    left = {"rank-000" + COMMIT, "rank-002" + COMMIT}
+    recovery.drop_damaged()
+    assert {path.name for path in folder.iterdir() if path.suffix == COMMIT} == left
+    if gone:
+        shutil.copy(folder / ("rank-000" + COMMIT), folder / ("rank-001" + COMMIT))
+    for part in list(where):
+        if part.rank == 1:
+            del where[part]
+    recovery.drop_damaged()
+    assert [path for path in folder.iterdir() if path.suffix == COMMIT and "001" not in path.name] == []
+    assert recovery.step == 1
+
+
+def test_a_recovery_begins_with_a_private_folder_of_whole_parts_alone(tmp_path):
+    memory = HostMemory(tmp_path / "memory")
+    folder = memory.folder(1, 0)
+    where = {Part(1, 1, "t", folder.name, 0, 1): [0]}
+    recovery = _Recovery(None, memory, Hosts((Store((0,)),), (None,)), None, Ranks(), where)
+    recovery._clear()
+    assert folder.stat().st_mode & 0o777 == 0o700 and list(folder.iterdir()) == []
+    with pytest.raises(CheckpointError, match=r"rank-000.*is gone"):
+        recovery._entries()
+    fill(Slot(folder, 0), 1)
+    fill(Slot(folder, 1), 1, rank=1)
+    (folder / "else").touch()
+    recovery._clear()
+    assert {path.name for path in folder.iterdir()} == {"rank-000.safetensors", "rank-000" + COMMIT}
+    ((meta, item),) = recovery._entries()
+    assert meta == {"step": 1} and item.file.name == "rank-000.safetensors"

@@ -144,6 +144,7 @@ def test_shares_are_even_and_make_the_whole(sizes, count):
         assert torch.equal(joined, piece.data)
     total = sum(piece.num_bytes for piece in pieces)
     for part in parts:
+        assert all(piece.data.numel() or piece.is_whole for piece in part), "nothing is stored of what others store"
         assert abs(sum(piece.num_bytes for piece in part) - total / count) <= 8
 
 

@@ -141,6 +141,7 @@ def test_clipped_on_a_cpu_the_weights_stay_as_they_were():
     assert all(torch.equal(a, b) for a, b in zip(before, trained.weights(), strict=True))
     with pytest.raises(NonFiniteError, match=r"step 2: the norm"):
         trained.optimizer.check_finite()
+    assert all(bucket._gradient is None for bucket in trained.sharding.trained)
     trained.step()  # the spoilt gradient is forgotten
     trained.optimizer.check_finite()
 
