@@ -29,13 +29,18 @@ def train(settings: list[str], folder: Path) -> None:
 
 
 def train_to_death(settings: list[str], folder: Path, victim: int) -> None:
-    """`train`, until a checkpoint is being written: then rank ``victim`` is killed."""
+    """`train`, until its second checkpoint is being written: then rank ``victim`` is killed."""
     checkpoints = folder / "quickstart" / "checkpoints"
-    known = set(checkpoints.iterdir()) if checkpoints.exists() else set()
+
+    def steps() -> set[str]:
+        # A folder has a name of its own until it is whole.
+        return {path.name.partition(".")[0] for path in checkpoints.iterdir()} if checkpoints.exists() else set()
+
+    known, begun = steps(), set[str]()
 
     def kill() -> None:
-        # Its folder has a name of its own until it is whole.
-        while not (checkpoints.exists() and set(checkpoints.iterdir()) - known):
+        while len(begun) < 2:
+            begun.update(steps() - known)
             time.sleep(0.002)
         (folder / "killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)

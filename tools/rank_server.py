@@ -8,6 +8,7 @@ conversions, and every search for garbage looks through all that was imported.
 import gc
 import os
 
+gc.disable()  # until all is imported: each search would look through what is there so far
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed.ops
@@ -22,5 +23,6 @@ import weft.engine.initialize  # noqa: F401
 torch.set_num_threads(1)  # a process with threads cannot be forked safely
 assert deepspeed.ops.__compatible_ops__
 get_checkpoint_conversion_mapping("llama")
+gc.enable()
 gc.collect()
 gc.freeze()
