@@ -475,3 +475,22 @@ def test_a_deadline_may_be_short_or_almost_a_day(deadline):
             assert answer.status_code == 200
 
     run(scenario())
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_body_may_be_as_large_as_the_limit(more, told):
+    """Whether its length is told beforehand or not."""
+
+    async def scenario():
+        body = json.dumps(PREFILL).encode()
+
+        async def parts():
+            yield body[:5]
+            yield body[5:]
+
+        async with controller(FakeWorkers(1), max_body_bytes=len(body) - more) as client:
+            answer = await client.post(PATH, content=body if told else parts())
+            assert answer.status_code == (413 if more else 200)
+
+    run(scenario())
