@@ -130,6 +130,7 @@ def test_least_and_most_numbers_are_taken(tmp_path):
     text = text.replace("hosts: 1, gpus", "hosts: 0, gpus") + LINK.replace("5000", "1e-3, pair_mbps: .inf")
     first, second = load(tmp_path, text).sites
     slow = load(tmp_path, TWO + LINK.replace("5000", "0.5, latency_ms: 0, pair_mbps: 0.25, egress_price: 0")).link(0, 1)
+    assert load(tmp_path, ONE.replace("A100", "A100, network_gbps: 0.5")).sites[0].network_bps == 5e8
     assert (slow.bandwidth_bps, slow.pair_bps, slow.latency_s, slow.egress_price) == (5e5, 2.5e5, 0.0, 0.0)
     assert (first.hosts, first.gpus_per_host, second.hosts) == (10**6, 1024, 0)
 

@@ -69,6 +69,8 @@ def test_what_is_known_of_one_shape_is_not_taken_for_another():
     cuts = LayerCuts(estimates, 0.1)
     for more in (
         {},
+        {"zero_stage": 2},
+        {"zero_stage": 2, "microbatches": 1},
         {"replicas": 8},
         {"zero_stage": 3},
         {"microbatch_size": 4},

@@ -61,6 +61,11 @@ def test_granularity_is_a_partition_of_the_workload(comm, independent, dependent
             {"comm_cost": 4, "in_cost": 1, "cost_inter": 2, "comp_cost": 24, "inter_size": 2, "intra_size": 8},
             [8 / 16, 1 / 16, 7 / 16],  # 13: compute of 12 is less than 16 of the intra-node part
         ),
+        ({"comm_cost": 4, "in_cost": 1.5, "cost_inter": 1, "inter_size": 2, "intra_size": 2}, [1 / 2, 1 / 2]),  # 7, 9
+        (
+            {"comm_cost": 4, "in_cost": 2, "cost_inter": 2, "inter_size": 2, "intra_size": 8},
+            [8 / 16, 1 / 16, 7 / 16],  # 10: no more than the inter-node part
+        ),
     ],
 )
 def test_algorithm_1_line_by_line(costs, granularity):
