@@ -46,8 +46,7 @@ def model_tier(c: ModelCosts) -> ModelPlan:
     """
     if c.mb < 1 or c.m > c.memory:
         raise ValueError(f"{c.mb} micro-batches of {c.m:g} B each in {c.memory:g} B: not even one fits; free memory")
-    best = min(_candidates(c), key=lambda plan: (plan[0], plan[1] + plan[2], plan[1]))
-    uncovered, l1, l2 = best
+    uncovered, l1, l2 = min(_candidates(c))  # L2 grows by no more than L1 falls, so the least L1 takes the fewest
     cap = _cap(c)
     wanted = _wanted(c.c_ag, c.c_fw, c.mb) + _wanted(c.c_rs, c.c_bw, c.mb)
     limit = "memory" if cap < c.mb and l1 + l2 < wanted else "the number of micro-batches"

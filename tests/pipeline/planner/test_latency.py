@@ -132,6 +132,7 @@ def test_a_stage_waits_without_room_for_all_that_are_on_their_way(room, bound_s)
         ([2.0] * 40, (1, 2.0)),
         ([1.0, 3.0] * 20, (2, 4.0)),
         ([1.0, 3.0, 5.0, 7.0] * 10, (4, 16.0)),
+        ([float(number) for number in range(1, 11)] * 4, (10, 55.0)),  # half of what is looked at
         # What happens before it is full and after it empties does not count.
         ([9.0] * 9 + [2.0] * 22 + [7.0] * 9, (1, 2.0)),
     ],

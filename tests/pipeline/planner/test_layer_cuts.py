@@ -80,3 +80,39 @@ def test_what_is_known_of_one_shape_is_not_taken_for_another():
         shape = replace(SHAPE, **more)
         for on in ((0, 1, 1), (1, 1, 0)):
             assert cuts.of(shape, on) == cut_layers(9, by_hand(estimates, shape, on, 0.1)), more
+
+
+SHARES = [0.02 * 1.06**number for number in range(50)]
+"""Of memory, from next to nothing to more than enough, closely enough for every layer to make a difference."""
+
+
+def test_memory_is_that_of_the_first_and_the_last_rank_where_they_hold_the_ends():
+    work, shape = model(layers=9), replace(SHAPE, zero_stage=0)
+    large = replace(work, before=replace(work.before, parameters=5 * work.layers[0].parameters))
+    estimates = Estimates(SOME, large)
+    for share in SHARES:
+        expected = cut_layers(9, by_hand(estimates, shape, (0, 0, 0), share))
+        assert LayerCuts(estimates, share).of(shape, (0, 0, 0)) == expected
+
+
+def test_one_micro_batch_takes_less_memory_than_several():
+    estimates, many = Estimates(SOME, model(layers=30)), replace(SHAPE, zero_stage=2, replicas=8)
+    differ = 0
+    for share in SHARES:
+        cuts, found = LayerCuts(estimates, share), []
+        for shape in (many, replace(many, microbatches=1)):
+            found.append(cuts.of(shape, (0, 0, 0)))
+            assert found[-1] == cut_layers(30, by_hand(estimates, shape, (0, 0, 0), share))
+        differ += found[0] != found[1]
+    assert differ
+
+
+def test_seconds_are_those_of_one_layer_each():
+    """What GPUs exchange for each layer counts once."""
+    estimates, shape = Estimates(SOME, heavier(model(layers=3))), replace(SHAPE, tensor=4)
+    place = SOME.sites[0]
+    sums, before_s, after_s = LayerCuts(estimates, 0.8)._seconds(shape, place)
+    each = [busy_s(estimates.stage_cost(layer, 1, shape, place)) for layer in estimates.work.layers]
+    assert sums == list(accumulate(each, initial=0.0))
+    assert before_s == busy_s(estimates.stage_cost(estimates.work.before, 0, shape, place))
+    assert after_s == busy_s(estimates.stage_cost(estimates.work.after, 0, shape, place))
