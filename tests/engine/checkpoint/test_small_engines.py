@@ -29,6 +29,7 @@ from weft.engine.checkpoint import (
     save_engine,
 )
 from weft.engine.checkpoint.parts import whole_name
+from weft.engine.checkpoint.shard_file import ShardReader
 
 KINDS = {
     "adamw": lambda parameters: AdamW(parameters, lr=0.02, weight_decay=0.1),
@@ -292,3 +293,14 @@ def test_matrices_are_exported_whole_by_the_first_member_and_are_parts_again_aft
                 cut.put(weight, whole.setdefault(bare, torch.empty(cut.shape)))
     assert handed.keys() == whole.keys()
     assert all(torch.equal(handed[name], weight) for name, weight in whole.items())
+
+
+def test_what_replicas_hold_alike_is_read_by_one_of_them(tmp_path, monkeypatch):
+    run_in_threads(1, save, tmp_path, 1, 0, "adamw")
+    read, whole = [], ShardReader.read
+    monkeypatch.setattr(
+        ShardReader, "read", lambda reader, piece, dtype: read.append(piece.key) or whole(reader, piece, dtype)
+    )
+    run_in_threads(2, load, tmp_path, 1, 0, "adamw")
+    shared = [key for key in read if key.startswith(("weight/", "optim/"))]
+    assert shared and len(shared) == len(set(shared))

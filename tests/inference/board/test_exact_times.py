@@ -1,6 +1,7 @@
 """What a reader says of times that are given, to the nanosecond: by a clock that stands where the test puts it."""
 
 import os
+import threading
 from math import inf
 from types import SimpleNamespace
 
@@ -266,3 +267,12 @@ def test_marks_for_which_there_is_no_room_touch_no_other_row(writer):
         writer.busy(ns(mark))
     changed = [index for index, (old, new) in enumerate(zip(before, words.tolist(), strict=True)) if old != new]
     assert set(changed) <= {Header.BELL}
+
+
+def test_a_closed_board_beats_no_more(tmp_path):
+    before = set(threading.enumerate())
+    writer = BoardWriter(board_path(tmp_path / "boards", 0), rank=0, plan=[], max_edges=4)
+    (beating,) = set(threading.enumerate()) - before
+    writer.close()
+    beating.join(20.0)
+    assert not beating.is_alive()
