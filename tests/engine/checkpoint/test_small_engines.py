@@ -6,6 +6,7 @@ import itertools
 import re
 from math import prod
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from weft.engine.checkpoint import (
 )
 from weft.engine.checkpoint.parts import whole_name
 from weft.engine.checkpoint.shard_file import ShardReader
+from weft.engine.zero.finite import NonFiniteError
 
 KINDS = {
     "adamw": lambda parameters: AdamW(parameters, lr=0.02, weight_decay=0.1),
@@ -207,6 +209,18 @@ def test_the_first_replica_exports_whole_weights(tmp_path):
     for rank, seen in enumerate(run_in_threads(4, exported, tmp_path)):
         stage, replica = divmod(rank, 2)
         assert seen == [(tmp_path, rank, [stage] if replica == 0 else [], True, [0, 1, 2, 3], "tokenizer")]
+
+
+def export_of_nan(folder):
+    made = engine(1, 1, "adamw")
+    made.check_finite = Mock(side_effect=NonFiniteError("diverged"))
+    with pytest.raises(NonFiniteError, match="diverged"):
+        exporting.export(made, folder / "model")
+    return sorted(folder.iterdir())
+
+
+def test_nothing_is_exported_of_a_model_that_has_diverged(tmp_path):
+    assert run_in_threads(1, export_of_nan, tmp_path) == [[]]
 
 
 def asked_for_room(folder):

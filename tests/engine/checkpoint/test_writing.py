@@ -43,6 +43,12 @@ def test_keep(tmp_path):
     assert len(names(tmp_path)) == 5
 
 
+def test_all_are_kept_unless_a_number_is_given(tmp_path):
+    for step in range(1, 4):
+        save(tmp_path, step, [], {})
+    assert len(names(tmp_path)) == 3
+
+
 def test_going_back_to_an_earlier_step(tmp_path):
     """What was written last counts, not the highest step; and it is not pruned."""
     for step in (10, 20, 30):
