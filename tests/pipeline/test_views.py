@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pipeline.cases import costs_for, maybe_lowered
+from weft.pipeline import plot
 from weft.pipeline.action import Action, Op
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators import generate
@@ -17,7 +18,7 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.plot import plot_timelines
 from weft.pipeline.simulation import simulate
 from weft.pipeline.text import bytes_text, grid_text, timeline_text
-from weft.pipeline.timeline import Span, Timeline
+from weft.pipeline.timeline import COMPUTE_LANE, Span, Timeline
 
 
 def test_grid_of_1f1b():
@@ -114,12 +115,17 @@ def test_pictures_are_written_whole(tmp_path, kind):
 
 
 def drawn(tmp_path, monkeypatch, schedule, costs):
+    """The figure of a schedule."""
+    return figure_of(tmp_path, monkeypatch, [simulate(lower(schedule), costs)])
+
+
+def figure_of(tmp_path, monkeypatch, timelines):
     """The figure that is saved."""
     from matplotlib.figure import Figure
 
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (figures.append(self), path.touch()))
-    plot_timelines([simulate(lower(schedule), costs)], tmp_path / "timeline.png")
+    plot_timelines(timelines, tmp_path / "timeline.png")
     return figures[0]
 
 
@@ -148,6 +154,37 @@ def test_a_large_schedule_is_drawn_wide_enough_to_tell_slots_apart(tmp_path, mon
     small = drawn(tmp_path, monkeypatch, generate("1f1b", Placement.straight(4), 24), CostModel.unit(4))
     numbers = [text for text in small.axes[0].texts if text.get_text().isdigit()]
     assert len(numbers) == 2 * 4 * 24
+
+
+@pytest.mark.parametrize(("slots", "inches"), [(40, 16.0), (150, 2.4 + 19 / 150 * 150), (10_000, 64.0)])
+def test_pictures_are_so_wide_that_most_slots_have_room_for_a_number(tmp_path, monkeypatch, slots, inches):
+    """A fifth of the slots are shorter than the others, and do not count."""
+    ends = [float(number + 1) for number in range(slots)]
+    spans = tuple(
+        Span(0, COMPUTE_LANE, (Action(Op.F, 0, 0),), end_s - (1.0 if number % 5 else 0.5), end_s)
+        for number, end_s in enumerate(ends)
+    )
+    monkeypatch.setattr(plot, "_write_number", lambda *_: True)
+    figure = figure_of(tmp_path, monkeypatch, [Timeline("slots", 1, spans, (ends[-1],), (1,))])
+    assert figure.get_size_inches()[0] == pytest.approx(inches)
+
+
+def test_timelines_of_a_picture_have_one_scale_and_rows_that_say_their_rank(tmp_path, monkeypatch):
+    one, two, other = (Action(Op.F, 0, 0),), (Action(Op.F, 0, 1), Action(Op.B, 0, 0)), (Action(Op.F, 1, 1),)
+    short = Timeline("short", 1, (Span(0, COMPUTE_LANE, one, 0.0, 1.0),), (1.0,), (10,))
+    spans = Span(0, COMPUTE_LANE, two, 0.0, 2.0), Span(1, COMPUTE_LANE, other, 1.0, 3.0)
+    figure = figure_of(tmp_path, monkeypatch, [short, Timeline("long", 2, spans, (3.0, 3.0), (10, 40))])
+    rows, bars = figure.axes[::2], figure.axes[1::2]
+    assert [axes.get_xlim() for axes in rows] == [(0, 3.0), (0, 3.0)]
+    assert len({axes.get_xlim() for axes in bars}) == 1
+    labels = [[label.get_text() for label in axes.get_yticklabels()] for axes in rows]
+    assert labels == [["rank 0"], ["rank 0", "rank 1"]]
+    boxes = {
+        tuple(float(corner) for corner in (*path.vertices.min(0).round(4), *path.vertices.max(0).round(4)))
+        for collection in rows[1].collections[1:]
+        for path in collection.get_paths()
+    }
+    assert boxes == {(0.0, 0.06, 2.0, 0.38), (0.0, 0.38, 2.0, 0.7), (1.0, 1.06, 3.0, 1.7)}
 
 
 def test_nothing_to_draw_is_an_error(tmp_path):
