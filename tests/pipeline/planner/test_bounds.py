@@ -225,3 +225,20 @@ def test_a_part_has_its_share_of_everything():
     part = bounds._share(work, 4)
     assert (part.parameters, part.expert_parameters, part.routed_layers) == (25, 10, 0.75)
     assert [getattr(part, name) for name in names] == [(7.0 + i) / 4 for i in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("sites", "longer_s"),
+    [
+        ((0, 2, 1, 3), 0.0),  # one rank's replicas have the fast link: it may be the fullest
+        ((2, 0, 3, 1), 0.0),
+        ((0, 1, 2, 3), 2 * (0.5 - 0.1)),  # both cross slow ones, there and back
+        ((0, 1, 3, 2), 2 * (0.5 - 0.1)),
+    ],
+)
+def test_replicas_apart_reduce_over_the_best_links_that_any_rank_of_a_route_has(sites, longer_s):
+    made = cluster(*(site(str(number), hosts=1, gpus_per_host=1) for number in range(4)), bandwidth_bps=float("inf"))
+    fast = {pair: replace(link, latency_s=0.1 if pair == (0, 1) else 0.5) for pair, link in made.links.items()}
+    apart = Shape(num_stages=2, replicas=2, microbatches=4, zero_stage=0, routes=2)
+    bound = Bounds(Simple(replace(made, links=fast), of(1, layers=2)._work))
+    assert bound.further_across_s(apart, Route(sites, (1, 1, 1, 1))) == pytest.approx(longer_s)
