@@ -9,15 +9,16 @@ from math import inf
 from statistics import median
 from typing import Any
 
+from weft.engine.supervision.link_speed import LinkSpeed
 from weft.engine.supervision.watch import Observed, Watch
 from weft.pipeline.culprit import JobRows
 
 WINDOW_STEPS = 10
-"""Steps over which a rank or a link has to be slow."""
+"""Steps over which a rank has to be slow."""
 READ_S = 5.0
-"""Seconds between readings of ranks and links."""
+"""Seconds between readings of ranks."""
 KEPT = 64
-"""Readings of a rank or a link that are remembered, those of the window included."""
+"""Readings of a rank that are remembered, those of the window included."""
 FEWEST = 3
 """Readings in the window, and before it, below which nothing is said."""
 SLOWER = 1.1
@@ -27,8 +28,6 @@ SLOWER_THAN_PEERS = 1.5
 replicas, times what others take, each beside what the plan predicts of it."""
 FEWEST_OTHERS = 2
 """Ranks of other stages with which one without replicas is compared."""
-LINK_SHARE = 0.5
-"""Share of its usual speed below which a link is slow."""
 FEWEST_PAUSES = 3
 """Times that a process was stopped and ran again before it is told."""
 LOW_DISK_SHARE, LOW_DISK_BYTES = 0.03, 2 << 30
@@ -54,7 +53,7 @@ class Alert:
 
 @dataclass(slots=True)
 class _Series:
-    """Readings of something over steps: each with the step at which it was taken.
+    """Readings of a rank over steps: each with the step at which it was taken.
 
     Attributes:
         count, total: cumulative figures at the last reading.
@@ -81,17 +80,18 @@ class Alerts:
         """Look at the ranks of ``watch``."""
         self._watch = watch
         self._busy: dict[int, _Series] = {}
-        self._links: dict[tuple[int, int], _Series] = {}
+        self._links: dict[tuple[int, int], LinkSpeed] = {}
         self._read_at = -inf
         self._raised: dict[tuple[str, str], float] = {}
 
     def look(self, now: float) -> list[Alert]:
         """Alerts that are new, or still hold after a while; to be called about as often as hosts report."""
-        found = [*self._stalled(now), *self._hosts()]
+        self._read_links()
+        found = [*self._stalled(now), *self._slow_links(), *self._hosts()]
         if now - self._read_at >= READ_S:
             self._read_at = now
-            self._read()
-            found += [*self._paused(), *self._stragglers(), *self._slow_links()]
+            self._read_ranks()
+            found += [*self._paused(), *self._stragglers()]
         return [alert for alert in found if self._is_new(alert, now)]
 
     def _is_new(self, alert: Alert, now: float) -> bool:
@@ -104,7 +104,13 @@ class Alerts:
 
     # -- what is slow ------------------------------------------------------------------------------
 
-    def _read(self) -> None:
+    def _read_links(self) -> None:
+        for rank, seen in self._watch.ranks.items():
+            for link in seen.report.links:
+                speed = self._links.setdefault((rank, link.peer), LinkSpeed())
+                speed.read(seen.report.place.step, link.sent_bytes, link.peak_bps)
+
+    def _read_ranks(self) -> None:
         for rank, seen in self._watch.ranks.items():
             report, series = seen.report, self._busy.get(rank)
             if series is None:
@@ -114,12 +120,6 @@ class Alerts:
                 if series.count:  # the first steps of an attempt are slow
                     series.readings.append((report.place.step, (report.busy_s - series.total) / steps))
                 series.count, series.total = report.measured_steps, report.busy_s
-            for link in report.links:
-                track = self._links.setdefault((rank, link.peer), _Series())
-                if link.sent_bytes > track.count and link.peak_bps:
-                    if track.count:
-                        track.readings.append((report.place.step, float(link.peak_bps)))
-                    track.count = link.sent_bytes
 
     def _stragglers(self) -> Iterator[Alert]:
         parts = {rank: series.parts() for rank, series in self._busy.items()}
@@ -174,14 +174,13 @@ class Alerts:
         return Alert("straggler", {"rank": rank, "host": self._seen(rank).host}, f"rank {rank}: {text}")
 
     def _slow_links(self) -> Iterator[Alert]:
-        for (rank, peer), series in self._links.items():
-            recent, before = series.parts()
-            if recent and max(recent) < LINK_SHARE * median(before):
+        for (rank, peer), speed in self._links.items():
+            if speed.is_slow:
+                fastest, usual = (f"{bps / 1e6:.3g} Mbit/s" for bps in (speed.fastest_bps, speed.usual_bps))
                 yield Alert(
                     "slow_link",
                     {"link": [rank, peer]},
-                    f"rank {rank} to rank {peer}: {max(recent) / 1e6:.3g} Mbit/s at its fastest, "
-                    f"and it was {median(before) / 1e6:.3g} Mbit/s",
+                    f"rank {rank} to rank {peer}: {fastest} at its fastest of late, and {usual} is usual",
                 )
 
     def _stalled(self, now: float) -> Iterator[Alert]:

@@ -112,9 +112,24 @@ def test_a_link_that_becomes_slower_is_told():
     run = link_run(speed)
     run.begin(60.0)
     speed[1] = 1e8
-    run.advance(60.0)
+    run.advance(10.0)
     assert kinds(run) == [("slow_link", {"link": [1, 3]})]
     assert "Mbit/s" in run.raised[0].evidence
+    run.advance(REPEAT_S - 10.0)
+    assert len(run.raised) == 1
+
+
+def test_one_that_is_slow_again_is_told_again():
+    speed = {0: 1e9, 1: 1e9}
+    run = link_run(speed)
+    run.begin(60.0)
+    for told in range(1, 3):
+        speed[0] = 2e8
+        run.advance(30.0)
+        assert kinds(run) == [("slow_link", {"link": [0, 2]})] * told
+        speed[0] = 1e9
+        run.advance(REPEAT_S)
+    assert len(run.raised) == 2
 
 
 def test_a_link_that_is_busier_at_times_is_not_slow():
