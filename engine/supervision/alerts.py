@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from weft.engine.supervision.link_speed import LinkSpeed
+from weft.engine.supervision.places import Phase
 from weft.engine.supervision.watch import Observed, Watch
 from weft.pipeline.culprit import JobRows
 
@@ -106,9 +107,10 @@ class Alerts:
 
     def _read_links(self) -> None:
         for rank, seen in self._watch.ranks.items():
-            for link in seen.report.links:
+            report, trains = seen.report, seen.report.phase is Phase.steady
+            for link in report.links:
                 speed = self._links.setdefault((rank, link.peer), LinkSpeed())
-                speed.read(seen.report.place.step, link.sent_bytes, link.peak_bps)
+                speed.read(report.place.step, link.sent_bytes, link.peak_bps, trains=trains)
 
     def _read_ranks(self) -> None:
         for rank, seen in self._watch.ranks.items():

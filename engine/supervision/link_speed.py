@@ -6,18 +6,18 @@ SLOW_SHARE = 0.5
 """Share of its usual speed below which a link is slow."""
 SLOW_READINGS = 4
 """Readings in a row that are slow, before a link is; with the seconds over which each takes the fastest moment, a
-link has to be slow for about six seconds, or for so many steps where they are longer."""
+link has to be slow for about six seconds, or for as long as so many steps where they are longer."""
 KNOWN_READINGS = 4
 """Readings before which nothing is usual yet."""
 REMEMBERED = 32
-"""Readings after which the speed of before counts for a third of what is usual: a change for good becomes so."""
+"""Readings, and steps, after which those of before count for a third of what is usual: a change for good becomes so."""
 
 
 class LinkSpeed:
-    """The readings of a link, one for each report in which it was in use or, where steps are longer, for each step.
+    """The readings of a link: one for each report of a rank or, where steps are longer, as many as a step takes.
 
-    Transfers of all steps are alike, those within a step are not. So a step that goes on is read as a whole,
-    by its fastest moment, also where an evaluation or a checkpoint makes it last.
+    Transfers of all steps are alike, those within a step are not. So what is read is the fastest moment of a whole
+    step, which ends with the step, or when it has taken as long as steps do: on a slow link they take longer.
 
     Attributes:
         usual_bps: bits in a second at the fastest moment of a reading, as it has been.
@@ -30,31 +30,48 @@ class LinkSpeed:
         self.fastest_bps = 0.0
         self._sent_bytes = 0
         self._step = -1
-        self._peak_bps = 0
-        self._readings = 0
-        self._slow = 0
+        self._peaks: list[int] = []
+        self._readings = self._slow = 0
+        self._reports = self._steps = 0
+        self._usual_reports = 0.0
 
     @property
     def is_slow(self) -> bool:
         """Whether the last readings were far below what is usual."""
         return self._slow >= SLOW_READINGS
 
-    def read(self, step: int, sent_bytes: int, peak_bps: int) -> None:
-        """Take a report: the rank's step, the bytes that have gone over the link, and its fastest of late in bits/s."""
-        if sent_bytes <= self._sent_bytes or not peak_bps:
-            return  # it was not used, which says nothing
-        is_first, self._sent_bytes = not self._sent_bytes, sent_bytes
-        if is_first:
+    def read(self, step: int, sent_bytes: int, peak_bps: int, *, trains: bool = True) -> None:
+        """Take a report of the rank that sends.
+
+        Args:
+            step: that it is in.
+            sent_bytes: that have gone over the link.
+            peak_bps: bits in a second at the fastest moment of late.
+            trains: it does nothing else within the step, such as an evaluation, whose transfers are others.
+        """
+        is_used = sent_bytes > self._sent_bytes > 0 and peak_bps > 0
+        self._sent_bytes = max(self._sent_bytes, sent_bytes)
+        if not (is_used and trains):
             return
         if step != self._step:
+            self._end_step()
+            self._step = step
+        self._reports += 1
+        self._peaks.append(peak_bps)
+        if self._steps and len(self._peaks) >= round(self._usual_reports):
             self._end_reading()
-            self._step, self._peak_bps = step, 0
-        self._peak_bps = max(self._peak_bps, peak_bps)
+
+    def _end_step(self) -> None:
+        if self._peaks:
+            self._end_reading()
+        if self._reports:
+            self._steps += 1
+            self._usual_reports += (self._reports - self._usual_reports) / min(self._steps, REMEMBERED)
+            self._reports = 0
 
     def _end_reading(self) -> None:
-        peak = float(self._peak_bps)
-        if not peak:
-            return
+        peak = float(max(self._peaks))
+        self._peaks.clear()
         if self._readings < KNOWN_READINGS or peak >= SLOW_SHARE * self.usual_bps:
             self._slow, self.fastest_bps = 0, 0.0
         else:

@@ -15,11 +15,15 @@ class Reports:
     def __init__(self) -> None:
         self.link, self.step, self.sent = LinkSpeed(), 0, 0
 
-    def read(self, *peaks: int, steps: int = 1) -> bool:
+    def read(self, *peaks: int, steps: int = 1, trains: bool = True) -> bool:
         for peak in peaks:
             self.step, self.sent = self.step + steps, self.sent + 1
-            self.link.read(self.step, self.sent, peak)
+            self.link.read(self.step, self.sent, peak, trains=trains)
         return self.link.is_slow
+
+    def read_step(self, *peaks: int) -> bool:
+        self.step += 1
+        return self.read(*peaks, steps=0)
 
 
 @pytest.fixture
@@ -29,9 +33,18 @@ def known():
     return reports
 
 
+@pytest.fixture
+def long_steps():
+    """Ten reports a step, in one of which the link is as fast as it can be."""
+    reports = Reports()
+    for _ in range(40):
+        assert not reports.read_step(*[USUAL // 10] * 7, USUAL, *[USUAL // 10] * 2)
+    return reports
+
+
 def test_a_link_is_slow_once_enough_readings_in_a_row_are(known):
     slow = round(0.8 * SLOW_SHARE * USUAL)
-    assert not known.read(*[slow] * SLOW_READINGS)  # the last one is not over
+    assert not known.read(*[slow] * (SLOW_READINGS - 1))
     assert known.read(slow)
     assert known.link.fastest_bps == slow
 
@@ -52,18 +65,33 @@ def test_the_fastest_is_that_of_the_slow_readings_alone(known):
     assert not known.link.is_slow and known.link.fastest_bps == 0
 
 
-def test_a_step_is_judged_by_its_fastest_moment_however_long_it_takes(known):
-    for _ in range(10):
-        known.read(USUAL // 10)
-        known.read(*[USUAL // 10] * 50, USUAL, *[USUAL // 10] * 50, steps=0)
+def test_a_long_step_is_judged_by_its_fastest_moment(long_steps):
+    numbers = random.Random(0)
+    for _ in range(200):
+        peaks = [USUAL // 10] * numbers.randrange(7, 14)
+        peaks[numbers.randrange(len(peaks))] = USUAL
+        assert not long_steps.read_step(*peaks)
+
+
+def test_long_steps_are_slow_after_as_many_as_short_ones(long_steps):
+    for _ in range(SLOW_READINGS - 1):
+        assert not long_steps.read_step(*[USUAL // 10] * 10)
+    assert not long_steps.read_step(*[USUAL // 10] * 9)
+    assert long_steps.read(USUAL // 10, steps=0)
+
+
+@pytest.mark.parametrize("usual", ["known", "long_steps"])
+def test_a_step_that_the_link_makes_longer_is_not_waited_for(usual, request):
+    reports = request.getfixturevalue(usual)
+    fewest = SLOW_READINGS * (10 if usual == "long_steps" else 1)
+    assert not reports.read_step(*[USUAL // 10] * (fewest - 1))
+    assert reports.read(USUAL // 10, steps=0)
+
+
+def test_what_is_sent_beside_training_says_nothing(known):
+    assert not known.read(*[USUAL // 10] * 100, steps=0, trains=False)
     assert not known.read(USUAL)
-
-
-def test_long_steps_are_judged_too(known):
-    for _ in range(SLOW_READINGS):
-        known.read(USUAL // 10)
-        assert not known.read(*[USUAL // 10] * 200, steps=0)
-    assert known.read(USUAL // 10)
+    assert known.link.usual_bps == USUAL
 
 
 @pytest.mark.parametrize("peak", [USUAL // 10, 0])
@@ -80,7 +108,7 @@ def test_a_link_in_use_of_which_no_rate_is_known_is_not_slow(known):
 
 def test_first_readings_say_what_is_usual_and_nothing_else():
     reports = Reports()
-    assert not reports.read(1, *[USUAL] * KNOWN_READINGS, USUAL)  # a first report has no step of its own
+    assert not reports.read(1, *[USUAL] * KNOWN_READINGS, USUAL)  # what the first has sent may be of long ago
     assert reports.link.usual_bps == USUAL
 
 
