@@ -11,7 +11,7 @@ from pathlib import Path
 from weft.conf.hosts import asks_for_nodes, working_hosts
 from weft.conf.ranges import SHARE, out_of_range
 from weft.conf.schedule_kinds import FOLDS, PlacementKind, ScheduleKind, ScheduleRules
-from weft.conf.schema import Attention, DataKind, OptimizerKind, PipelineConfig, Precision, WeftConfig
+from weft.conf.schema import Attention, DataKind, LoraConfig, OptimizerKind, PipelineConfig, Precision, WeftConfig
 from weft.conf.sites import site_problems
 
 HUB_ID = re.compile(r"([\w-][\w.-]{0,95}/)?[\w-][\w.-]{0,95}", re.ASCII)
@@ -85,11 +85,14 @@ def _model(config: WeftConfig) -> Iterator[str]:
             "model.attn_implementation=flash_attention_2: the kernel takes no fp32; "
             "set train.precision=bf16, or model.attn_implementation=sdpa"
         )
-    if model.lora.target_modules and not model.lora.enabled:
-        yield (
-            f"model.lora.target_modules={model.lora.target_modules}: adapters are off; "
-            "set model.lora.enabled=true, or leave the list empty"
-        )
+    if not model.lora.enabled:
+        plain = LoraConfig()
+        for name, value in vars(model.lora).items():
+            if value != getattr(plain, name):
+                yield (
+                    f"model.lora.{name}={value}: adapters are off; set model.lora.enabled=true, "
+                    f"or leave {name} at {getattr(plain, name)}"
+                )
 
 
 def _data(config: WeftConfig) -> Iterator[str]:

@@ -96,12 +96,22 @@ def check_device(config: WeftConfig) -> None:
 def check_model(config: WeftConfig) -> None:
     """Check that a model's folder is whole, and has layers for every stage and positions for every token."""
     path = config.model.path
-    if is_here(path):
+    if is_here(path) or (path and _is_hub_name(path) and _runs_here(config)):
         from weft.engine.stages import check_model_fits  # imports torch, which the other checks do not need
 
         check_model_fits(config.model, virtual_stages(config), config.data.sequence_length)
-    elif path and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+    elif path and not _is_hub_name(path):
         raise ValueError(f"model.path={path}: there is no such folder; give a Hugging Face model's folder or hub name")
+
+
+def _is_hub_name(path: str) -> bool:
+    return not path.startswith((".", "/", "~")) and path.count("/") <= 1
+
+
+def _runs_here(config: WeftConfig) -> bool:
+    """Whether all ranks are on this machine; others may have another cache, and another way to the hub."""
+    manager = config.cluster.manager
+    return manager is ClusterManager.local or (manager is ClusterManager.ssh and not config.cluster.hostfile)
 
 
 def is_here(path: str) -> bool:

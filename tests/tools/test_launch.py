@@ -14,7 +14,7 @@ from weft.pipeline.generators import generate
 from weft.pipeline.placement import Placement
 from weft.pipeline.serialization import schedule_to_json
 from weft.tools import launch
-from weft.tools.preflight import CHECKS, preflight
+from weft.tools.preflight import CHECKS, check_model, preflight
 
 
 @pytest.fixture
@@ -104,6 +104,7 @@ BAD = [
     ({"cluster.ranks": 3}, "3 processes are not a multiple"),
     ({"model.path": "/nowhere"}, "there is no such folder"),
     ({"model.path": "/tmp"}, "no config.json in it"),
+    ({"model.path": "someone/never-there"}, "no such folder, and no such model on the hub or in its cache"),
     ({"data.path": "/nowhere.jsonl", "data.kind": "text", "model.tokenizer": "t"}, "does not exist"),
     ({"pipeline.costs_file": "/nowhere.yaml"}, "costs file /nowhere.yaml: cannot be read"),
     ({"train.precision": "fp16"}, "this machine has no GPU; choose bf16"),
@@ -124,6 +125,21 @@ def test_what_this_machine_cannot_do_is_refused(settings, part, tmp_path, monkey
     with pytest.raises(ValueError) as error:
         preflight(config)
     assert part in str(error.value) and "; " in str(error.value)
+
+
+def test_a_hub_is_asked_by_the_machines_that_train(tmp_path):
+    hosts = tmp_path / "hostfile"
+    hosts.write_text("here slots=1\nthere slots=1\n")
+    config = load(
+        [
+            "recipe=quickstart",
+            "model.path=someone/never-there",
+            f"cluster.hostfile={hosts}",
+            "cluster.master_addr=here",
+            "cluster.master_port=29500",
+        ]
+    )
+    check_model(config)
 
 
 def test_costs_for_other_stages_are_refused(config, tmp_path):
