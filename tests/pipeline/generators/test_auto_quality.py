@@ -6,7 +6,7 @@ import pytest
 
 from tests.pipeline.generators.test_auto_cell import costs_of, step_s
 from tests.pipeline.strands.pairs import scaled
-from weft.pipeline.generators.auto import generate_auto
+from weft.pipeline.generators.auto import _list_schedules, _problem, generate_auto
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 from weft.tools.benchmarks.clusters import compare, random_cluster
@@ -47,6 +47,41 @@ def test_under_a_cap(seed, listed_s, searched_s):
     for search_s, known_s in ((0.0, listed_s), (0.01, searched_s)):
         schedule = generate_auto(one.placement, one.num_microbatches, one.costs, one.cap_bytes, search_s)
         assert simulate(schedule, one.costs).step_s <= known_s + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("seed", "known_s"),
+    [
+        (220, 181),
+        (221, 181),
+        (255, 339),
+        (257, 271),
+        (276, 202),
+        (300, 270),
+        (305, 656),
+        (308, 221),
+        (315, 143.7),
+        (334, 339),
+        (369, 248),
+        (399, 75.4),
+        (416, 181),
+        (484, 167),
+        (552, 187.3),
+        (555, 357.4),
+        (567, 262.2),
+        (690, 233),
+        (1031, 291),
+        (1124, 366.5),
+        (1200, 110.4),
+        (1238, 701),
+        (1407, 280),
+    ],
+)
+def test_cases_that_one_rule_alone_does_best(seed, known_s):
+    """Of 1,400 random cases: without that rule, or with one of its numbers 1 larger, they take longer."""
+    one = case(seed)
+    problem = _problem(one.placement, one.num_microbatches, one.costs, until_weight=False)
+    assert min(_list_schedules(problem, one.cap_bytes))[0] <= known_s + 1e-3
 
 
 @pytest.mark.parametrize(("seed", "known_s"), [(1, 150), (12, 190), (18, 173.6), (31, 98), (38, 130), (42, 84.4)])

@@ -154,6 +154,17 @@ def test_a_route_says_how_far_ranks_are(some, route, expected_s):
     assert of(3, 3, 3, transit_s=20.0).step_s(some, route) == pytest.approx(expected_s + OPTIMIZER_OF_4, rel=1e-12)
 
 
+@pytest.mark.parametrize("sites", [(), (0,), (1, 2), (3, 0, 1)])
+def test_where_no_site_has_room_for_two_ranks_those_between_others_send_both_ways(sites):
+    route = Route(sites, (1,) * len(sites))
+    bound = of(1, 1, 1, 1, transit_s=20.0)
+    assert bound.step_s(shape(4, 4), route) == pytest.approx(4 * (40 + 40) - 40 + 2 * 2 * 20 + OPTIMIZER_OF_4)
+    of_3 = 4 * (40 + 40) - 40 + 2 * 20 + OPTIMIZER_S * 8 / 3
+    assert bound.step_s(shape(3, 4), route) == pytest.approx(of_3, rel=1e-3)
+    if len(sites) < 2:  # unless one of those to come may have room for two
+        assert of(1, 1, 1, 2, transit_s=20.0).step_s(shape(5, 4), route) < 4 * (40 + 40) - 40 + OPTIMIZER_S * 8 / 5
+
+
 def test_two_further_hops_are_those_that_are_quickest():
     bound = of(1, 1, 1, latency_s=10.0)
     assert bound.step_s(shape(3, 1)) == pytest.approx(16 + 2 * 20 + OPTIMIZER_S * 8 / 3, rel=1e-3)

@@ -454,22 +454,25 @@ def test_the_fastest_layouts_of_each_price_are_tried_in_one_site_of_each_kind():
     request = replace(REQUEST, objective=Objective.cost, effort=1_000_000)
     every = list(shapes(some, model(), request))
     found = search._fastest_by_price(some, model(), request, every)
-    by_site = {}
-    for one in found:
-        (number,) = one.layout.sites
-        by_site.setdefault(number, []).append(one.layout.gpus)
-    assert set(by_site) == {1, 2}, "of sites alike the cheapest"
-    for number, most in ((1, 8), (2, 4)):
-        for gpus, (low, high) in zip(by_site[number], ((most / 2, most), (most / 4, most / 2)), strict=False):
-            assert low < gpus <= high
-    for one in found:
-        gpus, site_alone = (
-            one.layout.gpus,
-            replace(some, sites=tuple(some.sites[number] for number in one.layout.sites)),
-        )
-        alone = plan(replace(site_alone, links={}), model(), replace(REQUEST, effort=1_000_000))
-        if alone.best.layout.gpus == gpus:
-            assert one.step_s == pytest.approx(alone.best.step_s, rel=0.01)
+    bands = []
+    for number, most in ((2, 4), (1, 8)):  # the dearer kind first, and of sites alike the cheapest
+        alone = replace(some, sites=(some.sites[number],), links={})
+        evaluation = Evaluation(alone, model(), replace(request, objective=Objective.throughput))
+        for high in (most >> halved for halved in range(4) if most >> halved):
+            fits = [
+                evaluation.schedule(one)
+                for shape in every
+                if shape.routes == 1 and high / 2 < shape.gpus <= high
+                for route in Routes(alone, request).longer(shape, None)
+                if route.is_whole(shape)
+                for one in evaluation.candidates(shape, route)
+            ]
+            if steps := [one.step_s for one in fits if one is not None]:
+                bands.append(((number,), high, min(steps)))
+    assert len(found) == len(bands) > 3
+    for one, (sites, high, step_s) in zip(found, bands, strict=True):
+        assert one.layout.sites == sites and high / 2 < one.layout.gpus <= high
+        assert step_s <= one.step_s <= step_s * search.WORTH
 
 
 def test_a_plan_ranks_layouts_that_differ_and_says_how_many_it_looked_at():
