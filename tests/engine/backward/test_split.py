@@ -468,3 +468,17 @@ def test_weight_gradients_can_be_played_one_parameter_at_a_time(way, first):
     assert len(accumulated) == len(set(accumulated)) == 4  # the shared one has a bias
     found = collect(module)
     assert all(torch.equal(found[name], gradient) for name, gradient in want.items())
+
+
+@pytest.mark.parametrize("played", range(4))
+def test_nothing_is_left_to_play_after_what_was_not_played_is_computed_at_once(played):
+    module = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3)))
+    split, saved, output = run_split(module, torch.randn(2, 6))
+    split.input_backward(saved, torch.ones_like(output))
+    assert [saved.tape.play() for _ in range(played)] == [True] * played
+    split.weight_backward(saved)
+    first = collect(module)
+    assert saved.tape.play() is False and saved.tape.kept_bytes == 0
+    split.weight_backward(saved)
+    assert all(p.grad is None for p in module.parameters()), "computed twice"
+    assert all(gradient.abs().sum() > 0 for gradient in first.values())

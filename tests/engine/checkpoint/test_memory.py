@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -95,6 +96,18 @@ def test_sizes_may_change(tmp_path):
     commit = first.sealed(lineage=1, token="t", step=2, rank=0, num_ranks=1, meta={})
     first.commit(commit.text())
     assert _is_intact(first.path) and commit.num_bytes == first.path.stat().st_size
+
+
+def test_no_descriptor_of_a_slot_without_room_stays_open(tmp_path, monkeypatch):
+    """A copy of a guest for which there is no room is tried again at every step."""
+    _, (slot, _) = two_slots(tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: os.stat("/none"))
+    for attempt in range(3):
+        with pytest.raises(OSError):
+            slot.open(100 + attempt)
+    assert slot.bytes.numel() == 0, "nothing is mapped that is not there"
+    links = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert str(slot.path) not in {str(link.resolve()) for link in links}
 
 
 @pytest.mark.parametrize("what", ["commit cut", "commit flipped", "file cut", "no file"])

@@ -176,9 +176,11 @@ def test_parts_of_a_step_do_not_make_a_whole(run, memories):
 
 def forgetting(root):
     made, memory = opened(root, "one stage, ZeRO-1")
-    made.step()
-    memory.take({})
+    for _ in range(2):  # so that both slots are in use, one of them still being written
+        made.step()
+        memory.take({})
     memory.forget()
+    assert memory.num_whole == 2, "what was begun was whole before it was forgotten"
     left = list(memory.memory.root.iterdir())
     dist.barrier()
     made.step()
@@ -189,8 +191,45 @@ def forgetting(root):
     return left, found
 
 
-def test_what_is_forgotten_is_gone_everywhere(tmp_path):
-    assert run_in_threads(2, forgetting, tmp_path) == [([], (2, {"after": True}))] * 2
+def test_what_is_forgotten_is_gone_everywhere(tmp_path, monkeypatch):
+    commit = Slot.commit
+
+    def slow(slot, text):
+        sleep(0.1)
+        commit(slot, text)
+
+    monkeypatch.setattr(Slot, "commit", slow)
+    assert run_in_threads(2, forgetting, tmp_path) == [([], (3, {"after": True}))] * 2
+
+
+def forgetting_in_turn(root, others_came, gone):
+    """On one host: its leader forgets slowly, the other rank comes to it late."""
+    made, memory = opened(root, "one host")
+    made.step()
+    memory.take({})
+    memory.finish()
+    leads = made.global_rank == 0
+    if leads:
+        forget = memory.memory.forget
+
+        def slowly():
+            assert others_came.is_set(), "the other rank still counts on what is there"
+            sleep(0.1)
+            forget()
+            gone.set()
+
+        memory.memory.forget = slowly
+    else:
+        sleep(0.1)
+        others_came.set()
+    memory.forget()
+    assert gone.is_set(), "what is written now would be removed"
+    memory.close()
+    return memory.recover()
+
+
+def test_nobody_forgets_before_all_do_and_nobody_goes_on_before_all_is_gone(tmp_path):
+    assert run_in_threads(2, forgetting_in_turn, tmp_path, threading.Event(), threading.Event()) == [None, None]
 
 
 def without_room(root, where):

@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,26 @@ def test_disk_full_at_every_operation(tmp_path):
             assert "no space left" in str(error)
             assert "train.output_dir" in str(error)
         check(folder, {1, 2})
+
+
+def held_open(folder: Path) -> list[str]:
+    """What this process has open of a folder, itself included."""
+    targets = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the one that lists them
+            targets.append(os.readlink(descriptor))
+    return [target for target in targets if Path(target).is_relative_to(folder)]
+
+
+def test_nothing_stays_open_whether_it_was_written_or_not(tmp_path):
+    """A run writes checkpoints for months."""
+    folder = tmp_path / "a"
+    for at in range(operations(tmp_path / "dry", 1)):
+        with failing(at, OSError(errno.EIO, "an error"), dead_after=False):
+            save_step(folder, at, keep=1, num_ranks=2)
+    save_step(folder, 10**6, num_ranks=2)
+    check(folder, {10**6})
+    assert held_open(tmp_path) == []
 
 
 def test_file_size_limit(tmp_path):

@@ -81,6 +81,23 @@ def test_full_weights_are_there_from_the_start_unless_they_are_gathered_on_deman
     assert held() == {0 if on_demand else nbytes}
 
 
+@pytest.mark.parametrize("zero_stage", range(4))
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_model_gets_what_was_stepped_or_restored(dtype, num_replicas, zero_stage):
+    """Rounded where masters are finer, and from other replicas at once, unless weights are gathered on demand."""
+    found = bucket(zero_stage, (8, 8), num_replicas=num_replicas, dtype=dtype)
+    stepped = torch.tensor(3 + 2**-20)
+    for fragment in found.fragments:
+        fragment.tensor.data.fill_(stepped)
+    found.publish()
+    if num_replicas > 1:
+        assert getattr(found._collectives, "gathers", 0) == (zero_stage in (1, 2))
+    found.wait()
+    assert all(bool((member.parameter == stepped.to(dtype)).all()) for member in found.members)
+    assert all(bool((fragment.tensor == stepped).all()) for fragment in found.fragments), "masters stay as they are"
+
+
 def test_a_single_replica_is_a_group_of_its_rank_alone(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
     assert Collectives().group == Group((5,), (0,))
