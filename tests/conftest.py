@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+gc.disable()  # until all tests are collected: each search for garbage would look through what is there so far
 NUM_GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,6 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needed = marker.kwargs.get("count", 1) if marker else 0
         if needed > NUM_GPUS:
             item.add_marker(pytest.mark.skip(reason=f"needs {_gpus(needed)}; this machine has {NUM_GPUS or 'none'}"))
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected lives on: no search for garbage looks through it."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:

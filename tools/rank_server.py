@@ -11,6 +11,8 @@ import os
 gc.disable()  # until all is imported: each search would look through what is there so far
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import deepspeed.comm.mori
+import deepspeed.module_inject.auto_ep_layer
 import deepspeed.ops
 import peft  # noqa: F401
 import torch

@@ -173,7 +173,6 @@ def weft_losses(config: WeftConfig, steps: int) -> list[float]:
     losses = [float(engine.train_batch()) for _ in range(steps)]
     check_order(engine)
     engine.destroy()
-    assert gc.get_freeze_count(), "what `run_ranks` froze is looked through again for every engine"
     dist.barrier()
     return losses
 
@@ -185,6 +184,7 @@ def many_losses(configs: list[WeftConfig], steps: int) -> list[list[float]]:
         if count % 8 == 7:
             gc.collect()  # a gloo group's threads end with its last reference
         losses.append(weft_losses(config, steps))
+    assert gc.get_freeze_count(), "what `run_ranks` froze is looked through again for every engine"
     return losses
 
 
