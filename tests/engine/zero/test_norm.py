@@ -9,7 +9,7 @@ from tests.engine.zero.replicas import Meetings, SmallStage, in_threads
 from weft.conf.deepspeed import deepspeed_config
 from weft.conf.schema import Precision, WeftConfig, ZeroConfig
 from weft.engine.execution.sums import ReplicaSum
-from weft.engine.zero import NonFiniteError, ShardedOptimizer, Sharding
+from weft.engine.zero import NonFiniteError, ShardedOptimizer, Sharding, Skips, optimizer
 from weft.engine.zero.finite import NormWatch, all_finite
 from weft.engine.zero.norm import ROW, squared_norm
 from weft.engine.zero.optimizer import MOST_SKIPPED
@@ -218,6 +218,20 @@ def test_fp16_skips_and_lowers_its_scale():
     assert not trained.optimizer.overflow
     assert not all(torch.equal(a, b) for a, b in zip(before, trained.weights(), strict=True))
     trained.optimizer.check_finite()
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("check_overflow", [False, True])
+@pytest.mark.parametrize("most", [0, 2])
+def test_only_a_norm_that_the_step_needs_is_summed_before_it(monkeypatch, clip, check_overflow, most):
+    """The way across sites that is short for those who wait; any other sum goes on during the next step."""
+    at_once = []
+    monkeypatch.setattr(optimizer, "sum_now", lambda number, **groups: at_once.append(groups) or number)
+    trained = Trained(clip=clip, check_overflow=check_overflow, skips=Skips(most))
+    trained.step()
+    needed = clip > 0 or check_overflow or most > 0
+    assert at_once == [{"replicas": None, "pipeline": None}] * needed
+    assert float(trained.optimizer.gradient_norm) > 0
 
 
 def test_steps_are_not_skipped_for_ever():

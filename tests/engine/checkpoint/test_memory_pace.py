@@ -1,0 +1,65 @@
+"""How often memory checkpoints are taken, by a clock of each rank that only steps and copies move on."""
+
+import threading
+from collections import Counter
+from math import ceil
+
+import pytest
+
+from tests.engine.checkpoint.test_memory_in_threads import opened
+from tests.thread_ranks import run_in_threads
+from weft.engine.checkpoint.memory import checkpoints
+from weft.engine.checkpoint.memory.slot import Slot
+
+STEPS = 30
+STEP_S = (0.5, 0.25)
+"""Of each rank: the slower one counts."""
+
+
+class Clocks:
+    """One for each rank's training, and one for each rank's copies."""
+
+    def __init__(self):
+        self._now_s = Counter()
+
+    @staticmethod
+    def _mine():
+        thread = threading.current_thread()
+        return id(thread.__dict__["weft_world"]), thread.name.startswith("weft-memory")
+
+    def now_s(self):
+        return self._now_s[self._mine()]
+
+    def go_on(self, duration_s):
+        self._now_s[self._mine()] += duration_s
+
+
+def paced(root, clocks, share):
+    told = []
+    made, memory = opened(root, "one host", share=share, whole=told.append)
+    for step in range(1, STEPS + 1):
+        made.step()
+        clocks.go_on(STEP_S[made.global_rank])
+        memory.take({"step": step})
+    memory.finish()
+    memory.close()
+    assert memory.num_whole == len(told)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("copy_s", "share", "apart"),
+    [(1.0, 0.01, 1), (1.25, 1.0, 3), (3.0, 1.0, 6), (3.0, 0.5, 12), (3.1, 0.5, 13), (100.0, 1.0, 200)],
+)
+def test_copies_that_take_long_are_under_way_for_their_share_of_the_time(tmp_path, monkeypatch, copy_s, share, apart):
+    """Those of a second or less are taken at every step; after the first nobody knows yet how long a step lasts."""
+    clocks, commit = Clocks(), Slot.commit
+
+    def slow(slot, text):
+        clocks.go_on(copy_s if slot.path.name == "rank-000.safetensors" else copy_s / 2)
+        commit(slot, text)
+
+    monkeypatch.setattr(checkpoints, "perf_counter", clocks.now_s)
+    monkeypatch.setattr(Slot, "commit", slow)
+    assert apart in (1, ceil(copy_s / share / max(STEP_S)))
+    assert run_in_threads(2, paced, tmp_path, clocks, share) == [[1, *range(2, STEPS + 1, apart)]] * 2
