@@ -3,10 +3,13 @@
 import threading
 from collections import Counter
 from math import ceil
+from time import sleep
 
 import pytest
+import torch
 
 from tests.engine.checkpoint.test_memory_in_threads import opened
+from tests.engine.small_engine import assert_equal, joined
 from tests.thread_ranks import run_in_threads
 from weft.engine.checkpoint.memory import checkpoints
 from weft.engine.checkpoint.memory.slot import Slot
@@ -63,3 +66,30 @@ def test_copies_that_take_long_are_under_way_for_their_share_of_the_time(tmp_pat
     monkeypatch.setattr(Slot, "commit", slow)
     assert apart in (1, ceil(copy_s / share / max(STEP_S)))
     assert run_in_threads(2, paced, tmp_path, clocks, share) == [[1, *range(2, STEPS + 1, apart)]] * 2
+
+
+def beside_a_slow_copy(root):
+    made, memory = opened(root, "one host")
+    made.part.register_buffer("running", torch.zeros(2))
+    made.step()
+    before = made.held()
+    memory.take({})
+    made.part.running.fill_(1.0)  # as the next forwards do
+    made.step()
+    memory.finish()
+    found, restored = memory.recover(), made.held()
+    memory.close()
+    return found, before, restored, made.part.running.tolist()
+
+
+def test_what_was_true_when_it_was_taken_is_stored_however_slow_the_copy_is(tmp_path, monkeypatch):
+    places = Slot.places
+
+    def slow(slot, pieces):
+        sleep(0.2)
+        return places(slot, pieces)
+
+    monkeypatch.setattr(Slot, "places", slow)
+    found, before, restored, running = zip(*run_in_threads(2, beside_a_slow_copy, tmp_path), strict=True)
+    assert found == ((1, {}),) * 2 and running == ([0.0, 0.0],) * 2
+    assert_equal(joined(restored), joined(before))
