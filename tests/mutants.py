@@ -45,6 +45,8 @@ LIMIT_S = 150
 """Of processor time for the tests of a mutant: who takes longer has been noticed."""
 PATIENCE = 6
 """Times as long as that a mutant may wait or be kept waiting by what else the machine does."""
+MOST_BYTES = 8 << 30
+"""Memory of a process of these tests; who wants more has been noticed, before the machine has none left."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,7 @@ def run_tests(mutant: Mutant, output: str, limit_s: int) -> None:
     os.setsid()
     used = int(time.process_time())
     resource.setrlimit(resource.RLIMIT_CPU, (used + limit_s, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, resource.RLIM_INFINITY))
     log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -248,7 +251,8 @@ def run_tests(mutant: Mutant, output: str, limit_s: int) -> None:
 
 
 def judge(mutant: Mutant, limit_s: int) -> str:
-    """``killed`` if a test fails or breaks, ``time out`` if they do not end, else ``SURVIVED``."""
+    """``killed`` if a test fails or breaks, ``time out`` if they compute without end, ``no end`` if they wait, or
+    the machine has too much else to do; else ``SURVIVED``."""
     with tempfile.TemporaryDirectory() as folder:
         child = os.fork()
         if child == 0:
@@ -265,7 +269,7 @@ def judge(mutant: Mutant, limit_s: int) -> str:
         else:
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            return "time out"
+            return "no end"
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)  # what the tests have left running
         ended = os.waitstatus_to_exitcode(status)
@@ -295,7 +299,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     for name in ("deepspeed", "hypothesis", "peft", "torch.distributed.pipelining", "transformers", "xxhash"):
         __import__(name)
-    counts = {"killed": 0, "time out": 0, "SURVIVED": 0}
+    counts = {"killed": 0, "time out": 0, "no end": 0, "SURVIVED": 0}
     for mutant in sample(options.folders, options.count, options.seed):
         began = time.monotonic()
         found = judge(mutant, options.limit_s)

@@ -15,7 +15,7 @@ from weft.tools.ranks import run_ranks
 
 
 @given(
-    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.uint8]),
     st.integers(1, 300),
     st.integers(0, 2**32),
     st.data(),
