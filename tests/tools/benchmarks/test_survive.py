@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from weft.conf import load
+from weft.pipeline.action import Action
 from weft.tools.benchmarks import survive
 from weft.tools.benchmarks.survival import faults, network, reference, session, sitecustomize
 from weft.tools.benchmarks.survival.hosts import HOSTS, LocalHosts, OneMachine
@@ -32,6 +35,24 @@ def test_every_order_that_is_given_is_known_to_the_ranks():
     given = set(re.findall(r"run\.order\([^,]+, \"(\w+)\"", inspect.getsource(faults) + inspect.getsource(reference)))
     assert len(given) > 1
     assert all(callable(getattr(sitecustomize, f"_{name}")) for name in given)
+
+
+def test_a_bit_flips_once_and_while_weights_are_whole():
+    class Engine:
+        def __init__(self):
+            self.module, self.slot_observers = torch.nn.Linear(3, 2), []
+
+    engine = Engine()
+    before = torch.nn.utils.parameters_to_vector(engine.module.parameters())
+    sitecustomize._flip(SimpleNamespace(WeftEngine=Engine))
+    changed = []
+    for row in ("0F0", "0SEND_F0", "0F1", "0I0", "0W0", "0B1", "0STEP"):
+        slot = (Action.parse(row),)
+        for observer in [*engine.slot_observers]:
+            observer.slot_begins(slot)
+        after = torch.nn.utils.parameters_to_vector(engine.module.parameters())
+        changed.append(int((before != after).sum()))
+    assert changed == [0, 0, 0, 1, 1, 1, 1] and not engine.slot_observers
 
 
 def test_faults_have_names_of_their_own():

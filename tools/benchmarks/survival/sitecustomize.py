@@ -57,12 +57,39 @@ def _engine(module: Any) -> Any:
         frame = frame.f_back
 
 
-def _flip(module: Any) -> None:
-    """Flip a bit of this replica's weights, without a trace in autograd's count of their versions."""
-    import torch
+class _FlipInBackward:
+    """Flips a bit of a replica's weights where its next backward begins, and is gone.
 
-    parameter = next(iter(_engine(module).module.parameters()))
-    parameter.data.view(-1).view(torch.int32)[0] ^= 1 << 20
+    From the update of a step until the next forward, what other replicas have updated is on its way: a bit that
+    flips then is overwritten, and nobody is any worse off. In a backward all weights are whole.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def step_begins(self, num_microbatches: int) -> None:
+        """It is to come."""
+
+    def slot_begins(self, slot: Any) -> None:
+        from weft.pipeline.action import Op
+
+        if not {Op.B, Op.I} & {action.op for action in slot}:
+            return
+        import torch
+
+        self._engine.slot_observers.remove(self)
+        parameter = next(iter(self._engine.module.parameters()))
+        # Without a trace in autograd's count of versions.
+        parameter.data.view(-1).view(torch.int32)[0] ^= 1 << 20
+
+    def slot_ends(self, slot: Any) -> None:
+        """It is over."""
+
+
+def _flip(module: Any) -> None:
+    """Flip a bit of this replica's weights."""
+    engine = _engine(module)
+    engine.slot_observers.append(_FlipInBackward(engine))
 
 
 def _poison(module: Any, times: int) -> None:
