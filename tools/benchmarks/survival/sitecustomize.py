@@ -58,14 +58,15 @@ def _engine(module: Any) -> Any:
 
 
 class _FlipInBackward:
-    """Flips a bit of a replica's weights where its next backward begins, and is gone.
+    """Flips a bit of a replica's weights where its next backward begins.
 
     From the update of a step until the next forward, what other replicas have updated is on its way: a bit that
     flips then is overwritten, and nobody is any worse off. In a backward all weights are whole.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._has_flipped = False
 
     def step_begins(self, num_microbatches: int) -> None:
         """It is to come."""
@@ -73,14 +74,13 @@ class _FlipInBackward:
     def slot_begins(self, slot: Any) -> None:
         from weft.pipeline.action import Op
 
-        if not {Op.B, Op.I} & {action.op for action in slot}:
+        if self._has_flipped or not {Op.B, Op.I} & {action.op for action in slot}:
             return
         import torch
 
-        self._engine.slot_observers.remove(self)
-        parameter = next(iter(self._engine.module.parameters()))
+        self._has_flipped = True
         # Without a trace in autograd's count of versions.
-        parameter.data.view(-1).view(torch.int32)[0] ^= 1 << 20
+        next(iter(self._module.parameters())).data.view(-1).view(torch.int32)[0] ^= 1 << 20
 
     def slot_ends(self, slot: Any) -> None:
         """It is over."""
@@ -89,7 +89,7 @@ class _FlipInBackward:
 def _flip(module: Any) -> None:
     """Flip a bit of this replica's weights."""
     engine = _engine(module)
-    engine.slot_observers.append(_FlipInBackward(engine))
+    engine.slot_observers.append(_FlipInBackward(engine.module))
 
 
 def _poison(module: Any, times: int) -> None:
