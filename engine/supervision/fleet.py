@@ -83,7 +83,7 @@ class Fleet:
             sites: the hosts of each; empty where there is one.
         """
         self._start_agent, self._record, self._say = start_agent, record, say
-        self._sites = sites if len(sites) > 1 else ()
+        self._site_of = {host: tuple(site) for site in sites for host in site} if len(sites) > 1 else {}
         self._connected_s = 0.0
         self._silent_at: dict[tuple[str, ...], float] = {}
         self.hosts: dict[str, Host] = {}
@@ -146,7 +146,8 @@ class Fleet:
 
     def lose_site(self, name: str, names: Collection[str], silence_s: float, now: float) -> None:
         """Leave out all hosts of a host's site, if none of it is heard; one that is heard again comes back."""
-        for silent in self._silent_site(name, names, silence_s, now):
+        site = self._site_of.get(name, ())
+        for silent in site if site in self.silent_sites(names, silence_s, now) else ():
             if silent in names:
                 self.hosts[silent].connected = False
                 self._unreachable[silent] = _Unreachable(now, self.connect_s)
@@ -166,6 +167,7 @@ class Fleet:
         Args:
             patience: seconds that a site of which nobody is heard has, from its hosts.
         """
+        silent_sites = None
         for name in names:
             host = self.hosts[name]
             if not host.connected and host.exited:
@@ -173,7 +175,10 @@ class Fleet:
             silent_s = now - host.heard
             if silent_s > (CONNECT_S if host.attempt is None else silence_s):
                 alone = f"no sign of its agent for {silent_s:.1f} s"
-                site = self._silent_site(name, names, silence_s, now)
+                if silent_sites is None:
+                    silent_sites = self.silent_sites(names, silence_s, now)
+                site = self._site_of.get(name, ())
+                site = site if site in silent_sites else ()
                 if not site and now - self._last_silent(name) <= silence_s:
                     continue  # others of its site are heard again, and its own connection is about to be
                 if not site:
@@ -184,19 +189,14 @@ class Fleet:
 
     def silent_sites(self, names: Collection[str], silence_s: float, now: float) -> set[tuple[str, ...]]:
         """Sites of which nobody is heard: whether they or the links to them have failed cannot be told from here."""
-        found = {self._silent_site(name, names, silence_s, now) for name in names}
-        return found - {()}
-
-    def _silent_site(self, name: str, names: Collection[str], silence_s: float, now: float) -> tuple[str, ...]:
-        """The hosts of a host's site, if it is silent and they are about to be; else none."""
-        hosts = next((site for site in self._sites if name in site), ())
-        used = [self.hosts[host] for host in names if host in hosts]
-        if any(host.exited or now - host.heard <= silence_s / 2 for host in used):
-            return ()
-        if now - self.hosts[name].heard <= silence_s:
-            return ()
-        self._silent_at[tuple(hosts)] = now
-        return tuple(hosts)
+        quiet = {self._site_of.get(name, ()) for name in names if now - self.hosts[name].heard > silence_s}
+        found = set()
+        for site in quiet - {()}:
+            used = (self.hosts[host] for host in site if host in names)
+            if not any(host.exited or now - host.heard <= silence_s / 2 for host in used):
+                found.add(site)
+                self._silent_at[site] = now
+        return found
 
     def _last_silent(self, name: str) -> float:
         """When nobody of a host's site was heard the last time."""
