@@ -129,6 +129,7 @@ class SmallEngine:
         return nullcontext()
 
     def check_finite(self) -> None:
+        self.sharding.settle()
         self.optimizer.check_finite()
 
     def step(self) -> float:
