@@ -129,3 +129,10 @@ def test_in_another_layout_replicas_draw_anew_and_members_of_one_alike():
         alike = {key for key, other in seeds.items() if other == seed}
         replica = layout.position(rank).replica
         assert alike == {(step, r) for r in range(layout.world_size) if layout.position(r).replica == replica}
+
+
+def test_fragments_are_taken_once_nothing_is_being_gathered():
+    log = []
+    sharding = SimpleNamespace(settle=lambda: log.append("settled"), fragments=lambda: log.append("taken") or ["one"])
+    assert engine_state.fragments(SimpleNamespace(sharding=sharding)) == ["one"]
+    assert log == ["settled", "taken"]

@@ -1,0 +1,55 @@
+"""What a collective's caller gets, with a device that is played."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from weft.comm.collectives.executors import HostedResult, StreamResult
+
+
+class Event:
+    """Of a stream whose work takes until ``is_over``."""
+
+    def __init__(self):
+        self.is_over, self.waits = False, 0
+
+    def wait(self):
+        self.waits += 1
+
+    def query(self):
+        return self.is_over
+
+
+@pytest.fixture
+def event(monkeypatch):
+    event = Event()
+
+    class Stream:
+        def record_event(self):
+            return event
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    return event
+
+
+def test_a_stream_s_tensor_is_had_once_the_current_stream_waits_for_it(event):
+    tensor = torch.ones(2)
+    result = StreamResult(tensor)
+    assert not event.waits and not result.done()
+    assert result.result() is tensor and event.waits == 1
+    event.is_over = True
+    assert result.done()
+
+
+def test_what_a_thread_starts_is_waited_for_on_the_host_and_then_as_for_a_stream(event):
+    started: Future[StreamResult] = Future()
+    result, tensor = HostedResult(started), torch.ones(2)
+    assert not result.done()
+    started.set_result(StreamResult(tensor))
+    assert not result.done() and not event.waits
+    assert result.result() is tensor and event.waits == 1
+    event.is_over = True
+    assert result.done()
