@@ -132,11 +132,16 @@ _KINDS: tuple[tuple[type, ...], ...] = (
     *((int, type(None)), (int,), (int,), (int,), (list, tuple)),
 )
 
+_LINK_TYPES: list[list[type]] = [[*[int] * 6, rtt, int] for rtt in (float, int)]
+"""Of the fields of a `LinkReading`."""
+
 
 def _rank_from_wire(fields: Any) -> RankReport:
     if len(fields) != len(_KINDS) or not all(map(isinstance, fields, _KINDS)):
         raise ValueError("heartbeat: a rank's report has another form; driver and agents need the same Weft")
     rank, attempt, phase, (step, done, begun, waits), *rest, links = fields
     place = Place(int(step), int(done), bool(begun), int(waits))
+    if not all(isinstance(link, list | tuple) and [*map(type, link)] in _LINK_TYPES for link in links):
+        raise ValueError("heartbeat: a link's counters have another form; driver and agents need the same Weft")
     joined = tuple(map(LinkReading._make, links))
     return RankReport._make((rank, attempt, _PHASES[phase], place, *rest, joined))

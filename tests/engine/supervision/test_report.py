@@ -50,6 +50,18 @@ def test_reports_go_through_json():
         {"ranks": 3},
         {"host": 5},
         {"vitals": []},
+        *(
+            {"ranks": [[*RankReport(1, 2)[:-1], [link]]]}
+            for link in (
+                5,
+                "12345678",
+                [],
+                [*LINK[:-1]],
+                [*LINK[:-1], "fast"],
+                [*LINK[:-1], float("nan")],
+                [None, *LINK[1:]],
+            )
+        ),
     ],
 )
 def test_another_form_is_refused(change):
