@@ -10,6 +10,7 @@ import struct
 from typing import Protocol
 
 from weft.comm.control.certificate import RENDEZVOUS, contexts
+from weft.comm.host_port import HostPort, Service, family_of, knock
 from weft.comm.wan.key import WanKey
 
 RUN = "WEFT_RUN"
@@ -136,7 +137,11 @@ class AuthenticatedUnixSocket:
 
 
 class AuthenticatedTcpSocket:
-    """A TCP port with mutual TLS 1.3, by a certificate that both sides derive from the job's key."""
+    """A host's TCP port, where one knocks, with mutual TLS 1.3 by a certificate that both sides derive from the key.
+
+    Attributes:
+        port: this process's part in the port, if it listens.
+    """
 
     def __init__(self, address: tuple[str, int], *, listens: bool) -> None:
         """Listen at ``address``, or remember it for `connect`.
@@ -144,15 +149,26 @@ class AuthenticatedTcpSocket:
         Raises:
             ValueError: there is no key, or the address cannot be bound.
         """
-        self._accepting, self._connecting = contexts(WanKey.from_environment(), RENDEZVOUS)
+        self._key = WanKey.from_environment()
+        self._accepting, self._connecting = contexts(self._key, RENDEZVOUS)
         self.address = address
-        self.listener = None
+        self.port: HostPort | None = None
+        self.listener: socket.socket | None = None
         if listens:
-            self.listener = listen(_family(address), address)
-            self.address = self.listener.getsockname()[:2]
+            try:
+                self.port = HostPort(address, Service.RENDEZVOUS, self._key)
+            except OSError as error:
+                raise _cannot_meet(":".join(map(str, address)), error) from error
+            self.address, self.listener = self.port.address, self.port.listener
 
     async def authenticate(self, peer: socket.socket) -> Connection:
-        """Prove the key, and have the peer prove it."""
+        """Hear the knock, prove the key, and have the peer prove it."""
+        assert self.port is not None
+        await self.port.answer(peer)
+        return await self.authenticate_handed(peer)
+
+    async def authenticate_handed(self, peer: socket.socket) -> Connection:
+        """The same of a connection that another process has handed on."""
         try:
             return await open_connection(peer, self._accepting, server_side=True)
         except ssl.SSLError as error:
@@ -160,9 +176,10 @@ class AuthenticatedTcpSocket:
 
     async def connect(self) -> Connection:
         """Connect, have the server prove the key, and prove it in turn."""
-        connection = await connected(socket.socket(_family(self.address)), self.address)
+        connection = await connected(socket.socket(family_of(self.address)), self.address)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                await asyncio.get_running_loop().sock_sendall(connection, knock(self._key, Service.RENDEZVOUS))
                 return await open_connection(connection, self._connecting)
         except ssl.SSLError as error:
             connection.close()
@@ -205,14 +222,17 @@ def listen(family: socket.AddressFamily, address: str | tuple[str, int]) -> sock
         listener.bind(address)
     except OSError as error:
         listener.close()
-        where = address[1:] if isinstance(address, str) else ":".join(map(str, address))
-        raise ValueError(
-            f"the ranks cannot meet at {where}: {error.strerror}; stop what listens there, or set another "
-            "cluster.master_port (or MASTER_PORT)"
-        ) from error
+        raise _cannot_meet(address[1:] if isinstance(address, str) else ":".join(map(str, address)), error) from error
     listener.listen(socket.SOMAXCONN)
     listener.setblocking(False)
     return listener
+
+
+def _cannot_meet(where: str, error: OSError) -> ValueError:
+    return ValueError(
+        f"the ranks cannot meet at {where}: {error.strerror}; stop what listens there, or set another "
+        "cluster.master_port (or MASTER_PORT)"
+    )
 
 
 async def connected(connection: socket.socket, address: str | tuple[str, int]) -> socket.socket:
@@ -225,7 +245,3 @@ async def connected(connection: socket.socket, address: str | tuple[str, int]) -
         connection.close()
         raise
     return connection
-
-
-def _family(address: tuple[str, int]) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address[0] else socket.AF_INET

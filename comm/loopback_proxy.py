@@ -17,12 +17,14 @@ from typing import Any, ClassVar
 from weft.comm import authenticated_socket
 from weft.comm.authenticated_socket import (
     AuthenticatedSocket,
+    AuthenticatedTcpSocket,
     AuthenticationError,
     Connection,
     connected,
     listen,
     open_connection,
 )
+from weft.comm.host_port import HostPort
 
 MAX_UNAUTHENTICATED = 4096
 """Connections that have not authenticated themselves yet; further ones are closed."""
@@ -97,13 +99,17 @@ class LoopbackProxy:
         self._tasks: set[asyncio.Task] = set()
         self._unauthenticated = self._local = 0
         self._loop = asyncio.new_event_loop()
-        self._listen(self._own, self._check_own_process)
+        self._port: HostPort | None = None
+        self._start(self._accept(self._own, self._check_own_process))
         threading.Thread(target=self._run, name="weft-rendezvous", daemon=True).start()
 
     def also_accept(self, address: AuthenticatedSocket) -> None:
         """Forward the connections that ``address`` accepts and authenticates as well."""
-        assert address.listener is not None
-        self._loop.call_soon_threadsafe(self._listen, address.listener, address.authenticate)
+        self._loop.call_soon_threadsafe(self._accept_for, address)
+
+    def leave_port(self) -> None:
+        """Accept no more at the host's port: who listens there as well hands on what is for the store."""
+        self._loop.call_soon_threadsafe(self._accepting.cancel)
 
     def preconnect(self, timeout_s: float) -> None:
         """Connect upstream once, for the first client, so that a failure is raised here.
@@ -142,15 +148,25 @@ class LoopbackProxy:
         for task in self._tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        if self._port is not None:
+            self._port.close()
         self._loop.close()
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
-    def _listen(self, listener: socket.socket, authenticate: Callable[[socket.socket], Awaitable[Connection]]) -> None:
-        self._start(self._accept(listener, authenticate))
+    def _accept_for(self, address: AuthenticatedSocket) -> None:
+        assert address.listener is not None
+        self._accepting = self._start(self._accept(address.listener, address.authenticate))
+        if isinstance(address, AuthenticatedTcpSocket):
+            assert address.port is not None
+            self._port = address.port
+            self._port.take_handed(
+                self._loop, lambda guest: self._start(self._serve(guest, address.authenticate_handed, own=False))
+            )
 
     async def _accept(
         self, listener: socket.socket, authenticate: Callable[[socket.socket], Awaitable[Connection]]

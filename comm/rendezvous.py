@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +31,17 @@ _ADDRESS_KEY = "weft/store_address"
 """Key of torchrun's store under which rank 0 publishes the address of the authenticated socket."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Meeting:
+    """What rank 0 has of the rendezvous that its store is from."""
+
+    port: int = 0
+    proxy: LoopbackProxy | None = None
+
+
+_MEETING = _Meeting()
 
 
 def register() -> None:
@@ -62,10 +74,13 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
     address = job_socket(rank, timeout)
     _choose_interface(address)
     os.environ.setdefault(_READ_TOGETHER, "1")
+    _MEETING.port, _MEETING.proxy = 0, None
     if rank == 0:
         local = ProcessLocalPort.open()
         proxy = LoopbackProxy(local.connect, host=local.PROXY_HOST, port=local.port)
         proxy.also_accept(address)
+        if isinstance(address, AuthenticatedTcpSocket) and not under_torchrun():
+            _MEETING.port, _MEETING.proxy = address.address[1], proxy
         return dist.TCPStore(
             local.PROXY_HOST,
             local.port,
@@ -79,6 +94,23 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", proxy.port, size, is_master=False, timeout=timeout)
 
 
+def hosts_port() -> int:
+    """On rank 0, the port of the rendezvous, where other hosts may listen as well; 0 if it is none of all hosts'.
+
+    Under torchrun it is a free one of rank 0's host; on one host, and on loopback, there is none.
+    """
+    return _MEETING.port
+
+
+def hand_over_port(port: int) -> None:
+    """On rank 0, whose endpoint listens at ``port`` from now on: if the rendezvous does, too, let the endpoint accept.
+
+    It does so without Python's interpreter lock, and hands on what is for the rendezvous.
+    """
+    if _MEETING.proxy is not None and _MEETING.port == port:
+        _MEETING.proxy.leave_port()
+
+
 def job_socket(rank: int, timeout: timedelta) -> AuthenticatedSocket:
     """The authenticated socket of the job in the environment; on rank 0 it is listening when this returns."""
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -87,7 +119,7 @@ def job_socket(rank: int, timeout: timedelta) -> AuthenticatedSocket:
         # can another supervised run, which may have been started with the same port.
         run, attempt = os.environ.get(RUN, f"{master}-{port}"), os.environ.get("WEFT_ATTEMPT", "0")
         return AuthenticatedUnixSocket(f"weft-{os.getuid()}-ranks-{run}-{attempt}", listens=rank == 0)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not under_torchrun():
         return AuthenticatedTcpSocket((own_address(), port) if rank == 0 else (master, port), listens=rank == 0)
     # torchrun's agent has its store at that port. It only tells the address of our socket: an unauthenticated peer
     # that answers in its place cannot prove the key.
@@ -99,6 +131,11 @@ def job_socket(rank: int, timeout: timedelta) -> AuthenticatedSocket:
         return listening
     host, _, number = agent.get(key).decode().partition(" ")
     return AuthenticatedTcpSocket((host, int(number)), listens=False)
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun's agent has a store at the master's port."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def on_one_host() -> bool:

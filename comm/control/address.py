@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from weft.comm.control.certificate import contexts
 from weft.comm.control.link import Link
+from weft.comm.host_port import HostPort, Service, family_of, knock
 from weft.comm.wan.key import WanKey
 
 Address = str | tuple[str, int]
-"""A name of this host's Unix sockets, where the kernel says which user is at the other end; or an IP
-address and a TCP port, where both sides prove ``WEFT_KEY`` in a TLS handshake."""
-KNOCK_S = 5.0
+"""A name of this host's Unix sockets, where the kernel says which user is at the other end; or an IP address and the
+TCP port of a host, where one knocks, and both sides prove ``WEFT_KEY`` in a TLS handshake."""
+GREETED_WITHIN_S = 5.0
 """Seconds for connecting, the handshake and the greeting."""
 
 
@@ -29,6 +30,7 @@ class Place:
     """An address, and what is needed to talk there."""
 
     address: Address
+    key: WanKey | None
     listening: ssl.SSLContext | None
     connecting: ssl.SSLContext | None
 
@@ -40,30 +42,27 @@ class Place:
             ValueError: a TCP address and no ``WEFT_KEY``, or one that is too short.
         """
         if isinstance(address, str):
-            return cls(address, None, None)
-        return cls(address, *contexts(WanKey.from_environment()))
+            return cls(address, None, None, None)
+        key = WanKey.from_environment()
+        return cls(address, key, *contexts(key))
 
-    def listen(self) -> socket.socket:
-        """A listening socket.
+    def listen(self) -> socket.socket | HostPort:
+        """A listening Unix socket, or this process's part in the host's port.
 
         Raises:
             ValueError: the address cannot be had.
         """
-        unix = isinstance(self.address, str)
-        listener = socket.socket(socket.AF_UNIX if unix else _family(self.address))
-        if not unix:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind("\0" + self.address if isinstance(self.address, str) else self.address)
+            if self.key is not None:
+                assert not isinstance(self.address, str)
+                return HostPort(self.address, Service.CONTROL, self.key)
+            assert isinstance(self.address, str)
+            return _unix_listener(self.address)
         except OSError as error:
-            listener.close()
             raise ValueError(
                 f"the run's supervisor cannot listen at {self.address}: {error.strerror}; end what is there, or set "
                 "another supervise.port"
             ) from error
-        listener.listen(socket.SOMAXCONN)
-        listener.setblocking(False)
-        return listener
 
     async def admit(self, guest: socket.socket, link: Link) -> None:
         """Find out who came, and put ``link`` on the connection.
@@ -79,12 +78,13 @@ class Place:
         Raises:
             OSError: nobody is there, or no process of this job.
         """
-        unix = isinstance(self.address, str)
-        inside = socket.socket(socket.AF_UNIX if unix else _family(self.address))
+        inside = socket.socket(socket.AF_UNIX if isinstance(self.address, str) else family_of(self.address))
         inside.setblocking(False)
+        loop = asyncio.get_running_loop()
         try:
-            target = "\0" + self.address if isinstance(self.address, str) else self.address
-            await asyncio.get_running_loop().sock_connect(inside, target)
+            await loop.sock_connect(inside, "\0" + self.address if isinstance(self.address, str) else self.address)
+            if self.key is not None:
+                await loop.sock_sendall(inside, knock(self.key, Service.CONTROL))
             await self._wrap(inside, link, self.connecting, server_side=False)
         except BaseException:
             inside.close()
@@ -100,12 +100,20 @@ class Place:
             return
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if server_side:
-            await loop.connect_accepted_socket(lambda: link, end, ssl=context, ssl_handshake_timeout=KNOCK_S)
+            await loop.connect_accepted_socket(lambda: link, end, ssl=context, ssl_handshake_timeout=GREETED_WITHIN_S)
         else:
             await loop.create_connection(
-                lambda: link, sock=end, ssl=context, server_hostname="", ssl_handshake_timeout=KNOCK_S
+                lambda: link, sock=end, ssl=context, server_hostname="", ssl_handshake_timeout=GREETED_WITHIN_S
             )
 
 
-def _family(address: Address) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+def _unix_listener(name: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind("\0" + name)
+    except OSError:
+        listener.close()
+        raise
+    listener.listen(socket.SOMAXCONN)
+    listener.setblocking(False)
+    return listener

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from weft.comm.control.address import KNOCK_S, Address, Place
+from weft.comm.control.address import GREETED_WITHIN_S, Address, Place
 from weft.comm.control.frames import MOST_BYTES, pack
 from weft.comm.control.link import Link
 from weft.comm.control.session import Session, checked_greeting
@@ -79,7 +79,7 @@ class ControlClient:
             if link is not None:
                 link.finish()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(link.ended.wait(), KNOCK_S)
+                    await asyncio.wait_for(link.ended.wait(), GREETED_WITHIN_S)
             self._running.cancel()
             with suppress(asyncio.CancelledError):
                 await self._running
@@ -91,7 +91,7 @@ class ControlClient:
                 on_frame=self._take, on_tick=self._session.give_sign, on_end=self._end, most_bytes=self._most_bytes
             )
             try:
-                async with asyncio.timeout(KNOCK_S):
+                async with asyncio.timeout(GREETED_WITHIN_S):
                     await self._place.enter(link)
                     link.write(pack(self._session.greeting()))
                     await link.greeting()

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from weft.comm.control.address import KNOCK_S, Address, Place
+from weft.comm.control.address import GREETED_WITHIN_S, Address, Place
 from weft.comm.control.frames import MOST_BYTES, pack
 from weft.comm.control.link import Link
 from weft.comm.control.session import Session, checked_greeting
+from weft.comm.host_port import HandedOn, HostPort
 
 MOST_GUESTS = 512
 """Who have not said who they are yet; of more, the oldest makes way."""
@@ -50,6 +51,7 @@ class ControlServer:
         self._peers: dict[Link, str] = {}
         self._guests: dict[asyncio.Task[None], None] = {}
         self._accepting: asyncio.Task[None] | None = None
+        self._port: HostPort | None = None
         self.refused = 0
 
     async def listen(self, address: Address) -> Address:
@@ -59,9 +61,14 @@ class ControlServer:
             ValueError: the address cannot be had, or it needs ``WEFT_KEY`` and there is none.
         """
         place = Place.of(address)
-        listener = place.listen()
-        self._accepting = asyncio.create_task(self._accept(place, listener))
-        return address if isinstance(address, str) else listener.getsockname()[:2]
+        entrance = place.listen()
+        if isinstance(entrance, HostPort):
+            self._port = entrance
+            entrance.take_handed(asyncio.get_running_loop(), lambda guest: self._receive(place, guest))
+            self._accepting = asyncio.create_task(self._accept(place, entrance.listener))
+            return entrance.address
+        self._accepting = asyncio.create_task(self._accept(place, entrance))
+        return address
 
     @property
     def connected(self) -> set[str]:
@@ -91,6 +98,8 @@ class ControlServer:
             self._accepting.cancel()
             with suppress(asyncio.CancelledError):
                 await self._accepting
+        if self._port is not None:
+            self._port.close()
         for guest in list(self._guests):
             guest.cancel()
         for link in list(self._peers):
@@ -110,22 +119,30 @@ class ControlServer:
                     log.warning("control: %s", error)
                     await asyncio.sleep(_RETRY_S)
                     continue
-                if len(self._guests) >= self._most_guests:
-                    next(iter(self._guests)).cancel()
-                task = asyncio.create_task(self._greet(place, guest))
-                self._guests[task] = None
-                task.add_done_callback(lambda task: self._guests.pop(task, None))
+                self._receive(place, guest, port=self._port)
 
-    async def _greet(self, place: Place, guest: Any) -> None:
+    def _receive(self, place: Place, guest: Any, port: HostPort | None = None) -> None:
+        """Greet a guest, who knocks first if the connection is one of ``port``."""
+        if len(self._guests) >= self._most_guests:
+            next(iter(self._guests)).cancel()
+        task = asyncio.create_task(self._greet(place, guest, port))
+        self._guests[task] = None
+        task.add_done_callback(lambda task: self._guests.pop(task, None))
+
+    async def _greet(self, place: Place, guest: Any, port: HostPort | None) -> None:
         """See that a guest proves who it is, and says it, in time."""
         link = Link(
             on_frame=self._take, on_tick=lambda: self._tick(link), on_end=self._end, most_bytes=self._most_bytes
         )
         guest.setblocking(False)
         try:
-            async with asyncio.timeout(KNOCK_S):
+            async with asyncio.timeout(GREETED_WITHIN_S):
+                if port is not None:
+                    await port.answer(guest)
                 await place.admit(guest, link)
                 await link.greeting()
+        except HandedOn:
+            guest.close()
         except (OSError, TimeoutError, asyncio.CancelledError):
             self.refused += 1
             link.end("no greeting")

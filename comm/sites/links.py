@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import weakref
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from time import monotonic, sleep
@@ -13,11 +14,14 @@ from time import monotonic, sleep
 import torch
 import torch.distributed as dist
 
+from weft.comm import rendezvous
 from weft.comm.channel import ChannelError
+from weft.comm.host_port import claim
 from weft.comm.wan.channel import WanChannel
 from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.key import WanKey
 from weft.comm.wan.network import listening_address
+from weft.conf.hosts import is_loopback
 from weft.conf.schema import CommConfig
 
 _CONNECTIONS = 2
@@ -56,11 +60,13 @@ class SiteLinks:
         """
         comm = sites.comm
         self.sites, self._store, self._rank, self._deadline_s = sites, store, rank, comm.deadline_s
+        self._held = ExitStack()
         if rank == 0:
             store.set("attempt", secrets.token_hex(16))
+            store.set("port", str(rendezvous.hosts_port()))
         self._endpoint = self._listen(comm)
         store.set(f"address/{rank}", json.dumps(self._endpoint.address))
-        self._closer = weakref.finalize(self, self._endpoint.close, linger_s=_LINGER_S)
+        self._closer = weakref.finalize(self, _close, self._endpoint, self._held, _LINGER_S)
 
     def _listen(self, comm: CommConfig) -> WanEndpoint:
         bind = listening_address(comm.interface)
@@ -70,19 +76,38 @@ class SiteLinks:
                 raise ValueError(said)
             return self._open(comm, bind, door=(said[0], said[1]))
         try:
-            endpoint = self._open(comm, bind)
+            endpoint = self._open(comm, bind, port=self._port(comm, bind))
         except ValueError as error:
             self._store.set(f"door/{bind}", json.dumps(str(error)))
             raise
         self._store.set(f"door/{bind}", json.dumps(endpoint.address))
+        if self._rank == 0:
+            rendezvous.hand_over_port(endpoint.address[1])
         return endpoint
 
-    def _open(self, comm: CommConfig, bind: str, door: tuple[str, int] | None = None) -> WanEndpoint:
+    def _port(self, comm: CommConfig, bind: str) -> int:
+        """This host's port for other hosts, claimed for this run; 0 for a free one.
+
+        Raises:
+            ValueError: another run's ranks listen there.
+        """
+        port = comm.port or (0 if is_loopback(bind) else int(self._store.get("port")))
+        if port:
+            try:
+                self._held.enter_context(claim(port, f"endpoint-{bind}"))
+            except OSError as error:
+                raise ValueError(
+                    f"comm.port={comm.port}: another run's ranks listen at port {port} of this host; end it, or set "
+                    "another comm.port"
+                ) from error
+        return port
+
+    def _open(self, comm: CommConfig, bind: str, *, port: int = 0, door: tuple[str, int] | None = None) -> WanEndpoint:
         return WanEndpoint(
             rank=self._rank,
             job=f"groups of {self._store.get('attempt').decode()}",
             bind=bind,
-            port=comm.port if door is None else 0,
+            port=port,
             door=door,
             knocks=True,
             key=WanKey.from_environment(),
@@ -142,7 +167,7 @@ class SiteLinks:
         because of the store on rank 0.
         """
         if self._closer.detach():
-            self._endpoint.close(linger_s=linger_s)
+            _close(self._endpoint, self._held, linger_s)
 
     def _address(self, peer: int) -> tuple[str, int]:
         try:
@@ -150,3 +175,8 @@ class SiteLinks:
         except (RuntimeError, ValueError) as error:
             raise ChannelError(f"rank {peer} of another site has not said where it listens: {error}") from error
         return host, port
+
+
+def _close(endpoint: WanEndpoint, held: ExitStack, linger_s: float) -> None:
+    endpoint.close(linger_s=linger_s)
+    held.close()

@@ -146,6 +146,7 @@ private:
         int on = 1;
         listener_ = open_socket(address);
         setsockopt(listener_, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+        if (mailbox_ && address.port()) setsockopt(listener_, SOL_SOCKET, SO_REUSEPORT, &on, sizeof on);
         auto *storage = reinterpret_cast<const sockaddr *>(&address.storage);
         if (listener_ < 0 || bind(listener_, storage, address.length) || listen(listener_, 128)) {
             std::string why = "cannot listen on " + address.text() + ": " + error_text(errno);
@@ -155,7 +156,7 @@ private:
         Address bound;
         bound.length = sizeof bound.storage;
         getsockname(listener_, reinterpret_cast<sockaddr *>(&bound.storage), &bound.length);
-        port = ntohs(reinterpret_cast<sockaddr_in *>(&bound.storage)->sin_port);  // sin6_port is at the same offset
+        port = bound.port();
     }
 
     static int open_socket(const Address &address) {
@@ -227,7 +228,7 @@ private:
     void answer(Connection &connection, const Knock &knock) {
         if (!door_.opens(knock)) throw Broken("it did not knock as peers do");
         if (knock.job == options_.job && knock.to == options_.id) return begin(connection);
-        if (!Mailbox::give(connection.stream.fd, knock.job, knock.to)) throw Broken("no such endpoint on this host");
+        if (!Mailbox::give(connection.stream.fd, knock, port)) throw Broken("nobody of that name on this host");
         connection.dead = "handed over";
     }
 

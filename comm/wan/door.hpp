@@ -80,11 +80,11 @@ public:
     ~Mailbox() { Descriptors::all().close(fd); }
     Mailbox(const Mailbox &) = delete;
 
-    // Hands over a connection; false if the endpoint is not there, or does not keep up.
-    static bool give(int connection, const Job &job, uint32_t id) {
+    // Hands over a connection; false if who it is for is not there, or does not keep up.
+    static bool give(int connection, const Knock &knock, uint16_t port) {
         int sender = open();
         if (sender < 0) return false;
-        Name name(job, id);
+        Name name = knock.job == Job{} ? Name(port, knock.to) : Name(knock.job, knock.to);
         char byte = 0;
         iovec part{&byte, 1};
         alignas(cmsghdr) char control[CMSG_SPACE(sizeof connection)] = {};
@@ -125,16 +125,27 @@ private:
         sockaddr_un address{};
         socklen_t length;
 
-        Name(const Job &job, uint32_t id) {
-            std::string text = "weft-wan-" + std::to_string(id) + "-";
+        Name(const Job &job, uint32_t id) : Name("weft-wan-" + std::to_string(id) + "-" + hex(job)) {}
+
+        // Of what else listens at the host's port: the driver, or the ranks' rendezvous (comm/host_port.py).
+        Name(uint16_t port, uint32_t service)
+            : Name("weft-port-" + std::to_string(port) + "-" + std::to_string(service)) {}
+
+    private:
+        explicit Name(const std::string &text) {
+            address.sun_family = AF_UNIX;
+            memcpy(address.sun_path + 1, text.data(), text.size());  // abstract: gone with its process
+            length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + text.size());
+        }
+
+        static std::string hex(const Job &job) {
+            std::string text;
             for (unsigned char byte : job) {
                 char digits[3];
                 snprintf(digits, sizeof digits, "%02x", byte);
                 text += digits;
             }
-            address.sun_family = AF_UNIX;
-            memcpy(address.sun_path + 1, text.data(), text.size());  // abstract: gone with its process
-            length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + text.size());
+            return text;
         }
     };
 

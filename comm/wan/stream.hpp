@@ -44,13 +44,16 @@ struct Address {
         return address;
     }
 
+    // sin6_port is at the same offset
+    uint16_t port() const { return ntohs(reinterpret_cast<const sockaddr_in *>(&storage)->sin_port); }
+
     std::string text() const {
         char host[INET6_ADDRSTRLEN] = "?";
         auto *four = reinterpret_cast<const sockaddr_in *>(&storage);
         auto *six = reinterpret_cast<const sockaddr_in6 *>(&storage);
         bool is_six = storage.ss_family == AF_INET6;
         inet_ntop(storage.ss_family, is_six ? (const void *)&six->sin6_addr : &four->sin_addr, host, sizeof host);
-        return std::string(host) + ":" + std::to_string(ntohs(is_six ? six->sin6_port : four->sin_port));
+        return std::string(host) + ":" + std::to_string(port());
     }
 };
 

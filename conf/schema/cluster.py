@@ -95,7 +95,8 @@ class ClusterConfig:
     master_addr: str = "127.0.0.1"
     """Rendezvous address of the ranks."""
     master_port: int = 29500
-    """Rendezvous port of the ranks; 0 picks a free one (one machine only)."""
+    """Rendezvous port of the ranks, and unless `comm.port` or `supervise.port` say otherwise the one TCP port of each host
+    for other hosts, which a firewall has to let pass; 0 picks a free one (one machine only)."""
     manager: ClusterManager = ClusterManager.ssh
     """What starts processes on the hosts: ssh (from the hostfile), slurm or kubernetes; local takes every host
     of the hostfile for this machine, which tries out a run of several."""
@@ -128,8 +129,8 @@ class CommConfig:
     """Network interface on which to listen for ranks of other sites; empty takes the one that reaches
     `cluster.master_addr`."""
     port: int = 0
-    """TCP port of each host for ranks of other sites, for a firewall to let pass: the first rank of the host listens
-    there for all of them; 0 takes any free one."""
+    """TCP port of each host for ranks of other sites: the first rank of the host listens there for all of them; 0 takes
+    `cluster.master_port` (under torchrun, or on loopback, any free one)."""
     chunk_kb: int = 128
     """Kibibytes that a connection between sites sends at a time. A tensor should fill all `connections`
     many times over: lower it if tensors are small and connections are many."""

@@ -196,12 +196,11 @@ class Driver:
         self.job.on_report(*_parts(peer), message, monotonic())
 
     def _place(self) -> str | tuple[str, int]:
-        """Where to listen: on this machine alone, if all hosts are; a run's later drivers where the first did."""
+        """Where to listen: on this machine alone, if all hosts are."""
         cluster, settings = self._config.cluster, self._config.supervise
         if not cluster.hostfile or cluster.manager is ClusterManager.local:
             return f"weft-{os.getuid()}-{_name(self._folder)}"
-        past = [event["address"] for event in self._journal.past if event["event"] == "driver"]
-        port = settings.port or (past[-1][1] if past and not isinstance(past[-1], str) else 0)
+        port = settings.port or cluster.master_port
         if cluster.manager is ClusterManager.ssh:
             return _own_address(self._hosts), port
         return _own_address([cluster.master_addr]), port  # names of nodes and pods may not be known yet

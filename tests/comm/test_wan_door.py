@@ -2,23 +2,19 @@
 
 import array
 import hashlib
-import hmac
 import os
-import secrets
 import socket
-import struct
 import time
 from contextlib import ExitStack
 
 import pytest
 import torch
 
+from tests.comm.knocks import JOB, KEY, is_closed, knock
 from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.key import WanKey
 
-KEY = WanKey(b"a key for tests, long enough")
-JOB = "an attempt"
 SPEC = TensorSpec((100_000,), torch.float32)
 BOTH = pytest.mark.parametrize("tls", [True, False])
 
@@ -36,22 +32,6 @@ def host(request):
         first = stack.enter_context(endpoint(0, tls=tls))
         second = stack.enter_context(endpoint(1, tls=tls, door=first.address))
         yield first, second, stack.enter_context(endpoint(2, tls=tls, bind="127.0.0.2"))
-
-
-def knock(rank, *, key=KEY, job=JOB, magic=b"weftdoor"):
-    said = magic + hashlib.sha256(job.encode()).digest()[:16] + struct.pack("<II", rank, 0) + secrets.token_bytes(32)
-    return said + hmac.digest(key.derived("door"), said, "sha256")
-
-
-def is_closed(client, within_s=5.0):
-    """Whether the other side closes the connection, and says nothing."""
-    client.settimeout(within_s)
-    try:
-        return client.recv(1) == b""
-    except ConnectionError:
-        return True
-    except TimeoutError:
-        return False
 
 
 def talk(near, far):

@@ -189,13 +189,14 @@ def test_silent_connections_do_not_block_a_rank():
         assert store.get("a") == b"1"
 
 
-def test_an_impostor_in_rank_0s_place_learns_tls_greeting_only():
+def test_an_impostor_in_rank_0s_place_learns_a_knock_and_tls_greeting_only():
     with environment(WEFT_KEY=KEY, MASTER_ADDR="x", MASTER_PORT="1"), socket.create_server(("127.0.0.1", 0)) as false:
         heard = []
 
         def answer():
             client, _ = false.accept()
             with client:
+                heard.append(client.recv(96, socket.MSG_WAITALL))
                 heard.append(client.recv(4096))
                 client.sendall(os.urandom(64))
                 heard.append(client.recv(4096))
@@ -205,9 +206,10 @@ def test_an_impostor_in_rank_0s_place_learns_tls_greeting_only():
         with pytest.raises(ValueError, match="belongs to another job"):
             another_rank(AuthenticatedTcpSocket(false.getsockname(), listens=False))
         server.join(20)
-        assert heard[0][:1] == b"\x16"  # TLS's handshake, whose first message is random numbers and a list of ciphers
-        assert len(heard[1]) < 100  # its alert
-        assert KEY.encode() not in heard[0] + heard[1]
+        assert heard[0][:8] == b"weftdoor"
+        assert heard[1][:1] == b"\x16"  # TLS's handshake, whose first message is random numbers and a list of ciphers
+        assert len(heard[2]) < 100  # its alert
+        assert KEY.encode() not in b"".join(heard)
 
 
 def test_under_torchrun_the_agents_store_tells_the_address_only(monkeypatch):

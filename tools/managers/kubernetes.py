@@ -20,8 +20,6 @@ from weft.engine.supervision.hosts import hostfile_text
 DRIVER = "driver"
 SETTINGS = "/etc/weft"
 """Folder of the configuration in every pod."""
-PORT = 29600
-"""Of the driver, where `supervise.port` leaves it open."""
 _NEVER = 2**31 - 1  # no number of failed pods fails a site's job: the driver decides
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 _PACKAGES = "python -m weft.tools.cli"
@@ -87,8 +85,7 @@ def _resolved(config: WeftConfig) -> WeftConfig:
         master_addr=sites[0].hosts[0],
         master_port=config.cluster.master_port or ClusterConfig.master_port,
     )
-    supervise = replace(config.supervise, port=config.supervise.port or PORT)
-    return replace(config, cluster=cluster, supervise=supervise)
+    return replace(config, cluster=cluster)
 
 
 def _check(config: WeftConfig) -> None:
@@ -149,7 +146,7 @@ def _driver_job(config: WeftConfig, first: str, labels: Mapping[str, str]) -> di
         f"if [ -e {folder}/supervisor/job.json ]; then exec {_PACKAGES} launch --attach {folder}; fi; "
         f"exec {_PACKAGES} launch --config-file {SETTINGS}/config.yaml"
     ]
-    port = config.supervise.port
+    port = config.supervise.port or config.cluster.master_port
     container = _container(config, command, port, 0) | {
         "startupProbe": {"tcpSocket": {"port": port}, "periodSeconds": 5, "failureThreshold": 120},
         "livenessProbe": {"tcpSocket": {"port": port}, "periodSeconds": 20, "failureThreshold": 3},

@@ -16,6 +16,7 @@ from weft.comm.control import ControlClient, ControlServer, link
 from weft.comm.control.certificate import contexts
 from weft.comm.control.frames import MOST_BYTES, FrameError, Frames, pack
 from weft.comm.control.session import Session
+from weft.comm.host_port import Service, knock
 from weft.comm.wan.key import WanKey
 
 LIMIT_S = 60
@@ -242,13 +243,15 @@ def hostile_frames():
         yield struct.pack("<I", len(text)) + text
 
 
-async def closes(address, data, context=None):
-    """Say ``data``, and see that the connection is closed without an answer."""
-    reader, writer = await (
-        asyncio.open_unix_connection("\0" + address)
-        if isinstance(address, str)
-        else asyncio.open_connection(*address, ssl=context, server_hostname="" if context else None)
-    )
+async def closes(address, data, context=None, *, knocks=True):
+    """Say ``data``, over TCP after a knock as of a peer, and see that the connection is closed without an answer."""
+    if isinstance(address, str):
+        reader, writer = await asyncio.open_unix_connection("\0" + address)
+    else:
+        guest = socket.create_connection(address)
+        if knocks:
+            guest.sendall(knock(WanKey.from_environment(), Service.CONTROL))
+        reader, writer = await asyncio.open_connection(sock=guest, ssl=context, server_hostname="" if context else None)
     try:
         with suppress(ConnectionError, ssl.SSLError):
             writer.write(data)
@@ -262,8 +265,11 @@ async def closes(address, data, context=None):
 def test_nonsense_in_the_clear_earns_nothing():
     async def work():
         async with driver() as it, agent(it.address) as client:
-            answers = await asyncio.gather(*(closes(it.address, data) for data in hostile_frames() if len(data) > 4))
+            frames = [data for data in hostile_frames() if len(data) > 4]
+            answers = await asyncio.gather(*(closes(it.address, data) for data in frames))
             assert all(b"name" not in answer for answer in answers)  # a TLS alert at most
+            answers = await asyncio.gather(*(closes(it.address, data, knocks=False) for data in frames))
+            assert set(answers) == {b""}
             client.send({"still": "here"})
             await until(lambda: it.heard)
             assert it.came == ["a"]
@@ -339,7 +345,7 @@ def test_silent_guests_make_way_for_peers():
             silent = [socket.create_connection(it.address) for _ in range(20)]
             for number, guest in enumerate(silent):  # some begin a handshake, a byte of it
                 if number % 2:
-                    guest.sendall(b"\x16")
+                    guest.sendall(knock(WanKey.from_environment(), Service.CONTROL) + b"\x16")
             async with agent(it.address) as client:
                 client.send({"here": 1})
                 await until(lambda: it.heard)
@@ -350,12 +356,12 @@ def test_silent_guests_make_way_for_peers():
 
 
 def test_a_handshake_has_a_time_limit(monkeypatch):
-    monkeypatch.setattr("weft.comm.control.server.KNOCK_S", 0.2)
+    monkeypatch.setattr("weft.comm.control.server.GREETED_WITHIN_S", 0.2)
 
     async def work():
         async with driver() as it:
             reader, writer = await asyncio.open_connection(*it.address)
-            writer.write(b"\x16\x03\x01")
+            writer.write(knock(WanKey.from_environment(), Service.CONTROL) + b"\x16\x03\x01")
             assert await reader.read() == b""
             writer.close()
             assert it.server.refused == 1

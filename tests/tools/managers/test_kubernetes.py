@@ -131,7 +131,7 @@ def test_what_pods_read_is_a_configuration_with_hosts(tmp_path):
     config = from_tree(yaml.safe_load(data["config.yaml"]), source="the ConfigMap")
     assert config.cluster.spares == ["fold-east-0-2.fold"] and config.cluster.master_addr == hosts[0]
     assert [site.hosts for site in config.cluster.sites] == [hosts[:3], hosts[3:]]
-    assert config.supervise.port == container(jobs()["driver"])["ports"][0]["containerPort"]
+    assert config.cluster.master_port == container(jobs()["driver"])["ports"][0]["containerPort"]
     (tmp_path / "hostfile").write_text(data["hostfile"])
     (tmp_path / "config.yaml").write_text(data["config.yaml"].replace("/etc/weft/hostfile", f"{tmp_path}/hostfile"))
     load([], recipe_file=str(tmp_path / "config.yaml"))  # nothing to refuse

@@ -1,0 +1,200 @@
+"""A host's one TCP port for other hosts, which several processes of a run share.
+
+All of them listen there, and the kernel gives a connection to any one. So a connection begins with a *knock* of 96
+bytes in the clear, which names who it is for and proves the job's key, and a process hands on what is not its own. For
+a rank's endpoint (`comm/wan/door.hpp`) one knocks by its attempt and number, for all else by a `Service`. See
+docs/decisions/one-port.md.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import hmac
+import os
+import secrets
+import socket
+import struct
+import weakref
+from collections.abc import Callable
+from enum import IntEnum
+from time import monotonic, sleep
+
+from weft.comm.wan.key import WanKey
+
+KNOCK_BYTES = 96
+_SIGNED = struct.Struct("<8s16sII32s")  # magic, attempt, for whom, 0, random bytes; their HMAC follows
+_MAGIC = b"weftdoor"
+_NO_ATTEMPT = bytes(16)
+_SENDER = struct.Struct("3i")  # process, user, group
+_WAIT_S, _LOOK_S = 1.0, 0.01
+"""How long a process of this run that is ending may still have what is wanted, and how often that is looked at."""
+
+
+class Service(IntEnum):
+    """Who is knocked for besides endpoints; numbers that no rank has."""
+
+    RENDEZVOUS = 0xFFFFFFFE
+    CONTROL = 0xFFFFFFFF
+
+
+class HandedOn(ConnectionError):
+    """A connection was for another process, which has it now."""
+
+
+def knock(key: WanKey, service: Service) -> bytes:
+    """What a connection to ``service`` begins with; good for one connection."""
+    signed = _SIGNED.pack(_MAGIC, _NO_ATTEMPT, service, 0, secrets.token_bytes(32))
+    return signed + _proof(key, signed)
+
+
+class HostPort:
+    """A service's part in its host's port: what the kernel gives it, and what other processes hand on.
+
+    A forked child keeps nothing of it.
+
+    Attributes:
+        address: where it listens.
+        listener: accepts connections that have not knocked yet; `answer` hears them.
+    """
+
+    def __init__(self, address: tuple[str, int], service: Service, key: WanKey) -> None:
+        """Listen, beside other processes of this user that share the port; 0 takes one that is free.
+
+        Raises:
+            OSError: the address cannot be had, or another process is that service there.
+        """
+        self._service, self._key = service, key
+        self._heard: set[bytes] = set()  # only who has the key adds to it
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.listener = _kept_from_children(socket.socket(family_of(address)))
+        try:
+            self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if address[1]:
+                self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self.listener.bind(address)
+            self.address: tuple[str, int] = self.listener.getsockname()[:2]
+            self._mailbox = claim(self.address[1], service)
+        except OSError:
+            self.listener.close()
+            raise
+        self.listener.listen(socket.SOMAXCONN)
+        self.listener.setblocking(False)
+
+    async def answer(self, guest: socket.socket) -> None:
+        """Hear whom a connection from `listener` is for, and hand it on if that is another; it stays the caller's.
+
+        Who proves another key goes on to the handshake, which tells both sides.
+
+        Args:
+            guest: non-blocking; no more than the knock is read of it.
+
+        Raises:
+            HandedOn: it is for another process.
+            ConnectionError: it did not knock, or nobody of that name is here.
+        """
+        heard = b""
+        while len(heard) < KNOCK_BYTES:
+            more = await asyncio.get_running_loop().sock_recv(guest, KNOCK_BYTES - len(heard))
+            heard += more
+            if not more or heard[: len(_MAGIC)] != _MAGIC[: len(heard)]:
+                raise ConnectionError("it did not knock as peers do")
+        signed, proof = heard[: _SIGNED.size], heard[_SIGNED.size :]
+        _, attempt, whom, _, random = _SIGNED.unpack(signed)
+        if not hmac.compare_digest(_proof(self._key, signed), proof):
+            return
+        if random in self._heard:
+            raise ConnectionError("that knock was heard before")
+        self._heard.add(random)
+        if (attempt, whom) == (_NO_ATTEMPT, self._service):
+            return
+        name = _service_name(self.address[1], whom) if attempt == _NO_ATTEMPT else f"weft-wan-{whom}-{attempt.hex()}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [guest.fileno()]))
+            sender.sendmsg([b"\0"], [rights], socket.MSG_NOSIGNAL, "\0" + name)  # ConnectionRefusedError: not here
+        raise HandedOn(name)
+
+    def take_handed(self, loop: asyncio.AbstractEventLoop, welcome: Callable[[socket.socket], object]) -> None:
+        """From now on, on ``loop``, call ``welcome`` with what other processes hand on; called on that loop."""
+        self._loop = loop
+        loop.add_reader(self._mailbox, self._take_all, welcome)
+
+    def close(self) -> None:
+        """Leave the port; called on the loop of `take_handed`, when nothing accepts from `listener` any more."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._mailbox)
+        self._mailbox.close()
+        self.listener.close()
+
+    def _take_all(self, welcome: Callable[[socket.socket], object]) -> None:
+        room = socket.CMSG_SPACE(4) + socket.CMSG_SPACE(_SENDER.size)
+        while True:
+            try:
+                _, parts, _, _ = self._mailbox.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
+            except OSError:  # no more
+                return
+            guests, user = [], -1
+            for _, kind, data in parts:
+                if kind == socket.SCM_RIGHTS:
+                    guests = [socket.socket(fileno=number) for (number,) in struct.iter_unpack("i", data)]
+                elif kind == socket.SCM_CREDENTIALS:
+                    _, user, _ = _SENDER.unpack(data)
+            for guest in guests:
+                if user != os.geteuid():
+                    guest.close()
+                    continue
+                guest.setblocking(False)
+                welcome(guest)
+
+
+def claim(port: int, service: Service | str) -> socket.socket:
+    """Be the only process of this host that is ``service`` at ``port``, until the result is closed.
+
+    A process that is about to end may have it for a moment longer.
+
+    Raises:
+        OSError: another process is.
+    """
+    mailbox = _kept_from_children(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+    mailbox.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    mailbox.setblocking(False)
+    limit = monotonic() + _WAIT_S
+    while True:
+        try:
+            mailbox.bind("\0" + _service_name(port, service))
+            return mailbox
+        except OSError:
+            if monotonic() > limit:
+                mailbox.close()
+                raise
+        sleep(_LOOK_S)
+
+
+def family_of(address: tuple[str, int]) -> socket.AddressFamily:
+    """Of an IP address and a port."""
+    return socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+
+
+def _service_name(port: int, service: int | str) -> str:
+    return f"weft-port-{port}-{service if isinstance(service, str) else int(service)}"
+
+
+def _proof(key: WanKey, signed: bytes) -> bytes:
+    return hmac.digest(key.derived("door"), signed, "sha256")
+
+
+_KEPT: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _kept_from_children(made: socket.socket) -> socket.socket:
+    """A forked child that still had it would keep the port from those who come after its parent."""
+    _KEPT.add(made)
+    return made
+
+
+def _forked() -> None:
+    for inherited in list(_KEPT):
+        inherited.close()
+
+
+os.register_at_fork(after_in_child=_forked)

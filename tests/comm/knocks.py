@@ -1,0 +1,29 @@
+"""What connections to a host's port begin with, made as docs/wan.md says and by no code of ours."""
+
+import hashlib
+import hmac
+import secrets
+import struct
+
+from weft.comm.wan.key import WanKey
+
+KEY = WanKey(b"a key for tests, long enough")
+JOB = "an attempt"
+
+
+def knock(whom, *, key=KEY, job=JOB, magic=b"weftdoor"):
+    """For a rank's endpoint of an attempt, or for a service if ``job`` is empty."""
+    attempt = hashlib.sha256(job.encode()).digest()[:16] if job else bytes(16)
+    said = magic + attempt + struct.pack("<II", whom, 0) + secrets.token_bytes(32)
+    return said + hmac.digest(key.derived("door"), said, "sha256")
+
+
+def is_closed(client, within_s=5.0):
+    """Whether the other side closes the connection, and says nothing."""
+    client.settimeout(within_s)
+    try:
+        return client.recv(1) == b""
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
