@@ -96,9 +96,9 @@ class SiteLinks:
             try:
                 self._held.enter_context(claim(port, f"endpoint-{bind}"))
             except OSError as error:
+                setting = "comm.port" if comm.port else "cluster.master_port"
                 raise ValueError(
-                    f"comm.port={comm.port}: another run's ranks listen at port {port} of this host; end it, or set "
-                    "another comm.port"
+                    f"{setting}={port}: another run's ranks listen there on this host ({bind}); end it, or set another"
                 ) from error
         return port
 

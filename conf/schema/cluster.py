@@ -95,8 +95,8 @@ class ClusterConfig:
     master_addr: str = "127.0.0.1"
     """Rendezvous address of the ranks."""
     master_port: int = 29500
-    """Rendezvous port of the ranks, and unless `comm.port` or `supervise.port` say otherwise the one TCP port of each host
-    for other hosts, which a firewall has to let pass; 0 picks a free one (one machine only)."""
+    """Rendezvous port of the ranks, and unless `comm.port` or `supervise.port` say otherwise the one TCP port of each
+    host for other hosts, which a firewall has to let pass; 0 picks a free one (one machine only)."""
     manager: ClusterManager = ClusterManager.ssh
     """What starts processes on the hosts: ssh (from the hostfile), slurm or kubernetes; local takes every host
     of the hostfile for this machine, which tries out a run of several."""

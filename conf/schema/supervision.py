@@ -12,8 +12,8 @@ class SuperviseConfig:
     enabled: bool | None = None
     """Supervise the run; null does so if it has more than one host."""
     port: int = 0
-    """TCP port of the driver, at which the hosts' agents report; 0 takes `cluster.master_port`, which it shares with the
-    ranks of its host."""
+    """TCP port of the driver, at which the hosts' agents report; 0 takes `cluster.master_port`, which it shares with
+    the ranks of its host."""
     heartbeat_s: float = 1.0
     """Seconds between an agent's heartbeats."""
     silence_s: float = 5.0

@@ -1,28 +1,29 @@
-"""What the ranks of a run across sites listen on, and what each port says to one without the key."""
+"""What a supervised run across sites listens on, and what each port says to one without the key."""
 
 import json
 import re
-import subprocess
 import sys
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.quickstart import TINY_QUICKSTART, losses_of
-from weft.tools.netbed import NetBed, missing
+from tests.quickstart import TINY_QUICKSTART
+from weft.tools.benchmarks.survival.hosts import BedHosts
+from weft.tools.benchmarks.survival.run import SupervisedRun
+from weft.tools.netbed import missing
 
 DOCS = Path(__file__).parents[3] / "docs" / "wan.md"
-RENDEZVOUS, ENDPOINT, GROUP = "rendezvous", "WAN endpoint", "gloo"
+HOST_PORT, GROUP = "the host's port", "gloo"
 SETTINGS = [
     *TINY_QUICKSTART,
-    "cluster.ranks=8",
+    "cluster=two_sites",
+    "pipeline.stages=4",
     "train.steps=100000",
     "checkpoint.every=0",
     "comm.connections=2",
-    "comm.port=7100",
 ]
 
 KNOCK = """
@@ -98,24 +99,18 @@ def documented():
 
 def row_of(address):
     """The row of the table that an address belongs to."""
-    if address[1] == 29500:
-        return RENDEZVOUS
-    return ENDPOINT if address[1] == 7100 else GROUP
+    return HOST_PORT if address[1] == 29500 else GROUP
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(bool(missing()), reason=f"weft netbed: {missing()}")
-def test_every_port_of_a_run_is_in_the_table_and_refuses_who_has_no_key(tmp_path):
+def test_every_port_of_a_supervised_run_is_in_the_table_and_refuses_who_has_no_key(tmp_path):
     rows = documented()
-    assert {RENDEZVOUS, ENDPOINT, GROUP} <= set(rows)
-    command = [sys.executable, "-m", "weft.tools.cli", "netbed", "launch", "cluster=three_sites", *SETTINGS]
-    log = tmp_path / "log"
-    with log.open("w") as output:
-        run = subprocess.Popen([*command, f"train.output_dir={tmp_path}"], stdout=output, stderr=output)
-    try:
-        steps_after(run, tmp_path, 2, log)
-        bed = NetBed(f"run{run.pid}")
+    assert set(rows) == {HOST_PORT, GROUP}
+    with closing(BedHosts(tmp_path)) as hosts, closing(SupervisedRun(tmp_path, SETTINGS, hosts)) as run:
+        bed = hosts.bed
+        run.wait_for_step(2)
         first, second = bed.nodes[0], bed.nodes[-1]
 
         def visited(node):
@@ -134,24 +129,14 @@ def test_every_port_of_a_run_is_in_the_table_and_refuses_who_has_no_key(tmp_path
                 assert re.search(rf"\b{answer}\b", rows[row][-1]), f"{node} {address}: {answer} after {length} bytes"
                 assert length <= 200
                 known.setdefault(row, set()).add(address)
-        assert found[RENDEZVOUS] == 1
-        assert found[ENDPOINT] == len(bed.nodes)
+        assert {node: bed.address(node) for node in bed.nodes} == {
+            node: address[0] for node in bed.nodes for address in known[HOST_PORT] if address[0] == bed.address(node)
+        }
+        assert found[HOST_PORT] == len(bed.nodes) + 1, "the driver listens beside the ranks of its host"
         print(f"listening sockets beyond loopback: {dict(found)}")
         between = [pair for node in bed.nodes for pair in connected(bed, node) if site(pair[0]) != site(pair[1])]
         assert between
         for pair in between:
-            assert {*pair} & (known[RENDEZVOUS] | known[ENDPOINT]), (
-                f"{pair} crosses sites, and is in no row of the table"
-            )
-        steps_after(run, tmp_path, 3, log)
-    finally:
-        run.terminate()
-        run.wait(timeout=60)
-
-
-def steps_after(run, folder, count, log):
-    """Wait until the run has taken ``count`` further steps."""
-    limit, before = time.monotonic() + 400, len(losses_of(folder))
-    while len(losses_of(folder)) < before + count:
-        assert run.poll() is None and time.monotonic() < limit, log.read_text()[-3000:]
-        time.sleep(0.1)
+            assert {*pair} & known[HOST_PORT], f"{pair} crosses sites, and is in no row of the table"
+        run.wait_for_step(run.step + 3)
+        assert len(run.events("attempt")) == 1, "no attempt but the first"
