@@ -17,6 +17,7 @@ import socket
 import struct
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from enum import IntEnum
 from time import monotonic, sleep
 
@@ -67,19 +68,17 @@ class HostPort:
         self._service, self._key = service, key
         self._heard: set[bytes] = set()  # only who has the key adds to it
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.listener = _kept_from_children(socket.socket(family_of(address)))
-        try:
+        with ExitStack() as undo:
+            self.listener = undo.enter_context(_kept_from_children(socket.socket(family_of(address))))
             self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if address[1]:
                 self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             self.listener.bind(address)
             self.address: tuple[str, int] = self.listener.getsockname()[:2]
-            self._mailbox = claim(self.address[1], service)
-        except OSError:
-            self.listener.close()
-            raise
-        self.listener.listen(socket.SOMAXCONN)
-        self.listener.setblocking(False)
+            self._mailbox = undo.enter_context(claim(self.address[1], service))
+            self.listener.listen(socket.SOMAXCONN)
+            self.listener.setblocking(False)
+            undo.pop_all()
 
     async def answer(self, guest: socket.socket) -> None:
         """Hear whom a connection from `listener` is for, and hand it on if that is another; it stays the caller's.

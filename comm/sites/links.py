@@ -76,8 +76,9 @@ class SiteLinks:
                 raise ValueError(said)
             return self._open(comm, bind, door=(said[0], said[1]))
         try:
-            endpoint = self._open(comm, bind, port=self._port(comm, bind))
+            endpoint = self._listen_for_host(comm, bind)
         except ValueError as error:
+            self._held.close()
             self._store.set(f"door/{bind}", json.dumps(str(error)))
             raise
         self._store.set(f"door/{bind}", json.dumps(endpoint.address))
@@ -85,22 +86,26 @@ class SiteLinks:
             rendezvous.hand_over_port(endpoint.address[1])
         return endpoint
 
-    def _port(self, comm: CommConfig, bind: str) -> int:
-        """This host's port for other hosts, claimed for this run; 0 for a free one.
+    def _listen_for_host(self, comm: CommConfig, bind: str) -> WanEndpoint:
+        """Listen at this host's port for other hosts, which is this run's alone.
 
         Raises:
-            ValueError: another run's ranks listen there.
+            ValueError: another run's ranks listen there, or another program does.
         """
         port = comm.port or (0 if is_loopback(bind) else int(self._store.get("port")))
-        if port:
-            try:
-                self._held.enter_context(claim(port, f"endpoint-{bind}"))
-            except OSError as error:
-                setting = "comm.port" if comm.port else "cluster.master_port"
-                raise ValueError(
-                    f"{setting}={port}: another run's ranks listen there on this host ({bind}); end it, or set another"
-                ) from error
-        return port
+        if not port:
+            return self._open(comm, bind)
+        remedy = f"end what does, or set another {'comm.port' if comm.port else 'cluster.master_port'}"
+        try:
+            self._held.enter_context(claim(port, f"endpoint-{bind}"))
+        except OSError as error:
+            raise ValueError(f"another run's ranks listen at {bind}:{port} of this host; {remedy}") from error
+        try:
+            return self._open(comm, bind, port=port)
+        except ValueError as error:
+            if "cannot listen" not in str(error):
+                raise
+            raise ValueError(f"{error}; {remedy}") from error
 
     def _open(self, comm: CommConfig, bind: str, *, port: int = 0, door: tuple[str, int] | None = None) -> WanEndpoint:
         return WanEndpoint(
