@@ -1,7 +1,9 @@
 """`weft doctor node`: each check passes on a healthy host, and is seen to fail on the fault that it is for."""
 
 import asyncio
+import itertools
 import json
+import re
 import subprocess
 import sys
 
@@ -43,7 +45,18 @@ def test_one_flipped_bit_is_seen():
     assert check_bits(CPU).verdict is Verdict.passed
     finding = check_bits(CPU, flip=True)
     assert finding.verdict is Verdict.failed
-    assert "wrong bits in 2 of 6 products (float32, round 2: tile 1,0)" in finding.says
+    assert re.search(r"wrong bits in 2 of 6 products \(float32, round 2: tile \d,0\)", finding.says)
+
+
+@pytest.mark.parametrize(("tile_s", "tiles"), [(0.5, 1), (5.0, 1), (0.05, 2), (0.001, 4)])
+def test_a_processor_multiplies_as_many_tiles_as_there_is_time_for(monkeypatch, tile_s, tiles):
+    """One without instructions for a format takes a hundred times as long, and may be slowed down besides."""
+    clock = itertools.count(step=tile_s)
+    monkeypatch.setattr("weft.tools.diagnostics.corruption.perf_counter", lambda: next(clock))
+    finding = check_bits(CPU)
+    assert finding.verdict is Verdict.passed
+    assert f"{tiles**2} of float32 and {tiles**2} of bfloat16" in finding.says
+    assert f"float32, round 2: tile {tiles - 1},0" in check_bits(CPU, flip=True).says
 
 
 @pytest.mark.parametrize(("row", "column", "bit"), [(0, 0, 0), (SIZE - 1, SIZE - 1, 31), (17, 300, 22)])
