@@ -109,7 +109,13 @@ class LoopbackProxy:
 
     def leave_port(self) -> None:
         """Accept no more at the host's port: who listens there as well hands on what is for the store."""
-        self._loop.call_soon_threadsafe(self._accepting.cancel)
+        self._loop.call_soon_threadsafe(self._leave_port)
+
+    def _leave_port(self) -> None:
+        port = self._port
+        assert port is not None
+        self._accepting.add_done_callback(lambda _: port.listener.close())
+        self._accepting.cancel()
 
     def preconnect(self, timeout_s: float) -> None:
         """Connect upstream once, for the first client, so that a failure is raised here.

@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Meeting:
-    """What rank 0 has of the rendezvous that its store is from."""
+    """What rank 0 has of the rendezvous that its store is from, if that is at a port of all hosts."""
 
-    port: int = 0
+    address: tuple[str, int] = ("", 0)
     proxy: LoopbackProxy | None = None
 
 
@@ -74,13 +74,13 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
     address = job_socket(rank, timeout)
     _choose_interface(address)
     os.environ.setdefault(_READ_TOGETHER, "1")
-    _MEETING.port, _MEETING.proxy = 0, None
+    _MEETING.address, _MEETING.proxy = _Meeting.address, None
     if rank == 0:
         local = ProcessLocalPort.open()
         proxy = LoopbackProxy(local.connect, host=local.PROXY_HOST, port=local.port)
         proxy.also_accept(address)
         if isinstance(address, AuthenticatedTcpSocket) and not under_torchrun():
-            _MEETING.port, _MEETING.proxy = address.address[1], proxy
+            _MEETING.address, _MEETING.proxy = address.address, proxy
         return dist.TCPStore(
             local.PROXY_HOST,
             local.port,
@@ -99,15 +99,15 @@ def hosts_port() -> int:
 
     Under torchrun it is a free one of rank 0's host; on one host, and on loopback, there is none.
     """
-    return _MEETING.port
+    return _MEETING.address[1]
 
 
-def hand_over_port(port: int) -> None:
-    """On rank 0, whose endpoint listens at ``port`` from now on: if the rendezvous does, too, let the endpoint accept.
+def hand_over(address: tuple[str, int]) -> None:
+    """On rank 0, whose endpoint listens at ``address`` from now on: if the rendezvous does, too, it leaves that to it.
 
-    It does so without Python's interpreter lock, and hands on what is for the rendezvous.
+    The endpoint accepts without Python's interpreter lock, and hands on what is for the rendezvous.
     """
-    if _MEETING.proxy is not None and _MEETING.port == port:
+    if _MEETING.proxy is not None and _MEETING.address == address:
         _MEETING.proxy.leave_port()
 
 

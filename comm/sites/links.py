@@ -83,7 +83,7 @@ class SiteLinks:
             raise
         self._store.set(f"door/{bind}", json.dumps(endpoint.address))
         if self._rank == 0:
-            rendezvous.hand_over_port(endpoint.address[1])
+            rendezvous.hand_over(endpoint.address)
         return endpoint
 
     def _listen_for_host(self, comm: CommConfig, bind: str) -> WanEndpoint:

@@ -2,6 +2,7 @@
 
 import socket
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -36,10 +37,10 @@ def test_elsewhere_it_is_the_rendezvous_port_unless_one_is_set(monkeypatch, set_
     meeting, own, left = free_port(), free_port(), []
     monkeypatch.setattr(links, "is_loopback", lambda address: False)
     monkeypatch.setattr(rendezvous, "hosts_port", lambda: meeting)
-    monkeypatch.setattr(rendezvous, "hand_over_port", left.append)
+    monkeypatch.setattr(rendezvous, "hand_over", left.append)
     with listening(own if set_port else 0) as here:
         assert here.address[1] == (own if set_port else meeting)
-    assert left == [own if set_port else meeting]
+    assert left == [("127.0.0.1", own if set_port else meeting)]
 
 
 def test_a_port_that_another_run_or_another_program_has_is_refused_with_a_remedy():
@@ -71,3 +72,14 @@ def test_other_ranks_of_the_host_are_told_why(monkeypatch):
         monkeypatch.setenv("LOCAL_RANK", "1")
         with pytest.raises(ValueError, match="another run"):
             SiteLinks(store, Sites((0, 1), CommConfig(port=port)), rank=1)
+
+
+def test_a_rendezvous_at_another_address_of_the_host_goes_on_listening(monkeypatch):
+    proxy = SimpleNamespace(left=0)
+    proxy.leave_port = lambda: setattr(proxy, "left", proxy.left + 1)
+    monkeypatch.setattr(rendezvous, "_MEETING", rendezvous._Meeting(("10.0.0.1", 29500), proxy))
+    rendezvous.hand_over(("10.9.0.1", 29500))
+    rendezvous.hand_over(("10.0.0.1", 29501))
+    assert not proxy.left
+    rendezvous.hand_over(("10.0.0.1", 29500))
+    assert proxy.left == 1 and rendezvous.hosts_port() == 29500
