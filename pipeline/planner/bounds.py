@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
-from weft.pipeline.costs import StageCost
-from weft.pipeline.planner.cluster import Site
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.routes import Route
 from weft.pipeline.planner.shapes import room
+from weft.pipeline.planner.speeds import Speed, Speeds, timing_key
 from weft.pipeline.planner.workload import LayerWork
 from weft.pipeline.states import USABLE
 
 MOST_CELL = 8
 """Replicas that are compared as one DP-cell; more is rarely better (Atlas takes communication over compute)."""
 ANYWHERE = Route((), ())
-
-
-class _Speed(NamedTuple):
-    """Of one rank.
-
-    Attributes:
-        whole_s: seconds of a micro-batch, if it holds the whole model.
-        through_s: of them without gradients of weights, and ``through_share`` the share.
-        layer_s: seconds of a micro-batch on the layer that takes least; ``layer_forward_s`` of its forward, and
-            ``layer_through_s`` without the gradients of its weights, each of the layer that takes least.
-        ends_s: seconds of a step besides the pipeline.
-    """
-
-    whole_s: float
-    through_s: float
-    through_share: float
-    layer_s: float
-    layer_forward_s: float
-    layer_through_s: float
-    ends_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,8 +53,7 @@ class Bounds:
         self._estimates, self._cluster, self._work = estimates, estimates.cluster, estimates.work
         self._whole = self._work.whole
         self._cell = cell or MOST_CELL
-        alike = [(site.gpu.name, site.gpus_per_host, site.network_bps) for site in self._cluster.sites]
-        self._kinds = [alike.index(kind) for kind in alike]
+        self._speeds = Speeds(estimates)
         self._known: dict[Hashable, Any] = {}
 
     def step_s(self, shape: Shape, route: Route = ANYWHERE, max_sites: int = 0) -> float | None:
@@ -91,7 +68,7 @@ class Bounds:
         if crossing is None or (max_sites and len(crossing[0]) > max_sites):
             return None
         ways_s, uplink_s, sending_s = crossing
-        speeds, ranks, count = self._speeds(shape), self._ranks(shape, route), shape.microbatches
+        speeds, ranks, count = self._speeds.of(shape), self._ranks(shape, route), shape.microbatches
         least, last_way_s = self._least_of(shape, route), ways_s[-1][1]
         fullest = -(-len(self._work.layers) // shape.num_stages)
         spans, through, first = [], [], 0
@@ -146,7 +123,7 @@ class Bounds:
         Args:
             route: how the pipelines begin; ranks that it leaves may lie at any other sites.
         """
-        is_whole, sites, speeds = route.is_whole(shape), self._cluster.sites, self._speeds(shape)
+        is_whole, sites, speeds = route.is_whole(shape), self._cluster.sites, self._speeds.of(shape)
         at = route.sites if is_whole else [site for site, cap in enumerate(self.caps(shape)) if cap]
         least = min(sites[site].price * speeds[site].whole_s for site in at)
         return shape.lines * shape.microbatches * least
@@ -198,68 +175,10 @@ class Bounds:
         """Sites with their room, the fastest first."""
         key = ("fastest", *timing_key(shape), shape.replicas_of_route)
         if key not in self._known:
-            speeds = self._speeds(shape)
+            speeds = self._speeds.of(shape)
             held = [(site, cap) for site, cap in enumerate(self.caps(shape)) if cap]
             self._known[key] = sorted(held, key=lambda one: speeds[one[0]].whole_s)
         return self._known[key]
-
-    def _speeds(self, shape: Shape) -> list[_Speed]:
-        """Of a rank at each site."""
-        key = ("speeds", *timing_key(shape))
-        if key not in self._known:
-            of = {first: self._speed(shape, self._cluster.sites[first]) for first in set(self._kinds)}
-            if len(of) > 1:
-                of = self._comparable(of, shape)
-            self._known[key] = [of[first] for first in self._kinds]
-        return self._known[key]
-
-    def _comparable(self, speeds: dict[int, _Speed], shape: Shape) -> dict[int, _Speed]:
-        """Speeds by which ranks of several kinds can share the model out, whichever parts each of them holds.
-
-        Some parts may be worth more at one site than at another, and weights that ZeRO 3 gathers count only with what
-        else a rank computes. So a rank holds as much as its parts take at one of the sites, and a site's pace is that
-        of the part in which it is best.
-        """
-        work, alone = self._work, replace(shape, zero_stage=1)
-        found = [(1, 0, work.before), *((many, 1, layer) for layer, many in Counter(work.layers).items())]
-        found.append((1, 0, work.after))
-        times = {  # by kind: how many there are of each part, and what one costs
-            first: [
-                (many, self._estimates.stage_cost(part, held, alone, self._cluster.sites[first]))
-                for many, held, part in found
-            ]
-            for first in speeds
-        }
-        some = next(iter(times.values()))
-        one_s = [busy_s(cost) for _, cost in some]
-        whole_s = sum(many * seconds for (many, _), seconds in zip(some, one_s, strict=True))
-        parts = list(zip(*times.values(), strict=True))
-        through_s = sum(part[0][0] * min(cost.forward_s + cost.input_s for _, cost in part) for part in parts)
-        return {
-            first: speed._replace(
-                whole_s=whole_s * min(busy_s(cost) / s for (_, cost), s in zip(times[first], one_s, strict=True) if s),
-                through_s=through_s,
-                through_share=min(
-                    (cost.forward_s + cost.input_s) / busy_s(cost) for _, cost in times[first] if busy_s(cost)
-                ),
-            )
-            for first, speed in speeds.items()
-        }
-
-    def _speed(self, shape: Shape, site: Site) -> _Speed:
-        estimates = self._estimates
-        whole = estimates.stage_cost(self._whole, len(self._work.layers), shape, site)
-        alone = replace(shape, zero_stage=1)  # a layer's share of the weights that ZeRO 3 gathers is not its own
-        each = [estimates.stage_cost(layer, 1, alone, site) for layer in set(self._work.layers)]
-        through_s, whole_s = whole.forward_s + whole.input_s, busy_s(whole)
-        return _Speed(
-            whole_s,
-            through_s,
-            through_s / whole_s,
-            min(map(busy_s, each)),
-            min(cost.forward_s for cost in each),
-            min(cost.forward_s + cost.input_s for cost in each),
-        )
 
     def _crossing(self, shape: Shape, route: Route) -> tuple[list[tuple[int, float]], float, float] | None:
         """How many ranks lie how many seconds from the first, in order; seconds of a micro-batch on the slowest
@@ -332,17 +251,17 @@ class Bounds:
             )
         return self._known[key]
 
-    def _least_of(self, shape: Shape, route: Route) -> _Speed:
+    def _least_of(self, shape: Shape, route: Route) -> Speed:
         """The least of any site that ranks may lie at, figure by figure."""
         caps = self.caps(shape)
         known = sum(route.stages) == shape.num_stages
         sites = route.sites if known else [site for site, cap in enumerate(caps) if cap]
-        kinds = frozenset([self._kinds[site] for site in sites])
+        kinds = frozenset([self._speeds.kinds[site] for site in sites])
         key = ("least", kinds, *timing_key(shape), shape.num_stages, shape.replicas, shape.zero_stage, shape.routes)
         if key not in self._known:
-            speeds, part = self._speeds(shape), self.part(shape.num_stages)
+            speeds, part = self._speeds.of(shape), self.part(shape.num_stages)
             found = [speeds[site]._replace(ends_s=self._ends_s(part, shape, site)) for site in kinds]
-            self._known[key] = _Speed(*map(min, zip(*found, strict=True)))
+            self._known[key] = Speed(*map(min, zip(*found, strict=True)))
         return self._known[key]
 
     def _ends_s(self, part: LayerWork, shape: Shape, number: int) -> float:
@@ -351,17 +270,6 @@ class Bounds:
         estimates = self._estimates
         together_s = estimates.collective_s(part, shape, site) + estimates.least_across_s(part, shape)
         return together_s + estimates.optimizer_s(part, shape, site)
-
-
-def timing_key(shape: Shape) -> tuple[Any, ...]:
-    """What the time of a layer depends on."""
-    gathered_over = shape.replicas if shape.zero_stage == 3 else 0
-    return shape.tensor, shape.context, shape.expert, shape.microbatch_size, shape.checkpointing, gathered_over
-
-
-def busy_s(stage: StageCost) -> float:
-    """Seconds in which a micro-batch keeps a rank busy."""
-    return stage.forward_s + stage.input_s + stage.weight_s
 
 
 def _least(seconds: dict[tuple[int, int], float]) -> dict[int | None, float]:

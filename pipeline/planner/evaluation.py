@@ -8,7 +8,7 @@ from itertools import combinations
 from math import inf
 
 from weft.pipeline.costs import CostModel
-from weft.pipeline.planner.bounds import MOST_CELL, Bounds, busy_s
+from weft.pipeline.planner.bounds import MOST_CELL, Bounds
 from weft.pipeline.planner.cluster import Cluster, Link
 from weft.pipeline.planner.estimates import Estimates, reduced_bytes
 from weft.pipeline.planner.latency import first_microbatches, latency_bound_s, pipeline_latency
@@ -17,6 +17,7 @@ from weft.pipeline.planner.layout import Layout, Prediction, Shape
 from weft.pipeline.planner.refusals import Refusals
 from weft.pipeline.planner.request import Request
 from weft.pipeline.planner.routes import FEW_SITES, Route
+from weft.pipeline.planner.speeds import busy_s
 from weft.pipeline.planner.workload import LayerWork, ModelWork
 from weft.pipeline.states import RankMemory
 

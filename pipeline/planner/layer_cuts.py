@@ -6,11 +6,11 @@ from collections.abc import Hashable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from weft.pipeline.planner.bounds import busy_s, timing_key
 from weft.pipeline.planner.cluster import Site
 from weft.pipeline.planner.cutting import RankSpeed, cut_layers
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Shape
+from weft.pipeline.planner.speeds import busy_s, timing_key
 from weft.pipeline.planner.workload import LayerWork
 
 

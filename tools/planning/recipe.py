@@ -11,10 +11,10 @@ import yaml
 
 from weft.conf.files import write_atomic
 from weft.pipeline.costs import CostModel
-from weft.pipeline.planner.bounds import busy_s
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Layout
 from weft.pipeline.planner.search import Plan
+from weft.pipeline.planner.speeds import busy_s
 from weft.pipeline.profile import costs_to_yaml
 
 

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 
 from tests.pipeline.planner.planned import cluster, model, site
-from weft.pipeline.planner.bounds import Bounds, busy_s
+from weft.pipeline.planner.bounds import Bounds
 from weft.pipeline.planner.estimates import Estimates, reduced_bytes
 from weft.pipeline.planner.evaluation import Evaluation
 from weft.pipeline.planner.latency import latency_bound_s
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.request import FREE, Objective, Request
 from weft.pipeline.planner.routes import Route
+from weft.pipeline.planner.speeds import busy_s
 
 REQUEST = Request(sequences=32)
 TWO = cluster(site("a", price=2.0), site("b", price=3.0), bandwidth_bps=1e10)

@@ -6,11 +6,11 @@ from itertools import accumulate
 import pytest
 
 from tests.pipeline.planner.planned import cluster, model, site
-from weft.pipeline.planner.bounds import busy_s
 from weft.pipeline.planner.cutting import RankSpeed, cut_layers
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layer_cuts import LayerCuts
 from weft.pipeline.planner.layout import Shape
+from weft.pipeline.planner.speeds import busy_s
 
 SOME = cluster(site("slow"), site("fast", gpu="H100"))
 SHAPE = Shape(num_stages=3, replicas=2, microbatches=4)

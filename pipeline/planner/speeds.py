@@ -1,0 +1,116 @@
+"""How fast a rank computes at each site, as far as bounds need it, whichever layers it holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import NamedTuple
+
+from weft.pipeline.costs import StageCost
+from weft.pipeline.planner.cluster import Site
+from weft.pipeline.planner.estimates import Estimates
+from weft.pipeline.planner.layout import Shape
+
+
+class Speed(NamedTuple):
+    """Of one rank.
+
+    Attributes:
+        whole_s: seconds of a micro-batch, if it holds the whole model.
+        through_s: of them without gradients of weights, and ``through_share`` the share.
+        layer_s: seconds of a micro-batch on the layer that takes least; ``layer_forward_s`` of its forward, and
+            ``layer_through_s`` without the gradients of its weights, each of the layer that takes least.
+        ends_s: seconds of a step besides the pipeline.
+    """
+
+    whole_s: float
+    through_s: float
+    through_share: float
+    layer_s: float
+    layer_forward_s: float
+    layer_through_s: float
+    ends_s: float = 0.0
+
+
+class Speeds:
+    """Speeds by shape.
+
+    Attributes:
+        kinds: of each site, the first that has the same GPUs and network inside.
+    """
+
+    def __init__(self, estimates: Estimates) -> None:
+        """Of the model and the sites of ``estimates``."""
+        self._estimates, self._work, self._sites = estimates, estimates.work, estimates.cluster.sites
+        alike = [(site.gpu.name, site.gpus_per_host, site.network_bps) for site in self._sites]
+        self.kinds = [alike.index(kind) for kind in alike]
+        self._known: dict[Hashable, list[Speed]] = {}
+
+    def of(self, shape: Shape) -> list[Speed]:
+        """Of a rank at each site."""
+        key = timing_key(shape)
+        if key not in self._known:
+            of = {first: self._speed(shape, self._sites[first]) for first in set(self.kinds)}
+            if len(of) > 1:
+                of = self._comparable(of, shape)
+            self._known[key] = [of[first] for first in self.kinds]
+        return self._known[key]
+
+    def _comparable(self, speeds: dict[int, Speed], shape: Shape) -> dict[int, Speed]:
+        """Speeds by which ranks of several kinds can share the model out, whichever parts each of them holds.
+
+        Some parts may be worth more at one site than at another, and weights that ZeRO 3 gathers count only with what
+        else a rank computes. So a rank holds as much as its parts take at one of the sites, and a site's pace is that
+        of the part in which it is best.
+        """
+        work, alone = self._work, replace(shape, zero_stage=1)
+        found = [(1, 0, work.before), *((many, 1, layer) for layer, many in Counter(work.layers).items())]
+        found.append((1, 0, work.after))
+        times = {  # by kind: how many there are of each part, and what one costs
+            first: [
+                (many, self._estimates.stage_cost(part, held, alone, self._sites[first])) for many, held, part in found
+            ]
+            for first in speeds
+        }
+        some = next(iter(times.values()))
+        one_s = [busy_s(cost) for _, cost in some]
+        whole_s = sum(many * seconds for (many, _), seconds in zip(some, one_s, strict=True))
+        parts = list(zip(*times.values(), strict=True))
+        through_s = sum(part[0][0] * min(cost.forward_s + cost.input_s for _, cost in part) for part in parts)
+        return {
+            first: speed._replace(
+                whole_s=whole_s * min(busy_s(cost) / s for (_, cost), s in zip(times[first], one_s, strict=True) if s),
+                through_s=through_s,
+                through_share=min(
+                    (cost.forward_s + cost.input_s) / busy_s(cost) for _, cost in times[first] if busy_s(cost)
+                ),
+            )
+            for first, speed in speeds.items()
+        }
+
+    def _speed(self, shape: Shape, site: Site) -> Speed:
+        estimates = self._estimates
+        whole = estimates.stage_cost(self._work.whole, len(self._work.layers), shape, site)
+        alone = replace(shape, zero_stage=1)  # a layer's share of the weights that ZeRO 3 gathers is not its own
+        each = [estimates.stage_cost(layer, 1, alone, site) for layer in set(self._work.layers)]
+        through_s, whole_s = whole.forward_s + whole.input_s, busy_s(whole)
+        return Speed(
+            whole_s,
+            through_s,
+            through_s / whole_s,
+            min(map(busy_s, each)),
+            min(cost.forward_s for cost in each),
+            min(cost.forward_s + cost.input_s for cost in each),
+        )
+
+
+def timing_key(shape: Shape) -> tuple[Hashable, ...]:
+    """What the time of a layer depends on."""
+    gathered_over = shape.replicas if shape.zero_stage == 3 else 0
+    return shape.tensor, shape.context, shape.expert, shape.microbatch_size, shape.checkpointing, gathered_over
+
+
+def busy_s(stage: StageCost) -> float:
+    """Seconds in which a micro-batch keeps a rank busy."""
+    return stage.forward_s + stage.input_s + stage.weight_s
