@@ -7,6 +7,7 @@ with the forkserver.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import json
@@ -15,11 +16,13 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 MOST_BYTES = 1 << 17
 """Length of a message between agent and forkserver."""
@@ -121,7 +124,7 @@ class _Children:
         self._agent.send(json.dumps(fields).encode())
 
 
-def _become(order: dict[str, Any]) -> int:
+def _become(order: dict[str, Any]) -> NoReturn:
     """Be the process that ``order`` describes: its environment, its arguments, its function."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
@@ -130,11 +133,34 @@ def _become(order: dict[str, Any]) -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     module, _, function = order["target"].partition(":")
-    code = getattr(import_module(module), function)(order["arguments"])
-    if not order["cleans_up"]:
-        sys.stdout.flush()
-        os._exit(code)
-    return code
+    _end(_result_of(partial(getattr(import_module(module), function), order["arguments"])))
+
+
+def _result_of(run: Callable[[], int]) -> int:
+    """The exit code of ``run``, as the interpreter would have it, with what an error prints."""
+    try:
+        return run()
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    return 1
+
+
+def _end(code: int) -> NoReturn:
+    """End as the interpreter does, but for taking modules apart, which takes seconds after so many imports.
+
+    An agent hears of a rank's error when it has ended, and until then the ranks of its host wait for a processor.
+    `multiprocessing` ends the processes that it forks by the same two functions.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -91,21 +91,14 @@ class Ranks:
         target: str,
         arguments: Sequence[str],
         environment: Mapping[str, str],
-        *,
-        cleans_up: bool = True,
     ) -> None:
-        """Start a process as soon as the forkserver is ready; `Process.pid` says when it runs.
-
-        Args:
-            cleans_up: whether the interpreter does at its end, which takes a second after so many imports.
-        """
+        """Start a process as soon as the forkserver is ready; `Process.pid` says when it runs."""
         await self._ready.wait()
         order = {
             "name": process.name,
             "target": target,
             "arguments": list(arguments),
             "environment": dict(environment),
-            "cleans_up": cleans_up,
         }
         self.running[process.name] = process
         ends = process.output.open()
@@ -123,7 +116,7 @@ class Ranks:
         process = Process(name, answer)
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await self.start(process, target, arguments, {}, cleans_up=False)
+                await self.start(process, target, arguments, {})
                 await _ended(process)
                 return answer.text, process.code
         self.send_signal(process, signal.SIGKILL)
