@@ -1,5 +1,6 @@
 """The engine under NCCL's rules: it ends, computes what one process computes, and no step makes its host wait."""
 
+import os
 from dataclasses import replace
 from functools import cache, partial
 
@@ -13,6 +14,7 @@ from tests.nccl_rules.lost import train_through
 from tests.quickstart import TINY_QUICKSTART
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass, Primitive
 from weft.comm.collectives.cache import CostCache, topology_key
+from weft.conf.files import JsonCache
 from weft.conf.schema import Partition
 from weft.tools.ranks import run_ranks
 
@@ -189,11 +191,16 @@ def test_pipelines_and_replicas_on_eight_ranks_of_a_job_that_has_bound_its_devic
 
 
 def test_collectives_that_the_planner_divides(tmp_path):
-    """Costs are given, so that no probe decides: between hosts links are slow, and over both kinds at once more so."""
+    """Costs are given, so that no probe decides: between hosts links are slow, and over both kinds at once more so.
+
+    So is what a processor computes in a second, for on a slow one fewer micro-batches cover as much.
+    """
     links = {LinkClass.intra: AlphaBeta(1e-6, 1e-8), LinkClass.inter: AlphaBeta(1e-6, 1e-7)}
     slow = {(LinkClass.mixed, primitive): AlphaBeta(1e-6, 2e-7) for primitive in (SCATTER, GATHER)}
     costs = CollectiveCosts({**CollectiveCosts.of_links(links).table, **slow})
     CostCache.in_folder(str(tmp_path)).write(topology_key(Group.regular(2, 2), "cpu"), costs)
+    computes = {f"cpu, threads={threads}, {os.uname().nodename}": 1e11 for threads in range(1, 1 + os.cpu_count())}
+    JsonCache(tmp_path / "devices.json").add(computes)
     configs = [tiny_config(stages=2, microbatches=6, **keywords) for _, keywords, _ in DIVIDED.values()]
     for config, (partition, *_) in zip(configs, DIVIDED.values(), strict=True):
         config.zero.partition, config.data.cache_dir = partition, str(tmp_path)

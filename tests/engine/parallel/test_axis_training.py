@@ -113,11 +113,25 @@ LOW = [
 @pytest.mark.slow
 def test_bf16_is_as_near_to_fp32_as_plain_bf16_is():
     configs = [axis_config(**case, precision="bf16") for _, case in LOW]
-    high = _expected("llama")
-    low = run_ranks(1, reference_losses, axis_config(precision="bf16"), 1, STEPS)[0]
-    room = max(abs(one - other) for one, other in zip(low, high, strict=True))
+    plain = run_ranks(1, plain_losses, [axis_config().train.seed, *range(5)], STEPS, timeout_s=400)[0]
+    (low, high), *_ = plain
+    room = max(distance(*pair) for pair in plain)  # of one seed it may be a third of another's
     assert room > 0
     for found in run_ranks(4, many_losses, configs, STEPS, timeout_s=400):
         for (_, case), losses in zip(LOW, found, strict=True):
-            off = max(abs(one - other) for one, other in zip(losses, high, strict=True))
-            assert off <= 2 * room and losses == pytest.approx(low, rel=1e-3), case
+            assert distance(losses, high) <= 1.5 * room and losses == pytest.approx(low, rel=1e-3), case
+
+
+def plain_losses(seeds, steps):
+    """Of plain Hugging Face in bf16 and in fp32, by seed."""
+    return [[reference_losses(_seeded(seed, low), 1, steps) for low in ("bf16", "fp32")] for seed in seeds]
+
+
+def _seeded(seed, precision):
+    config = axis_config(precision=precision)
+    config.train.seed = seed
+    return config
+
+
+def distance(some, others):
+    return max(abs(one - other) for one, other in zip(some, others, strict=True))
