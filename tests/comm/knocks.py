@@ -2,13 +2,14 @@
 
 import hashlib
 import hmac
+import os
 import secrets
 import struct
 
 from weft.comm.wan.key import WanKey
 
 KEY = WanKey(b"a key for tests, long enough")
-JOB = "an attempt"
+JOB = f"an attempt of {os.getpid()}"  # endpoints of one attempt have their names once on a host
 
 
 def knock(whom, *, key=KEY, job=JOB, magic=b"weftdoor"):
