@@ -129,9 +129,7 @@ def test_every_port_of_a_supervised_run_is_in_the_table_and_refuses_who_has_no_k
                 assert re.search(rf"\b{answer}\b", rows[row][-1]), f"{node} {address}: {answer} after {length} bytes"
                 assert length <= 200
                 known.setdefault(row, set()).add(address)
-        assert {node: bed.address(node) for node in bed.nodes} == {
-            node: address[0] for node in bed.nodes for address in known[HOST_PORT] if address[0] == bed.address(node)
-        }
+        assert {address[0] for address in known[HOST_PORT]} == {bed.address(node) for node in bed.nodes}
         assert found[HOST_PORT] == len(bed.nodes) + 1, "the driver listens beside the ranks of its host"
         print(f"listening sockets beyond loopback: {dict(found)}")
         between = [pair for node in bed.nodes for pair in connected(bed, node) if site(pair[0]) != site(pair[1])]
