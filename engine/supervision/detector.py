@@ -87,6 +87,11 @@ class FailureDetector:
             self._watch.rows = self._effects.rows()
 
     @property
+    def has_imported(self) -> bool:
+        """Whether every rank is past its imports."""
+        return self._progress.has_imported
+
+    @property
     def has_stepped(self) -> bool:
         """Whether every rank has done the first step of the attempt."""
         return self._progress.has_stepped

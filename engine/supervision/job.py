@@ -109,6 +109,8 @@ class Job:
             case "fault":
                 self._budget.saw_fault(event["kind"], event["culprit"], event.get("step"))
                 self.stage = Stage.stopping
+            case "imported":
+                self._patience.imported(event.get("at"))
             case "good_step":
                 self._budget.saw_good_step()
                 self._patience.came_to_step(event.get("at"))
@@ -255,6 +257,9 @@ class Job:
     def _note_progress(self, now: float) -> None:
         if self._detector.has_finished:
             self.end(0, "every rank has finished")
+        if self.stage is Stage.starting and self._patience.is_importing and self._detector.has_imported:
+            self._effects.record("imported", attempt=self.attempt)
+            self._replay({"event": "imported", "at": now})
         if self.stage is Stage.starting and self._detector.has_stepped:
             self._effects.record("good_step", attempt=self.attempt, step=self._detector.step)
             self._replay({"event": "good_step", "at": now})

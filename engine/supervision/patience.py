@@ -13,8 +13,12 @@ class SitePatience:
     """Waiting for a silent site costs what it lasts, going on without it costs a restart.
 
     Nobody knows how long it will last. Who waits for as long as a restart takes, and then restarts, loses at most
-    twice what was possible. Where the run cannot go on without the site, waiting is all that there is to do, and
-    links have all the time that they may stand still.
+    twice what was possible. How long one takes is judged by the last start, less its imports, which a restart does
+    without. Where the run cannot go on without the site, waiting is all that there is to do, and links have all the
+    time that they may stand still.
+
+    Attributes:
+        is_importing: whether an attempt has begun whose ranks are not all known to be past their imports.
     """
 
     def __init__(self, link_s: float, goes_on_without: Callable[[Collection[str]], bool]) -> None:
@@ -27,12 +31,17 @@ class SitePatience:
         self._link_s, self._goes_on_without = link_s, goes_on_without
         self._restart_s = inf
         self._began: float | None = None
+        self.is_importing = False
         self._answers: dict[frozenset[str], bool] = {}
 
     def began(self, now: float | None) -> None:
         """An attempt has begun; None if it is not known when."""
-        self._began = now
+        self._began, self.is_importing = now, now is not None
         self._answers.clear()
+
+    def imported(self, now: float | None) -> None:
+        """Every rank of it is past its imports."""
+        self._began, self.is_importing = now, False
 
     def came_to_step(self, now: float | None) -> None:
         """It has done its first step."""

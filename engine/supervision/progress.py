@@ -14,7 +14,7 @@ _BEFORE_A_STEP = (*_BEFORE_TRAINING, Phase.first_step)
 
 
 class Progress:
-    """Which hosts are still to come to a step, and which to their end.
+    """Which hosts are still to end their imports, to come to a step, and which to their end.
 
     Attributes:
         has_plan: whether a rank has begun to train, before which ranks leave their plan in the run's folder.
@@ -23,7 +23,7 @@ class Progress:
     def __init__(self, layout: Layout) -> None:
         """All of them."""
         self._layout = layout
-        self._without_step, self._unfinished = set(layout.slots), set(layout.slots)
+        self._importing, self._without_step, self._unfinished = (set(layout.slots) for _ in range(3))
         self.has_plan = False
 
     def observe(self, report: HostReport) -> None:
@@ -32,11 +32,18 @@ class Progress:
         complete = len(report.ranks) == self._layout.slots.get(host)
         if host in self._without_step:
             phases = [rank.phase for rank in report.ranks]
+            if complete and Phase.imports not in phases:
+                self._importing.discard(host)
             self.has_plan = self.has_plan or any(phase not in _BEFORE_TRAINING for phase in phases)
             if complete and not any(phase in _BEFORE_A_STEP for phase in phases):
                 self._without_step.discard(host)
         if complete and all(rank.exit_code == 0 for rank in report.ranks):
             self._unfinished.discard(host)
+
+    @property
+    def has_imported(self) -> bool:
+        """Whether every rank is past its imports."""
+        return not self._importing
 
     @property
     def has_stepped(self) -> bool:
