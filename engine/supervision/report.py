@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 from weft.conf.processes import ProcessState
 from weft.engine.supervision.places import LinkReading, Phase, Reading
 from weft.pipeline.culprit import Place
@@ -92,7 +94,7 @@ def rank_report(
     )
 
 
-class HostReport(NamedTuple):
+class HostReport(msgspec.Struct, frozen=True):
     """A heartbeat of a host.
 
     Attributes:
@@ -105,43 +107,27 @@ class HostReport(NamedTuple):
     ranks: tuple[RankReport, ...]
     vitals: Mapping[str, Any] = {}
 
-    def to_wire(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        return {"host": self.host, "ranks": self.ranks, "vitals": dict(self.vitals)}
 
-    @classmethod
-    def from_wire(cls, message: Mapping[str, Any]) -> HostReport:
-        """What `to_wire` made, after a way through JSON.
-
-        Raises:
-            ValueError: it has another form.
-        """
-        try:
-            ranks = tuple(map(_rank_from_wire, message["ranks"]))
-            host, vitals = message["host"], message.get("vitals", {})
-        except (KeyError, TypeError, IndexError) as error:
-            raise ValueError(f"heartbeat: not of this form ({error!r}); use one Weft on all hosts") from error
-        if not isinstance(host, str) or not isinstance(vitals, dict):
-            raise ValueError("heartbeat: host is a text and vitals a table; driver and agents need the same Weft")
-        return cls(host, ranks, vitals)
+_PLACE, _LINKS = RankReport._fields.index("place"), RankReport._fields.index("links")
 
 
-_PHASES = {int(phase): phase for phase in Phase}
-_KINDS: tuple[tuple[type, ...], ...] = (
-    *((int,), (int,), (int,), (list, tuple), (int,), (int, float), (int,), (int, float), (int,), (str,), (int, float)),
-    *((int, type(None)), (int,), (int,), (int,), (list, tuple)),
-)
+def check_lengths(report: Any) -> None:
+    """Check a `HostReport` on its way from JSON: msgspec takes defaults for what lists have too few of.
 
-_LINK_TYPES: list[list[type]] = [[*[int] * 6, rtt, int] for rtt in (float, int)]
-"""Of the fields of a `LinkReading`."""
+    Raises:
+        ValueError: it is of another Weft.
+    """
+    try:
+        whole = all(map(_is_whole, report["ranks"]))
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"heartbeat: not of this form ({error!r}); driver and agents need the same Weft") from error
+    if not whole:
+        raise ValueError("heartbeat: a rank's report has another length; driver and agents need the same Weft")
 
 
-def _rank_from_wire(fields: Any) -> RankReport:
-    if len(fields) != len(_KINDS) or not all(map(isinstance, fields, _KINDS)):
-        raise ValueError("heartbeat: a rank's report has another form; driver and agents need the same Weft")
-    rank, attempt, phase, (step, done, begun, waits), *rest, links = fields
-    place = Place(int(step), int(done), bool(begun), int(waits))
-    if not all(isinstance(link, list | tuple) and [*map(type, link)] in _LINK_TYPES for link in links):
-        raise ValueError("heartbeat: a link's counters have another form; driver and agents need the same Weft")
-    joined = tuple(map(LinkReading._make, links))
-    return RankReport._make((rank, attempt, _PHASES[phase], place, *rest, joined))
+def _is_whole(rank: Any) -> bool:
+    return (
+        len(rank) == len(RankReport._fields)
+        and len(rank[_PLACE]) == len(Place._fields)
+        and all(len(link) == len(LinkReading._fields) for link in rank[_LINKS])
+    )

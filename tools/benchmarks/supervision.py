@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,8 +10,11 @@ from pathlib import Path
 from statistics import median
 from time import process_time
 
+from weft.comm.control.frames import Frames, pack
 from weft.engine.supervision.alerts import READ_S, Alerts
 from weft.engine.supervision.deadlines import Deadlines
+from weft.engine.supervision.driver import collect_rarely
+from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.place_writer import PlaceWriter
 from weft.engine.supervision.places import Phase, make_page
 from weft.engine.supervision.report import HostReport, RankReport
@@ -66,6 +68,7 @@ def main(argv: Sequence[str]) -> int:
     args = parse(parser, argv)
     if args.cost:
         return _cost(args)
+    collect_rarely()
     figures = [driver_cost(args.agents, args.repeat)] if args.driver else _figures(args)
     lines = (
         {
@@ -130,17 +133,18 @@ def heartbeat_cost(agents: int, ranks: int, repeat: int) -> Figure:
     watch = Watch(
         attempt=1, num_ranks=agents * ranks, deadlines=deadlines, heartbeat_s=1.0, link_deadline_s=30.0, now=now
     )
-    alerts = Alerts(watch)
+    alerts, stream = Alerts(watch), Frames()
 
-    def messages(second: int) -> list[str]:
-        return [
-            json.dumps(HostReport(f"host{agent}", tuple(_reports(agent, ranks, second)), {"load": 1.0}).to_wire())
-            for agent in range(agents)
-        ]
+    def messages(second: int) -> list[bytes]:
+        reports = (
+            HostReport(f"host{agent}", tuple(_reports(agent, ranks, second)), {"load": 1.0}) for agent in range(agents)
+        )
+        return [pack(AgentMessage(1, report, {}, {}, {}, 0, []).to_wire()) for report in reports]
 
-    def handle(texts: list[str], second: int) -> None:
-        for text in texts:
-            watch.observe(HostReport.from_wire(json.loads(text)), float(second))
+    def handle(frames: list[bytes], second: int) -> None:
+        for frame in frames:
+            for message in stream.feed(frame):
+                watch.observe(AgentMessage.from_wire(message).report, float(second))
         for look in range(LOOKS_PER_S):
             assert watch.verdict(second + look / LOOKS_PER_S) is None
         assert not alerts.look(float(second))
@@ -149,8 +153,8 @@ def heartbeat_cost(agents: int, ranks: int, repeat: int) -> Figure:
     for first in range(1, repeat * between + 1, between):
         taken = 0.0
         for second in range(first, first + between):
-            texts = messages(second)
-            taken += _processor_time(lambda texts=texts, second=second: handle(texts, second))  # type: ignore[misc]
+            frames = messages(second)
+            taken += _processor_time(lambda frames=frames, second=second: handle(frames, second))  # type: ignore[misc]
         found.append(taken / between)
     return Figure.of(f"a second of heartbeats, {ranks} rank(s) per agent", "of a core", found, MOST_SHARE)
 

@@ -425,6 +425,25 @@ def test_depth_is_bounded():
         list(Frames().feed(nested(33)))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"5", b"[]", b"null", b"{}{}", b'{"a":NaN}', b'{"a":1e999}', b'{"a":"\xff"}', b'{"a":"\\ud800"}', b"{'a':1}"],
+)
+def test_what_is_no_object_is_refused(text):
+    with pytest.raises(FrameError):
+        list(Frames().feed(struct.pack("<I", len(text)) + text))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_json_has_not_are_refused_where_they_are_sent(number):
+    with pytest.raises(ValueError, match="JSON"):
+        pack({"a": number})
+
+
+def test_texts_arrive_less_what_utf8_has_not():
+    assert list(Frames().feed(pack({"a": "é\u2028\x00\U0001f9f5 \udc80.pt"}))) == [{"a": "é\u2028\x00\U0001f9f5 ?.pt"}]
+
+
 class Line:
     """A link that notes what is written."""
 

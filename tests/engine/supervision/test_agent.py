@@ -19,8 +19,8 @@ import pytest
 from weft.comm.control import ControlServer
 from weft.conf.run_lock import RunLock
 from weft.engine.supervision.leftovers import page_path
+from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.order import AgentOrder
-from weft.engine.supervision.report import HostReport
 
 LIMIT_S = 60.0
 TARGET = "tests.engine.supervision.fake_ranks:run"
@@ -80,7 +80,7 @@ class Bed:
         """Exit codes by rank as last reported of an attempt; None if there is no report of it."""
         if not self.reports or self.reports[-1]["attempt"] != attempt:
             return None
-        report = HostReport.from_wire(self.reports[-1]["report"])
+        report = AgentMessage.from_wire(self.reports[-1]).report
         return {rank.rank: rank.exit_code for rank in report.ranks}
 
     def facts(self, attempt, rank):

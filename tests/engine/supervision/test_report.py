@@ -5,6 +5,8 @@ import json
 import pytest
 
 from weft.conf.processes import ProcessState
+from weft.engine.supervision.faults import FaultKind, RankEnd
+from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.places import LinkReading, Phase, Reading
 from weft.engine.supervision.report import HostReport, RankReport, rank_report
 from weft.pipeline.culprit import Place
@@ -14,6 +16,12 @@ READING = Reading(
     2, 9, 77, 5, Phase.steady, Place(4, 3, True, 1), 1_000_000_000, 8, 66, 2_500_000_000, 3, 0, 7, 3, (LINK,)
 )
 PROCESS = ProcessState("R", 1.5, 5, 4096)
+END = {"kind": "other", "message": "", "step": None, "data": None, "ranks": [], "status": 1}
+
+
+def message_of(report, **fields):
+    blank = {"ends": {}, "parked": {}, "lines": {}, "examined": 0, "failed": []}
+    return AgentMessage(attempt=2, report=report, **blank | fields)
 
 
 def test_a_report_joins_place_and_process():
@@ -36,8 +44,11 @@ def test_an_ended_rank_keeps_its_last_place():
 
 def test_reports_go_through_json():
     ranks = (rank_report(9, 2, READING, PROCESS, now_ns=2_000_000_000), RankReport(1, 2, exit_code=1))
-    report = HostReport("alpha", ranks, {"disk_free_bytes": 5})
-    assert HostReport.from_wire(json.loads(json.dumps(report.to_wire()))) == report
+    end = RankEnd(kind=FaultKind.corruption, message="é", step=4, data=(8, 16), ranks=(3,), status=1)
+    message = message_of(
+        HostReport("alpha", ranks, {"disk_free_bytes": 5}), ends={9: end}, parked={1: "lost"}, lines={9: ["last"]}
+    )
+    assert AgentMessage.from_wire(json.loads(json.dumps(message.to_wire()))) == message
 
 
 @pytest.mark.parametrize(
@@ -65,6 +76,30 @@ def test_reports_go_through_json():
     ],
 )
 def test_another_form_is_refused(change):
-    wire = json.loads(json.dumps(HostReport("alpha", (RankReport(1, 2),)).to_wire() | change))
-    with pytest.raises(ValueError):
-        HostReport.from_wire(wire)
+    wire = json.loads(json.dumps(message_of(HostReport("alpha", (RankReport(1, 2),))).to_wire()))
+    assert AgentMessage.from_wire(wire)
+    with pytest.raises(ValueError, match="the same Weft"):
+        AgentMessage.from_wire(wire | {"report": wire["report"] | change})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attempt": "2"},
+        {"report": None},
+        {"report": []},
+        {"ends": {"x": END}},
+        {"ends": {"1": END | {"kind": "no such"}}},
+        {"ends": {"1": END | {"step": 1.5}}},
+        {"ends": {"1": END | {"data": [1]}}},
+        {"ends": [END]},
+        {"parked": {"1": 5}},
+        {"lines": {"1": "a line"}},
+        {"failed": [None]},
+    ],
+)
+def test_another_message_is_refused(change):
+    wire = json.loads(json.dumps(message_of(HostReport("alpha", ())).to_wire()))
+    assert AgentMessage.from_wire(wire | {"ends": {"1": END}}).ends[1].kind is FaultKind.other
+    with pytest.raises(ValueError, match="the same Weft"):
+        AgentMessage.from_wire(wire | change)
