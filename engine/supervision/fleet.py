@@ -10,7 +10,7 @@ from typing import Any
 CONNECT_S = 30.0
 """Seconds that a host has to start an agent, and the agent to reach the driver, while it is not known how many do."""
 LEAST_CONNECT_S = 5.0
-LONGER = 4.0
+LONGER = 3.0
 """Times as long as the slowest host took so far that another agent may take."""
 PROBE_S = 30.0
 """Longest time between attempts to start an agent on a host that could not be reached; the first ones follow sooner."""
