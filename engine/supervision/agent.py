@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -61,9 +61,8 @@ class Agent:
         self._mine: list[Rank] = []
         self._examined, self._failed = 0, list[str]()
         self._said: dict[int, RankEnd] = {}
-        self._ended = asyncio.Event()
-        self._replaced = False
-        self._changed = asyncio.Event()
+        self._answered, self._changed, self._ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._has_host = self._replaced = False
         self._writer = Writer()
         self._matches = LogMatches()
         self._vitals: dict[str, Any] = {}
@@ -74,14 +73,6 @@ class Agent:
 
     async def run(self) -> int:
         """Serve the driver until it ends this agent, or has been away for too long."""
-        make_page(self._page, self._order.slots)
-        self._owned = Ownership(self._page)
-        remove_leftovers(self._page.parent, self._page.name)
-        for left in set(self._page.parent.glob(f"{self._page.name}.memory*")) - {self._memory}:
-            shutil.rmtree(left, ignore_errors=True)
-        self._places = PlaceReader(self._page)
-        self._parking.open()
-        self._ranks = Ranks(self._order.preload, self._changed.set)
         self._client = ControlClient(
             self._order.address,
             name=self._order.peer,
@@ -93,14 +84,36 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ended.set)
         self._client.start()
-        work = [asyncio.create_task(each) for each in (self._reconcile(), self._report(), self._guard.watch())]
-        work += [asyncio.create_task(_set(event)) for event in (self._ended, self._ranks.failed)]
-        done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-        for task in work:
-            task.cancel()
+        try:
+            await _first_of(self._serve(), self._guard.watch(), self._ended.wait())
+        finally:
+            failed = await self._leave_host() if self._has_host else False
+            await self._client.close()
+            self._writer.close()
+        return 1 if failed else 0
+
+    async def _serve(self) -> None:
+        """Be the host's agent when the driver has said that this is it; ends when imports have failed."""
+        await self._answered.wait()
+        self._take_host()
+        await _first_of(self._reconcile(), self._report(), self._ranks.failed.wait())
+
+    def _take_host(self) -> None:
+        """Make what an agent has on its host, in the place of what an earlier one has left."""
+        make_page(self._page, self._order.slots)
+        self._owned = Ownership(self._page)
+        remove_leftovers(self._page.parent, self._page.name)
+        for left in set(self._page.parent.glob(f"{self._page.name}.memory*")) - {self._memory}:
+            shutil.rmtree(left, ignore_errors=True)
+        self._places = PlaceReader(self._page)
+        self._parking.open()
+        self._ranks = Ranks(self._order.preload, self._changed.set)
+        self._has_host = True
+
+    async def _leave_host(self) -> bool:
+        """End the ranks, and leave nothing behind. Returns whether their imports have failed."""
         await self._ranks.stop([rank for rank in self._mine if rank.code is None])
         self._send_report()
-        await self._client.close()
         self._ranks.close()
         self._parking.close()
         if not self._replaced:  # else they are its successor's
@@ -108,14 +121,12 @@ class Agent:
             for file in (self._page, *self._errors()):
                 file.unlink(missing_ok=True)
         self._owned.release()
-        self._writer.close()
-        for task in done:
-            task.result()
-        return 1 if self._ranks.failed.is_set() else 0
+        return self._ranks.failed.is_set()
 
     def _meet(self) -> None:
         self._guard.met()
-        self._send_report()
+        if self._has_host:
+            self._send_report()
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message.get("end"):
@@ -123,6 +134,7 @@ class Agent:
             self._ended.set()
         elif message["attempt"] >= self._wanted["attempt"]:
             self._wanted = message
+            self._answered.set()
             self._changed.set()
 
     async def _reconcile(self) -> None:
@@ -237,6 +249,7 @@ class Agent:
         parked = {rank.rank: self._parking.parked(rank.pid) for rank in self._mine if rank.code is None}
         message = AgentMessage(
             attempt=self._attempt,
+            ready=self._ranks.ready,
             report=report,
             ends={rank.rank: self._end(local, rank) for local, rank in ended},
             parked={rank: reason for rank, reason in parked.items() if reason is not None},
@@ -272,8 +285,17 @@ def _is_stopped(rank: Rank) -> bool:
     return state is not None and state.state in STOPPED
 
 
-async def _set(event: asyncio.Event) -> None:
-    await event.wait()
+async def _first_of(*work: Coroutine[Any, Any, Any]) -> None:
+    """Run all of them until one ends, whose error is raised, and cancel the others."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
 
 
 if __name__ == "__main__":

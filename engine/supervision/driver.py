@@ -192,7 +192,7 @@ class Driver:
         for agent, process in list(self._processes.items()):
             if process.poll() is not None:
                 del self._processes[agent]
-                self.job.on_exit(*agent)
+                self.job.on_exit(*agent, monotonic())
 
     def _meet(self, peer: str) -> None:
         if not peer.startswith(ASKER):

@@ -12,8 +12,10 @@ CONNECT_S = 30.0
 LEAST_CONNECT_S = 5.0
 LONGER = 3.0
 """Times as long as the slowest host took so far that another agent may take."""
-PROBE_S = 30.0
+PROBE_S = 10.0
 """Longest time between attempts to start an agent on a host that could not be reached; the first ones follow sooner."""
+PROBES = 20
+"""Such attempts at once; where more are due, they take turns."""
 
 
 @dataclass
@@ -21,21 +23,27 @@ class Host:
     """What the driver knows of a host.
 
     Attributes:
-        generation: of its newest agent.
-        starting: whether it was started by this driver and has not had a connection yet.
-        connected: whether that agent has a connection.
-        exited: whether its process is known to have ended.
+        generation: of its agent.
+        newest: the highest that an agent was started with.
+        beside: whether that one was started beside the host's agent, which may be alive; who connects first, is it.
+        starting: whether the newest was started by this driver and has not had a connection yet.
+        connected: whether its agent has a connection.
+        exited: whether its agent's process is known to have ended.
+        ready: whether ranks can start there at once, for what they import is imported.
         heard: when it was last heard of.
-        since: when the agent was started.
+        since: when the newest was started.
         attempt: whose ranks it has; None before it has said so.
         codes: exit codes of these ranks, None of those that run.
         parked: those of them that have left the attempt and keep their process, and why.
     """
 
     generation: int = 0
+    newest: int = 0
+    beside: bool = False
     starting: bool = False
     connected: bool = False
     exited: bool = False
+    ready: bool = False
     heard: float = 0.0
     since: float = 0.0
     attempt: int | None = None
@@ -100,7 +108,11 @@ class Fleet:
                 for host in self.hosts.values():
                     host.exited = True
             case "agent":
-                self.hosts[event["host"]] = Host(generation=event["generation"])
+                known = self.hosts.get(event["host"], Host()).newest
+                self.hosts[event["host"]] = Host(event["generation"], max(event["generation"], known))
+            case "probe":
+                host = self.hosts.setdefault(event["host"], Host())
+                host.newest, host.beside = event["generation"], True
             case "evict":
                 self.away[event["host"]] = event["reason"]
             case "readmit":
@@ -108,10 +120,21 @@ class Fleet:
 
     # Agents
 
-    def newest(self, name: str, generation: int) -> Host | None:
-        """The host whose newest agent this is; None if it is another, or none of this run."""
+    def of_agent(self, name: str, generation: int) -> Host | None:
+        """The host whose agent this is; None if it has another, or is none of this run."""
         host = self.hosts.get(name)
         return host if host is not None and host.generation == generation else None
+
+    def accept(self, name: str, generation: int) -> Host | None:
+        """As `of_agent`, of an agent that is heard: of two that may be a host's, it is the first."""
+        host = self.hosts.get(name)
+        if host is not None and host.beside and generation in (host.generation, host.newest):
+            if generation == host.newest:
+                self.hosts[name] = Host(generation, generation, starting=host.starting, since=host.since)
+            else:
+                host.beside = host.starting = host.exited = False
+            self._record("agent", host=name, generation=generation)
+        return self.of_agent(name, generation)
 
     def saw_connection(self, name: str, now: float) -> None:
         """The newest agent of a host has a connection."""
@@ -135,10 +158,17 @@ class Fleet:
                 self._start(name, now)
 
     def _start(self, name: str, now: float) -> None:
-        generation = self.hosts[name].generation + 1
-        self.hosts[name] = Host(generation=generation, starting=True, since=now, heard=now)
+        generation = self.hosts[name].newest + 1
+        self.hosts[name] = Host(generation, generation, starting=True, since=now, heard=now)
         self._record("agent", host=name, generation=generation)
         self._start_agent(name, generation)
+
+    def _probe(self, name: str, now: float) -> None:
+        """Start an agent on a host that could not be reached, whose own comes back if only the way to it was cut."""
+        host = self.hosts[name]
+        host.newest, host.beside, host.starting, host.since = host.newest + 1, True, True, now
+        self._record("probe", host=name, generation=host.newest)
+        self._start_agent(name, host.newest)
 
     def give_up(self, name: str) -> None:
         """Its agent counts as ended, whatever may be left of it."""
@@ -246,13 +276,25 @@ class Fleet:
             self._say(f"host {name} is back")
 
     def follow(self, denied: Mapping[str, str], now: float) -> None:
-        """Leave out who is denied; try those again that are not, and could not be reached."""
+        """Leave out who is denied; try those again that are not, and could not be reached.
+
+        A host is back when ranks can start there: a run that trains does not wait for their imports, and never stops
+        for a host on which they fail.
+        """
         for name, reason in denied.items():
             self.evict(name, reason)
+        due = list[str]()
         for name in [name for name in self.away if name not in denied]:
             host = self.hosts[name] = self.hosts.get(name) or Host()
-            if host.connected:
+            last = self._last_probe(name)
+            if host.connected and host.ready:
                 self.readmit(name)
-            elif now - (last := self._unreachable.get(name, _Unreachable(-inf, 0.0))).at >= last.wait_s:
-                self._unreachable[name] = _Unreachable(now, min(PROBE_S, max(2 * last.wait_s, self.connect_s)))
-                self._start(name, now)
+            elif not host.connected and now - last.at >= last.wait_s:
+                due.append(name)
+        for name in sorted(due, key=lambda name: self._last_probe(name).at)[:PROBES]:
+            wait_s = max(self.connect_s, min(PROBE_S, 2 * self._last_probe(name).wait_s))
+            self._unreachable[name] = _Unreachable(now, wait_s)
+            self._probe(name, now)
+
+    def _last_probe(self, name: str) -> _Unreachable:
+        return self._unreachable.get(name, _Unreachable(-inf, 0.0))

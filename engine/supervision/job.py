@@ -16,7 +16,7 @@ from weft.engine.supervision.deadlines import Deadlines
 from weft.engine.supervision.detector import FailureDetector
 from weft.engine.supervision.effects import Effects
 from weft.engine.supervision.examination import DOCTOR_S, Suspicions, reason_to_evict
-from weft.engine.supervision.fleet import Fleet
+from weft.engine.supervision.fleet import Fleet, Host
 from weft.engine.supervision.layout import Layout
 from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.patience import SitePatience
@@ -215,24 +215,32 @@ class Job:
 
     def on_connected(self, name: str, generation: int, now: float) -> None:
         """An agent has a connection, for the first time or again."""
-        host = self.fleet.newest(name, generation)
+        if self._accept(name, generation) is not None:
+            self.fleet.saw_connection(name, now)
+            self._assign(name)
+
+    def _accept(self, name: str, generation: int) -> Host | None:
+        """The host of an agent that is heard; None if the agent has to end, which it is told."""
+        host = self.fleet.accept(name, generation)
         if host is None or self.stage is Stage.ended:
             # What is left of a host that was given up, where another agent may be by now.
             self._effects.tell(name, generation, {"end": True, "replaced": host is None})
-            return
-        self.fleet.saw_connection(name, now)
-        self._assign(name)
+            return None
+        return host
 
     def on_lost(self, name: str, generation: int) -> None:
         """Its connection has ended; it may come back."""
-        host = self.fleet.newest(name, generation)
+        host = self.fleet.of_agent(name, generation)
         if host is not None:
             host.connected = False
 
-    def on_exit(self, name: str, generation: int) -> None:
-        """The process by which this driver started an agent has ended."""
-        host = self.fleet.newest(name, generation)
-        if host is not None:
+    def on_exit(self, name: str, generation: int, now: float) -> None:
+        """The process by which this driver started an agent has ended.
+
+        So has the agent, unless it has been silent since before: ssh ends when the link does.
+        """
+        host = self.fleet.of_agent(name, generation)
+        if host is not None and (host.attempt is None or now - host.heard <= self._settings.silence_s):
             host.exited = True
 
     def on_report(self, name: str, generation: int, message: Mapping[str, Any], now: float) -> None:
@@ -241,11 +249,11 @@ class Job:
         Raises:
             ValueError: it has another form.
         """
-        host = self.fleet.newest(name, generation)
-        if host is None or self.stage is Stage.ended:
+        host = self._accept(name, generation)
+        if host is None:
             return
         said = AgentMessage.from_wire(message)
-        host.connected, host.heard = True, now
+        host.connected, host.ready, host.heard = True, said.ready, now
         host.attempt, host.parked = said.attempt, dict(said.parked)
         host.codes = {rank.rank: rank.exit_code for rank in said.report.ranks}
         if said.attempt == self.attempt and self.stage in (Stage.starting, Stage.running):

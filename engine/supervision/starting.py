@@ -15,6 +15,7 @@ from typing import Protocol
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import ClusterManager
 from weft.engine.supervision import agent
+from weft.engine.supervision.fleet import CONNECT_S
 from weft.engine.supervision.pod import PodStarter
 
 FORWARDED = ("DS_", "GLOO_", "HF_", "OMP_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "WANDB_", "WEFT_")
@@ -71,7 +72,9 @@ class SshStarter:
             return LocalStarter().start(host, order)
         port = ["-p", str(self.port)] if self.port else []
         remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.quote(sys.executable)} -m {agent.__name__}"
-        return _start(["ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", *port, host, remote], order)
+        options = ["BatchMode=yes", "ServerAliveInterval=5", f"ConnectTimeout={CONNECT_S:.0f}"]
+        flags = [word for option in options for word in ("-o", option)]
+        return _start(["ssh", *flags, *port, host, remote], order)
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ def heartbeat_cost(agents: int, ranks: int, repeat: int) -> Figure:
         reports = (
             HostReport(f"host{agent}", tuple(_reports(agent, ranks, second)), {"load": 1.0}) for agent in range(agents)
         )
-        return [pack(AgentMessage(1, report, {}, {}, {}, 0, []).to_wire()) for report in reports]
+        return [pack(AgentMessage(1, True, report, {}, {}, {}, 0, []).to_wire()) for report in reports]
 
     def handle(frames: list[bytes], second: int) -> None:
         for frame in frames:

@@ -94,6 +94,7 @@ class World:
         examined=0,
         failed=(),
         kept=0,
+        ready=True,
     ):
         """The host says that its ranks are there, or have ended."""
         attempt = self.job.attempt if attempt is None else attempt
@@ -112,7 +113,7 @@ class World:
             for rank in ranks
         )
         message = AgentMessage(
-            attempt, HostReport(host, reports), ends or {}, parked or {}, {}, examined, failed
+            attempt, ready, HostReport(host, reports), ends or {}, parked or {}, {}, examined, failed
         ).to_wire()
         self.job.on_report(host, self.generation(host), message, self.now)
 

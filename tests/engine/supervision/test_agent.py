@@ -21,16 +21,19 @@ from weft.conf.run_lock import RunLock
 from weft.engine.supervision.leftovers import page_path
 from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.order import AgentOrder
+from weft.engine.supervision.places import make_page
 
 LIMIT_S = 60.0
 TARGET = "tests.engine.supervision.fake_ranks:run"
+NOTHING_YET = {"attempt": 0, "run": False}
+"""What a driver answers an agent that has connected, and whose ranks it does not want yet."""
 
 
 class Bed:
     """A driver's end of the wire, and an agent."""
 
-    def __init__(self, folder, **order):
-        self.folder = folder
+    def __init__(self, folder, answer=NOTHING_YET, **order):
+        self.folder, self.answer = folder, answer
         self.order = AgentOrder(
             **{
                 "host": "here",
@@ -49,7 +52,10 @@ class Bed:
         self.agent = None
 
     async def open(self):
-        self.server = ControlServer(on_message=lambda peer, message: self.reports.append(message))
+        self.server = ControlServer(
+            on_message=lambda peer, message: self.reports.append(message),
+            on_connected=lambda peer: self.server.send(peer, self.answer),
+        )
         await self.server.listen(self.order.address)
 
     def start(self):
@@ -169,6 +175,28 @@ def test_an_agent_that_has_been_replaced_leaves_its_successor_what_is_in_memory(
         assert page.exists() == memory.exists() == replaced
 
     scenario(tmp_path, play)
+
+
+def test_an_agent_that_is_not_wanted_touches_nothing_of_its_host(tmp_path):
+    """As one that was started while the way to its host was cut, where the host's own is heard again first."""
+    page = page_path(tmp_path, "here")
+    make_page(page, 3)
+    before = page.stat().st_ino
+
+    async def play(bed):
+        printed, _ = await asyncio.to_thread(bed.agent.communicate)
+        assert bed.agent.returncode == 0 and not printed and not bed.reports
+        assert page.stat().st_ino == before and list(page.parent.glob(f"{page.name}*")) == [page]
+
+    scenario(tmp_path, play, answer={"end": True, "replaced": True}, preload=["nowhere"])
+
+
+def test_an_agent_says_when_ranks_can_start(tmp_path):
+    async def play(bed):
+        await until(lambda: bed.reports and bed.reports[-1]["ready"])
+        assert not bed.reports[0]["ready"]
+
+    scenario(tmp_path, play, preload=["torch"])
 
 
 def test_another_attempt_begins_when_the_ranks_of_the_last_have_ended(tmp_path):

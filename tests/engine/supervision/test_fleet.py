@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 
-from weft.engine.supervision.fleet import Fleet, Host
+from weft.engine.supervision.fleet import PROBES, Fleet, Host
 
 SILENCE_S = 5.0
 NOW = 1000.0
@@ -56,6 +56,26 @@ def test_a_site_is_silent_if_each_of_its_hosts_that_are_used_is(seed):
 
     found = fleet_of(sites, heard, exited).silent_sites(names, SILENCE_S, NOW)
     assert found == {tuple(site) for site in sites if is_silent(site)}
+
+
+@pytest.mark.parametrize(("away", "tries"), [(1, 100), (50, 100), (1000, 10)])
+def test_hosts_that_could_not_be_reached_are_tried_no_more_often_than_a_driver_can(away, tries):
+    """Each as often as the others, and never many at once, for the driver does nothing else meanwhile."""
+    started = []
+    fleet = Fleet(
+        lambda name, generation: started.append((name, generation)), lambda event, **fields: None, lambda text: None
+    )
+    fleet.start_missing(["near"], 0.0)
+    fleet.saw_connection("near", 1.0)
+    for number in range(away):
+        fleet.evict(f"host{number}", "silent")
+    for now in range(0, 1000, 2):
+        before = len(started)
+        fleet.follow({}, float(now))
+        assert len(started) - before <= PROBES
+    assert len(set(started)) == len(started)
+    for number in range(away):
+        assert sum(name == f"host{number}" for name, _ in started) == pytest.approx(tries, rel=0.05, abs=1)
 
 
 @pytest.mark.parametrize("quiet", ["nobody", "a site", "one host of each"])

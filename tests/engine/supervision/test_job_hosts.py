@@ -9,7 +9,9 @@ from weft.engine.supervision.detector import LOOK_S
 from weft.engine.supervision.examination import DOCTOR_S
 from weft.engine.supervision.fleet import CONNECT_S, LEAST_CONNECT_S, LONGER, PROBE_S
 from weft.engine.supervision.job import HOSTS_S, Stage
+from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.places import Phase
+from weft.engine.supervision.report import HostReport
 
 
 def test_a_silent_host_is_a_fault_of_that_host():
@@ -22,6 +24,11 @@ def test_a_silent_host_is_a_fault_of_that_host():
     assert world.started[-1] == ("b", 2), "another agent is tried"
 
 
+def report_of(host):
+    """What an idle agent says."""
+    return AgentMessage(0, True, HostReport(host, ()), {}, {}, {}, 0, []).to_wire()
+
+
 FOUR = {"a": 1, "b": 1, "c": 1, "d": 1}
 SITES = (["a", "b"], ["c", "d"])
 
@@ -29,6 +36,7 @@ SITES = (["a", "b"], ["c", "d"])
 def restart_takes(world, seconds, imports_s=0.0):
     """Come to a good step so long after imports, which take time of their own."""
     world.job.launch(world.now)
+    world.now += 0.1
     world.connect()
     for phase, passed_s in ((Phase.imports, imports_s), (Phase.setup, seconds), (Phase.steady, 0.0)):
         for host in world.layout_hosts:
@@ -155,7 +163,7 @@ def test_a_host_on_which_no_agent_starts_again_is_left_out(connect_s, limit_s):
     assert world.now > until - 3.0, "not before an agent has had the time that agents took"
     assert world.told["a", 1]["ranks"] == [0, 1] and world.told["a", 1]["run"]
     assert world.away_asked[-1] == {"b"}
-    before, waits = len(world.started), [limit_s, 2 * limit_s][: 2 if 3 * limit_s < PROBE_S else 1]
+    before, waits = len(world.started), [limit_s, min(2 * limit_s, PROBE_S)][: 2 if limit_s < PROBE_S else 1]
     for tried, wait in enumerate(waits):
         since = world.now
         while len(world.started) - before == tried:
@@ -163,9 +171,72 @@ def test_a_host_on_which_no_agent_starts_again_is_left_out(connect_s, limit_s):
             assert world.now - since <= wait + HOSTS_S + 1.0, "it is tried again"
         assert world.now - since >= wait - HOSTS_S - 1.0, "ever less often: an agent has its time to start"
     assert {host for host, _ in world.started[before:]} == {"b"}
-    world.connect("b")
+    world.job.on_connected(*world.started[-1], world.now)
+    world.report("b", ready=False)
     world.pass_time(3.0, "a")
+    assert not world.events("readmit"), "nobody waits for imports, nor stops for a host on which they fail"
+    world.pass_time(3.0, "a", "b")
     assert [event["host"] for event in world.events("readmit")] == ["b"]
+
+
+def a_site_is_left_out(world):
+    """Two hosts of four go on, and agents are being started on the others, beside those that may be alive."""
+    restart_takes(world, 3.0)
+    world.pass_time(11.0, "a", "b")
+    for host in ("a", "b"):
+        world.report(host, parked=dict.fromkeys(world.told[host, 1]["ranks"], "left"))
+    world.job.tick(world.now)
+    world.pass_time(2 * LEAST_CONNECT_S, "a", "b")
+    assert world.job.attempt == 2 and {("c", 2), ("d", 2)} <= set(world.started)
+
+
+@pytest.mark.parametrize(
+    ("first", "anew", "reconnects"),
+    [("own", False, False), ("own", False, True), ("own", True, True), ("probe", False, True), ("probe", True, True)],
+)
+def test_after_a_cut_the_agent_that_is_heard_first_is_the_hosts(first, anew, reconnects):
+    """One that has gone on meanwhile need import nothing.
+
+    Args:
+        anew: whether the driver has been started again meanwhile.
+        reconnects: whether the first comes by a new connection; that of the host's own may have outlived the cut.
+    """
+    world = World(FOUR, sites=SITES, silence_s=5.0)
+    a_site_is_left_out(world)
+    if anew:
+        world = World(FOUR, sites=SITES, silence_s=5.0, past=world.journal)
+        world.job.attach(world.now)
+        world.connect("a", "b")
+    newest = max([event["generation"] for event in world.events("probe") if event["host"] == "c"])
+    chosen, other = (1, newest) if first == "own" else (newest, 1)
+    if reconnects:
+        world.job.on_connected("c", chosen, world.now)
+        assert not world.told["c", chosen].get("end")
+    world.job.on_report("c", chosen, report_of("c"), world.now)
+    world.told.pop(("c", other), None)
+    world.job.on_report("c", other, report_of("c"), world.now)
+    assert world.told["c", other] == {"end": True, "replaced": True}
+    world.job.on_connected("c", other, world.now)
+    assert world.generation("c") == chosen and world.told["c", other] == {"end": True, "replaced": True}
+    again = World(FOUR, past=world.journal)
+    assert again.generation("c") == chosen, "it is in the journal"
+    world.pass_time(3.0, "a", "b", "c")
+    assert [event["host"] for event in world.events("readmit")] == ["c"]
+    world.job.on_exit("c", chosen, world.now)
+    world.job.on_lost("c", chosen)
+    world.job.fleet.start_missing(["c"], world.now)
+    assert world.started[-1] == ("c", max(newest, 2) + 1), "a number that nobody had"
+
+
+def test_ssh_that_ends_because_the_link_is_cut_is_no_end_of_an_agent():
+    world = World(FOUR, sites=SITES, silence_s=5.0)
+    restart_takes(world, 20.0)
+    world.pass_time(7.0, "a", "b")
+    for host in ("c", "d"):
+        world.job.on_lost(host, 1)
+        world.job.on_exit(host, 1, world.now)
+    world.pass_time(10.0, "a", "b")
+    assert not world.events("fault") and world.events("alert")[0]["kind"] == "silent_site"
 
 
 def test_an_agent_that_has_ended_is_noticed_at_once_and_started_again():
@@ -174,7 +245,7 @@ def test_an_agent_that_has_ended_is_noticed_at_once_and_started_again():
     world.job.on_lost("b", 1)
     world.job.tick(world.now)
     assert not world.events("fault"), "a connection may come back"
-    world.job.on_exit("b", 1)
+    world.job.on_exit("b", 1, world.now)
     world.now += LOOK_S
     world.job.tick(world.now)
     assert world.events("fault")[0]["kind"] == "agent" and world.started[-1] == ("b", 2)
@@ -188,7 +259,7 @@ def test_an_agent_that_has_ended_is_noticed_at_once_and_started_again():
 def test_an_agent_of_an_earlier_generation_is_ended():
     world = World()
     world.train()
-    world.job.on_exit("b", 1)
+    world.job.on_exit("b", 1, world.now)
     world.job.on_lost("b", 1)
     world.job.tick(world.now)
     world.job.on_connected("b", 1, world.now)

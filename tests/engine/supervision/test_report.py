@@ -20,7 +20,7 @@ END = {"kind": "other", "message": "", "step": None, "data": None, "ranks": [], 
 
 
 def message_of(report, **fields):
-    blank = {"ends": {}, "parked": {}, "lines": {}, "examined": 0, "failed": []}
+    blank = {"ready": True, "ends": {}, "parked": {}, "lines": {}, "examined": 0, "failed": []}
     return AgentMessage(attempt=2, report=report, **blank | fields)
 
 

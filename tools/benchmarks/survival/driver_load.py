@@ -145,7 +145,7 @@ def main_agents(argv: Sequence[str]) -> int:
             for number, client in enumerate(clients):
                 rank = RankReport(number, 1, Phase.steady, Place(step, 3, True), 8, 0.01, step, state="R", cpu_s=step)
                 report = HostReport(f"host{number}", (rank,), {"load": 1.0})
-                client.send(AgentMessage(1, report, {}, {}, {}, 0, []).to_wire(), latest_of="report")
+                client.send(AgentMessage(1, True, report, {}, {}, {}, 0, []).to_wire(), latest_of="report")
                 if number % 64 == 0:
                     await asyncio.sleep(0)
             step += 1
