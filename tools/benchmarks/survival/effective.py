@@ -53,6 +53,18 @@ class Effective:
         """By a fault, on average: until it is noticed, the restart, and steps that are trained again."""
         return (self.total_s - (self.steps - 1) * self.step_s) / max(1, len(self.outcomes))
 
+    @property
+    def again(self) -> float:
+        """Steps that are trained again after a fault, on average, with half of the one under way where ranks stop."""
+        stopped = sum(outcome.named_s is not None for outcome in self.outcomes)
+        return (sum(outcome.lost or 0 for outcome in self.outcomes) + stopped / 2) / max(1, len(self.outcomes))
+
+    def least_step_s(self, share: float) -> float | None:
+        """Length of steps with which so many faults would leave such a share; computed, None if none does."""
+        every = self.steps / max(1, len(self.outcomes))
+        affordable = every * (1 - share) / share - self.again
+        return (self.lost_s - self.again * self.step_s) / affordable if affordable > 0 else None
+
     def computed_share(self, between_s: float) -> float:
         """What the share would be with a fault every so many seconds of training; computed, not measured."""
         return between_s / (between_s + self.lost_s)
@@ -60,7 +72,7 @@ class Effective:
     @property
     def rows(self) -> list[dict[str, str]]:
         """For a table."""
-        every = self.steps / max(1, len(self.outcomes))
+        every, least_step_s = self.steps / max(1, len(self.outcomes)), self.least_step_s(GOAL)
         same = (
             "not compared"
             if self.difference is None
@@ -73,13 +85,14 @@ class Effective:
             {"": "a usual step", "found": f"{self.step_s:.3f} s"},
             {"": "the whole run", "found": f"{self.total_s:.1f} s"},
             {"": "a fault takes", "found": f"{self.lost_s:.1f} s"},
+            {"": "of that, trained again, with half of a step under way", "found": f"{self.again:.1f} steps"},
             {"": "effective training time", "found": f"{self.share:.1%}"},
             {"": "every loss that of an undisturbed run", "found": same},
             {"": "computed: with a fault an hour", "found": f"{self.computed_share(HOUR_S):.2%}"},
             {"": "computed: with a fault a day", "found": f"{self.computed_share(24 * HOUR_S):.3%}"},
             {
                 "": f"computed: {GOAL:.0%} with a fault every {every:.0f} steps takes steps of",
-                "found": f"{self.lost_s * GOAL / (1 - GOAL) / every:.1f} s or more",
+                "found": "no length reaches it" if least_step_s is None else f"{least_step_s:.1f} s or more",
             },
         ]
 
