@@ -262,13 +262,16 @@ def survive(name: str, fault: str, folder: Path, patience_s: float) -> str:
 
 
 def _goes_on(job: PeerJob, before: int, begun: float, patience_s: float) -> str:
-    """When steps come again; of a process that comes after ``before``, if there is one."""
+    """When steps come again; of a process that comes after ``before``, if there is one.
+
+    "Unwatched" are ranks that go on although their agent has ended, and that no other has taken over.
+    """
     while time() < begun + patience_s:
         later = [(at, pid) for at, pid, _ in job.steps() if at > begun]
         newest = [at for at, pid in later if later and pid == later[-1][1]]
         others_left = job.over or (later and later[-1][1] != before)
         if len(newest) >= STEADY and (others_left or time() - begun > patience_s / 2):
-            return f"{newest[0] - begun:.1f} s"
+            return f"{newest[0] - begun:.1f} s{'' if others_left else ', unwatched'}"
         if job.over and len(newest) < STEADY:
             return f"dies after {time() - begun:.0f} s"
         sleep(0.05)
