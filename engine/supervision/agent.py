@@ -24,7 +24,7 @@ from weft.engine.supervision.cadence import Cadence
 from weft.engine.supervision.examination import examine
 from weft.engine.supervision.faults import ERROR_FILE, OomKills, RankEnd, classify, read_report
 from weft.engine.supervision.guard import DriverGuard
-from weft.engine.supervision.leftovers import Ownership, page_path, remove_leftovers
+from weft.engine.supervision.leftovers import Ownership, is_owned, page_path, remove_leftovers
 from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.order import AgentOrder
 from weft.engine.supervision.output import Output, Writer
@@ -40,6 +40,8 @@ MEMORY = "WEFT_MEMORY"
 """Environment variable of ranks: the folder in which their memory checkpoints outlive them."""
 LOOK_S = 0.1
 """Seconds between looks at the ranks' places; a change of phase is told at once."""
+OTHER_S = 3.0
+"""Seconds that an agent which is alive has to come back to its driver, before one that was started beside it comes."""
 
 
 def main() -> int:
@@ -66,13 +68,17 @@ class Agent:
         self._writer = Writer()
         self._matches = LogMatches()
         self._vitals: dict[str, Any] = {}
-        self._guard = DriverGuard(order)
         self._page = page_path(Path(order.run_folder), order.host)
         self._memory = self._page.with_name(f"{self._page.name}.memory{order.launch}")
         self._parking = Parking(self._page.with_name(f"{self._page.name}.agent{order.generation}"), self._changed.set)
 
     async def run(self) -> int:
         """Serve the driver until it ends this agent, or has been away for too long."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._ended.set)
+        await _first_of(self._let_other_come(), self._ended.wait())
+        self._guard = DriverGuard(self._order)
         self._client = ControlClient(
             self._order.address,
             name=self._order.peer,
@@ -80,9 +86,6 @@ class Agent:
             on_connected=self._meet,
             on_lost=self._guard.lost,
         )
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._ended.set)
         self._client.start()
         try:
             await _first_of(self._serve(), self._guard.watch(), self._ended.wait())
@@ -91,6 +94,12 @@ class Agent:
             await self._client.close()
             self._writer.close()
         return 1 if failed else 0
+
+    async def _let_other_come(self) -> None:
+        """Wait while another agent of the host may come back to its driver."""
+        begun = monotonic()
+        while self._order.beside and monotonic() - begun < OTHER_S and is_owned(self._page):
+            await asyncio.sleep(LOOK_S)
 
     async def _serve(self) -> None:
         """Be the host's agent when the driver has said that this is it; ends when imports have failed."""

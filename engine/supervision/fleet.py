@@ -12,10 +12,10 @@ CONNECT_S = 30.0
 LEAST_CONNECT_S = 5.0
 LONGER = 3.0
 """Times as long as the slowest host took so far that another agent may take."""
-PROBE_S = 10.0
-"""Longest time between attempts to start an agent on a host that could not be reached; the first ones follow sooner."""
 PROBES = 20
-"""Such attempts at once; where more are due, they take turns."""
+"""Attempts at once to start agents on hosts that could not be reached; where more are due, they take turns."""
+BROKEN_S = 300.0
+"""Longest time between them where agents start and end before a rank could."""
 
 
 @dataclass
@@ -49,6 +49,11 @@ class Host:
     attempt: int | None = None
     codes: dict[int, int | None] = field(default_factory=dict)
     parked: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether its agent has been heard, and never said that ranks can start."""
+        return self.attempt is not None and not self.ready
 
     def has_stopped(self, attempt: int) -> bool:
         """Whether no rank takes part in an attempt any more."""
@@ -292,8 +297,8 @@ class Fleet:
             elif not host.connected and now - last.at >= last.wait_s:
                 due.append(name)
         for name in sorted(due, key=lambda name: self._last_probe(name).at)[:PROBES]:
-            wait_s = max(self.connect_s, min(PROBE_S, 2 * self._last_probe(name).wait_s))
-            self._unreachable[name] = _Unreachable(now, wait_s)
+            wait_s = min(BROKEN_S, 2 * self._last_probe(name).wait_s) if self.hosts[name].is_broken else 0.0
+            self._unreachable[name] = _Unreachable(now, max(self.connect_s, wait_s))
             self._probe(name, now)
 
     def _last_probe(self, name: str) -> _Unreachable:

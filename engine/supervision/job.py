@@ -371,7 +371,7 @@ class Job:
                 self._grows_after = newest
         elif newest != self._grows_after:
             self._effects.say("hosts have returned; going on with them from the newest checkpoint")
-            self._stop("grow", None, now)
+            self._stop("grow", [] if self._settings.in_process else None, now)
 
     def end(self, code: int, reason: str) -> None:
         """End the run: every agent ends its ranks and itself."""

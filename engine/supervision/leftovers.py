@@ -56,14 +56,14 @@ def remove_leftovers(folder: Path, own: str, *, now: float | None = None) -> lis
     for name in sorted({path.name.partition(".")[0] for path in folder.glob(f"{PREFIX}*")} - {own}):
         parts = [path for path in folder.glob(f"{name}*") if path.name.partition(".")[0] == name]
         with suppress(OSError):
-            if all(path.lstat().st_mtime < limit for path in parts) and not _is_owned(folder / name):
+            if all(path.lstat().st_mtime < limit for path in parts) and not is_owned(folder / name):
                 for path in parts:
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
                 gone.append(name)
     return gone
 
 
-def _is_owned(page: Path) -> bool:
+def is_owned(page: Path) -> bool:
     """Whether an agent holds a page.
 
     Raises:

@@ -12,7 +12,7 @@ class AgentOrder:
 
     Attributes:
         host: name of its host.
-        generation: number of this agent; the driver hears only the newest of a host.
+        generation: number of this agent; the driver hears one of a host.
         address: where the driver listens.
         run_folder: of the run.
         slots: most ranks of this host.
@@ -22,6 +22,7 @@ class AgentOrder:
         orphan_s: seconds without a driver after which it ends its ranks and itself.
         launch: number of this start of the run; memory that an earlier one has left is given back.
         driver: command that starts the driver again; empty if another agent does.
+        beside: whether another of this host may be alive, which has everything imported and goes first.
     """
 
     host: str
@@ -35,6 +36,7 @@ class AgentOrder:
     orphan_s: float
     launch: int = 0
     driver: list[str] = field(default_factory=list)
+    beside: bool = False
 
     @classmethod
     def read(cls, line: str) -> AgentOrder:

@@ -18,7 +18,8 @@ import pytest
 
 from weft.comm.control import ControlServer
 from weft.conf.run_lock import RunLock
-from weft.engine.supervision.leftovers import page_path
+from weft.engine.supervision.agent import OTHER_S
+from weft.engine.supervision.leftovers import Ownership, page_path
 from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.order import AgentOrder
 from weft.engine.supervision.places import make_page
@@ -189,6 +190,22 @@ def test_an_agent_that_is_not_wanted_touches_nothing_of_its_host(tmp_path):
         assert page.stat().st_ino == before and list(page.parent.glob(f"{page.name}*")) == [page]
 
     scenario(tmp_path, play, answer={"end": True, "replaced": True}, preload=["nowhere"])
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_an_agent_lets_one_that_is_alive_come_back_first(tmp_path, dies):
+    page = page_path(tmp_path, "here")
+    make_page(page, 3)
+    other = Ownership(page)
+
+    async def play(bed):
+        if dies:
+            other.release()
+        await until(lambda: bed.server.connected)
+        assert (monotonic() - begun < OTHER_S) == dies
+
+    begun = monotonic()
+    scenario(tmp_path, play, beside=True)
 
 
 def test_an_agent_says_when_ranks_can_start(tmp_path):

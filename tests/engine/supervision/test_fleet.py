@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from itertools import chain
+from itertools import chain, pairwise
 
 import pytest
 
-from weft.engine.supervision.fleet import PROBES, Fleet, Host
+from weft.engine.supervision.fleet import BROKEN_S, PROBES, Fleet, Host
 
 SILENCE_S = 5.0
 NOW = 1000.0
@@ -58,7 +58,22 @@ def test_a_site_is_silent_if_each_of_its_hosts_that_are_used_is(seed):
     assert found == {tuple(site) for site in sites if is_silent(site)}
 
 
-@pytest.mark.parametrize(("away", "tries"), [(1, 100), (50, 100), (1000, 10)])
+def test_a_host_on_which_imports_fail_is_tried_ever_less_often():
+    started = []
+    fleet = Fleet(lambda name, generation: started.append(now), lambda event, **fields: None, lambda text: None)
+    fleet.evict("broken", "no agent could be started or reached")
+    for now in range(0, 3600, 2):
+        fleet.follow({}, float(now))
+        if started and now - started[-1] == 2:
+            host = fleet.accept("broken", len(started))
+            fleet.saw_connection("broken", float(now))
+            host.attempt, host.connected = 0, False
+    between = [after - before for before, after in pairwise(started)]
+    assert between[:4] == [30, 60, 120, 240] and between[-1] == BROKEN_S and max(between) == BROKEN_S
+    assert fleet.away
+
+
+@pytest.mark.parametrize(("away", "tries"), [(1, 167), (50, 167), (1000, 10)])
 def test_hosts_that_could_not_be_reached_are_tried_no_more_often_than_a_driver_can(away, tries):
     """Each as often as the others, and never many at once, for the driver does nothing else meanwhile."""
     started = []
