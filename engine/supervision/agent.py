@@ -63,22 +63,18 @@ class Agent:
         self._mine: list[Rank] = []
         self._examined, self._failed = 0, list[str]()
         self._said: dict[int, RankEnd] = {}
-        self._answered, self._changed, self._ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._met, self._answered, self._changed, self._ended = (asyncio.Event() for _ in range(4))
         self._has_host = self._replaced = False
         self._writer = Writer()
         self._matches = LogMatches()
         self._vitals: dict[str, Any] = {}
         self._page = page_path(Path(order.run_folder), order.host)
         self._memory = self._page.with_name(f"{self._page.name}.memory{order.launch}")
+        self._guard = DriverGuard(order)
         self._parking = Parking(self._page.with_name(f"{self._page.name}.agent{order.generation}"), self._changed.set)
 
     async def run(self) -> int:
         """Serve the driver until it ends this agent, or has been away for too long."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._ended.set)
-        await _first_of(self._let_other_come(), self._ended.wait())
-        self._guard = DriverGuard(self._order)
         self._client = ControlClient(
             self._order.address,
             name=self._order.peer,
@@ -86,6 +82,9 @@ class Agent:
             on_connected=self._meet,
             on_lost=self._guard.lost,
         )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._ended.set)
         self._client.start()
         try:
             await _first_of(self._serve(), self._guard.watch(), self._ended.wait())
@@ -95,17 +94,21 @@ class Agent:
             self._writer.close()
         return 1 if failed else 0
 
-    async def _let_other_come(self) -> None:
-        """Wait while another agent of the host may come back to its driver."""
-        begun = monotonic()
-        while self._order.beside and monotonic() - begun < OTHER_S and is_owned(self._page):
-            await asyncio.sleep(LOOK_S)
-
     async def _serve(self) -> None:
         """Be the host's agent when the driver has said that this is it; ends when imports have failed."""
+        if self._order.beside:
+            await self._let_other_come()
+            self._send_report()
         await self._answered.wait()
         self._take_host()
         await _first_of(self._reconcile(), self._report(), self._ranks.failed.wait())
+
+    async def _let_other_come(self) -> None:
+        """Wait while another agent of the host, which is alive, may come back to the driver, as this one could."""
+        await self._met.wait()
+        met = monotonic()
+        while monotonic() - met < OTHER_S and is_owned(self._page):
+            await asyncio.sleep(LOOK_S)
 
     def _take_host(self) -> None:
         """Make what an agent has on its host, in the place of what an earlier one has left."""
@@ -134,6 +137,7 @@ class Agent:
 
     def _meet(self) -> None:
         self._guard.met()
+        self._met.set()
         if self._has_host:
             self._send_report()
 
@@ -258,7 +262,7 @@ class Agent:
         parked = {rank.rank: self._parking.parked(rank.pid) for rank in self._mine if rank.code is None}
         message = AgentMessage(
             attempt=self._attempt,
-            ready=self._ranks.ready,
+            ready=self._has_host and self._ranks.ready,
             report=report,
             ends={rank.rank: self._end(local, rank) for local, rank in ended},
             parked={rank: reason for rank, reason in parked.items() if reason is not None},

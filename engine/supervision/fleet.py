@@ -25,13 +25,13 @@ class Host:
     Attributes:
         generation: of its agent.
         newest: the highest that an agent was started with.
-        beside: whether that one was started beside the host's agent, which may be alive; who connects first, is it.
-        starting: whether the newest was started by this driver and has not had a connection yet.
+        beside: whether that one was started beside the host's agent, which may be alive; who is heard first, is it.
+        starting: whether it was started by this driver and has not had a connection yet.
         connected: whether its agent has a connection.
         exited: whether its agent's process is known to have ended.
         ready: whether ranks can start there at once, for what they import is imported.
         heard: when it was last heard of.
-        since: when the newest was started.
+        since: when the agent was started.
         attempt: whose ranks it has; None before it has said so.
         codes: exit codes of these ranks, None of those that run.
         parked: those of them that have left the attempt and keep their process, and why.
@@ -130,14 +130,19 @@ class Fleet:
         host = self.hosts.get(name)
         return host if host is not None and host.generation == generation else None
 
+    def is_beside(self, name: str, generation: int) -> bool:
+        """Whether this is an agent that was started beside the host's, of which nothing has been heard since."""
+        host = self.hosts.get(name)
+        return host is not None and host.beside and host.newest == generation
+
     def accept(self, name: str, generation: int) -> Host | None:
         """As `of_agent`, of an agent that is heard: of two that may be a host's, it is the first."""
         host = self.hosts.get(name)
         if host is not None and host.beside and generation in (host.generation, host.newest):
             if generation == host.newest:
-                self.hosts[name] = Host(generation, generation, starting=host.starting, since=host.since)
+                self.hosts[name] = Host(generation, generation)
             else:
-                host.beside = host.starting = host.exited = False
+                host.beside = host.exited = False
             self._record("agent", host=name, generation=generation)
         return self.of_agent(name, generation)
 
@@ -171,7 +176,7 @@ class Fleet:
     def _probe(self, name: str, now: float) -> None:
         """Start an agent on a host that could not be reached, whose own comes back if only the way to it was cut."""
         host = self.hosts[name]
-        host.newest, host.beside, host.starting, host.since = host.newest + 1, True, True, now
+        host.newest, host.beside = host.newest + 1, True
         self._record("probe", host=name, generation=host.newest)
         self._start_agent(name, host.newest)
 

@@ -214,7 +214,14 @@ class Job:
     # What agents say
 
     def on_connected(self, name: str, generation: int, now: float) -> None:
-        """An agent has a connection, for the first time or again."""
+        """An agent has a connection, for the first time or again.
+
+        One that was started beside another reports when that one has had the time to come before it.
+        """
+        if self.stage is Stage.ended or not self.fleet.is_beside(name, generation):
+            self._welcome(name, generation, now)
+
+    def _welcome(self, name: str, generation: int, now: float) -> None:
         if self._accept(name, generation) is not None:
             self.fleet.saw_connection(name, now)
             self._assign(name)
@@ -249,6 +256,8 @@ class Job:
         Raises:
             ValueError: it has another form.
         """
+        if self.fleet.is_beside(name, generation):
+            self._welcome(name, generation, now)
         host = self._accept(name, generation)
         if host is None:
             return

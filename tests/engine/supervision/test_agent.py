@@ -55,7 +55,7 @@ class Bed:
     async def open(self):
         self.server = ControlServer(
             on_message=lambda peer, message: self.reports.append(message),
-            on_connected=lambda peer: self.server.send(peer, self.answer),
+            on_connected=lambda peer: self.answer and self.server.send(peer, self.answer),
         )
         await self.server.listen(self.order.address)
 
@@ -202,10 +202,16 @@ def test_an_agent_lets_one_that_is_alive_come_back_first(tmp_path, dies):
         if dies:
             other.release()
         await until(lambda: bed.server.connected)
-        assert (monotonic() - begun < OTHER_S) == dies
+        begun = monotonic()
+        await until(lambda: bed.reports)
+        assert (monotonic() - begun < OTHER_S / 2) == dies and bed.codes(0) == {}
+        assert page.stat().st_ino == before
+        bed.server.send(bed.order.peer, NOTHING_YET)
+        await until(lambda: bed.reports[-1]["ready"])
+        assert page.stat().st_ino != before
 
-    begun = monotonic()
-    scenario(tmp_path, play, beside=True)
+    before = page.stat().st_ino
+    scenario(tmp_path, play, answer=None, beside=True)
 
 
 def test_an_agent_says_when_ranks_can_start(tmp_path):

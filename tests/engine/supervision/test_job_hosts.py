@@ -171,7 +171,7 @@ def test_a_host_on_which_no_agent_starts_again_is_left_out(connect_s, limit_s):
             assert world.now - since <= limit_s + HOSTS_S + 1.0, "it is tried again"
         assert world.now - since >= limit_s - HOSTS_S - 1.0, "an agent has its time to start"
     assert {host for host, _ in world.started[before:]} == {"b"}
-    world.job.on_connected(*world.started[-1], world.now)
+    world.job.on_report(*world.started[-1], report_of("b"), world.now)
     world.report("b", ready=False)
     world.pass_time(3.0, "a")
     assert not world.events("readmit"), "nobody waits for imports, nor stops for a host on which they fail"
@@ -210,9 +210,11 @@ def test_after_a_cut_the_agent_that_is_heard_first_is_the_hosts(first, anew, rec
     newest = max([event["generation"] for event in world.events("probe") if event["host"] == "c"])
     chosen, other = (1, newest) if first == "own" else (newest, 1)
     if reconnects:
+        world.job.on_connected("c", newest, world.now)
+        assert ("c", newest) not in world.told, "it waits for the other"
         world.job.on_connected("c", chosen, world.now)
-        assert not world.told["c", chosen].get("end")
     world.job.on_report("c", chosen, report_of("c"), world.now)
+    assert not world.told["c", chosen].get("end")
     world.told.pop(("c", other), None)
     world.job.on_report("c", other, report_of("c"), world.now)
     assert world.told["c", other] == {"end": True, "replaced": True}
