@@ -96,6 +96,7 @@ def test_another_form_is_refused(change):
         {"parked": {"1": 5}},
         {"lines": {"1": "a line"}},
         {"failed": [None]},
+        {"ready": 1},
     ],
 )
 def test_another_message_is_refused(change):
@@ -103,3 +104,12 @@ def test_another_message_is_refused(change):
     assert AgentMessage.from_wire(wire | {"ends": {"1": END}}).ends[1].kind is FaultKind.other
     with pytest.raises(ValueError, match="the same Weft"):
         AgentMessage.from_wire(wire | change)
+
+
+@pytest.mark.parametrize("name", ["attempt", "ready", "report", "ends", "parked", "lines", "examined", "failed"])
+def test_a_message_that_lacks_a_field_is_refused(name):
+    """As of an older Weft."""
+    wire = message_of(HostReport("alpha", ())).to_wire()
+    del wire[name]
+    with pytest.raises(ValueError, match="the same Weft"):
+        AgentMessage.from_wire(wire)
