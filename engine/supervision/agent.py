@@ -68,9 +68,9 @@ class Agent:
         self._writer = Writer()
         self._matches = LogMatches()
         self._vitals: dict[str, Any] = {}
+        self._guard = DriverGuard(order)
         self._page = page_path(Path(order.run_folder), order.host)
         self._memory = self._page.with_name(f"{self._page.name}.memory{order.launch}")
-        self._guard = DriverGuard(order)
         self._parking = Parking(self._page.with_name(f"{self._page.name}.agent{order.generation}"), self._changed.set)
 
     async def run(self) -> int:

@@ -147,7 +147,7 @@ class Fleet:
         return self.of_agent(name, generation)
 
     def saw_connection(self, name: str, now: float) -> None:
-        """The newest agent of a host has a connection."""
+        """A host's agent has a connection."""
         host = self.hosts[name]
         if host.starting:
             self._connected_s, host.starting = max(self._connected_s, now - host.since), False

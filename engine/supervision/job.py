@@ -218,13 +218,13 @@ class Job:
 
         One that was started beside another reports when that one has had the time to come before it.
         """
-        if self.stage is Stage.ended or not self.fleet.is_beside(name, generation):
-            self._welcome(name, generation, now)
+        waits = self.stage is not Stage.ended and self.fleet.is_beside(name, generation)
+        if not waits and self._accept(name, generation) is not None:
+            self._answer(name, now)
 
-    def _welcome(self, name: str, generation: int, now: float) -> None:
-        if self._accept(name, generation) is not None:
-            self.fleet.saw_connection(name, now)
-            self._assign(name)
+    def _answer(self, name: str, now: float) -> None:
+        self.fleet.saw_connection(name, now)
+        self._assign(name)
 
     def _accept(self, name: str, generation: int) -> Host | None:
         """The host of an agent that is heard; None if the agent has to end, which it is told."""
@@ -256,11 +256,12 @@ class Job:
         Raises:
             ValueError: it has another form.
         """
-        if self.fleet.is_beside(name, generation):
-            self._welcome(name, generation, now)
+        waited = self.fleet.is_beside(name, generation)
         host = self._accept(name, generation)
         if host is None:
             return
+        if waited:
+            self._answer(name, now)
         said = AgentMessage.from_wire(message)
         host.connected, host.ready, host.heard = True, said.ready, now
         host.attempt, host.parked = said.attempt, dict(said.parked)

@@ -59,10 +59,14 @@ class Effective:
         stopped = sum(outcome.named_s is not None for outcome in self.outcomes)
         return (sum(outcome.lost or 0 for outcome in self.outcomes) + stopped / 2) / max(1, len(self.outcomes))
 
+    @property
+    def every(self) -> float:
+        """Steps for each fault."""
+        return self.steps / max(1, len(self.outcomes))
+
     def least_step_s(self, share: float) -> float | None:
         """Length of steps with which so many faults would leave such a share; computed, None if none does."""
-        every = self.steps / max(1, len(self.outcomes))
-        affordable = every * (1 - share) / share - self.again
+        affordable = self.every * (1 - share) / share - self.again
         return (self.lost_s - self.again * self.step_s) / affordable if affordable > 0 else None
 
     def computed_share(self, between_s: float) -> float:
@@ -72,7 +76,7 @@ class Effective:
     @property
     def rows(self) -> list[dict[str, str]]:
         """For a table."""
-        every, least_step_s = self.steps / max(1, len(self.outcomes)), self.least_step_s(GOAL)
+        least_step_s = self.least_step_s(GOAL)
         same = (
             "not compared"
             if self.difference is None
@@ -91,7 +95,7 @@ class Effective:
             {"": "computed: with a fault an hour", "found": f"{self.computed_share(HOUR_S):.2%}"},
             {"": "computed: with a fault a day", "found": f"{self.computed_share(24 * HOUR_S):.3%}"},
             {
-                "": f"computed: {GOAL:.0%} with a fault every {every:.0f} steps takes steps of",
+                "": f"computed: {GOAL:.0%} with a fault every {self.every:.0f} steps takes steps of",
                 "found": "no length reaches it" if least_step_s is None else f"{least_step_s:.1f} s or more",
             },
         ]
