@@ -12,6 +12,7 @@ from tests.engine.checkpoint.test_memory_in_threads import opened
 from tests.engine.small_engine import assert_equal, joined
 from tests.thread_ranks import run_in_threads
 from weft.engine.checkpoint.memory import checkpoints
+from weft.engine.checkpoint.memory.checkpoints import MemoryCheckpoints
 from weft.engine.checkpoint.memory.slot import Slot
 
 STEPS = 30
@@ -20,21 +21,27 @@ STEP_S = (0.5, 0.25)
 
 
 class Clocks:
-    """One for each rank's training, and one for each rank's copies."""
+    """One for each rank's training, and one for each rank's copies; and whether the training waits for a copy."""
 
     def __init__(self):
         self._now_s = Counter()
+        self._waits = {}
 
     @staticmethod
-    def _mine():
-        thread = threading.current_thread()
-        return id(thread.__dict__["weft_world"]), thread.name.startswith("weft-memory")
+    def _rank():
+        return id(threading.current_thread().__dict__["weft_world"])
+
+    def _mine(self):
+        return self._rank(), threading.current_thread().name.startswith("weft-memory")
 
     def now_s(self):
         return self._now_s[self._mine()]
 
     def go_on(self, duration_s):
         self._now_s[self._mine()] += duration_s
+
+    def training_waits(self):
+        return self._waits.setdefault(self._rank(), threading.Event())
 
 
 def paced(root, clocks, share):
@@ -55,17 +62,24 @@ def paced(root, clocks, share):
     [(1.0, 0.01, 1), (1.25, 1.0, 3), (3.0, 1.0, 6), (3.0, 0.5, 12), (3.1, 0.5, 13), (100.0, 1.0, 200)],
 )
 def test_copies_that_take_long_are_under_way_for_their_share_of_the_time(tmp_path, monkeypatch, copy_s, share, apart):
-    """Those of a second or less are taken at every step; after the first nobody knows yet how long a step lasts."""
-    clocks, commit = Clocks(), Slot.commit
+    """Those of a second or less are taken at every step; a step is timed by when the first is waited for."""
+    clocks, commit, finish = Clocks(), Slot.commit, MemoryCheckpoints.finish
 
     def slow(slot, text):
+        assert clocks.training_waits().wait(60)
         clocks.go_on(copy_s if slot.path.name == "rank-000.safetensors" else copy_s / 2)
         commit(slot, text)
 
+    def waited_for(memory):
+        clocks.training_waits().set()
+        finish(memory)
+        clocks.training_waits().clear()
+
     monkeypatch.setattr(checkpoints, "perf_counter", clocks.now_s)
     monkeypatch.setattr(Slot, "commit", slow)
+    monkeypatch.setattr(MemoryCheckpoints, "finish", waited_for)
     assert apart in (1, ceil(copy_s / share / max(STEP_S)))
-    assert run_in_threads(2, paced, tmp_path, clocks, share) == [[1, *range(2, STEPS + 1, apart)]] * 2
+    assert run_in_threads(2, paced, tmp_path, clocks, share) == [[*range(1, STEPS + 1, apart)]] * 2
 
 
 def beside_a_slow_copy(root):
