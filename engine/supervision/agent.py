@@ -40,8 +40,6 @@ MEMORY = "WEFT_MEMORY"
 """Environment variable of ranks: the folder in which their memory checkpoints outlive them."""
 LOOK_S = 0.1
 """Seconds between looks at the ranks' places; a change of phase is told at once."""
-OTHER_S = 3.0
-"""Seconds that an agent which is alive has to come back to its driver, before one that was started beside it comes."""
 
 
 def main() -> int:
@@ -96,7 +94,7 @@ class Agent:
 
     async def _serve(self) -> None:
         """Be the host's agent when the driver has said that this is it; ends when imports have failed."""
-        if self._order.beside:
+        if self._order.yields_s:
             await self._let_other_come()
             self._send_report()
         await self._answered.wait()
@@ -107,7 +105,7 @@ class Agent:
         """Wait while another agent of the host, which is alive, may come back to the driver, as this one could."""
         await self._met.wait()
         met = monotonic()
-        while monotonic() - met < OTHER_S and is_owned(self._page):
+        while monotonic() - met < self._order.yields_s and is_owned(self._page):
             await asyncio.sleep(LOOK_S)
 
     def _take_host(self) -> None:

@@ -236,7 +236,7 @@ class Driver:
             orphan_s=settings.setup_deadline_s,
             launch=sum(event["event"] == "launch" for event in self._journal.past) + (not self._attach),
             driver=[sys.executable, "-m", __spec__.name, "attach", str(self._folder.absolute())] if first else [],
-            beside=self.job.fleet.hosts[host].beside,
+            yields_s=self.job.fleet.hosts[host].yields_s,
         )
         try:
             self._processes[host, generation] = self._starter.start(host, json.dumps(asdict(order)))

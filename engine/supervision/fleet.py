@@ -16,6 +16,8 @@ PROBES = 20
 """Attempts at once to start agents on hosts that could not be reached; where more are due, they take turns."""
 BROKEN_S = 300.0
 """Longest time between them where agents start and end before a rank could."""
+YIELDS_S = 3.0
+"""Seconds that a host's agent, if it is alive, has to come back before one that was started beside it comes."""
 
 
 @dataclass
@@ -49,6 +51,11 @@ class Host:
     attempt: int | None = None
     codes: dict[int, int | None] = field(default_factory=dict)
     parked: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def yields_s(self) -> float:
+        """Seconds that the agent which was started last leaves the host's own to come back; 0 if it is the host's."""
+        return YIELDS_S if self.beside else 0.0
 
     @property
     def is_broken(self) -> bool:

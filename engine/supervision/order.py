@@ -22,7 +22,8 @@ class AgentOrder:
         orphan_s: seconds without a driver after which it ends its ranks and itself.
         launch: number of this start of the run; memory that an earlier one has left is given back.
         driver: command that starts the driver again; empty if another agent does.
-        beside: whether another of this host may be alive, which has everything imported and goes first.
+        yields_s: seconds that another of this host, which has everything imported, has to come back first if it is
+            alive; 0 if there is none.
     """
 
     host: str
@@ -36,7 +37,7 @@ class AgentOrder:
     orphan_s: float
     launch: int = 0
     driver: list[str] = field(default_factory=list)
-    beside: bool = False
+    yields_s: float = 0.0
 
     @classmethod
     def read(cls, line: str) -> AgentOrder:

@@ -10,11 +10,12 @@ from weft.engine.observability.set_up import SetUpTimes
 
 
 def test_parts_follow_one_another_and_begin_anew(tmp_path):
-    times, began = SetUpTimes(), monotonic()
+    began = monotonic()
+    times = SetUpTimes()
     for part in ("join", "plan", "join"):
         times.done(part)
     assert list(times.parts) == ["join", "plan"]
-    assert 0 <= sum(passed for passed, _ in times.parts.values()) <= monotonic() - began + 0.001
+    assert 0 <= sum(passed for passed, _ in times.parts.values()) <= monotonic() - began
     path = tmp_path / "run" / "set_up.jsonl"
     times.write(path, rank=0)
     times.begin()
