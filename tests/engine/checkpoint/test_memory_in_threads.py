@@ -369,14 +369,14 @@ def seldom(root, layout, steps, share=1.0):
 
 def test_where_copies_take_long_fewer_are_taken_and_training_goes_on(tmp_path, monkeypatch):
     def send_slowly(*args):
-        sleep(0.3)
+        sleep(0.5)
         return send_copy(*args)
 
     monkeypatch.setattr(checkpoints, "WAIT_S", 0.1)
     monkeypatch.setattr(checkpoints, "send_copy", send_slowly)
-    said = run_in_threads(2, seldom, str(tmp_path), "one stage, ZeRO-1", 30)
+    said = run_in_threads(2, seldom, str(tmp_path), "one stage, ZeRO-1", 60)
     assert said[0] == said[1], "all ranks take the same"
     found, whole, (last, state) = said[0]
-    assert 1 < whole < 15 and state == {"step": last} and found == sorted(found)
-    (_, fewer, _), _ = run_in_threads(2, seldom, str(tmp_path / "share"), "one stage, ZeRO-1", 30, 0.1)
+    assert 1 < whole < 30 and state == {"step": last} and found == sorted(found)
+    (_, fewer, _), _ = run_in_threads(2, seldom, str(tmp_path / "share"), "one stage, ZeRO-1", 60, 0.1)
     assert 1 <= fewer < whole, "copies take their share of the time"
