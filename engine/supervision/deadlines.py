@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from math import inf
 from statistics import median
 
@@ -19,6 +19,9 @@ STILL_FACTOR, STEP_FACTOR, PHASE_FACTOR = 4.0, 2.0, 5.0
 """What a deadline is, of the longest time that nobody has moved for; of a usual step; of a phase's longest."""
 LEAST_PHASE_S = 120.0
 """Seconds that an evaluation or a checkpoint may always take."""
+SILENT_FACTOR = 2.0
+"""What a deadline in them is of that in steady training, for ranks that give no sign of life: they write and
+compute without the interpreter's lock."""
 
 _LONG = frozenset({Phase.imports, Phase.setup, Phase.first_step})
 _OPEN = frozenset({Phase.finishing, Phase.parked})
@@ -74,6 +77,12 @@ class Deadlines:
     def deadline_s(self, phases: Collection[Phase]) -> float:
         """Seconds that ranks in these phases may stand still; the most patient phase decides."""
         return max(map(self._of, phases), default=inf)
+
+    def silent_s(self, phases: Set[Phase]) -> float:
+        """Seconds for which ranks in these phases may give no sign of life while they stand still."""
+        if not phases <= {Phase.steady, Phase.evaluation, Phase.checkpoint}:
+            return inf  # imports and first steps hold the interpreter's lock for as long as they like
+        return SILENT_FACTOR * self.steady_s()
 
     def _of(self, phase: Phase) -> float:
         if phase in _OPEN:  # an export or an upload takes as long as it takes

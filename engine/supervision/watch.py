@@ -179,12 +179,21 @@ class Watch:
         if still_s < self._deadlines.least_s or not self._is_heard(now):
             return None
         suspects = self.suspects(now)
-        if still_s < self._deadlines.deadline_s(self._phases(suspects)):
+        if not self._are_due(suspects, now):
             return None
         between = [suspect for suspect in suspects if suspect.rank is None and self._crosses(suspect)]
         if len(between) == len(suspects) and not self._links_are_due(now):
             return None
         return self._judged(suspects, still_s, now)
+
+    def _are_due(self, suspects: Sequence[Suspect], now: float) -> bool:
+        """Whether they have stood still for longer than they may, or given no sign of life meanwhile for too long."""
+        phases, still_s = self._phases(suspects), now - self._moved_at
+        if still_s >= self._deadlines.deadline_s(phases):
+            return True
+        seen = [self.ranks.get(suspect.rank) if suspect.rank is not None else None for suspect in suspects]
+        silent_s = min((each.heard_at - each.tick_at if each is not None else 0.0 for each in seen), default=0.0)
+        return min(still_s, silent_s) >= self._deadlines.silent_s(phases)
 
     def _phases(self, suspects: Sequence[Suspect]) -> set[Phase]:
         """What those are at of whom one holds the others up; of a link, those at its ends."""

@@ -166,10 +166,21 @@ def test_who_stands_still_in_a_known_phase_is_named(run, phase):
         run.enter(Phase.steady)
         run.idle = False
         run.advance(5.0)
-    run.idle = True
     run.enter(phase)
-    run.locked = {1}
+    run.job.hung = 1
+    since = run.now
     assert verdict_of(run, 122.0).culprit == {"rank": 1, "host": "h0"}
+    assert run.now - since > 119.0
+
+
+@pytest.mark.parametrize("phase", [Phase.evaluation, Phase.checkpoint])
+@pytest.mark.parametrize("computing, kind", [(True, "lock_held"), (False, "blocked")])
+def test_a_rank_whose_lock_is_held_is_named_in_its_first_checkpoint_as_well(run, phase, computing, kind):
+    run.locked, run.computing = {1}, computing
+    run.enter(phase, 1)
+    verdict = verdict_of(run, 10.0)
+    assert (verdict.kind, verdict.culprit) == (kind, {"rank": 1, "host": "h0"})
+    assert verdict.seconds >= 8.0
 
 
 def test_a_rank_that_ended_well_while_others_wait_for_it_is_named(run):
@@ -225,6 +236,27 @@ def test_a_long_phase_raises_no_alarm(run, phase):
         run.idle = False
         run.advance(5.0)
         assert not run.found
+
+
+@pytest.mark.parametrize("phase", [Phase.evaluation, Phase.checkpoint])
+def test_a_lock_that_is_held_for_a_while_in_a_long_phase_raises_no_alarm(run, phase):
+    run.idle = True
+    run.enter(phase)
+    for _ in range(5):
+        run.advance(20.0)
+        run.locked = {1}
+        run.advance(6.0)
+        run.locked = set()
+    assert not run.found
+
+
+@pytest.mark.parametrize("phase", [Phase.setup, Phase.first_step, Phase.finishing])
+def test_where_a_lock_may_be_held_for_long_nobody_is_named_for_that(run, phase):
+    run.idle = True
+    run.enter(phase)
+    run.locked = {1}
+    run.advance(60.0)
+    assert not run.found
 
 
 def test_an_export_takes_as_long_as_it_takes(run):

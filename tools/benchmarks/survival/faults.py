@@ -139,6 +139,15 @@ def hold_lock(run: SupervisedRun, number: int) -> Inflicted:
     return _blame(rank)
 
 
+def _hold_lock_in_save(run: SupervisedRun, number: int) -> Inflicted:
+    """The same where it saves a checkpoint, which may take long, but not without a sign of life."""
+    rank, begun = run.rank(number), run.orders / "saves"
+    begun.unlink(missing_ok=True)
+    run.order(number, "hold_lock_in_save", seconds=60)
+    run.wait_for(begun.exists, "a save")
+    return _blame(rank)
+
+
 def exhaust_memory(run: SupervisedRun, number: int) -> Inflicted:
     """Let the rank fill more than its control group may have."""
     rank = run.rank(number)
@@ -289,6 +298,7 @@ ONE_RANK = (
     Fault("SIGSTOP for good", lambda run: stop(run, 3)),
     Fault("SIGSTOP half of the time", lambda run: stop_and_go(run, 2), alert="straggler"),
     Fault("interpreter lock held for 60 s", lambda run: hold_lock(run, 6)),
+    Fault("interpreter lock held in a save", lambda run: _hold_lock_in_save(run, 7)),
     Fault("out of memory in a control group", lambda run: exhaust_memory(run, 4)),
     Fault("a bit flipped in a replica's weights", lambda run: _flip(run, 5)),
 )

@@ -46,6 +46,19 @@ def _hold_lock(_: Any, seconds: int) -> None:
     ctypes.PyDLL(None).sleep(seconds)
 
 
+def _hold_lock_in_save(module: Any, seconds: int) -> None:
+    """Hold it where the main thread next saves a checkpoint."""
+    engine = _engine(module)
+    save = engine.save_checkpoint
+
+    def held(*args: Any, **keywords: Any) -> Any:
+        Path(os.environ[FOLDER], "saves").touch()
+        _hold_lock(module, seconds)
+        return save(*args, **keywords)
+
+    engine.save_checkpoint = held
+
+
 def _engine(module: Any) -> Any:
     """The engine of this rank, in its present attempt: the one that the main thread is busy with."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
