@@ -23,17 +23,19 @@ class Progress:
         """Start the thread, which never holds the process up."""
         self._queue: SimpleQueue[tuple[Callable[[], Any], Future | None]] = SimpleQueue()
         self._pending: set[Future] = set()
+        self._name = name
+        self._closed: Exception | None = None
         self.error: Exception | None = None
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, function: Callable[[], Any]) -> Future:
-        """Run ``function`` when those before it have ended."""
+        """Run ``function`` when those before it have ended; it fails if the thread was told to end before."""
         future: Future = Future()
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
         self._queue.put((function, future))
-        if self.error is not None:
-            _fail(future, self.error)
+        if (error := self.error or self._closed) is not None:
+            _fail(future, error)
         return future
 
     def fail(self, error: Exception) -> None:
@@ -63,6 +65,9 @@ class Progress:
                     future.set_result(result)
                 del result
             del function, future
+        self._closed = RuntimeError(f"{self._name} is closed")
+        for future in list(self._pending):  # they came too late, and nobody runs them
+            _fail(future, self._closed)
         with torch.no_grad(), suppress(Exception):  # nobody hears of it
             function()
 
