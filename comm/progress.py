@@ -41,8 +41,7 @@ class Progress:
     def fail(self, error: Exception) -> None:
         """Have all that has not ended fail at once, from any thread: also what is under way, which goes on unheard."""
         self.error = self.error or error
-        for future in list(self._pending):
-            _fail(future, self.error)
+        self._fail_pending(self.error)
 
     def close(self, last: Callable[[], Any] | None = None) -> None:
         """End the thread, after what was submitted, and after ``last``, which is done also if there was an error."""
@@ -66,10 +65,13 @@ class Progress:
                 del result
             del function, future
         self._closed = RuntimeError(f"{self._name} is closed")
-        for future in list(self._pending):  # they came too late, and nobody runs them
-            _fail(future, self._closed)
+        self._fail_pending(self._closed)  # they came too late, and nobody runs them
         with torch.no_grad(), suppress(Exception):  # nobody hears of it
             function()
+
+    def _fail_pending(self, error: Exception) -> None:
+        for future in list(self._pending):
+            _fail(future, error)
 
 
 def _nothing() -> None:

@@ -80,7 +80,7 @@ class Deadlines:
 
     def silent_s(self, phases: Set[Phase]) -> float:
         """Seconds for which ranks in these phases may give no sign of life while they stand still."""
-        if not phases <= {Phase.steady, Phase.evaluation, Phase.checkpoint}:
+        if not phases or not phases <= {Phase.steady, Phase.evaluation, Phase.checkpoint}:
             return inf  # imports and first steps hold the interpreter's lock for as long as they like
         return SILENT_FACTOR * self.steady_s()
 

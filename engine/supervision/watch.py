@@ -75,6 +75,11 @@ class Observed:
     stopped_at: float | None = None
     pauses: int = 0
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds without a tick, when it was last heard of."""
+        return self.heard_at - self.tick_at
+
 
 class Watch:
     """Watches over the ranks of one attempt."""
@@ -191,9 +196,8 @@ class Watch:
         phases, still_s = self._phases(suspects), now - self._moved_at
         if still_s >= self._deadlines.deadline_s(phases):
             return True
-        seen = [self.ranks.get(suspect.rank) if suspect.rank is not None else None for suspect in suspects]
-        silent_s = min((each.heard_at - each.tick_at if each is not None else 0.0 for each in seen), default=0.0)
-        return min(still_s, silent_s) >= self._deadlines.silent_s(phases)
+        silent_s = [self.ranks[each.rank].silent_s if each.rank in self.ranks else 0.0 for each in suspects]
+        return min([still_s, *silent_s]) >= self._deadlines.silent_s(phases)
 
     def _phases(self, suspects: Sequence[Suspect]) -> set[Phase]:
         """What those are at of whom one holds the others up; of a link, those at its ends."""
@@ -270,15 +274,13 @@ class Watch:
         if not self._is_silent(seen, now):
             return "hung"
         computed_s = seen.report.cpu_s - seen.tick_cpu_s
-        return "lock_held" if computed_s > BUSY * max(seen.heard_at - seen.tick_at, 1e-9) else "blocked"
+        return "lock_held" if computed_s > BUSY * max(seen.silent_s, 1e-9) else "blocked"
 
     def _is_silent(self, seen: Observed, now: float) -> bool:
         """Whether a rank that has begun to tick does so no more."""
         if seen.report.exit_code is not None:
             return True
-        return (
-            seen.report.phase is not Phase.imports and seen.heard_at - seen.tick_at > 2 * self._heartbeat_s + SILENT_S
-        )
+        return seen.report.phase is not Phase.imports and seen.silent_s > 2 * self._heartbeat_s + SILENT_S
 
     def _is_heard(self, now: float) -> bool:
         """Whether reports are coming in: what stands still in them stands still."""

@@ -250,6 +250,10 @@ def test_a_lock_that_is_held_for_a_while_in_a_long_phase_raises_no_alarm(run, ph
     assert not run.found
 
 
+def test_where_nobody_is_suspected_nothing_is_due(run):
+    assert run.deadlines.silent_s(set()) == run.deadlines.deadline_s(set()) == float("inf")
+
+
 @pytest.mark.parametrize("phase", [Phase.setup, Phase.first_step, Phase.finishing])
 def test_where_a_lock_may_be_held_for_long_nobody_is_named_for_that(run, phase):
     run.idle = True
