@@ -1,4 +1,4 @@
-"""Validation of untrusted requests: JSON nesting, and what a prefill worker can serve."""
+"""Requests and responses of OpenAI's API as a prefill service sees them: valid JSON, prompts only, and complete."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from typing import Any
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
+_MOST_OF_PREFILL = {"n": 1, "best_of": 1, "min_tokens": 1, "max_tokens": 1, "max_completion_tokens": 1}
+"""Upper bounds of fields that concern decoding, in the part of a request that computes the prompt."""
+_INNER_FIELDS = {"kv_transfer_params", "ec_transfer_params"}
+"""Fields that vLLM merges with `vllm_xargs`, whose values can only be scalars and lists: its connectors expect
+objects there, and the engine would end."""
 
 
 class Refusal(Exception):
@@ -36,12 +42,17 @@ def parse(body: bytes, *, max_depth: int) -> dict[str, Any]:
     """Parse ``body`` as a JSON object.
 
     Raises:
-        Refusal: invalid, or nested deeper than ``max_depth``.
+        Refusal: invalid, nested deeper than ``max_depth``, or with text that is not Unicode.
     """
     if nests_deeper(body, max_depth):
         raise Refusal(400, f"the body is nested deeper than {max_depth} levels")
     try:
-        value = json.loads(body)
+        # Not from bytes: `json` would accept UTF-16, of which `nests_deeper` finds no brackets.
+        value = json.loads(body.decode())
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        character = ascii(error.object[error.start])
+        raise Refusal(400, f"the body contains half of a surrogate pair, {character}; send whole characters") from error
     except ValueError as error:
         raise Refusal(400, f"the body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
@@ -61,8 +72,7 @@ def check_prefill_only(value: Mapping[str, Any]) -> None:
     Raises:
         Refusal: with a remedy.
     """
-    transfer = value.get("kv_transfer_params")
-    if isinstance(transfer, dict) and transfer.get("do_remote_decode"):
+    if decodes_elsewhere(value):
         return
     asked = value.get("max_completion_tokens") or value.get("max_tokens")
     if asked != 1 or value.get("n", 1) != 1:
@@ -72,3 +82,62 @@ def check_prefill_only(value: Mapping[str, Any]) -> None:
             'does not decode; set max_tokens=1, or kv_transfer_params={"do_remote_decode": true} and decode on '
             "another instance, or start it with inference.prefill.allow_decode=true",
         )
+
+
+def decodes_elsewhere(value: Mapping[str, Any]) -> bool:
+    """True if another instance fetches the prompt's KV cache."""
+    transfer = value.get("kv_transfer_params")
+    return isinstance(transfer, dict) and bool(transfer.get("do_remote_decode"))
+
+
+def as_prefill(value: dict[str, Any]) -> dict[str, Any]:
+    """The request to compute: with `do_remote_decode` the prompt only, as one sequence and one token.
+
+    Each further sequence would keep a KV cache that no instance fetches until its lease ends.
+
+    Raises:
+        Refusal: the response could not describe the KV cache that is computed, or vLLM's engine would end.
+    """
+    inner = value.get("vllm_xargs")
+    if isinstance(inner, dict) and (wrong := _INNER_FIELDS & inner.keys()):
+        raise Refusal(400, f"vllm_xargs: {', '.join(sorted(wrong))} is not valid there; give it as a field of the body")
+    if not decodes_elsewhere(value):
+        return value
+    if (count := num_prompts(value)) > 1:
+        raise Refusal(
+            400,
+            f"{count} prompts with kv_transfer_params.do_remote_decode: the response describes the cache of one, and "
+            "the others would be decoded from it; send one request for each prompt",
+        )
+    if value.get("stream"):
+        raise Refusal(400, "stream=true: a stream has no kv_transfer_params to decode by; set stream=false")
+    bounded = {name: min(value[name], most) for name, most in _MOST_OF_PREFILL.items() if _is_int(value.get(name))}
+    if value.get("max_tokens") is None and value.get("max_completion_tokens") is None:
+        bounded["max_tokens"] = 1
+    return {name: field for name, field in value.items() if name != "use_beam_search"} | bounded
+
+
+def num_prompts(value: Mapping[str, Any]) -> int:
+    """Number of prompts in the body of any of vLLM's generating routes."""
+    prompts, conversations = value.get("prompt"), value.get("messages")
+    if isinstance(prompts, list) and all(map(_is_int, prompts)):
+        prompts = "tokens"
+    if isinstance(conversations, list) and not any(isinstance(one, list) for one in conversations):
+        conversations = "messages"
+    return sum(
+        len(given) if isinstance(given, list) else given is not None
+        for given in (prompts, conversations, value.get("prompt_embeds"))
+    )
+
+
+def is_aborted(body: bytes) -> bool:
+    """True if a response, or a part of a stream, ends a request that vLLM has not completed.
+
+    vLLM ends all requests like that, with status 200, when it shuts down. Quotes inside generated text are
+    escaped, so text cannot match.
+    """
+    return _ABORTED.search(body) is not None
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

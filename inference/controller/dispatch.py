@@ -19,7 +19,7 @@ import httpx
 from weft.conf.schema import ControllerConfig
 from weft.inference.controller.fleet import Fleet, Ticket, Worker
 from weft.inference.controller.metrics import Metrics
-from weft.inference.requests import Refusal
+from weft.inference.requests import Refusal, is_aborted
 
 logger = logging.getLogger(__name__)
 
@@ -95,10 +95,10 @@ class Dispatch:
         Raises:
             Refusal: no worker would finish in time, or two failed on it.
         """
-        start_s, failed = time.monotonic(), set[int]()
+        start_s, failed, leaving = time.monotonic(), set[int](), set[int]()
         while True:
             ticket = self._fleet.place(
-                request.tokens, request.deadline_s - (time.monotonic() - start_s), without=failed
+                request.tokens, request.deadline_s - (time.monotonic() - start_s), without=failed | leaving
             )
             self._metrics.granted(ticket)
             worker = self._fleet.workers[ticket.worker]
@@ -112,7 +112,14 @@ class Dispatch:
                 response = None
             finally:
                 self._fleet.done(ticket)
-            if response is not None and response.status_code < 500:
+            if response is not None and response.is_client_error:  # about the request, which was not computed
+                self._metrics.refused(response.status_code)
+                return response, ticket
+            if response is not None and (response.status_code == 503 or is_aborted(response.content)):
+                leaving.add(worker.index)  # shuts down, or takes no prompts; the prompt is not the cause
+                self._metrics.moved(ticket)
+                continue
+            if response is not None and response.is_success:
                 self._fleet.learn_slowdown(ticket)
                 self._metrics.answered(ticket, time.monotonic())
                 return response, ticket

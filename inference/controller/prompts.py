@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ BYTES_PER_TOKEN = 3
 """A conservative estimate for text without a tokenizer."""
 MESSAGE_TOKENS = 8
 """Approximate overhead of a chat template per message."""
+
+TEMPLATED = ("tools", "documents", "chat_template_kwargs")
+"""Fields of a chat that its template prints, or may print."""
 
 Count = Callable[[str], int]
 """Maps a text to its number of tokens."""
@@ -41,10 +45,11 @@ def prompt_tokens(request: Mapping[str, Any], count: Count) -> int:
     Raises:
         Refusal: the prompt is in none of the formats of OpenAI's API.
     """
-    if "messages" in request:
-        texts = list(_message_texts(request["messages"]))
-        return max(1, sum(map(count, texts)) + MESSAGE_TOKENS * len(texts))
-    return max(1, _completion_tokens(request.get("prompt"), count))
+    if "messages" not in request:
+        return max(1, _completion_tokens(request.get("prompt"), count))
+    texts = list(_message_texts(request["messages"]))
+    templated = [json.dumps(request[name], ensure_ascii=False) for name in TEMPLATED if request.get(name)]
+    return max(1, sum(map(count, texts + templated)) + MESSAGE_TOKENS * len(texts))
 
 
 def _completion_tokens(prompt: object, count: Count) -> int:
@@ -65,4 +70,7 @@ def _message_texts(messages: object) -> Iterator[str]:
         content = message.get("content")
         if isinstance(content, list):
             content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-        yield content if isinstance(content, str) else ""
+        text = content if isinstance(content, str) else ""
+        # What a template can print of a message besides its content: tool calls, reasoning, names.
+        further = {name: value for name, value in message.items() if name not in ("role", "content") and value}
+        yield text + (json.dumps(further, ensure_ascii=False) if further else "")

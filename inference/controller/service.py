@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from weft.inference.controller.dispatch import Dispatch, PrefillRequest
 from weft.inference.controller.fleet import Fleet, Ticket
 from weft.inference.controller.metrics import Metrics
 from weft.inference.controller.prompts import Count, prompt_tokens
-from weft.inference.requests import Refusal, check_prefill_only, parse
+from weft.inference.requests import Refusal, as_prefill, check_prefill_only, parse
 
 KEEP_ALIVE_S = 2.0
 """Keep-alive of idle connections to workers, in seconds; less than the 5 s of vLLM's server, because a request
@@ -82,9 +83,9 @@ class _Service:
     ) -> None:
         self._fleet, self._settings = fleet, settings
         self._count, self._allow_decode = count, allow_decode
-        self._key = f"Bearer {api_key}" if api_key else ""
+        self._key = api_key
         self._metrics = Metrics(fleet)
-        headers = {"Authorization": self._key} if self._key else {}
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # Workers are local: ignore the environment's proxy settings.
         self.client = httpx.AsyncClient(
             transport=transport,
@@ -99,7 +100,7 @@ class _Service:
         self._authorize(request)
         body = await self._receive(request)
         deadline_s = self._deadline_s(request)
-        tokens = await asyncio.to_thread(self._validate, body)
+        body, tokens = await asyncio.to_thread(self._validate, body)
         headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
         prefill = PrefillRequest(
             path=request.url.path, body=body, headers=headers, tokens=tokens, deadline_s=deadline_s
@@ -121,10 +122,12 @@ class _Service:
         for worker in [worker for worker in self._fleet.workers if worker.up]:
             try:
                 response = await self.client.get(f"{worker.url}/v1/models", timeout=self._settings.answer_slack_s)
-            except httpx.TransportError:
+            except httpx.ConnectError:
                 self._fleet.set_up(worker, False)
+            except httpx.TransportError:  # slow is not dead
                 continue
-            return _forwarded(response, {})
+            else:
+                return _forwarded(response, {})
         raise Refusal(503, "no worker answers", retry_after_s=1)
 
     async def metrics_text(self, request: Request) -> Response:
@@ -158,19 +161,23 @@ class _Service:
         return JSONResponse(refusal.answer, status_code=refusal.status, headers=headers)
 
     def _authorize(self, request: Request) -> None:
-        given = request.headers.get("authorization", "")
-        if self._key and not hmac.compare_digest(given.encode(), self._key.encode()):
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        right = scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self._key.encode())
+        if self._key and not right:
             raise Refusal(401, "missing or invalid API key; send it as `Authorization: Bearer KEY`")
 
-    def _validate(self, body: bytes) -> int:
-        """The number of prompt tokens of a valid request."""
+    def _validate(self, body: bytes) -> tuple[bytes, int]:
+        """The body to forward, and its number of prompt tokens."""
         value = parse(body, max_depth=self._settings.max_json_depth)
         if not self._allow_decode:
             check_prefill_only(value)
+        prefill = as_prefill(value)
+        if prefill != value:
+            body = json.dumps(prefill).encode()
         tokens, most = prompt_tokens(value, self._count), self._settings.max_prompt_tokens
         if tokens > most:
             raise Refusal(400, f"the prompt has about {tokens} tokens; the limit is {most}")
-        return tokens
+        return body, tokens
 
     def _deadline_s(self, request: Request) -> float:
         text = request.headers.get(DEADLINE_HEADER)

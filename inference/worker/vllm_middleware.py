@@ -13,11 +13,11 @@ import hmac
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from weft.inference.requests import Refusal, check_prefill_only, parse
+from weft.inference.requests import Refusal, as_prefill, check_prefill_only, is_aborted, parse
 from weft.inference.worker.status import problem_of
 
 Message = MutableMapping[str, Any]
@@ -48,13 +48,23 @@ class ApiMiddleware:
         status = os.environ.get(STATUS_VARIABLE, "")
         self._status = Path(status) if status else None
 
-    def validate(self, body: bytes) -> None:
-        """Refuse a prompt that this worker cannot serve.
+    def validate(self, body: bytes) -> bytes:
+        """The body to forward; see `as_prefill`.
+
+        Raises:
+            Refusal: this worker cannot serve the prompt; with a remedy.
+        """
+        value = parse(body, max_depth=MOST_DEPTH)
+        self.check(value)
+        prefill = as_prefill(value)
+        return body if prefill == value else json.dumps(prefill).encode()
+
+    def check(self, value: Mapping[str, Any]) -> None:
+        """Further checks of a request.
 
         Raises:
             Refusal: with a remedy.
         """
-        parse(body, max_depth=MOST_DEPTH)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Handle one request (the ASGI interface)."""
@@ -70,8 +80,7 @@ class ApiMiddleware:
             if asked in GENERATING:
                 async with asyncio.timeout(RECEIVE_S):
                     body = await _read(receive)
-                self.validate(body)
-                receive = _replay(body, receive)
+                receive, send = _replay(self.validate(body), receive), _Completed(send)
         except TimeoutError:
             await _answer(send, Refusal(408, f"the request took longer than {RECEIVE_S:g} s to arrive"))
             return
@@ -99,9 +108,38 @@ class ApiMiddleware:
 class PrefillOnlyMiddleware(ApiMiddleware):
     """Also refuses requests that would have to be decoded here."""
 
-    def validate(self, body: bytes) -> None:
-        """See `ApiMiddleware.validate`."""
-        check_prefill_only(parse(body, max_depth=MOST_DEPTH))
+    def check(self, value: Mapping[str, Any]) -> None:
+        """See `check_prefill_only`."""
+        check_prefill_only(value)
+
+
+class _Completed:
+    """A ``send`` that answers 503 where vLLM has aborted the request, which it does when it shuts down."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message | None = None
+        self._ended = False
+
+    async def __call__(self, message: Message) -> None:
+        if self._ended:
+            return
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        start, self._start = self._start, None
+        if is_aborted(message.get("body", b"")):
+            self._ended = True
+            refusal = Refusal(503, "the worker shuts down; send the prompt to another one, or again", retry_after_s=1)
+            if start is not None:
+                await _answer(self._send, refusal)
+            else:  # a stream that has begun
+                event = b"data: " + json.dumps(refusal.answer).encode() + b"\n\ndata: [DONE]\n\n"
+                await self._send({"type": "http.response.body", "body": event})
+            return
+        if start is not None:
+            await self._send(start)
+        await self._send(message)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -136,5 +174,7 @@ async def _answer(send: Send, refusal: Refusal) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if refusal.status in (408, 413):
         headers.append((b"connection", b"close"))
+    if refusal.retry_after_s:
+        headers.append((b"retry-after", str(refusal.retry_after_s).encode()))
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -30,7 +30,8 @@ class FakeWorkers(httpx.AsyncBaseTransport):
     """Servers named w0, w1, ...; `fault[name]` is one of:
 
     dead, hung, dying (in a request), broken, strict, slow, busy (one prompt after the other), mute (no word on its
-    health, but answers), crossing (closes connections when asked for its health, but answers).
+    health, but answers), crossing (closes connections when asked for its health, but answers), leaving
+    (aborts prompts, as vLLM does when it shuts down), full (answers 503).
     """
 
     def __init__(self, count):
@@ -54,6 +55,8 @@ class FakeWorkers(httpx.AsyncBaseTransport):
                 raise httpx.RemoteProtocolError("closed an idle connection", request=request)
             return httpx.Response(200)
         if request.url.path == "/v1/models":
+            if fault == "slow":
+                raise httpx.ReadTimeout("no answer", request=request)
             return httpx.Response(200, json={"data": [{"id": "tiny"}]})
         body = await request.aread()
         self.seen.append((name, request, json.loads(body)))
@@ -62,6 +65,10 @@ class FakeWorkers(httpx.AsyncBaseTransport):
             raise httpx.RemoteProtocolError("closed", request=request)
         if fault == "broken":
             return httpx.Response(500, json={"error": "engine dead"})
+        if fault == "leaving":
+            return httpx.Response(200, json={"choices": [{"text": "", "finish_reason": "abort"}]})
+        if fault == "full":
+            return httpx.Response(503, json={"error": "full"})
         if fault == "strict":
             return httpx.Response(404, json={"error": "no such model"})
         if fault == "busy":

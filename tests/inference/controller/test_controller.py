@@ -118,8 +118,9 @@ def test_who_has_no_key_gets_nothing_but_health():
                 assert (await client.post(PATH, json=PREFILL, headers=headers)).status_code == 401
             assert not workers.seen
             assert (await client.get("/health")).status_code == (await client.get("/ready")).status_code == 200
-            headers = {"Authorization": "Bearer secret"}
-            assert (await client.post(PATH, json=PREFILL, headers=headers)).status_code == 200
+            for scheme in ("Bearer", "bearer", "BEARER"):
+                headers = {"Authorization": f"{scheme} secret"}
+                assert (await client.post(PATH, json=PREFILL, headers=headers)).status_code == 200
             assert workers.seen[0][1].headers["authorization"] == "Bearer secret"
 
     run(scenario())
@@ -391,7 +392,58 @@ def test_an_error_of_the_worker_about_the_request_is_the_callers():
         async with controller(workers) as client:
             answer = await client.post(PATH, json=PREFILL)
             assert (answer.status_code, answer.json()) == (404, {"error": "no such model"})
+            metrics = (await client.get("/metrics")).text
+            assert "weft_prefill_ttft_seconds_count 0.0" in metrics
+            assert 'weft_prefill_refusals_total{status="404"} 1.0' in metrics
+            assert "weft_prefill_work_seconds_total{" not in metrics
+            assert client.fleet.workers[0].slowdown.factor(0.0) == 1.0
         assert len(workers.seen) == 1
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("fault", ["leaving", "full"])
+def test_a_prompt_that_a_worker_drops_is_moved_and_not_counted_as_answered(fault):
+    async def scenario():
+        workers = FakeWorkers(4)
+        boards = [FakeBoard()] * 3 + [FakeBoard([(5.0, 10.0)])]
+        async with controller(workers, boards) as client:
+            workers.fault = dict.fromkeys(workers.names[:3], fault)
+            answer = await client.post(PATH, json=PREFILL)  # more workers than a prompt may break
+            assert (answer.status_code, answer.json()["worker"]) == (200, "w3")
+            workers.fault["w3"] = fault
+            answer = await client.post(PATH, json=PREFILL)
+            assert answer.status_code == 503 and answer.headers["retry-after"]
+            assert "weft_prefill_ttft_seconds_count 1.0" in (await client.get("/metrics")).text
+
+    run(scenario())
+
+
+def test_prefills_for_another_decoder_are_bounded_and_several_at_once_refused():
+    async def scenario():
+        workers = FakeWorkers(1)
+        async with controller(workers) as client:
+            decoding = PREFILL | REMOTE | {"n": 3, "max_tokens": 99, "min_tokens": 4}
+            assert (await client.post(PATH, json=decoding)).status_code == 200
+            assert workers.seen[0][2] == decoding | {"n": 1, "max_tokens": 1, "min_tokens": 1}
+            answer = await client.post(PATH, json=decoding | {"prompt": ["one", "two"]})
+            assert answer.status_code == 400 and "one request for each prompt" in answer.json()["error"]["message"]
+            answer = await client.post(PATH, content=rb'{"prompt": "\ud800", "max_tokens": 1}')
+            assert answer.status_code == 400 and "surrogate" in answer.json()["error"]["message"]
+            assert len(workers.seen) == 1
+
+    run(scenario())
+
+
+def test_a_slow_list_of_models_takes_no_worker_down():
+    async def scenario():
+        workers = FakeWorkers(2)
+        async with controller(workers) as client:
+            workers.fault = {"w0": "slow"}
+            assert (await client.get("/v1/models")).status_code == 200
+            workers.fault["w1"] = "slow"
+            assert (await client.get("/v1/models")).status_code == 503
+            assert (await client.get("/ready")).json()["up"] == 2
 
     run(scenario())
 

@@ -24,6 +24,11 @@ def words(text):
         ({"messages": [{"content": [{"text": "one "}, {"type": "image"}, {"text": "two"}, 7]}]}, 2 + MESSAGE_TOKENS),
         ({"messages": [{"content": None}, {"role": "tool"}]}, 2 * MESSAGE_TOKENS),
         ({"messages": [{"content": "one"}], "prompt": "one two three four five six"}, 1 + MESSAGE_TOKENS),
+        # As JSON: [{"name": "f", "parameters": "two words"}] has five words.
+        ({"messages": [{"content": "one"}], "tools": [{"name": "f", "parameters": "two words"}]}, 6 + MESSAGE_TOKENS),
+        ({"messages": [{"content": "one"}], "tools": None, "documents": [{"text": "a b"}]}, 4 + MESSAGE_TOKENS),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": ["a b"]}]}, 3 + MESSAGE_TOKENS),
+        ({"messages": [{"role": "tool", "content": "one ", "tool_call_id": "1"}]}, 3 + MESSAGE_TOKENS),
     ],
 )
 def test_every_form_of_a_prompt_is_counted(request_body, tokens):

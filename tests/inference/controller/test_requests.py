@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.inference.requests import Refusal, check_prefill_only, nests_deeper, parse
+from weft.inference.requests import Refusal, as_prefill, check_prefill_only, is_aborted, nests_deeper, parse
 
 VALUES = st.recursive(
     st.none() | st.text() | st.floats(allow_nan=False),
@@ -73,3 +73,79 @@ def test_a_body_may_be_nested_as_deeply_as_is_said():
     assert parse(b'{"a": [1]}', max_depth=2) == {"a": [1]}
     with pytest.raises(Refusal, match="nested deeper than 1 levels"):
         parse(b'{"a": [1]}', max_depth=1)
+
+
+REMOTE = {"kv_transfer_params": {"do_remote_decode": True}}
+
+
+@pytest.mark.parametrize(
+    "several",
+    [
+        {"prompt": ["one", "two"]},
+        {"prompt": [[1, 2], [3]]},
+        {"prompt": "one", "prompt_embeds": "AA=="},
+        {"prompt_embeds": ["AA==", "AA=="]},
+        {"messages": [[{"role": "user", "content": "one"}], [{"role": "user", "content": "two"}]]},
+        {"messages": [], "prompt": ["one", "two"]},
+    ],
+)
+def test_several_prompts_that_others_decode_are_refused(several):
+    assert as_prefill(several) == several, "no cache is handed over"
+    with pytest.raises(Refusal, match="send one request for each prompt") as caught:
+        as_prefill(several | REMOTE)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "one", [{"prompt": [1, 2]}, {"prompt": ["one"]}, {"prompt": [[1]]}, {"messages": [{"role": "user"}] * 2}]
+)
+def test_one_prompt_in_any_form_is_prefilled(one):
+    assert as_prefill(one | REMOTE) == one | REMOTE | {"max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("decoding", "prefilling"),
+    [
+        ({}, {"max_tokens": 1}),
+        (
+            {"max_tokens": 9, "n": 3, "best_of": 5, "min_tokens": 4},
+            {"max_tokens": 1, "n": 1, "best_of": 1, "min_tokens": 1},
+        ),
+        ({"max_completion_tokens": 9}, {"max_completion_tokens": 1}),
+        ({"max_completion_tokens": 9, "max_tokens": None}, {"max_completion_tokens": 1, "max_tokens": None}),
+        ({"max_tokens": 9, "use_beam_search": True}, {"max_tokens": 1}),
+        ({"max_tokens": 1, "min_tokens": 0, "seed": 3}, {"max_tokens": 1, "min_tokens": 0, "seed": 3}),
+        ({"max_tokens": "9", "n": True}, {"max_tokens": "9", "n": True}),  # vLLM refuses them
+    ],
+)
+def test_prefills_are_bounded_to_one_sequence_and_one_token(decoding, prefilling):
+    assert as_prefill({"prompt": "x"} | decoding | REMOTE) == {"prompt": "x"} | prefilling | REMOTE
+    assert as_prefill({"prompt": "x"} | decoding) == {"prompt": "x"} | decoding
+
+
+def test_a_stream_cannot_hand_a_cache_over():
+    with pytest.raises(Refusal, match="set stream=false"):
+        as_prefill({"prompt": "x", "stream": True} | REMOTE)
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params"])
+def test_transfer_parameters_are_refused_where_they_can_only_be_text(name):
+    with pytest.raises(Refusal, match=f"vllm_xargs: {name}"):
+        as_prefill({"prompt": "x", "vllm_xargs": {name: "do_remote_decode"}})
+
+
+@pytest.mark.parametrize("text", [rb"\ud800", rb"\uDFFF\ud800", b"\xed\xa0\x80", b"\xff"])
+def test_text_that_is_not_unicode_is_refused(text):
+    with pytest.raises(Refusal) as caught:
+        parse(b'{"prompt": "' + text + b'"}', max_depth=2)
+    assert caught.value.status == 400
+    assert parse(rb'{"prompt": "\ud83d\ude00"}', max_depth=2) == {"prompt": "\N{GRINNING FACE}"}
+    with pytest.raises(Refusal, match="not valid JSON"):
+        parse('{"prompt": 1}'.encode("utf-16"), max_depth=2)
+
+
+def test_an_aborted_response_is_not_confused_with_text_about_one():
+    assert is_aborted(b'{"choices":[{"finish_reason":"abort","text":""}]}')
+    assert is_aborted(b'data: {"choices": [{"finish_reason": "abort"}]}')
+    quoted = json.dumps({"choices": [{"finish_reason": "length", "text": '"finish_reason":"abort"'}]})
+    assert not is_aborted(quoted.encode())

@@ -216,5 +216,52 @@ def test_a_caller_that_leaves_is_no_error():
     assert not seen and sent[0]["status"] == 400
 
 
+def test_a_prefill_for_another_decoder_is_bounded_before_vllm_sees_it():
+    decoding = {"prompt": "hello", "n": 3, "max_tokens": 99, "min_tokens": 5} | REMOTE
+    for middleware in (ApiMiddleware, PrefillOnlyMiddleware):
+        ((seen,), _) = call([json.dumps(decoding).encode(), b""], middleware=middleware)
+        assert json.loads(seen) == decoding | {"n": 1, "max_tokens": 1, "min_tokens": 1}
+        several = json.dumps(decoding | {"prompt": ["one", "two"]}).encode()
+        seen, sent = call([several, b""], middleware=middleware)
+        assert not seen and sent[0]["status"] == 400
+
+
+def answer(*bodies, path="/v1/completions"):
+    """What a client gets where vLLM answers with these bodies."""
+    sent = []
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for body in bodies:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body"})
+
+    async def send(message):
+        sent.append(message)
+
+    async def receive():
+        return {"type": "http.request", "body": WHOLE}
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+    asyncio.run(PrefillOnlyMiddleware(app)(scope, receive, send))
+    return sent
+
+
+@pytest.mark.parametrize("aborted", [b'{"choices":[{"finish_reason":"abort"}]}', b'data: {"finish_reason":"abort"}'])
+def test_a_prompt_that_vllm_aborts_is_not_answered_with_success(aborted):
+    start, body = answer(aborted)
+    assert start["status"] == 503 and (b"retry-after", b"1") in start["headers"]
+    assert json.loads(body["body"])["error"]["code"] == 503
+    completed = b'{"choices":[{"finish_reason":"length"}]}'
+    assert [message.get("body") for message in answer(completed)] == [None, completed, None]
+    assert answer(completed)[0]["status"] == 200
+
+
+def test_a_stream_that_vllm_aborts_ends_with_an_error():
+    start, first, last = answer(b"data: {}\n\n", b'data: {"finish_reason":"abort"}\n\n', b"data: [DONE]\n\n")
+    assert (start["status"], first["body"]) == (200, b"data: {}\n\n")
+    assert b'"code": 503' in last["body"] and not last.get("more_body")
+
+
 def test_depth_is_measured_outside_of_strings():
     judge(json.dumps(PREFILL | {"user": "[" * 2 * MOST_DEPTH + '\\"'}).encode())
