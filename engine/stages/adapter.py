@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,29 +29,36 @@ def has_new_base(stage: Stage) -> bool:
 
 
 def write_part(stage: Stage, folder: Path) -> list[str]:
-    """Write one stage's adapters, if it has any, into a file of this name."""
+    """Write what peft saves of one stage, if it has adapters, into a file of this name.
+
+    Besides adapters that is an embedding that was resized, that has an adapter, or of which tokens are trained.
+    """
     model = stage.model
     if not isinstance(model, peft.PeftModel):
         return []
     name = f"stage-{stage.index:05d}.safetensors"
-    weights = peft.get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
+    with warnings.catch_warnings():  # about embeddings, for each stage
+        warnings.simplefilter("ignore")
+        weights = peft.get_peft_model_state_dict(model, adapter_name=model.active_adapter)
     write_tensors(weights, folder / name)
     return [name]
 
 
-def merge(stage: Stage, parts: Sequence[str], folder: Path, base_path: str | None) -> None:
-    """One file and its config out of the stages' parts.
-
-    Args:
-        stage: any of them; all have one config.
-        parts: their files.
-        base_path: of the base model, where the adapters' config does not say it.
-    """
+def merge(parts: Sequence[str], folder: Path) -> None:
+    """Join the stages' files into one."""
     weights: dict[str, Tensor] = {}
     for part in parts:
         weights |= load_file(folder / part)
         (folder / part).unlink()
     write_tensors(weights, folder / "adapter_model.safetensors")
+
+
+def write_config(stage: Stage, folder: Path, base_path: str | None) -> None:
+    """Write the adapters' configuration, which all stages that have any share.
+
+    Args:
+        base_path: of the base model, if the adapters' configuration does not name it.
+    """
     config = copy.deepcopy(stage.model.active_peft_config)
     config.base_model_name_or_path = base_path or config.base_model_name_or_path
     config.inference_mode = True

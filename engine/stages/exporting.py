@@ -47,15 +47,18 @@ def export_stages(
     partial = folder.with_name(f".{folder.name}.partial")
     together = _Together(gather, folder, partial)
     together.do(lambda: _start(partial) if rank == 0 else None)
-    adapters = any(together.do(lambda: any(adapter.has(stage) for stage in stages)))
-    if adapters:
+    adapted = together.do(lambda: [stage.index for stage in stages if adapter.has(stage)])
+    if any(adapted):
         base = all(together.do(lambda: not stages or adapter.has_new_base(stages[0])))
         if base:
             together.do(lambda: _start(partial / adapter.BASE) if rank == 0 else None)
             _write_model(stages, partial / adapter.BASE, together, rank)
         parts = together.do(lambda: [part for stage in stages for part in adapter.write_part(stage, partial)])
         base_path = str(folder / adapter.BASE) if base else None
-        together.do(lambda: _merge_adapters(stages, parts, partial, base_path) if rank == 0 else None)
+        together.do(lambda: _merge_adapters(parts, partial) if rank == 0 else None)
+        first = min(index for indices in adapted for index in indices)
+        owner = next((stage for stage in stages if stage.index == first), None)
+        together.do(lambda: adapter.write_config(owner, partial, base_path) if owner is not None else None)
     else:
         _write_model(stages, partial, together, rank)
     together.do(lambda: _publish(partial, folder, tokenizer) if rank == 0 else None)
@@ -105,10 +108,10 @@ def _finish_model(stages: Sequence[Stage], parts: list[list[Shard]], folder: Pat
     _write_config(stages[0].hf_model, folder)
 
 
-def _merge_adapters(stages: Sequence[Stage], parts: list[list[str]], folder: Path, base_path: str | None) -> None:
+def _merge_adapters(parts: list[list[str]], folder: Path) -> None:
     flat = [part for written in parts for part in written]
     _require_files(flat, folder)
-    adapter.merge(stages[0], flat, folder, base_path)
+    adapter.merge(flat, folder)
 
 
 def _require_files(files: Sequence[str], folder: Path) -> None:

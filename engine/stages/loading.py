@@ -23,7 +23,7 @@ from weft.engine.stages.prune import open_port, prune
 from weft.engine.stages.seeding import load, new_model
 from weft.engine.stages.skeleton import causal_config, model_class, num_layers
 from weft.engine.stages.split import StageSplit
-from weft.engine.stages.stage import Stage
+from weft.engine.stages.stage import Stage, global_names
 from weft.engine.stages.tying import share_tied
 
 
@@ -233,6 +233,7 @@ def _load_stage(
         axes=axes,
     )
     _require_tied(model, tied, config, window.stop == outline.num_layers)
+    shared = {parameter for name, parameter in model.named_parameters() if name in tied}
     port = open_port(model, outline, window, frozenset(tied))
     dressed = _dress(model, config, seed)
     cuts = named_parts(model, axes, PREFIX if config.lora.enabled else "")
@@ -242,7 +243,7 @@ def _load_stage(
         index=index,
         num_stages=split.num_stages,
         port=port,
-        tied=frozenset(inner + name for name in tied),
+        tied=frozenset(name for name, parameter in global_names(dressed) if parameter in shared),
         prefix=PREFIX if config.lora.enabled and not inner else "",
         axes=axes,
         cuts=cuts,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import peft
 import torch
+from peft import NoMatchingPeftModuleError
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from weft.conf.schema import LoraConfig
+from weft.engine.stages.placeholders import Placeholder
 from weft.engine.stages.seeding import seeded
 from weft.engine.stages.skeleton import model_class, skeleton
 
@@ -29,17 +34,30 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> nn
         peft's model, or the frozen model itself if none of its modules is a target.
     """
     model.requires_grad_(False)
-    try:
-        adapted = peft.get_peft_model(model, peft_config(config, model))
-    except ValueError as error:
-        if "not found in the base model" not in str(error):
-            raise
-        return model
+    settings = peft_config(config, model)
+    elsewhere = {name: module for name, module in model.named_modules() if isinstance(module, Placeholder)}
+    targets = {name for name in elsewhere if check_target_module_exists(settings, name)}
+    settings.exclude_modules = targets or None
+    adapted: nn.Module = model
+    with contextlib.suppress(NoMatchingPeftModuleError):
+        adapted = peft.get_peft_model(model, settings)
+    settings.exclude_modules = None
+    for name in targets:
+        _wrap_weights(elsewhere[name])
     for name, layer in adapted.named_modules():
         if isinstance(layer, LoraLayer):
             with seeded(seed, name), torch.no_grad():
                 layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
     return adapted
+
+
+def _wrap_weights(placeholder: Placeholder) -> None:
+    """Give the weights that a placeholder keeps the names that they have below an adapter, as on other stages."""
+    if placeholder._parameters:
+        inner = Placeholder(placeholder)
+        inner._parameters.update(placeholder._parameters)
+        placeholder._parameters.clear()
+        placeholder._modules["base_layer"] = inner
 
 
 def require_targets(config: LoraConfig, cls: type[PreTrainedModel], hf_config: PreTrainedConfig) -> None:

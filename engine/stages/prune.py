@@ -89,12 +89,18 @@ def _require_gradients_of_all(layer: nn.Module) -> None:
 
 
 def _tied_sources(model: PreTrainedModel, outline: Outline) -> frozenset[str]:
-    """Names of parameters before the layers that modules after the layers share (tied embeddings)."""
-    return frozenset(
+    """Names of parameters before the layers that modules after the layers share.
+
+    Embeddings that the configuration ties, and whatever else is one parameter there, such as trained tokens of peft.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    after = {parameter for name, parameter in named if _in(name, outline.after)}
+    shared = {name for name, parameter in named if parameter in after and _in(name, outline.before)}
+    return frozenset(shared) | {
         source
         for target, source in model.all_tied_weights_keys.items()
         if _in(source, outline.before) and _in(target, outline.after)
-    )
+    }
 
 
 def _in(name: str, units: tuple[str, ...]) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
@@ -15,6 +17,8 @@ from weft.engine.stages.stage import Stage
 
 SHARD_BYTES = 5_000_000_000
 """Largest shard, as transformers and the hub like it."""
+_WRAPPED = ("base_layer", "original_module", "token_adapter")
+"""Names of what peft's modules hold in place of the module that they replace."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,8 @@ def own_weights(stage: Stage) -> dict[str, Tensor]:
     elsewhere = set(model.all_tied_weights_keys) | set(model._keys_to_ignore_on_save or ())
     if not stage.is_first:
         elsewhere |= {name.removeprefix(_wrapper(stage)) for name in stage.tied}
-    return {name: value for name, value in without_adapters(stage.model, model.state_dict()) if name not in elsewhere}
+    named = ((base_name(model, name), name, value) for name, value in model.state_dict().items())
+    return {base: value for base, name, value in named if base is not None and not {base, name} & elsewhere}
 
 
 def _wrapper(stage: Stage) -> str:
@@ -77,13 +82,17 @@ def _wrapper(stage: Stage) -> str:
     return stage.prefix or ("" if stage.model is stage.hf_model else "base_model.model.")
 
 
-def without_adapters(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The base model's weights, by the names that they have without peft."""
-    tuner = getattr(model, "base_model", None)
-    prefix = getattr(tuner, "prefix", None) if hasattr(model, "peft_config") else None
-    for name, value in state.items():
-        if prefix is None or prefix not in name:
-            yield name.replace(".base_layer.", "."), value
+def base_name(model: nn.Module, name: str) -> str | None:
+    """Return the name that a tensor of a model has without peft, or None for a tensor of peft's own."""
+    path, module = list[str](), model
+    for part in name.split("."):
+        inside = isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        if not inside:
+            path.append(part)
+        elif part not in _WRAPPED:
+            return None
+        module = getattr(module, part)
+    return ".".join(path)
 
 
 def _parts(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -106,7 +115,13 @@ def _size(tensors: Mapping[str, Tensor]) -> int:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file down to the disk."""
-    save_file({k: v.detach().to("cpu").contiguous() for k, v in tensors.items()}, path, metadata={"format": "pt"})
+    """Write a safetensors file down to the disk; tensors that share memory are written each."""
+    own: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in tensors.items():
+        copied = tensor.detach().to("cpu").contiguous()
+        own[name] = copied.clone() if (memory := copied.untyped_storage().data_ptr()) in taken else copied
+        taken.add(memory)
+    save_file(own, path, metadata={"format": "pt"})
     with path.open("rb") as file:
         os.fsync(file.fileno())
