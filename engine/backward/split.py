@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,16 @@ class SavedForward:
         """Memory of the tensors that the forward's graph saves."""
         self.kept_bytes = 0
         """Memory kept between input-gradient and weight-gradient backward."""
+
+    def coming(self) -> Counter[nn.Parameter] | None:
+        """Count the gradients of each parameter that the backward has still to accumulate; None is one of each.
+
+        A parameter on the tape may also be used outside of its products, which autograd sees: it then has one
+        gradient in I and another in W.
+        """
+        if self.tape is None:
+            return None
+        return self.tape.coming + Counter(() if self.output is None else _leaves(self.output))
 
     @property
     def holds_activation(self) -> bool:
@@ -200,6 +211,18 @@ class SplitBackward:
         if found is None or tape is None:
             return function(*args, **kwargs)
         return tape.record(lambda: function(*args, **kwargs), *found)
+
+
+def _leaves(output: Tensor) -> Iterator[nn.Parameter]:
+    """The parameters whose gradients autograd computes itself."""
+    seen, ahead = set(), [output.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead.extend(below for below, _ in node.next_functions)
+            if isinstance(leaf := getattr(node, "variable", None), nn.Parameter):
+                yield leaf
 
 
 class _Strand(threading.local):

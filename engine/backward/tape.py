@@ -39,6 +39,7 @@ class Tape:
 
     def __init__(self) -> None:
         self._kept: dict[nn.Parameter, list[Kept]] = {}
+        self._factors: dict[nn.Parameter, set[nn.Parameter]] = {}
         self._recorded: Counter[nn.Parameter] = Counter()
         self._recomputed: Counter[nn.Parameter] = Counter()
         self._in_backward = False
@@ -48,11 +49,10 @@ class Tape:
 
     def record(self, compute: Callable[[], Tensor], activation: Tensor, product: Product) -> Tensor:
         """Run a product so that its backward computes only the activation's gradient."""
-        for number, factor in enumerate(product.parameters):
-            parameter = base_parameter(factor)
-            assert parameter is not None
-            self.parameters.add(parameter)
-            (self._recomputed if self._in_backward else self._recorded)[parameter] += number == 0
+        factors = [parameter for factor in product.parameters if (parameter := base_parameter(factor)) is not None]
+        self.parameters.update(factors)
+        self._factors.setdefault(factors[0], set()).update(factors)
+        (self._recomputed if self._in_backward else self._recorded)[factors[0]] += 1
         # The parameters are not inputs of the autograd node: without an anchor, a product of an
         # activation that needs no gradient would have no backward.
         anchor = None if activation.requires_grad else torch.empty(0, requires_grad=True, device=activation.device)
@@ -70,6 +70,12 @@ class Tape:
         # Of a layer that is computed again, what its forward recorded is kept, unless that had no gradients.
         if len(products) == (self._recorded[parameter] or self._recomputed[parameter]):
             self._ready.append(parameter)
+
+    @property
+    def coming(self) -> Counter[nn.Parameter]:
+        """How often ``accumulate`` and ``play`` will accumulate a gradient of each parameter."""
+        filed = self._kept if self._in_backward else self._recorded
+        return Counter(parameter for key in filed for parameter in self._factors[key])
 
     @property
     def kept_bytes(self) -> int:

@@ -31,7 +31,7 @@ class Compute:
     stages: Mapping[int, Stage]
     placement: Placement
     seed_gradient: Callable[[Tensor], Tensor]
-    around: Callable[[Action], AbstractContextManager[None]] = lambda _: nullcontext()
+    around: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
 
     def __post_init__(self) -> None:
         self._backward = {index: SplitBackward(stage) for index, stage in self.stages.items()}
@@ -93,9 +93,13 @@ class Compute:
 
     def backward(self, state: StepState, action: Action) -> None:
         """``B`` or ``I``: both gradients at once, or that for the stage before, with what ``W`` needs kept."""
-        with self.around(action):
+        with self.around_backward(state, action):
             self.begin_backward(state, action)
             self.end_backward(state, action)
+
+    def around_backward(self, state: StepState, action: Action) -> AbstractContextManager[None]:
+        """Context of a backward, which counts the gradients that are to come."""
+        return self.around(action, state.saved[key(action)].coming)
 
     def begin_backward(self, state: StepState, action: Action) -> None:
         """Of ``B`` or ``I``: the gradient for the stage before."""
@@ -111,7 +115,7 @@ class Compute:
 
     def weight_backward(self, state: StepState, action: Action) -> None:
         """``W``: the weight gradients that ``I`` has left."""
-        with self.around(action):
+        with self.around_backward(state, action):
             self._backward[action.stage].weight_backward(state.saved.pop(key(action)))
 
     def _pass_back(self, state: StepState, action: Action, gradient: Tensor | None) -> None:

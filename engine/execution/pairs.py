@@ -82,7 +82,7 @@ class StrandPairs:
         around = ExitStack()
 
         def begin_backward() -> None:
-            around.enter_context(compute.around(backward))
+            around.enter_context(compute.around_backward(state, backward))
             compute.begin_backward(state, backward)
 
         self.runner.run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 
 from torch import nn
 
@@ -41,6 +42,7 @@ def stages_from_model(
             f"model: peft's {model.active_peft_config.peft_type} puts tokens before the prompt, which only the whole "
             "model can do; use adapters inside the layers, such as LoRA"
         )
+    _checkpoint_without_reentrance(whole)
     axes = axes or AxisGroups()
     prefix = PREFIX if model is not whole else ""
     if split.num_stages == 1:
@@ -59,6 +61,18 @@ def stages_from_model(
         made.append(Stage(body, index=index, num_stages=split.num_stages, port=port, tied=names, axes=axes, cuts=cuts))
     share_tied(made)
     return made
+
+
+def _checkpoint_without_reentrance(model: nn.Module) -> None:
+    """Let autograd see through checkpointed layers.
+
+    Reentrant checkpointing hides parameters and all tensors but a layer's own positional arguments, and gives no
+    gradient where no argument needs one, as on a first stage whose embedding is frozen.
+    """
+    for module in model.modules():
+        run = getattr(module, "_gradient_checkpointing_func", None)
+        if isinstance(run, partial) and run.keywords.get("use_reentrant"):
+            module._gradient_checkpointing_func = partial(run, use_reentrant=False)
 
 
 def _same_weights(model: nn.Module) -> nn.Module:

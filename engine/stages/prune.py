@@ -64,28 +64,12 @@ def open_port(model: PreTrainedModel, outline: Outline, window: range, tied: fro
             keep = {name.removeprefix(f"{unit}.") for name in tied if _in(name, (unit,))}
             replace_module(model, unit, move_kept(original, keep, Upstream(original, port)))
         for index in window:
-            if handover is not None:
-                _require_gradients_of_all(layers[index])
             layers[index].register_forward_pre_hook(Feed(port, index), with_kwargs=True)
     for unit in outline.after if window.stop < outline.num_layers else ():
         replace_module(model, unit, Downstream(model.get_submodule(unit), port))
     for index in range(window.stop, outline.num_layers):
         layers[index] = ExitLayer(layers[index], outline.answer_length, port, index)
     return port
-
-
-def _require_gradients_of_all(layer: nn.Module) -> None:
-    """Reentrant checkpointing knows of no tensors but a layer's own positional arguments.
-
-    Raises:
-        ValueError: it is on.
-    """
-    run = getattr(layer, "_gradient_checkpointing_func", None)
-    if getattr(layer, "gradient_checkpointing", False) and getattr(run, "keywords", {}).get("use_reentrant"):
-        raise ValueError(
-            "model: its layers hand on more than a hidden state, which reentrant gradient checkpointing would cut off "
-            'from their gradients; enable it with gradient_checkpointing_kwargs={"use_reentrant": False}'
-        )
 
 
 def _tied_sources(model: PreTrainedModel, outline: Outline) -> frozenset[str]:

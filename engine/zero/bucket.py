@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -99,8 +100,8 @@ class Bucket:
         self.tied = tied
         self.trained = first.requires_grad
         self.counted = not getattr(first, "ds_pipe_replicated", False)
-        self.missing: set[nn.Parameter] = set()
-        """Parameters whose last gradient of the step has not arrived yet."""
+        self.missing: Counter[nn.Parameter] = Counter()
+        """How many gradients of each parameter are still to come before the bucket is reduced."""
         self._collectives = collectives
         self._keeps_gradients = zero_stage < 2
         self.members = tuple(_lay_out(parameters))
@@ -158,7 +159,9 @@ class Bucket:
             place.copy_(parameter.grad)
             self._arrived.add(parameter)
         parameter.grad = None
-        self.missing.discard(parameter)
+        self.missing[parameter] -= 1
+        if self.missing[parameter] <= 0:
+            del self.missing[parameter]
 
     def gradient_place(self, member: Member) -> Tensor:
         """The view in which the gradients of ``member`` accumulate."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
@@ -64,7 +64,6 @@ class Sharding:
         self._upcoming: dict[int, deque[Op]] = {}
         self._unreduced: dict[int, deque[Bucket]] = {index: deque() for index in self._weights}
         self._unended: dict[Bucket, set[int]] = {}
-        self._early: dict[int, set[nn.Parameter]] = {index: set() for index in self._weights}
         self._running: Action | None = None
         self._reduced: set[Bucket] = set()
         self._hooks = [
@@ -117,10 +116,15 @@ class Sharding:
             self._last.update(ends[-1:])
 
     @contextmanager
-    def around(self, action: Action) -> Iterator[None]:
+    def around(
+        self, action: Action, coming: Callable[[], Counter[nn.Parameter] | None] = lambda: None
+    ) -> Iterator[None]:
         """Context around a forward or backward of a stage, entered in the thread that computes it.
 
         A forward and a backward may run by turns.
+
+        Args:
+            coming: returns how many gradients of each parameter arrive within; None is one of each.
         """
         weights, backward = self._weights[action.stage], action.op in BACKWARD
         if action.op is not Op.W:
@@ -128,7 +132,7 @@ class Sharding:
             if upcoming := self._upcoming.get(action.stage):
                 upcoming.popleft()
         if action in self._closing:
-            self._close(action)
+            self._close(action.stage, coming())
         if action.op is not Op.F:
             self._running = action
         yield
@@ -142,14 +146,12 @@ class Sharding:
         if action in self._closing and action not in self._last:
             self._reduce_rest(action.stage)
 
-    def _close(self, action: Action) -> None:
+    def _close(self, stage: int, coming: Counter[nn.Parameter] | None) -> None:
         """From now on, reduce each bucket when all of its gradients have arrived."""
-        early = self._early[action.stage] if action.op is Op.W else set()
-        for bucket in self._own[action.stage]:
-            parameters = (member.parameter for member in bucket.members)
-            # A vector's gradient came with the input gradient, unless it was deferred.
-            bucket.missing = {p for p in parameters if p.ndim >= 2 or p not in early}
-        self._unreduced[action.stage].extend(reversed(self._own[action.stage]))
+        for bucket in self._own[stage]:
+            parameters = [member.parameter for member in bucket.members]
+            bucket.missing = Counter(parameters if coming is None else {p: coming[p] for p in parameters if coming[p]})
+        self._unreduced[stage].extend(reversed(self._own[stage]))
 
     def _gradient_arrived(self, bucket: Bucket, member: Member, parameter: nn.Parameter) -> None:
         assert bucket not in self._reduced, f"{member.name}: a gradient came after the last one"
@@ -157,8 +159,6 @@ class Sharding:
         if self._running is None:
             return
         stage = self._running.stage
-        if self._running.op is Op.I:
-            self._early[stage].add(parameter)
         # In a fixed order, which is the same on all replicas.
         while self._unreduced[stage] and not self._unreduced[stage][0].missing:
             self._reduced.add(self._unreduced[stage][0])

@@ -27,13 +27,25 @@ def axis_config(
     schedule: str = "1f1b",
     checkpointing: bool = False,
     precision: str = "fp32",
+    bias: bool = False,
 ) -> WeftConfig:
-    """Four layers, clipped, warmed up and decayed."""
-    config = tiny_config(schedule, stages=stages, zero=zero, microbatches=microbatches, layers=4, precision=precision)
+    """Four layers, clipped, warmed up and decayed.
+
+    Args:
+        bias: of Llama's attention; others have theirs by default.
+    """
+    placement = "fold" if schedule in ("zbv", "dualpipev") else "straight"
+    config = tiny_config(
+        schedule, placement, stages=stages, zero=zero, microbatches=microbatches, layers=4, precision=precision
+    )
     config.model.arch = arch
     config.model.gradient_checkpointing = checkpointing
     if arch == "mixtral":
         config.model.overrides |= EXPERTS
+    if arch == "gpt_neox":
+        del config.model.overrides["num_key_value_heads"]
+    if bias:
+        config.model.overrides["attention_bias"] = True
     config.data.sequence_length = 12
     config.parallel = ParallelConfig(
         tensor=tensor, context=context, context_exchange=ContextExchange[exchange], expert=expert

@@ -22,6 +22,10 @@ CASES = [
     (1, {"context": 2, "exchange": "ring", "stages": 2, "zero": 1, "schedule": "auto", "checkpointing": True}),
     (2, {"context": 2, "exchange": "ring", "zero": 3, "microbatches": 2}),
     (1, {"tensor": 2, "stages": 2}),
+    (1, {"tensor": 2, "stages": 2, "schedule": "zbv", "bias": True}),
+    (1, {"tensor": 2, "stages": 2, "schedule": "dualpipev", "arch": "gpt_neox", "zero": 1}),
+    (1, {"tensor": 2, "stages": 2, "schedule": "auto", "arch": "starcoder2", "zero": 2, "checkpointing": True}),
+    (1, {"context": 2, "stages": 2, "schedule": "zbv", "bias": True, "zero": 1}),
     (2, {"tensor": 2, "zero": 1, "microbatches": 2}),
     (2, {"tensor": 2, "zero": 3, "microbatches": 2}),
     (4, {"arch": "mixtral", "expert": 2, "microbatches": 1}),
@@ -35,11 +39,11 @@ CASES = [
 
 
 @cache
-def _expected(arch: str) -> list[float]:
+def _expected(arch: str, bias: bool) -> list[float]:
     """Of plain Hugging Face; where routers balance, of Weft on one rank: it weighs their loss by labels."""
     if arch == "mixtral":
         return run_ranks(1, many_losses, [axis_config(arch)], STEPS)[0][0]
-    return run_ranks(1, reference_losses, axis_config(arch), 1, STEPS)[0]
+    return run_ranks(1, reference_losses, axis_config(arch, bias=bias), 1, STEPS)[0]
 
 
 @pytest.mark.slow
@@ -47,7 +51,7 @@ def test_losses_are_those_of_one_process():
     configs = [axis_config(**case) for _, case in CASES]
     for found in run_ranks(4, many_losses, configs, STEPS, timeout_s=400):
         for (_, case), losses in zip(CASES, found, strict=True):
-            assert losses == pytest.approx(_expected(case.get("arch", "llama")), rel=1e-5), case
+            assert losses == pytest.approx(_expected(case.get("arch", "llama"), case.get("bias", False)), rel=1e-5), case
 
 
 @pytest.mark.slow

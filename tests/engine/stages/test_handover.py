@@ -293,11 +293,20 @@ def test_nothing_is_handed_over_twice():
         assert run_stages(stages_of(config, 6)[:-1], data).dim() == 1
 
 
-def test_refuses_reentrant_checkpointing():
-    """It would leave out the gradient of what is put into a layer beside its own arguments."""
-    config = tiny("gemma4_text")
-    model = whole(config)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    split = split_layers(model.config, 2, SplitKind.even)
-    with pytest.raises(ValueError, match="use_reentrant"):
-        stages_from_model(model, split, range(2))
+@pytest.mark.parametrize("arch", ["gemma4_text", "llama"])
+def test_reentrant_checkpointing_gives_the_gradients_of_plain_training(arch):
+    """As torch has it, it would hide parameters, and all tensors but a layer's own positional arguments."""
+    data, found = batch(), []
+    for reentrant in (None, True):
+        model = whole(tiny(arch))
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.get_input_embeddings().requires_grad_(reentrant is None)
+        stages = stages_from_model(model, split_layers(model.config, 2, SplitKind.even), range(2))
+        for stage in stages:
+            stage.train()
+        run(stages, data, torch.tensor(40.0)).backward()
+        found.append(gradients(stages))
+    plain, checkpointed = found
+    assert checkpointed.keys() < plain.keys()
+    assert all(torch.equal(gradient, plain[name]) for name, gradient in checkpointed.items())

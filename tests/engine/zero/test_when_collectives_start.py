@@ -58,7 +58,7 @@ def run_row(replica, backwards, compute=whole):
                 Op.I: lambda: replica.backward.input_backward(saved, loss.new_ones(())),  # noqa: B023
                 Op.W: lambda: replica.backward.weight_backward(saved),  # noqa: B023
             }[op]
-            with sharding.around(Action(op, 0, m)):
+            with sharding.around(Action(op, 0, m), saved.coming):
                 run()
         counts.append(reductions())
     sharding.reduce(0)
@@ -156,9 +156,9 @@ def test_an_unsharded_stage_begins_with_what_its_next_computation_uses_first():
             with sharding.around(Action(Op.F, 0, m)):
                 loss, saved = replica.backward.forward(lambda m=m: replica.model(ids(0, m)), None, split=True)
             assert unsharded() == last
-            with sharding.around(Action(Op.I, 0, m)):
+            with sharding.around(Action(Op.I, 0, m), saved.coming):
                 replica.backward.input_backward(saved, loss.new_ones(()))
-            with sharding.around(Action(Op.W, 0, m)):
+            with sharding.around(Action(Op.W, 0, m), saved.coming):
                 replica.backward.weight_backward(saved)
         assert unsharded() == first, "nothing is to come in this step, and the next begins with a forward"
         sharding.reduce(0)
@@ -167,16 +167,42 @@ def test_an_unsharded_stage_begins_with_what_its_next_computation_uses_first():
     in_threads(2, run)
 
 
+def of_matrix(self, x):
+    """A matrix multiplies rows, which can wait for W, and is looked at, which cannot."""
+    return (self.once(self.twice(x).tanh()).square() * self.twice.weight.mean()).sum()
+
+
+def of_bias(self, x):
+    """As members of a tensor group take off their shares of a bias behind the product that adds it."""
+    return (self.once(self.twice(x).tanh()).square() + self.twice(x) - self.twice.bias * 0.5).sum()
+
+
+def of_bias_before(self, x):
+    """The bias is used before its product, so its gradient arrives last in I."""
+    return self.once(self.twice(x - self.twice.bias).tanh()).square().sum()
+
+
+def of_shared_bias(self, x):
+    """Two products add one bias, which has a gradient from each of them."""
+    return (nn.functional.linear(self.twice(x).tanh(), self.once.weight, self.twice.bias) - self.twice.bias).sum()
+
+
+def of_one_way(self, x):
+    """The other matrix has no gradient at all."""
+    return (self.twice(x).tanh() - self.twice.bias).square().sum()
+
+
 class TwiceUsed(nn.Module):
-    """Its matrix multiplies rows, which can wait for W, and is looked at, which cannot; another one waits less long."""
+    """It uses a parameter in products, and once more outside of them; another one waits less long."""
 
     index = 0
     tied: frozenset[str] = frozenset()
     cuts = {}
 
-    def __init__(self):
+    def __init__(self, compute):
         super().__init__()
         self.twice, self.once = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.compute = compute
 
     def named_global_parameters(self):
         return self.named_parameters()
@@ -185,15 +211,37 @@ class TwiceUsed(nn.Module):
         return []
 
     def forward(self, x):
-        return (self.once(self.twice(x).tanh()).square() * self.twice.weight.mean()).sum()
+        return self.compute(self, x)
 
 
+def in_two_parts(backward, saved):
+    """W on its own: parts of a full backward, played whenever a strand pair has room for them."""
+    return ((Op.I, lambda seed: backward.input_backward(saved, seed)), (Op.W, lambda _: backward.weight_backward(saved)))
+
+
+def played_within(backward, saved):
+    """A full backward of a forward with a tape, as in a strand pair; parts of the tape are played before its end."""
+
+    def play(_):
+        saved.tape.play()
+
+    def run(seed):
+        hooks = [parameter.register_hook(play) for parameter in saved.tape.parameters]
+        backward.full_backward(saved, seed)
+        for hook in hooks:
+            hook.remove()
+
+    return ((Op.B, run),)
+
+
+@pytest.mark.parametrize("compute", [of_matrix, of_bias, of_bias_before, of_shared_bias, of_one_way])
+@pytest.mark.parametrize("backwards", [in_two_parts, played_within])
 @pytest.mark.parametrize("stage", range(4))
-def test_a_matrix_with_a_gradient_in_i_is_waited_for_until_w(stage):
-    """Its bucket is reduced when the last gradient has come, though each parameter has had one before."""
+def test_a_bucket_is_reduced_after_the_last_gradient_of_parameters_used_twice(stage, backwards, compute):
+    """Though each of them may have had one before, in I or in the same backward."""
 
     def run(meeting, number):
-        model = TwiceUsed()
+        model = TwiceUsed(compute)
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -206,15 +254,15 @@ def test_a_matrix_with_a_gradient_in_i_is_waited_for_until_w(stage):
         for step in range(3):
             rows = [torch.randn(3, 6, generator=generator) for _ in range(2 * meeting.count)]
             mine = list(enumerate(rows[number :: meeting.count]))
-            sharding.begin_step([Action(op, 0, m) for m, _ in mine for op in (Op.F, Op.I, Op.W)])
+            ops = [op for op, _ in backwards(backward, None)]
+            sharding.begin_step([Action(op, 0, m) for m, _ in mine for op in (Op.F, *ops)])
             collectives.started.clear()
             for m, row in mine:
                 with sharding.around(Action(Op.F, 0, m)):
                     loss, saved = backward.forward(lambda row=row: model(row), None)
-                with sharding.around(Action(Op.I, 0, m)):
-                    backward.input_backward(saved, torch.ones_like(loss))
-                with sharding.around(Action(Op.W, 0, m)):
-                    backward.weight_backward(saved)
+                for op, part in backwards(backward, saved):
+                    with sharding.around(Action(op, 0, m), saved.coming):
+                        part(torch.ones_like(loss))
             assert len([name for name, _ in collectives.started if name != "all_gather"]) == 1, step
             sharding.reduce(0)
             sharding.finish_gradients()
@@ -222,7 +270,8 @@ def test_a_matrix_with_a_gradient_in_i_is_waited_for_until_w(stage):
             (bucket,) = sharding.buckets
             bucket.assign_gradients()
             for fragment in bucket.fragments:
-                part = dict(alone.named_parameters())[fragment.name].grad.flatten()[fragment.start :]
+                gradient = dict(alone.named_parameters())[fragment.name].grad
+                part = torch.zeros(36) if gradient is None else gradient.flatten()[fragment.start :]
                 torch.testing.assert_close(fragment.tensor.grad.flatten(), part[: fragment.tensor.numel()])
             bucket.drop_gradient()
             alone.zero_grad()
