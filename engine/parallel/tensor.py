@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -82,6 +83,7 @@ def _hook_vocabulary(model: PreTrainedModel, group: AxisGroup) -> None:
                 f"parallel.tensor={group.size}: the {name} of {type(model).__name__} has an adapter, which cannot be "
                 "divided over the vocabulary; leave it out of model.lora.target_modules"
             )
+    embedding, head = _in_use(embedding), _in_use(head)
     if isinstance(embedding, nn.Embedding):
         cut_embedding(group, embedding)
     if isinstance(head, nn.Linear):
@@ -92,6 +94,13 @@ def _hook_vocabulary(model: PreTrainedModel, group: AxisGroup) -> None:
                 "set parallel.tensor=1"
             )
         model.loss_function = VocabularyLoss(group)
+
+
+def _in_use(module: nn.Module | None) -> nn.Module | None:
+    """The copy that peft trains of a module (``modules_to_save``), or the module itself."""
+    if isinstance(module, ModulesToSaveWrapper):
+        return module.modules_to_save[module.active_adapters[0]]
+    return module
 
 
 def _hook_matrices(model: PreTrainedModel, plan: TensorPlan, group: AxisGroup, layers: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -14,6 +17,7 @@ from weft.engine.parallel.unshareable import UnshareableError
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
 """Fields of Hugging Face's configs: what attention divides its projections into."""
+_FACTOR = re.compile(r"lora_[AB]\.[^.]+\.weight")
 
 
 def tensor_cuts(model: PreTrainedModel, plan: TensorPlan, group: AxisGroup, layers: str) -> dict[str, Cut]:
@@ -29,6 +33,7 @@ def tensor_cuts(model: PreTrainedModel, plan: TensorPlan, group: AxisGroup, laye
     Raises:
         UnshareableError: something cannot be divided evenly.
     """
+    _require_factors(model, plan, group.size, layers)
     cuts: dict[str, Cut] = {}
     known: dict[int, Cut] = {}
     for path, module in model.get_submodule(layers).named_modules(prefix=layers):
@@ -83,6 +88,19 @@ def _divided(model: PreTrainedModel, plan: TensorPlan, layers: str) -> Iterator[
                 yield path
 
 
+def _require_factors(model: PreTrainedModel, plan: TensorPlan, size: int, layers: str) -> None:
+    """Refuse adapters of divided matrices that are more than the two factors of LoRA."""
+    for path, module in model.get_submodule(layers).named_modules(prefix=layers):
+        if not isinstance(module, BaseTunerLayer) or plan.style(path) is None:
+            continue
+        own = [name for name, _ in module.named_parameters() if not name.startswith("base_layer.")]
+        if other := [name for name in own if not _FACTOR.fullmatch(name)]:
+            raise UnshareableError(
+                f"parallel.tensor={size}: the adapter of {path} has {other[0]}, which cannot be divided as its matrix "
+                "is; use plain LoRA (without DoRA or lora_bias) there, or set parallel.tensor=1"
+            )
+
+
 def _place(plan: TensorPlan, full: str, name: str, dims: int, path: str) -> tuple[int, int] | None:
     """Dimension of a parameter along which it is divided, and in how many blocks; None if it is held in full."""
     if ".lora_" in full:
@@ -113,7 +131,8 @@ def _by_vocabulary(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]
     wanted = set()
     for unit in (model.get_input_embeddings(), model.get_output_embeddings()):
         if unit is not None:
-            wanted |= {id(parameter) for parameter in unit.parameters(recurse=False)}
+            copied = isinstance(unit, ModulesToSaveWrapper)
+            wanted |= {id(parameter) for parameter in unit.parameters(recurse=copied)}
     for full, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in wanted:
             yield full, parameter

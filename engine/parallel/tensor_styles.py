@@ -58,6 +58,10 @@ HELD_IN_FULL = frozenset(
 """Styles that divide nothing themselves: here the gradient of whatever is held in full is a part of a sum."""
 
 
+_WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
+"""Where peft puts a module that it wraps, or its copy of one, below the module's own name."""
+
+
 class TensorPlan:
     """transformers' own plan for a class of models, by names in a whole model."""
 
@@ -78,11 +82,11 @@ class TensorPlan:
 
     def style(self, name: str) -> Style | None:
         """Of a module or a parameter, by its name; None if it is held in full."""
-        return self._styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", name.replace(".base_layer", "")))
+        return self._styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", _WRAPPED.sub("", name)))
 
     def modules(self, model: nn.Module, below: str) -> Iterator[tuple[str, nn.Module, Style]]:
         """Modules with a style of their own inside of the module ``below``."""
         for name, module in model.get_submodule(below).named_modules(prefix=below):
             style = self.style(name)
-            if style is not None and not name.endswith(".base_layer"):
+            if style is not None and not _WRAPPED.search(name):
                 yield name, module, style

@@ -51,7 +51,8 @@ def test_losses_are_those_of_one_process():
     configs = [axis_config(**case) for _, case in CASES]
     for found in run_ranks(4, many_losses, configs, STEPS, timeout_s=400):
         for (_, case), losses in zip(CASES, found, strict=True):
-            assert losses == pytest.approx(_expected(case.get("arch", "llama"), case.get("bias", False)), rel=1e-5), case
+            expected = _expected(case.get("arch", "llama"), case.get("bias", False))
+            assert losses == pytest.approx(expected, rel=1e-5), case
 
 
 @pytest.mark.slow
