@@ -100,6 +100,12 @@ class OptimizingEngine(PipelineEngine):
             pipeline=grid.get_pipe_parallel_group() if grid.get_pipe_parallel_world_size() > 1 else None,
         )
 
+    def _configure_lr_scheduler(self) -> None:
+        """Make the schedule; rates before it are kept as torch's schedules keep them, for those who resume."""
+        for group in self.basic_optimizer.param_groups:
+            group.setdefault("initial_lr", float(group["lr"]))
+        super()._configure_lr_scheduler()
+
     def _configure_basic_optimizer(self, model_parameters: list[dict[str, Any]]) -> Optimizer:
         """The optimiser that the configuration names; DeepSpeed's own LAMB takes whole parameters on GPUs only."""
         if self.optimizer_name() == LAMB_OPTIMIZER:

@@ -21,6 +21,7 @@ from weft.engine.checkpoint.optimizer_state import OPTIM, WEIGHT
 from weft.engine.checkpoint.parts import stored_name, whole_name
 from weft.engine.checkpoint.pieces import Piece, StoredPiece
 from weft.engine.checkpoint.ranks import Ranks
+from weft.engine.checkpoint.rates import PER_GROUP, restore_rates
 from weft.engine.checkpoint.reader import Checkpoint
 from weft.engine.checkpoint.shard_file import damaged
 from weft.engine.checkpoint.stores import Store, store_of
@@ -31,8 +32,6 @@ BUFFER = "buffer"
 """Kind of tensors that no optimiser updates: ``buffer/NAME``."""
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 """DeepSpeed's counts of work done."""
-_PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
-"""Entries of a torch scheduler's state that hold one value per parameter group of this rank."""
 _PACKAGES = ("weft", "torch", "deepspeed", "transformers")
 
 
@@ -274,10 +273,12 @@ def restore_local(engine: Trained, held: Sequence[Fragment], checkpoint: Checkpo
     optimizer_state.restore(held, engine.basic_optimizer, checkpoint, with_state=wanted.optimizer)
     for name, tensor in _buffers(engine).items():
         tensor.copy_(checkpoint.load([f"{BUFFER}/{name}"])[f"{BUFFER}/{name}"])
-    scalars = optimizer_state.OF_STATE * wanted.optimizer + optimizer_state.OF_SCHEDULE * wanted.scheduler
-    optimizer_state.restore_group_scalars(held, engine.basic_optimizer, meta["groups"], scalars)
-    if engine.lr_scheduler and meta["lr_scheduler"] and wanted.scheduler:
-        _restore_scheduler(engine, meta["lr_scheduler"])
+    if wanted.optimizer:
+        optimizer_state.restore_step_counts(held, engine.basic_optimizer, meta["groups"])
+    if wanted.scheduler:
+        steps = meta["counters"]["global_steps"] - meta["counters"]["skipped_steps"]
+        saved = meta["groups"], meta["lr_scheduler"]
+        restore_rates(held, engine.basic_optimizer, engine.lr_scheduler, *saved, steps)
     if wanted.progress:
         _restore_progress(engine, checkpoint)
 
@@ -299,12 +300,4 @@ def _restore_progress(engine: Trained, checkpoint: Checkpoint) -> None:
 
 def _without_groups(state: Mapping[str, Any]) -> dict[str, Any]:
     """A scheduler's state without the entries per parameter group, which differ between layouts."""
-    return {key: value for key, value in state.items() if key not in _PER_GROUP}
-
-
-def _restore_scheduler(engine: Trained, saved: Mapping[str, Any]) -> None:
-    scheduler = engine.lr_scheduler
-    own = {key: value for key, value in scheduler.state_dict().items() if key in _PER_GROUP}
-    if "_last_lr" in own:
-        own["_last_lr"] = [group["lr"] for group in engine.optimizer.param_groups]
-    scheduler.load_state_dict({**saved, **own})
+    return {key: value for key, value in state.items() if key not in PER_GROUP}

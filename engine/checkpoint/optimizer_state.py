@@ -19,7 +19,7 @@ from weft.engine.zero import Fragment, ShardedOptimizer
 WEIGHT, OPTIM = "weight", "optim"
 """Kinds of tensors: ``weight/NAME`` in the highest precision there is, ``optim/KEY/NAME``."""
 OF_SCHEDULE, OF_STATE = ("lr", "initial_lr"), ("step",)
-"""Entries of an optimiser's parameter group that change during training, by the schedule or by steps."""
+"""Entries of an optimiser's parameter group that a checkpoint has: those of a schedule, and those of steps."""
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """State of a loss scaler that changes during training."""
 
@@ -194,23 +194,20 @@ def _gradients(owners: Iterable[Tensor], chosen: set[int]) -> Iterator[None]:
             owner.grad = gradient
 
 
-def restore_group_scalars(
-    held: Iterable[Fragment],
-    optimizer: Optimizer,
-    saved: Mapping[str, Mapping[str, float]],
-    keys: Collection[str] = OF_SCHEDULE + OF_STATE,
+def restore_step_counts(
+    held: Iterable[Fragment], optimizer: Optimizer, saved: Mapping[str, Mapping[str, float]]
 ) -> None:
-    """Set the scalars ``keys``, such as learning rates, of parameter groups to their parameters' values."""
+    """Set the numbers of parameter groups that steps count to their parameters' values."""
     of_tensor = {id(fragment.tensor): saved.get(fragment.name, {}) for fragment in held if fragment.trained}
     for group in optimizer.param_groups:
         for tensor in group["params"]:
             for key, value in of_tensor.get(id(tensor), {}).items():
-                if key not in keys:
-                    continue
-                _set(group, key, int(value) if key == "step" else value)
+                if key in OF_STATE:
+                    set_scalar(group, key, int(value))
 
 
-def _set(group: dict[str, Any], key: str, value: float) -> None:
+def set_scalar(group: dict[str, Any], key: str, value: float) -> None:
+    """Set a number of a parameter group, in place if it is a tensor."""
     if isinstance(group.get(key), Tensor):
         group[key].fill_(value)
     else:

@@ -14,9 +14,10 @@ from weft.engine.checkpoint.optimizer_state import (
     group_scalars,
     loss_scale,
     restore,
-    restore_group_scalars,
     restore_loss_scale,
+    restore_step_counts,
 )
+from weft.engine.checkpoint.rates import restore_rates
 from weft.engine.zero import ShardedOptimizer, Sharding
 
 SCALING = {
@@ -101,7 +102,8 @@ def round_trip(folder, make, **settings):
     other.base.param_groups[0]["lr"] = 77.0
     checkpoint = open_checkpoint(newest(folder))
     restore(other.held, other.base, checkpoint)
-    restore_group_scalars(other.held, other.base, checkpoint.meta["groups"])
+    restore_step_counts(other.held, other.base, checkpoint.meta["groups"])
+    restore_rates(other.held, other.base, None, checkpoint.meta["groups"], {}, 4)
     restore_loss_scale(other.optimizer, checkpoint.meta["scale"])
     other.sharding.publish()
     return expected, [other.step() for _ in range(4)]
@@ -246,14 +248,15 @@ def test_what_is_made_to_be_restored_changes_nothing_else(tmp_path):
                 assert torch.equal(made.base.state[mine.tensor][key], value)
 
 
-@pytest.mark.parametrize(("keys", "rate", "step"), [((), 0.5, 2), (("lr",), 0.125, 2), (("step",), 0.5, 7)])
-def test_scalars_of_groups_are_set_as_far_as_they_are_asked_for(keys, rate, step):
+def test_step_counts_and_rates_of_groups_keep_their_type():
     made = Trained(torch.optim.AdamW)
     for group, given in zip(made.base.param_groups, (0.5, torch.tensor(0.5)), strict=True):
         group["lr"], group["step"] = given, 2
     of_all = {f.name: {"lr": 0.125, "step": 7.0} for f in made.held}
-    restore_group_scalars(made.held, made.base, of_all, keys)
+    restore_step_counts(made.held, made.base, of_all)
+    assert [(float(group["lr"]), group["step"]) for group in made.base.param_groups] == [(0.5, 7)] * 2
+    restore_rates(made.held, made.base, None, of_all, {}, 7)
     for group, kind in zip(made.base.param_groups, (float, torch.Tensor), strict=True):
-        assert (float(group["lr"]), group["step"]) == (rate, step)
+        assert (float(group["lr"]), group["step"]) == (0.125, 7)
         assert isinstance(group["lr"], kind) and isinstance(group["step"], int)
-    assert group_scalars(made.held, made.base) == {f.name: {"lr": rate, "step": step} for f in made.held if f.trained}
+    assert group_scalars(made.held, made.base) == {f.name: {"lr": 0.125, "step": 7} for f in made.held if f.trained}

@@ -1,0 +1,87 @@
+"""Learning rates on resume: this run's settings, at the step at which a checkpoint was written."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from weft.engine.checkpoint.optimizer_state import set_scalar
+from weft.engine.zero import Fragment
+
+PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
+"""Entries of a torch scheduler's state that hold one value per parameter group of this rank."""
+
+
+def restore_rates(
+    held: Iterable[Fragment],
+    optimizer: Optimizer,
+    scheduler: Any,
+    groups: Mapping[str, Mapping[str, float]],
+    saved: Mapping[str, Any],
+    steps: int,
+) -> None:
+    """Move a schedule to where a checkpoint was written, and set the learning rates that it has there.
+
+    A schedule that depends on the step alone (torch's, DeepSpeed's) is evaluated anew, so whatever was changed in it
+    holds from the first step. Otherwise rates are those of the checkpoint, scaled where the initial rate was changed.
+
+    Args:
+        held: this rank's parameters.
+        scheduler: of the optimiser, or None.
+        groups: learning rate and initial learning rate of each parameter, as saved.
+        saved: state of the saved schedule without entries per parameter group; empty if there was none.
+        steps: number of steps that changed weights.
+    """
+    done = saved["last_epoch"] if "last_epoch" in saved else saved.get("last_batch_iteration", steps - 1) + 1
+    if isinstance(scheduler, LambdaLR):
+        scheduler.last_epoch, scheduler._step_count = done, done + 1
+        pairs = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        _set_rates(optimizer, [base * factor(done) for base, factor in pairs])
+        scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+    elif _is_fresh(scheduler):
+        with warnings.catch_warnings():  # that nothing was stepped meanwhile
+            warnings.simplefilter("ignore")
+            for _ in range(done):
+                scheduler.step()
+    else:
+        _set_rates(optimizer, [_rate(group, held, groups) for group in optimizer.param_groups])
+        if scheduler is not None:
+            own = {key: value for key, value in scheduler.state_dict().items() if key in PER_GROUP}
+            if "_last_lr" in own:
+                own["_last_lr"] = [group["lr"] for group in optimizer.param_groups]
+            scheduler.load_state_dict({**saved, **own})
+
+
+def _is_fresh(scheduler: Any) -> bool:
+    """True for a schedule that has not been stepped, and whose steps take no metric."""
+    if not hasattr(scheduler, "step") or _needs_arguments(scheduler.step):
+        return False
+    if isinstance(scheduler, LRScheduler):
+        return scheduler.last_epoch == 0
+    return getattr(scheduler, "last_batch_iteration", None) == -1
+
+
+def _needs_arguments(function: Any) -> bool:
+    return any(parameter.default is parameter.empty for parameter in inspect.signature(function).parameters.values())
+
+
+def _rate(group: Mapping[str, Any], held: Iterable[Fragment], groups: Mapping[str, Mapping[str, float]]) -> float:
+    """The saved rate of a group's parameters, as far as it has any, scaled to the group's initial rate."""
+    saved = {id(fragment.tensor): groups[fragment.name] for fragment in held if fragment.name in groups}
+    values = next((saved[id(tensor)] for tensor in group["params"] if id(tensor) in saved), {})
+    rate, initial = values.get("lr", float(group["lr"])), values.get("initial_lr")
+    own = float(group.get("initial_lr", group["lr"]))
+    if initial is None or initial == own:
+        return rate
+    return own if rate == initial or not initial else rate * own / initial
+
+
+def _set_rates(optimizer: Optimizer, rates: Iterable[float | Tensor]) -> None:
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        set_scalar(group, "lr", float(rate))
