@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 
 from weft.conf.files import replacing
+from weft.conf.owners import is_trusted, own_folder
 
 
 class Kind(Enum):
@@ -37,10 +38,11 @@ def build(sources: Sequence[Path], *, kind: Kind, flags: Sequence[str] = ()) -> 
         flags: additional compiler arguments.
 
     Returns:
-        Path of the program or library, named by a hash of sources and flags.
+        Path of the program or library, named by a hash of sources and flags. One in the cache that another user could
+        have written is compiled again.
 
     Raises:
-        ValueError: there is no compiler, or compilation fails.
+        ValueError: there is no compiler, compilation fails, or another user can write to the cache.
     """
     main = sources[0]
     compiler, standard = ("c++", "-std=c++17") if main.suffix == ".cpp" else ("cc", "-std=gnu11")
@@ -48,8 +50,8 @@ def build(sources: Sequence[Path], *, kind: Kind, flags: Sequence[str] = ()) -> 
     key = hashlib.sha256("\0".join([os.uname().machine, *command[:-1], *flags]).encode())
     for source in sources:
         key.update(source.read_bytes())
-    target = cache_folder() / f"{main.stem}-{key.hexdigest()[:16]}"
-    if target.exists():
+    target = own_folder(cache_folder(), "XDG_CACHE_HOME") / f"{main.stem}-{key.hexdigest()[:16]}"
+    if target.exists() and is_trusted(target):
         return target
     if shutil.which(compiler) is None:
         raise ValueError(f"{main.name} is compiled at first use and there is no {compiler}; install gcc and g++")
@@ -57,4 +59,5 @@ def build(sources: Sequence[Path], *, kind: Kind, flags: Sequence[str] = ()) -> 
         done = subprocess.run([*command, *flags, "-o", str(draft)], capture_output=True, text=True)
         if done.returncode:
             raise ValueError(f"{compiler} cannot compile {main}:\n{done.stderr}")
+        draft.chmod(0o700)
     return target

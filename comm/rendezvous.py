@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from weft.comm.authenticated_socket import RUN, AuthenticatedSocket, AuthenticatedTcpSocket, AuthenticatedUnixSocket
 from weft.comm.loopback_proxy import LoopbackProxy, ProcessLocalPort
+from weft.comm.own_user import refuse_other_users
 from weft.conf.hosts import is_loopback
 
 METHOD = "weft://"
@@ -72,6 +73,7 @@ def _meet(url: str, timeout: timedelta = dist.default_pg_timeout, **_: Any) -> I
 def open_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
     """The store of the job that the launcher's environment describes; a collective call, errors as of `_meet`."""
     address = job_socket(rank, timeout)
+    refuse_other_users(one_host=on_one_host())
     _choose_interface(address)
     os.environ.setdefault(_READ_TOGETHER, "1")
     _MEETING.address, _MEETING.proxy = _Meeting.address, None

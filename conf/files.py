@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from weft.conf.owners import is_trusted
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -50,10 +52,12 @@ class JsonCache:
     path: Path
 
     def read(self) -> dict[str, Any]:
-        """All entries; none where there is no file, or one that is no longer readable.
+        """All entries; none where there is no file, or one that is not readable or that others could have written.
 
         A number that is not finite makes it unreadable: what is cached here is planned with.
         """
+        if not is_trusted(self.path):
+            return {}
         try:
             found = json.loads(self.path.read_text(), parse_float=_finite, parse_constant=_finite)
         except (OSError, ValueError, RecursionError):
@@ -62,4 +66,7 @@ class JsonCache:
 
     def add(self, entries: Mapping[str, Any]) -> None:
         """Put ``entries`` beside those that are there."""
-        write_atomic(self.path, json.dumps({**self.read(), **entries}, indent=1))
+        text = json.dumps({**self.read(), **entries}, indent=1)
+        with replacing(self.path) as draft:
+            draft.touch(mode=0o600)
+            draft.write_text(text)

@@ -80,14 +80,14 @@ def init_distributed(timeout_s: float = CommConfig.timeout_s, *, sites: Sites | 
         # Not by DeepSpeed, which would bind a GPU to the group: NCCL then makes the communicator of every
         # group with the whole world, and all messages of a group share one stream.
         across = sites is not None and len(set(sites.of_ranks)) > 1
-        sealed = not across and backend == "gloo" and not rendezvous.on_one_host()
+        sealed = not across and backend == "gloo"
         dist.init_process_group(
             backend_of(backend) if across or sealed else backend,
             init_method=rendezvous.METHOD,
             timeout=timeout,
             pg_options=sites if across else None,
         )
-        if sealed and dist.get_rank() == 0:
+        if sealed and dist.get_rank() == 0 and not rendezvous.on_one_host():
             log.warning(
                 "hosts of one site talk over gloo in the clear: keep the network between them private, or make each "
                 "host a site of its own (cluster.sites), whose connections are authenticated and encrypted"

@@ -67,8 +67,7 @@ def interrupt_groups() -> None:
 
 def in_host_memory(backend: str) -> str:
     """The backend for groups of tensors in host memory, in a job whose backend is ``backend``."""
-    over_hosts = backend == "nccl" and rendezvous.made_here() and not rendezvous.on_one_host()
-    return backend_of("gloo") if over_hosts or backend in (GLOO, NCCL) else "gloo"
+    return backend_of("gloo") if rendezvous.made_here() or backend in (GLOO, NCCL) else "gloo"
 
 
 def _create(options: Any, given: Any, *, inside: Callable[..., Any]) -> Any:

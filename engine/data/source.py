@@ -12,6 +12,7 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
 from filelock import FileLock
 
+from weft.conf.owners import is_trusted, own_folder
 from weft.engine.data.documents import Document, Documents, InMemory, OnDisk, Part, column
 from weft.engine.data.encode import Columns, Encoder
 
@@ -166,10 +167,12 @@ def _losses(truncated: int, left_out: int) -> str:
 def tokenised(dataset: Dataset, encoder: Encoder, *, name: str, cache: Path) -> Dataset:
     """Tokenise ``dataset`` once; every rank memory-maps the result from ``cache``.
 
+    A file there that another user could have written is made anew.
+
     Args:
         name: hash of the data set's contents, which together with the encoder's hash names the file.
     """
-    cache.mkdir(parents=True, exist_ok=True)
+    own_folder(cache, "data.cache_dir")
     key = hashlib.sha256(f"{name} {encoder.sha256}".encode()).hexdigest()
     file = cache / f"tokens-{key[:24]}.arrow"
     tokens = List(Value("int32"))
@@ -183,7 +186,9 @@ def tokenised(dataset: Dataset, encoder: Encoder, *, name: str, cache: Path) -> 
         return encoder([encoder.value_of(row) for row in rows], numbers)
 
     with FileLock(f"{file}.lock"):  # one rank tokenises, the others find its file
-        return dataset.map(
+        if file.exists() and not is_trusted(file):
+            file.unlink()
+        found = dataset.map(
             encode,
             batched=True,
             batch_size=ENCODED_AT_ONCE,
@@ -196,3 +201,6 @@ def tokenised(dataset: Dataset, encoder: Encoder, *, name: str, cache: Path) -> 
             new_fingerprint=key[:24],
             desc="tokenising",
         )
+        if file.exists():
+            file.chmod(0o600)
+        return found

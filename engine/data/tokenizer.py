@@ -14,6 +14,7 @@ from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from weft.conf.owners import own_folder
 from weft.conf.schema import DataConfig, ModelConfig
 from weft.engine.data.corpus import load_corpus
 
@@ -61,9 +62,9 @@ def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerB
 def corpus_tokenizer(cache: Path) -> PreTrainedTokenizerBase:
     """The cached BPE of this Python's embedded corpus; the first process trains it."""
     corpus = load_corpus()
+    own_folder(cache, "data.cache_dir")
     folder = cache / f"tokenizer-{corpus.sha256[:12]}-{VOCABULARY}"
     if not folder.exists():
-        cache.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
                 _publish(train_bpe(corpus.texts), folder)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.conf.files import write_atomic
+from weft.conf.owners import is_trusted
 from weft.inference.placement.nonnegative_fit import PRIOR, Coefficients, Sums, features
 
 GAPS_S = (0.001, 0.005, 0.02, 0.1, 0.5)
@@ -139,14 +140,16 @@ class PrefillCost:
 
     @classmethod
     def load(cls, path: Path, *, quantile: float) -> PrefillCost:
-        """Load the model of earlier runs; a new model if there is no such file.
+        """Load the model of earlier runs; a new model if there is no such file, or one that others could have written.
 
         Raises:
             ValueError: the file is not a cost model, or of another version.
         """
         try:
-            text = path.read_text()
+            text = path.read_text() if is_trusted(path) else ""
         except FileNotFoundError:
+            text = ""
+        if not text:
             return cls(quantile=quantile)
         try:
             model = cls.from_dict(json.loads(text))
