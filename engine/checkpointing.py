@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import BackgroundWriter, Wanted, load_newest, load_tagged, save_engine
 from weft.engine.checkpoint.memory import HostMemory, MemoryCheckpoints
+from weft.engine.checkpoint.origin import Origin
 from weft.engine.planning.run_plan import RunPlan
 
 
@@ -25,6 +26,8 @@ class CheckpointingEngine(PipelineEngine):
     plan: RunPlan
     groups: Sequence[dist.ProcessGroup] = ()
     """Process groups that were made for this engine, and end with it."""
+    origin = Origin()
+    """Base model, inputs and settings, as checkpoints record them."""
     memory: MemoryCheckpoints | None = None
     """Checkpoints in host memory, once `open_memory` was called."""
     _writer: BackgroundWriter | None = None

@@ -20,9 +20,12 @@ from weft.conf.batch import check_world, fit_batch
 from weft.conf.checks import check
 from weft.conf.deepspeed import deepspeed_config
 from weft.conf.schema import ContextExchange, WeftConfig
+from weft.conf.trees import to_tree
+from weft.engine.checkpoint.origin import Origin, flat
 from weft.engine.deepspeed.keys import split_deepspeed_config
 from weft.engine.deepspeed.optimization import learning_rate, parameter_groups
 from weft.engine.distributed import (
+    from_rank_zero,
     known_to_any,
     leave_out_shm_operator,
     process_groups,
@@ -50,6 +53,7 @@ from weft.engine.stages import (
     stages_from_model,
 )
 from weft.engine.stages.axis_check import check_axes, refuse_unshareable
+from weft.engine.stages.fingerprint import folder_fingerprint, model_fingerprint
 from weft.engine.stages.objective import Objective
 from weft.engine.stages.stage import hf_model
 from weft.engine.strands.turns import Turns, take_turns
@@ -223,6 +227,8 @@ def _engine(
     config = fit_batch(config, dist.get_world_size())
     settings = deepspeed_config(config, dist.get_world_size()) | user
     hf_config = together(lambda: load_hf_config(config.model) if model is None else hf_model(model).config)
+    base = from_rank_zero(lambda: folder_fingerprint(config.model) if model is None else model_fingerprint(model))
+    SET_UP.done("fingerprint")
     facts = facts_of_ranks(config, hf_config, device)
     SET_UP.done("facts")
     placement = known_to_any("placement", (config, facts), lambda: settle_placement(config, facts), Placement)
@@ -241,6 +247,8 @@ def _engine(
     if given["lr_scheduler"] is None and given["optimizer"] is None and "scheduler" not in settings:
         given["lr_scheduler"] = learning_rate(config.optimizer, config.train.steps)
     engine = run.engine(config, settings, module, objective=objective, **given)
+    path = hf_config.name_or_path or ""
+    engine.origin = Origin(base, path, flat(to_tree(config)) | flat(user, "deepspeed.") | {"model.path": path})
     engine.groups = [group for group in process_groups() if group not in earlier]
     return engine
 

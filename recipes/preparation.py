@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.conf.batch import num_replicas
 from weft.conf.checks import virtual_stages
 from weft.conf.private import write_private
-from weft.conf.schema import Attention, WeftConfig
+from weft.conf.schema import Attention, DataKind, WeftConfig
 from weft.conf.trees import to_tree
 from weft.engine.data import (
     MicrobatchLoader,
@@ -25,12 +26,16 @@ from weft.engine.data import (
     load_tokenizer,
     open_source,
     vocabulary_for,
+    with_template,
 )
+from weft.engine.data.location import locate
+from weft.engine.data.tokenizer import tokenizer_sha256
 from weft.engine.distributed import attempt_number, rank_zero_first, together
 from weft.engine.kept import KEPT
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.planning.layout import RankLayout
 from weft.engine.stages import check_flash_packing, load_hf_config, refuse_packing, self_check
+from weft.engine.stages.fingerprint import files_fingerprint
 from weft.recipes.finish import print_once
 
 SKIPS = 3
@@ -62,6 +67,19 @@ def prepare(
     config = _with_steps(config, loader)
     torch.manual_seed(config.train.seed)
     return _with_skips(config), tokenizer, loader, evaluation
+
+
+def inputs_of(config: WeftConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return fingerprints of what a run reads besides the model, for its checkpoints."""
+    template = json.dumps(with_template(tokenizer, config.data.chat_template).chat_template)
+    found = {
+        "the tokenizer": tokenizer_sha256(tokenizer),
+        "the chat template": hashlib.sha256(template.encode()).hexdigest(),
+    }
+    if config.data.kind is not DataKind.corpus and (path := locate(config.data).path) is not None:
+        files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+        found["data.path"] = files_fingerprint(files)
+    return found
 
 
 def _check_model(config: WeftConfig, passed: Path) -> None:

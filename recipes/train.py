@@ -28,6 +28,7 @@ from weft.engine.checkpoint.memory import HostMemory
 from weft.engine.distributed import (
     SharedError,
     first_to_fail,
+    from_rank_zero,
     lost_peer,
     together,
 )
@@ -45,7 +46,7 @@ from weft.recipes.evaluations import Evaluations
 from weft.recipes.failures import reported
 from weft.recipes.finish import finish, print_once
 from weft.recipes.hub import push
-from weft.recipes.preparation import prepare
+from weft.recipes.preparation import inputs_of, prepare
 from weft.recipes.progress import Progress
 from weft.recipes.run import TrainingRun
 
@@ -112,6 +113,7 @@ def train(config: WeftConfig, heartbeat: Heartbeat | None = None, held: Held | N
     for each in (loader, evaluation):
         held.callback(each.close) if each is not None else None
     engine, *_ = initialize(config=replace(config, model=replace(config.model, self_check=False)))
+    engine.origin = replace(engine.origin, inputs=from_rank_zero(lambda: inputs_of(config, tokenizer)))
     held.callback(engine.abandon)
     held.interrupt = engine.interrupt
     engine.tell(heartbeat)

@@ -26,7 +26,7 @@ from weft.engine.checkpoint.engine_state import (
     num_bytes_to_come,
     restore_local,
 )
-from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.errors import CheckpointError, OtherBaseError
 from weft.engine.checkpoint.folder import (
     LATEST,
     by_step,
@@ -118,8 +118,19 @@ def load_engine(engine: Trained, path: Path, wanted: Wanted = EVERYTHING) -> dic
     checkpoint = ranks.together(path, lambda: check_form(open_checkpoint(path)))
     if len(set(ranks.gather(checkpoint.manifest.name))) > 1:
         raise CheckpointError(f"{path}: ranks see different checkpoints of that name; copy one of them to all places")
+    check_base(engine, checkpoint, wanted)
     _read_once(engine, checkpoint, ranks, wanted)
     return restore(engine, checkpoint, ranks, wanted)
+
+
+def check_base(engine: Trained, checkpoint: Checkpoint, wanted: Wanted = EVERYTHING) -> None:
+    """Check, before anything is restored, that a run may go on from a checkpoint.
+
+    Raises:
+        OtherBaseError: on every rank, because all have the same origin: it is of another base model.
+    """
+    if wanted.progress:
+        engine.origin.require_base(checkpoint.meta.get("origin", {}), checkpoint.path)
 
 
 def _read_once(engine: Trained, checkpoint: Checkpoint, ranks: Ranks, wanted: Wanted) -> None:
@@ -140,6 +151,9 @@ def restore(engine: Trained, checkpoint: Checkpoint, ranks: Ranks, wanted: Wante
     ranks.together(path, lambda: restore_local(engine, held, checkpoint, wanted))
     engine.optimizer.restored(checkpoint.meta.get("norms", []) if wanted.progress else [])
     engine.sharding.publish()
+    changed = engine.origin.report(checkpoint.meta.get("origin", {})) if wanted.progress and ranks.rank == 0 else ""
+    if changed:
+        log.warning("%s: resumed with other settings: %s", path, changed)
     return ranks.together(path, lambda: decode(checkpoint.meta["client_state"], checkpoint))
 
 
@@ -180,7 +194,7 @@ def load_newest(engine: Trained, folder: Path, wanted: Wanted = EVERYTHING) -> t
         try:
             return path, load_engine(engine, path, wanted)
         except CheckpointError as error:
-            if number == len(order):
+            if number == len(order) or isinstance(error, OtherBaseError):
                 raise
             log.warning("skipped: %s", error)
     return None

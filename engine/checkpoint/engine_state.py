@@ -100,6 +100,7 @@ def meta(engine: Trained, held: Iterable[Fragment], moment: Moment, client_state
         "norms": engine.optimizer.skips.norms,
         "layout": layout(engine),
         "versions": _versions(),
+        "origin": engine.origin.to_tree(),
     }
 
 
@@ -214,6 +215,12 @@ def check_form(checkpoint: Checkpoint) -> Checkpoint:
             form.number(counters, name)
         if "norms" in meta:  # older checkpoints have none
             form.numbers(meta, "norms")
+        if "origin" in meta:  # nor this
+            origin = form.mapping(meta, "origin")
+            for part in ("settings", "inputs"):
+                form.mapping(origin, part)
+            for part in ("base", "path"):
+                form.text(origin, part)
         for name in meta["groups"]:
             form.mapping(meta["groups"], name)
     except form.FormError as error:

@@ -13,6 +13,10 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be written, read, or applied to this model."""
 
 
+class OtherBaseError(CheckpointError):
+    """A checkpoint of a model that began with other weights; older checkpoints are not tried instead."""
+
+
 class NoSpaceError(CheckpointError):
     """There is not enough space for a checkpoint."""
 

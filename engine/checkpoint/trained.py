@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
+from weft.engine.checkpoint.origin import Origin
 from weft.engine.module import WeftModule
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.planning.layout import RankLayout
@@ -27,6 +28,7 @@ class Trained(Protocol):
         sharding: their weights, in buckets.
         optimizer: what steps the buckets; ``basic_optimizer`` holds the state.
         lr_scheduler: with ``state_dict`` and ``load_state_dict``, or None.
+        origin: base model, inputs and settings of this run.
     """
 
     device: torch.device
@@ -42,6 +44,7 @@ class Trained(Protocol):
     optimizer: ShardedOptimizer
     basic_optimizer: Optimizer
     lr_scheduler: Any
+    origin: Origin
 
     def check_finite(self) -> None:
         """Check that weights and optimiser state have no NaN or infinity; a collective call.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers.trainer_callback import TrainerControl
 from transformers.trainer_utils import EvalLoopOutput
 
 from weft.engine.checkpoint.exporting import export
+from weft.engine.checkpoint.origin import flat
 from weft.engine.distributed import from_rank_zero
 from weft.engine.engine import WeftEngine
 from weft.engine.huggingface.checkpoint_folders import ENGINE_STATE, last_whole, move_into
@@ -30,6 +32,9 @@ from weft.engine.huggingface.objective import trainer_objective
 from weft.engine.huggingface.refusals import NO_LOGITS, refuse, refuse_kind
 from weft.engine.initialize import initialize
 from weft.engine.planning.joining import init_distributed
+
+OF_THE_START = ("deepspeed", "output_dir", "logging_dir", "run_name", "local_rank", "resume_from_checkpoint")
+"""Arguments that each start may have anew, or that the engine has itself."""
 
 
 class WeftTrainer(Trainer):
@@ -145,6 +150,8 @@ class WeftTrainer(Trainer):
             loss=trainer_objective(self),
         )
         assert engine.replica == self._layout.replica
+        arguments = {name: value for name, value in self.args.to_dict().items() if name not in OF_THE_START}
+        engine.origin = replace(engine.origin, settings={**engine.origin.settings, **flat(arguments)})
         return engine
 
     def _ready(self, num_steps: int) -> WeftEngine:

@@ -22,15 +22,19 @@ def require_whole_folder(folder: Path) -> None:
         if (folder / "adapter_config.json").is_file():
             hint = "it holds adapters only; merge them into their base model with peft's merge_and_unload and save that"
         raise ValueError(f"model.path={folder}: no config.json in it; {hint}")
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         if not file.is_file():
             raise ValueError(f"model.path={folder}: {file.name} is missing; copy or download the folder again")
         if file.suffix == ".safetensors":
             _require_whole_file(folder, file)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that the folder's weights are said to be in."""
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that hold the folder's weights, by its index.
+
+    Raises:
+        ValueError: there are none, or the index cannot be read.
+    """
     for name in INDEXES:
         if (folder / name).is_file():
             try:

@@ -18,6 +18,7 @@ from tests.engine.zero.replicas import SmallStage
 from tests.thread_ranks import at_end
 from weft.conf.schema import Partition, WeftConfig, ZeroConfig
 from weft.engine.checkpoint.optimizer_state import collect
+from weft.engine.checkpoint.origin import Origin
 from weft.engine.checkpoint.parts import cut_tensors, stored_name, whole_name
 from weft.engine.planning.layout import RankLayout
 from weft.engine.zero import Collectives, ShardedOptimizer, Sharding, Skips
@@ -113,6 +114,7 @@ class SmallEngine:
             pipeline=pipelines,
         )
         self.lr_scheduler = LambdaLR(self.basic_optimizer, lambda step: 1 / (1 + step))
+        self.origin = Origin()
         self.before_update: list[Callable[[], None]] = []
         """Called where the optimiser is about to change what it steps."""
 

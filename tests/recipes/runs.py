@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from math import nan
@@ -69,11 +70,10 @@ def run(
         freed_at: step before which it has room again.
 
     Returns:
-        The steps done and the sequences left out, or the error that ended the run.
+        The steps done, the sequences left out and warnings, or the error that ended the run.
     """
     import torch
 
-    from weft.engine.checkpoint.errors import NoSpaceError
     from weft.engine.engine import WeftEngine
     from weft.engine.zero import NonFiniteError
     from weft.recipes import run as recipe
@@ -117,14 +117,19 @@ def run(
         patch.setattr(WeftEngine, "_seed_gradient", seed_spoilt)
         patch.setattr(recipe, "evaluate", scripted)
         patch.setattr(recipe.TrainingRun, "resume", resume_and_leave_out)
+        warnings = list[str]()
+        handler = logging.Handler()
+        patch.setattr(handler, "emit", lambda record: warnings.append(record.getMessage()))
+        patch.setattr(logging.getLogger("weft"), "handlers", [handler])
         try:
             engine = train(load(settings))
         except Killed:
             return {}
-        except (NonFiniteError, NoSpaceError) as error:
+        except (NonFiniteError, ValueError) as error:
             return {"error": str(error)}
     return {
         "steps": engine.global_steps,
+        "warnings": warnings,
         "skipped": engine.skipped_steps,
         "left_out": list(engine.training_dataloader.left_out),  # type: ignore[union-attr]
     }

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.engine.stages.tiny import tiny, whole
 from tests.recipes.runs import prepare, records, run_all
 from weft.tools.ranks import run_ranks
 
@@ -30,3 +31,31 @@ def test_resume_uses_changed_learning_rate_and_schedule(tmp_path):
     }
     assert rates["rate"] == [1e-3] * 4 + [1e-5] * 2
     assert rates["schedule"] == pytest.approx([1e-3] * 4 + [1e-3 * (1 - 0.9 * step / 8) for step in range(4, 8)])
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_resume_refuses_another_base_and_lists_other_settings(adapters, tmp_path):
+    settings = [setting for setting in prepare(tmp_path) if "overrides" not in setting]
+    for name in ("one", "other", "moved"):
+        model = tiny("llama", vocab_size=320)
+        whole(model, seed=2 if name == "other" else 1).save_pretrained(tmp_path / name)
+    settings += ["train.name=run", f"model.lora.enabled={adapters}", "checkpoint.every=2"]
+
+    def attempt(name, steps, *more):
+        return {"settings": [*settings, f"model.path={tmp_path / name}", f"train.steps={steps}", *more]}
+
+    decay = "optimizer.weight_decay=0.1"
+    attempts = [attempt("one", 2), attempt("moved", 4, decay), attempt("moved", 4, decay), attempt("other", 6)]
+    ((first, moved, again, refused),) = run_ranks(1, run_all, attempts, timeout_s=250)
+    assert first["steps"] == 2 and not first["warnings"]
+    assert "other weights" in refused["error"]
+    assert str(tmp_path / "moved") in refused["error"] and str(tmp_path / "other") in refused["error"]
+    assert moved["steps"] == 4
+    (said,) = [line for line in moved["warnings"] if "other settings" in line]
+    for part in (
+        f"model.path={tmp_path / 'moved'} (was",
+        "train.steps=4 (was 2)",
+        "optimizer.weight_decay=0.1 (was 0.0)",
+    ):
+        assert part in said
+    assert again["steps"] == 4 and not again["warnings"]

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from weft.comm.exchange import gather
 from weft.engine.checkpoint import engine_state
-from weft.engine.checkpoint.engine_checkpoint import restore
+from weft.engine.checkpoint.engine_checkpoint import check_base, restore
 from weft.engine.checkpoint.engine_state import check_form, fragments, sources
-from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.errors import CheckpointError, OtherBaseError
 from weft.engine.checkpoint.manifest import join
 from weft.engine.checkpoint.memory.exchange import receive_copies, send_copy
 from weft.engine.checkpoint.memory.host_memory import HostMemory
@@ -103,6 +103,8 @@ def recover(
         recovery = _Recovery(engine, memory, hosts, group, ranks, where)
         try:
             return recovery.step, recovery.run()
+        except OtherBaseError:
+            raise
         except (CheckpointError, NonFiniteError) as error:
             log.warning("memory checkpoint after step %d: %s", recovery.step, error)
             recovery.drop_damaged()
@@ -142,6 +144,7 @@ class _Recovery:
         meta = {**metas[0], "groups": engine_state.join_groups(each["groups"] for each in metas)}
         manifest = join(self.step, 0, self._token, meta, entries, ())
         checkpoint = self._ranks.together(self._folder, lambda: check_form(Checkpoint(self._folder, manifest)))
+        check_base(self._engine, checkpoint)
         self._fetch(sources(self._engine, fragments(self._engine), checkpoint))
         state = restore(self._engine, checkpoint, self._ranks)
         self._engine.check_finite()

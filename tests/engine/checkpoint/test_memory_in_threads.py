@@ -17,9 +17,11 @@ from tests.engine.small_engine import SmallEngine, assert_equal, joined
 from tests.thread_ranks import run_in_threads
 from weft.conf.schema import ZeroConfig
 from weft.engine.checkpoint import CheckpointError
+from weft.engine.checkpoint.errors import OtherBaseError
 from weft.engine.checkpoint.memory import HostMemory, MemoryCheckpoints, checkpoints
 from weft.engine.checkpoint.memory.exchange import send_copy
 from weft.engine.checkpoint.memory.slot import Slot
+from weft.engine.checkpoint.origin import Origin
 
 STEPS = 3
 LAYOUTS = {
@@ -125,6 +127,20 @@ def test_another_number_of_members_takes_a_memory_checkpoint_up(tmp_path, other)
     founds, found_states = zip(*run_in_threads(count, recovered, tmp_path, other), strict=True)
     assert founds == ((STEPS, STEPS, [float(STEPS)] * 3),) * count
     assert_equal(joined(found_states), expected)
+
+
+def with_another_base(root, layout):
+    made, memory = opened(root, layout)
+    made.origin = Origin(base="another")
+    with pytest.raises(OtherBaseError):
+        memory.recover()
+    memory.close()
+
+
+def test_another_base_takes_nothing_from_memory_and_loses_nothing(run, memories):
+    layout, count, *_ = run
+    run_in_threads(count, with_another_base, memories, layout)
+    assert restored(run, memories) == STEPS
 
 
 def newest(host):

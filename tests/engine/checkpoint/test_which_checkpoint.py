@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from weft.engine.checkpoint import CheckpointError, Piece, Ranks, engine_checkpoint, save
+from weft.engine.checkpoint.errors import OtherBaseError
 from weft.engine.checkpoint.folder import LATEST
 
 
@@ -19,6 +20,7 @@ def two_ranks(monkeypatch):
     monkeypatch.setattr(engine_checkpoint, "_ranks", lambda group=None: ranks)
     monkeypatch.setattr(engine_checkpoint, "check_form", lambda checkpoint: checkpoint)
     monkeypatch.setattr(engine_checkpoint, "_read_once", lambda *_: None)
+    monkeypatch.setattr(engine_checkpoint, "check_base", lambda *_: None)
     restored = []
 
     def restore(engine, checkpoint, ranks, wanted):
@@ -38,6 +40,20 @@ def test_ranks_that_see_different_checkpoints_of_one_name_restore_none(tmp_path,
     with pytest.raises(CheckpointError, match="ranks see different checkpoints of that name"):
         engine_checkpoint.load_engine(None, path)
     assert restored == [3]
+
+
+def test_an_older_checkpoint_does_not_stand_in_for_one_of_another_base(tmp_path, two_ranks, monkeypatch):
+    _, restored = two_ranks
+    paths = {step: write(tmp_path, step) for step in (2, 5)}
+
+    def check_base(engine, checkpoint, wanted):
+        if checkpoint.path == paths[5]:
+            raise OtherBaseError("other weights")
+
+    monkeypatch.setattr(engine_checkpoint, "check_base", check_base)
+    with pytest.raises(OtherBaseError):
+        engine_checkpoint.load_newest(None, tmp_path)
+    assert restored == []
 
 
 def test_the_newest_that_every_rank_has_is_restored(tmp_path, two_ranks):

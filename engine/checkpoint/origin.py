@@ -1,0 +1,98 @@
+"""The origin of a checkpoint: base model, inputs and settings, which a resume compares with its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weft.engine.checkpoint.errors import OtherBaseError
+
+OF_THE_LAUNCH = ("cluster.master_addr", "cluster.master_port", "dry_run", "checkpoint.resume")
+"""Settings that each start may have anew."""
+SHOWN = 20
+"""Most differences that a message lists."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run is made from.
+
+    Attributes:
+        base: fingerprint of the weights that it began with; empty for a new model.
+        path: folder or hub name of those weights, as given.
+        settings: values by their dotted names.
+        inputs: fingerprints of what settings only name, such as the tokenizer and the data.
+    """
+
+    base: str = ""
+    path: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, str] = field(default_factory=dict)
+
+    def to_tree(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return json.loads(json.dumps(asdict(self), default=str))
+
+    def require_base(self, saved: Mapping[str, Any], checkpoint: Path) -> None:
+        """Check that a checkpoint is of the same base model.
+
+        A model that was loaded from the checkpoint's own export passes.
+
+        Args:
+            saved: its origin; checkpoints of earlier versions have none.
+
+        Raises:
+            OtherBaseError: it is of another.
+        """
+        exported = bool(self.path) and Path(self.path).expanduser().absolute() in checkpoint.absolute().parents
+        if not saved or saved["base"] == self.base or exported:
+            return
+        raise OtherBaseError(
+            f"{checkpoint}: it was trained from {_shown(saved['base'], saved['path'])}, and this run's model is "
+            f"{_shown(self.base, self.path)}: other weights. Give the model that the checkpoint was trained from, or "
+            "start anew with another train.name or with checkpoint.resume=never"
+        )
+
+    def differences(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return what differs from a checkpoint's origin, as texts: ``optimizer.lr=1e-05 (was 0.001)``."""
+        if not saved:
+            return []
+        own = self.to_tree()
+        return [
+            *_differences(own["settings"], saved["settings"]),
+            *(f"other content of {name}" for name in _changed(own["inputs"], saved["inputs"])),
+        ]
+
+    def report(self, saved: Mapping[str, Any]) -> str:
+        """Return one line of all differences from a checkpoint's origin; empty if there are none."""
+        found = self.differences(saved)
+        more = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
+        return ", ".join([*found[:SHOWN], *more])
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of a tree of settings by their dotted names."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        leaves |= flat(value, f"{name}.") if isinstance(value, Mapping) and value else {name: value}
+    return leaves
+
+
+def _differences(own: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:
+    for name in _changed(own, saved):
+        if name not in OF_THE_LAUNCH:
+            yield f"{name}={own.get(name)} (was {saved.get(name)})"
+
+
+def _changed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    return [name for name in sorted(own.keys() | saved.keys()) if own.get(name) != saved.get(name)]
+
+
+def _shown(base: str, path: str) -> str:
+    if not base:
+        return "a new model"
+    return f"model {path or '(given in memory)'} (fingerprint {base[:8]})"
