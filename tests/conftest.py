@@ -1,10 +1,13 @@
-"""What every test needs: one thread per process, no network, no survivors, and examples that repeat themselves."""
+"""What every test needs: one thread per process, no network, no survivors, a home of its own, the same examples."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +18,10 @@ import pytest
 gc.disable()  # until all tests are collected: each search for garbage would look through what is there so far
 NUM_GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
 
+# What runs of this user have measured (~/.cache/weft) decides no test; compiled code and models may be shared.
+os.environ.setdefault("XDG_CACHE_HOME", str(Path("~/.cache").expanduser()))
+os.environ["HOME"] = tempfile.mkdtemp(prefix="weft-tests-")
+atexit.register(shutil.rmtree, os.environ["HOME"], ignore_errors=True)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")

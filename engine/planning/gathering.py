@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import PreTrainedConfig
 
 from weft.comm.collectives import CollectiveCosts
@@ -67,10 +68,21 @@ def facts_before_start(
     return with_collectives(config, facts, device, known, f"cache {cache.path}")
 
 
-def facts_of_ranks(config: WeftConfig, hf_config: PreTrainedConfig, device: torch.device) -> Facts:
+def facts_of_ranks(
+    config: WeftConfig,
+    hf_config: PreTrainedConfig,
+    device: torch.device,
+    *,
+    model: nn.Module | None = None,
+    own_loss: bool = True,
+) -> Facts:
     """What the ranks of a job know together before any link is opened; a collective call.
 
     `Facts.with_links` and `with_collectives` add what is probed over links.
+
+    Args:
+        model: that trains, where it is not made from ``config``.
+        own_loss: whether the model's own loss is minimised.
 
     Raises:
         SharedError: ``pipeline.costs_file`` cannot be read.
@@ -79,7 +91,7 @@ def facts_of_ranks(config: WeftConfig, hf_config: PreTrainedConfig, device: torc
     shares = config.parallel.tensor * config.parallel.context * config.parallel.expert
     nodes = nodes_of_world() if shares > 1 or config.cluster.hostfile else ()
     machine = _Machine(dist.get_world_size(), device, available, torch.get_num_threads(), nodes)
-    return from_rank_zero(lambda: _known_facts(config, hf_config, machine), Facts)
+    return from_rank_zero(lambda: _known_facts(config, hf_config, machine, model, own_loss=own_loss), Facts)
 
 
 def with_collectives(
@@ -112,7 +124,14 @@ class _Machine:
     nodes: tuple[int, ...]
 
 
-def _known_facts(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Machine) -> Facts:
+def _known_facts(
+    config: WeftConfig,
+    hf_config: PreTrainedConfig,
+    machine: _Machine,
+    model: nn.Module | None = None,
+    *,
+    own_loss: bool = True,
+) -> Facts:
     """What one process can know; see `Facts`."""
     layout = RankLayout.of(config, machine.num_ranks)
     sources = {
@@ -146,7 +165,8 @@ def _known_facts(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Mach
     )
     facts = with_axes(config, facts, machine.nodes, machine.device)
     facts = with_exchange(config, hf_config, facts)
-    return with_strands(config, hf_config, facts, lambda: _speed(config, machine))
+    trained = hf_config if model is None else model
+    return with_strands(config, trained, facts, lambda: _speed(config, machine), own_loss=own_loss)
 
 
 def _speed(config: WeftConfig, machine: _Machine) -> Speed:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 from weft.comm.collectives import CollectiveCosts, Group
@@ -47,18 +48,27 @@ def with_axes(config: WeftConfig, facts: Facts, nodes: Sequence[int], device: to
     return known.with_operators(operators.read(overlap_key(device)), f"{overlap_key(device)}, cache {operators.path}")
 
 
-def with_strands(config: WeftConfig, hf_config: PreTrainedConfig, facts: Facts, speed: Callable[[], Speed]) -> Facts:
+def with_strands(
+    config: WeftConfig,
+    trained: PreTrainedConfig | nn.Module,
+    facts: Facts,
+    speed: Callable[[], Speed],
+    *,
+    own_loss: bool,
+) -> Facts:
     """The facts with what ranks that share layers compute and exchange, from which pairs of strands are planned.
 
     Args:
+        trained: the whole model, or the config of one that will be made.
         facts: with axes, and exchange.
         speed: of a rank; measured if it is asked.
+        own_loss: whether the model's own loss is minimised.
     """
     if not facts.axes or any(axis.costs is None for axis in facts.axes.values()):
         return facts
     sizes = {axis: known.group.size for axis, known in facts.axes.items()}
     try:
-        strands = _traced(config, hf_config, sizes, facts.exchange)
+        strands = _traced(config, trained, sizes, facts.exchange, own_loss=own_loss)
         for part in (strands.before, *strands.layers, strands.after):
             for segment in (*part.forward, *part.backward):
                 if segment.traffic is not None:
@@ -70,16 +80,23 @@ def with_strands(config: WeftConfig, hf_config: PreTrainedConfig, facts: Facts, 
 
 
 def _traced(
-    config: WeftConfig, hf_config: PreTrainedConfig, sizes: dict[str, int], exchange: ContextExchange
+    config: WeftConfig,
+    trained: PreTrainedConfig | nn.Module,
+    sizes: dict[str, int],
+    exchange: ContextExchange,
+    *,
+    own_loss: bool,
 ) -> StrandWork:
     return trace_strands(
-        hf_config,
+        trained,
         sizes,
         exchange=exchange,
         microbatch_size=config.train.microbatch_size,
         sequence_length=config.data.sequence_length,
         checkpointing=config.model.gradient_checkpointing,
+        lora=config.model.lora,
         dtype=DTYPES[config.train.precision],
+        own_loss=own_loss,
     )
 
 

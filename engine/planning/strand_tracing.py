@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from weft.comm.channel import Handle
-from weft.conf.schema import ContextExchange, SplitKind
+from weft.conf.schema import ContextExchange, LoraConfig, SplitKind
 from weft.engine.backward import SplitBackward
 from weft.engine.backward.tape import Kept
 from weft.engine.parallel import attention as context_attention
@@ -30,23 +30,27 @@ from weft.engine.parallel.experts import expert_modules
 from weft.engine.stages.context import part_of
 from weft.engine.stages.from_model import stages_from_model
 from weft.engine.stages.handover import set_dtype
+from weft.engine.stages.lora import add_adapters
+from weft.engine.stages.objective import Minimised, Objective, next_token_loss
 from weft.engine.stages.packed import tell_packed
 from weft.engine.stages.skeleton import decoder_layers, model_class, skeleton
 from weft.engine.stages.split import split_layers
-from weft.engine.stages.stage import Stage
+from weft.engine.stages.stage import Stage, hf_model
 from weft.engine.stages.tracing import layers_alike
 from weft.pipeline.strands.work import PartWork, SegmentWork, StrandWork, Traffic, Work
 
 
 def trace_strands(
-    config: PreTrainedConfig,
+    trained: PreTrainedConfig | nn.Module,
     sizes: Mapping[str, int],
     *,
     microbatch_size: int,
     sequence_length: int,
     exchange: ContextExchange = ContextExchange.gather,
     checkpointing: bool = False,
+    lora: LoraConfig | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    own_loss: bool = True,
 ) -> StrandWork:
     """What one rank computes and which collectives it takes part in, in a forward and a backward.
 
@@ -54,21 +58,33 @@ def trace_strands(
     asked for; backwards are split as the engine splits them. Experts get as many tokens each.
 
     Args:
-        config: of the whole model.
+        trained: the config of the whole model, or a model (or peft's around one), which is left alone.
         sizes: members along each axis.
         exchange: between members of a context group; not auto.
-        checkpointing: whether layers are computed again in the backward.
+        checkpointing: whether layers of a model that is made are computed again in the backward.
+        lora: adapters of a model that is made.
         dtype: of weights and activations; models with experts are traced in bf16, as torch takes no other.
+        own_loss: whether the model's own loss is minimised, not an objective, whose logits are of whole sequences.
 
     Raises:
-        ValueError: the model cannot be built or shared so, or its forward does not run without data.
+        ValueError: the model cannot be built or shared so, its forward does not run without data, or the gradient
+            of a first stage does not reach its embedding.
     """
-    model = _model(config, checkpointing=checkpointing)
+    model = _copy(trained) if isinstance(trained, nn.Module) else _made(trained, lora, checkpointing=checkpointing)
+    inner = hf_model(model)
+    if type(inner)._can_set_experts_implementation():
+        inner.set_experts_implementation("grouped_mm")
+    if not any(weight.requires_grad for weight in inner.get_input_embeddings().parameters()):
+        raise ValueError(
+            f"model: the embedding of {type(inner).__name__} is frozen, so the backward of its first stage ends inside "
+            "of a layer, which plans do not cover; strands alternate instead"
+        )
     traced = torch.bfloat16 if any(True for _ in expert_modules(model)) else dtype
-    set_dtype(model, traced)
+    set_dtype(inner, traced)
     recorder = _Recorder(dtype.itemsize / traced.itemsize)
     axes = AxisGroups(**{axis: TracedGroup(axis, sizes.get(axis, 1), recorder) for axis in AXES}, exchange=exchange)
     stage, kinds = _stage(model, axes)
+    stage.objective = None if own_loss else _WholeLogits()
     batch = _batch(microbatch_size, sequence_length, axes)
     recorder.watch(stage, kinds)
     try:
@@ -316,35 +332,53 @@ class _TracedKernel:
         self.recorder.attend(block.query, block.key, block.value, pairs, times)
 
 
-def _model(config: PreTrainedConfig, *, checkpointing: bool) -> PreTrainedModel:
+def _made(config: PreTrainedConfig, lora: LoraConfig | None, *, checkpointing: bool) -> nn.Module:
     """The whole model on the meta device, as it trains."""
     config = copy.deepcopy(config)
     cls = model_class(config)
     config._attn_implementation = "sdpa" if cls._supports_sdpa else "eager"
-    model = skeleton(cls, config)
-    if cls._can_set_experts_implementation():
-        model.set_experts_implementation("grouped_mm")
-    model.train()
+    model = skeleton(cls, config).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
+    return add_adapters(model, lora, seed=0).train() if lora is not None and lora.enabled else model
 
 
-def _stage(model: PreTrainedModel, axes: AxisGroups) -> tuple[Stage, dict[int, int]]:
+def _copy(model: nn.Module) -> nn.Module:
+    """A model's copy on the meta device; of its weights it only has which are trained."""
+    tensors: dict[int, Tensor] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
+    }
+    copied = copy.deepcopy(model, tensors | {id(buffer): buffer.to("meta") for buffer in model.buffers()}).train()
+    inner = hf_model(copied)
+    inner.config._attn_implementation = "sdpa" if inner._supports_sdpa else "eager"
+    return copied
+
+
+def _stage(model: nn.Module, axes: AxisGroups) -> tuple[Stage, dict[int, int]]:
     """The whole model as one stage, one rank's part of it; and of layers the earlier one that is like them."""
-    layers = model.get_submodule(decoder_layers(model))
+    inner = hf_model(model)
+    layers = inner.get_submodule(decoder_layers(inner))
     assert isinstance(layers, nn.ModuleList)
-    kinds = {n + 1: first + 1 for n, first in enumerate(layers_alike(model, layers)) if first != n}
-    (stage,) = stages_from_model(model, split_layers(model.config, 1, SplitKind.even), [0], axes)
+    kinds = {n + 1: first + 1 for n, first in enumerate(layers_alike(inner, layers)) if first != n}
+    (stage,) = stages_from_model(model, split_layers(inner.config, 1, SplitKind.even), [0], axes)
     for part in stage.modules():
         if isinstance(part, PreTrainedModel):  # some look for padding in the ids, to warn of it
             part.warn_if_padding_and_no_attention_mask = lambda *_: None
     return stage, kinds
 
 
+class _WholeLogits(Minimised):
+    """Stands for any objective, which may not run without data; all of them communicate alike."""
+
+    def __init__(self) -> None:
+        super().__init__(Objective.of(next_token_loss))
+        self._looked = True
+
+
 def _batch(rows: int, tokens: int, axes: AxisGroups) -> dict[str, Tensor]:
     ids = torch.zeros(rows, tokens, dtype=torch.long, device="meta")
-    batch = part_of({"input_ids": ids, "labels": ids, "position_ids": torch.empty_like(ids)}, axes.context)
+    whole = {"input_ids": ids, "labels": ids, "position_ids": torch.empty_like(ids)}
+    batch = part_of(whole, axes.context, keep_whole=True)
     tell_packed(batch["position_ids"], None)
     return batch
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from weft.engine.parallel.attention import attend_over
 from weft.engine.parallel.axis import AxisGroups
@@ -230,16 +231,22 @@ class Stage(nn.Module):
         return output
 
     def _whole_output(self, hidden: Tensor | None, batch: Batch, **more: Any) -> Any:
-        """The same for whole sequences, on every member of a context group."""
-        context = self.axes.context
-        if context.size == 1 and self.axes.tensor.size == 1:
+        """The same for whole sequences, on every member of a context group.
+
+        The model's own loss, where an objective asks for it by ``labels``, is computed from whole logits as well:
+        members then exchange the same, whatever the objective is, which plans of strand pairs count on.
+        """
+        if self.axes.context.size == 1 and self.axes.tensor.size == 1:
             return self._output(hidden, batch, **more)
-        if more.get("labels") is not None:
-            more |= {"labels": batch["labels"]} | labels_to_predict(batch)
+        labels, count = more.pop("labels", None), more.get("num_items_in_batch")
         output = self._output(hidden, batch, **more)
         output.logits = self.whole_logits(output.logits)
-        if output.loss is not None:
-            output.loss = all_sum(context, output.loss)
+        if labels is not None:
+            model, logits = self.hf_model, output.logits
+            loss_of = ForCausalLMLoss if self.axes.tensor.size > 1 else model.loss_function
+            output.loss = loss_of(logits, labels, vocab_size=logits.shape[-1], num_items_in_batch=count)
+            if self.router is not None:
+                output.loss = output.loss + self.router.weighted(output.aux_loss, whole_batch(batch), count)
         return output
 
     def _router_sums(self, before: Tensor | None, batch: Batch, like: Tensor) -> Tensor:

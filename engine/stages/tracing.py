@@ -196,11 +196,11 @@ class _Tracer:
 
 
 def layers_alike(model: PreTrainedModel, layers: nn.ModuleList) -> list[int]:
-    """For each layer the first that has the same class, shapes of weights and type of attention."""
+    """For each layer the first that has the same class, shapes of weights, trained ones, and type of attention."""
     types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
     firsts: dict[Any, int] = {}
     return [
-        firsts.setdefault((type(layer), kind, *(tuple(weight.shape) for weight in layer.parameters())), number)
+        firsts.setdefault((type(layer), kind, *((tuple(w.shape), w.requires_grad) for w in layer.parameters())), number)
         for number, (layer, kind) in enumerate(zip(layers, types, strict=True))
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,17 @@ def preferred(outputs: Any, batch: Any) -> Tensor:
     return -logsigmoid(0.1 * (ratio[0::2] - ratio[1::2])).mean()
 
 
-OBJECTIVES = {"smoothed": Objective.of(smoothed), "preferred": Objective.mean(preferred), "router": None}
+def own(forward: Any, batch: Any, num_items: Tensor) -> Tensor:
+    """The model's own loss, asked of its forward, as `Trainer.compute_loss` does."""
+    return forward(labels=batch["labels"], num_items_in_batch=num_items).loss
+
+
+OBJECTIVES = {
+    "smoothed": Objective.of(smoothed),
+    "preferred": Objective.mean(preferred),
+    "own": Objective(own),
+    "router": None,
+}
 AUXILIARY = 0.5
 
 
@@ -87,6 +98,8 @@ def reference_losses(name: str, config: WeftConfig, num_replicas: int) -> list[f
 def _reference(name: str, model: Any, batch: Any, items: Tensor, count: int) -> Tensor:
     if name == "router":
         return routed(model, batch, items)
+    if name == "own":
+        return own(partial(model, input_ids=batch["input_ids"], use_cache=False), batch, items)
     outputs = model(input_ids=batch["input_ids"], use_cache=False)
     return smoothed(outputs, batch, items) if name == "smoothed" else preferred(outputs, batch) / count
 

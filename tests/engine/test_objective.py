@@ -5,7 +5,7 @@ import torch
 
 from tests.engine.losses import reference_losses, routed_config, smoothed, undivided_loss, weft_losses
 from tests.engine.stages.tiny import batch, gradients, run, stages_of, tiny, whole
-from tests.engine.tiny import tiny_config
+from tests.engine.tiny import tiny_config, with_costs
 from weft.engine.huggingface.objective import LastStage
 from weft.engine.initialize import initialize
 from weft.engine.stages.objective import Minimised, Objective, one_item
@@ -77,7 +77,9 @@ def test_a_model_asked_about_other_tokens():
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_pipelines_and_zero_match_one_process():
+@pytest.mark.parametrize("known", [False, True], ids=["no costs", "known costs"])
+def test_pipelines_and_zero_match_one_process(tmp_path, known):
+    """Where costs are known strands are paired by a plan, which has to count what an objective communicates."""
     cases = [
         ("smoothed", tiny_config()),
         ("smoothed", tiny_config("w", "fold", zero=3)),
@@ -90,9 +92,12 @@ def test_pipelines_and_zero_match_one_process():
         ("router", routed_config(tiny_config(context=2, expert=2, zero=1))),
         ("router", routed_config(tiny_config(expert=2, stages=1))),
     ]
+    if known:
+        cases += [("own", tiny_config("w", "fold", context=2)), ("own", tiny_config("w", "fold", tensor=2))]
+        cases = [(name, with_costs(config, tmp_path)) for name, config in cases]
     found = run_ranks(4, weft_losses, cases, timeout_s=380)[0]
     for (name, config), losses in zip(cases, found, strict=True):
-        replicas = 4 // config.pipeline.stages // config.parallel.context
+        replicas = 4 // config.pipeline.stages // config.parallel.context // config.parallel.tensor
         assert losses == pytest.approx(reference_losses(name, config, replicas), rel=1e-5), (name, config.pipeline)
 
 

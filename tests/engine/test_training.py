@@ -7,7 +7,7 @@ from math import comb
 
 import pytest
 
-from tests.engine.tiny import many_losses, reference_losses, tiny_config
+from tests.engine.tiny import many_losses, reference_losses, tiny_config, with_costs
 from tests.pipeline.random_schedules import random_placement, random_schedule
 from weft.conf.schema import PairChoice
 from weft.pipeline.serialization import schedule_to_json
@@ -91,8 +91,10 @@ def _reference(replicas, steps, microbatches, precision, tied, lora, layers):
     return reference_losses(config, replicas, steps)
 
 
-def _compare(cases, steps, timeout_s):
+def _compare(cases, steps, timeout_s, costs=None):
     configs = [_config(*case) for case in cases.values()]
+    if costs is not None:
+        configs = [with_costs(config, costs) for config in configs]
     for config in configs:
         config.train.steps = steps  # so that learning rates come down to their end
     results = run_ranks(4, many_losses, configs, steps, timeout_s=timeout_s)
@@ -136,6 +138,13 @@ def test_any_valid_schedule_trains(tmp_path):
 @pytest.mark.timeout(300)
 def test_losses_equal_a_single_process():
     _compare(FAST, steps=6, timeout_s=240)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_losses_equal_a_single_process_where_communication_is_slow(tmp_path):
+    """Buckets are cut and collectives divided as plans for slow links say."""
+    _compare({name: case for name, case in FAST.items() if "zero" in case[1]}, 4, 380, tmp_path)
 
 
 @pytest.mark.slow

@@ -6,12 +6,15 @@ import copy
 import gc
 import itertools
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tests.engine.zero.reference_lamb import ReferenceLamb
+from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass
+from weft.comm.collectives.cache import CostCache, topology_key
 from weft.conf.schema import (
     ClusterConfig,
     CommConfig,
@@ -95,6 +98,19 @@ def tiny_config(
     )
     config.logging.progress = False
     config.supervise.compare_every = compare_every
+    return config
+
+
+def with_costs(config: WeftConfig, folder: Path) -> WeftConfig:
+    """The same where collectives among ranks of this host are known to be slow.
+
+    Strands are then paired by plans, buckets are cut, and collectives are divided, on any machine.
+    """
+    config.data.cache_dir = str(folder)
+    costs = CollectiveCosts.of_links({LinkClass.intra: AlphaBeta(1e-3, 1e-9)})
+    for ranks in (2, 4, 8):
+        group = Group(tuple(range(ranks)), (0,) * ranks)
+        CostCache.in_folder(str(folder)).write(topology_key(group, "cpu"), costs)
     return config
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.engine.tiny import batches, tiny_config
-from weft.conf.schema import ContextExchange, ParallelConfig, WeftConfig
+from weft.conf.schema import ContextExchange, LoraConfig, ParallelConfig, WeftConfig
 from weft.engine.checkpoint.exporting import export as export_model
 from weft.engine.initialize import initialize
 
@@ -28,18 +28,20 @@ def axis_config(
     checkpointing: bool = False,
     precision: str = "fp32",
     bias: bool = False,
+    lora: bool = False,
 ) -> WeftConfig:
     """Four layers, clipped, warmed up and decayed.
 
     Args:
         bias: of Llama's attention; others have theirs by default.
     """
-    placement = "fold" if schedule in ("zbv", "dualpipev") else "straight"
+    placement = "fold" if schedule in ("w", "zbv", "dualpipev") else "straight"
     config = tiny_config(
         schedule, placement, stages=stages, zero=zero, microbatches=microbatches, layers=4, precision=precision
     )
     config.model.arch = arch
     config.model.gradient_checkpointing = checkpointing
+    config.model.lora = LoraConfig(enabled=lora)
     if arch == "mixtral":
         config.model.overrides |= EXPERTS
     if arch == "gpt_neox":

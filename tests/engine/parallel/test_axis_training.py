@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engine.parallel.axis_training import axis_config, go_on, go_on_all
-from tests.engine.tiny import many_losses, reference_losses
+from tests.engine.tiny import many_losses, reference_losses, with_costs
 from weft.tools.ranks import run_ranks
 
 STEPS = 5
@@ -26,6 +26,9 @@ CASES = [
     (1, {"tensor": 2, "stages": 2, "schedule": "dualpipev", "arch": "gpt_neox", "zero": 1}),
     (1, {"tensor": 2, "stages": 2, "schedule": "auto", "arch": "starcoder2", "zero": 2, "checkpointing": True}),
     (1, {"context": 2, "stages": 2, "schedule": "zbv", "bias": True, "zero": 1}),
+    (1, {"tensor": 2, "stages": 2, "schedule": "w", "lora": True}),
+    (1, {"tensor": 2, "stages": 2, "schedule": "w", "bias": True, "zero": 1, "checkpointing": True}),
+    (1, {"context": 2, "stages": 2, "schedule": "dualpipev", "lora": True, "exchange": "ring"}),
     (2, {"tensor": 2, "zero": 1, "microbatches": 2}),
     (2, {"tensor": 2, "zero": 3, "microbatches": 2}),
     (4, {"arch": "mixtral", "expert": 2, "microbatches": 1}),
@@ -39,19 +42,22 @@ CASES = [
 
 
 @cache
-def _expected(arch: str, bias: bool) -> list[float]:
+def _expected(arch: str = "llama", **kind: bool) -> list[float]:
     """Of plain Hugging Face; where routers balance, of Weft on one rank: it weighs their loss by labels."""
     if arch == "mixtral":
         return run_ranks(1, many_losses, [axis_config(arch)], STEPS)[0][0]
-    return run_ranks(1, reference_losses, axis_config(arch, bias=bias), 1, STEPS)[0]
+    return run_ranks(1, reference_losses, axis_config(arch, **kind), 1, STEPS)[0]
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_one_process():
+@pytest.mark.parametrize("known", [False, True], ids=["no costs", "known costs"])
+def test_losses_are_those_of_one_process(tmp_path, known):
+    """Where costs are known strand pairs follow plans, and a pair of other segments than planned is an error."""
     configs = [axis_config(**case) for _, case in CASES]
+    configs = [with_costs(config, tmp_path) for config in configs] if known else configs
     for found in run_ranks(4, many_losses, configs, STEPS, timeout_s=400):
         for (_, case), losses in zip(CASES, found, strict=True):
-            expected = _expected(case.get("arch", "llama"), case.get("bias", False))
+            expected = _expected(**{name: case[name] for name in ("arch", "bias", "lora") if name in case})
             assert losses == pytest.approx(expected, rel=1e-5), case
 
 

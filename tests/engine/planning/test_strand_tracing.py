@@ -10,14 +10,17 @@ import torch
 from pytest import approx
 from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
+from tests.engine.losses import own, smoothed
 from tests.engine.parallel.members import micro_batches
-from weft.conf.schema import ContextExchange, SplitKind
+from weft.conf.schema import ContextExchange, LoraConfig, SplitKind
 from weft.engine.backward import SplitBackward
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.in_process import run_in_threads
 from weft.engine.planning.strand_tracing import trace_strands
 from weft.engine.stages.context import part_of
 from weft.engine.stages.from_model import stages_from_model
+from weft.engine.stages.lora import add_adapters
+from weft.engine.stages.objective import Minimised, Objective
 from weft.engine.stages.packed import tell_rows
 from weft.engine.stages.seeding import new_model
 from weft.engine.stages.skeleton import model_class
@@ -61,6 +64,11 @@ CASES = [(*case, ContextExchange.gather) for case in CASES] + [
     ("qwen3", {"context": 2}, True, 1, ContextExchange.ring),
     ("mistral", {"context": 2}, False, 1, ContextExchange.ring),
 ]
+CASES = [(*case, None) for case in CASES] + [
+    (name, sizes, False, 2, ContextExchange.gather, objective)
+    for name, sizes in (("llama", {"context": 2}), ("llama", {"tensor": 2}), ("mixtral", {"context": 2}))
+    for objective in (smoothed, own)
+]
 
 
 @dataclass
@@ -101,7 +109,7 @@ class Logged:
         return self.group.shift(tensor)
 
 
-def really_started(config, sizes, checkpointing, num_stages, exchange=ContextExchange.gather):
+def really_started(config, sizes, checkpointing, num_stages, exchange, loss):
     """By stage, what member 0 starts in a forward and in a backward, and of how many parameters the gradients wait."""
     config = copy.deepcopy(config)
     config._attn_implementation = "sdpa"
@@ -109,7 +117,7 @@ def really_started(config, sizes, checkpointing, num_stages, exchange=ContextExc
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     split, making = split_layers(config, num_stages, SplitKind.even), threading.Lock()
-    batch = micro_batches(1, rows=ROWS, length=LENGTH)[0]
+    batch, items = micro_batches(1, rows=ROWS, length=LENGTH)[0], torch.tensor(ROWS * LENGTH)
 
     def member(axes):
         log = []
@@ -117,13 +125,15 @@ def really_started(config, sizes, checkpointing, num_stages, exchange=ContextExc
         logged = AxisGroups(**{axis: Logged(getattr(axes, axis), log) for axis in used}, exchange=exchange)
         with making:
             stages = stages_from_model(copy.deepcopy(model), split, range(num_stages), logged)
-        part = part_of(batch, axes.context)
+        part = part_of(batch, axes.context, keep_whole=True)
+        objective = Objective.of(loss) if loss is smoothed else Objective(loss)
+        stages[-1].objective = None if loss is None else Minimised(objective)
         tell_rows(part["position_ids"], batch["position_ids"])
         hidden, forwards, found = None, [], []
         for stage in stages:
             before = None if hidden is None else hidden.detach().requires_grad_()
             split_backward = SplitBackward(stage)
-            hidden, saved = split_backward.forward(lambda s=stage, b=before: s(b, part), before)
+            hidden, saved = split_backward.forward(lambda s=stage, b=before: s(b, part, items), before)
             forwards.append((split_backward, saved, list(log)))
             log.clear()
         gradient = torch.ones_like(hidden)
@@ -140,8 +150,8 @@ def comparable(traffic, *, sized):
     return [(t.axis, t.primitive, t.num_bytes) if sized else (t.axis, t.primitive) for t in traffic]
 
 
-@pytest.mark.parametrize(("name", "sizes", "checkpointing", "num_stages", "exchange"), CASES)
-def test_traced_collectives_are_those_that_run_in_their_order(name, sizes, checkpointing, num_stages, exchange):
+@pytest.mark.parametrize(("name", "sizes", "checkpointing", "num_stages", "exchange", "loss"), CASES)
+def test_traced_collectives_are_those_that_run_in_their_order(name, sizes, checkpointing, num_stages, exchange, loss):
     config = MODELS[name]
     strands = trace_strands(
         config,
@@ -151,12 +161,13 @@ def test_traced_collectives_are_those_that_run_in_their_order(name, sizes, check
         sequence_length=LENGTH,
         checkpointing=checkpointing,
         dtype=torch.float32,
+        own_loss=loss is None,
     )
     stage_of = strands.timed(Speed(1e9, 1e9), lambda traffic: traffic.num_bytes, lambda axis: LinkScope.inside_host)
     split = split_layers(config, num_stages, SplitKind.even)
     parts = [strands.before, *(strands.layers[kind] for kind in strands.order), strands.after]
     sized = "expert" not in sizes  # how many tokens go where depends on them
-    started = really_started(config, sizes, checkpointing, num_stages, exchange)
+    started = really_started(config, sizes, checkpointing, num_stages, exchange, loss)
     for index, (forward, backward, kept) in enumerate(started):
         first, last = index == 0, index == num_stages - 1
         layers = split.layers[index]
@@ -210,6 +221,28 @@ def test_checkpointing_adds_a_forward_to_the_backward():
     # Nothing needs the last sum again, so torch stops before it.
     assert sum((forward - more).values()) == 1
     assert sum_of(again.backward).product_flops > sum_of(plain.backward).product_flops
+
+
+def test_a_model_that_is_given_is_traced_as_it_trains():
+    """With what is frozen and checkpointed in it, and left alone."""
+    config, how = copy.deepcopy(MODELS["llama"]), {"microbatch_size": 1, "sequence_length": LENGTH}
+    model = new_model(model_class(config), config, dtype=torch.bfloat16, seed=0)
+    plain, again = (trace_strands(config, {"tensor": 2}, **how, checkpointing=on) for on in (False, True))
+    assert trace_strands(model, {"tensor": 2}, **how) == plain
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    assert trace_strands(model, {"tensor": 2}, **how) == again
+    model.model.layers[1].mlp.requires_grad_(False)
+    partly = trace_strands(model, {"tensor": 2}, **how)
+    assert partly.order == (0, 1, 0, 0) and len(partly.layers[1].weights) == len(partly.layers[0].weights) - 3
+    assert next(model.parameters()).device.type == "cpu"
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_strands_of_a_frozen_embedding_are_not_planned(given):
+    config, lora = copy.deepcopy(MODELS["llama"]), LoraConfig(enabled=True, target_modules=["q_proj"])
+    model = add_adapters(new_model(model_class(config), config, dtype=torch.bfloat16, seed=0), lora, seed=0)
+    with pytest.raises(ValueError, match="the embedding of LlamaForCausalLM is frozen"):
+        trace_strands(model if given else config, {"tensor": 2}, microbatch_size=1, sequence_length=LENGTH, lora=lora)
 
 
 def test_layers_that_differ_stay_apart():
