@@ -22,7 +22,7 @@ from weft.comm.emulated.world import emulated_world
 from weft.comm.exchange import broadcast, gather
 from weft.comm.sites.joining import backend_of
 from weft.comm.sites.links import Sites
-from weft.conf.schema import CommConfig
+from weft.conf.schema import CommConfig, WeftConfig
 from weft.engine.kept import KEPT
 
 T = TypeVar("T")
@@ -105,6 +105,11 @@ def init_distributed(timeout_s: float = CommConfig.timeout_s, *, sites: Sites | 
 def attempt_number() -> int:
     """How often a supervisor has started the ranks of this run anew; 0 the first time, and without a supervisor."""
     return int(os.environ.get("WEFT_ATTEMPT", "0"))
+
+
+def is_supervised(config: WeftConfig) -> bool:
+    """True if a supervisor starts the ranks again after a fault; `weft launch` on one host does not by itself."""
+    return attempt_number() > 0 and config.supervise.enabled is not False
 
 
 def leave_out_shm_operator() -> None:

@@ -15,7 +15,7 @@ from weft.conf.private import make_run_folder, write_private
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import to_tree
 from weft.engine.checkpoint.errors import OUT_OF_SPACE
-from weft.engine.distributed import attempt_number
+from weft.engine.distributed import is_supervised
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def open_logs(config: WeftConfig, folder: Path, start: int) -> list[Log]:
     make_run_folder(folder)
     logs: list[Log] = []
     if config.logging.jsonl:
-        logs.append(JsonLines(folder / "metrics.jsonl", start if start or attempt_number() else None))
+        logs.append(JsonLines(folder / "metrics.jsonl", start if start or is_supervised(config) else None))
     if config.logging.tensorboard:
         logs.append(TensorBoard(folder, start))
     if config.logging.wandb:

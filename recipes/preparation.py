@@ -30,7 +30,7 @@ from weft.engine.data import (
 )
 from weft.engine.data.location import locate
 from weft.engine.data.tokenizer import tokenizer_sha256
-from weft.engine.distributed import attempt_number, rank_zero_first, together
+from weft.engine.distributed import attempt_number, is_supervised, rank_zero_first, together
 from weft.engine.kept import KEPT
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.planning.layout import RankLayout
@@ -158,5 +158,5 @@ def _with_skips(config: WeftConfig) -> WeftConfig:
     """The configuration with ``supervise.max_skips`` settled: runs that somebody watches over skip bad steps."""
     if config.supervise.max_skips is not None:
         return config
-    most = SKIPS if attempt_number() or config.supervise.spike else 0
+    most = SKIPS if is_supervised(config) or config.supervise.spike else 0
     return replace(config, supervise=replace(config.supervise, max_skips=most))

@@ -22,7 +22,7 @@ from weft.conf.schema import WeftConfig
 from weft.conf.timer_slack import set_timer_slack
 from weft.inference.worker.command import Worker, command, devices_of, environment, workers_of
 from weft.recipes.serving_checks import check_memory, check_ports, check_serving, least_gpu_bytes, warnings_of
-from weft.tools.preflight import visible_gpus
+from weft.tools.gpus import visible_gpus
 
 POLL_S = 0.5
 STARTING_S = 600.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+_COLLECTS = gc.isenabled()
 gc.disable()  # each search for garbage would look through all that is imported so far: a fifth of a rank's start
 
 import argparse
@@ -39,6 +40,7 @@ from weft.engine.observability.heartbeat import Heartbeat
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.planning.joining import join
 from weft.engine.planning.plan_file import plan_to_json
+from weft.engine.supervision.faults import ERROR_FILE
 from weft.engine.supervision.places import Phase
 from weft.engine.zero import NonFiniteError, ReplicasDiffer
 from weft.recipes.attempts import Held, run_attempts
@@ -50,7 +52,9 @@ from weft.recipes.preparation import inputs_of, prepare
 from weft.recipes.progress import Progress
 from weft.recipes.run import TrainingRun
 
-gc.enable()
+if _COLLECTS:
+    gc.freeze()
+    gc.enable()
 
 PATIENCE_S = 5.0
 """Seconds that a rank waits for the first rank of its host to report an error that both found."""
@@ -209,7 +213,7 @@ def run(argv: Sequence[str]) -> int:
         first, lost = first_to_fail(), lost_peer(error)
         if first and lost is None:
             raise
-        if first:
+        if first and ERROR_FILE not in os.environ:  # else an agent names the rank that has gone
             print(f"\nweft train: {lost}", file=sys.stderr)  # not behind the progress bar
         return 1
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 COMMANDS = {
-    "launch": ("weft.tools.launch", "check a configuration, start a run and supervise it"),
+    "launch": ("weft.tools.launch_command", "check a configuration, start a run and supervise it"),
     "serve": ("weft.recipes.serve", "run vLLM prefill workers in the bubbles of a training run"),
     "controller": ("weft.recipes.controller", "run the controller: one address in front of all prefill workers"),
     "train": ("weft.recipes.train", "train as one rank (`weft launch` starts them all)"),

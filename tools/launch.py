@@ -1,8 +1,7 @@
-"""`weft launch`: check a run, start its ranks, under a supervisor or through DeepSpeed's launcher."""
+"""`weft launch`: check a run and start its ranks: here, under a supervisor, or through DeepSpeed's launcher."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import secrets
 import sys
@@ -20,37 +19,35 @@ from weft.conf.run_lock import RunLock
 from weft.conf.schema import ClusterManager, WeftConfig
 from weft.conf.trees import to_yaml
 from weft.engine.supervision import driver
-from weft.engine.supervision.driver import PRELOAD, TARGET, Spec, config_file
+from weft.engine.supervision.driver import Spec, config_file
+from weft.engine.supervision.early import PRELOAD, TARGET, EarlyAgent
 from weft.engine.supervision.starting import forwarded
+from weft.tools.early_launch import Arguments, completed, early_agent, own_environment, read_arguments
+from weft.tools.gpus import num_gpus
 from weft.tools.managers.asking import hosts_or_request
-from weft.tools.preflight import num_gpus, preflight
+from weft.tools.preflight import MACHINE, check_inputs, preflight
 from weft.tools.processes import run_group
 
-# Options of DeepSpeed's launcher that pass through; the rest follows from the configuration.
-FLAGS = ("--no_ssh", "--no_ssh_check", "--force_multi", "--bind_cores_to_rank")
-VALUES = (
-    "--node_rank",
-    "--launcher",
-    "--launcher_args",
-    "--include",
-    "--exclude",
-    "--ssh_port",
-    "--venv_script",
-    "--bind_core_list",
-    "--enable_each_rank_log",
-)
 GRACE_S = 30.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``[launcher options] [recipe=NAME] [key=value ...]``; returns the ranks' exit code.
+    """See `run`."""
+    return run(read_arguments(argv))
+
+
+def run(arguments: Arguments, early: EarlyAgent | None = None) -> int:
+    """Start what a command line asks for; returns the ranks' exit code.
+
+    Args:
+        early: the agent of this host, if it was started before.
 
     Raises:
-        ValueError: bad input, found before any process starts.
+        ValueError: bad input, found before any rank starts.
     """
-    options, overrides, recipe_file, attach, write = _arguments(argv)
-    if attach:
-        return become_driver("attach", Path(attach).expanduser().absolute(), os.environ)
+    if arguments.attach:
+        return driver.drive(Path(arguments.attach).expanduser().absolute(), attach=True)
+    options, overrides, recipe_file = arguments.options, arguments.overrides, arguments.recipe_file
     config = load(overrides, recipe_file=recipe_file)
     config = fit_batch(config, world_size(config.cluster))
     if config.dry_run:
@@ -60,17 +57,19 @@ def main(argv: Sequence[str]) -> int:
         return 0
     supervised = is_supervised(config, options)
     folder = (Path(config.train.output_dir).expanduser() / config.train.name).absolute()
-    if write and not asks_for_nodes(config.cluster):
+    if arguments.write and not asks_for_nodes(config.cluster):
         raise ValueError(
-            f"--write {write}: cluster.manager={config.cluster.manager.name}, so that nothing is asked for"
+            f"--write {arguments.write}: cluster.manager={config.cluster.manager.name}, so that nothing is asked for"
         )
     if asks_for_nodes(config.cluster):
         words = [*(["--config-file", str(Path(recipe_file).absolute())] if recipe_file else []), *overrides]
-        given = hosts_or_request(config, words, folder, write, os.environ)
+        given = hosts_or_request(config, words, folder, arguments.write, os.environ)
         if given is None:
             return 0
         config = given
     config = replace(config, cluster=replace(config.cluster, master_port=config.cluster.master_port or free_port()))
+    if starts_here(config, options, supervised=supervised):
+        return run_here(config, folder, early or early_agent(), supervised=supervised)
     later = any(option.startswith("--node_rank=") and option != "--node_rank=0" for option in options)
     preflight(config, leave_out={"port"} if later else ())  # the first machine opens the port
     RunLock.check(folder)
@@ -110,29 +109,65 @@ def is_supervised(config: WeftConfig, options: Sequence[str]) -> bool:
     return bool(needed) or (len(hosts) > 1 and not options)
 
 
-def supervise(config: WeftConfig, folder: Path, env: Mapping[str, str]) -> int:
-    """Leave in the run's folder what its driver needs, and become the driver.
+def starts_here(config: WeftConfig, options: Sequence[str], *, supervised: bool) -> bool:
+    """True if an agent of this host starts all ranks."""
+    cluster = config.cluster
+    if options or cluster.manager not in (ClusterManager.local, ClusterManager.ssh):
+        return False
+    return not cluster.hostfile or (not supervised and len(working_hosts(cluster)) == 1)
+
+
+def run_here(config: WeftConfig, folder: Path, early: EarlyAgent, *, supervised: bool) -> int:
+    """Run all ranks on this host, forked from a process that has imported what they need; returns the exit code.
+
+    That process checks the inputs, too, so that nothing is imported twice.
+
+    Args:
+        supervised: whether the run starts again after a fault, and goes on when this process ends.
+    """
+    preflight(config, checks=MACHINE)
+    RunLock.check(folder)
+    os.environ.update(environment(os.environ) | job_key(config, os.environ))
+    file = write_config(config, folder / ".checked.yaml")
+    try:
+        code = early.run(f"{check_inputs.__module__}:{check_inputs.__name__}", [str(file)])
+    finally:
+        file.unlink(missing_ok=True)
+    if code:
+        return code
+    print(f"weft launch: starting {world_size(config.cluster)} ranks on this host", file=sys.stderr, flush=True)
+    prepare_folder(config, folder, os.environ, supervised=supervised)
+    return driver.drive(folder, early=early)
+
+
+def supervise(config: WeftConfig, folder: Path, env: Mapping[str, str]) -> NoReturn:
+    """Become the driver of a run on several hosts; what this process has imported for the checks is given back.
+
+    Raises:
+        ValueError: as `prepare_folder`.
+    """
+    prepare_folder(config, folder, env)
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-m", driver.__name__, "launch", str(folder)], dict(env))
+
+
+def prepare_folder(config: WeftConfig, folder: Path, env: Mapping[str, str], *, supervised: bool = True) -> None:
+    """Leave in the run's folder what its driver needs.
 
     Raises:
         ValueError: a restart would resume from another run's checkpoints.
     """
     checkpoints = folder / "checkpoints"
-    if config.checkpoint.resume != "auto" and checkpoints.is_dir() and any(checkpoints.iterdir()):
+    if supervised and config.checkpoint.resume != "auto" and checkpoints.is_dir() and any(checkpoints.iterdir()):
         raise ValueError(
             f"checkpoint.resume={config.checkpoint.resume}: after a fault the run would resume from {checkpoints}, "
             "which an earlier run has left; move it away, or choose another train.name"
         )
     RunLock.check(folder / "supervisor")
-    write_config(config, config_file(folder))
+    settled = replace(config.supervise, enabled=supervised, in_process=supervised and config.supervise.in_process)
+    write_config(replace(config, supervise=settled), config_file(folder))
     write_config(config, folder / "config.yaml")
     Spec(TARGET, list(PRELOAD), forwarded({**own_environment(), **env})).write(folder)
-    return become_driver("launch", folder, env)
-
-
-def become_driver(word: str, folder: Path, env: Mapping[str, str]) -> NoReturn:
-    """Be the driver of the run in ``folder`` from here on; what this process has imported is given back."""
-    sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-m", driver.__name__, word, str(folder)], dict(env))
 
 
 def command(config: WeftConfig, config_file: Path, options: Sequence[str] = ()) -> list[str]:
@@ -147,12 +182,8 @@ def command(config: WeftConfig, config_file: Path, options: Sequence[str] = ()) 
 
 
 def environment(outer: Mapping[str, str]) -> dict[str, str]:
-    """The ranks' environment: one thread each, and CPUs where there is no GPU, unless set."""
-    env = dict(outer)
-    env.setdefault("OMP_NUM_THREADS", "1")
-    if not num_gpus():
-        env.setdefault("DS_ACCELERATOR", "cpu")
-    return env
+    """See `completed`."""
+    return completed(outer, num_gpus())
 
 
 def job_key(config: WeftConfig, outer: Mapping[str, str], options: Sequence[str] = ()) -> dict[str, str]:
@@ -193,15 +224,6 @@ def write_environment(env: Mapping[str, str], path: Path) -> Path:
     return path
 
 
-def own_environment() -> dict[str, str]:
-    """The variables of the user's own `.deepspeed_env`, at home and in this folder."""
-    variables: dict[str, str] = {}
-    for own in (Path("~/.deepspeed_env").expanduser(), Path(".deepspeed_env")):
-        lines = own.read_text().splitlines() if own.is_file() else []
-        variables |= {name.strip(): value for name, sign, value in (line.partition("=") for line in lines) if sign}
-    return variables
-
-
 def secrets_file(path: Path) -> Path:
     """Where the secret ones lie that `write_environment` left out of ``path``."""
     return path.with_name(f"{path.name}.secrets")
@@ -209,28 +231,3 @@ def secrets_file(path: Path) -> Path:
 
 def _lines(variables: Mapping[str, str]) -> str:
     return "".join(f"{name}={value}\n" for name, value in variables.items())
-
-
-def _arguments(argv: Sequence[str]) -> tuple[list[str], list[str], str | None, str | None, str | None]:
-    """Launcher options, overrides, a recipe's file, the folder of a run to attach to, and a file for a request."""
-    parser = argparse.ArgumentParser(
-        prog="weft launch",
-        usage="weft launch [--config-file FILE] [launcher options] [recipe=NAME] [key=value ...]",
-        description="Start the ranks of a run. `weft config` lists what can be set.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config-file", help="a recipe's YAML file, as recipe=FILE.yaml")
-    parser.add_argument("--attach", metavar="RUN_FOLDER", help="drive a supervised run whose driver has ended")
-    parser.add_argument("--write", metavar="FILE", help="write what a cluster manager would be asked, ask nothing")
-    group = parser.add_argument_group("passed to DeepSpeed's launcher")
-    for name in FLAGS:
-        group.add_argument(name, action="store_true")
-    for name in VALUES:
-        group.add_argument(name)
-    known, overrides = parser.parse_known_args(argv)
-    given = vars(known)
-    options = [name for name in FLAGS if given[name[2:]]]
-    for name in VALUES:
-        if given[name[2:]] is not None:
-            options.append(f"{name}={given[name[2:]]}")
-    return options, overrides, known.config_file, known.attach, known.write

@@ -6,43 +6,48 @@ import errno
 import os
 import shutil
 import socket
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.util import find_spec
-from itertools import takewhile
 from pathlib import Path
 
+from weft.conf import load
 from weft.conf.batch import check_world
 from weft.conf.checks import virtual_stages
 from weft.conf.hosts import is_loopback, read_hostfile, world_size
 from weft.conf.schema import Attention, ClusterManager, Precision, WeftConfig
 from weft.engine.planning.schedules import open_placements, read_costs
+from weft.tools.gpus import num_gpus
 
 MIN_FREE_BYTES = 1 << 30
 
 
-def preflight(config: WeftConfig, *, leave_out: Collection[str] = ()) -> None:
-    """Run the checks of `CHECKS` in order, except those to leave out.
+def preflight(
+    config: WeftConfig,
+    *,
+    checks: Mapping[str, Callable[[WeftConfig], None]] | None = None,
+    leave_out: Collection[str] = (),
+) -> None:
+    """Run checks in order, all of `CHECKS` by default, except those to leave out.
 
     Raises:
         ValueError: the first problem, with the field, its value and a remedy.
     """
-    for name, run in CHECKS.items():
+    for name, run in (CHECKS if checks is None else checks).items():
         if name not in leave_out:
             run(config)
 
 
-def num_gpus() -> int:
-    """GPUs that this process may use, found without importing torch."""
-    return len(visible_gpus())
-
-
-def visible_gpus() -> list[str]:
-    """GPUs as named in CUDA_VISIBLE_DEVICES: by number or UUID."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        named = [device.strip() for device in visible.split(",")]
-        return list(takewhile(lambda device: device not in ("", "-1"), named))  # CUDA ignores what follows those, too
-    return [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+def check_inputs(argv: Sequence[str]) -> int:
+    """Run the checks of `INPUTS` on the configuration in a file, as a process; returns its exit code."""
+    (file,) = argv
+    try:
+        preflight(load([], recipe_file=file), checks=INPUTS)
+    except ValueError as error:
+        for line in str(error).splitlines():
+            print(f"weft launch: {line}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def check_cluster(config: WeftConfig) -> None:
@@ -177,15 +182,20 @@ def check_run_folder(config: WeftConfig) -> None:
         )
 
 
-# To add a check: a function that raises ValueError, and a line here.
-CHECKS: dict[str, Callable[[WeftConfig], None]] = {
+# To add a check: a function that raises ValueError, and a line in one of these tables.
+MACHINE: dict[str, Callable[[WeftConfig], None]] = {
     "cluster": check_cluster,
     "port": check_port,
     "device": check_device,
-    "model": check_model,
     "schedule": check_schedule,
+    "run folder": check_run_folder,
+}
+"""Checks that need neither torch nor transformers."""
+INPUTS: dict[str, Callable[[WeftConfig], None]] = {
+    "model": check_model,
     "data": check_data,
     "hub": check_hub,
     "resume": check_resume,
-    "run folder": check_run_folder,
 }
+"""Checks for which seconds of imports are needed."""
+CHECKS = MACHINE | INPUTS

@@ -10,7 +10,7 @@ class SuperviseConfig:
     """The supervisor: it notices faults, names the culprit and restarts the run."""
 
     enabled: bool | None = None
-    """Supervise the run; null does so if it has more than one host."""
+    """Supervise the run: restart it after faults; null does so if it has more than one host."""
     port: int = 0
     """TCP port of the driver, at which the hosts' agents report; 0 takes `cluster.master_port`, which it shares with
     the ranks of its host."""

@@ -21,8 +21,10 @@ from typing import Any
 from weft.comm.control import ControlClient
 from weft.conf.processes import STOPPED, process_state
 from weft.engine.supervision.cadence import Cadence
+from weft.engine.supervision.early import read_order
 from weft.engine.supervision.examination import examine
 from weft.engine.supervision.faults import ERROR_FILE, OomKills, RankEnd, classify, read_report
+from weft.engine.supervision.forkserver import ForkServer
 from weft.engine.supervision.guard import DriverGuard
 from weft.engine.supervision.leftovers import Ownership, is_owned, page_path, remove_leftovers
 from weft.engine.supervision.message import AgentMessage
@@ -43,19 +45,26 @@ LOOK_S = 0.1
 
 
 def main() -> int:
-    """Be the agent that standard input describes, until the driver ends it."""
-    order = AgentOrder.read(sys.stdin.readline())
-    os.environ.update(order.environment)
+    """Be the agent that standard input describes, until the driver ends it; arguments are modules to import first."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal may go, training goes on
-    return asyncio.run(Agent(order).run())
+    line, server = read_order(sys.argv[1:])
+    if not line:
+        return 1
+    order = AgentOrder.read(line)
+    os.environ.update(order.environment)
+    return asyncio.run(Agent(order, server).run())
 
 
 class Agent:
     """The ranks of a host, and the connection to the driver."""
 
-    def __init__(self, order: AgentOrder) -> None:
-        """Nothing starts before `run`."""
-        self._order = order
+    def __init__(self, order: AgentOrder, server: ForkServer | None = None) -> None:
+        """Nothing starts before `run`.
+
+        Args:
+            server: a forkserver that was started before the order came.
+        """
+        self._order, self._server = order, server
         self._wanted: dict[str, Any] = {"attempt": 0, "run": False}
         self._attempt = 0
         self._mine: list[Rank] = []
@@ -83,6 +92,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ended.set)
+        self._follow_parent()
         self._client.start()
         try:
             await _first_of(self._serve(), self._guard.watch(), self._ended.wait())
@@ -91,6 +101,17 @@ class Agent:
             await self._client.close()
             self._writer.close()
         return 1 if failed else 0
+
+    def _follow_parent(self) -> None:
+        """End with the driver's process, where nothing else takes its place."""
+        if not self._order.parent:
+            return
+        try:
+            parent = os.pidfd_open(self._order.parent)
+        except ProcessLookupError:
+            self._ended.set()
+        else:
+            asyncio.get_running_loop().add_reader(parent, self._ended.set)
 
     async def _serve(self) -> None:
         """Be the host's agent when the driver has said that this is it; ends when imports have failed."""
@@ -117,7 +138,7 @@ class Agent:
             shutil.rmtree(left, ignore_errors=True)
         self._places = PlaceReader(self._page)
         self._parking.open()
-        self._ranks = Ranks(self._order.preload, self._changed.set)
+        self._ranks = Ranks(self._order.preload, self._changed.set, self._server)
         self._has_host = True
 
     async def _leave_host(self) -> bool:
@@ -215,16 +236,18 @@ class Agent:
 
     def _environment(self, wanted: Mapping[str, Any], local: int) -> dict[str, str]:
         ranks = wanted["ranks"]
+        lasting = {} if self._order.parent else {MEMORY: str(self._memory)}
         in_process = {AGENT: str(self._parking.path)} if wanted["in_process"] else {}
         return {
+            **self._order.environment,
             **wanted["environment"],
+            **lasting,
             **in_process,
             "RANK": str(ranks[local]),
             "LOCAL_RANK": str(local),
             "LOCAL_WORLD_SIZE": str(len(ranks)),
             "WEFT_ATTEMPT": str(self._attempt),
             "WEFT_PLACES": str(self._page),
-            MEMORY: str(self._memory),
             ERROR_FILE: str(self._errors()[local]),
         }
 

@@ -73,7 +73,7 @@ class Budget:
 
     def end(self, fault: Fault, same: int) -> tuple[int, str] | None:
         """The exit code and the reason if the run ends by this fault, which came ``same`` times; None if it goes on."""
-        if fault.final:
+        if fault.final or self._settings.enabled is False:
             return (2 if fault.kind == FaultKind.input_error.value else 1), fault.text
         if same >= fault.most:
             return 1, f"the same fault at the same step {same} times: {fault.text}"

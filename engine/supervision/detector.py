@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from math import inf
 from typing import Any
 
 from weft.conf.schema import SuperviseConfig
@@ -121,14 +122,17 @@ class FailureDetector:
             return None
         if self._ends and not self._may_be_a_host(now):
             return fault_of_ends(self._ends, self._layout, self._watch, now)
-        lost = None
+        lost, watches = None, self._settings.enabled is not False  # else the run would end for what may heal
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
-            lost = self._fleet.lost(self._layout.slots, self._settings.silence_s, now, self._site_patience_s)
+            silence_s = self._settings.silence_s if watches else inf
+            lost = self._fleet.lost(self._layout.slots, silence_s, now, self._site_patience_s)
             self._alert_of_silence(now)
         if lost is not None:
             kind, name, evidence = lost
             return Fault(kind, {"host": name}, evidence, self.step, now - self._watch.still_since)
+        if not watches:
+            return None
         verdict = self._watch.verdict(now)
         self._alert_of_slowness(now)
         if verdict is None:

@@ -31,6 +31,9 @@ from weft.conf.schema import ClusterManager, WeftConfig
 from weft.conf.trees import to_yaml
 from weft.engine.supervision.clock import ASKER, answer_clock
 from weft.engine.supervision.deny_list import DenyList
+from weft.engine.supervision.early import PRELOAD as PRELOAD
+from weft.engine.supervision.early import TARGET as TARGET
+from weft.engine.supervision.early import EarlyAgent
 from weft.engine.supervision.hosts import THIS_MACHINE, ChosenHosts, choose_hosts, config_for, hostfile_text
 from weft.engine.supervision.job import Job, Stage
 from weft.engine.supervision.journal import NAME, Journal
@@ -38,7 +41,7 @@ from weft.engine.supervision.layout import Layout
 from weft.engine.supervision.order import AgentOrder
 from weft.engine.supervision.room import shortage
 from weft.engine.supervision.rows import read_rows
-from weft.engine.supervision.starting import AgentProcess, starter_for
+from weft.engine.supervision.starting import AgentProcess, LocalStarter, Starter, starter_for
 from weft.pipeline.culprit import JobRows
 
 TICK_S = 0.05
@@ -47,8 +50,6 @@ LEAVE_S = 10.0
 COLLECT_EVERY = 100_000
 """Objects made before Python looks for cycles among them. Reports of ranks make none, and each replaces one: with 700
 of them, which is Python's own number, the search takes a third of the time of a heartbeat."""
-TARGET = "weft.recipes.train:run"
-PRELOAD = ("torch", "deepspeed", "transformers", "weft.recipes.train")
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,19 @@ def config_file(run_folder: Path) -> Path:
 def main(argv: Sequence[str]) -> int:
     """Run ``launch RUN_FOLDER`` or ``attach RUN_FOLDER``; returns the run's exit code."""
     word, folder = argv
+    return drive(Path(folder), attach=word == "attach")
+
+
+def drive(run_folder: Path, *, attach: bool = False, early: EarlyAgent | None = None) -> int:
+    """Be a run's driver to its end; returns the run's exit code.
+
+    Args:
+        attach: whether the run is under way.
+        early: the agent of this host, which has all ranks; None if agents are still to be started.
+    """
     collect_rarely()
     try:
-        return asyncio.run(Driver(Path(folder), attach=word == "attach").run())
+        return asyncio.run(Driver(run_folder, attach=attach, early=early).run())
     except ValueError as error:
         for line in str(error).splitlines():
             print(f"weft launch: {line}", file=sys.stderr)
@@ -114,13 +125,13 @@ def collect_rarely() -> None:
 class Driver:
     """A job with agents, a journal and a clock."""
 
-    def __init__(self, run_folder: Path, *, attach: bool) -> None:
-        """Take the run's folder.
+    def __init__(self, run_folder: Path, *, attach: bool, early: EarlyAgent | None = None) -> None:
+        """Take the run's folder; `drive` has the arguments.
 
         Raises:
             ValueError: another driver has it, or there is nothing to attach to.
         """
-        self._folder, self._attach = run_folder, attach
+        self._folder, self._attach, self._early = run_folder, attach, early
         self._lock = RunLock(run_folder / "supervisor")
         self._spec = Spec.read(run_folder)
         for name, value in self._spec.environment.items():
@@ -130,10 +141,12 @@ class Driver:
         hostfile = self._config.cluster.hostfile
         self._hosts = read_hostfile(hostfile) if hostfile else {THIS_MACHINE: self._config.cluster.ranks}
         self._deny_list = DenyList.of(self._config)
-        self._starter = starter_for(self._config.cluster.manager, self._spec.ssh_port)
+        self._starter: Starter = (
+            LocalStarter() if early else starter_for(self._config.cluster.manager, self._spec.ssh_port)
+        )
         self._processes: dict[tuple[str, int], AgentProcess] = {}
         self._address: str | tuple[str, int] = ""
-        self._signals = 0
+        self._signals, self._early_is_due = 0, True
         self._complaint = ""
         self._laid_out: tuple[ChosenHosts, WeftConfig, Path] | None = None
         self.job = Job(
@@ -209,7 +222,7 @@ class Driver:
     def _place(self) -> str | tuple[str, int]:
         """Where to listen: on this machine alone, if all hosts are."""
         cluster, settings = self._config.cluster, self._config.supervise
-        if not cluster.hostfile or cluster.manager is ClusterManager.local:
+        if self._early or not cluster.hostfile or cluster.manager is ClusterManager.local:
             return f"weft-{os.getuid()}-{_name(self._folder)}"
         port = settings.port or cluster.master_port
         if cluster.manager is ClusterManager.ssh:
@@ -221,7 +234,8 @@ class Driver:
     def start_agent(self, host: str, generation: int) -> None:
         """Start an agent on a host, with what it has to know."""
         # Kubernetes has a pod for the driver, and starts it again itself.
-        guards = self._config.cluster.manager is not ClusterManager.kubernetes
+        alone = self._config.supervise.enabled is False
+        guards = self._config.cluster.manager is not ClusterManager.kubernetes and not alone
         first = guards and host == next(iter(self.job.fleet.hosts))
         settings = self._config.supervise
         order = AgentOrder(
@@ -235,11 +249,13 @@ class Driver:
             heartbeat_s=settings.heartbeat_s,
             orphan_s=settings.setup_deadline_s,
             launch=sum(event["event"] == "launch" for event in self._journal.past) + (not self._attach),
+            parent=os.getpid() if alone else 0,
             driver=[sys.executable, "-m", __spec__.name, "attach", str(self._folder.absolute())] if first else [],
             yields_s=self.job.fleet.hosts[host].yields_s,
         )
+        early, self._early_is_due = self._early if self._early_is_due else None, False
         try:
-            self._processes[host, generation] = self._starter.start(host, json.dumps(asdict(order)))
+            self._processes[host, generation] = (early or self._starter).start(host, json.dumps(asdict(order)))
         except OSError as error:
             self.say(f"{host}: {error.strerror}: {error.filename}")
 

@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -39,6 +40,68 @@ def die_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class ForkServer:
+    """A forkserver, seen from the agent that has started it.
+
+    Attributes:
+        process: its process.
+        socket: carries one JSON message per packet.
+        ready: True once the imports are done.
+    """
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        """Start it; it imports ``modules``."""
+        self.ready = False
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", __name__, str(os.getpid()), str(theirs.fileno()), *modules]
+        with theirs:
+            self.process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**ENVIRONMENT, **os.environ},
+            )
+
+    def run(self, target: str, arguments: Sequence[str]) -> int | None:
+        """Run a function in a fork of it, with this process's output, and wait; None if the forkserver has ended."""
+        if not self.ready and self.receive() is None:
+            return None
+        order = {"name": target, "target": target, "arguments": list(arguments), "environment": {}}
+        socket.send_fds(self.socket, [json.dumps(order).encode()], [1, 2])
+        while (message := self.receive()) is not None:
+            if "code" in message:
+                code: int = message["code"]
+                return code
+        return None
+
+    def receive(self) -> dict[str, Any] | None:
+        """Return the next message; None if the forkserver has ended.
+
+        Raises:
+            BlockingIOError: the socket does not block, and nothing has come.
+        """
+        try:
+            data = self.socket.recv(MOST_BYTES)
+        except BlockingIOError:
+            raise
+        except OSError:
+            data = b""
+        if not data:
+            return None
+        message: dict[str, Any] = json.loads(data)
+        if "ready" in message:
+            self.ready = True
+            if len(message["threads"]) > 1:
+                print(f"weft agent: imports have started threads: {message['threads']}", file=sys.stderr, flush=True)
+        return message
+
+    def close(self) -> None:
+        """End it, and with it what it has forked."""
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
 def main(argv: Sequence[str]) -> int:
     """Run ``PARENT SOCKET MODULE ...``: import the modules, then fork as the socket asks, until it closes."""
     parent, descriptor, *modules = argv
@@ -48,11 +111,10 @@ def main(argv: Sequence[str]) -> int:
     gc.disable()  # a search for garbage looks through all that is imported so far
     for module in modules:
         import_module(module)
-    gc.enable()
-    gc.collect()
     # A collection in a rank neither walks what is imported, which takes a quarter of a second, nor writes to
     # what all of them share.
     gc.freeze()
+    gc.enable()
     with socket.socket(fileno=int(descriptor)) as agent:
         threads = [Path("/proc/self/task", task, "comm").read_text().strip() for task in os.listdir("/proc/self/task")]
         agent.send(json.dumps({"ready": True, "threads": threads}).encode())

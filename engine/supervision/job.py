@@ -346,11 +346,11 @@ class Job:
             lines=self._detector.last_lines(fault.culprit),
         )
         same = self._budget.saw_fault(fault.kind, fault.culprit, fault.step)
-        self._effects.say(f"attempt {self.attempt}: {fault.text}")
         end = self._budget.end(fault, same)
         if end is not None:
             self.end(*end)
             return
+        self._effects.say(f"attempt {self.attempt}: {fault.text}")
         self._suspicions.saw_fault(fault.kind, fault.culprit)
         if fault.kind == "host":
             self.fleet.lose_site(fault.culprit["host"], self._layout.slots, self._settings.silence_s, now)

@@ -21,6 +21,7 @@ class AgentOrder:
         heartbeat_s: seconds between reports.
         orphan_s: seconds without a driver after which it ends its ranks and itself.
         launch: number of this start of the run; memory that an earlier one has left is given back.
+        parent: process with which this agent and its ranks end; 0 if the run outlives it.
         driver: command that starts the driver again; empty if another agent does.
         yields_s: seconds that another of this host, which has everything imported, has to come back first if it is
             alive; 0 if there is none.
@@ -36,6 +37,7 @@ class AgentOrder:
     heartbeat_s: float
     orphan_s: float
     launch: int = 0
+    parent: int = 0
     driver: list[str] = field(default_factory=list)
     yields_s: float = 0.0
 

@@ -7,15 +7,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from weft.conf.processes import STOPPED, process_state
-from weft.engine.supervision import forkserver
+from weft.engine.supervision.forkserver import ForkServer
 from weft.engine.supervision.output import Answer, Output
 
 TERM_S = 1.0
@@ -68,17 +66,19 @@ class Ranks:
     Attributes:
         preload: modules that the forkserver imports.
         on_change: called when a process has ended.
+        server: the forkserver, if it was started before.
         failed: set when the imports have failed; the forkserver has printed why.
     """
 
     preload: Sequence[str]
     on_change: Callable[[], None]
+    server: ForkServer | None = None
     running: dict[str, Process] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.failed = asyncio.Event()
         self._ready = asyncio.Event()
-        self._start_server()
+        self._take_server(self.server or ForkServer(self.preload))
 
     @property
     def ready(self) -> bool:
@@ -102,7 +102,7 @@ class Ranks:
         }
         self.running[process.name] = process
         ends = process.output.open()
-        socket.send_fds(self._socket, [json.dumps(order).encode()], ends)
+        socket.send_fds(self._server.socket, [json.dumps(order).encode()], ends)
         for end in ends:
             os.close(end)
 
@@ -144,61 +144,47 @@ class Ranks:
         """Send a signal to a process that has not ended; the forkserver knows, so no other can get it."""
         if process.code is None and process.name in self.running:
             with suppress(OSError):  # the forkserver has ended, and what it has forked with it
-                self._socket.send(json.dumps({"name": process.name, "signal": int(number)}).encode())
+                self._server.socket.send(json.dumps({"name": process.name, "signal": int(number)}).encode())
 
     def close(self) -> None:
         """End the forkserver, and with it every rank."""
-        asyncio.get_running_loop().remove_reader(self._socket)
-        self._socket.close()
-        self._server.kill()
-        self._server.wait()
+        asyncio.get_running_loop().remove_reader(self._server.socket)
+        self._server.close()
 
-    def _start_server(self) -> None:
-        self._ready.clear()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setblocking(False)
-        command = [sys.executable, "-m", forkserver.__name__, str(os.getpid()), str(theirs.fileno()), *self.preload]
-        self._server = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env={**forkserver.ENVIRONMENT, **os.environ},
-        )
-        theirs.close()
-        asyncio.get_running_loop().add_reader(self._socket, self._hear)
+    def _take_server(self, server: ForkServer) -> None:
+        self._server = server
+        server.socket.setblocking(False)
+        if server.ready:
+            self._ready.set()
+        else:
+            self._ready.clear()
+        asyncio.get_running_loop().add_reader(server.socket, self._hear)
 
     def _hear(self) -> None:
         try:
-            data = self._socket.recv(forkserver.MOST_BYTES)
+            message = self._server.receive()
         except BlockingIOError:
             return
-        except OSError:
-            data = b""
-        if not data:
+        if message is None:
             self._restart_server()
-            return
-        said = json.loads(data)
-        if "ready" in said:
-            if len(said["threads"]) > 1:
-                print(f"weft agent: imports have started threads: {said['threads']}", file=sys.stderr, flush=True)
+        elif "ready" in message:
             self._ready.set()
-            return
-        process = self.running[said["name"]]
-        process.pid = said["pid"]
-        if "code" in said:
-            self._end(process, said["code"])
+        else:
+            process = self.running[message["name"]]
+            process.pid = message["pid"]
+            if "code" in message:
+                self._end(process, message["code"])
 
     def _restart_server(self) -> None:
         """The forkserver has ended, and the kernel has killed what it had forked."""
         if not self.ready:
             self.failed.set()
             return
-        asyncio.get_running_loop().remove_reader(self._socket)
-        self._socket.close()
-        self._server.wait()
+        asyncio.get_running_loop().remove_reader(self._server.socket)
+        self._server.close()
         for process in list(self.running.values()):
             self._end(process, -signal.SIGKILL)
-        self._start_server()
+        self._take_server(ForkServer(self.preload))
 
     def _end(self, process: Process, code: int) -> None:
         del self.running[process.name]

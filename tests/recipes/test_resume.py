@@ -26,8 +26,9 @@ def _launch(folder: Path) -> subprocess.Popen:
 
 
 def _ranks(launcher: subprocess.Popen) -> list[psutil.Process]:
-    family = psutil.Process(launcher.pid).children(recursive=True)
-    return [process for process in family if any("--local_rank=" in part for part in process.cmdline())]
+    (agent,) = psutil.Process(launcher.pid).children()
+    (forkserver,) = agent.children()
+    return forkserver.children()
 
 
 def _wait_for(launcher: subprocess.Popen, happened) -> None:

@@ -23,7 +23,7 @@ from weft.recipes.serving_checks import (
     model_bytes,
     warnings_of,
 )
-from weft.tools.preflight import num_gpus, visible_gpus
+from weft.tools.gpus import num_gpus, visible_gpus
 
 GPU = 80 * 10**9
 

@@ -221,7 +221,8 @@ def test_a_second_launch_changes_nothing_of_the_first(tmp_path, monkeypatch):
     first = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None
     orphan = int(first.stdout.readline())
-    monkeypatch.setattr(launch, "run_group", lambda *_, **__: pytest.fail("a process would start"))
+    monkeypatch.setattr(launch, "early_agent", lambda: None)
+    monkeypatch.setattr(launch.driver, "drive", lambda *_, **__: pytest.fail("ranks would start"))
     try:
         with pytest.raises(ValueError, match="another run writes there"):
             launch.main(["recipe=quickstart", f"train.output_dir={tmp_path}", "cluster.master_port=0"])

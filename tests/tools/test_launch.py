@@ -14,6 +14,7 @@ from weft.pipeline.generators import generate
 from weft.pipeline.placement import Placement
 from weft.pipeline.serialization import schedule_to_json
 from weft.tools import launch
+from weft.tools.early_launch import read_arguments
 from weft.tools.preflight import CHECKS, check_model, preflight
 
 
@@ -34,9 +35,9 @@ def test_several_machines(config, tmp_path):
     hostfile = tmp_path / "hosts"
     hostfile.write_text("a slots=3\nb slots=1\n")
     config.cluster.hostfile = str(hostfile)
-    options, overrides, file, *_ = launch._arguments(["--no_ssh", "--node_rank", "1", "--config-file", "f", "a=b"])
-    assert (overrides, file) == (["a=b"], "f")
-    call = launch.command(config, Path("/run/config.yaml"), options)
+    given = read_arguments(["--no_ssh", "--node_rank", "1", "--config-file", "f", "a=b"])
+    assert (given.overrides, given.recipe_file) == (["a=b"], "f")
+    call = launch.command(config, Path("/run/config.yaml"), given.options)
     assert call[call.index("--hostfile") + 1] == str(hostfile)
     assert "--no_ssh" in call and "--node_rank=1" in call
     assert "--num_gpus" not in call, "it would overwrite uneven slots"
@@ -77,18 +78,56 @@ def test_dry_run_starts_nothing(monkeypatch, capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+class Checked:
+    """An agent of this host that finds no fault with the inputs, or one."""
+
+    def __init__(self, code=0):
+        self.code, self.asked = code, []
+
+    def run(self, target, arguments):
+        self.asked.append((target, load([], recipe_file=arguments[0])))
+        return self.code
+
+
 def test_a_free_port_is_chosen_and_written_down(monkeypatch, tmp_path):
-    seen = {}
-
-    def fake(command, *, env, grace_s):
-        seen.update(command=command, env=env)
-        return 7
-
-    monkeypatch.setattr(launch, "run_group", fake)
-    assert launch.main(["recipe=quickstart", f"train.output_dir={tmp_path}"]) == 7
-    port = seen["command"][seen["command"].index("--master_port") + 1]
+    monkeypatch.setattr(launch.driver, "drive", lambda folder, early: 7)
+    agent = Checked()
+    assert launch.run(read_arguments(["recipe=quickstart", f"train.output_dir={tmp_path}"]), agent) == 7
     written = load([f"recipe={tmp_path}/quickstart/config.yaml"])
-    assert int(port) == written.cluster.master_port > 0
+    assert written.cluster.master_port > 0
+    assert agent.asked == [("weft.tools.preflight:check_inputs", written)]
+
+
+def test_inputs_that_are_refused_leave_the_run_folder_as_it_was(monkeypatch, tmp_path):
+    monkeypatch.setattr(launch.driver, "drive", lambda folder, early: pytest.fail("ranks would start"))
+    assert launch.run(read_arguments(["recipe=quickstart", f"train.output_dir={tmp_path}"]), Checked(2)) == 2
+    assert not list((tmp_path / "quickstart").iterdir())
+
+
+def test_a_run_of_one_host_starts_here_unless_the_launcher_has_options(tmp_path):
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=4\n")
+
+    def starts_here(*settings, options=()):
+        config = load([*settings])
+        return launch.starts_here(config, options, supervised=launch.is_supervised(config, options))
+
+    assert starts_here("cluster.ranks=4") and starts_here("cluster.ranks=4", "supervise.enabled=true")
+    assert starts_here("cluster.ranks=4", "supervise.enabled=false")
+    assert starts_here(f"cluster.hostfile={hostfile}"), "as DeepSpeed's launcher does with one host"
+    assert not starts_here(f"cluster.hostfile={hostfile}", "supervise.enabled=true"), "it may be another machine"
+    assert not starts_here("cluster.ranks=4", options=["--bind_cores_to_rank"])
+    hostfile.write_text("a slots=4\nb slots=4\n")
+    assert not starts_here(f"cluster.hostfile={hostfile}")
+    assert not starts_here(f"cluster.hostfile={hostfile}", "supervise.enabled=false")
+
+
+@pytest.mark.parametrize(
+    "words", [["dry_run=true"], ["--no_ssh"], ["cluster.hostfile=h"], ["--attach", "f"], ["--write", "f"]]
+)
+def test_nothing_starts_early_that_would_not_run_here(words):
+    assert read_arguments(["recipe=quickstart"]).may_run_here
+    assert not read_arguments(["recipe=quickstart", *words]).may_run_here
 
 
 def test_a_port_in_use(config):

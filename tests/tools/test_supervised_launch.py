@@ -171,6 +171,7 @@ def test_a_run_that_would_resume_from_another_is_not_supervised(tmp_path):
     (tmp_path / "quickstart" / "checkpoints" / "step-00000050").mkdir(parents=True)
     with pytest.raises(ValueError, match="which an earlier run has left"):
         launch.supervise(config, tmp_path / "quickstart", {})
+    launch.prepare_folder(config, tmp_path / "quickstart", {}, supervised=False)  # it does not start again
 
 
 def test_keys_are_for_the_owner_alone_and_in_no_command_line(tmp_path, monkeypatch):

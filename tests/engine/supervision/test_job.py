@@ -316,3 +316,22 @@ def test_messages_of_another_form_are_refused():
         with pytest.raises(ValueError, match="not of this form"):
             world.job.on_report("a", 1, message, world.now)
     assert world.job.stage is Stage.running
+
+
+@pytest.mark.parametrize(("code", "kind", "expected"), [(-9, FaultKind.signal, 1), (2, FaultKind.input_error, 2)])
+def test_a_run_that_is_not_supervised_ends_with_its_first_fault_and_names_it_once(code, kind, expected):
+    world = World(enabled=False)
+    world.train()
+    world.kill(3, kind, code)
+    world.settle()
+    assert world.job.stage is Stage.ended and world.job.code == expected
+    (said,) = world.said
+    assert "rank 3" in said
+
+
+def test_a_run_that_is_not_supervised_waits_for_ranks_that_stand_still():
+    world = World(enabled=False)
+    world.train()
+    world.now += 10_000.0
+    world.job.tick(world.now)
+    assert world.job.stage is Stage.running

@@ -1,0 +1,7 @@
+"""Imported once by the process from which `weft launch` forks ranks: what a recipe needs, Hydra among it."""
+
+import weft.engine.preloaded
+import weft.recipes.train  # noqa: F401
+from weft.conf import load
+
+load()  # Hydra looks for its plug-ins when it is first used

@@ -1,0 +1,104 @@
+"""What `weft launch` does before its imports: read its arguments, print a line, start the agent of this host."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.engine.supervision.early import PRELOAD, EarlyAgent
+from weft.tools.gpus import num_gpus
+
+# Options of DeepSpeed's launcher that pass through; the rest follows from the configuration.
+FLAGS = ("--no_ssh", "--no_ssh_check", "--force_multi", "--bind_cores_to_rank")
+VALUES = (
+    "--node_rank",
+    "--launcher",
+    "--launcher_args",
+    "--include",
+    "--exclude",
+    "--ssh_port",
+    "--venv_script",
+    "--bind_core_list",
+    "--enable_each_rank_log",
+)
+ELSEWHERE = ("dry_run=", "cluster.hostfile=", "cluster.manager=", "cluster=")
+"""Settings with which no rank, or not every rank, may start on this host."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The command line of `weft launch`.
+
+    Attributes:
+        options: of DeepSpeed's launcher.
+        overrides: settings of the run.
+        recipe_file: a recipe's YAML file.
+        attach: folder of a run to drive on.
+        write: file for the request to a cluster manager.
+    """
+
+    options: list[str]
+    overrides: list[str]
+    recipe_file: str | None
+    attach: str | None
+    write: str | None
+
+    @property
+    def may_run_here(self) -> bool:
+        """True if nothing in it rules out that all ranks start on this host."""
+        elsewhere = any(name in word for word in self.overrides for name in ELSEWHERE)
+        return not (self.options or self.attach or self.write or elsewhere)
+
+
+def early_agent() -> EarlyAgent:
+    """Start the agent of this host, and say what takes so long."""
+    doing = "loading torch, DeepSpeed and transformers, and checking the settings"
+    print(f"weft launch: {doing}", file=sys.stderr, flush=True)
+    return EarlyAgent(PRELOAD, completed({**os.environ, **own_environment()}, num_gpus()))
+
+
+def completed(outer: Mapping[str, str], gpus: int) -> dict[str, str]:
+    """The ranks' environment: one thread each, and CPUs where there is no GPU, unless set."""
+    env = dict(outer)
+    env.setdefault("OMP_NUM_THREADS", "1")
+    if not gpus:
+        env.setdefault("DS_ACCELERATOR", "cpu")
+    return env
+
+
+def own_environment() -> dict[str, str]:
+    """The variables of the user's own `.deepspeed_env`, at home and in this folder."""
+    variables: dict[str, str] = {}
+    for own in (Path("~/.deepspeed_env").expanduser(), Path(".deepspeed_env")):
+        lines = own.read_text().splitlines() if own.is_file() else []
+        variables |= {name.strip(): value for name, sign, value in (line.partition("=") for line in lines) if sign}
+    return variables
+
+
+def read_arguments(argv: Sequence[str]) -> Arguments:
+    """Return what a command line asks for."""
+    parser = argparse.ArgumentParser(
+        prog="weft launch",
+        usage="weft launch [--config-file FILE] [launcher options] [recipe=NAME] [key=value ...]",
+        description="Start the ranks of a run. `weft config` lists what can be set.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config-file", help="a recipe's YAML file, as recipe=FILE.yaml")
+    parser.add_argument("--attach", metavar="RUN_FOLDER", help="drive a supervised run whose driver has ended")
+    parser.add_argument("--write", metavar="FILE", help="write what a cluster manager would be asked, ask nothing")
+    group = parser.add_argument_group("passed to DeepSpeed's launcher")
+    for name in FLAGS:
+        group.add_argument(name, action="store_true")
+    for name in VALUES:
+        group.add_argument(name)
+    known, overrides = parser.parse_known_args(argv)
+    given = vars(known)
+    options = [name for name in FLAGS if given[name[2:]]]
+    for name in VALUES:
+        if given[name[2:]] is not None:
+            options.append(f"{name}={given[name[2:]]}")
+    return Arguments(options, overrides, known.config_file, known.attach, known.write)

@@ -1,0 +1,24 @@
+"""The command `weft launch`: imports begin in another process before this one has its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.tools.early_launch import early_agent, read_arguments
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``[launcher options] [recipe=NAME] [key=value ...]``; returns the ranks' exit code.
+
+    Raises:
+        ValueError: bad input, found before any rank starts.
+    """
+    arguments = read_arguments(argv)
+    early = early_agent() if arguments.may_run_here else None
+    try:
+        from weft.tools.launch import run  # takes a second on a busy machine
+
+        return run(arguments, early)
+    finally:
+        if early is not None:
+            early.close()
