@@ -17,11 +17,20 @@ from pathlib import Path
 import weft
 from weft.conf import load
 from weft.conf.boards import boards_folder
+from weft.conf.files import replacing
 from weft.conf.private import private_folder
 from weft.conf.schema import WeftConfig
 from weft.conf.timer_slack import set_timer_slack
 from weft.inference.worker.command import Worker, command, devices_of, environment, workers_of
-from weft.recipes.serving_checks import check_memory, check_ports, check_serving, least_gpu_bytes, warnings_of
+from weft.recipes.serving_checks import (
+    check_engine,
+    check_memory,
+    check_ports,
+    check_serving,
+    least_gpu_bytes,
+    reason_of,
+    warnings_of,
+)
 from weft.tools.gpus import visible_gpus
 
 POLL_S = 0.5
@@ -33,6 +42,8 @@ MISSED = 6
 """Failed probes in a row after which a worker that had answered is restarted."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds before an ended worker is restarted; doubles as long as it keeps ending."""
+MAX_STARTS = 3
+"""Number of starts of a worker that has never answered, after which the cause does not pass."""
 GRACE_S = 10.0
 SLACK_S = 0.05
 """Timer slack of a worker in seconds. A vLLM server on a CPU has a dozen gloo threads that poll every
@@ -65,6 +76,7 @@ def main(argv: Sequence[str]) -> int:
     config = load(overrides)
     check_serving(config)
     check_ports(config)
+    check_engine(config)
     if devices := visible_gpus():
         check_gpus(config, devices)
     processes = [_WorkerProcess(config, worker, known.trace) for worker in workers_of(config)]
@@ -75,6 +87,8 @@ def main(argv: Sequence[str]) -> int:
         while not stopped:
             for process in processes:
                 process.check()
+            if all(process.failure for process in processes):
+                raise ValueError(processes[0].failure)
             time.sleep(POLL_S)
     finally:
         for process in processes:
@@ -118,12 +132,17 @@ class _WorkerProcess:
         self._begun_s = self._probed_s = 0.0
         self._pause_s = FIRST_PAUSE_S
         self._start_at_s = 0.0
-        self._answered = False
-        self._missed = 0
+        self._answered = self._ever_answered = False
+        self._missed = self._starts = 0
+        self._log, self._log_begin = Path(), 0
+        self.failure = ""
+        """Why the worker is not started again; empty if it is."""
 
     def check(self) -> None:
         """Start the worker, or check its health."""
         now_s = time.monotonic()
+        if self.failure:
+            return
         if self._process is None:
             if now_s >= self._start_at_s:
                 self._start(now_s)
@@ -161,7 +180,9 @@ class _WorkerProcess:
         devices = visible_gpus()
         trace = str(Path(self._trace, f"worker{worker.index}.jsonl").absolute()) if self._trace else ""
         env = environment(config, worker, os.environ, package=_package(folder), devices=devices)
-        with open(folder / f"worker{worker.index}.log", "ab") as log:
+        self._log = folder / f"worker{worker.index}.log"
+        with open(self._log, "ab") as log:
+            self._log_begin = log.tell()
             self._process = subprocess.Popen(
                 command(config, worker, python=python, num_gpus=len(devices), trace_file=trace),
                 env=env,
@@ -174,6 +195,7 @@ class _WorkerProcess:
                 else _become_idle_worker,
             )
         self._begun_s = self._probed_s = now_s
+        self._starts += 1
         self._answered, self._missed = False, 0
         ranks = ", ".join(map(str, worker.ranks))
         print(f"worker {worker.index} (rank {ranks}): starting on port {worker.port}, log {log.name}", flush=True)
@@ -192,13 +214,19 @@ class _WorkerProcess:
         if not self._answered:
             print(f"worker {self._worker.index}: ready after {now_s - self._begun_s:.0f} s", flush=True)
         self._answered, self._missed, self._pause_s = True, 0, FIRST_PAUSE_S
+        self._ever_answered = True
 
     def _restart(self, why: str, now_s: float) -> None:
         self.send_signal(signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
-        print(f"worker {self._worker.index}: {why}; again in {self._pause_s:.0f} s", file=sys.stderr, flush=True)
         self._process = None
+        why = "; ".join(filter(None, (f"worker {self._worker.index}: {why}", reason_of(self._log, self._log_begin))))
+        if self._starts >= MAX_STARTS and not self._ever_answered:
+            self.failure = f"{why}; it has not answered once in {self._starts} starts, log {self._log}"
+            print(self.failure, file=sys.stderr, flush=True)
+            return
+        print(f"{why}; again in {self._pause_s:.0f} s", file=sys.stderr, flush=True)
         self._start_at_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
@@ -220,8 +248,6 @@ def _become_willing_worker() -> None:
 def _package(folder: Path) -> Path:
     """A folder that contains only a link named `weft` to this package; workers import from it."""
     link = private_folder(folder / "package") / "weft"
-    draft = link.with_name(f".weft.{os.getpid()}")
-    draft.unlink(missing_ok=True)
-    draft.symlink_to(Path(weft.__file__).parent.absolute(), target_is_directory=True)
-    draft.replace(link)
+    with replacing(link) as draft:
+        draft.symlink_to(Path(weft.__file__).parent.absolute(), target_is_directory=True)
     return link.parent

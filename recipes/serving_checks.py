@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from weft.conf.hosts import is_loopback
@@ -16,6 +19,11 @@ from weft.inference.worker.command import workers_of
 
 FIXED_BYTES = 1 << 30
 """GPU memory of a vLLM worker besides weights and KV cache: CUDA context, libraries, one step's activations."""
+ENGINE_CHECK_S = 60.0
+MOST_LOG_BYTES = 2**22
+_PROCESS = re.compile(r"^\(\w+ pid=\d+\) (ERROR [^]]+\] ?)?")
+"""What vLLM puts before the lines of each process."""
+_ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+")
 CACHE_BYTES = 2
 """Bytes per number in the KV cache."""
 
@@ -38,6 +46,49 @@ def check_serving(config: WeftConfig) -> None:
         raise ValueError(f"inference.prefill.python={prefill.python}: cannot be run; give the path of a Python")
     for problem in problems_of(prefill.arguments):
         raise ValueError(f"inference.prefill.arguments: {problem}")
+
+
+def check_engine(config: WeftConfig) -> None:
+    """Check that the interpreter has vLLM, and that a model's folder contains a model.
+
+    Raises:
+        ValueError: one of them is missing; the message has the field, its value and the remedy.
+    """
+    prefill = config.inference.prefill
+    python = str(Path(prefill.python).expanduser()) if prefill.python else sys.executable
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        has_vllm = not subprocess.run([python, "-c", look], capture_output=True, timeout=ENGINE_CHECK_S).returncode
+    except subprocess.TimeoutExpired:  # a busy machine; if it is missing the worker says so
+        has_vllm = True
+    if not has_vllm:
+        raise ValueError(
+            f"inference.prefill.python={prefill.python}: {python} has no vLLM; name a Python that has it "
+            "(`make .venv-vllm/.ready` makes one with the CPU build)"
+        )
+    model = Path(prefill.model).expanduser()
+    if model.is_dir() and not any((model / name).is_file() for name in ("config.json", "params.json")):
+        raise ValueError(f"inference.prefill.model={prefill.model}: the folder has no config.json; name a model's")
+    # A hub's names have one slash, and no dots or slash in front.
+    is_path = prefill.model.startswith(("/", ".", "~")) or prefill.model.count("/") > 1
+    if is_path and not model.exists():
+        raise ValueError(f"inference.prefill.model={prefill.model}: no such folder; name a model's folder or hub name")
+
+
+def reason_of(log: Path, begin: int) -> str:
+    """The first error in a worker's log from byte ``begin`` on; empty if there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(begin)
+            text = file.read(MOST_LOG_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+    lines = [_PROCESS.sub("", line) for line in text.splitlines()]
+    for line, after in zip_longest(lines, lines[1:], fillvalue=""):
+        if found := _ERROR.search(line):
+            # pydantic's errors have their text in the next line
+            return f"{found[0]} {after.strip()}".strip() if "validation error" in line else found[0]
+    return ""
 
 
 def check_ports(config: WeftConfig) -> None:

@@ -39,8 +39,8 @@ class ControllerConfig:
     workers: list[PrefillWorkerConfig] = field(default_factory=list)
     """Running workers to use; empty uses those that `weft serve` starts."""
     tokenizer: str = ""
-    """tokenizer.json of the served model, or its folder, to count prompt tokens; empty estimates the
-    count from the text's length."""
+    """tokenizer.json of the served model, or its folder, to count prompt tokens; empty uses the one in
+    `inference.prefill.model`, or estimates the count from the text's length if there is none."""
     deadline_s: float = 10.0
     """Refuse a request whose first token is predicted to take longer, in seconds; the request header
     X-Weft-Deadline-S overrides it."""

@@ -45,8 +45,10 @@ class CommonBubbles:
         """Of the ranks that write ``boards`` (at least one)."""
         self._boards = boards
 
-    def upcoming(self, horizon_s: float) -> Spans:
-        """Common bubbles within the next ``horizon_s``; see `BoardReader.upcoming`."""
+    def upcoming(self, horizon_s: float) -> Spans | None:
+        """Common bubbles within the next ``horizon_s``, see `BoardReader.upcoming`; None if training has ended."""
+        if any(board.ended for board in self._boards):
+            return None
         found = reduce(intersection, [board.upcoming(horizon_s) for board in self._boards])
         return [(start_s, end_s) for start_s, end_s in found if end_s - start_s >= SHORTEST_S]
 

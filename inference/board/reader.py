@@ -140,6 +140,11 @@ class BoardReader:
             view.bell.wait(state.bell, timeout_s)
 
     @property
+    def ended(self) -> bool:
+        """True if the training that wrote the last board has ended, and no other has begun."""
+        return self._look().ended
+
+    @property
     def writer(self) -> int | None:
         """The writer's process id; None without a board."""
         view = self._seen.view
@@ -163,7 +168,7 @@ class BoardReader:
         except OSError:
             if seen.file is not None:
                 why = f"{self.path}: the board is gone; training has ended, or the file was removed"
-                self._seen = seen = _Seen(None, None, why)
+                self._seen = seen = _Seen(None, None, why, seen.ended)
             return seen
         file = stat.st_dev, stat.st_ino
         if file != seen.file:
@@ -178,11 +183,16 @@ class BoardReader:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a path named: the file, and its board or the problem with it."""
+    """What a path named: the file, and its board or the problem with it; and whether an earlier board was closed."""
 
     file: tuple[int, int] | None
     view: BoardView | None
     problem: str
+    was_closed: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.was_closed if self.view is None else self.view.ended
 
     def why_dead(self, now_s: float) -> str:
         return self.problem if self.view is None else self.view.why_dead(now_s)

@@ -61,6 +61,11 @@ class BoardView:
         """The board's global rank."""
         return self._words[Header.RANK]
 
+    @property
+    def ended(self) -> bool:
+        """True if the writer has closed the board, or its process is gone."""
+        return not self.writer or start_ticks(self.writer) != self._words[Header.STARTED]
+
     def why_dead(self, now_s: float) -> str:
         """Why its writer is not alive, or empty."""
         words = self._words

@@ -6,6 +6,7 @@ bubble opens that is long enough to be useful.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ from weft.inference.board.layout import (
     row_at,
 )
 from weft.inference.board.process_identity import own_identity
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["HEARTBEAT_S", "BoardWriter", "board_path"]
 
@@ -58,8 +61,9 @@ class BoardWriter:
         """
         self.path = path
         max_edges = max(max_edges, 2 * len(plan) + 1)
-        self._memory = make_board(path, num_words(ROWS, max_edges))
-        self._words = words = memoryview(self._memory).cast("Q")
+        self._num_words = num_words(ROWS, max_edges)
+        self._map()
+        words = self._words
         words[Header.ROWS], words[Header.EDGES], words[Header.RANK] = ROWS, max_edges, rank
         words[Header.PID], words[Header.STARTED] = own_identity()
         words[Header.HEARTBEAT] = monotonic_ns()
@@ -68,7 +72,6 @@ class BoardWriter:
         for index, edge in enumerate(edges[: words[Header.PLANNED]]):
             words[HEADER + index] = edge
         words[Header.VERSION], words[Header.MAGIC] = VERSION, MAGIC
-        self._bell = Futex(memoryview(self._memory), Header.BELL * WORD_BYTES)
         self._max_edges = max_edges
         self._step = 0
         self._row = row_at(0, ROWS, max_edges)
@@ -76,8 +79,26 @@ class BoardWriter:
         self._gaps_before: list[int] = []
         self._zeros = memoryview(bytes(max_edges * WORD_BYTES)).cast("Q")
         self._closing = threading.Event()
+        self._file_lost = False
         publish(path)
         threading.Thread(target=self._beat, name="weft-board", daemon=True).start()
+
+    def _map(self) -> None:
+        """Map a new, unpublished file."""
+        self._memory = make_board(self.path, self._num_words)
+        self._words = memoryview(self._memory).cast("Q")
+        self._bell = Futex(memoryview(self._memory), Header.BELL * WORD_BYTES)
+
+    def _restore(self) -> None:
+        """Publish the board in a new file, because somebody has removed the old one; readers map it by themselves."""
+        self._file_lost = False
+        before = self._words
+        try:
+            self._map()
+            self._words[:] = before
+            publish(self.path)
+        except (OSError, ValueError) as error:  # training goes on without a board
+            logger.warning("%s was removed, and cannot be made again: %s", self.path, error)
 
     def begin(self, kind: int, at_ns: int | None = None) -> None:
         """A step begins; the rank is idle until the first `busy`.
@@ -86,6 +107,8 @@ class BoardWriter:
             kind: steps of the same kind have similar timing, such as those with as many micro-batches.
             at_ns: time by `time.monotonic_ns`; None is now.
         """
+        if self._file_lost:
+            self._restore()
         now = monotonic_ns() if at_ns is None else at_ns
         words, before, count = self._words, self._row, self._count
         times = words[before + ROW_HEADER : before + ROW_HEADER + count].tolist()
@@ -126,6 +149,7 @@ class BoardWriter:
     def _beat(self) -> None:
         while not self._closing.wait(HEARTBEAT_S):
             self._words[Header.HEARTBEAT] = monotonic_ns()
+            self._file_lost = not self.path.exists()
 
     def close(self) -> None:
         """Remove the board; readers see immediately that the writer is gone."""

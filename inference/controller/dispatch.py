@@ -148,15 +148,24 @@ class Dispatch:
             f"{worker.url}{request.path}", content=request.body, headers=request.headers, timeout=timeout
         )
         answer = asyncio.create_task(post)
-        wait_s = max(0.0, ticket.expected_s - time.monotonic())
+        check_s = ticket.expected_s + settings.answer_slack_s
         try:
             while True:
-                await asyncio.wait((answer,), timeout=wait_s + settings.answer_slack_s)
+                left_s = check_s - time.monotonic()
+                await asyncio.wait((answer,), timeout=max(0.0, min(left_s, settings.probe_s)))
                 if answer.done():
                     worker.heard_s = time.monotonic()
                     return answer.result()
-                await self._check_progress(worker, ticket)
-                wait_s = 0.0
+                if not worker.bubbles:
+                    waited_s = time.monotonic() - ticket.placed_s
+                    raise Refusal(
+                        503,
+                        f"training has published no bubbles for a while, or has ended; waited {waited_s:.0f} s",
+                        retry_after_s=1,
+                    )
+                if left_s <= 0.0:
+                    await self._check_progress(worker, ticket)
+                    check_s = time.monotonic() + settings.answer_slack_s
         finally:
             answer.cancel()
 
@@ -166,9 +175,5 @@ class Dispatch:
         if not worker.up:
             raise httpx.ReadTimeout("its health check does not answer either")
         waited_s = time.monotonic() - ticket.placed_s
-        if not worker.bubbles:
-            raise Refusal(
-                503, f"training has published no bubbles for a while; waited {waited_s:.0f} s", retry_after_s=1
-            )
         if waited_s > self._settings.answer_timeout_s:
             raise Refusal(504, f"no answer after {waited_s:.0f} s (inference.controller.answer_timeout_s)")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from weft.conf.schema import ControllerConfig, PrefillConfig, PrefillWorkerConfig
+from weft.inference.controller.peers import Peers
 from weft.inference.controller.slowdown import Slowdown
 from weft.inference.placement.bubble_pattern import BubblePattern
 from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
@@ -30,8 +31,11 @@ NO_BUBBLES_S = 2
 class Bubbles(Protocol):
     """Source of a worker's predicted bubbles, such as `CommonBubbles`."""
 
-    def upcoming(self, horizon_s: float) -> Sequence[tuple[float, float]]:
-        """Bubbles within the next ``horizon_s``: (start, end) on the monotonic clock, in order."""
+    def upcoming(self, horizon_s: float) -> Sequence[tuple[float, float]] | None:
+        """Bubbles within the next ``horizon_s``: (start, end) on the monotonic clock, in order.
+
+        None if training has ended; empty if it publishes nothing at the moment.
+        """
         ...
 
 
@@ -67,17 +71,23 @@ class Worker:
         self.bubbles: Sequence[tuple[float, float]] = ()
         self.bubble_s = 0.0
         """Total length of past bubbles."""
+        self.others_s = 0.0
+        """Work that other controllers have placed on it."""
         self._cost_file = Path(address.cost) if address.cost else None
         self._cost_stamp = 0.0
         self._published_s = -inf
         self.cost = PrefillCost()
 
-    def update_bubbles(self, bubbles: Sequence[tuple[float, float]], now_s: float) -> None:
-        """Update the predicted bubbles; the last ones remain valid for a moment if there are none."""
+    def update_bubbles(self, bubbles: Sequence[tuple[float, float]] | None, now_s: float) -> None:
+        """Update the predicted bubbles; the last ones remain valid for a moment if there are none.
+
+        Args:
+            bubbles: None if training has ended.
+        """
         if bubbles:
             self._published_s = now_s
-        if bubbles or now_s - self._published_s > QUIET_S:
-            self.bubbles = bubbles
+        if bubbles or bubbles is None or now_s - self._published_s > QUIET_S:
+            self.bubbles = bubbles or []
 
     def reload_cost(self, quantile: float) -> None:
         """Reload the worker's cost model if its file has changed."""
@@ -96,8 +106,12 @@ class Worker:
         return self._cost_file is not None and self.cost.steps < TRUSTED
 
     def left_s(self, now_s: float) -> float:
-        """Estimated seconds of work left."""
-        return sum(_left_s(ticket, now_s) for ticket in self.tickets)
+        """Estimated seconds of work left in the tickets of this controller.
+
+        A worker computes prompts in their order: however late the first one is, the others are still to come.
+        """
+        first = sum(_left_s(ticket, now_s) for ticket in self.tickets[:1])
+        return first + sum(ticket.work_s for ticket in self.tickets[1:])
 
 
 def _left_s(ticket: Ticket, now_s: float) -> float:
@@ -116,13 +130,23 @@ class Fleet:
         settings: ControllerConfig,
         prefill: PrefillConfig,
         clock: Callable[[], float] = time.monotonic,
+        peers: Peers | None = None,
     ) -> None:
-        """All workers start as down."""
+        """All workers start as down.
+
+        Args:
+            peers: other controllers that place prompts on these workers.
+        """
         self.workers = [Worker(index, address, board) for index, (address, board) in enumerate(workers)]
-        self._settings, self._prefill, self._clock = settings, prefill, clock
+        self._settings, self._prefill, self._clock, self._peers = settings, prefill, clock, peers
         self._horizon_s = settings.deadline_s
         self._looked_s = clock()
         self.refresh()
+
+    @property
+    def max_tokens(self) -> int:
+        """Length of prompt and first token that a worker's model takes."""
+        return self._prefill.max_tokens
 
     @property
     def serving(self) -> int:
@@ -132,6 +156,8 @@ class Fleet:
     def refresh(self) -> None:
         """Read every board and cost model, and update predictions."""
         now_s = self._clock()
+        if self._peers is not None:
+            self._peers.look()
         for worker in self.workers:
             worker.bubble_s += sum(
                 max(0.0, min(end_s, now_s) - max(start_s, self._looked_s)) for start_s, end_s in worker.bubbles
@@ -144,6 +170,7 @@ class Fleet:
         self._patterns = [self._pattern(worker, now_s) for worker in self.workers]
         for worker in self.workers:
             self._update(worker)
+        self._publish()
 
     def place(self, tokens: int, deadline_s: float, *, without: Collection[int] = ()) -> Ticket:
         """Place a prompt on the worker that finishes it first.
@@ -155,6 +182,7 @@ class Fleet:
         Raises:
             Refusal: no worker would finish in time; has `retry_after_s`.
         """
+        self._count_others()
         now_s, work_s = self._clock(), self._work.work_s(tokens)
         for index in without:
             self._placement.remove(index)
@@ -193,6 +221,7 @@ class Fleet:
             expected_s=expected_s,
         )
         worker.tickets.append(ticket)
+        self._publish()
         if len(worker.tickets) >= self._settings.max_queue:
             self._placement.remove(worker.index)
         return ticket
@@ -235,6 +264,26 @@ class Fleet:
         worker = self.workers[ticket.worker]
         worker.tickets.remove(ticket)
         self._update(worker)
+        self._publish()
+
+    def close(self) -> None:
+        """Withdraw what other controllers count."""
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
+
+    def _publish(self) -> None:
+        if self._peers is not None:
+            now_s = self._clock()
+            self._peers.publish({worker.url: worker.left_s(now_s) for worker in self.workers if worker.tickets})
+
+    def _count_others(self) -> None:
+        """Update the workers on which other controllers have placed or finished work."""
+        others_s = self._peers.work_s() if self._peers is not None else {}
+        for worker in self.workers:
+            if worker.others_s != (work_s := others_s.get(worker.url, 0.0)):
+                worker.others_s = work_s
+                self._update(worker)
 
     def set_up(self, worker: Worker, up: bool) -> None:
         """Set whether the worker is up; only workers that are up get requests."""
@@ -249,7 +298,7 @@ class Fleet:
             self._placement.remove(worker.index)
             return
         now_s, pattern = self._clock(), self._patterns[worker.index]
-        left_s = worker.left_s(now_s)
+        left_s = worker.left_s(now_s) + worker.others_s
         self._placement.set(worker.index, pattern, pattern.end(now_s, left_s) if left_s else now_s)
 
     def _pattern(self, worker: Worker, now_s: float) -> BubblePattern:

@@ -40,16 +40,22 @@ def counter(tokenizer: str) -> Count:
 
 
 def prompt_tokens(request: Mapping[str, Any], count: Count) -> int:
-    """Number of tokens of a completion's or a chat's prompt; at least 1.
+    """Number of tokens of a completion's or a chat's prompt, as far as it is not truncated; at least 1.
 
     Raises:
         Refusal: the prompt is in none of the formats of OpenAI's API.
     """
+    limit = request.get("truncate_prompt_tokens")
+    tokens = max(1, _all_tokens(request, count))
+    return min(tokens, limit) if isinstance(limit, int) and limit > 0 else tokens
+
+
+def _all_tokens(request: Mapping[str, Any], count: Count) -> int:
     if "messages" not in request:
-        return max(1, _completion_tokens(request.get("prompt"), count))
+        return _completion_tokens(request.get("prompt"), count)
     texts = list(_message_texts(request["messages"]))
     templated = [json.dumps(request[name], ensure_ascii=False) for name in TEMPLATED if request.get(name)]
-    return max(1, sum(map(count, texts + templated)) + MESSAGE_TOKENS * len(texts))
+    return sum(map(count, texts + templated)) + MESSAGE_TOKENS * len(texts)
 
 
 def _completion_tokens(prompt: object, count: Count) -> int:

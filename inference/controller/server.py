@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import h11
@@ -11,11 +13,13 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from weft.conf.boards import boards_folder
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import ControllerConfig, WeftConfig
 from weft.inference.board.common_bubbles import CommonBubbles
 from weft.inference.board.reader import BoardReader
 from weft.inference.controller.fleet import Fleet
+from weft.inference.controller.peers import Peers
 from weft.inference.controller.prompts import counter
 from weft.inference.controller.service import make_app
 from weft.inference.worker.command import addresses
@@ -37,11 +41,22 @@ def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
             f"inference.controller.host={settings.host}: reachable by others, and there is no API key; set the "
             f"environment variable {settings.api_key_env}, or inference.controller.host=127.0.0.1"
         )
-    count = counter(settings.tokenizer)
+    local = Path(prefill.model).expanduser() / "tokenizer.json"
+    tokenizer = settings.tokenizer or (str(local) if prefill.model and local.is_file() else "")
+    count = counter(tokenizer)
     named = addresses(config)
     bubbles = [CommonBubbles([BoardReader(board) for board in address.boards]) for address in named]
-    fleet = Fleet(list(zip(named, bubbles, strict=True)), settings, prefill)
-    return make_app(fleet, settings, count=count, api_key=api_key, allow_decode=prefill.allow_decode)
+    folders = [Path(board).parent for address in named for board in address.boards]
+    peers = Peers(folders[0] if folders else boards_folder(config, os.getuid()))
+    fleet = Fleet(list(zip(named, bubbles, strict=True)), settings, prefill, peers=peers)
+    return make_app(
+        fleet,
+        settings,
+        count=count,
+        api_key=api_key,
+        allow_decode=prefill.allow_decode,
+        estimated=not tokenizer,
+    )
 
 
 def serve(app: FastAPI, settings: ControllerConfig) -> None:

@@ -38,6 +38,7 @@ def make_app(
     count: Count,
     api_key: str = "",
     allow_decode: bool = False,
+    estimated: bool = False,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> FastAPI:
     """The ASGI application.
@@ -46,9 +47,10 @@ def make_app(
         count: counts the tokens of a text.
         api_key: required of clients; empty requires none.
         allow_decode: whether the workers decode.
+        estimated: whether ``count`` is an estimate.
         transport: of the client that reaches the workers; TCP by default.
     """
-    service = _Service(fleet, settings, count, api_key, allow_decode, transport)
+    service = _Service(fleet, settings, count, api_key, allow_decode, estimated, transport)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -57,6 +59,7 @@ def make_app(
             watching = asyncio.create_task(service.dispatch.watch())
             yield
             watching.cancel()
+        fleet.close()
 
     app = FastAPI(title="Weft prefill", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_api_route("/v1/completions", service.generate, methods=["POST"])
@@ -79,10 +82,11 @@ class _Service:
         count: Count,
         api_key: str,
         allow_decode: bool,
+        estimated: bool,
         transport: httpx.AsyncBaseTransport | None,
     ) -> None:
         self._fleet, self._settings = fleet, settings
-        self._count, self._allow_decode = count, allow_decode
+        self._count, self._allow_decode, self._estimated = count, allow_decode, estimated
         self._key = api_key
         self._metrics = Metrics(fleet)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -177,6 +181,10 @@ class _Service:
         tokens, most = prompt_tokens(value, self._count), self._settings.max_prompt_tokens
         if tokens > most:
             raise Refusal(400, f"the prompt has about {tokens} tokens; the limit is {most}")
+        longest = self._fleet.max_tokens - 1
+        if tokens > longest:
+            # If it is too long for the model, the worker refuses it at once, without work.
+            tokens = longest if self._estimated or value.get("truncate_prompt_tokens") else 1
         return body, tokens
 
     def _deadline_s(self, request: Request) -> float:

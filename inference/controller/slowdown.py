@@ -8,8 +8,9 @@ MOST = 20.0
 """Upper bound on the ratio of one sample."""
 WEIGHT = 0.2
 """Of the newest sample in the moving average."""
-HALVING_S = 30.0
-"""Half-life of the excess above 1 without samples, so that a slow worker that gets no prompts is tried again."""
+HALVING_S = 1.0
+"""Half-life of the excess above 1 without samples: a worker that was stopped for a moment is late with all prompts
+that it had, and as fast as before with the next ones. One that stays slow is measured again all the time."""
 
 
 class Slowdown:

@@ -4,6 +4,9 @@ A chunk of n tokens after c tokens of context takes ``A + B n + C (n c + n^2 / 2
 fixed cost, matrix products, attention. The coefficients are fitted by non-negative least squares of
 relative errors. A step after an idle gap is slower than one back to back (cold caches and clocks), so
 predictions are scaled by a high quantile of the relative errors, per class of gap.
+
+Steps that the host delays for long are rare, and no property of the chunk. The quantile leaves out a few
+outliers, and is bounded by the latest steps, so that a few of them are enough to return to normal.
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil, sqrt
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from weft.conf.files import write_atomic
@@ -28,6 +33,14 @@ PRIOR_SCALE = 1.5
 """Scale of a class of gap without enough measurements."""
 TRUSTED = 8
 """Number of measurements from which a class of gap uses its own quantile."""
+OUTLIER = 4.0
+"""A step that took this many times the class's median was delayed, if such steps are few."""
+MAX_OUTLIERS = 0.1
+"""Share of a class's steps that may be left out as outliers; at least one."""
+LATEST = 4
+"""Number of latest steps that bound the scale of their class."""
+LATEST_SCALE = 1.5
+"""The bound: this many times the slowest of the latest steps."""
 FORMAT = 1
 
 Chunk = tuple[int, float, float]
@@ -48,7 +61,9 @@ class PrefillCost:
     _fit: Coefficients = PRIOR
     _sums: Sums = field(default_factory=Sums)
     _seen: list[deque[Chunk]] = field(default_factory=lambda: [deque(maxlen=MEMORY) for _ in range(len(GAPS_S) + 1)])
-    _scales: list[float] = field(default_factory=lambda: [PRIOR_SCALE] * (len(GAPS_S) + 1))
+    # Derived from the fields above, when they are used.
+    _scales: list[float] = field(default_factory=lambda: [PRIOR_SCALE] * (len(GAPS_S) + 1), compare=False)
+    _stale: set[int] = field(default_factory=lambda: set(range(len(GAPS_S) + 1)), compare=False)
 
     def typical_s(self, tokens: int, context: float) -> float:
         """Expected seconds of a chunk of ``tokens`` after ``context`` tokens."""
@@ -62,12 +77,12 @@ class PrefillCost:
             context: tokens computed before it.
             gap_s: idle time before it.
         """
-        return self.typical_s(tokens, context) * self._scales[bisect_right(GAPS_S, gap_s)]
+        return self.typical_s(tokens, context) * self._scale(gap_class(gap_s))
 
     def tokens_within(self, seconds: float, context: int, gap_s: float, most: int) -> int:
         """The longest chunk, up to ``most`` tokens, that is predicted to finish within ``seconds``; 0 if none."""
         a, b, c = self._fit
-        budget_s = seconds / self._scales[bisect_right(GAPS_S, gap_s)] - a
+        budget_s = seconds / self._scale(gap_class(gap_s)) - a
         linear = b + c * context
         if budget_s <= 0.0 or most <= 0:
             return 0
@@ -81,20 +96,26 @@ class PrefillCost:
         """Learn from a chunk that took ``seconds``."""
         if tokens <= 0 or seconds <= 0.0:
             return
-        gap = bisect_right(GAPS_S, gap_s)
         self._sums.add(tokens, context, seconds)
         self._fit = self._sums.fit()
-        self._seen[gap].append((tokens, context, seconds))
-        if len(self._seen[gap]) >= TRUSTED:
-            ratios = sorted(took_s / self.typical_s(n, c) for n, c, took_s in self._seen[gap])
-            self._scales[gap] = ratios[ceil(self.quantile * len(ratios)) - 1]
+        self._seen[gap_class(gap_s)].append((tokens, context, seconds))
+        self._stale.update(range(len(self._seen)))
         self.steps += 1
+
+    def _scale(self, gap: int) -> float:
+        seen = self._seen[gap]
+        if gap in self._stale and len(seen) >= TRUSTED:
+            self._scales[gap] = scale_of([took_s / self.typical_s(n, c) for n, c, took_s in seen], self.quantile)
+        self._stale.discard(gap)
+        return self._scales[gap]
 
     def __str__(self) -> str:
         a, b, c = self._fit
         scales = ", ".join(
             f"{scale:.2f} {'after ' if border else 'below '}{1e3 * (border or GAPS_S[0]):g} ms"
-            for border, scale, seen in zip((0.0, *GAPS_S), self._scales, self._seen, strict=True)
+            for border, scale, seen in zip(
+                (0.0, *GAPS_S), map(self._scale, range(len(self._seen))), self._seen, strict=True
+            )
             if len(seen) >= TRUSTED
         )
         return (
@@ -111,7 +132,6 @@ class PrefillCost:
             "square": self._sums.square,
             "right": self._sums.right,
             "seen": [list(chunks) for chunks in self._seen],
-            "scales": self._scales,
         }
 
     @classmethod
@@ -131,7 +151,6 @@ class PrefillCost:
             _fit=tuple(value["fit"]),
             _sums=Sums(square=value["square"], right=value["right"]),
             _seen=[deque(map(tuple, chunks), maxlen=MEMORY) for chunks in value["seen"]],
-            _scales=value["scales"],
         )
 
     def save(self, path: Path) -> None:
@@ -146,14 +165,30 @@ class PrefillCost:
             ValueError: the file is not a cost model, or of another version.
         """
         try:
-            text = path.read_text() if is_trusted(path) else ""
+            text = path.read_text() if is_trusted(path) else None
         except FileNotFoundError:
-            text = ""
-        if not text:
+            text = None
+        if text is None:
             return cls(quantile=quantile)
         try:
-            model = cls.from_dict(json.loads(text))
+            return cls.from_dict({**json.loads(text), "quantile": quantile})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
-        model.quantile = quantile
-        return model
+
+
+def gap_class(gap_s: float) -> int:
+    """Index of the class of idle time before a step."""
+    return bisect_right(GAPS_S, gap_s)
+
+
+def scale_of(ratios: Sequence[float], quantile: float) -> float:
+    """The scale of a class of gap, from the relative durations of its steps in the order of time.
+
+    The quantile of all but a few outliers, bounded by the latest steps.
+    """
+    limit = OUTLIER * median(ratios)
+    typical = [ratio for ratio in ratios if ratio <= limit]
+    if len(ratios) - len(typical) > max(1, int(MAX_OUTLIERS * len(ratios))):
+        typical = list(ratios)
+    slowest = sorted(typical)[ceil(quantile * len(typical)) - 1]
+    return min(slowest, LATEST_SCALE * max(typical[-LATEST:]))

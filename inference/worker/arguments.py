@@ -21,6 +21,8 @@ REMEDIES = {
     "port": "set inference.prefill.first_port",
     "uds": "the controller reaches workers by TCP; leave it out",
     "model": "set inference.prefill.model",
+    "max-model-len": "set inference.prefill.max_tokens",
+    "shutdown-timeout": "a worker would wait for bubbles, and drop its prompts after all; leave it out",
     "gpu-memory-utilization": "set inference.prefill.memory_share",
     "kv-transfer-config": "set inference.prefill.connector",
 }

@@ -21,6 +21,9 @@ IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Runs the model in the engine's process. vLLM's default on a CPU is a separate process, which polls
 for a second after each step and takes time from training."""
 
+ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_EXPANDABLE = re.compile(r"(^|,)\s*expandable_segments\s*:\s*true\s*(?=,|$)", re.IGNORECASE)
+
 LEASE_S = 120
 """Seconds that a prompt's KV cache is kept until a decode instance has fetched it; vLLM's default of 30 is too
 short on a busy host."""
@@ -72,7 +75,7 @@ def addresses(config: WeftConfig) -> list[PrefillWorkerConfig]:
         PrefillWorkerConfig(
             url=f"http://{config.inference.prefill.host}:{worker.port}",
             boards=[str(board) for board in worker.boards],
-            cost=str(cost_file(config, worker)),
+            cost=str(cost_link(worker.status)),
         )
         for worker in workers_of(config)
     ]
@@ -98,6 +101,15 @@ def cost_file(config: WeftConfig, worker: Worker) -> Path:
     digest = hashlib.sha256(prefill.model.encode()).hexdigest()[:8]
     name = re.sub(r"[^A-Za-z0-9.-]+", "_", f"{Path(prefill.model).name}-{digest}-{platform.node()}-{worker.index}")
     return Path(prefill.cost_dir).expanduser().absolute() / f"{name}.json"
+
+
+def cost_link(status: Path) -> Path:
+    """Path under which a worker publishes its cost model to controllers, whatever they call the model.
+
+    Args:
+        status: path of the worker's `WorkerStatus`.
+    """
+    return status.with_suffix(".cost")
 
 
 def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, trace_file: str = "") -> list[str]:
@@ -143,6 +155,8 @@ def kv_transfer(*, on_cpu: bool) -> dict[str, object]:
         "kv_role": "kv_both",
         # Its hash would include each instance's path of the model.
         "kv_connector_extra_config": {"enforce_handshake_compat": False, "kv_lease_duration": LEASE_S},
+        # A decode instance computes a prompt itself if its worker ends before the cache is fetched.
+        "kv_load_failure_policy": "recompute",
     }
     return config | ({"kv_buffer_device": "cpu"} if on_cpu else {})
 
@@ -164,6 +178,13 @@ def environment(
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), env.get("PYTHONPATH", "")]))
     env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # The model runs eagerly; what else vLLM compiles are helpers, at the first request that needs them, for seconds.
+    env.setdefault("TORCH_COMPILE_DISABLE", "1")
+    if config.inference.prefill.connector is KvConnector.nixl:
+        # vLLM refuses segments that move, because the connector registers their addresses; training may use them.
+        for name in ALLOCATORS:
+            if (fixed := _EXPANDABLE.sub("", env.get(name, "")).strip(", ")) != env.get(name, ""):
+                env[name] = fixed
     env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = config.inference.prefill.host
     env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(worker.side_port)
     env["WEFT_WORKER_STATUS"] = str(worker.status)

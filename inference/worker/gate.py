@@ -10,17 +10,20 @@ from collections.abc import Callable, Sequence
 from weft.conf.timer_slack import USUAL_S, set_timer_slack
 from weft.inference.board.common_bubbles import Opening, opening
 from weft.inference.board.reader import BoardReader
-from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
+from weft.inference.placement.prefill_cost import GAPS_S, TRUSTED, PrefillCost, gap_class
 from weft.inference.worker.status import WorkerStatus
 
 logger = logging.getLogger(__name__)
 
 MIN_TOKENS = 16
 """Minimum grant, except for the rest of a prompt: below it a step's fixed cost dominates."""
-MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
-"""Bounds of the pause of `Trials`."""
+MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 2.0
+"""Bounds of the pause of `Trials`: a late trial costs training a step of `MIN_TOKENS` at most this often, and
+predictions recover within seconds of a slow period's end."""
 MIN_REMAINING = 0.8
-"""Share of a bubble that must remain for a trial."""
+"""Share of a bubble that must remain for a trial, if no step has ended in it."""
+MIN_STEPS = 2.0
+"""Number of steps as long as the last one that must fit for a trial, if that step ended in the same bubble."""
 CHECK_S = 0.25
 """Maximum sleep of the waker: the latency of noticing a board that appears, disappears or dies."""
 
@@ -44,6 +47,9 @@ class Gate:
         self.cost = cost
         self.guard_s = guard_s
         self.last_end_s = time.monotonic()
+        self._last_s = 0.0
+        self._class_end_s = [self.last_end_s] * (len(GAPS_S) + 1)
+        """End of the last step of each class of idle time; predictions of a class improve with its own steps only."""
         self._trials = Trials()
         self._warm = False
         self.why_not = ""
@@ -75,22 +81,30 @@ class Gate:
 
     def _may_try(self, found: Opening, now_s: float) -> bool:
         pause_s = MIN_PAUSE_S if self.cost.steps < TRUSTED else self._trials.pause_s
+        last_s = min(self.last_end_s, self._class_end_s[gap_class(max(0.0, now_s - self.last_end_s))])
         left_s = found.closes_s - now_s
-        return (
-            now_s - self.last_end_s >= pause_s
-            and left_s >= MIN_REMAINING * (found.closes_s - found.opened_s)
-            and left_s > 2 * self.guard_s
-        )
+        needed_s = MIN_REMAINING * (found.closes_s - found.opened_s)
+        if self.last_end_s > found.opened_s:
+            needed_s = MIN_STEPS * self._last_s
+        return now_s - last_s >= pause_s and left_s >= needed_s and left_s > 2 * self.guard_s
 
-    def ended(self, start_s: float, end_s: float, tokens: int, context: float) -> float:
+    def ended(
+        self, start_s: float, end_s: float, tokens: int, context: float, computed_s: float | None = None
+    ) -> float:
         """Learn from a step; returns by how many seconds it overlapped with training, 0.0 if it did not.
 
         The overlap counts from the first time during the step at which a rank computed, even if that
         rank has reached its next bubble meanwhile. The first step of a process is not used for
         learning, because it includes loading and allocation.
+
+        Args:
+            computed_s: seconds of the step in which it was neither preempted nor stopped; None if unknown.
         """
+        gap_s = max(0.0, start_s - self.last_end_s)
+        self._class_end_s[gap_class(gap_s)] = end_s
+        self._last_s = end_s - start_s if computed_s is None else computed_s
         if self._warm:
-            self.cost.observe(tokens, context, max(0.0, start_s - self.last_end_s), end_s - start_s)
+            self.cost.observe(tokens, context, gap_s, self._last_s)
         self._warm = True
         self.last_end_s = end_s
         met_s = [board.busy_from(start_s, end_s) for board in self.boards]

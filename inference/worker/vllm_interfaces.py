@@ -1,4 +1,4 @@
-"""The private interfaces of vLLM 0.32.0 that the prefill worker relies on, and the one method that it wraps.
+"""The private interfaces of vLLM 0.32.0 that the prefill worker relies on, and the methods that it wraps.
 
 `PRIVATE` is checked by tests/vllm/test_contract.py against the installed vLLM.
 """
@@ -9,10 +9,13 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 VERSION = "0.32.0"
 
@@ -29,6 +32,10 @@ PRIVATE: dict[str, tuple[str, str]] = {
         "a lookup; its second value is a number of tokens",
     ),
     "EngineCore.step": ("has_requests", "steps only if `has_requests` says so"),
+    "EngineCore.__init__": ("request_block_hasher", "makes scheduler, executor and hasher; may be wrapped"),
+    "EngineCore.reset_prefix_cache": ("reset_prefix_cache", "forgets the prompts of the warm-up"),
+    "GPUModelRunner._sample": ("sampling_metadata", "samples for all requests, with `input_batch.generators`"),
+    "GPUModelRunner._bookkeeping_sync": ("gen.set_offset", "all that it does with `input_batch.generators`"),
     "EngineCoreProc.has_work": ("has_requests", "likewise before it blocks in its input queue"),
     "EngineCoreProc._process_input_queue": ("input_queue", "blocks in `input_queue.get` without work"),
     "EngineCoreProc._handle_client_request": ("WAKEUP", "a message that only ends the wait"),
@@ -41,7 +48,25 @@ CLASSES = {
     "KVCacheManager": KVCacheManager,
     "EngineCore": EngineCore,
     "EngineCoreProc": EngineCoreProc,
+    "GPUModelRunner": GPUModelRunner,
 }
+
+
+def call_when_ready(prepare: Callable[[Any], None]) -> None:
+    """Call ``prepare(engine)`` when an engine can compute, before clients may send it requests."""
+    original = EngineCore.__init__
+
+    @wraps(original)
+    def init(engine: EngineCore, *args: Any, **kwargs: Any) -> None:
+        original(engine, *args, **kwargs)
+        prepare(engine)
+
+    EngineCore.__init__ = init
+
+
+def computes_in_process(engine: EngineCore) -> bool:
+    """True if the thread that runs the engine's loop also runs the model, on a CPU."""
+    return current_platform.is_cpu() and isinstance(engine.model_executor, UniProcExecutor)
 
 
 def call_when_serving(attach: Callable[[Any, Callable[[], None]], None]) -> None:

@@ -6,26 +6,34 @@ decides *how many* tokens now, and blocks the engine's loop while it grants none
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from weft.conf.files import replacing
 from weft.inference.board.common_bubbles import Opening
 from weft.inference.board.reader import BoardReader
 from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
+from weft.inference.worker.command import cost_link
+from weft.inference.worker.fair_order import FairOrder
 from weft.inference.worker.gate import Gate, Waker
 from weft.inference.worker.settings import WorkerSettings
 from weft.inference.worker.status import WorkerStatus
-from weft.inference.worker.vllm_interfaces import call_when_serving
+from weft.inference.worker.vllm_cpu import keep_generators
+from weft.inference.worker.vllm_interfaces import call_when_ready, call_when_serving, computes_in_process
+from weft.inference.worker.vllm_warm_up import warm_up
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -80,9 +88,15 @@ class BubbleScheduler(Scheduler):
         self._gate = Gate(boards, cost, guard_s=settings.guard_s)
         self._most_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
         self._status = WorkerStatus(Path(settings.status_file) if settings.status_file else None)
+        if settings.status_file:
+            with replacing(cost_link(Path(settings.status_file))) as draft:
+                draft.symlink_to(self._cost_file)
         self._waker: Waker | None = None
         self._granted: tuple[int, Opening | None] = (0, None)
-        self._started_s = 0.0
+        self._ungated = 0
+        self._order = FairOrder()
+        self._in_process = False
+        self._started_s = self._started_cpu_s = 0.0
         self._last_chores_s = self._saved_s = self._warned_s = 0.0
         self._trace: TextIO | None = None
         if settings.trace_file:
@@ -94,15 +108,29 @@ class BubbleScheduler(Scheduler):
         period_s = IDLE_S if self.connector is None else CHORES_S
         self._waker = Waker(self._gate, wake, period_s=period_s, status=self._status)
 
+    @contextlib.contextmanager
+    def ungated(self, tokens: int) -> Iterator[None]:
+        """Grant ``tokens`` to every step, in bubbles or not, and learn nothing; for `warm_up`."""
+        self._ungated = tokens
+        try:
+            yield
+        finally:
+            self._ungated = 0
+
     def add_request(self, request: Request) -> None:
-        """Add a request; without `allow_decode` it finishes with its first token."""
+        """Add a request behind those that are as entitled; without `allow_decode` it finishes with its first token."""
         if not self._settings.allow_decode:
             request.max_tokens = min(request.max_tokens, 1)
         super().add_request(request)
+        if self.policy is SchedulingPolicy.FCFS:
+            self._order.place(request, self.waiting)
 
     def has_requests(self) -> bool:
         """Whether to run a step now: for tokens that fit the bubble, or for chores."""
         pending = super().has_requests()
+        if self._ungated:
+            self._granted = self._ungated, None
+            return pending
         self._status.looped()
         if self._waker is not None:
             self._waker.arm(pending)
@@ -117,9 +145,13 @@ class BubbleScheduler(Scheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """vLLM's schedule, limited to the tokens granted now."""
         self._started_s = self._last_chores_s = time.monotonic()
+        self._started_cpu_s = time.thread_time()
         self.max_num_scheduled_tokens = self._granted[0]
         try:
-            return super().schedule(throttle_prefills)
+            output = super().schedule(throttle_prefills)
+            for request in output.scheduled_new_reqs:
+                self._order.began(request.req_id)
+            return output
         finally:
             self.max_num_scheduled_tokens = self._most_tokens
             self._granted = (0, self._granted[1])
@@ -127,7 +159,7 @@ class BubbleScheduler(Scheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         """Like vLLM's; first lets the gate learn from the step's duration."""
         tokens = scheduler_output.total_num_scheduled_tokens
-        if tokens:
+        if tokens and not self._ungated:
             self._learn(scheduler_output, time.monotonic())
         return super().update_from_output(scheduler_output, model_runner_output)
 
@@ -173,7 +205,9 @@ class BubbleScheduler(Scheduler):
             computed = request.num_computed_tokens - count
             pairs += count * computed + count * count / 2
         context = max(0.0, pairs / tokens - tokens / 2)
-        late_s = self._gate.ended(self._started_s, end_s, tokens, context)
+        # Where this thread computes, its time excludes that of a step that was preempted or stopped.
+        computed_s = time.thread_time() - self._started_cpu_s if self._in_process else None
+        late_s = self._gate.ended(self._started_s, end_s, tokens, context, computed_s)
         if end_s - self._saved_s > SAVE_S or self._gate.cost.steps == TRUSTED:
             self._save()
         if self._trace is not None:
@@ -201,9 +235,20 @@ class BubbleScheduler(Scheduler):
             logger.warning("cannot save the cost model: %s", error)
 
 
+def _prepare(engine: Any) -> None:
+    if isinstance(engine.scheduler, BubbleScheduler):
+        engine.scheduler._in_process = computes_in_process(engine)
+        warm_up(engine)
+
+
 def _attach(scheduler: Any, wake: Callable[[], None]) -> None:
     if isinstance(scheduler, BubbleScheduler):
         scheduler.set_wake(wake)
 
 
+call_when_ready(_prepare)
 call_when_serving(_attach)
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    keep_generators(CPUModelRunner)

@@ -16,11 +16,13 @@ from weft.recipes import serve
 from weft.recipes.serving_checks import (
     FIXED_BYTES,
     cache_bytes,
+    check_engine,
     check_memory,
     check_ports,
     check_serving,
     least_gpu_bytes,
     model_bytes,
+    reason_of,
     warnings_of,
 )
 from weft.tools.gpus import num_gpus, visible_gpus
@@ -200,3 +202,78 @@ def test_workers_on_gpus_and_those_that_do_not_yield_are_willing(config, monkeyp
         config.inference.prefill.yield_cores = yields
         serve._WorkerProcess(config, workers_of(config)[0], None)._start(0.0)
     assert started == [serve._become_idle_worker, serve._become_willing_worker, serve._become_willing_worker]
+
+
+def fake_python(path, *, vllm=True, then="true"):
+    """An interpreter that has vLLM or not, and of which a server does ``then``."""
+    path.write_text(f"#!/bin/sh\ncase $1 in -c) exit {int(not vllm)};; esac\n{then}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_python_without_vllm_is_refused_before_any_process(config, tmp_path):
+    config.inference.prefill.python = fake_python(tmp_path / "python", vllm=False)
+    with pytest.raises(ValueError, match=r"inference\.prefill\.python=.*has no vLLM; name a Python that has it"):
+        check_engine(config)
+    config.inference.prefill.python = fake_python(tmp_path / "python")
+    check_engine(config)
+
+
+@pytest.mark.parametrize("model", ["{}/none", "./none", "~/none", "a/b/none", "{}"])
+def test_a_folder_without_a_model_is_refused_before_any_process(config, tmp_path, model):
+    config.inference.prefill.python = fake_python(tmp_path / "python")
+    config.inference.prefill.model = model.format(tmp_path)
+    with pytest.raises(ValueError, match=r"inference\.prefill\.model=.*name a model"):
+        check_engine(config)
+    (tmp_path / "config.json").write_text("{}")
+    config.inference.prefill.model = str(tmp_path)
+    check_engine(config)
+
+
+def test_a_worker_that_never_answers_ends_with_the_reason(config, tmp_path, monkeypatch, capsys):
+    error = "OSError: tiny/lama is not a local folder and is not a valid model identifier"
+    config.inference.prefill.python = fake_python(
+        tmp_path / "python", then=f'echo "(APIServer pid=7) {error}"; echo "RuntimeError: see above"; exit 1'
+    )
+    monkeypatch.setattr(serve, "POLL_S", 0.01)
+    monkeypatch.setattr(serve, "FIRST_PAUSE_S", 0.01)
+    given = {
+        "cluster.ranks": 2,
+        "inference.boards": tmp_path / "boards",
+        "inference.prefill.model": "tiny/lama",
+        "inference.prefill.python": config.inference.prefill.python,
+        "inference.prefill.first_port": 28401,
+    }
+    with pytest.raises(ValueError, match=error) as caught:
+        serve.main([f"{name}={value}" for name, value in given.items()])
+    assert "it has not answered once in 3 starts, log " in str(caught.value)
+    assert capsys.readouterr().err.count("again in") == 4, "two workers, two more starts each"
+
+
+def test_a_worker_that_has_answered_is_started_again_for_ever(config, tmp_path, monkeypatch):
+    config.inference.boards = str(tmp_path / "boards")
+    config.inference.prefill.python = fake_python(tmp_path / "python", then="exit 1")
+    process = serve._WorkerProcess(config, workers_of(config)[0], None)
+    process._ever_answered = True
+    for _ in range(serve.MAX_STARTS + 2):
+        process._start(0.0)
+        process._restart("ended", 0.0)
+    assert not process.failure
+
+
+def test_the_reason_is_the_first_error_of_the_last_start(tmp_path):
+    log = tmp_path / "log"
+    assert reason_of(log, 0) == ""
+    log.write_text("ValueError: of an earlier start\n")
+    begin = log.stat().st_size
+    with log.open("a") as file:
+        file.write("(EngineCore pid=3) ERROR 11-26 11:04:18 [core.py:1512] Traceback\n")
+        file.write(
+            "(EngineCore pid=3) ERROR 11-26 11:04:18 [core.py:1512] torch.OutOfMemoryError: CUDA out of memory\n"
+        )
+        file.write("(APIServer pid=1) RuntimeError: Engine core initialization failed\n")
+    assert reason_of(log, begin) == "torch.OutOfMemoryError: CUDA out of memory"
+    log.write_text(
+        "(APIServer pid=1) pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, no\n"
+    )
+    assert reason_of(log, 0) == "pydantic_core.ValidationError: 1 validation error for ModelConfig Value error, no"

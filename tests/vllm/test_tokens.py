@@ -1,4 +1,4 @@
-"""First tokens computed in bubbles are those of a stock vLLM."""
+"""First tokens computed in bubbles, greedy or sampled with a seed, are those of a stock vLLM."""
 
 import contextlib
 import os
@@ -20,16 +20,26 @@ from vllm.inputs import TokensPrompt
 asked = json.load(open(sys.argv[1]))
 llm = LLM(**asked["engine"])
 prompts = [TokensPrompt(prompt_token_ids=ids) for ids in asked["prompts"]]
-found = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
+# Every third is sampled with a seed, every fifth reports log-probabilities.
+params = [
+    SamplingParams(
+        max_tokens=1, temperature=float(n % 3 == 0), seed=n if n % 3 == 0 else None, logprobs=3 if n % 5 == 0 else None
+    )
+    for n in range(len(prompts))
+]
+if asked["together"]:
+    found = llm.generate(prompts, params, use_tqdm=False)
+else:  # never in chunks, in which vLLM cannot sample with seeds on a CPU
+    found = [llm.generate(*one, use_tqdm=False)[0] for one in zip(prompts, params)]
 json.dump([list(one.outputs[0].token_ids) for one in found], open(sys.argv[2], "w"))
 """
 
 
-def first_tokens(folder, prompts, engine):
+def first_tokens(folder, prompts, engine, *, together):
     import json
 
     asked, told = folder / "asked.json", folder / "told.json"
-    asked.write_text(json.dumps({"prompts": prompts, "engine": engine}))
+    asked.write_text(json.dumps({"prompts": prompts, "engine": engine, "together": together}))
     env = dict(os.environ, VLLM_NO_USAGE_STATS="1", OMP_NUM_THREADS="1", VLLM_LOGGING_LEVEL="WARNING")
     with subprocess.Popen([sys.executable, "-c", GENERATE, asked, told], env=env, start_new_session=True) as process:
         try:
@@ -73,7 +83,7 @@ def test_first_tokens_equal_those_of_an_ungated_vllm(model, tmp_path):
     with subprocess.Popen(trainer, stdout=subprocess.PIPE, text=True) as training:
         try:
             assert training.stdout is not None and training.stdout.readline() == "up\n"
-            in_bubbles = first_tokens(tmp_path, prompts, gated)
+            in_bubbles = first_tokens(tmp_path, prompts, gated, together=True)
         finally:
             training.kill()
     steps = [json.loads(line) for line in trace.read_text().splitlines()]
@@ -83,4 +93,4 @@ def test_first_tokens_equal_those_of_an_ungated_vllm(model, tmp_path):
             bubbles.setdefault(request, set()).add((step["step"], step["bubble"]))
     assert len(bubbles) == NUM_PROMPTS
     assert sum(len(found) > 3 for found in bubbles.values()) > 5
-    assert in_bubbles == first_tokens(tmp_path, prompts, engine)
+    assert in_bubbles == first_tokens(tmp_path, prompts, engine, together=False)

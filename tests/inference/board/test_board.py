@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import sys
 import threading
 import time
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.inference.board.common_bubbles import CommonBubbles
 from weft.inference.board.forecast import forecast, planned
 from weft.inference.board.layout import ROWS, WORD_BYTES, Header, RowHeader, map_board, num_words, row_at
 from weft.inference.board.reader import BoardReader
@@ -357,3 +359,41 @@ def test_a_board_has_room_for_its_whole_plan(tmp_path_factory, works, max_edges)
         assert step == 1 and len(work) == works
     finally:
         writer.close()
+
+
+def test_a_removed_board_returns_with_the_next_step(tmp_path):
+    """With its folder, too; and readers that knew the old file see the new steps."""
+    path = board_path(tmp_path / "boards", 0)
+    writer = BoardWriter(path, rank=3, plan=[(0.0, 1.0)], max_edges=8)
+    reader = BoardReader(path)
+    for _ in range(3):
+        writer.begin(1)
+        writer.busy()
+    assert reader.state().step == 3
+    shutil.rmtree(path.parent)
+    assert not reader.state().alive and not reader.ended
+    deadline = time.monotonic() + 30.0
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+        writer.begin(1)
+        writer.busy()
+    state = reader.state()
+    assert state.alive and state.step > 3 and reader.rank == 3
+    assert len(reader.work()) > 2, "with the steps from before"
+    assert path.stat().st_mode & 0o077 == 0
+    writer.close()
+    assert not path.exists() and reader.ended
+
+
+def test_a_board_has_ended_only_when_its_writer_has(tmp_path):
+    path = board_path(tmp_path / "boards", 0)
+    assert not BoardReader(path).ended, "training has not begun"
+    writer = BoardWriter(path, rank=0, plan=[], max_edges=8)
+    reader = BoardReader(path)
+    bubbles = CommonBubbles([reader])
+    assert not reader.ended and bubbles.upcoming(1.0) == []
+    writer.close()
+    assert reader.ended and bubbles.upcoming(1.0) is None
+    again = BoardWriter(path, rank=0, plan=[], max_edges=8)
+    assert not reader.ended
+    again.close()

@@ -315,6 +315,43 @@ def test_prompts_that_wait_are_sent_back_when_training_ends(monkeypatch):
     run(scenario())
 
 
+def test_prompts_that_wait_are_sent_back_as_soon_as_training_ends():
+    """However far ahead their end was, and without the pause after which a silent trainer counts as ended."""
+
+    async def scenario():
+        workers, board = FakeWorkers(1), FakeBoard()
+        async with controller(workers, [board], answer_slack_s=1000.0, probe_s=0.05) as client:
+            workers.fault = {"w0": "slow"}
+            asked = asyncio.create_task(client.post(PATH, json=PREFILL))
+            while not workers.seen:
+                await asyncio.sleep(0.01)
+            board.upcoming = lambda _: None
+            answer = await asked
+            assert answer.status_code == 503 and answer.headers["retry-after"]
+            assert "or has ended" in answer.json()["error"]["message"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("tokens", [4096, 100_000])
+def test_a_prompt_that_never_fits_is_left_to_the_worker_to_refuse(tokens):
+    """As a stock server does, and not sent elsewhere with a time to come again."""
+
+    async def scenario():
+        workers = FakeWorkers(1)
+        async with controller(workers) as client:
+            workers.fault = {"w0": "strict"}
+            headers = {"X-Weft-Deadline-S": "0.5"}
+            answer = await client.post(PATH, json=PREFILL | {"prompt": [1] * tokens}, headers=headers)
+            assert answer.status_code == 404, "the worker's own answer"
+            answer = await client.post(PATH, json=PREFILL | {"prompt": [1] * 4000}, headers=headers)
+            assert answer.status_code == 503, "one that fits is measured by the deadline"
+            short = {"prompt": [1] * tokens, "truncate_prompt_tokens": 10}
+            assert (await client.post(PATH, json=PREFILL | short, headers=headers)).status_code == 404
+
+    run(scenario())
+
+
 def test_a_prompt_that_is_never_answered_is_given_up():
     async def scenario():
         workers = FakeWorkers(1)

@@ -1,5 +1,6 @@
 """What is known of a worker: its bubbles, its cost model, the work that it has left."""
 
+import json
 import os
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from weft.conf.schema import ControllerConfig, PrefillConfig, PrefillWorkerConfig
 from weft.inference.controller.fleet import NO_BUBBLES_S, QUIET_S, Fleet, Ticket, Worker
 from weft.inference.controller.metrics import Metrics
+from weft.inference.controller.peers import Peers
 from weft.inference.controller.slowdown import HALVING_S, MOST, SHORTEST_S, WEIGHT, Slowdown
 from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
 from weft.inference.requests import Refusal
@@ -89,9 +91,9 @@ def test_a_cost_model_is_read_again_when_its_file_changes(tmp_path):
     assert not Worker(0, address(), Board()).learning, "one without a file is not waited for"
 
 
-def fleet_of(*boards, clock, cost="", **settings):
+def fleet_of(*boards, clock, cost="", peers=None, **settings):
     controller = ControllerConfig(**settings)
-    made = Fleet([(address(cost), board) for board in boards], controller, PrefillConfig(), clock)
+    made = Fleet([(address(cost), board) for board in boards], controller, PrefillConfig(), clock, peers)
     for worker in made.workers:
         made.set_up(worker, True)
     return made
@@ -220,3 +222,81 @@ def test_histograms_have_these_bounds():
     seconds = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, float("inf")]
     late = [0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, float("inf")]
     assert found == {"ttft_predicted_seconds": seconds, "ttft_seconds": seconds, "lateness_seconds": late}
+
+
+def test_bubbles_end_at_once_with_training():
+    worker = Worker(0, address(), Board())
+    worker.update_bubbles([(1.0, 2.0)], 100.0)
+    worker.update_bubbles(None, 100.1)
+    assert worker.bubbles == []
+
+
+def test_prompts_behind_an_overdue_one_are_still_to_come():
+    """A worker that was stopped has done nothing of them, however late they are."""
+    worker = Worker(0, address(), Board())
+    worker.tickets = [ticket(10.0 + n, 11.0 + n, work_s=1.0) for n in range(50)]
+    assert worker.left_s(100.0) == pytest.approx(49.05)
+
+
+def test_a_stall_is_forgotten_within_seconds():
+    clock = Clock()
+    made = fleet_of(Board((1000.0, 1010.0)), clock=clock)
+    tickets = [made.place(10, 30.0) for _ in range(50)]
+    clock.now_s += 6.0
+    for late in tickets:
+        made.learn_slowdown(late)
+        made.done(late)
+    assert made.workers[0].slowdown.factor(clock.now_s) > 2.0
+    assert made.workers[0].slowdown.factor(clock.now_s + 5.0) < 1.1
+
+
+def test_two_controllers_count_each_others_prompts(tmp_path):
+    """Together they accept about what one accepts in the deadline, and not twice as much.
+
+    Not exactly: the fixed cost of a bubble is counted once for all work that is known, and again for each placement.
+    """
+
+    def accepted(*fleets):
+        count = 0
+        for number in range(200):
+            try:
+                fleets[number % len(fleets)].place(200, 5.0)
+            except Refusal as refusal:
+                assert refusal.status == 503 and refusal.retry_after_s > 0
+            else:
+                count += 1
+        return count
+
+    clock = Clock()
+    alone = accepted(fleet_of(Board((1000.0, 1010.0)), clock=clock, max_queue=500))
+    peers = [Peers(tmp_path / "boards") for _ in range(2)]
+    one, other = (fleet_of(Board((1000.0, 1010.0)), clock=clock, max_queue=500, peers=each) for each in peers)
+    one.refresh()
+    assert alone <= accepted(one, other) < 1.5 * alone
+    # What one has finished is free for the other.
+    for done in list(one.workers[0].tickets):
+        one.done(done)
+    assert other.place(200, 5.0)
+    one.close()
+    other.close()
+    assert not list((tmp_path / "boards").iterdir())
+
+
+def test_what_a_controller_that_died_has_placed_is_not_counted(tmp_path):
+    folder = tmp_path / "boards"
+    mine = Peers(folder)
+    dead = folder / "controller-1-0.json"
+    dead.write_text(json.dumps({"process": [os.getpid(), 1], "work_s": {"http://w": 5.0}}))
+    broken = folder / "controller-2-0.json"
+    broken.write_text("{")
+    mine.look()
+    assert not dead.exists() and broken.exists() and not mine.work_s()
+    other = Peers(folder)
+    mine.look()
+    other.publish({"http://w": 2.0, "http://v": 0.12345678901234})
+    other.publish({"http://w": 1.5})
+    assert mine.work_s() == {"http://w": 1.5}
+    other.close()
+    mine.look()
+    assert not mine.work_s()
+    mine.close()

@@ -15,6 +15,8 @@ def words(text):
     [
         ({"prompt": "one two three"}, 3),
         ({"prompt": ""}, 1),
+        ({"prompt": "one two three", "truncate_prompt_tokens": 2}, 2),
+        ({"prompt": "one two three", "truncate_prompt_tokens": -1}, 3),
         ({"prompt": [5, 6, 7, 8]}, 4),
         ({"prompt": ["one two", "three"]}, 3),
         ({"prompt": [[1, 2], [3, 4, 5]]}, 5),

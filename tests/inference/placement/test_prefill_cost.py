@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.inference.placement.prefill_cost import GAPS_S, PRIOR_SCALE, TRUSTED, PrefillCost
+from weft.inference.placement.prefill_cost import (
+    GAPS_S,
+    LATEST,
+    LATEST_SCALE,
+    OUTLIER,
+    PRIOR_SCALE,
+    TRUSTED,
+    PrefillCost,
+    scale_of,
+)
 from weft.inference.placement.prompt_work import PromptWork
 
 
@@ -124,3 +133,61 @@ def test_it_says_what_it_has_learnt():
         cost._seen[gap].extend([(1, 0.0, 1.0)] * TRUSTED)
     text = "1.50 ms + 20.0 us n + 3.0 ns (n c + n^2 / 2), times 1.25 below 1 ms, 2.00 after 5 ms"
     assert str(cost) == text
+
+
+@pytest.mark.parametrize("steps", [TRUSTED, 20, 49, 200])
+@pytest.mark.parametrize("stall_s", [0.5, 5.0, 24.0])
+def test_one_stall_does_not_change_a_prediction(tmp_path, steps, stall_s):
+    """Neither in the class of idle time that it hit nor in another, now or after a restart."""
+    cost, calm = PrefillCost(), PrefillCost()
+    for model in (cost, calm):
+        for number in range(steps):
+            model.observe(16 + number, 0, 0.05, 0.002 + (16 + number) * 1e-4)
+    cost.observe(16, 0, 0.05, stall_s)
+    cost.save(tmp_path / "cost.json")
+    again = PrefillCost.load(tmp_path / "cost.json", quantile=0.98)
+    for gap_s in (0.0, 0.05, 1.0):
+        calm_s = calm.predict_s(64, 0, gap_s)
+        assert cost.predict_s(64, 0, gap_s) == pytest.approx(calm_s, rel=0.1)
+        assert again.predict_s(64, 0, gap_s) == pytest.approx(calm_s, rel=0.1)
+
+
+def test_a_stall_among_the_first_steps_does_not_spoil_the_fit():
+    cost = PrefillCost()
+    cost.observe(16, 0, 0.05, 24.0)
+    for number in range(TRUSTED):
+        cost.observe(16 + number, 0, 0.05, 0.002 + (16 + number) * 1e-4)
+    assert cost.predict_s(64, 0, 0.05) < 3 * (0.002 + 64e-4)
+
+
+def test_after_a_slow_period_a_few_steps_are_enough(tmp_path):
+    """Also where it lasted until a restart."""
+    cost = PrefillCost()
+    for factor, steps in ((1.0, 50), (20.0, 30)):
+        for number in range(steps):
+            cost.observe(16 + number, 0, 0.05, factor * (0.002 + (16 + number) * 1e-4))
+    real_s = 0.002 + 64e-4
+    assert cost.predict_s(64, 0, 0.05) > 10 * real_s
+    cost.save(tmp_path / "cost.json")
+    cost = PrefillCost.load(tmp_path / "cost.json", quantile=0.98)
+    for _ in range(LATEST):
+        cost.observe(64, 0, 0.05, real_s)
+    assert real_s < cost.predict_s(64, 0, 0.05) < 2 * LATEST_SCALE * real_s
+
+
+def test_what_many_steps_take_is_no_outlier():
+    rare, often = [1.0] * 95 + [2 * OUTLIER] * 5, [1.0, 1.0, 1.0, 1.0, 2 * OUTLIER] * 20
+    assert scale_of(rare, 0.98) == 1.0
+    assert scale_of(often, 0.98) == 2 * OUTLIER
+    assert scale_of([*often, 1.0, 1.0, 1.0, 1.0], 0.98) == LATEST_SCALE
+    assert scale_of([1.0, 1.1, 1.2, 1.3], 1.0) == 1.3
+
+
+def test_scales_follow_the_fit_in_classes_that_get_no_steps():
+    cost = PrefillCost()
+    for number in range(40):
+        cost.observe(100 + number, 0, 0.05, (100 + number) * 1e-3)
+    for number in range(400):
+        cost.observe(100 + number % 40, 0, 0.0, (100 + number % 40) * 1e-4)
+    assert cost.predict_s(100, 0, 0.05) == pytest.approx(0.1, rel=0.05), "ten times as slow after a pause"
+    assert cost.predict_s(100, 0, 0.0) == pytest.approx(0.01, rel=0.05)

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from weft.inference.board.common_bubbles import Opening
 from weft.inference.board.reader import BoardReader
 from weft.inference.board.writer import BoardWriter, board_path
-from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
+from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost, gap_class
 from weft.inference.worker.gate import MAX_PAUSE_S, MIN_PAUSE_S, MIN_TOKENS, Gate, Trials, Waker
 from weft.inference.worker.status import WorkerStatus, problem_of
 
@@ -219,3 +220,52 @@ def test_the_waker_says_that_it_looks_and_when_it_wakes(writer, gate, tmp_path):
     assert "has not responded" in problem_of(tmp_path / "boards" / "worker0.status", hours)
     status.looped()
     assert "has not run" in problem_of(tmp_path / "boards" / "worker0.status", hours)
+
+
+def poisoned(gate, gap_s):
+    """Steps after ``gap_s`` of idle time are believed to take longer than any bubble; others are not."""
+    slow = gap_class(gap_s)
+    gate.cost = SimpleNamespace(
+        steps=TRUSTED,
+        tokens_within=lambda seconds, context, gap_s, most: 0 if gap_class(gap_s) == slow else most,
+        observe=lambda *_: None,
+    )
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 0.01, 0.05, 1.0])
+def test_every_class_of_idle_time_gets_trials(writer, gate, monkeypatch, gap_s):
+    """Also those shorter than the pause between trials, while steps of other classes go on."""
+    poisoned(gate, gap_s)
+    writer.begin(8)
+    now_s = time.monotonic()
+    monkeypatch.setattr("weft.inference.worker.gate.time", SimpleNamespace(monotonic=lambda: now_s))
+    opened_s = gate.boards[0].state().bubble.opens_s
+    gate._class_end_s = [now_s] * len(gate._class_end_s)
+    gate.last_end_s = min(now_s - gap_s, opened_s)
+    assert gate.grant(1000, 0)[0] == (MIN_TOKENS if gap_s >= MIN_PAUSE_S else 0)
+    gate._class_end_s[gap_class(now_s - gate.last_end_s)] = now_s - MIN_PAUSE_S
+    assert gate.grant(1000, 0)[0] == MIN_TOKENS
+
+
+def test_a_class_that_only_follows_other_steps_is_tried_where_two_more_fit(writer, gate):
+    poisoned(gate, 0.0)
+    writer.begin(8)
+    start_s = time.monotonic()
+    gate.ended(start_s, time.monotonic(), 16, 0)
+    bubble = gate.boards[0].state().bubble
+    gate._class_end_s[0] -= MIN_PAUSE_S
+    # Most of the bubble is over.
+    opening = Opening(bubble.opens_s - 100.0, bubble.closes_s, 1, 1)
+    assert gate._may_try(opening, gate.last_end_s)
+    gate._last_s = bubble.closes_s - gate.last_end_s
+    assert not gate._may_try(opening, gate.last_end_s)
+
+
+def test_the_time_in_which_a_step_was_stopped_is_no_cost(writer, gate):
+    learnt = []
+    gate._warm = True
+    gate.cost = SimpleNamespace(observe=lambda *step: learnt.append(step))
+    now_s = time.monotonic()
+    gate.ended(now_s - 5.0, now_s, 16, 0, 0.01)
+    gate.ended(now_s, now_s + 0.02, 16, 0)
+    assert [seconds for *_, seconds in learnt] == [0.01, pytest.approx(0.02)]

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from weft.conf.schema import KvConnector, WeftConfig
 from weft.inference.worker.command import (
     addresses,
     command,
+    cost_link,
     devices_of,
     environment,
     kv_transfer,
@@ -141,3 +143,35 @@ def test_serving_nothing_or_everyone_is_refused(config, monkeypatch):
 def test_settings_that_are_missing_or_misspelt_are_named(given):
     with pytest.raises(ValueError, match="additional_config"):
         WorkerSettings.of(given)
+
+
+@pytest.mark.parametrize("model", ["tiny/llama", "another/name", ""])
+def test_a_controller_finds_the_cost_models_whatever_it_calls_the_model(config, model):
+    published = [address.cost for address in addresses(config)]
+    config.inference.prefill.model = model
+    assert [address.cost for address in addresses(config)] == published
+    assert published == [str(cost_link(worker.status)) for worker in workers_of(config)]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("training", "serving"),
+    [
+        ("expandable_segments:True", ""),
+        ("max_split_size_mb:64,expandable_segments:True", "max_split_size_mb:64"),
+        ("expandable_segments:True,max_split_size_mb:64", "max_split_size_mb:64"),
+        ("roundup_power2_divisions:[256:1,512:2], expandable_segments: true", "roundup_power2_divisions:[256:1,512:2]"),
+        ("expandable_segments:False", "expandable_segments:False"),
+    ],
+)
+def test_a_worker_with_nixl_has_no_expandable_segments(config, tmp_path, name, training, serving):
+    worker = workers_of(config)[0]
+    assert environment(config, worker, {name: training}, package=tmp_path)[name] == training
+    config.inference.prefill.connector = KvConnector.nixl
+    assert environment(config, worker, {name: training}, package=tmp_path)[name] == serving
+
+
+def test_a_decoder_recomputes_what_it_cannot_fetch():
+    assert kv_transfer(on_cpu=True)["kv_load_failure_policy"] == "recompute"
+    documented = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+    assert '"kv_load_failure_policy": "recompute"' in documented

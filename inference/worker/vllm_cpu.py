@@ -1,0 +1,37 @@
+"""Seeded sampling of prompts in chunks on a CPU, which vLLM 0.32.0 does for GPUs only.
+
+vLLM samples after each chunk, discards the token of all but the last, and takes the random numbers back by the
+generator's offset. Generators on a CPU have none, and the error ends the engine.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import numpy as np
+
+
+def keep_generators(runner: type) -> None:
+    """Let a class of model runners restore the state of generators whose sample is discarded."""
+    sample, bookkeeping = runner._sample, runner._bookkeeping_sync  # type: ignore[attr-defined]
+
+    @wraps(sample)
+    def keeping_sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators = self.input_batch.generators
+        discarded = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])
+        states = {index: generators[index].get_state() for index in discarded.tolist() if index in generators}
+        sampled = sample(self, *args, **kwargs)
+        for index, state in states.items():
+            generators[index].set_state(state)
+        return sampled
+
+    @wraps(bookkeeping)
+    def bookkeeping_without_generators(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators, self.input_batch.generators = self.input_batch.generators, {}
+        try:
+            return bookkeeping(self, *args, **kwargs)
+        finally:
+            self.input_batch.generators = generators
+
+    runner._sample, runner._bookkeeping_sync = keeping_sample, bookkeeping_without_generators  # type: ignore[attr-defined]

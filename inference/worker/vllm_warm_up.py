@@ -1,0 +1,57 @@
+"""Prompts that an engine computes before it serves, so that no client's is the first of its kind.
+
+First steps load kernels, allocate buffers and may compile, which takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.v1.request import Request
+
+TOKENS = 32
+"""Length of each prompt; computed in two chunks."""
+
+
+def prompts(block_hasher: Any) -> Iterator[Request]:
+    """A prompt of each kind that takes a path of its own through vLLM's sampler."""
+    kinds = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0, seed=1),
+        SamplingParams(temperature=1.0, top_k=4, top_p=0.9, min_p=0.1),
+        SamplingParams(temperature=0.0, logprobs=4),
+        SamplingParams(temperature=1.0, logprobs=4, prompt_logprobs=4),
+        SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1),
+        SamplingParams(temperature=0.0, logit_bias={0: 1.0}, min_tokens=1),
+        SamplingParams(temperature=0.0, allowed_token_ids=[0, 1]),
+    ]
+    for number, params in enumerate(kinds):
+        params.max_tokens = 1
+        params.update_from_generation_config({}, eos_token_id=0)
+        yield Request(
+            request_id=f"warm-up-{number}",
+            prompt_token_ids=[0] * TOKENS,
+            sampling_params=params,
+            pooling_params=None,
+            block_hasher=block_hasher,
+        )
+
+
+def warm_up(engine: Any) -> None:
+    """Compute every kind of prompt, alone and together, on an engine that does not serve yet."""
+    scheduler = engine.scheduler
+    with scheduler.ungated(TOKENS // 2):
+        for together in (False, True):
+            for request in prompts(engine.request_block_hasher):
+                scheduler.add_request(request)
+                if not together:
+                    _run(engine)
+            _run(engine)
+    engine.reset_prefix_cache()
+
+
+def _run(engine: Any) -> None:
+    while engine.scheduler.has_unfinished_requests() or engine.scheduler.has_finished_requests():
+        engine.step()
