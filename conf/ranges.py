@@ -96,6 +96,8 @@ RANGES = {
     "checkpoint.every": NATURAL,
     "checkpoint.keep": NATURAL,
     "checkpoint.memory_every": NATURAL,
+    "checkpoint.signal_deadline_s": POSITIVE,
+    "checkpoint.storage_wait_s": NATURAL,
     "checkpoint.memory_share": Range(0, 1, low_open=True),
     "supervise.port": Range(0, 65535),
     "supervise.heartbeat_s": POSITIVE,

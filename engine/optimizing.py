@@ -17,6 +17,7 @@ from weft.conf.schema import WeftConfig
 from weft.engine.module import WeftModule
 from weft.engine.observability.heartbeat import Heartbeat
 from weft.engine.planning.run_plan import RunPlan
+from weft.engine.stop_signals import StopSignals
 from weft.engine.zero import Collectives, Comparison, Lamb, ShardedOptimizer, Sharding, Skips
 
 
@@ -27,11 +28,29 @@ class OptimizingEngine(PipelineEngine):
     plan: RunPlan
     module: WeftModule
     heartbeat: Heartbeat
+    stop_signals: StopSignals | None = None
+    """Requests to stop, which `must_stop` spreads to all ranks; set it before the first step."""
     sharding: Sharding
     optimizer: ShardedOptimizer
     basic_optimizer: Optimizer
     _collectives: Collectives
     _comparison: Comparison
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether a signal has asked a rank to stop; it becomes true after the same step on every rank."""
+        return self.optimizer.must_stop
+
+    def agree_to_stop(self) -> bool:
+        """`must_stop` where no step has just ended; a collective call."""
+        asked = torch.full((), float(self._is_asked_to_stop()), device=self.device)
+        with self.heartbeat.waiting():
+            dist.all_reduce(asked)
+            self.optimizer.must_stop |= bool(asked)
+        return self.must_stop
+
+    def _is_asked_to_stop(self) -> bool:
+        return self.stop_signals is not None and self.stop_signals.number > 0
 
     def _waiting(self) -> AbstractContextManager[None]:
         """While this rank waits for others that are not through yet."""
@@ -94,6 +113,7 @@ class OptimizingEngine(PipelineEngine):
             clip=self.gradient_clipping,
             waiting=self._waiting,
             steps_done=lambda: self.global_steps,
+            stops=self._is_asked_to_stop,
             skips=Skips(self.weft.supervise.max_skips or 0, self.weft.supervise.spike),
             check_overflow=fp16 or (self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow),
             replicas=self.module.stage_group if self.plan.layout.lines > 1 else None,

@@ -16,12 +16,16 @@ class Evaluations:
     without_gain: int = 0
     """Evaluations since the last improvement by more than the threshold."""
 
+    last_step: int = 0
+    """Step of the last evaluation; one that a signal has left out comes when the run is resumed."""
+
     def add(self, step: int, loss: float, *, threshold: float = 0.0) -> bool:
         """Record an evaluation; returns whether it is the best so far.
 
         Args:
             threshold: least improvement that resets ``without_gain``.
         """
+        self.last_step = step
         gained = self.best_loss is None or loss < self.best_loss - threshold
         best = self.best_loss is None or loss < self.best_loss
         self.without_gain = 0 if gained else self.without_gain + 1

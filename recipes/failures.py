@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from weft.engine.checkpoint import CheckpointError
-from weft.engine.checkpoint.errors import OUT_OF_SPACE, NoSpaceError
+from weft.engine.checkpoint.errors import OUT_OF_SPACE, NoSpaceError, StorageError
 from weft.engine.distributed import SharedError, lost_peer
 from weft.engine.supervision.faults import ERROR_FILE, ErrorReport, FaultKind, write_report
 from weft.engine.zero import NonFiniteError, ReplicasDiffer
@@ -21,6 +21,7 @@ _KINDS: dict[type[BaseException], FaultKind] = {
     NonFiniteError: FaultKind.bad_numbers,
     ReplicasDiffer: FaultKind.corruption,
     NoSpaceError: FaultKind.disk_full,
+    StorageError: FaultKind.checkpoint,
     CheckpointError: FaultKind.checkpoint,
     torch.OutOfMemoryError: FaultKind.device_memory,
     MemoryError: FaultKind.host_memory,

@@ -7,19 +7,21 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from math import nan
 from pathlib import Path
-from time import perf_counter
-from typing import Any
+from signal import SIGTERM
+from time import perf_counter, sleep
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import CheckpointError, open_checkpoint, set_aside, tagged, to_resume
-from weft.engine.checkpoint.errors import NoSpaceError
+from weft.engine.checkpoint.errors import StorageError
 from weft.engine.data import MicrobatchLoader
 from weft.engine.distributed import SharedError, attempt_number, from_rank_zero, together
 from weft.engine.engine import WeftEngine
 from weft.engine.observability.set_up import SET_UP
+from weft.engine.stop_signals import Stopped
 from weft.engine.supervision.places import Phase
 from weft.engine.zero import REMEDY, NonFiniteError, ReplicasDiffer, SkippedTooOften
 from weft.recipes.bad_data import BadData
@@ -29,6 +31,8 @@ from weft.recipes.progress import Progress
 
 BEST = "best"
 """Tag of the checkpoint that has the lowest evaluation loss."""
+RETRY_S = 10.0
+"""Seconds between tries to save the last steps where storage takes nothing."""
 
 
 @dataclass
@@ -53,6 +57,10 @@ class TrainingRun:
         train, every, heartbeat = self.config.train, self.config.checkpoint.every, self.engine.heartbeat
         began, step = perf_counter(), start
         SET_UP.done("progress")
+        if self.engine.agree_to_stop():
+            return
+        if step and self._evaluates(step) and self.evaluations.last_step < step:
+            self._evaluate(step, progress)  # a signal has left it out
         heartbeat.enter(Phase.first_step)
         while step < train.steps:
             if self._has_stopped(progress):
@@ -74,9 +82,13 @@ class TrainingRun:
             if step == start + 1:
                 heartbeat.enter(Phase.steady)
                 self._tell_set_up(step)
-            if self.evaluation is not None and step % train.eval_every == 0:
+            if self.engine.must_stop:
+                return
+            if self._evaluates(step):
                 with heartbeat.within(Phase.evaluation):
-                    self._evaluate(step, self.evaluation, progress)
+                    self._evaluate(step, progress)
+                if self.engine.agree_to_stop():  # evaluations are long, and no norm is summed in them
+                    return
             if self.engine.memory is not None and step % self.config.checkpoint.memory_every == 0:
                 with heartbeat.within(Phase.checkpoint):
                     self.engine.memory.take(self._state())
@@ -87,12 +99,57 @@ class TrainingRun:
                 progress.note(f"train.max_seconds={train.max_seconds:g} reached after step {step}")
                 return
 
+    def save_last(self) -> None:
+        """Save what was trained since the last checkpoint, and wait for storage that is full or read-only.
+
+        A collective call.
+
+        Raises:
+            StorageError: on every rank: storage has taken nothing for ``checkpoint.storage_wait_s``.
+        """
+        begun, limit_s = perf_counter(), self.config.checkpoint.storage_wait_s
+        while True:
+            try:
+                self.engine.finish_checkpoints()
+                self.save()
+                return self.engine.finish_checkpoints()
+            except StorageError as error:
+                waited_s = perf_counter() - begun
+                if _from_rank_0(waited_s >= limit_s, self.engine.device):
+                    raise
+                if waited_s < RETRY_S:
+                    again = f"step {self.engine.global_steps} is tried again every {RETRY_S:g} s"
+                    print_once(f"{error}; {again} until checkpoint.storage_wait_s={limit_s:g} is over")
+            sleep(RETRY_S)
+
+    def stop(self) -> NoReturn:
+        """Save what a signal has interrupted, and report where a resume begins; a collective call.
+
+        Raises:
+            Stopped: always, on every rank.
+        """
+        engine, checkpoint, steps = self.engine, self.config.checkpoint, self.config.train.steps
+        engine.heartbeat.enter(Phase.finishing)
+        step, saved = engine.global_steps, from_rank_zero(self._step_in_storage)
+        if step > saved:
+            self.save_last()
+        else:
+            engine.finish_checkpoints()
+        if step:
+            how = "the same command" if checkpoint.resume == "auto" else "checkpoint.resume=auto"
+            print_once(f"stopped after step {step} of {steps}: {how} resumes there, from {self._checkpoints}")
+        else:
+            print_once(f"stopped before step 1 of {steps}: there is nothing to resume")
+        dist.barrier()  # a launcher ends all ranks when the first has ended
+        number = engine.stop_signals.number if engine.stop_signals is not None else 0
+        raise Stopped(128 + (number or SIGTERM))
+
     def _save_if_there_is_room(self, step: int, progress: Progress) -> None:
-        """Save between steps; on a full disk training goes on with the checkpoints that there are."""
+        """Save between steps; where storage takes nothing training goes on with the checkpoints that there are."""
         for do in (self.engine.finish_checkpoints, self.save):  # what was written meanwhile, then what is due
             try:
                 do()
-            except NoSpaceError as error:
+            except StorageError as error:
                 later = f"training goes on, and saves again in {self.config.checkpoint.every} steps"
                 progress.note(f"step {step}: no checkpoint: {error}; {later}")
 
@@ -105,7 +162,7 @@ class TrainingRun:
         """
         if self.engine.memory is not None:
             self.engine.memory.forget()
-        with suppress(NoSpaceError):
+        with suppress(StorageError):
             self.engine.finish_checkpoints()
         sharded = self.config.zero.stage in (1, 2)
         aside = set_aside(self._checkpoints, error.good_step + (not sharded))
@@ -147,9 +204,13 @@ class TrainingRun:
         progress.note(f"{error.summary}; {read}, which are left out from step {done} on, where {path} was written")
         return done
 
-    def _evaluate(self, step: int, loader: MicrobatchLoader, progress: Progress) -> None:
+    def _evaluates(self, step: int) -> bool:
+        return self.evaluation is not None and step % self.config.train.eval_every == 0
+
+    def _evaluate(self, step: int, progress: Progress) -> None:
         train = self.config.train
-        loss = evaluate(self.engine, loader, train.eval_batches)
+        assert self.evaluation is not None
+        loss = evaluate(self.engine, self.evaluation, train.eval_batches)
         progress.evaluation(step, loss)
         best = self.evaluations.add(step, loss, threshold=train.early_stopping_threshold)
         if best and self.config.checkpoint.load_best_model_at_end:
@@ -175,7 +236,7 @@ class TrainingRun:
 
     def _set_state(self, state: dict[str, Any]) -> None:
         self.loader.load_state_dict(state["loader"])
-        self.evaluations = Evaluations(**state.get("evaluations", {}))
+        self.evaluations = Evaluations(**{"last_step": self.engine.global_steps} | state.get("evaluations", {}))
 
     def resume(self) -> int:
         """Resume from the nearest checkpoint if there is one; returns the number of steps done. A collective call.
@@ -213,7 +274,7 @@ class TrainingRun:
         print_once(f"{done}; train.steps={steps} are done" if engine.global_steps >= steps else done)
         if self.config.checkpoint.load_best_model_at_end and self._step_of_best() != self.evaluations.best_step:
             print_once(f"{self._checkpoints / BEST} is from another run: it is ignored and will be replaced")
-            self.evaluations = Evaluations()
+            self.evaluations = Evaluations(last_step=engine.global_steps)
         return engine.global_steps
 
     def _step_in_storage(self) -> int:

@@ -26,6 +26,7 @@ from weft.conf.schema import WeftConfig
 from weft.conf.trees import to_yaml
 from weft.engine.checkpoint import check_folder
 from weft.engine.checkpoint.memory import HostMemory
+from weft.engine.checkpoint.memory.host_memory import VARIABLE as MEMORY
 from weft.engine.distributed import (
     SharedError,
     first_to_fail,
@@ -40,6 +41,7 @@ from weft.engine.observability.heartbeat import Heartbeat
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.planning.joining import join
 from weft.engine.planning.plan_file import plan_to_json
+from weft.engine.stop_signals import Stopped, StopSignals
 from weft.engine.supervision.faults import ERROR_FILE
 from weft.engine.supervision.places import Phase
 from weft.engine.zero import NonFiniteError, ReplicasDiffer
@@ -51,6 +53,7 @@ from weft.recipes.hub import push
 from weft.recipes.preparation import inputs_of, prepare
 from weft.recipes.progress import Progress
 from weft.recipes.run import TrainingRun
+from weft.tools.processes import end_with_launcher
 
 if _COLLECTS:
     gc.freeze()
@@ -84,24 +87,62 @@ def main(argv: Sequence[str], held: Held | None = None) -> int:
 
         print(report(config))
         return 0
-    heartbeat = Heartbeat.from_environment(os.environ)
+    signals = _take_signals(config)
+    if signals is not None and held is not None:
+        held.callback(signals.close)
+    heartbeat = Heartbeat.from_environment(os.environ)  # from here on an agent sends signals
     if held is not None:
         held.callback(heartbeat.close)
-    train(config, heartbeat, held)
+    code = _exit_code(config, heartbeat, held, signals)
     heartbeat.close()
+    return code
+
+
+def _take_signals(config: WeftConfig) -> StopSignals | None:
+    """Take the signals that ask to stop: during the set-up they end this process, if no steps can be lost by that."""
+    if not config.checkpoint.on_signal:
+        return None
+    signals = StopSignals(config.checkpoint.signal_deadline_s).open()
+    memory = os.environ.get(MEMORY)
+    if config.checkpoint.memory_every and memory and Path(memory).is_dir():
+        signals.defer()  # memory checkpoints may hold more steps than storage
+    return signals
+
+
+def _exit_code(config: WeftConfig, heartbeat: Heartbeat, held: Held | None, signals: StopSignals | None) -> int:
+    """0 where training has come to its end; another where a signal has ended it.
+
+    Raises:
+        RuntimeError: something has ended this rank without an error before training was done.
+    """
+    try:
+        train(config, heartbeat, held, signals)
+    except Stopped as stopped:
+        return int(stopped.code or 1)
+    except SystemExit as end:
+        if end.code:
+            raise
+        raise RuntimeError("sys.exit(0) was called before training was done") from end
     return 0
 
 
-def train(config: WeftConfig, heartbeat: Heartbeat | None = None, held: Held | None = None) -> WeftEngine:
+def train(
+    config: WeftConfig,
+    heartbeat: Heartbeat | None = None,
+    held: Held | None = None,
+    signals: StopSignals | None = None,
+) -> WeftEngine:
     """Run the training that ``config`` describes on this rank, to its end; a collective call.
 
     Args:
         heartbeat: tells whoever watches over the run how it goes.
         held: gets what gives this rank's part back, with nothing said to other ranks, where an error
             may end this attempt and not the process.
+        signals: requests to stop, open; None leaves signals alone.
 
     Raises:
         ValueError: bad input, with the same message on every rank.
+        Stopped: on every rank: a signal has ended training early (``checkpoint.on_signal``).
     """
     heartbeat, held = heartbeat or Heartbeat(), held or Held()
     heartbeat.enter(Phase.setup)
@@ -121,6 +162,7 @@ def train(config: WeftConfig, heartbeat: Heartbeat | None = None, held: Held | N
     held.callback(engine.abandon)
     held.interrupt = engine.interrupt
     engine.tell(heartbeat)
+    engine.stop_signals = signals
     together(lambda: _write_plan(engine, folder / "plan.json") if engine.global_rank == 0 else None)
     check_folder(engine, folder / "checkpoints", keep=config.checkpoint.keep + config.checkpoint.load_best_model_at_end)
     engine.set_dataloader(loader)
@@ -130,13 +172,21 @@ def train(config: WeftConfig, heartbeat: Heartbeat | None = None, held: Held | N
     run = TrainingRun(config, engine, loader, evaluation, folder, Evaluations())
     start = run.resume()
     SET_UP.done("resume")
+    if signals is not None:
+        signals.defer()
     with reported(run.where), Progress(config, engine, folder, loader, start) as progress:
         run.train(start, progress)
+        if engine.must_stop:
+            run.stop()
     heartbeat.enter(Phase.finishing)
     engine.check_finite()
     if config.checkpoint.final:
-        run.save()
+        run.save_last()
     engine.finish_checkpoints()
+    if engine.agree_to_stop():
+        run.stop()
+    if signals is not None:
+        signals.close()  # what follows can be repeated from the checkpoint
     if config.checkpoint.load_best_model_at_end:
         run.load_best()
     finish(config, engine, tokenizer, folder)
@@ -196,6 +246,7 @@ def run(argv: Sequence[str]) -> int:
     Errors are printed once per job.
     """
     SET_UP.begin()
+    end_with_launcher(os.environ)
     take_secrets(os.environ)
     try:
         with reported():

@@ -26,9 +26,7 @@ from weft.tools.early_launch import Arguments, completed, early_agent, own_envir
 from weft.tools.gpus import num_gpus
 from weft.tools.managers.asking import hosts_or_request
 from weft.tools.preflight import MACHINE, check_inputs, preflight
-from weft.tools.processes import run_group
-
-GRACE_S = 30.0
+from weft.tools.processes import GRACE_S, run_group
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,7 +78,8 @@ def run(arguments: Arguments, early: EarlyAgent | None = None) -> int:
     try:
         if config.cluster.hostfile and "--no_ssh" not in options:
             env["DS_ENV_FILE"] = str(write_environment(env, folder / "deepspeed_env"))
-        return run_group(command(config, file, options), env=env, grace_s=GRACE_S)
+        saving_s = config.checkpoint.signal_deadline_s if config.checkpoint.on_signal else 0.0
+        return run_group(command(config, file, options), env=env, grace_s=GRACE_S + saving_s)
     finally:
         secrets_file(folder / "deepspeed_env").unlink(missing_ok=True)
 

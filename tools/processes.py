@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
@@ -13,20 +16,26 @@ from types import FrameType
 import psutil
 
 POLL_S = 0.1
+GRACE_S = 30.0
+"""Seconds that ranks have to end when their launcher has."""
+LAUNCHER = "WEFT_LAUNCHER"
+"""Environment variable of ranks: process and host of the `weft launch` that they end with."""
 
 
 def run_group(command: Sequence[str], *, env: Mapping[str, str], grace_s: float) -> int:
     """Run ``command`` in a new process group, until the last member has ended.
 
-    The first SIGINT or SIGTERM goes to every member as SIGTERM; a second one, or ``grace_s``
-    seconds later, as SIGKILL. Members that outlive the command itself are ended alike.
+    The first SIGINT or SIGTERM goes to the ranks among the members as SIGTERM, and to every member
+    where there are none: a launcher would end its ranks soon after its own end. A second one, or ``grace_s``
+    seconds later, goes to every member as SIGKILL. Members that outlive the command itself are ended alike.
 
     Returns:
         The command's exit code; 128 plus the signal's number where a signal ended it, and 1
         where it ended well but left members behind.
     """
     # DeepSpeed's outer launcher ends on SIGTERM without stopping its ranks, hence the group.
-    group = _Group(subprocess.Popen(list(command), env=dict(env), start_new_session=True), grace_s)
+    own = {LAUNCHER: f"{os.getpid()} {socket.gethostname()}"}
+    group = _Group(subprocess.Popen(list(command), env={**env, **own}, start_new_session=True), grace_s)
     before = {number: signal.signal(number, group.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         return group.wait()
@@ -34,6 +43,34 @@ def run_group(command: Sequence[str], *, env: Mapping[str, str], grace_s: float)
         group.kill()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def end_with_launcher(environment: Mapping[str, str]) -> None:
+    """Have this rank end when the `weft launch` that has started it ends, however that happens.
+
+    Between them are processes of DeepSpeed's launcher, which outlive a `weft launch` that is killed.
+    """
+    pid, _, host = environment.get(LAUNCHER, "").partition(" ")
+    if not pid or host != socket.gethostname():
+        return
+    try:
+        launcher = os.pidfd_open(int(pid))
+    except OSError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+
+    def watch() -> None:
+        select.select([launcher], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="weft-launcher", daemon=True).start()
+
+
+def _environment(process: psutil.Process) -> Mapping[str, str]:
+    try:
+        return process.environ()
+    except (psutil.Error, OSError):
+        return {}
 
 
 class _Group:
@@ -49,7 +86,8 @@ class _Group:
             return
         self.signal = number
         print("weft: stopping every rank; once more to kill them", file=sys.stderr, flush=True)
-        self._end()
+        self.deadline = time.monotonic() + self.grace_s
+        self._send(signal.SIGTERM, list(self._ranks()))
 
     def wait(self) -> int:
         code = None
@@ -59,7 +97,8 @@ class _Group:
                 if code is not None and not self.signal and any(self._members()):
                     print("weft: the launcher ended before its ranks; stopping them", file=sys.stderr, flush=True)
                     code = code or 1
-                    self._end()
+                    self.deadline = time.monotonic() + min(self.grace_s, GRACE_S)
+                    self._send(signal.SIGTERM)
             if time.monotonic() > self.deadline:
                 self.kill()
             time.sleep(POLL_S)
@@ -70,12 +109,15 @@ class _Group:
     def kill(self) -> None:
         self._send(signal.SIGKILL)
 
-    def _end(self) -> None:
-        self.deadline = time.monotonic() + self.grace_s
-        self._send(signal.SIGTERM)
-
-    def _send(self, number: signal.Signals) -> None:
+    def _ranks(self) -> Iterator[psutil.Process]:
+        """Members that a launcher has started as ranks, without the processes that these have started."""
         for process in self._members():
+            parent = process.parent()
+            if "LOCAL_RANK" in _environment(process) and parent and "LOCAL_RANK" not in _environment(parent):
+                yield process
+
+    def _send(self, number: signal.Signals, processes: Sequence[psutil.Process] = ()) -> None:
+        for process in processes or self._members():
             try:
                 process.send_signal(number)
             except psutil.NoSuchProcess:

@@ -142,6 +142,13 @@ class CheckpointConfig:
     a checkpoint folder."""
     final: bool = True
     """Save a checkpoint at the end."""
+    storage_wait_s: float = 3600.0
+    """Seconds that the last checkpoint of a run waits for storage that is full or read-only, and tries again."""
+    on_signal: bool = True
+    """Take the first SIGTERM or SIGINT as a request: training ends after the running step with a checkpoint, exit
+    code 143 or 130. A second signal ends it at once."""
+    signal_deadline_s: float = 300.0
+    """Seconds from the first signal to the end of the step and its checkpoint; then the ranks are killed."""
     background: bool = False
     """Copy to host memory and write in the background while training continues. Your own script then
     has to call `engine.finish_checkpoints()` before it ends."""

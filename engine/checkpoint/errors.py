@@ -17,8 +17,16 @@ class OtherBaseError(CheckpointError):
     """A checkpoint of a model that began with other weights; older checkpoints are not tried instead."""
 
 
-class NoSpaceError(CheckpointError):
+class StorageError(CheckpointError):
+    """Storage does not take a checkpoint: it is read-only, fails or is away, which may pass."""
+
+
+class NoSpaceError(StorageError):
     """There is not enough space for a checkpoint."""
+
+
+BY_NAME = {each.__name__: each for each in (CheckpointError, OtherBaseError, StorageError, NoSpaceError)}
+"""Classes of errors by the name under which one rank reports them to others."""
 
 
 def explain(folder: Path, error: Exception) -> CheckpointError:
@@ -29,5 +37,5 @@ def explain(folder: Path, error: Exception) -> CheckpointError:
             "space or raise the quota, lower checkpoint.keep, or choose another train.output_dir"
         )
     if isinstance(error, OSError):
-        return CheckpointError(f"checkpoint in {folder}: {error}; earlier checkpoints are unchanged")
+        return StorageError(f"checkpoint in {folder}: {error}; earlier checkpoints are unchanged")
     return CheckpointError(f"checkpoint in {folder}: {type(error).__name__}: {error}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from weft.comm.agreement import Gather, attempt
-from weft.engine.checkpoint.errors import CheckpointError, NoSpaceError, explain
+from weft.engine.checkpoint.errors import BY_NAME, CheckpointError, explain
 
 T = TypeVar("T")
 
@@ -48,6 +48,6 @@ class Ranks:
 
         outcome = attempt(explained, self.gather, share=share)
         if outcome.failure is not None:
-            shared = NoSpaceError if outcome.failure.kind == NoSpaceError.__name__ else CheckpointError
+            shared = BY_NAME.get(outcome.failure.kind, CheckpointError)
             raise shared(outcome.failure.text) from outcome.failure.cause
         return outcome.results

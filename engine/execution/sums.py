@@ -1,4 +1,4 @@
-"""Sums of one number over replicas, started as soon as it is known and waited for where it is used.
+"""Sums of a few numbers over replicas, started as soon as it is known and waited for where it is used.
 
 A small message that starts while weights are on their way over a slow link waits in the same
 queues. So the step's counts and losses travel while something else is computed, and the loss
@@ -15,13 +15,13 @@ NO_LABELS = "data: no token of this step carries a label; check the labels or th
 
 
 class ReplicaSum:
-    """A number that is being summed; see `weft.comm.channel.Handle`."""
+    """Numbers that are being summed; see `weft.comm.channel.Handle`."""
 
     def __init__(self, number: Tensor, group: dist.ProcessGroup | None) -> None:
         """Start.
 
         Args:
-            number: a scalar; the sum takes its place.
+            number: a scalar or a vector; the sum takes its place.
             group: the replicas; None is a single one.
         """
         self._number = number
@@ -35,13 +35,13 @@ class ReplicaSum:
 
 
 def sum_now(number: Tensor, *, replicas: dist.ProcessGroup | None, pipeline: dist.ProcessGroup | None) -> Tensor:
-    """The sum of a scalar over all ranks, for those who cannot go on without it; the same on every rank.
+    """The sum over all ranks, for those who cannot go on without it; the same on every rank.
 
     Replicas add theirs up first. Then each pipeline rank tells every other one directly: an
     all-reduce over the world would cross the WAN several times, one time after the other.
 
     Args:
-        number: a scalar; it is overwritten.
+        number: a scalar or a vector; it is overwritten.
         replicas: ranks that hold the same stages; None is this rank alone.
         pipeline: ranks that hold a model together; None is this rank alone.
     """
@@ -49,10 +49,11 @@ def sum_now(number: Tensor, *, replicas: dist.ProcessGroup | None, pipeline: dis
         dist.all_reduce(number, group=replicas)
     if pipeline is None:
         return number
-    mine = number.repeat(dist.get_world_size(pipeline))
+    ranks = dist.get_world_size(pipeline)
+    mine = number.reshape(-1).repeat(ranks)
     everyones = torch.empty_like(mine)
     dist.all_to_all_single(everyones, mine, group=pipeline)
-    return everyones.sum()
+    return everyones.view(ranks, -1).sum(0).view(number.shape)
 
 
 class LabelCount:

@@ -42,6 +42,11 @@ _REFUSED: tuple[tuple[str, Callable[[Trainer], Any], str], ...] = (
     ("torch_compile", lambda t: t.args.torch_compile, LEAVE_OUT),
     ("auto_find_batch_size", lambda t: t.args.auto_find_batch_size, "set per_device_train_batch_size"),
     ("neftune_noise_alpha", lambda t: t.args.neftune_noise_alpha is not None, LEAVE_OUT),
+    (
+        "enable_jit_checkpoint",
+        lambda t: getattr(t.args, "enable_jit_checkpoint", False),
+        "each rank would save by itself; leave it out, because checkpoint.on_signal saves on all ranks after one step",
+    ),
     ("use_liger_kernel", lambda t: t.args.use_liger_kernel, LEAVE_OUT),
     ("fp16_full_eval", lambda t: t.args.fp16_full_eval, "evaluation uses the training's precision"),
     ("bf16_full_eval", lambda t: t.args.bf16_full_eval, "evaluation uses the training's precision"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
-from transformers.trainer_callback import TrainerControl
+from transformers.trainer_callback import TrainerCallback, TrainerControl
 from transformers.trainer_utils import EvalLoopOutput
 
 from weft.engine.checkpoint.exporting import export
@@ -32,6 +33,21 @@ from weft.engine.huggingface.objective import trainer_objective
 from weft.engine.huggingface.refusals import NO_LOGITS, refuse, refuse_kind
 from weft.engine.initialize import initialize
 from weft.engine.planning.joining import init_distributed
+from weft.engine.stop_signals import Stopped, StopSignals
+
+
+class _SaveWhenStopped(TrainerCallback):
+    """Has the Trainer save and end after the step in which all ranks agree to stop."""
+
+    def __init__(self, trainer: WeftTrainer) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        """Ask for a checkpoint and the end."""
+        engine = self._trainer.engine
+        if engine is not None and engine.must_stop:
+            control.should_save = control.should_training_stop = True
+
 
 OF_THE_START = ("deepspeed", "output_dir", "logging_dir", "run_name", "local_rank", "resume_from_checkpoint")
 """Arguments that each start may have anew, or that the engine has itself."""
@@ -73,6 +89,8 @@ class WeftTrainer(Trainer):
         self.engine: WeftEngine | None = None
         self._pending: list[dict[str, Tensor]] = []
         self._rate = 0.0
+        self._signals: StopSignals | None = None
+        self.add_callback(_SaveWhenStopped(self))
         self._layout.engine_config(1)
 
     # -- layout --------------------------------------------------------------------------------
@@ -167,6 +185,9 @@ class WeftTrainer(Trainer):
         engine = self._ready(max_steps)
         if resume_from_checkpoint is not None:
             self._restore(resume_from_checkpoint)
+        if engine.weft.checkpoint.on_signal:
+            self._signals = engine.stop_signals = StopSignals(engine.weft.checkpoint.signal_deadline_s).open()
+            self._signals.defer()
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
@@ -177,12 +198,31 @@ class WeftTrainer(Trainer):
 
         Raises:
             ValueError: this trainer has trained before, or there is no checkpoint to resume from.
+        Stopped: on every rank, after the checkpoint that a signal has asked for (``checkpoint.on_signal``).
         """
         if self.engine is not None and self.engine.global_steps:
             raise ValueError("train(): this trainer has trained already; make a new WeftTrainer")
         if resume_from_checkpoint is True:
             resume_from_checkpoint = from_rank_zero(partial(last_whole, self.args.output_dir))
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
+            self._end_if_stopped()
+        finally:
+            if self._signals is not None:
+                self._signals.close()
+        return output
+
+    def _end_if_stopped(self) -> None:
+        """End this process where a signal has ended training: what follows `train` in a script needs all steps."""
+        engine, signals = self.engine, self._signals
+        if engine is None or signals is None or not engine.must_stop:
+            return
+        if self.args.should_log:
+            step, where = self.state.global_step, self.args.output_dir
+            text = f"stopped after step {step} of {self.state.max_steps}: train(resume_from_checkpoint=True) resumes"
+            print(f"{text} there, from {where}/checkpoint-{step}", flush=True)
+        dist.barrier()  # a launcher ends all ranks when the first has ended
+        raise Stopped(128 + (signals.number or SIGTERM))
 
     # -- the step ------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import monotonic, monotonic_ns
@@ -20,6 +21,7 @@ from typing import Any
 
 from weft.comm.control import ControlClient
 from weft.conf.processes import STOPPED, process_state
+from weft.engine.stop_signals import STOP
 from weft.engine.supervision.cadence import Cadence
 from weft.engine.supervision.early import read_order
 from weft.engine.supervision.examination import examine
@@ -31,7 +33,7 @@ from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.order import AgentOrder
 from weft.engine.supervision.output import Output, Writer
 from weft.engine.supervision.parking import AGENT, Assignment, Parking
-from weft.engine.supervision.places import PlaceReader, make_page
+from weft.engine.supervision.places import Phase, PlaceReader, Reading, make_page
 from weft.engine.supervision.ranks import Rank, Ranks
 from weft.engine.supervision.report import HostReport, RankReport, rank_report
 from weft.engine.supervision.vitals import LogMatches, host_vitals
@@ -40,6 +42,11 @@ PARK_S, LEAVE_S = 3.0, 10.0
 """Seconds that ranks have to begin to leave an attempt, and to be done; a process that is not is killed."""
 MEMORY = "WEFT_MEMORY"
 """Environment variable of ranks: the folder in which their memory checkpoints outlive them."""
+EARLY = 1
+"""Exit code that is reported of a rank which has ended with 0 in one of these phases."""
+TRAINING = frozenset({Phase.first_step, Phase.steady, Phase.evaluation, Phase.checkpoint})
+TOLD_S = 2.0
+"""Seconds in which an agent that was asked to leave hears from the driver that the run has ended."""
 LOOK_S = 0.1
 """Seconds between looks at the ranks' places; a change of phase is told at once."""
 
@@ -70,7 +77,8 @@ class Agent:
         self._mine: list[Rank] = []
         self._examined, self._failed = 0, list[str]()
         self._said: dict[int, RankEnd] = {}
-        self._met, self._answered, self._changed, self._ended = (asyncio.Event() for _ in range(4))
+        self._met, self._answered, self._changed, self._leaving, self._ended = (asyncio.Event() for _ in range(5))
+        self._asked = set[str]()
         self._has_host = self._replaced = False
         self._writer = Writer()
         self._matches = LogMatches()
@@ -91,11 +99,11 @@ class Agent:
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._ended.set)
+            loop.add_signal_handler(number, self._on_signal)
         self._follow_parent()
         self._client.start()
         try:
-            await _first_of(self._serve(), self._guard.watch(), self._ended.wait())
+            await _first_of(self._serve(), self._guard.watch(), self._leave_when_asked(), self._ended.wait())
         finally:
             failed = await self._leave_host() if self._has_host else False
             await self._client.close()
@@ -112,6 +120,34 @@ class Agent:
             self._ended.set()
         else:
             asyncio.get_running_loop().add_reader(parent, self._ended.set)
+
+    def _on_signal(self) -> None:
+        """The host goes away, or somebody ends this agent: the first time the ranks may save what they have done."""
+        if self._leaving.is_set():
+            self._ended.set()
+        self._leaving.set()
+        self._changed.set()
+
+    async def _leave_when_asked(self) -> None:
+        """After a signal, end when the ranks have, or are out of time; the driver may have more to tell until then."""
+        await self._leaving.wait()
+        asked = monotonic()
+        while self._has_host and self._busy() and monotonic() - asked < self._order.stop_s:
+            await asyncio.sleep(LOOK_S)
+        if self._has_host and self._mine:
+            self._send_report()
+            await asyncio.sleep(TOLD_S)
+
+    def _ask_to_stop(self) -> None:
+        """Signal ranks once that they are to end after their step.
+
+        One that still imports has no step to save, unless memory checkpoints hold some: it is signalled later.
+        """
+        for local, rank in enumerate(self._mine):
+            begun = self._reading(local, rank) is not None or not self._memory.exists()
+            if rank in self._busy() and rank.name not in self._asked and begun:
+                self._asked.add(rank.name)
+                self._ranks.send_signal(rank, signal.SIGTERM)
 
     async def _serve(self) -> None:
         """Be the host's agent when the driver has said that this is it; ends when imports have failed."""
@@ -220,9 +256,13 @@ class Agent:
         for local, number in enumerate(wanted["ranks"]):
             self._errors()[local].unlink(missing_ok=True)
             environment = self._environment(wanted, local)
+            if wanted.get("stop"):
+                environment[STOP] = str(wanted["stop"])
             log = Path(self._order.run_folder, "supervisor", "logs", f"attempt{self._attempt}", f"rank{number}.log")
             kept = parked.pop(local, None)
             if kept is not None:
+                if wanted.get("stop"):
+                    self._asked.add(kept.name)
                 kept.rank, kept.attempt = number, self._attempt
                 kept.output.go_on_in(log)
                 self._mine.append(kept)
@@ -231,6 +271,8 @@ class Agent:
             output = Output(log, self._writer, partial(self._matches.take, number))
             rank = Rank(f"{self._attempt}/{number}", output=output, rank=number, attempt=self._attempt)
             self._mine.append(rank)
+            if wanted.get("stop"):
+                self._asked.add(rank.name)
             await self._ranks.start(rank, wanted["target"], wanted["arguments"], environment)
         await self._ranks.stop(list(parked.values()))
 
@@ -260,6 +302,8 @@ class Agent:
                 self._owned.renew()
                 self._vitals = host_vitals(Path(self._order.run_folder), self._matches)
             phases = [self._phase(local) for local in range(len(self._mine))]
+            if self._leaving.is_set() or self._wanted.get("stop"):
+                self._ask_to_stop()
             if cadence.tells(now, phases, lambda: any(map(_is_stopped, self._mine))):
                 self._send_report()
             await asyncio.sleep(LOOK_S)
@@ -279,7 +323,7 @@ class Agent:
             self._vitals,
         )
         self._vitals = {**self._vitals, "patterns": []}  # a line is told once
-        ended = [(local, rank) for local, rank in enumerate(self._mine) if rank.code]
+        ended = [(local, rank) for local, rank in enumerate(self._mine) if self._code(local, rank)]
         parked = {rank.rank: self._parking.parked(rank.pid) for rank in self._mine if rank.code is None}
         message = AgentMessage(
             attempt=self._attempt,
@@ -290,6 +334,7 @@ class Agent:
             lines={rank.rank: rank.output.last_lines() for _, rank in ended},
             examined=self._examined,
             failed=self._failed,
+            leaving=self._leaving.is_set(),
         )
         self._client.send(message.to_wire(), latest_of="report")
 
@@ -300,15 +345,31 @@ class Agent:
             self._places.read(local),
             process_state(rank.pid) if rank.pid and rank.code is None else None,
             now_ns=monotonic_ns(),
-            exit_code=rank.code,
+            exit_code=self._code(local, rank),
         )
+
+    def _reading(self, local: int, rank: Rank) -> Reading | None:
+        """Where a rank is in its attempt; None if it has not told yet."""
+        reading = self._places.read(local)
+        known = reading is not None and (reading.attempt, reading.rank) == (rank.attempt, rank.rank)
+        return reading if known else None
+
+    def _code(self, local: int, rank: Rank) -> int | None:
+        """How a rank ended: 0 in the middle of training is no success."""
+        reading = self._reading(local, rank) if rank.code == 0 else None
+        return EARLY if reading is not None and reading.phase in TRAINING else rank.code
 
     def _end(self, local: int, rank: Rank) -> RankEnd:
         """How a rank ended badly, found out once."""
         if rank.rank not in self._said:
-            assert rank.code
-            end = classify(rank.code, read_report(self._errors()[local]), oom_killed=self._oom_kills.seen())
+            code = self._code(local, rank)
+            assert code is not None
+            end = classify(code, read_report(self._errors()[local]), oom_killed=self._oom_kills.seen())
             assert end is not None
+            if rank.code == 0:
+                reading = self._places.read(local)
+                step = reading.place.step if reading is not None else 0
+                end = replace(end, message=f"exit code 0 in step {step}, before training was done")
             self._said[rank.rank] = end
         return self._said[rank.rank]
 

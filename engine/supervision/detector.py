@@ -59,6 +59,7 @@ class FailureDetector:
         self._has_rows, self._alerts_at, self._looked_at = False, now, now - LOOK_S
         self._ends: dict[int, RankEnd] = {}
         self._ends_since = 0.0
+        self._stopped = set[int]()
         self._lines: dict[int, list[str]] = {}
         self._silent: set[tuple[str, ...]] = set()
         self._progress = Progress(layout)
@@ -80,6 +81,8 @@ class FailureDetector:
         ends = dict(said.ends)
         for rank, reason in said.parked.items():  # a consequence, of what may be known later or elsewhere
             ends.setdefault(rank, RankEnd(kind=FaultKind.lost_peer, message=reason, status=1))
+        self._stopped |= {rank for rank, end in ends.items() if end.kind is FaultKind.stopped}
+        ends = {rank: end for rank, end in ends.items() if rank not in self._stopped}
         if ends and not self._ends:
             self._ends_since = now
         self._ends |= ends
@@ -101,6 +104,11 @@ class FailureDetector:
     def has_finished(self) -> bool:
         """Whether every rank has ended well."""
         return self._progress.has_finished
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether every rank has ended because a signal asked it to."""
+        return len(self._stopped) == self._layout.num_ranks > 0
 
     @property
     def step(self) -> int | None:

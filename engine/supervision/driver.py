@@ -35,7 +35,7 @@ from weft.engine.supervision.early import PRELOAD as PRELOAD
 from weft.engine.supervision.early import TARGET as TARGET
 from weft.engine.supervision.early import EarlyAgent
 from weft.engine.supervision.hosts import THIS_MACHINE, ChosenHosts, choose_hosts, config_for, hostfile_text
-from weft.engine.supervision.job import Job, Stage
+from weft.engine.supervision.job import STOPS_S, Job, Stage
 from weft.engine.supervision.journal import NAME, Journal
 from weft.engine.supervision.layout import Layout
 from weft.engine.supervision.order import AgentOrder
@@ -197,9 +197,15 @@ class Driver:
 
     def _on_signal(self, number: int) -> None:
         self._signals += 1
+        checkpoint = self._config.checkpoint
+        if self._signals == 1 and checkpoint.on_signal:
+            self.say("ending after the running step, with a checkpoint; once more to kill every rank")
+            limit_s = checkpoint.signal_deadline_s + STOPS_S
+            self.job.stop(number, limit_s, monotonic(), memory=checkpoint.memory_every > 0)
+            return
         if self._signals == 1:
             self.say("stopping every rank; once more to kill them")
-            self.job.end(128 + number, f"stopped by {signal.Signals(number).name}")
+        self.job.end(128 + number, f"stopped by {signal.Signals(number).name}")
 
     def _poll(self) -> None:
         for agent, process in list(self._processes.items()):
@@ -248,6 +254,7 @@ class Driver:
             environment=self._spec.environment | {RUN: _name(self._folder)},
             heartbeat_s=settings.heartbeat_s,
             orphan_s=settings.setup_deadline_s,
+            stop_s=self._config.checkpoint.signal_deadline_s + STOPS_S,
             launch=sum(event["event"] == "launch" for event in self._journal.past) + (not self._attach),
             parent=os.getpid() if alone else 0,
             driver=[sys.executable, "-m", __spec__.name, "attach", str(self._folder.absolute())] if first else [],

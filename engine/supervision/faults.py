@@ -42,6 +42,8 @@ class FaultKind(Enum):
     """Another rank had ended or could not be reached: a consequence."""
     signal = "signal"
     """Killed by a signal."""
+    stopped = "stopped"
+    """Ended early because a signal asked it to, with a checkpoint where there was a step to save."""
     other = "other"
     """Any other error."""
 
@@ -82,11 +84,14 @@ POLICIES: Mapping[FaultKind, Policy] = {
     FaultKind.checkpoint: Policy(Response.retry, 2),
     FaultKind.lost_peer: Policy(Response.retry),
     FaultKind.signal: Policy(Response.retry),
+    FaultKind.stopped: Policy(Response.retry),
     FaultKind.other: Policy(Response.retry),
 }
 """What is done about each class."""
 
-_LESS_TELLING = (FaultKind.signal, FaultKind.other, FaultKind.lost_peer)
+STOPPED_CODES = frozenset(128 + number for number in (signal.SIGTERM, signal.SIGINT))
+"""Exit codes of ranks that a signal has asked to stop."""
+_LESS_TELLING = (FaultKind.signal, FaultKind.other, FaultKind.stopped, FaultKind.lost_peer)
 """Classes that may follow from another rank's fault, the most telling first."""
 
 
@@ -180,6 +185,8 @@ def classify(status: int, report: ErrorReport | None, *, oom_killed: bool = Fals
         return RankEnd(status=status, **vars(report))
     if status < 0:
         return RankEnd(kind=FaultKind.signal, message=f"killed by {_signal_name(-status)}", status=status)
+    if status in STOPPED_CODES:
+        return RankEnd(kind=FaultKind.stopped, message=f"asked to stop by {_signal_name(status - 128)}", status=status)
     kind = FaultKind.input_error if status == 2 else FaultKind.other
     return RankEnd(kind=kind, message=f"exit code {status}, and no word of why", status=status)
 

@@ -16,6 +16,8 @@ PROBES = 20
 """Attempts at once to start agents on hosts that could not be reached; where more are due, they take turns."""
 BROKEN_S = 300.0
 """Longest time between them where agents start and end before a rank could."""
+AWAY_S = 60.0
+"""Seconds until an agent is started again on a host that was asked to end: machines have a minute or two to go."""
 YIELDS_S = 3.0
 """Seconds that a host's agent, if it is alive, has to come back before one that was started beside it comes."""
 
@@ -37,6 +39,7 @@ class Host:
         attempt: whose ranks it has; None before it has said so.
         codes: exit codes of these ranks, None of those that run.
         parked: those of them that have left the attempt and keep their process, and why.
+        leaving: whether a signal has asked its agent to end.
     """
 
     generation: int = 0
@@ -51,6 +54,7 @@ class Host:
     attempt: int | None = None
     codes: dict[int, int | None] = field(default_factory=dict)
     parked: dict[int, str] = field(default_factory=dict)
+    leaving: bool = False
 
     @property
     def yields_s(self) -> float:
@@ -191,6 +195,12 @@ class Fleet:
         """Its agent counts as ended, whatever may be left of it."""
         self.hosts[name].connected, self.hosts[name].exited = False, True
 
+    def let_go(self, name: str, now: float) -> None:
+        """Leave out a host that goes away by itself, and look for it again when it has had the time to."""
+        self.hosts[name].connected = False
+        self._unreachable[name] = _Unreachable(now, AWAY_S)
+        self.evict(name, "a signal has asked its agent to end")
+
     def lose_site(self, name: str, names: Collection[str], silence_s: float, now: float) -> None:
         """Leave out all hosts of a host's site, if none of it is heard; one that is heard again comes back."""
         site = self._site_of.get(name, ())
@@ -304,7 +314,7 @@ class Fleet:
         for name in [name for name in self.away if name not in denied]:
             host = self.hosts[name] = self.hosts.get(name) or Host()
             last = self._last_probe(name)
-            if host.connected and host.ready:
+            if host.connected and host.ready and not host.leaving:
                 self.readmit(name)
             elif not host.connected and now - last.at >= last.wait_s:
                 due.append(name)

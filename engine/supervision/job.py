@@ -7,7 +7,10 @@ goes into the journal first.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from math import inf
+from signal import SIGTERM, Signals
 from typing import Any
 
 from weft.conf.schema import CommConfig, SuperviseConfig
@@ -21,10 +24,26 @@ from weft.engine.supervision.layout import Layout
 from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.patience import SitePatience
 
+STOPS_S = 10.0
+"""Seconds that a run has to end after the ranks' own deadline."""
 SLEPT_S = 3.0
 """Seconds between two ticks after which this process itself has stood still."""
 HOSTS_S = 2.0
 """Seconds between looks at the deny-list, and at hosts that may have come back."""
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """A signal has asked the run to end early.
+
+    Attributes:
+        limit: when it ends in any case.
+        memory: whether memory checkpoints may hold steps that storage lacks.
+    """
+
+    signal: int
+    limit: float
+    memory: bool
 
 
 class Stage(Enum):
@@ -85,6 +104,7 @@ class Job:
         self._grows_after: tuple[str, int] | None = None
         self._reason, self._waiting = "restart", ""
         self._suspicions, self._suspect = Suspicions(), ""
+        self._asked: StopRequest | None = None
         self._detect_anew(0.0)
         for event in past:
             self._replay(event)
@@ -95,7 +115,7 @@ class Job:
         match event["event"]:
             case "launch":
                 self._budget = Budget(self._settings)
-                self._most_ranks = 0
+                self._most_ranks, self._asked = 0, None
                 self.stage = Stage.starting
                 self._layout = Layout({}, ("", 0), ())
             case "attempt":
@@ -115,6 +135,8 @@ class Job:
                 self._budget.saw_good_step()
                 self._patience.came_to_step(event.get("at"))
                 self.stage = Stage.running
+            case "stop":
+                self._asked = StopRequest(event["signal"], inf, event["memory"])
             case "end":
                 self.stage = Stage.ended
 
@@ -202,6 +224,7 @@ class Job:
             "arguments": list(self._layout.arguments),
             "in_process": self._settings.in_process,
             "drop": self._drop,
+            "stop": self._asked.signal if self._asked is not None else 0,
             "examine": self.stage is Stage.examining and name == self._suspect,
             "environment": {
                 "WORLD_SIZE": str(self._layout.num_ranks),
@@ -264,7 +287,7 @@ class Job:
             self._answer(name, now)
         said = AgentMessage.from_wire(message)
         host.connected, host.ready, host.heard = True, said.ready, now
-        host.attempt, host.parked = said.attempt, dict(said.parked)
+        host.attempt, host.parked, host.leaving = said.attempt, dict(said.parked), said.leaving
         host.codes = {rank.rank: rank.exit_code for rank in said.report.ranks}
         if said.attempt == self.attempt and self.stage in (Stage.starting, Stage.running):
             self._detector.observe(said, now)
@@ -289,11 +312,15 @@ class Job:
         if self._ticked is not None and now - self._ticked > SLEPT_S:
             self.fleet.attach(now)  # this process was stopped: who was silent meanwhile was not heard
         self._ticked = now
+        if self._asked is not None and now >= self._asked.limit and self.stage is not Stage.ended:
+            self._end_stopped("and not every rank has ended in time")
         if self.stage in (Stage.starting, Stage.running):
             fault = self._detector.fault(now)
-            if fault is not None:
+            if self._detector.has_stopped:
+                self._take_stop(now)
+            elif fault is not None:
                 self._take_fault(fault, now)
-            elif now >= self._hosts_at + HOSTS_S:
+            elif now >= self._hosts_at + HOSTS_S and self._asked is None:
                 self._follow_hosts(now)
         if self.stage is Stage.stopping and self._have_stopped(now):
             self._examine_or_restart(now)
@@ -332,6 +359,44 @@ class Job:
             return False
         return True
 
+    # Ending early
+
+    def stop(self, number: int, deadline_s: float, now: float, *, memory: bool) -> None:
+        """Have every rank end after its step with a checkpoint, and the run with them.
+
+        Args:
+            number: of the signal that asks for it.
+            deadline_s: seconds after which the run ends in any case.
+            memory: whether memory checkpoints may hold steps that storage lacks, for which a run between two
+                attempts begins another.
+        """
+        self._effects.record("stop", signal=number, memory=memory)
+        self._asked = StopRequest(number, now + deadline_s, memory)
+        if self.stage in (Stage.starting, Stage.running):
+            self._assign_all()
+        elif not memory:
+            self._end_stopped("between two attempts")
+        self._resume_at = min(self._resume_at, now)
+
+    def _take_stop(self, now: float) -> None:
+        """Every rank has ended because a signal asked it to."""
+        leaving = [name for name in self._layout.slots if self.fleet.hosts[name].leaving]
+        if self._asked is None and (len(leaving) == len(self._layout.slots) or self._settings.enabled is False):
+            self._asked = StopRequest(SIGTERM, inf, False)
+        if self._asked is not None:
+            return self._end_stopped()
+        for name in leaving:
+            self.fleet.let_go(name, now)
+        culprit = {"hosts": leaving} if leaving else {}
+        text = "a signal has asked it to end" if leaving else "a signal has asked the ranks to end, and not the run"
+        self._take_fault(Fault("stopped", culprit, text, self._detector.step, 0.0), now)
+
+    def _end_stopped(self, text: str = "") -> None:
+        assert self._asked is not None
+        newest, number = self._effects.newest_checkpoint(), self._asked.signal
+        where = f"`weft launch` with the same settings resumes from {newest}" if newest else "there is no checkpoint"
+        self.end(128 + number, f"{f'stopped by {Signals(number).name} {text}'.strip()}; {where}")
+
     # Faults, and hosts that come and go
 
     def _take_fault(self, fault: Fault, now: float) -> None:
@@ -346,6 +411,9 @@ class Job:
             lines=self._detector.last_lines(fault.culprit),
         )
         same = self._budget.saw_fault(fault.kind, fault.culprit, fault.step)
+        if self._asked is not None and not self._asked.memory:
+            self._end_stopped(f"after {fault.text}")
+            return
         end = self._budget.end(fault, same)
         if end is not None:
             self.end(*end)

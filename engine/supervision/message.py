@@ -23,6 +23,7 @@ class AgentMessage(msgspec.Struct, frozen=True):
         lines: what ranks that have ended badly printed last.
         examined: the attempt after which the host has been examined last; 0 before the first time.
         failed: what was wrong with it then.
+        leaving: whether a signal has asked the agent itself to end, because its host goes away.
     """
 
     attempt: int
@@ -33,6 +34,7 @@ class AgentMessage(msgspec.Struct, frozen=True):
     lines: Mapping[int, list[str]]
     examined: int
     failed: Sequence[str]
+    leaving: bool = False
 
     def to_wire(self) -> dict[str, Any]:
         """As JSON can hold it."""

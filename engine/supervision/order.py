@@ -20,6 +20,7 @@ class AgentOrder:
         environment: variables to set, some of them secret.
         heartbeat_s: seconds between reports.
         orphan_s: seconds without a driver after which it ends its ranks and itself.
+        stop_s: seconds that ranks have to end after a signal that asks this agent to.
         launch: number of this start of the run; memory that an earlier one has left is given back.
         parent: process with which this agent and its ranks end; 0 if the run outlives it.
         driver: command that starts the driver again; empty if another agent does.
@@ -36,6 +37,7 @@ class AgentOrder:
     environment: dict[str, str]
     heartbeat_s: float
     orphan_s: float
+    stop_s: float = 300.0
     launch: int = 0
     parent: int = 0
     driver: list[str] = field(default_factory=list)

@@ -16,7 +16,7 @@ from weft.conf.processes import STOPPED, process_state
 from weft.engine.supervision.forkserver import ForkServer
 from weft.engine.supervision.output import Answer, Output
 
-TERM_S = 1.0
+TERM_S = 0.2
 """Seconds between asking a rank to end and killing it."""
 _POLL_S = 0.01
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ class NormWatch:
         self._copy = HostCopy(device)
 
     def watch(self, step: int, square: ReplicaSum, scale: float) -> None:
-        """Watch the norm of ``step``; ``square``, still being summed, is the square of ``scale`` times the norm."""
+        """Watch the norm of ``step``; ``square``, still being summed, begins with the square of ``scale`` times it."""
         assert self._pending is None, "the pending norm has not been checked"
         self._pending = _PendingNorm(step, scale)
         self._copy.send(square.wait)
@@ -50,18 +51,20 @@ class NormWatch:
         """Drop the pending norm, because the weights have been replaced."""
         self._pending = None
 
-    def check(self) -> None:
-        """Read the pending norm, if there is one.
+    def check(self) -> Tensor | None:
+        """Read the pending sum, if there is one, and return it.
 
         Raises:
             NonFiniteError: the norm is not finite.
         """
         if self._pending is None:
-            return
+            return None
         (step, scale), self._pending = self._pending, None
         found = self._copy.read()
-        if not torch.isfinite(found):
-            raise nonfinite_gradient(step, float(found) ** 0.5 / scale)
+        square = float(found.reshape(-1)[0])
+        if not isfinite(square):
+            raise nonfinite_gradient(step, square**0.5 / scale)
+        return found
 
 
 def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:

@@ -42,6 +42,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         check_overflow: bool,
         skips: Skips | None = None,
         steps_done: Callable[[], int] = lambda: 0,
+        stops: Callable[[], bool] = lambda: False,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         replicas: dist.ProcessGroup | None = None,
         pipeline: dist.ProcessGroup | None = None,
@@ -58,6 +59,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             skips: which steps to skip besides those that overflow, for which the host waits in every
                 step, too; None skips none.
             steps_done: returns the number of steps before this one, for messages.
+            stops: returns whether this rank was asked to stop, which travels with the norm.
             waiting: context that is entered while waiting for other ranks.
             replicas: group of this rank and its replicas; None means this rank alone.
             pipeline: group of this rank's pipeline; None means this rank alone.
@@ -69,7 +71,9 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         self._clip = clip
         self._check_overflow = check_overflow
         self.skips = skips or Skips()
-        self._steps_done = steps_done
+        self._steps_done, self._stops = steps_done, stops
+        self.must_stop = False
+        """Whether a rank was asked to stop; it changes after the same step on every rank."""
         self._skipped = 0
         self._is_bad = False
         """Whether this step is skipped for another reason than the loss scale, which then stays as it is."""
@@ -78,7 +82,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         self._waiting = waiting
         self._groups = {"replicas": replicas, "pipeline": pipeline}
         self._square: tuple[ReplicaSum, float] | None = None
-        """Of the last step's gradient, times the square of the loss scale; and the loss scale."""
+        """Of the last step's gradient, times the square of the loss scale, with `must_stop`; and the loss scale."""
         self._loss: Tensor | None = None
         held = [fragment for fragment in sharding.fragments() if fragment.trained]
         fragments: dict[nn.Parameter, list[Tensor]] = {}
@@ -120,7 +124,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         with self._waiting():
             self.sharding.finish_gradients()
         try:
-            self._watch.check()
+            self._take_stop(self._watch.check())
             self._square = self._summed(self._local_square()), self.cur_scale
             self._check_gradient()
         except NonFiniteError as error:
@@ -144,6 +148,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         step = self._steps_done() + 1
         if self.skips.most:
             norm = float(self._awaited_norm())
+            self._take_stop(self._square[0].wait())
             overflows = not isfinite(norm) and self._can_lower_scale()
             self._is_bad = not overflows and not self.skips.judge(step, norm)
             self.overflow = overflows or self._is_bad
@@ -151,12 +156,18 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         if not self._check_overflow:
             self._watch.watch(step, *self._square)
             if self._clip() and self.sharding.device.type == "cpu":
-                self._watch.check()
+                self._take_stop(self._watch.check())
             return
         self.overflow = not torch.isfinite(self._awaited_norm()).item()
+        self._take_stop(self._square[0].wait())
         self._skipped = self._skipped + 1 if self.overflow else 0
         if self._skipped > MOST_SKIPPED:
             raise nonfinite_gradient(step, float(self._awaited_norm()))
+
+    def _take_stop(self, sums: Tensor | None) -> None:
+        """Note whether a rank was asked to stop, from the sums that came with a norm."""
+        if sums is not None and float(sums[1]):
+            self.must_stop = True
 
     def _can_lower_scale(self) -> bool:
         """Whether a gradient that is not finite may be due to the loss scale."""
@@ -171,7 +182,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         """
         if self._failure is not None:  # weights that led to it must not be saved even if they are finite
             raise self._failure
-        self._watch.check()
+        self._take_stop(self._watch.check())
         held = [tensor for bucket in self.sharding.trained for tensor in bucket.held_weights]
         held += [x for state in self.state.values() for x in state.values() if isinstance(x, Tensor)]
         finite = all_finite(held, self.sharding.device)
@@ -200,8 +211,8 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         """
         if self._square is None:
             return None
-        square, scale = self._square
-        return square.wait().sqrt() / scale
+        sums, scale = self._square
+        return sums.wait()[0].sqrt() / scale
 
     def _summed(self, square: Tensor) -> ReplicaSum:
         if not (self._clip() or self._check_overflow or self.skips.most):  # the sum may overlap with the next step
@@ -216,12 +227,12 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         return norm
 
     def _local_square(self) -> Tensor:
-        """This rank's part of the squared norm; each element counts on one rank."""
+        """This rank's part of the squared norm, in which each element counts on one rank; and 1 if it is to stop."""
         square = squared_norm((bucket.counted_gradient for bucket in self.sharding.trained), self.sharding.device)
         loss, self._loss = self._loss, None
         if self.skips.most and loss is not None:
             square += 0 * loss  # NaN if the loss is not finite
-        return square
+        return torch.stack([square, torch.full_like(square, float(self._stops()))])
 
     def _scale(self) -> None:
         """Unscale the gradients, and clip them."""

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import signal
+import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from math import nan
 from pathlib import Path
@@ -58,6 +62,9 @@ def run(
     left_out: range = range(0),
     filled_at: tuple[int, int] | None = None,
     freed_at: int = 0,
+    freed_after_s: float = 0.0,
+    read_only: range = range(0),
+    signalled_at: int = 0,
 ) -> dict[str, Any]:
     """Train on this rank.
 
@@ -68,6 +75,9 @@ def run(
         left_out: sequences of the data that the run goes past.
         filled_at: step before which the file system of the run fills up, and the bytes that stay free.
         freed_at: step before which it has room again.
+        freed_after_s: seconds after it has filled up until it has room again.
+        read_only: steps in which the folder of checkpoints is read-only.
+        signalled_at: step before which the last rank gets a SIGTERM.
 
     Returns:
         The steps done, the sequences left out and warnings, or the error that ended the run.
@@ -75,6 +85,7 @@ def run(
     import torch
 
     from weft.engine.engine import WeftEngine
+    from weft.engine.stop_signals import Stopped, StopSignals
     from weft.engine.zero import NonFiniteError
     from weft.recipes import run as recipe
     from weft.recipes.train import train
@@ -104,6 +115,15 @@ def run(
             raise Killed
         if filled_at is not None and engine.global_steps + 1 == filled_at[0]:
             _fill(Path(engine.weft.train.output_dir), filled_at[1])
+            if freed_after_s:
+                ballast = Path(engine.weft.train.output_dir) / "ballast"
+                threading.Timer(freed_after_s, ballast.unlink).start()
+        if engine.global_steps + 1 in read_only and engine.global_steps not in read_only:
+            _protect(Path(engine.weft.train.output_dir) / "run" / "checkpoints")
+        if engine.global_steps + 1 not in read_only and engine.global_steps in read_only:
+            _call("umount", str(Path(engine.weft.train.output_dir) / "run" / "checkpoints"))
+        if engine.global_steps + 1 == signalled_at and engine.global_rank == engine.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
         if freed_at and engine.global_steps + 1 == freed_at:
             (Path(engine.weft.train.output_dir) / "ballast").unlink()
         return step(engine, *args)
@@ -122,9 +142,14 @@ def run(
         patch.setattr(handler, "emit", lambda record: warnings.append(record.getMessage()))
         patch.setattr(logging.getLogger("weft"), "handlers", [handler])
         try:
-            engine = train(load(settings))
+            signals = StopSignals(60.0).open() if signalled_at else None
+            if freed_after_s:
+                patch.setattr(recipe, "RETRY_S", 0.1)
+            engine = train(load(settings), signals=signals)
         except Killed:
             return {}
+        except Stopped as stopped:
+            return {"stopped": stopped.code}
         except (NonFiniteError, ValueError) as error:
             return {"error": str(error)}
     return {
@@ -139,6 +164,16 @@ def _fill(folder: Path, free_bytes: int) -> None:
     """Leave this many bytes on the file system."""
     with (folder / "ballast").open("wb") as file:
         file.write(bytes(shutil.disk_usage(folder).free - free_bytes))
+
+
+def _protect(folder: Path) -> None:
+    """Have the folder read-only for this user, too."""
+    _call("mount", "--bind", str(folder), str(folder))
+    _call("mount", "-o", "remount,ro,bind", str(folder))
+
+
+def _call(*command: str) -> None:
+    subprocess.run(command, check=True)
 
 
 def run_all(attempts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

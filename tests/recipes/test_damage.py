@@ -99,6 +99,7 @@ def test_a_disk_that_fills_up(tmp_path, small_disk):
         return {"settings": [*settings, f"train.output_dir={folder}"], **given}
 
     whole, full, freed = attempt(tmp_path / "whole"), attempt(small_disk), attempt(small_disk / "freed")
+    full["settings"].append("checkpoint.storage_wait_s=0")
     full |= {"filled_at": (5, 32 << 10)}
     freed |= {"filled_at": (4, 0), "freed_at": 5}
     ((whole, full),) = run_ranks(1, run_all, [whole, full])
@@ -118,3 +119,37 @@ def test_a_disk_that_fills_up(tmp_path, small_disk):
     assert "step-00000007" in kept and "step-00000004" not in kept, "it did not fit"
     lines = (small_disk / "freed" / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1)), "lines have waited for room"
+
+
+@pytest.mark.slow
+def test_the_last_checkpoint_waits_for_room(tmp_path, small_disk):
+    settings = [*prepare(tmp_path), f"train.steps={STEPS}", f"train.output_dir={small_disk}"]
+    ((end,),) = run_ranks(1, run_all, [{"settings": settings, "filled_at": (STEPS, 0), "freed_after_s": 3.0}])
+    assert end["steps"] == STEPS
+    assert [path.name for path in (small_disk / "run" / "checkpoints").iterdir()] == [f"step-{STEPS:08d}"]
+
+
+@pytest.mark.slow
+def test_training_goes_on_while_checkpoints_are_read_only(tmp_path, small_disk):
+    settings = [*prepare(tmp_path), f"train.steps={STEPS}", "checkpoint.every=1", f"train.output_dir={small_disk}"]
+    ((end,),) = run_ranks(1, run_all, [{"settings": settings, "read_only": range(3, 6)}])
+    assert end["steps"] == STEPS
+    kept = {path.name for path in (small_disk / "run" / "checkpoints").iterdir()}
+    assert f"step-{STEPS:08d}" in kept and len(kept) == 2
+
+
+@pytest.mark.slow
+def test_a_stopped_run_resumes_as_if_it_had_not_been(tmp_path):
+    """A signal to one rank ends all of them after the same step, also where an evaluation is due."""
+    settings = [*prepare(tmp_path), f"train.steps={STEPS}", "train.eval_every=3", "pipeline.stages=2"]
+    runs = tmp_path / "runs"
+
+    def attempt(name, **given):
+        return {"settings": [*settings, f"train.name={name}"], **given}
+
+    run_ranks(2, run_all, [attempt("whole")])
+    stopped, again = run_ranks(2, run_all, [attempt("stopped", signalled_at=3), attempt("stopped")])[0]
+    assert stopped == {"stopped": 143} and again["steps"] == STEPS
+    for kind in ("train", "eval"):
+        expected, found = (records(runs / name, kind) for name in ("whole", "stopped"))
+        assert {step: line["loss"] for step, line in found.items()} == {s: line["loss"] for s, line in expected.items()}

@@ -126,3 +126,36 @@ def test_the_code_of_a_failed_rank_comes_through_deepspeeds_launcher(tmp_path):
     script.write_text("import os, sys, time\nsys.exit(5) if os.environ['RANK'] == '1' else time.sleep(300)")
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--num_gpus", "2"]
     assert Run(tmp_path, [*launcher, str(script)]).end() == 5
+
+
+def test_the_first_signal_goes_to_ranks_alone(tmp_path):
+    """A launcher that is asked to end kills its ranks half a minute later, and a checkpoint may take longer."""
+    extra = f"""
+import subprocess
+os.environ["LOCAL_RANK"] = sys.argv[1]
+if sys.argv[-1] != "rank":
+    sys.exit(subprocess.call([sys.executable, "-c", open({str(tmp_path / "code")!r}).read(), sys.argv[1], "rank"]))
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), os._exit(0)))
+"""
+    code = RANK.format(folder=tmp_path, seconds=300, extra=extra)
+    (tmp_path / "code").write_text(code)
+    run = Run(tmp_path, [sys.executable, "-c", CARELESS, code, "3", "0"])
+    ranks = run.ranks()
+    launchers = [rank.parent() for rank in ranks]
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 143
+    assert gone(ranks) and gone(launchers)
+
+
+def test_ranks_end_when_the_launcher_of_their_launcher_is_killed(tmp_path):
+    extra = "from weft.tools.processes import end_with_launcher\nend_with_launcher(os.environ)"
+    run = Run(tmp_path, careless(tmp_path, extra=extra))
+    ranks = run.ranks()
+    run.process.kill()
+    deadline = time.monotonic() + 60
+    while not gone(ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for process in psutil.process_iter(["cmdline"]):
+        if str(tmp_path) in " ".join(process.info["cmdline"] or []):
+            process.kill()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
+from transformers import TrainerCallback
 
 VOCAB = 64
 
@@ -95,6 +98,17 @@ def history(trainer: Any) -> list[dict[str, float]]:
     return [entry for entry in logs if "loss" in entry or "eval_loss" in entry]
 
 
+class Signalled(TrainerCallback):
+    """Sends rank 1 a SIGTERM when a step begins."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step + 1 == self.step and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def with_own_loss(kind: Any) -> Any:
     """A Trainer that overrides ``compute_loss``: the usual loss, and one on the size of the logits."""
 
@@ -152,11 +166,13 @@ def weft(
     model: dict[str, Any] | None = None,
     evaluate_first: bool | list[int] = False,
     own_loss: bool = False,
+    signalled_at: int = 0,
 ) -> list[dict[str, float]]:
-    """Logs of Weft's Trainer.
+    """Logs of Weft's Trainer; those before a signal end with the exit code.
 
     Args:
         evaluate_first: before training; or on these numbers of rows, as a list and as a stream.
+        signalled_at: step in which rank 1 gets a SIGTERM.
     """
     import torch.distributed as dist
 
@@ -179,7 +195,12 @@ def weft(
                 found, by_hand = trainer.evaluate(data)["eval_loss"], eval_loss_by_hand(count=rows)
                 assert abs(found - by_hand) < 1e-5, (data, rows, found, by_hand)
     trainer.state.log_history.clear()
-    trainer.train(resume_from_checkpoint=resume)
+    if signalled_at:
+        trainer.add_callback(Signalled(signalled_at))
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except SystemExit as end:
+        return [*history(trainer), {"exit": float(str(end.code))}]
     if save:
         trainer.save_model(save)
         assert dist.get_rank() or (Path(save) / "config.json").exists()

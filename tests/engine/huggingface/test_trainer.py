@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,19 @@ def test_resume_is_exact(tmp_path):
             shard.write_bytes(shard.read_bytes()[:-8])
     again = run_ranks(2, weft, str(tmp_path), 40, more | {"save_strategy": "no"}, section(2), True, "", model)
     assert [logs[-4:] for logs in again] == [logs[-4:] for logs in whole]
+
+
+def test_a_stopped_trainer_resumes_as_if_it_had_not_been(tmp_path):
+    """The signal reaches one rank; all save after the same step, though the arguments ask for no checkpoints."""
+    more = {"save_strategy": "no", "use_cpu": True}
+    whole = run_ranks(2, weft, str(tmp_path / "whole"), 40, more, section(2), False)
+    folder = str(tmp_path / "stopped")
+    run = partial(run_ranks, 2, weft, folder, 40, more, section(2))
+    stopped = run(False, "", None, False, False, 4)
+    assert [logs[-1] for logs in stopped] == [{"exit": 143.0}] * 2
+    assert [path.name for path in (tmp_path / "stopped").glob("checkpoint-*")] == ["checkpoint-4"]
+    again = run(True)
+    assert [logs[-2:] for logs in again] == [logs[-2:] for logs in whole]
 
 
 def test_resume_in_another_layout_and_export(tmp_path):

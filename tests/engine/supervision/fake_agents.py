@@ -95,6 +95,7 @@ class World:
         failed=(),
         kept=0,
         ready=True,
+        leaving=False,
     ):
         """The host says that its ranks are there, or have ended."""
         attempt = self.job.attempt if attempt is None else attempt
@@ -113,7 +114,7 @@ class World:
             for rank in ranks
         )
         message = AgentMessage(
-            attempt, ready, HostReport(host, reports), ends or {}, parked or {}, {}, examined, failed
+            attempt, ready, HostReport(host, reports), ends or {}, parked or {}, {}, examined, failed, leaving
         ).to_wire()
         self.job.on_report(host, self.generation(host), message, self.now)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weft.engine.supervision.parking import AgentLink
+from weft.engine.supervision.place_writer import PlaceWriter
+from weft.engine.supervision.places import Phase
 
 KEPT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "WEFT_ATTEMPT", "MASTER_ADDR", "MASTER_PORT", "SECRET")
 
@@ -28,6 +31,15 @@ def run(arguments: Sequence[str]) -> int:
     mode = own.get(rank, mode)
     print(f"rank {rank} does {mode}")
     print("and says so", file=sys.stderr)
+    if mode == "early":
+        places = {"local_rank": int(os.environ["LOCAL_RANK"]), "rank": int(rank), "attempt": int(attempt)}
+        place = PlaceWriter(Path(os.environ["WEFT_PLACES"]), **places)
+        place.enter(Phase.steady)
+        place.begin_step(18, 1)
+        return 0
+    if mode == "save":
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(143)))
+        Path(folder, f"{rank}.ready").touch()
     if mode.startswith("exit"):
         return int(mode[4:])
     if mode == "leave":
@@ -46,6 +58,6 @@ def run(arguments: Sequence[str]) -> int:
     if mode == "raise":
         print("Segmentation fault")
         raise RuntimeError("a rank failed")
-    while mode == "wait":
+    while mode in ("wait", "save"):
         time.sleep(60)
     return 0

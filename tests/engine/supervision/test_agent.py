@@ -69,7 +69,7 @@ class Bed:
         self.agent.stdin.close()
         self.agent.stdin = None  # for communicate()
 
-    def want(self, attempt, ranks, *arguments, run=True, drop=None):
+    def want(self, attempt, ranks, *arguments, run=True, drop=None, stop=0):
         message = {
             "attempt": attempt,
             "run": run,
@@ -78,6 +78,7 @@ class Bed:
             "arguments": [str(self.folder), *arguments],
             "in_process": True,
             "drop": drop,
+            "stop": stop,
             "environment": {"WORLD_SIZE": "9", "MASTER_ADDR": "m", "MASTER_PORT": "5"},
         }
         self.server.send(self.order.peer, message)
@@ -270,6 +271,32 @@ def test_survivors_keep_their_process_and_the_others_are_new(tmp_path):
         assert bed.facts(2, 0)["LOCAL_WORLD_SIZE"] == "2"
         bed.want(2, [0, 1], run=False)
         await until(lambda: bed.codes(2) == {0: -signal.SIGTERM, 1: -signal.SIGTERM})
+
+    scenario(tmp_path, play)
+
+
+def test_an_exit_code_of_0_in_the_middle_of_training_is_no_success(tmp_path):
+    async def play(bed):
+        bed.want(1, [0, 1], "early", "1:exit0")
+        await until(lambda: bed.codes(1) == {0: 1, 1: 0})
+        (end,) = bed.reports[-1]["ends"].values()
+        assert end["kind"] == "other" and "exit code 0 in step 18" in end["message"]
+
+    scenario(tmp_path, play)
+
+
+@pytest.mark.parametrize("by", ["driver", "signal"])
+def test_ranks_that_are_asked_to_stop_have_the_time_to_save(tmp_path, by):
+    async def play(bed):
+        bed.want(1, [0, 1], "save")
+        await until(lambda: (tmp_path / "0.ready").exists() and (tmp_path / "1.ready").exists())
+        if by == "driver":
+            bed.want(1, [0, 1], "save", stop=15)
+        else:
+            bed.agent.terminate()
+        await until(lambda: bed.codes(1) == {0: 143, 1: 143})
+        assert {end["kind"] for end in bed.reports[-1]["ends"].values()} == {"stopped"}
+        assert bed.reports[-1]["leaving"] == (by == "signal")
 
     scenario(tmp_path, play)
 

@@ -1,6 +1,7 @@
 """Slurm: what is asked of it, and what a run finds in an allocation of a real one."""
 
 import json
+import subprocess
 import sys
 import time
 
@@ -36,6 +37,20 @@ def test_sites_as_features_share_a_job():
     assert "#SBATCH --nodes=3" in made and "#SBATCH --constraint=[east*1&west*2]" in made
     assert "#SBATCH --no-kill" in made and "#SBATCH hetjob" not in made
     assert any(line.startswith("/venv/bin/python -m weft.tools.cli launch model.arch=llama") for line in made)
+
+
+def test_a_signal_to_the_batch_script_reaches_weft(tmp_path):
+    """bash would end at once and leave the run to Slurm, which kills it."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/bash\ntrap 'sleep 0.5; exit 143' TERM\ntouch begun\nwhile :; do sleep 0.1; done\n")
+    python.chmod(0o755)
+    words = overrides(SITES.format("constraint"), str(tmp_path))
+    (tmp_path / "job").write_text(script(load(words), words, str(python)))
+    job = subprocess.Popen(["bash", "job"], cwd=tmp_path)
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.05)
+    job.terminate()
+    assert job.wait(30) == 143
 
 
 def test_sites_as_partitions_are_parts_of_a_job():

@@ -1,0 +1,120 @@
+"""Signals that ask a rank to stop: the first ends training after the running step, a second one the process."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from time import monotonic
+from types import FrameType
+
+STOP = "WEFT_STOP"
+"""Environment variable of a rank that starts while its run is being stopped: the number of the signal."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SAME_S = 1.0
+"""Seconds in which a second signal counts as the first: a terminal and a launcher often send one each."""
+_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+
+
+class Stopped(SystemExit):
+    """Training has ended before its last step because a signal asked it to; the exit code is 128 plus the signal's."""
+
+
+class StopSignals:
+    """SIGTERM and SIGINT as a request that training reads between two steps.
+
+    A thread takes them, because the main thread may be waiting for another rank. Signals that the program
+    ignores or handles itself are left alone, and outside of the main thread nothing is changed.
+
+    Attributes:
+        number: of the first signal; 0 before it.
+    """
+
+    def __init__(self, deadline_s: float, *, end: Callable[[int], None] = os._exit) -> None:
+        """Change nothing before `open`.
+
+        Args:
+            deadline_s: seconds from the first signal after which the process ends whatever it does.
+            end: ends the process with an exit code.
+        """
+        self.number = int(os.environ.get(STOP) or 0)
+        self._deadline_s, self._end = deadline_s, end
+        self._deferred, self._first_at = False, monotonic()
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+
+    def open(self) -> StopSignals:
+        """Take the signals, as long as `defer` was not called to end the process at once."""
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        taken = [number for number in SIGNALS if signal.getsignal(number) in _DEFAULTS]
+        self._reading, self._writing = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._writing, False)
+        self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, _noted) for number in taken}
+        os.register_at_fork(before=self._block, after_in_parent=self._unblock, after_in_child=self._release_in_child)
+        self._thread = threading.Thread(target=self._take, name="weft-signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def defer(self) -> None:
+        """From now on a signal is a request; one that has come before ends the process only by its deadline."""
+        self._deferred = True
+
+    def close(self) -> None:
+        """Give the signals back."""
+        if self._before:
+            self._give_back()
+            os.close(self._writing)
+            self._thread.join()
+            os.close(self._reading)
+
+    def _give_back(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+        signal.set_wakeup_fd(self._wakeup)
+
+    def _block(self) -> None:
+        """Let signals wait while a process forks: a child reports its own through this process's pipe until then."""
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def _unblock(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def _release_in_child(self) -> None:
+        if self._before:
+            self._give_back()
+        self._unblock()
+
+    def _take(self) -> None:
+        while True:
+            left_s = self._deadline_s - (monotonic() - self._first_at) if self.number else None
+            ready, _, _ = select.select([self._reading], [], [], left_s if left_s is None else max(0.0, left_s))
+            if not ready:
+                text = f"checkpoint.signal_deadline_s={self._deadline_s:g} is over, and no checkpoint is whole"
+                print(f"weft train: {text}", file=sys.stderr, flush=True)
+                return self._end(128 + self.number)
+            numbers = os.read(self._reading, 64)
+            if not numbers:
+                return None
+            for number in numbers:
+                if number in self._before:
+                    self._note(number)
+
+    def _note(self, number: int) -> None:
+        if self.number and monotonic() - self._first_at > _SAME_S:
+            self._end(128 + number)
+        if not self.number:
+            self.number, self._first_at = number, monotonic()
+            if not self._deferred:
+                self._end(128 + number)
+            elif os.environ.get("RANK", "0") == "0" and "WEFT_PLACES" not in os.environ:  # a driver tells otherwise
+                text = "ending after the running step, with a checkpoint; once more to end at once"
+                print(f"weft train: {signal.Signals(number).name}: {text}", file=sys.stderr, flush=True)
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    """Have the interpreter write the signal's number to the pipe, which it does before it calls this."""
