@@ -1,9 +1,13 @@
-"""What the kernel says of a process, read from outside: whether it runs, what it has taken of the processor."""
+"""Processes: what the kernel reports of one, and a quick end of this one."""
 
 from __future__ import annotations
 
+import atexit
 import os
-from typing import NamedTuple
+import sys
+import threading
+from contextlib import suppress
+from typing import NamedTuple, NoReturn
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -44,3 +48,16 @@ def own_start() -> int:
     state = process_state(os.getpid())
     assert state is not None
     return state.started
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process as the interpreter does, without taking modules apart, which takes seconds after many imports.
+
+    `multiprocessing` ends the processes that it forks by the same two functions.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed
+            stream.flush()
+    os._exit(code)

@@ -7,7 +7,6 @@ import gc
 _COLLECTS = gc.isenabled()
 gc.disable()  # each search for garbage would look through all that is imported so far: a fifth of a rank's start
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from weft.conf import load
 from weft.conf.batch import fit_batch
 from weft.conf.private import take_secrets, write_private
+from weft.conf.processes import end_process
 from weft.conf.run_lock import RunLock
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import to_yaml
@@ -53,6 +53,7 @@ from weft.recipes.hub import push
 from weft.recipes.preparation import inputs_of, prepare
 from weft.recipes.progress import Progress
 from weft.recipes.run import TrainingRun
+from weft.tools import parsers
 from weft.tools.processes import end_with_launcher
 
 if _COLLECTS:
@@ -69,16 +70,7 @@ def main(argv: Sequence[str], held: Held | None = None) -> int:
     Args:
         held: as of `train`.
     """
-    parser = argparse.ArgumentParser(
-        prog="weft train",
-        usage="weft train [--config-file FILE] [recipe=NAME] [key=value ...]",
-        description="Train as one rank of a job. `weft launch` starts all of them; to start them by other means, set "
-        "the variables that torchrun sets.",
-    )
-    parser.add_argument("--config-file", metavar="FILE", help="a recipe's YAML file, instead of recipe=NAME")
-    # DeepSpeed's launcher appends it; the environment has the same value.
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    known, overrides = parser.parse_known_args(argv)
+    known, overrides = parsers.train().parse_known_args(argv)
     settings = overrides, known.config_file
     config = deepcopy(KEPT.get("configuration", settings, lambda: load(overrides, recipe_file=known.config_file)))
     SET_UP.done("configuration")
@@ -270,4 +262,4 @@ def run(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    end_process(run(sys.argv[1:]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import difflib
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -27,11 +29,15 @@ COMMANDS = {
     "bench": ("weft.tools.bench", "run a benchmark of Weft against other systems"),
     "parity": ("weft.tools.verification.parity", "compare stages of every supported architecture with Hugging Face"),
 }
+LIGHT_HELP = ("train", "check", "profile", "emulate", "parity")
+"""Commands whose modules take seconds to import; `weft.tools.parsers` has their options."""
 BAD_INPUT = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``weft COMMAND ...``; returns the exit code (2 for bad input)."""
+    if argv is None:
+        atexit.register(gc.freeze)  # with torch imported, a last search for garbage takes more than a second
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
         print("usage: weft COMMAND ...\n")
@@ -46,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"weft: there is no command {command!r}; {hint}", file=sys.stderr)
         return BAD_INPUT
     try:
+        if command in LIGHT_HELP and {"-h", "--help"} & set(rest):
+            getattr(import_module("weft.tools.parsers"), command)().parse_known_args(rest)  # prints it, and ends
         status: int = import_module(COMMANDS[command][0]).main(rest)
         sys.stdout.flush()  # the reader may have closed it before the last of the output
         return status

@@ -5,22 +5,23 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from importlib import import_module
 from itertools import combinations, permutations
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from weft.comm.native import cache_folder
-from weft.comm.wan.endpoint import WanEndpoint
-from weft.comm.wan.key import WanKey
 from weft.comm.wan.library import load
-from weft.comm.wan.probe import LinkProfile, ProfileCache, probe_both
-from weft.tools.diagnostics import node, ring
+from weft.tools.diagnostics import options
 from weft.tools.netbed import NetBed, Topology
 from weft.tools.netbed import load as load_topology
-from weft.tools.netbed.probing import probe_nodes
+
+if TYPE_CHECKING:
+    from weft.comm.wan.probe import LinkProfile
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,12 +29,15 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="weft doctor", description=__doc__)
     checks = parser.add_subparsers(dest="check", required=True)
     _net_options(checks.add_parser("net", help="probe the links between sites", description=_NET))
-    node.add_options(checks.add_parser("node", help="check this host", description=node.DESCRIPTION))
-    ring.add_options(
-        checks.add_parser("ring", help="check the connections between ranks", description=ring.DESCRIPTION)
+    options.add_node_options(checks.add_parser("node", help="check this host", description=options.NODE))
+    options.add_ring_options(
+        checks.add_parser("ring", help="check the connections between ranks", description=options.RING)
     )
     args = parser.parse_args(argv)
-    return _CHECKS[args.check](args)
+    if args.check == "net":
+        return _net(args)
+    code: int = import_module(f"weft.tools.diagnostics.{args.check}").run(args)  # they import torch
+    return code
 
 
 _NET = """
@@ -69,6 +73,10 @@ def _net(args: argparse.Namespace) -> int:
 
 
 def _probe_hosts(args: argparse.Namespace) -> Mapping[str, LinkProfile]:
+    from weft.comm.wan.endpoint import WanEndpoint  # imports torch, which no option needs
+    from weft.comm.wan.key import WanKey
+    from weft.comm.wan.probe import probe_both
+
     """The link between this host and one other, from real addresses."""
     settings = {"connections": args.most, "congestion": args.congestion, "port": args.port}
     first = bool(args.peer)
@@ -90,6 +98,9 @@ def _peer_address(text: str) -> tuple[str, int]:
 
 
 def _probe_bed(args: argparse.Namespace) -> Mapping[str, LinkProfile]:
+    from weft.comm.wan.probe import ProfileCache
+    from weft.tools.netbed.probing import probe_nodes
+
     """Probe the first nodes of every pair of sites; cached under the topology's hash."""
     topology = load_topology(args.netbed)
     cache = ProfileCache(bed_cache(topology))
@@ -150,9 +161,6 @@ def hints(profiles: Collection[LinkProfile], settings: Path) -> list[str]:
     if any(1 < profile.connections == max(dict(profile.rates_bps)) for profile in profiles):
         found.append("even the greatest number of connections gained; try again with a greater --most")
     return found
-
-
-_CHECKS: dict[str, Callable[[argparse.Namespace], int]] = {"net": _net, "node": node.run, "ring": ring.run}
 
 
 if __name__ == "__main__":

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -24,6 +22,7 @@ from weft.pipeline.limits import number
 from weft.pipeline.planner.workload import ModelWork
 from weft.pipeline.profile import costs_to_yaml
 from weft.pipeline.text import bytes_text
+from weft.tools import parsers
 from weft.tools.benchmarks.peers.link import Way, measure_link
 from weft.tools.dry_run import settled_model
 from weft.tools.host_collectives import keep, measure_host
@@ -41,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ValueError: bad input, a model that cannot be cut into layers, or that does not fit the device.
     """
-    args, overrides = _parser().parse_known_args(argv)
+    args, overrides = parsers.profile().parse_known_args(argv)
     seconds = number(args.seconds, "--seconds", above=0.0)
     if args.out.is_dir() or not args.out.absolute().parent.is_dir():
         raise ValueError(f"--out {args.out}: cannot be written; name a file in a folder that is there")
@@ -163,24 +162,3 @@ def _rows(work: ModelWork, stages: Sequence[StageCost]) -> list[dict[str, str]]:
         }
         for layer, cost in ((layer, stages[layer]) for layer in measured_layers(work))
     ]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="weft profile",
-        usage="weft profile [options] [recipe=NAME] [key=value ...]",
-        description="Time one layer of each kind at the shapes of a run, and write the costs for `weft plan` and "
-        "pipeline.costs_file.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("profile.yaml"), metavar="FILE", help="file to write; default profile.yaml"
-    )
-    parser.add_argument("--seconds", default="60", help="how long to time layers for; default 60")
-    parser.add_argument(
-        "--ranks", help="ranks that measure collectives; default one per GPU, 2 on a CPU; 1 skips collectives"
-    )
-    parser.add_argument(
-        "--no-links", dest="links", action="store_false", help="skip the link between ranks, and collectives"
-    )
-    return parser

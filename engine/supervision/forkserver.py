@@ -7,7 +7,6 @@ with the forkserver.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import gc
 import json
@@ -17,13 +16,14 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
+
+from weft.conf.processes import end_process
 
 MOST_BYTES = 1 << 17
 """Length of a message between agent and forkserver."""
@@ -195,7 +195,7 @@ def _become(order: dict[str, Any]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     module, _, function = order["target"].partition(":")
-    _end(_result_of(partial(getattr(import_module(module), function), order["arguments"])))
+    end_process(_result_of(partial(getattr(import_module(module), function), order["arguments"])))
 
 
 def _result_of(run: Callable[[], int]) -> int:
@@ -209,20 +209,6 @@ def _result_of(run: Callable[[], int]) -> int:
     except Exception:
         sys.excepthook(*sys.exc_info())
     return 1
-
-
-def _end(code: int) -> NoReturn:
-    """End as the interpreter does, but for taking modules apart, which takes seconds after so many imports.
-
-    An agent hears of a rank's error when it has ended, and until then the ranks of its host wait for a processor.
-    `multiprocessing` ends the processes that it forks by the same two functions.
-    """
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed
-            stream.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

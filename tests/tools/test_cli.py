@@ -156,3 +156,24 @@ def test_the_package_list_is_true():
     beside = [path for top in tops for path in (ROOT / top).rglob("*") if path.suffix in DATA]
     inside = {path.relative_to(ROOT) for path in beside}
     assert all(any(path.match(pattern) for pattern in patterns) for path in inside)
+
+
+@pytest.mark.parametrize("command", [*cli.COMMANDS, "doctor net", "doctor node", "doctor ring"])
+def test_no_help_imports_torch(command):
+    code = (
+        "import sys; from contextlib import suppress; from weft.tools.cli import main\n"
+        "with suppress(SystemExit): main([*sys.argv[1:], '--help'])\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *command.split()], capture_output=True, text=True, timeout=120)
+    *text, imported = done.stdout.splitlines()
+    assert "usage" in text[0] and imported == "False"
+
+
+def test_the_parsers_name_what_there_is():
+    from weft.tools import parsers
+    from weft.tools.diagnostics import node, options
+    from weft.tools.verification import parity_cases
+
+    assert set(parsers.VARIANTS) == set(parity_cases.VARIANTS)
+    assert tuple(node.CHECKS) == options.NODE_CHECKS

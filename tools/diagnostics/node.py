@@ -26,23 +26,6 @@ from weft.tools.diagnostics.local_ranks import check_local_collectives
 from weft.tools.diagnostics.loopback import check_loopback
 from weft.tools.diagnostics.speed import check_gemm, check_memory
 
-DESCRIPTION = """
-Checks this host: speed of memory and matrix products, products checked bit by bit, the disk of a folder, the clock,
-loopback, collectives between its devices, and what its GPUs report. Speeds are held against the data sheet where the
-device is known, and otherwise against the best that this host has done before. Exit code 1 if anything failed.
-"""
-FAULTS = (
-    "slow-memory",
-    "slow-gemm",
-    "gemm-bit",
-    "slow-disk",
-    "full-disk",
-    "clock",
-    "damaged-loopback",
-    "wrong-rank",
-    "hung-rank",
-)
-
 
 @dataclass(frozen=True)
 class Node:
@@ -53,7 +36,7 @@ class Node:
         ranks: of this host.
         driver: whose clock is meant; empty for none.
         judge: of speeds.
-        faults: of `FAULTS`, to see that each check notices.
+        faults: of `NODE_FAULTS`, to see that each check notices.
     """
 
     folder: Path
@@ -107,19 +90,6 @@ def diagnose(node: Node, checks: Collection[str] = tuple(CHECKS)) -> list[Findin
             reason = str(error).strip().splitlines() or [type(error).__name__]
             findings.append(Finding(name, Verdict.failed, reason[0][:200]))
     return findings
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``weft doctor node``."""
-    parser.add_argument("--folder", type=Path, default=Path("."), help="whose disk is checked; default: this one")
-    parser.add_argument("--ranks", type=int, default=0, help="of this host; default: its GPUs, or 2")
-    parser.add_argument("--driver", default="", help="whose clock is compared: HOST:PORT, or a Unix socket's name")
-    parser.add_argument("--cache", type=Path, help="file of this host's best figures")
-    parser.add_argument("--only", nargs="+", choices=list(CHECKS), metavar="CHECK", help=f"of {', '.join(CHECKS)}")
-    parser.add_argument("--json", action="store_true", help="the findings as a JSON list")
-    parser.add_argument(
-        "--inject", nargs="+", choices=FAULTS, default=[], metavar="FAULT", help=f"be faulty: {', '.join(FAULTS)}"
-    )
 
 
 def run(args: argparse.Namespace) -> int:

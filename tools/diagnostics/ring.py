@@ -24,13 +24,6 @@ from weft.engine.supervision.finding import Finding, Verdict, failures
 from weft.tools.diagnostics.exchange import all_reduce, with_neighbour
 from weft.tools.diagnostics.node import table
 
-DESCRIPTION = """
-Run by all ranks of a job (`deepspeed --hostfile FILE --module weft.tools.doctor ring`, torchrun, srun), or with
---ranks on this host alone. Each rank exchanges numbers with the next, all pairs that share no rank at once; then all
-sum. Rank 0 prints which pair is slower than others of its kind, brings wrong numbers, or does not answer. Exit code 1
-if anything failed.
-"""
-FAULTS = ("slow", "wrong", "hung")
 _COUNT = 3  # pairs of a kind that it takes to call one of them slow
 _JOIN_S = 120.0  # imports take a while on a busy host
 
@@ -42,19 +35,6 @@ class _Seen:
     pair: tuple[int, int]
     bytes_per_s: float
     problem: str = ""
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``weft doctor ring``."""
-    parser.add_argument(
-        "--ranks", type=int, default=0, help="start so many ranks on this host; default: be one of a job"
-    )
-    parser.add_argument("--share", type=float, default=0.3, help="least share of the median of pairs of the same kind")
-    parser.add_argument("--timeout", type=float, default=20.0, help="seconds after which a rank does not answer")
-    parser.add_argument("--json", action="store_true", help="the findings as a JSON list")
-    parser.add_argument(
-        "--inject", default="", metavar="FAULT=RANK", help=f"be faulty towards the next rank: {', '.join(FAULTS)}"
-    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -13,6 +12,7 @@ from weft.conf.fields import choices
 from weft.conf.schema import ModelConfig, WeftConfig
 from weft.engine.stages import Outline, check_axes, check_packing, load_hf_config, outline_of, self_check
 from weft.engine.stages.skeleton import model_class
+from weft.tools import parsers
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,13 +21,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ValueError: the model cannot be read, or its stages or the members of an axis differ from the whole.
     """
-    parser = argparse.ArgumentParser(
-        prog="weft check",
-        usage="weft check model=FOLDER|HUB_NAME | model.arch=TYPE [parallel.tensor=N ...] [key=value ...]",
-        description="Compare stages of a small copy of a model with Hugging Face's own forward and backward.",
-        allow_abbrev=False,
-    )
-    _, overrides = parser.parse_known_args(argv)
+    _, overrides = parsers.check().parse_known_args(argv)
     config = load([_expand(text) for text in overrides])
     print("\n".join([report(config.model), *shared_lines(config)]))
     return 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from weft.conf.schema import ContextExchange
 from weft.engine.stages.comparison import Difference, Outcome, difference, staged_outcome, whole_outcome
+from weft.tools import parsers
 from weft.tools.verification.parity_cases import VARIANTS, ParityCase, cases
 from weft.tools.verification.parity_engine import through_engine
 from weft.tools.verification.tiny_models import TINY
@@ -26,8 +27,6 @@ class Row(Difference):
     backend: str
 
 
-AXES = ("tensor", "context", "expert")
-"""Along which `--all` can share the work of layers."""
 Backend = Callable[[Sequence[ParityCase]], Iterator[Outcome]]
 """Runs cases in order."""
 
@@ -38,9 +37,7 @@ def in_process(cases: Sequence[ParityCase]) -> Iterator[Outcome]:
 
 
 BACKENDS: dict[str, Backend] = {
-    "in-process": in_process,
-    "gpipe": partial(through_engine, "gpipe"),
-    "1f1b": partial(through_engine, "1f1b"),
+    name: in_process if name == "in-process" else partial(through_engine, name) for name in parsers.BACKENDS
 }
 
 
@@ -63,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ValueError: an unknown architecture or variant.
     """
-    args = _parser().parse_args(argv)
+    args = parsers.parity().parse_args(argv)
     if args.all:
         return _all(args)
     _require_known("variant", args.variants, VARIANTS)
@@ -93,7 +90,7 @@ def _all(args: argparse.Namespace) -> int:
 
     types = architectures.causal_types()
     _require_known("causal architecture", args.archs, types)
-    file, sizes = Path(args.findings).expanduser(), {axis: getattr(args, axis) for axis in AXES}
+    file, sizes = Path(args.findings).expanduser(), {axis: getattr(args, axis) for axis in parsers.AXES}
     exchange = ContextExchange[args.exchange]
     if args.context == 1 and exchange is not ContextExchange.auto:
         raise ValueError(f"--exchange {args.exchange}: no ranks share sequences; add --context 2")
@@ -135,30 +132,3 @@ def _require_known(kind: str, given: Sequence[str], known: Iterable[str]) -> Non
 def _line(row: Row) -> str:
     numbers = f"{row.logits:>9.2g}{row.loss:>10.2g}{row.gradients:>11.2g}"
     return f"{row.arch:<14}{row.variant:<9}{row.stages:>6}  {row.backend:<11}{numbers}"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="weft parity",
-        description="Largest differences of logits, loss and gradients between stages and Hugging Face's own run.",
-    )
-    parser.add_argument("archs", nargs="*", metavar="ARCH", help=f"of {', '.join(TINY)}; all if none")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), metavar="NAME", help=", ".join(VARIANTS))
-    parser.add_argument("--stages", nargs="+", type=int, default=[2, 4], metavar="N")
-    parser.add_argument(
-        "--backends", nargs="+", choices=list(BACKENDS), default=list(BACKENDS), help="what runs the stages; all"
-    )
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="difference that is still accepted")
-    parser.add_argument(
-        "--all", action="store_true", help="try ARCH of transformers' causal types; those left, if none"
-    )
-    parser.add_argument("--findings", default="architectures.jsonl", metavar="FILE", help="of --all: read and added to")
-    parser.add_argument("--table", default="", metavar="FILE", help="of --all: a page to write, once all are tried")
-    for axis in AXES:
-        parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help="of --all: ranks that share layers")
-    exchanges = [one.name for one in ContextExchange]
-    parser.add_argument("--exchange", choices=exchanges, default="auto", help="of --all --context: between these ranks")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="of --all: processes at a time")
-    parser.add_argument("--seconds", type=float, default=0.0, metavar="S", help="of --all: start none after these")
-    parser.add_argument("--format", choices=("text", "json"), default="text")
-    return parser

@@ -1,0 +1,64 @@
+"""Command lines of `weft doctor node` and `weft doctor ring`, without what they import to check."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+NODE = """
+Checks this host: speed of memory and matrix products, products checked bit by bit, the disk of a folder, the clock,
+loopback, collectives between its devices, and what its GPUs report. Speeds are held against the data sheet where the
+device is known, and otherwise against the best that this host has done before. Exit code 1 if anything failed.
+"""
+NODE_FAULTS = (
+    "slow-memory",
+    "slow-gemm",
+    "gemm-bit",
+    "slow-disk",
+    "full-disk",
+    "clock",
+    "damaged-loopback",
+    "wrong-rank",
+    "hung-rank",
+)
+NODE_CHECKS = ("collectives", "memory", "gemm", "bits", "disk", "space", "clock", "loopback", "gpu", "xid")
+"""In the order in which they are done."""
+
+RING = """
+Run by all ranks of a job (`deepspeed --hostfile FILE --module weft.tools.doctor ring`, torchrun, srun), or with
+--ranks on this host alone. Each rank exchanges numbers with the next, all pairs that share no rank at once; then all
+sum. Rank 0 prints which pair is slower than others of its kind, brings wrong numbers, or does not answer. Exit code 1
+if anything failed.
+"""
+RING_FAULTS = ("slow", "wrong", "hung")
+
+
+def add_node_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``weft doctor node``."""
+    parser.add_argument("--folder", type=Path, default=Path("."), help="whose disk is checked; default: this one")
+    parser.add_argument("--ranks", type=int, default=0, help="of this host; default: its GPUs, or 2")
+    parser.add_argument("--driver", default="", help="whose clock is compared: HOST:PORT, or a Unix socket's name")
+    parser.add_argument("--cache", type=Path, help="file of this host's best figures")
+    parser.add_argument("--only", nargs="+", choices=NODE_CHECKS, metavar="CHECK", help=f"of {', '.join(NODE_CHECKS)}")
+    parser.add_argument("--json", action="store_true", help="the findings as a JSON list")
+    parser.add_argument(
+        "--inject",
+        nargs="+",
+        choices=NODE_FAULTS,
+        default=[],
+        metavar="FAULT",
+        help=f"be faulty: {', '.join(NODE_FAULTS)}",
+    )
+
+
+def add_ring_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``weft doctor ring``."""
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="start so many ranks on this host; default: be one of a job"
+    )
+    parser.add_argument("--share", type=float, default=0.3, help="least share of the median of pairs of the same kind")
+    parser.add_argument("--timeout", type=float, default=20.0, help="seconds after which a rank does not answer")
+    parser.add_argument("--json", action="store_true", help="the findings as a JSON list")
+    parser.add_argument(
+        "--inject", default="", metavar="FAULT=RANK", help=f"be faulty towards the next rank: {', '.join(RING_FAULTS)}"
+    )
