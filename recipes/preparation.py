@@ -6,6 +6,7 @@ import hashlib
 import json
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime
 from math import ceil
 from pathlib import Path
 
@@ -20,22 +21,25 @@ from weft.conf.schema import Attention, DataKind, WeftConfig
 from weft.conf.trees import to_tree
 from weft.engine.data import (
     MicrobatchLoader,
+    Seen,
     Source,
     build_loader,
     check_source,
     load_tokenizer,
     open_source,
+    unused_lines,
     vocabulary_for,
     with_template,
 )
 from weft.engine.data.location import locate
 from weft.engine.data.tokenizer import tokenizer_sha256
-from weft.engine.distributed import attempt_number, is_supervised, rank_zero_first, together
+from weft.engine.distributed import attempt_number, from_rank_zero, is_supervised, rank_zero_first, together
 from weft.engine.kept import KEPT
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.planning.layout import RankLayout
 from weft.engine.stages import check_flash_packing, load_hf_config, refuse_packing, self_check
 from weft.engine.stages.fingerprint import files_fingerprint
+from weft.recipes.clock import start_clock
 from weft.recipes.finish import print_once
 
 SKIPS = 3
@@ -55,14 +59,15 @@ def prepare(
     Raises:
         ValueError: bad input, with the same message on every rank.
     """
-    together(lambda: check_source(config.data) if dist.get_rank() == 0 else None)
+    seen = together(lambda: check_source(config.data) if dist.get_rank() == 0 else None)
     tokenizer = rank_zero_first(lambda: _tokenizer(config))
+    together(lambda: _name_unused(config, tokenizer, seen))
     _fit_vocabulary(config, len(tokenizer))
     SET_UP.done("tokenizer")
     if config.model.self_check and virtual_stages(config) > 1:  # only a recipe knows whether sequences are packed
         together(lambda: _check_model(config, folder / "self_check.json") if dist.get_rank() == 0 else None)
     SET_UP.done("self-check")
-    loader, evaluation = _loaders(config, tokenizer)
+    loader, evaluation = _loaders(config, tokenizer, folder)
     SET_UP.done("data")
     config = _with_steps(config, loader)
     torch.manual_seed(config.train.seed)
@@ -115,23 +120,31 @@ def _tokenizer(config: WeftConfig) -> PreTrainedTokenizerBase:
     return KEPT.get("tokenizer", (config.model, config.data), lambda: load_tokenizer(config.model, config.data))
 
 
-def _source(config: WeftConfig, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool) -> Source:
+def _name_unused(config: WeftConfig, tokenizer: PreTrainedTokenizerBase, seen: Seen | None) -> None:
+    if seen is not None and attempt_number() <= 1:
+        for line in unused_lines(config.data, tokenizer, seen):
+            print_once(line)
+
+
+def _source(config: WeftConfig, tokenizer: PreTrainedTokenizerBase, now: datetime, *, evaluation: bool) -> Source:
     def open_it() -> Source:
-        return open_source(config.data, tokenizer, evaluation=evaluation)
+        return open_source(config.data, tokenizer, evaluation=evaluation, now=now)
 
     return KEPT.get("evaluation data" if evaluation else "data", (config.model, config.data), open_it)
 
 
 def _loaders(
-    config: WeftConfig, tokenizer: PreTrainedTokenizerBase
+    config: WeftConfig, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> tuple[MicrobatchLoader, MicrobatchLoader | None]:
     layout = RankLayout.of(config, dist.get_world_size())
+    anew = config.checkpoint.resume == "never" and attempt_number() <= 1
+    now = datetime.fromisoformat(from_rank_zero(lambda: start_clock(folder, anew=anew)))
 
     def build(evaluation: bool) -> MicrobatchLoader:
         return build_loader(
             config.data,
             tokenizer,
-            source=_source(config, tokenizer, evaluation=evaluation),
+            source=_source(config, tokenizer, now, evaluation=evaluation),
             microbatch_size=config.train.microbatch_size,
             replica=layout.position(dist.get_rank()).replica,
             num_replicas=layout.replicas,

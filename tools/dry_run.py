@@ -16,6 +16,7 @@ from weft.engine.planning.run_plan import RunPlan, plan_run
 from weft.engine.stages import load_hf_config
 from weft.pipeline.text import bound_text, bytes_text
 from weft.tools.first_row import first_row_lines
+from weft.tools.preflight import check_data
 
 
 def expected_plan(config: WeftConfig, *, num_nodes: int = 1, collectives: CollectiveCosts | None = None) -> RunPlan:
@@ -35,9 +36,10 @@ def report(config: WeftConfig) -> str:
     """Each rank's stages, parameters and memory, ZeRO's collectives, the predicted step, and the first row of data.
 
     Raises:
-        ValueError: as `expected_plan`.
+        ValueError: as `expected_plan`, and where the data is not what a run could use.
     """
     config = fit_batch(config, world_size(config.cluster))
+    check_data(config)
     plan = expected_plan(config)
     schedule, known = plan.cell(), plan.facts.sources
     parameters = sum(size.parameters for size in stage_sizes(plan.facts.model, plan.split))

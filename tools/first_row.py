@@ -7,7 +7,7 @@ from itertools import groupby
 from transformers import PreTrainedTokenizerBase
 
 from weft.conf.schema import DataKind, WeftConfig
-from weft.engine.data import encode_first, load_tokenizer
+from weft.engine.data import check_source, encode_first, load_tokenizer, unused_lines
 from weft.engine.data.documents import IGNORED, Document
 from weft.tools.preflight import is_here
 
@@ -25,12 +25,14 @@ def first_row_lines(config: WeftConfig) -> list[str]:
     try:
         tokenizer = load_tokenizer(config.model, config.data)
         row = encode_first(config.data, tokenizer)
+        unused = unused_lines(config.data, tokenizer, check_source(config.data))
     except ValueError as error:
         return [f"first row: not shown ({error})"]
     counted = sum(label != IGNORED for label in row.labels)
     which = "all of which count" if counted == len(row.ids) else f"of which {counted:,} count in the loss, «these»"
     text = _marked(row, tokenizer) if counted < len(row.ids) else _printable(tokenizer.decode(row.ids))
-    return [f"first row of {config.data.path}: {len(row.ids):,} tokens, {which}", *_shortened(text).splitlines()]
+    head = f"first row of {config.data.path}: {len(row.ids):,} tokens, {which}"
+    return [head, *_shortened(text).splitlines(), *unused]
 
 
 def _marked(row: Document, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -137,7 +137,8 @@ def check_data(config: WeftConfig) -> None:
 
     check_source(config.data)
     words = config.model.tokenizer or config.model.path
-    if is_here(config.data.path) and is_here(words):  # a hub is left to the ranks, which have to be there anyway
+    # A hub is left to the ranks, which have to be there anyway.
+    if is_here(config.data.path) and (not words or is_here(words)):
         encode_first(config.data, load_tokenizer(config.model, config.data))
 
 

@@ -2,17 +2,19 @@
 
 from weft.engine.data.batch import Batch
 from weft.engine.data.chat import with_template
-from weft.engine.data.check import check_source
+from weft.engine.data.check import Seen, check_source
 from weft.engine.data.loader import MicrobatchLoader, build_loader
 from weft.engine.data.open import encode_first, open_source
 from weft.engine.data.source import Source
 from weft.engine.data.tokenizer import load_tokenizer, vocabulary_for
+from weft.engine.data.unused import unused_lines
 from weft.engine.stages.batch import count_label_tokens
 from weft.engine.stages.refusals import refuse_packing
 
 __all__ = [
     "Batch",
     "MicrobatchLoader",
+    "Seen",
     "Source",
     "build_loader",
     "check_source",
@@ -21,6 +23,7 @@ __all__ = [
     "load_tokenizer",
     "open_source",
     "refuse_packing",
+    "unused_lines",
     "vocabulary_for",
     "with_template",
 ]

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from weft.engine.data.documents import IGNORED, document_key
+from weft.engine.data.documents import IGNORED, document_key, text_key
 from weft.engine.data.encode import Columns
-from weft.engine.data.messages import message_fault, messages_of
+from weft.engine.data.messages import CALLS, Conversation, conversation_fault, is_call
 from weft.engine.data.spans import ChatTemplate, NotJinja, Span
 from weft.engine.data.tokenizer import tokenizer_sha256
+from weft.engine.data.tokens import WINDOW, Tokens, tokens_of
+
+T = TypeVar("T")
+TEMPLATES = ("default", "tool_use")
+"""Names of a tokenizer's templates without and with tools, where it has several."""
 
 
 class ChatEncoder:
@@ -23,7 +29,13 @@ class ChatEncoder:
     unit = "conversations"
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, fields: tuple[str, ...], *, template: str, limit: int
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        fields: tuple[str, ...],
+        *,
+        template: str,
+        limit: int,
+        now: datetime | None = None,
     ) -> None:
         """Encode the conversation of each row.
 
@@ -31,6 +43,7 @@ class ChatEncoder:
             fields: what hold it, as of `chat_columns`.
             template: Jinja text or a file with it; empty uses the tokenizer's.
             limit: truncate conversations to this many tokens.
+            now: the time that a template may show.
 
         Raises:
             ValueError: there is no template, it is no Jinja, or the tokenizer does not map tokens to characters.
@@ -43,48 +56,89 @@ class ChatEncoder:
         self.fields = fields
         self._tokenizer = tokenizer
         try:
-            self._template = ChatTemplate(find_template(tokenizer, template), tokenizer)
+            plain, tool_use = (
+                ChatTemplate(find_template(tokenizer, template, name), tokenizer, now=now) for name in TEMPLATES
+            )
         except NotJinja as error:
             whose = template or f"'': that of the tokenizer {tokenizer.name_or_path}"
             raise ValueError(f"data.chat_template={whose}: not a Jinja template ({error}); correct it") from error
+        self._templates = {False: plain, True: tool_use}
+        """By whether a conversation has tools."""
         self._limit = limit
-        parts = ("chat 3", fields, tokenizer_sha256(tokenizer), self._template.template, limit)
+        texts = sorted({plain.template, tool_use.template})
+        shown = now if any("strftime_now" in text for text in texts) else None
+        parts = ("chat 4", fields, tokenizer_sha256(tokenizer), texts, limit, shown)
         self.sha256 = hashlib.sha256(repr(parts).encode()).hexdigest()
 
-    def value_of(self, row: Mapping[str, Any]) -> Any:
-        """The messages of a row, whatever its form."""
-        return messages_of(row, self.fields)
+    def value_of(self, row: Mapping[str, Any]) -> Conversation:
+        """The conversation of a row, whatever its form."""
+        return Conversation.of(row, self.fields)
 
     def __call__(self, values: Sequence[Any], numbers: Sequence[int]) -> Columns:
-        """Encode conversations; one without assistant tokens before the limit gets no tokens.
+        """Encode conversations, or lists of messages; one without assistant tokens before the limit gets no tokens.
 
         Raises:
             ValueError: a row is not a conversation, or has no assistant token; the message names the row.
         """
-        rendered = [self._render(value, number) for value, number in zip(values, numbers, strict=True)]
-        encoded = self._tokenizer(
-            [text for text, _ in rendered], add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
+        talks = [value if isinstance(value, Conversation) else Conversation(value) for value in values]
+        texts = [self._named(number, self.text, talk) for talk, number in zip(talks, numbers, strict=True)]
         columns: Columns = {"input_ids": [], "labels": [], "length": [], "key": [], "truncated": []}
-        for number, (_, spans), ids, offsets in zip(
-            numbers, rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
-        ):
-            labels = label(ids, offsets, spans)
-            if not any(token != IGNORED for token in labels[1:]):
-                raise ValueError(self._fault(number, "it has no assistant token; remove it"))
-            kept = self._limit if any(t != IGNORED for t in labels[1 : self._limit]) else 0
-            columns["input_ids"].append(ids[:kept])
+        encoded = tokens_of(self._tokenizer, texts, limit=self._limit, spans=True)
+        for number, talk, text, tokens in zip(numbers, talks, texts, encoded, strict=True):
+            labels = self._named(number, self._labels, talk, text, tokens)
+            kept = len(labels) if any(token != IGNORED for token in labels[1:]) else 0
+            columns["input_ids"].append(tokens.ids[:kept])
             columns["labels"].append(labels[:kept])
-            columns["length"].append(min(len(ids), kept))
-            columns["key"].append(document_key(ids))
-            columns["truncated"].append(len(ids) > self._limit)
+            columns["length"].append(len(columns["input_ids"][-1]))
+            columns["key"].append(document_key(tokens.ids) if len(text) <= WINDOW else text_key(text))
+            columns["truncated"].append(len(tokens.ids) > self._limit)
         return columns
 
-    def _render(self, value: Any, number: int) -> tuple[str, list[Span]]:
-        if fault := message_fault(value):
-            raise ValueError(self._fault(number, fault))
+    def text(self, talk: Conversation) -> str:
+        """A conversation as the template renders it.
+
+        Raises:
+            ValueError: it is not a conversation, or the template refuses it or hides calls of tools.
+        """
+        if fault := conversation_fault(talk):
+            raise ValueError(fault)
+        text = self.rendered(talk)
+        calls = [n for n, message in enumerate(talk.messages) if is_call(message) and not message.get("content")]
+        if calls and text == self._without_calls(talk):
+            raise ValueError(
+                f"message {calls[0] + 1} has {' or '.join(CALLS)} and no content, and the chat template does not show "
+                "them; set data.chat_template to one that does"
+            )
+        return text
+
+    def rendered(self, talk: Conversation) -> str:
+        """The same without a look at what the text has.
+
+        Raises:
+            ValueError: the template refuses the conversation.
+        """
+        return self._templates[talk.tools is not None].text(talk.messages, talk.tools)
+
+    def _without_calls(self, talk: Conversation) -> str | None:
+        """The text without calls of tools; None if the template refuses what is left."""
+        bare = [{key: value for key, value in message.items() if key not in CALLS} for message in talk.messages]
         try:
-            return self._template.render([{name: m[name] for name in ("role", "content")} for m in value])
+            return self.rendered(Conversation(bare, talk.tools))
+        except ValueError:
+            return None
+
+    def _labels(self, talk: Conversation, text: str, tokens: Tokens) -> list[int]:
+        """The labels of the tokens before the limit."""
+        ids, places = tokens.ids[: self._limit], tokens.spans[: self._limit]
+        labels = label(ids, places, self._templates[talk.tools is not None].spans(*talk, text, places))
+        if len(ids) == len(tokens.ids) and not any(token != IGNORED for token in labels[1:]):
+            raise ValueError("it has no assistant token; remove it")
+        return labels
+
+    def _named(self, number: int, function: Callable[..., T], *arguments: Any) -> T:
+        """The function's result; its errors name the row."""
+        try:
+            return function(*arguments)
         except ValueError as error:
             raise ValueError(self._fault(number, str(error))) from error
 
@@ -125,8 +179,8 @@ def with_template(tokenizer: PreTrainedTokenizerBase, given: str) -> PreTrainedT
     return trained
 
 
-def find_template(tokenizer: PreTrainedTokenizerBase, given: str) -> str:
-    """The chat template: ``data.chat_template`` (a file or Jinja text), or else the tokenizer's.
+def find_template(tokenizer: PreTrainedTokenizerBase, given: str, name: str = TEMPLATES[0]) -> str:
+    """The chat template: ``data.chat_template`` (a file or Jinja text), or else the tokenizer's of that name.
 
     Raises:
         ValueError: there is no template, or the given one is neither a file nor Jinja.
@@ -134,7 +188,7 @@ def find_template(tokenizer: PreTrainedTokenizerBase, given: str) -> str:
     if not given:
         own = tokenizer.chat_template
         if isinstance(own, dict):
-            own = own.get("default")
+            own = own.get(name) or own.get(TEMPLATES[0])
         if not own:
             raise ValueError(
                 f"data.chat_template='': the tokenizer {tokenizer.name_or_path or 'given'} has no chat template; "

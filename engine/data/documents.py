@@ -78,6 +78,11 @@ def document_key(ids: Sequence[int]) -> int:
     return zlib.crc32(np.asarray(ids, dtype="<i4").tobytes())
 
 
+def text_key(text: str) -> int:
+    """The same of a document whose tokens are not all known: a number that depends only on its text."""
+    return zlib.crc32(text.encode())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """One part of a split of documents into training and held-out evaluation data.

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from weft.engine.data.documents import document_key
+from weft.engine.data.documents import document_key, text_key
 from weft.engine.data.tokenizer import tokenizer_sha256
+from weft.engine.data.tokens import WINDOW, Tokens, tokens_of
 
 Columns = dict[str, list[Any]]
 """``input_ids`` and, if they differ, ``labels``; ``length``, ``key`` and ``truncated`` of each row."""
@@ -40,8 +41,9 @@ class TextEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, field: str, *, limit: int | None = None) -> None:
         """Encode ``field`` of each row, truncated to ``limit`` tokens (None means no limit)."""
         self.fields: tuple[str, ...] = (field,)
-        self.sha256 = hashlib.sha256(f"text 2 {field!r} {limit} {tokenizer_sha256(tokenizer)}".encode()).hexdigest()
+        self.sha256 = hashlib.sha256(f"text 3 {field!r} {limit} {tokenizer_sha256(tokenizer)}".encode()).hexdigest()
         self._tokenizer, self._limit = tokenizer, limit
+        self._around = _around(tokenizer)
 
     def value_of(self, row: Mapping[str, Any]) -> Any:
         """The text of a row."""
@@ -59,16 +61,28 @@ class TextEncoder:
                     f"data.text_field={self.fields[0]}: row {number + 1} holds {type(value).__name__}, not text; "
                     "remove the row or choose another field"
                 )
-        rows = self._tokenizer(list(values), add_special_tokens=True, truncation=False, verbose=False)["input_ids"]
-        closed = [self._close(ids) if text else [] for ids, text in zip(rows, values, strict=True)]
-        cut = [ids[: self._limit] for ids in closed]
-        return {
-            "input_ids": cut,
-            "length": [len(ids) for ids in cut],
-            "key": [document_key(ids) for ids in closed],
-            "truncated": [len(ids) > len(kept) for ids, kept in zip(closed, cut, strict=True)],
-        }
+        columns: Columns = {"input_ids": [], "length": [], "key": [], "truncated": []}
+        for text, tokens in zip(values, tokens_of(self._tokenizer, list(values), limit=self._limit), strict=True):
+            ids = self._closed(tokens) if text else []
+            columns["input_ids"].append(ids[: self._limit])
+            columns["length"].append(len(columns["input_ids"][-1]))
+            columns["key"].append(document_key(ids) if len(text) <= WINDOW else text_key(text))
+            columns["truncated"].append(len(ids) > columns["length"][-1])
+        return columns
 
-    def _close(self, ids: list[int]) -> list[int]:
-        end = self._tokenizer.eos_token_id
-        return ids if end is None or ids[-1:] == [end] else [*ids, end]
+    def _closed(self, tokens: Tokens) -> list[int]:
+        """The tokens of a text with the tokenizer's around them, each once where the text has them itself."""
+        before, after = self._around
+        ids = tokens.ids if tokens.ids[: len(before)] == before else before + tokens.ids
+        return ids if not tokens.complete or (after and ids[-len(after) :] == after) else ids + after
+
+
+def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Tokens that a document has before and after those of its text: the tokenizer's own, and an end-of-text token."""
+    bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    at = next((n for n in range(len(whole)) if bare and whole[n : n + len(bare)] == bare), None)
+    if at is None:
+        return [], [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    before, after = whole[:at], whole[at + len(bare) :]
+    end = tokenizer.eos_token_id
+    return before, after if end is None or after[-1:] == [end] else [*after, end]

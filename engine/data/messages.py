@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.conf.schema import DataConfig
 
@@ -15,6 +16,22 @@ PROMPTED = ("prompt", "completion")
 INSTRUCTED = ("instruction", "output")
 FORMS = "messages; conversations; prompt and completion; or instruction, input and output"
 """The columns that a chat data set may have, for messages to people."""
+TOOLS = "tools"
+"""The column with the schemas of functions that an assistant may call."""
+CALLS = ("tool_calls", "function_call")
+"""Keys of an assistant's message that may take the place of its content."""
+
+
+class Conversation(NamedTuple):
+    """What a chat template renders of a row."""
+
+    messages: Any
+    tools: Any = None
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], columns: tuple[str, ...]) -> Conversation:
+        """The conversation in the ``columns`` of a row, and its tools."""
+        return cls(messages_of(row, columns), tools_of(row))
 
 
 def chat_columns(names: Collection[str], field: str) -> tuple[str, ...]:
@@ -39,6 +56,11 @@ def chat_columns(names: Collection[str], field: str) -> tuple[str, ...]:
     return ()
 
 
+def read_columns(field: str) -> tuple[str, ...]:
+    """All columns that a row of any form may be read from, by ``data.messages_field``."""
+    return (field, "conversations", *PROMPTED, *INSTRUCTED, "input", TOOLS)
+
+
 def messages_of(row: Mapping[str, Any], columns: tuple[str, ...]) -> Any:
     """What the ``columns`` of a row say, as a list of messages where it can be read as one.
 
@@ -48,23 +70,55 @@ def messages_of(row: Mapping[str, Any], columns: tuple[str, ...]) -> Any:
     if len(columns) == 1:
         return _with_roles(row.get(columns[0]))
     asked, answer = (row.get(name) for name in columns[:2])
-    if more := row.get("input") if "input" in columns else None:
+    if more := row.get("input") if columns[0] == INSTRUCTED[0] else None:
         asked = f"{asked}\n\n{more}"
     if isinstance(asked, list) and isinstance(answer, list):
         return _with_roles([*asked, *answer])
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
 
 
+def tools_of(row: Mapping[str, Any]) -> Any:
+    """The tools of a row: a list of schemas, also where it is written as JSON text; None if it has none."""
+    tools = row.get(TOOLS)
+    if not isinstance(tools, str):
+        return tools
+    try:
+        return json.loads(tools) if tools.strip() else None
+    except ValueError:
+        return tools  # for `tools_fault` to name
+
+
+def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a typed table without the keys that only other rows have, which the table fills with nulls.
+
+    The content of a message stays, because a message that calls tools has a content of null.
+    """
+    return {name: _compact(value, messages=True) for name, value in row.items()}
+
+
+def _compact(value: Any, *, messages: bool = False) -> Any:
+    if isinstance(value, list):
+        return [_compact(each, messages=messages) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    is_message = messages and {"role", "content"} <= value.keys()
+    return {
+        name: _compact(each) for name, each in value.items() if each is not None or (is_message and name == "content")
+    }
+
+
 def _with_roles(messages: Any) -> Any:
     """Messages of ``from`` and ``value`` as ones of role and content."""
     if not isinstance(messages, list) or not all(isinstance(each, Mapping) for each in messages):
         return messages
-    return [
-        {"role": ROLES.get(each["from"], each["from"]), "content": each["value"]}
-        if all(isinstance(each.get(name), str) for name in _SHAREGPT) and not any(each.get(n) for n in _NEEDED)
-        else each
-        for each in messages
-    ]
+    return [_with_role(each) for each in messages]
+
+
+def _with_role(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not all(isinstance(message.get(name), str) for name in _SHAREGPT) or any(message.get(n) for n in _NEEDED):
+        return message
+    more = {name: value for name, value in message.items() if name not in (*_SHAREGPT, *_NEEDED)}
+    return {"role": ROLES.get(message["from"], message["from"]), "content": message["value"], **more}
 
 
 def message_fault(messages: Any) -> str | None:
@@ -75,19 +129,38 @@ def message_fault(messages: Any) -> str | None:
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, Mapping):
             return f"message {number} is {_kind(message)}; give a mapping with role and content"
-        missing = [name for name in _NEEDED if message.get(name) is None]
+        needed = ("role",) if is_call(message) and message.get("content") is None else _NEEDED
+        missing = [name for name in needed if message.get(name) is None]
         if missing:
-            return (
-                f"message {number} has {', '.join(message) or 'nothing'}, not {' and '.join(missing)}; "
-                "name its parts role and content"
-            )
-        for name in _NEEDED:
+            remedy = "name its parts role and content"
+            if missing == ["content"] and "content" in message:
+                remedy = "its content is null: give it text, or tool_calls, or remove it"
+            return f"message {number} has {', '.join(message) or 'nothing'}, not {' and '.join(missing)}; {remedy}"
+        for name in needed:
             if not isinstance(message[name], str):
                 return f"message {number} has a {name} that is {_kind(message[name])}; give plain text"
     if not any(message["role"] == "assistant" for message in messages):
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         return f"no message has the role assistant (found: {roles}), so nothing can be learnt; rename or remove"
     return None
+
+
+def tools_fault(tools: Any) -> str | None:
+    """Why ``tools`` are no schemas of functions, and the remedy; None if they are, or if there are none."""
+    if tools is None or (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
+        return None
+    odd = tools if not isinstance(tools, list) else next(each for each in tools if not isinstance(each, dict))
+    return f"column {TOOLS} holds {_kind(odd)}; give a list of JSON schemas, or leave it out"
+
+
+def conversation_fault(conversation: Conversation) -> str | None:
+    """Why a conversation cannot be trained on, and the remedy; None if it can."""
+    return message_fault(conversation.messages) or tools_fault(conversation.tools)
+
+
+def is_call(message: Mapping[str, Any]) -> bool:
+    """True for an assistant's message that calls a tool."""
+    return message.get("role") == "assistant" and any(message.get(name) for name in CALLS)
 
 
 def _kind(value: Any) -> str:

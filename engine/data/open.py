@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
-from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_from_disk
+from datasets import (
+    Dataset,
+    DatasetDict,
+    IterableDataset,
+    load_dataset,
+    load_dataset_builder,
+    load_from_disk,
+)
 from datasets.exceptions import DatasetsError
 from transformers import PreTrainedTokenizerBase
 
 from weft.conf.schema import DataConfig, DataKind
 from weft.engine.data.chat import ChatEncoder
 from weft.engine.data.corpus import load_corpus
-from weft.engine.data.documents import Document, Part
+from weft.engine.data.documents import IGNORED, Document, Part
 from weft.engine.data.encode import Encoder, TextEncoder
-from weft.engine.data.location import BUILDERS, Location, locate
-from weft.engine.data.messages import chat_columns
+from weft.engine.data.location import Location, locate
+from weft.engine.data.messages import TOOLS, chat_columns, read_columns, without_nulls
+from weft.engine.data.rows import LocalFiles
 from weft.engine.data.source import LoadedSource, Source, StreamedSource, tokenised
 
 UNSHUFFLED_BLOCK = 1024
 """Documents to pack together if a stream is not shuffled."""
+MOST_TOKENS = 1 << 20
+"""Tokens of a conversation in which its first answer is searched."""
+
+Rows: TypeAlias = LocalFiles | Dataset | IterableDataset
 
 
-def open_source(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool) -> Source:
+def open_source(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool, now: datetime | None = None
+) -> Source:
     """Open the training documents, or for evaluation ``data.eval_split`` or the held-out documents.
 
     Loaded data is tokenised here unless ``data.cache_dir`` already has the result.
+
+    Args:
+        now: the time that a chat template may show.
 
     Raises:
         ValueError: the data cannot be read or encoded, or nothing is held out.
@@ -48,31 +68,72 @@ def open_source(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, evaluat
         return LoadedSource(tokens, encoder, name=corpus.description, part=part)
     rows = _read(data, "eval_split" if evaluation and own_split else "split", cache)
     fields = _fields(data, rows)
-    if isinstance(rows, Dataset):
-        encoder = _encoder(data, tokenizer, fields)
-        tokens = tokenised(rows, encoder, name=rows._fingerprint, cache=cache)
+    if not data.streaming:
+        encoder = _encoder(data, tokenizer, fields, now)
+        name = rows.fingerprint if isinstance(rows, LocalFiles) else rows._fingerprint
+        tokens = tokenised(_plain(rows, fields), encoder, name=name, cache=cache)
         return LoadedSource(tokens, encoder, name=data.path, part=part)
-    encoder = _encoder(data, deepcopy(tokenizer), fields)  # a thread uses it, and a tokenizer's settings are mutable
+    encoder = _encoder(data, deepcopy(tokenizer), fields, now)  # a thread uses it, and its settings are mutable
     shuffled = data.shuffle and not evaluation
-    block = data.shuffle_buffer if shuffled else min(data.shuffle_buffer, UNSHUFFLED_BLOCK)
-    return StreamedSource(rows, encoder, name=data.path, block_documents=block, part=part)
+    return StreamedSource(
+        rows.streamed() if isinstance(rows, LocalFiles) else _selected(rows, fields),
+        encoder,
+        name=data.path,
+        block_documents=data.shuffle_buffer if shuffled else min(data.shuffle_buffer, UNSHUFFLED_BLOCK),
+        part=part,
+        typed=not isinstance(rows, LocalFiles),
+    )
 
 
-def encode_first(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Document:
-    """The first row of local data as training will see it, to find early what tokenizer and template refuse.
+def encode_first(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, now: datetime | None = None) -> Document:
+    """The first row of local data that is learnt from, to find early what tokenizer and template refuse.
 
     Raises:
-        ValueError: the row cannot be read or encoded.
+        ValueError: a row cannot be read or encoded, or there is nothing to learn in any row.
     """
-    rows = _read(replace(data, streaming=True), "split", Path(data.cache_dir).expanduser())
-    row = next(iter(rows))
-    encoder = _encoder(data, tokenizer, _fields(data, rows))
-    columns = encoder([encoder.value_of(row)], [0])
-    ids = np.asarray(columns["input_ids"][0], dtype=np.int64)
-    return Document(ids, np.asarray(columns["labels"][0], dtype=np.int64) if "labels" in columns else ids)
+    _, fields, rows = open_rows(replace(data, streaming=True), Path(data.cache_dir).expanduser())
+    encoder = _encoder(data, tokenizer, fields, now)
+    first = None
+    for number, row in enumerate(rows):
+        first = first or row
+        columns = encoder([encoder.value_of(row)], [number])
+        if columns["length"][0]:
+            ids = np.asarray(columns["input_ids"][0], dtype=np.int64)
+            return Document(ids, np.asarray(columns["labels"][0], dtype=np.int64) if "labels" in columns else ids)
+    if data.kind is DataKind.text:
+        raise ValueError(f"data.path={data.path}: not one document with text; give it some")
+    longer = _encoder(replace(data, sequence_length=MOST_TOKENS), tokenizer, fields, now)
+    labels = longer([longer.value_of(first)], [0])["labels"][0] if first else []
+    needed = next((f"; the first begins with token {n + 1}" for n, t in enumerate(labels) if t != IGNORED), "")
+    raise ValueError(
+        f"data.sequence_length={data.sequence_length}: every answer of {data.path} lies behind that many tokens and "
+        f"would be cut away{needed}; raise it"
+    )
 
 
-def _fields(data: DataConfig, rows: Dataset | IterableDataset) -> tuple[str, ...]:
+def open_rows(data: DataConfig, cache: Path) -> tuple[list[str], tuple[str, ...], Iterable[Mapping[str, Any]]]:
+    """The columns of ``data.path``, those to read, and the rows.
+
+    Raises:
+        ValueError: the data cannot be read.
+    """
+    rows = _read(data, "split", cache)
+    fields = _fields(data, rows)
+    return list(rows.column_names or ()), fields, _plain(rows, fields)
+
+
+def _plain(rows: Rows, fields: tuple[str, ...]) -> Iterable[Mapping[str, Any]]:
+    """The rows as their authors wrote them."""
+    return rows if isinstance(rows, LocalFiles) else map(without_nulls, _selected(rows, fields))
+
+
+def _selected(rows: Dataset | IterableDataset, fields: tuple[str, ...]) -> Dataset | IterableDataset:
+    """The columns of a table that are read."""
+    names = rows.column_names
+    return rows if names is None else rows.select_columns([name for name in names if name in (*fields, TOOLS)])
+
+
+def _fields(data: DataConfig, rows: Rows) -> tuple[str, ...]:
     """The columns of ``rows`` to read.
 
     Raises:
@@ -81,11 +142,7 @@ def _fields(data: DataConfig, rows: Dataset | IterableDataset) -> tuple[str, ...
     chat = data.kind is DataKind.chat
     option = "messages_field" if chat else "text_field"
     field = getattr(data, option)
-    names = rows.column_names
-    if names is None and chat:
-        names = list(next(iter(rows), {field: None}))
-    if names is None:
-        return (field,)
+    names = rows.column_names or list(next(iter(rows), {field: None}))
     if not (fields := chat_columns(names, field) if chat else (field,) if field in names else ()):
         raise ValueError(
             f"data.{option}={field}: {data.path} has no such field, but {', '.join(names)}; name one of them"
@@ -93,21 +150,28 @@ def _fields(data: DataConfig, rows: Dataset | IterableDataset) -> tuple[str, ...
     return fields
 
 
-def _encoder(data: DataConfig, tokenizer: PreTrainedTokenizerBase, fields: tuple[str, ...]) -> Encoder:
+def _encoder(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, fields: tuple[str, ...], now: datetime | None = None
+) -> Encoder:
     if data.kind is DataKind.chat:
-        return ChatEncoder(tokenizer, fields, template=data.chat_template, limit=data.sequence_length)
+        return ChatEncoder(tokenizer, fields, template=data.chat_template, limit=data.sequence_length, now=now)
     return TextEncoder(tokenizer, fields[0], limit=None if data.packing else data.sequence_length)
 
 
-def _read(data: DataConfig, option: str, cache: Path) -> Dataset | IterableDataset:
+def _read(data: DataConfig, option: str, cache: Path) -> Rows:
     """One split of ``data.path``, loaded or streamed; ``option`` is the field that names the split."""
     location = locate(data)
     split = getattr(data, option)
     try:
         if location.saved:
             return _saved(location, split, streaming=data.streaming)
-        path, options = _request(data, location)
-        return load_dataset(path, split=split, streaming=data.streaming, cache_dir=str(cache / "datasets"), **options)
+        if location.path is not None:
+            columns = read_columns(data.messages_field) if data.kind is DataKind.chat else (data.text_field,)
+            return LocalFiles(_files(data, location, split), columns)
+        name = data.name or None
+        return load_dataset(
+            data.path, name=name, split=split, streaming=data.streaming, cache_dir=str(cache / "datasets")
+        )
     except (OSError, ValueError, KeyError, DatasetsError) as error:
         cause = error.__cause__ or error
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
@@ -117,17 +181,19 @@ def _read(data: DataConfig, option: str, cache: Path) -> Dataset | IterableDatas
         ) from error
 
 
-def _request(data: DataConfig, location: Location) -> tuple[str, dict[str, object]]:
-    """Arguments for `load_dataset`; a .txt file is one document, because single lines lose their context."""
-    if location.path is None:
-        return data.path, {"name": data.name or None}
-    whole = {"sample_by": "document"} if location.files[0].suffix == ".txt" else {}
-    if location.path.is_file():
-        return BUILDERS[location.path.suffix], {"data_files": str(location.path), **whole}
-    return str(location.path), {"name": data.name or None, **whole}
+def _files(data: DataConfig, location: Location, split: str) -> tuple[Path, ...]:
+    """The local files of a split, which names of files and folders show, and a README's configuration."""
+    if location.path is None or location.path.is_file():
+        found = {"train": location.files}
+    else:
+        listed = load_dataset_builder(str(location.path), name=data.name or None).config.data_files
+        found = {str(name): tuple(map(Path, files)) for name, files in listed.items()}
+    if split not in found:
+        raise ValueError(f"there is {', '.join(found)}")
+    return found[split]
 
 
-def _saved(location: Location, split: str, *, streaming: bool) -> Dataset | IterableDataset:
+def _saved(location: Location, split: str, *, streaming: bool) -> Rows:
     dataset = load_from_disk(str(location.path))
     if isinstance(dataset, DatasetDict):
         dataset = dataset[split]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets.arrow_writer import ArrowWriter
+from datasets.utils import tqdm
 from filelock import FileLock
 
 from weft.conf.owners import is_trusted, own_folder
 from weft.engine.data.documents import Document, Documents, InMemory, OnDisk, Part, column
-from weft.engine.data.encode import Columns, Encoder
+from weft.engine.data.encode import Encoder
+from weft.engine.data.messages import without_nulls
+from weft.engine.data.tokens import AT_ONCE
 
 ENCODED_AT_ONCE = 256
 """Rows per call of the tokenizer."""
@@ -98,10 +102,15 @@ class StreamedSource:
         name: str,
         part: Part,
         block_documents: int,
+        typed: bool = True,
     ) -> None:
-        """Read ``encoder.fields`` of a part of a streamed ``dataset``."""
-        known = dataset.column_names is not None
-        self._dataset = dataset.select_columns(list(encoder.fields)) if known else dataset
+        """Read a part of a streamed ``dataset``.
+
+        Args:
+            typed: its rows come from a table, which fills them with nulls.
+        """
+        self._dataset = dataset
+        self._typed = typed
         self._encoder = encoder
         self._part = part
         self._block_documents = block_documents
@@ -123,12 +132,12 @@ class StreamedSource:
         dataset.set_epoch(shuffle)
         if start:
             dataset.load_state_dict(start["dataset"])
-        rows = iter(dataset)
+        rows = map(without_nulls, dataset) if self._typed else iter(dataset)
         while True:
             items: list[Document] = []
             first = number
             while room := self._room(items):
-                values = [self._encoder.value_of(row) for row in islice(rows, room)]
+                values = [self._encoder.value_of(row) for row in _some(rows, room)]
                 if not values:
                     break
                 items += self._encode(values, number)
@@ -164,43 +173,57 @@ def _losses(truncated: int, left_out: int) -> str:
     return "".join(f", {count} {what}" for count, what in parts if count)
 
 
-def tokenised(dataset: Dataset, encoder: Encoder, *, name: str, cache: Path) -> Dataset:
-    """Tokenise ``dataset`` once; every rank memory-maps the result from ``cache``.
+def tokenised(rows: Iterable[Mapping[str, Any]], encoder: Encoder, *, name: str, cache: Path) -> Dataset:
+    """Tokenise ``rows`` once; every rank memory-maps the result from ``cache``.
 
     A file there that another user could have written is made anew.
 
     Args:
-        name: hash of the data set's contents, which together with the encoder's hash names the file.
+        name: hash of the rows' contents, which together with the encoder's hash names the file.
     """
     own_folder(cache, "data.cache_dir")
     key = hashlib.sha256(f"{name} {encoder.sha256}".encode()).hexdigest()
     file = cache / f"tokens-{key[:24]}.arrow"
+    with FileLock(f"{file}.lock"):  # one rank tokenises, the others find its file
+        if not file.exists() or not is_trusted(file):
+            draft = file.with_suffix(".draft")
+            _write(rows, encoder, draft)
+            draft.chmod(0o600)
+            draft.replace(file)
+    return Dataset.from_file(str(file))
+
+
+def _write(rows: Iterable[Mapping[str, Any]], encoder: Encoder, file: Path) -> None:
     tokens = List(Value("int32"))
     features = {"input_ids": tokens, "length": Value("int64"), "key": Value("int64"), "truncated": Value("bool")}
     if encoder.unit == "conversations":
         features["labels"] = tokens
+    number = 0
+    remaining = iter(rows)
+    with ArrowWriter(path=str(file), features=Features(features)) as writer, tqdm(desc="tokenising") as progress:
+        while some := _some(remaining, ENCODED_AT_ONCE):
+            values = [encoder.value_of(row) for row in some]
+            writer.write_batch(encoder(values, range(number, number + len(some))))
+            number += len(some)
+            progress.update(len(some))
+        writer.finalize()
 
-    def encode(*columns: Sequence[Any]) -> Columns:
-        *values, numbers = columns
-        rows = [dict(zip(encoder.fields, row, strict=True)) for row in zip(*values, strict=True)]
-        return encoder([encoder.value_of(row) for row in rows], numbers)
 
-    with FileLock(f"{file}.lock"):  # one rank tokenises, the others find its file
-        if file.exists() and not is_trusted(file):
-            file.unlink()
-        found = dataset.map(
-            encode,
-            batched=True,
-            batch_size=ENCODED_AT_ONCE,
-            with_indices=True,
-            input_columns=list(encoder.fields),
-            remove_columns=dataset.column_names,
-            features=Features(features),
-            cache_file_name=str(file),
-            load_from_cache_file=True,
-            new_fingerprint=key[:24],
-            desc="tokenising",
-        )
-        if file.exists():
-            file.chmod(0o600)
-        return found
+def _some(rows: Iterator[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    """The next ``count`` rows, or fewer if they are long."""
+    taken = []
+    characters = 0
+    for row in islice(rows, count):
+        taken.append(row)
+        characters += _characters(row)
+        if characters > AT_ONCE:
+            break
+    return taken
+
+
+def _characters(value: Any) -> int:
+    """Length of all texts in a row."""
+    if isinstance(value, str):
+        return len(value)
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return sum(map(_characters, inside))

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from datetime import datetime
 from functools import cached_property
 from threading import Lock
+from typing import Any
 
 from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-Message = Mapping[str, str]
-"""``role`` and ``content``."""
+from weft.engine.data.marks import Marks, Message, place_marks
+
 Span = tuple[int, int]
 """Start and end (exclusive) character."""
+Tools = Sequence[Any] | None
+"""Schemas of the functions that a conversation may call."""
 
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MARK = "\ue000\ue001\ue002"
-"""Marker to find where a message's content starts and ends: private-use characters are never trimmed."""
-
 _ONE_AT_A_TIME = Lock()
 """transformers shares compiled templates between threads, but their recording of spans is not thread-safe."""
 
@@ -33,70 +34,70 @@ class NotJinja(Exception):
 class ChatTemplate:
     """A Jinja chat template, with the special tokens that it may use."""
 
-    def __init__(self, template: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, template: str, tokenizer: PreTrainedTokenizerBase, *, now: datetime | None = None) -> None:
         """Render ``template`` as ``tokenizer.apply_chat_template`` would.
+
+        Args:
+            now: the time that a template's ``strftime_now`` shows; None is the time of each call.
 
         Raises:
             NotJinja: the template cannot be compiled.
         """
         self.template = template
-        self._special = dict(tokenizer.special_tokens_map)
+        self.added_tokens = tokenizer.get_added_vocab()
+        self._tokenizer = tokenizer
+        self._variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
+        if now is not None:
+            self._variables["strftime_now"] = now.strftime
         with suppress(ValueError):  # a template may refuse a conversation without messages
-            self._text([])
+            self.text([])
 
     @cached_property
     def has_tags(self) -> bool:
-        """Whether the template marks the assistant's text with generation tags."""
+        """True if the template marks the assistant's text with generation tags."""
         return _TAG.search(self.template) is not None
 
-    def render(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+    def render(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, list[Span]]:
         """Render a conversation; returns the text and the assistant's spans in order.
 
-        Each span starts where generation would start, and includes the end of the turn.
+        Raises:
+            ValueError: as `text` and `spans`.
+        """
+        text = self.text(messages, tools)
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return text, self.spans(messages, tools, text, encoded["offset_mapping"])
+
+    def text(self, messages: Sequence[Message], tools: Tools = None, *, add_generation_prompt: bool = False) -> str:
+        """Render a conversation as text.
 
         Raises:
-            ValueError: the template refuses the messages, or does not show where a turn begins.
+            ValueError: the template refuses the messages.
+        """
+        return self._jinja(messages, tools, add_generation_prompt=add_generation_prompt)[0][0]
+
+    def spans(self, messages: Sequence[Message], tools: Tools, text: str, tokens: Sequence[Span]) -> list[Span]:
+        """Find the assistant's spans in ``text``, which `text` returned for the same conversation.
+
+        Each span starts where generation would start, and includes the end of the turn. It ends where a
+        token ends, unless the template has generation tags.
+
+        Args:
+            tokens: the characters of each token; what comes after the last one is not searched.
+
+        Raises:
+            ValueError: the template does not show where a turn begins or ends.
         """
         if self.has_tags:
-            texts, spans = self._jinja(messages, return_assistant_tokens_mask=True)
-            return texts[0], [(start, end) for start, end in spans[0] if end > start]
-        text = self._text(messages)
-        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-        return text, [self._span(text, messages, turn) for turn in turns]
+            _, spans = self._jinja(messages, tools, return_assistant_tokens_mask=True)
+            return [(start, end) for start, end in spans[0] if end > start]
+        return list(_Turns(self, messages, tools, text, tokens).spans())
 
-    def _span(self, text: str, messages: Sequence[Message], turn: int) -> Span:
-        """Find the span of one turn by comparing renderings.
-
-        Markers before and after the content show its position in the text. The turn starts there, or
-        earlier, where its generation prompt stops matching the text: templates may open reasoning in a
-        prompt and drop it from history. The text after the marker, in a conversation that ends with
-        this turn, closes the turn.
-        """
-        own = messages[turn]["content"]
-        start = _agreement(text, self._text(_with_content(messages, turn, _MARK + own)))
-        end = _agreement(text, self._text(_with_content(messages, turn, own + _MARK)))
-        alone = self._text(_with_content(messages[: turn + 1], turn, own + _MARK))
-        known = _MARK in alone
-        if turn:  # templates may refuse an empty conversation
-            before = self._text(messages[:turn])
-            prompt = self._text(messages[:turn], add_generation_prompt=True)
-            asked = _agreement(text, prompt)
-            known &= asked > len(before) or before == prompt
-            start = min(start, asked)
-        if not known or start > end:
-            raise ValueError(
-                f"message {turn + 1}: the chat template does not show where this assistant turn begins and ends; "
-                "mark it in data.chat_template with {% generation %} and {% endgeneration %}"
-            )
-        return start, end + _agreement(text[end:], alone.rpartition(_MARK)[2])
-
-    def _text(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        return self._jinja(messages, add_generation_prompt=add_generation_prompt)[0][0]
-
-    def _jinja(self, messages: Sequence[Message], **options: bool) -> tuple[list[str], list[list[Span]]]:
+    def _jinja(self, messages: Sequence[Message], tools: Tools, **options: bool) -> tuple[list[str], list[list[Span]]]:
         try:
             with _ONE_AT_A_TIME:
-                return render_jinja_template([list(messages)], chat_template=self.template, **options, **self._special)
+                return render_jinja_template(
+                    [list(messages)], tools=tools, chat_template=self.template, **options, **self._variables
+                )
         except TemplateSyntaxError as error:
             raise NotJinja(f"line {error.lineno}: {error.message}") from error
         except Exception as error:  # any: a template is a program of its author's
@@ -104,8 +105,137 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses the conversation: {reason or type(error).__name__}") from error
 
 
-def _with_content(messages: Sequence[Message], turn: int, content: str) -> list[Message]:
-    return [*messages[:turn], {**messages[turn], "content": content}, *messages[turn + 1 :]]
+class _Turns:
+    """Finds the assistant's turns of one conversation by comparing renderings.
+
+    Marks in the messages show where the template puts each of them. Texts are compared after a mark, because
+    templates may render what is before it differently in another conversation: they drop the reasoning of earlier
+    turns, or move the system's message and the tools to the last question.
+    """
+
+    def __init__(
+        self, template: ChatTemplate, messages: Sequence[Message], tools: Tools, text: str, tokens: Sequence[Span]
+    ) -> None:
+        self._template, self._messages, self._tools, self._text = template, messages, tools, text
+        self._tokens = tokens
+        self._ends = [end for _, end in tokens]
+        self._rendered: dict[tuple[int, bool], str | None] = {}
+        self._marks: Marks = place_marks(messages, text, lambda marked: template.text(marked, tools))
+        positions = self._marks.positions(template.text(self._marks.put(messages), tools))
+        self._first: dict[int, int] = {}
+        """Of each message, where its first marked text starts."""
+        self._last: dict[int, tuple[int, int]] = {}
+        """Of each message, where its last marked text ends, and the number of that mark."""
+        for (number, side), at in positions.items():
+            message, _ = self._marks.places[number]
+            if side == "a":
+                self._first[message] = min(at, self._first.get(message, at))
+            else:
+                self._last[message] = max((at, number), self._last.get(message, (at, number)))
+
+    def spans(self) -> Iterator[Span]:
+        """The span of each assistant turn that begins among the tokens."""
+        until = self._ends[-1] if self._ends else 0
+        for turn, message in enumerate(self._messages):
+            if message["role"] == "assistant":
+                self._rendered.clear()
+                start = self._start(turn)
+                if start is not None and start >= until:
+                    return
+                end = None if start is None else self._end(turn, start)
+                if start is None or end is None or end < start:
+                    raise ValueError(
+                        f"message {turn + 1}: the chat template does not show where this assistant turn begins and "
+                        "ends; mark it in data.chat_template with {% generation %} and {% endgeneration %}"
+                    )
+                yield start, end
+
+    def _start(self, turn: int) -> int | None:
+        """Where generation of a turn would start; None if that is not shown.
+
+        That is where the generation prompt stops matching the text, because templates may open reasoning in a
+        prompt and drop it from history, but not behind the beginning of the turn's own text.
+        """
+        first = self._first.get(turn)
+        base, number = self._before(turn)
+        prompt = self._after(turn, number, add_generation_prompt=True)
+        if prompt is None:
+            return 0 if first is None and not turn else first
+        shared = _agreement(prompt, self._after(turn, number) or "")
+        agreed = _agreement(self._text[base : base + len(prompt)], prompt)
+        if agreed <= shared < len(prompt):
+            return None
+        start = base + agreed
+        if agreed < len(prompt):
+            start = self._word_start(base + shared, start)
+        return start if first is None else min(first, start)
+
+    def _word_start(self, least: int, at: int) -> int:
+        """The last position up to ``at`` behind white space or an added token.
+
+        A prompt's <think> and a text's <tool_call> differ from their beginning, not from their third character.
+        """
+        token = bisect_right(self._ends, at)
+        while token and self._ends[token - 1] > least:
+            start, end = self._tokens[token - 1]
+            if self._text[end - 1].isspace() or self._text[start:end] in self._template.added_tokens:
+                return end
+            token -= 1
+        return least
+
+    def _end(self, turn: int, start: int) -> int | None:
+        """Where a turn that begins at ``start`` ends; None if that is not shown.
+
+        It goes on after its own text for as long as the same conversation would that ends with this turn, or that
+        goes on with another prompt: templates may close the last turn unlike the others.
+        """
+        if turn not in self._last and any(_is_shown(v) for key, v in self._messages[turn].items() if key != "role"):
+            return None
+        base, number = self._before(turn + 1)
+        if turn == len(self._messages) - 1:
+            return len(self._text)
+        closings = [self._after(turn + 1, number)]
+        asked = self._after(turn + 1, number, add_generation_prompt=True)
+        prompt = self._prompt(turn)
+        if asked is not None and prompt and asked.endswith(prompt):
+            closings.append(asked.removesuffix(prompt))
+        known = [each for each in closings if each is not None]
+        if not known:
+            return None
+        end = base + max(_agreement(self._text[base : base + len(each)], each) for each in known)
+        token = bisect_right(self._ends, end)
+        straddling = self._tokens[token][0] if token < len(self._tokens) else end
+        return straddling if max(base, start) <= straddling < end else end
+
+    def _prompt(self, turn: int) -> str:
+        """What the template adds to ask for a turn; empty if that is not known."""
+        _, number = self._before(turn)
+        prompt, plain = self._after(turn, number, add_generation_prompt=True), self._after(turn, number)
+        return "" if prompt is None or plain is None else prompt[_agreement(prompt, plain) :]
+
+    def _before(self, turn: int) -> tuple[int, int | None]:
+        """Where the last marked text before a turn ends, and the number of its mark; None at the beginning."""
+        earlier = [message for message in self._last if message < turn]
+        return self._last[max(earlier)] if earlier else (0, None)
+
+    def _after(self, count: int, number: int | None, *, add_generation_prompt: bool = False) -> str | None:
+        """What follows a mark in a conversation of ``count`` messages; None if the template refuses or hides it."""
+        key = (count, add_generation_prompt)
+        if key not in self._rendered:
+            marked = self._marks.put(self._messages[:count])
+            self._rendered[key] = None
+            with suppress(ValueError):  # a template may refuse the beginning of a conversation
+                self._rendered[key] = self._template.text(
+                    marked, self._tools, add_generation_prompt=add_generation_prompt
+                )
+        if (rendered := self._rendered[key]) is None:
+            return None
+        return self._marks.removed(rendered) if number is None else self._marks.after(rendered, number)
+
+
+def _is_shown(value: Any) -> bool:
+    """True for what a template would write something for."""
+    return bool(value.strip() if isinstance(value, str) else value)
 
 
 def _agreement(one: str, other: str) -> int:

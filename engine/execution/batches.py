@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.parallel.axis import Alone, AxisGroup
-from weft.engine.stages.context import part_of
+from weft.engine.stages.context import WHOLE, part_of
 from weft.engine.stages.packed import tell_rows
 
 ALONE = Alone("context")
@@ -43,13 +43,16 @@ def prepare_batch(
         given["position_ids"] = _positions(given)
     mask = given.get("attention_mask")
     # Kernels without a mask are faster; but one that is on the device already is not waited for.
-    if mask is not None and mask.device.type == "cpu" and bool(mask.all()):
-        del given["attention_mask"]
+    needless = mask is not None and mask.device.type == "cpu" and bool(mask.all())
     positions, cut = given["position_ids"], context.size > 1
     given = part_of(given, context, keep_whole=keep_whole)
     moved = {name: value.to(device, non_blocking=True) for name, value in given.items()}
     if cut or positions.device.type == "cpu":
         tell_rows(moved["position_ids"], positions.cpu())
+    if needless:
+        whole = {} if cut or not keep_whole else {WHOLE + name: value for name, value in moved.items()}
+        del moved["attention_mask"]
+        moved |= whole  # an objective gets the batch as the loader made it
     return moved
 
 

@@ -6,6 +6,7 @@ from transformers import masking_utils
 
 from weft.engine.execution.batches import prepare_batch
 from weft.engine.stages.batch import count_label_tokens, label_tokens
+from weft.engine.stages.context import whole_batch
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -23,6 +24,18 @@ def test_a_mask_is_looked_at_before_it_is_moved():
     assert "attention_mask" not in prepare_batch(_batch(padded=False), META)
     found = prepare_batch(_batch(padded=True), META)
     assert found["attention_mask"].device == found["position_ids"].device == META
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_objective_gets_the_batch_as_the_loader_made_it(padded):
+    """A mask of ones is kept from the layers alone: losses of others read ``inputs["attention_mask"]``."""
+    batch = _batch(padded) | {"reference": torch.ones(2)}
+    prepared = prepare_batch(batch, CPU, keep_whole=True)
+    assert ("attention_mask" in prepared) == padded
+    whole = whole_batch(prepared)
+    assert whole.keys() == batch.keys() | {"position_ids"}
+    assert all(torch.equal(whole[name], batch[name]) for name in batch)
+    assert whole["labels"] is prepared["labels"]  # which carries the number of items
 
 
 def test_what_is_on_the_device_already_is_taken_as_it_is():

@@ -1,0 +1,188 @@
+"""Rows of local files, as the files have them: nothing guesses a type, so that text stays text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Features, IterableDataset
+
+from weft.engine.data.messages import without_nulls
+
+PARQUET_ROWS = 32
+"""Rows of a Parquet file to hold in memory."""
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""Escape of half a character; JSON writes characters beyond the first 65,536 as two of them."""
+
+
+class RowFault(ValueError):
+    """A file that cannot be read.
+
+    Attributes:
+        where: the line or the entry.
+        what: what is wrong with it, and the remedy.
+    """
+
+    def __init__(self, where: str, what: str) -> None:
+        super().__init__(f"{where}: {what}" if where else what)
+        self.where, self.what = where, what
+
+
+@dataclass(frozen=True)
+class LocalFiles:
+    """The rows of files, one after the other.
+
+    Attributes:
+        columns: what to read of tables.
+    """
+
+    files: tuple[Path, ...]
+    columns: tuple[str, ...]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return _rows_of(list(map(str, self.files)), self.columns)
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns of a first table, or the keys of the first row."""
+        if self.files[0].suffix == ".parquet":
+            return list(parquet_features(self.files[0]))
+        return list(next(iter(self), {}))
+
+    @property
+    def fingerprint(self) -> str:
+        """A name that changes with the files."""
+        facts = [(str(file.resolve()), (found := file.stat()).st_size, found.st_mtime_ns) for file in self.files]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def streamed(self) -> IterableDataset:
+        """The same as a stream, whose position can be saved."""
+        given = {"files": list(map(str, self.files)), "columns": self.columns}
+        return IterableDataset.from_generator(_rows_of, gen_kwargs=given)
+
+
+def _rows_of(files: list[str], columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    for file in map(Path, files):
+        yield from (row for _, row in read_rows(file, columns))
+
+
+def read_rows(file: Path, columns: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+    """The rows of a file, each with its line or entry.
+
+    Args:
+        columns: which columns of a table to read.
+
+    Raises:
+        RowFault: a row cannot be read.
+    """
+    if file.suffix == ".parquet":
+        yield from _parquet(file, columns)
+    elif file.suffix == ".txt":  # one document, because single lines lose their context
+        yield "", {"text": "".join(line for _, line in _lines(file)).replace("\r\n", "\n").replace("\r", "\n")}
+    elif file.suffix == ".json" and _is_list(file):
+        yield from _json_list(file)
+    else:
+        yield from _json_lines(file)
+
+
+def parquet_features(file: Path) -> Features:
+    """The columns of a Parquet file.
+
+    Raises:
+        RowFault: it is none.
+    """
+    try:
+        return Features.from_arrow_schema(pq.read_schema(file))
+    except (pa.ArrowException, OSError) as error:
+        raise RowFault("", f"not a Parquet file ({str(error).splitlines()[0]}); write it again") from error
+
+
+def broken_text(value: Any, path: str = "") -> str | None:
+    """The path to a text inside ``value`` that no file can hold, because it has half of a surrogate pair."""
+    if isinstance(value, str):
+        return path if any("\ud800" <= character <= "\udfff" for character in value) else None
+    if isinstance(value, Mapping):
+        keyed = ((name, each, f"{path}.{name}" if path else str(name)) for name, each in value.items())
+        inside = (pair for name, each, where in keyed for pair in ((name, where), (each, where)))
+    else:
+        inside = ((each, f"{path}[{n}]") for n, each in enumerate(value if isinstance(value, list) else ()))
+    return next((found for each, where in inside if (found := broken_text(each, where))), None)
+
+
+def _lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers, from 1; only a line feed ends one."""
+    with file.open("rb") as opened:
+        for number, line in enumerate(opened, start=1):
+            try:
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError:
+                raise RowFault(f"line {number}", "not UTF-8; convert the file") from None
+
+
+def _is_list(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+
+
+def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in _lines(file):
+        if line.strip():
+            yield f"line {number}", _parsed(line.rstrip(), number, "write one object per line")
+
+
+def _json_list(file: Path) -> Iterator[tuple[str, Any]]:
+    text = "".join(line for _, line in _lines(file))
+    rows = _parsed(text, 1, "correct the list")
+    yield from ((f"entry {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _parsed(text: str, line: int, remedy: str) -> Any:
+    """The value of a text that begins in a line of a file."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        mapping = dict(pairs)
+        if len(mapping) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise _Repeated(next(name for name in names if names.count(name) > 1))
+        return mapping
+
+    where = f"line {line}"
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except _Repeated as error:
+        raise RowFault(where, f"an object has the key {json.dumps(str(error))} twice; leave one of them") from None
+    except json.JSONDecodeError as error:
+        raise RowFault(
+            f"line {line + error.lineno - 1}", f"not JSON ({error.msg} at column {error.colno}); {remedy}"
+        ) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise RowFault(where, f"not read ({str(error).splitlines()[0]}); {remedy}") from None
+    if _HALF.search(text) and (path := broken_text(value)):
+        what = (
+            f"field {path!a} has half of a surrogate pair (\\ud800 to \\udfff), which is no character; write it whole"
+        )
+        raise RowFault(where, what)
+    return value
+
+
+class _Repeated(Exception):
+    """An object has a key twice."""
+
+
+def _parquet(file: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
+    features = parquet_features(file)
+    names = [name for name in features if name in columns]
+    read = Features({name: features[name] for name in names})
+    number = 0
+    with pq.ParquetFile(file) as table:
+        for batch in table.iter_batches(PARQUET_ROWS, columns=names):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"row {number}", without_nulls(read.decode_example(row))

@@ -1,0 +1,129 @@
+"""Token ids of texts of any length, in memory that does not grow with the length of a text."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+Span = tuple[int, int]
+"""Start and end (exclusive) character."""
+
+WINDOW = 1 << 18
+"""Characters of a long text to tokenise at once: tokenizers hold about 170 bytes for each."""
+AT_ONCE = 1 << 22
+"""Characters of several texts to tokenise at once."""
+OVERLAP = 1 << 12
+"""Characters that two windows have in common, in which their tokens have to agree."""
+AGREEING = 16
+"""Tokens in a row that two windows have to share where they are joined."""
+DIFFERENT = 4
+"""Different ones among these: tokens of one repeated character agree by accident."""
+
+
+class Tokens(NamedTuple):
+    """Token ids of a text.
+
+    Attributes:
+        ids: token ids; if they are not complete, more than the limit.
+        spans: the characters of each token; empty if they were not asked for.
+        complete: True if the text was read to its end.
+    """
+
+    ids: list[int]
+    spans: list[Span]
+    complete: bool
+
+
+def tokens_of(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, limit: int | None = None, spans: bool = False
+) -> list[Tokens]:
+    """Tokenise texts, without special tokens around them.
+
+    Args:
+        limit: read long texts until there are more tokens than this.
+        spans: return the characters of each token as well.
+    """
+    found: list[Tokens] = []
+    batch: list[str] = []
+    characters = 0
+
+    def finish() -> None:
+        encoded = tokenizer(batch, add_special_tokens=False, return_offsets_mapping=spans, verbose=False)
+        places = encoded["offset_mapping"] if spans else [[]] * len(batch)
+        for ids, where in zip(encoded["input_ids"], places, strict=True):
+            found.append(Tokens(ids, where, True))
+        batch.clear()
+
+    for text in texts:
+        is_long = len(text) > WINDOW and tokenizer.is_fast
+        if batch and (is_long or characters + len(text) > AT_ONCE):
+            finish()
+            characters = 0
+        if is_long:
+            found.append(_of_long(tokenizer, text, limit, spans))
+        else:
+            batch.append(text)
+            characters += len(text)
+    if batch:
+        finish()
+    return found
+
+
+def _of_long(tokenizer: PreTrainedTokenizerBase, text: str, limit: int | None, spans: bool) -> Tokens:
+    ids: list[int] = []
+    where: list[Span] = []
+    for some, places in windows(tokenizer, text):
+        ids += some
+        where += places if spans else []
+        if limit is not None and len(ids) > limit:
+            return Tokens(ids, where, False)
+    return Tokens(ids, where, True)
+
+
+def windows(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[tuple[list[int], list[Span]]]:
+    """The tokens of a long text, a window of it at a time.
+
+    A window is joined to the one before where both have the same tokens, so that words are not cut where a
+    window begins. If they agree nowhere, the window begins earlier, at last with the one before.
+    """
+    ids, spans = _encode(tokenizer, text, 0, WINDOW)
+    begin, end, size, overlap = 0, WINDOW, WINDOW, OVERLAP
+    while end < len(text):
+        start, stop = max(begin, end - overlap), end + size
+        more, places = _encode(tokenizer, text, start, stop)
+        if start == begin:
+            behind = bisect_left(places, spans[0][0], key=lambda place: place[0]) if spans else 0
+            size *= 2
+        elif joint := _joint(ids, spans, more, places, start + overlap // 2):
+            at, behind = joint
+            yield ids[:at], spans[:at]
+        else:
+            overlap *= AGREEING
+            continue
+        ids, spans = more[behind:], places[behind:]
+        begin, end, overlap = start, stop, OVERLAP
+    yield ids, spans
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, start: int, end: int) -> tuple[list[int], list[Span]]:
+    encoded = tokenizer(text[start:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return encoded["input_ids"], [(start + first, start + last) for first, last in encoded["offset_mapping"]]
+
+
+def _joint(
+    ids: Sequence[int], spans: Sequence[Span], more: Sequence[int], places: Sequence[Span], least: int
+) -> tuple[int, int] | None:
+    """Where the tokens of two windows begin to agree behind character ``least``, as an index in each of them."""
+    starts = {place[0]: number for number, place in reversed(list(enumerate(places)))}
+    for at in range(bisect_left(spans, least, key=lambda span: span[0]), len(spans) - AGREEING):
+        behind = starts.get(spans[at][0])
+        if behind is None or behind + AGREEING > len(more):
+            continue
+        ours, theirs = slice(at, at + AGREEING), slice(behind, behind + AGREEING)
+        same = (ids[ours], spans[ours]) == (more[theirs], places[theirs])
+        if same and len(set(ids[ours])) >= DIFFERENT:
+            return at, behind
+    return None
