@@ -11,6 +11,7 @@ from typing import Any
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
+_ENDED = re.compile(rb'"finish_reason"\s*:\s*"|data: {"error"')
 _MOST_OF_PREFILL = {"n": 1, "best_of": 1, "min_tokens": 1, "max_tokens": 1, "max_completion_tokens": 1}
 """Upper bounds of fields that concern decoding, in the part of a request that computes the prompt."""
 _INNER_FIELDS = {"kv_transfer_params", "ec_transfer_params"}
@@ -130,13 +131,21 @@ def num_prompts(value: Mapping[str, Any]) -> int:
     )
 
 
-def is_aborted(body: bytes) -> bool:
-    """True if a response, or a part of a stream, ends a request that vLLM has not completed.
+class Completion:
+    """Finds out whether a response of status 200 completes its request, from its parts or the whole.
 
-    vLLM ends all requests like that, with status 200, when it shuts down. Quotes inside generated text are
-    escaped, so text cannot match.
+    When vLLM shuts down, it ends all requests with status 200: with a finish reason of their own, or a stream
+    without any. Quotes inside generated text are escaped, so text cannot match.
     """
-    return _ABORTED.search(body) is not None
+
+    def __init__(self) -> None:
+        """Nothing was received yet."""
+        self._ended = False
+
+    def is_aborted(self, part: bytes) -> bool:
+        """True if the response ends with ``part``, and the request was not completed."""
+        self._ended = self._ended or _ENDED.search(part) is not None
+        return _ABORTED.search(part) is not None or (not self._ended and b"data: [DONE]" in part)
 
 
 def _is_int(value: object) -> bool:

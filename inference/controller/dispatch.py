@@ -19,7 +19,7 @@ import httpx
 from weft.conf.schema import ControllerConfig
 from weft.inference.controller.fleet import Fleet, Ticket, Worker
 from weft.inference.controller.metrics import Metrics
-from weft.inference.requests import Refusal, is_aborted
+from weft.inference.requests import Completion, Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Dispatch:
             if response is not None and response.is_client_error:  # about the request, which was not computed
                 self._metrics.refused(response.status_code)
                 return response, ticket
-            if response is not None and (response.status_code == 503 or is_aborted(response.content)):
+            if response is not None and (response.status_code == 503 or Completion().is_aborted(response.content)):
                 leaving.add(worker.index)  # shuts down, or takes no prompts; the prompt is not the cause
                 self._metrics.moved(ticket)
                 continue

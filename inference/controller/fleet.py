@@ -195,6 +195,8 @@ class Fleet:
                 why = self._why_none(without)
                 raise Refusal(503, f"no worker can take a prompt: {why}", retry_after_s=NO_BUBBLES_S)
             slot = trial
+        elif trial is not None and self._waits(slot) and not self.workers[trial.worker].tickets:
+            slot = trial
         expected_s = self._expected_s(slot, now_s, trial)
         if expected_s - now_s > deadline_s and trial is not None:
             slot, expected_s = trial, trial.end_s
@@ -207,6 +209,11 @@ class Fleet:
                 retry_after_s=ceil(late_s),
             )
         return self._take(slot, now_s, work_s, expected_s)
+
+    def _waits(self, slot: Slot) -> bool:
+        """True if a prompt in this slot would wait behind others."""
+        worker = self.workers[slot.worker]
+        return bool(worker.tickets) or worker.others_s > 0.0
 
     def _take(self, slot: Slot, now_s: float, work_s: float, expected_s: float) -> Ticket:
         worker = self.workers[slot.worker]
@@ -234,7 +241,8 @@ class Fleet:
     def _trial(self, now_s: float, deadline_s: float, without: Collection[int], *, only_learning: bool) -> Slot | None:
         """A worker that may take a prompt without a prediction, because it learns its speed only from work.
 
-        A worker with few measurements takes as many as its queue holds; one whose bubbles seem too
+        A worker with few measurements takes one that would wait elsewhere, and as many as its queue holds
+        of those that would be late elsewhere; one whose bubbles seem too
         short takes one at a time, and only if no other worker can take any.
         """
         candidates = [

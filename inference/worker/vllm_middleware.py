@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from weft.inference.requests import Refusal, as_prefill, check_prefill_only, is_aborted, parse
+from weft.inference.requests import Completion, Refusal, as_prefill, check_prefill_only, parse
 from weft.inference.worker.status import problem_of
 
 Message = MutableMapping[str, Any]
@@ -119,6 +119,7 @@ class _Completed:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._start: Message | None = None
+        self._completion = Completion()
         self._ended = False
 
     async def __call__(self, message: Message) -> None:
@@ -128,7 +129,7 @@ class _Completed:
             self._start = message
             return
         start, self._start = self._start, None
-        if is_aborted(message.get("body", b"")):
+        if self._completion.is_aborted(message.get("body", b"")):
             self._ended = True
             refusal = Refusal(503, "the worker shuts down; send the prompt to another one, or again", retry_after_s=1)
             if start is not None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.inference.requests import Refusal, as_prefill, check_prefill_only, is_aborted, nests_deeper, parse
+from weft.inference.requests import Completion, Refusal, as_prefill, check_prefill_only, nests_deeper, parse
 
 VALUES = st.recursive(
     st.none() | st.text() | st.floats(allow_nan=False),
@@ -144,8 +144,26 @@ def test_text_that_is_not_unicode_is_refused(text):
         parse('{"prompt": 1}'.encode("utf-16"), max_depth=2)
 
 
+def is_aborted(*parts):
+    completion = Completion()
+    return [completion.is_aborted(part) for part in parts]
+
+
 def test_an_aborted_response_is_not_confused_with_text_about_one():
-    assert is_aborted(b'{"choices":[{"finish_reason":"abort","text":""}]}')
-    assert is_aborted(b'data: {"choices": [{"finish_reason": "abort"}]}')
+    assert is_aborted(b'{"choices":[{"finish_reason":"abort","text":""}]}') == [True]
+    assert is_aborted(b'data: {"choices": [{"finish_reason": "abort"}]}') == [True]
     quoted = json.dumps({"choices": [{"finish_reason": "length", "text": '"finish_reason":"abort"'}]})
-    assert not is_aborted(quoted.encode())
+    assert is_aborted(quoted.encode()) == [False]
+
+
+def test_a_stream_without_a_finish_reason_was_aborted():
+    begun, ended = (
+        b'data: {"choices":[{"finish_reason":null}]}\n\n',
+        b'data: {"choices":[{"finish_reason":"stop"}]}\n\n',
+    )
+    done = b"data: [DONE]\n\n"
+    assert is_aborted(done) == is_aborted(begun + done) == [True]
+    assert is_aborted(begun, done) == [False, True]
+    assert is_aborted(begun, ended, done) == [False] * 3
+    assert is_aborted(begun + ended + done) == [False]
+    assert is_aborted(b'data: {"error": {"message": "wrong"}}\n\n', done) == [False, False]
