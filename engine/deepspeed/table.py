@@ -125,7 +125,7 @@ REFUSED: Mapping[str, Refusal] = {
     "zero_optimization.cpu_offload_param": _OFFLOAD,
     "zero_optimization.enable_sanity_checks": Refusal("set weft.pipeline.debug=true", (False,)),
     "zero_optimization.ignore_unused_parameters": Refusal(
-        "a weight without a gradient counts as one with a gradient of 0; leave it out", (True,)
+        "a weight without a gradient is left alone in any case, as torch does; leave it out", (True,)
     ),
     "zero_optimization.legacy_stage1": _OFF,
     "zero_optimization.load_from_fp32_weights": Refusal("checkpoints hold fp32 weights; leave it out", (True,)),

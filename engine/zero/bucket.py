@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -102,6 +102,8 @@ class Bucket:
         self.counted = not getattr(first, "ds_pipe_replicated", False)
         self.missing: Counter[nn.Parameter] = Counter()
         """How many gradients of each parameter are still to come before the bucket is reduced."""
+        self.present: set[nn.Parameter] = set()
+        """Parameters that have had a gradient in this step, on this rank."""
         self._collectives = collectives
         self._keeps_gradients = zero_stage < 2
         self.members = tuple(_lay_out(parameters))
@@ -153,6 +155,7 @@ class Bucket:
     def add_gradient(self, parameter: nn.Parameter, place: Tensor) -> None:
         """Accumulate the gradient of a backward into ``place`` (see `gradient_place`)."""
         assert parameter.grad is not None
+        self.present.add(parameter)
         if parameter in self._arrived:
             place.add_(parameter.grad)
         else:
@@ -217,11 +220,13 @@ class Bucket:
         assert self._gradient is not None
         return self._gradient
 
-    def assign_gradients(self) -> None:
-        """Set each fragment's ``grad`` to its part of the reduced gradient."""
+    def assign_gradients(self, absent: Set[nn.Parameter] = frozenset()) -> None:
+        """Set each fragment's ``grad`` to its part of the reduced gradient, but for ``absent`` parameters."""
         low = self._held.start
         offsets = {member.name: member.offset for member in self.members}
         for fragment in self.fragments:
+            if fragment.parameter in absent:
+                continue
             begin = offsets[fragment.name] + fragment.start - low
             part = self.gradient[begin : begin + fragment.tensor.numel()]
             fragment.tensor.grad = part.view(fragment.tensor.shape)
@@ -229,6 +234,7 @@ class Bucket:
     def drop_gradient(self) -> None:
         """Drop the gradient of the step."""
         self._gradient = None
+        self.present.clear()
         for fragment in self.fragments:
             fragment.tensor.grad = None
 

@@ -18,6 +18,7 @@ from weft.engine.execution.sums import ReplicaSum, sum_now
 from weft.engine.zero.finite import REMEDY, NonFiniteError, NormWatch, all_finite, nonfinite_gradient
 from weft.engine.zero.lamb import Lamb
 from weft.engine.zero.norm import squared_norm
+from weft.engine.zero.presence import Presence
 from weft.engine.zero.sharding import Sharding
 from weft.engine.zero.skipping import Skips
 
@@ -121,6 +122,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         Raises:
             NonFiniteError: on every rank, if the gradient of this step or the previous one is not finite.
         """
+        presence = Presence(self.sharding.trained, self._started_sum, self.sharding.device)
         with self._waiting():
             self.sharding.finish_gradients()
         try:
@@ -134,8 +136,10 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         self._failure = None
         if not self.overflow:
             self._scale()
+            with self._waiting():
+                absent = presence.absent()
             for bucket in self.sharding.trained:
-                bucket.assign_gradients()
+                bucket.assign_gradients(absent)
             self.optimizer.step()
             self.sharding.publish()
         if not self._is_bad:
@@ -219,6 +223,9 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             return ReplicaSum(square, dist.group.WORLD if dist.is_initialized() else None)
         with self._waiting():
             return ReplicaSum(sum_now(square, **self._groups), None)
+
+    def _started_sum(self, counts: Tensor) -> ReplicaSum:
+        return ReplicaSum(counts, self._groups["replicas"])
 
     def _awaited_norm(self) -> Tensor:
         with self._waiting():

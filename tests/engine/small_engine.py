@@ -35,13 +35,17 @@ def ids(step: int, microbatch: int) -> Tensor:
 
 
 class SmallPart(SmallStage):
-    """A virtual stage whose loss is its own; its embedding may be all stages'. It has a buffer, too."""
+    """A virtual stage whose loss is its own; its embedding may be all stages'. It has a buffer, too.
+
+    One weight has a gradient from some micro-batches only, another one never has any.
+    """
 
     def __init__(self, index: int, *, tied: bool) -> None:
         super().__init__(2)
         self.index, self.prefix = index, f"part{index}."
         self.tied = frozenset([TIED]) if tied else frozenset()
         self.register_buffer("seen", torch.zeros(3))
+        self.rare, self.never = nn.Parameter(torch.ones(7)), nn.Parameter(torch.ones(5))
 
     @property
     def model(self) -> nn.Module:
@@ -53,7 +57,8 @@ class SmallPart(SmallStage):
 
     def forward(self, tokens: Tensor) -> Tensor:
         self.seen[0] += 1
-        return super().forward(tokens)
+        loss = super().forward(tokens)
+        return loss + self.rare.square().sum() if int(tokens.sum()) % 7 == 0 else loss
 
 
 class SmallEngine:

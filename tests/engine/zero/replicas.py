@@ -72,7 +72,12 @@ class Meetings(Collectives):
 
 
 class MeetingOptimizer(ShardedOptimizer):
-    """Sums the norm where its buckets meet."""
+    """Sums the norm, and who has gradients, where its buckets meet."""
+
+    def _started_sum(self, counts: Tensor) -> ReplicaSum:
+        if counts.numel() and self.sharding.collectives.num_replicas > 1:
+            self.sharding.collectives.sum(counts)
+        return ReplicaSum(counts, None)
 
     def _summed(self, square: Tensor) -> ReplicaSum:
         collectives = self.sharding.collectives

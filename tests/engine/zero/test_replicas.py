@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from torch import nn
 from torch.optim import SGD, AdamW
 
 from tests.engine.zero.replicas import MeetingOptimizer, Meetings, SmallStage, in_threads
@@ -23,9 +24,25 @@ def ids(step, microbatch):
     return torch.randint(11, (2, 5), generator=generator)
 
 
-def expected(make, clip, *, tied=False, frozen=()):
+class Unused(SmallStage):
+    """Of four experts each micro-batch uses one, which its ids choose; another weight is never used."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.never = nn.Parameter(torch.ones(6, 6))
+        with torch.no_grad():
+            for number, expert in enumerate(self.experts):
+                expert.weight.copy_(torch.eye(6) * (1 + number / 4))
+                expert.bias.fill_(number / 8)
+
+    def hidden(self, ids):
+        return self.experts[int(ids.sum()) % 4](super().hidden(ids))
+
+
+def expected(make, clip, *, tied=False, frozen=(), kind=SmallStage):
     """Weights after each step, and norms, of one process."""
-    model = SmallStage(tied=tied)
+    model = kind(tied=tied)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
     optimizer = make([p for p in model.parameters() if p.requires_grad])
@@ -49,9 +66,11 @@ def resident(sharding):
 class Replica:
     """A replica's model, buckets and optimiser."""
 
-    def __init__(self, meeting, number, zero, make, *, clip=0.0, scale=1.0, tied=False, frozen=(), split=False):
+    def __init__(
+        self, meeting, number, zero, make, *, clip=0.0, scale=1.0, tied=False, frozen=(), split=False, kind=SmallStage
+    ):
         self.number, self.count, self.split, self.scale = number, meeting.count, split, scale
-        self.model = SmallStage(tied=tied)
+        self.model = kind(tied=tied)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name not in frozen)
         optimizer = make([p for p in self.model.parameters() if p.requires_grad])
@@ -99,6 +118,9 @@ CASES = {
     "tied": (lambda params: AdamW(params, **SETTINGS), {"tied": True, "clip": 0.5}),
     "frozen": (lambda params: AdamW(params, **SETTINGS), {"frozen": ("layers.1.0.weight", "embed.weight")}),
     "split": (lambda params: AdamW(params, **SETTINGS), {"split": True}),
+    "unused weights": (lambda params: AdamW(params, **SETTINGS), {"kind": Unused}),
+    "unused weights, split": (lambda params: AdamW(params, **SETTINGS), {"kind": Unused, "split": True, "clip": 0.5}),
+    "unused weights, lamb": (lambda params: Lamb(params, **SETTINGS), {"kind": Unused}),
 }
 
 
@@ -108,10 +130,10 @@ CASES = {
 def test_replicas_learn_what_one_process_learns(stage, replicas, name):
     make, more = CASES[name]
     clip = more.get("clip", 0.0)
-    alike = {key: more[key] for key in ("tied", "frozen") if key in more}
+    alike = {key: more[key] for key in ("tied", "frozen", "kind") if key in more}
     weights, norms = expected(make, clip, **alike)
     buckets = {"reduce_bucket_size": 90, "allgather_bucket_size": 90}
-    every = {"reduce_every": 1} if stage >= 2 and name in ("clipped", "split") else {}
+    every = {"reduce_every": 1} if stage >= 2 and name in ("clipped", "split", "unused weights") else {}
     persistent = {"param_persistence_threshold": 6, "model_persistence_threshold": 30} if name == "tied" else {}
     zero = ZeroConfig(stage=stage, **buckets, **every, **persistent)
 

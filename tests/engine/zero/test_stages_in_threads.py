@@ -89,7 +89,8 @@ def test_what_is_destroyed_hooks_no_parameter_and_runs_no_thread():
         made.step()
         made.optimizer.destroy()
         made.part(ids(0, 0)).backward()
-        assert all(p.grad is not None for p in made.part.parameters()), "nobody takes gradients any more"
+        used = [p for name, p in made.part.named_parameters() if name not in ("rare", "never")]
+        assert all(p.grad is not None for p in used), "nobody takes gradients any more"
         with pytest.raises(RuntimeError, match="shutdown"):
             made.sharding.collectives.sum(torch.ones(2))
         return True
