@@ -278,4 +278,4 @@ def _make_stages(config: WeftConfig, model: nn.Module | None, plan: RunPlan, axe
     if model is not None:
         return stages_from_model(model, plan.split, held, axes)
     dtype, seed = DTYPES[config.train.precision], config.train.seed
-    return load_stages(config.model, plan.split, held, dtype=dtype, seed=seed, axes=axes)
+    return load_stages(config.model, plan.split, held, dtype=dtype, seed=seed, axes=axes, exact=True)

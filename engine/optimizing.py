@@ -17,6 +17,8 @@ from weft.conf.schema import WeftConfig
 from weft.engine.module import WeftModule
 from weft.engine.observability.heartbeat import Heartbeat
 from weft.engine.planning.run_plan import RunPlan
+from weft.engine.precision import compute_in
+from weft.engine.stages.adapter import exported_frozen
 from weft.engine.stop_signals import StopSignals
 from weft.engine.zero import Collectives, Comparison, Lamb, ShardedOptimizer, Sharding, Skips
 
@@ -75,6 +77,15 @@ class OptimizingEngine(PipelineEngine):
             expert=max(1, layout.expert // layout.tensor),
             experts={name for name, cut in cuts if cut.axis == "expert"},
         )
+
+    def _cast_module_mixed_precision(
+        self, param_dtype: torch.dtype | None, buffer_dtype: torch.dtype | None, *more: Any, **named: Any
+    ) -> None:
+        """As DeepSpeed's, but trained weights stay as they were given until buckets have taken their masters."""
+        if param_dtype is not None:
+            frozen = [p for stage in self.module.stages.values() for p in exported_frozen(stage)]
+            compute_in(self.module.parameters(), param_dtype, set(frozen))
+        super()._cast_module_mixed_precision(None, buffer_dtype, *more, **named)
 
     def zero_optimization(self) -> bool:
         """Whether the optimiser clips and drops gradients itself: ours does, at stage 0, too."""

@@ -1,7 +1,56 @@
-"""Number formats: torch's type for each precision of the configuration."""
+"""Number formats: those of the configuration, and what each weight was given in, is computed in and exported in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
 
 import torch
+from torch import Tensor, nn
 
-from weft.conf.schema import Precision
+from weft.conf.schema import ExportDtype, Precision
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
+"""torch's type for each precision of the configuration."""
+EXPORTED = {ExportDtype.fp32: torch.float32, ExportDtype.bf16: torch.bfloat16, ExportDtype.fp16: torch.float16}
+"""torch's type for each format of an export, except that of the base."""
+_GIVEN, _COMPUTED, _EXACT = "_weft_given", "_weft_computed", "_weft_exact"
+
+
+def set_given(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Note the type that a weight has in the base model, if it is loaded in another."""
+    setattr(parameter, _GIVEN, dtype)
+
+
+def given_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """Return the type of a weight in the base model."""
+    return getattr(parameter, _GIVEN, parameter.dtype)
+
+
+def computed_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """Return the type that a weight is computed in once training has begun."""
+    return getattr(parameter, _COMPUTED, parameter.dtype)
+
+
+def compute_in(parameters: Iterable[nn.Parameter], dtype: torch.dtype, exported: Collection[nn.Parameter]) -> None:
+    """Let weights be computed in ``dtype``: frozen ones from now on, trained ones once they have masters.
+
+    Masters are then what was given, not what is computed with.
+
+    Args:
+        exported: frozen weights that an export writes; they are kept as they were given, in host memory.
+    """
+    for parameter in parameters:
+        if not parameter.is_floating_point():
+            continue
+        set_given(parameter, given_dtype(parameter))
+        if parameter.requires_grad:
+            setattr(parameter, _COMPUTED, dtype)
+        elif parameter.dtype != dtype:
+            if parameter in exported:
+                setattr(parameter, _EXACT, parameter.data.cpu())
+            parameter.data = parameter.data.to(dtype)
+
+
+def exact_value(parameter: nn.Parameter) -> Tensor | None:
+    """Return a frozen weight as it was given, if it is kept so."""
+    return getattr(parameter, _EXACT, None)

@@ -14,6 +14,7 @@ from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import export
 from weft.engine.data import with_template
 from weft.engine.engine import WeftEngine
+from weft.engine.precision import EXPORTED
 from weft.pipeline.fitting import fit_costs
 from weft.pipeline.perfetto import write_perfetto
 from weft.pipeline.plot import plot_timelines
@@ -24,7 +25,8 @@ def finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenize
     """Write the outputs that ``config.train`` asks for; a collective call."""
     if config.train.export:
         target = folder / "export"
-        export(engine, target, tokenizer=with_template(tokenizer, config.data.chat_template))
+        dtype = EXPORTED.get(config.train.export_dtype)
+        export(engine, target, tokenizer=with_template(tokenizer, config.data.chat_template), dtype=dtype)
         print_once(f"export: {target} (a Hugging Face folder)")
         if config.train.sample and engine.global_rank == 0:
             print_once(

@@ -37,6 +37,7 @@ from weft.conf.schema.parallel import SplitKind as SplitKind
 from weft.conf.schema.parallel import ZeroConfig as ZeroConfig
 from weft.conf.schema.supervision import SuperviseConfig as SuperviseConfig
 from weft.conf.schema.training import CheckpointConfig as CheckpointConfig
+from weft.conf.schema.training import ExportDtype as ExportDtype
 from weft.conf.schema.training import LoggingConfig as LoggingConfig
 from weft.conf.schema.training import LrSchedule as LrSchedule
 from weft.conf.schema.training import OptimizerConfig as OptimizerConfig

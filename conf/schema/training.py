@@ -14,6 +14,15 @@ class Precision(Enum):
     fp16 = "fp16"
 
 
+class ExportDtype(Enum):
+    """Number format of exported weights."""
+
+    base = "base"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
 class LrSchedule(Enum):
     """Learning-rate schedule after warm-up."""
 
@@ -89,6 +98,8 @@ class TrainConfig:
     """Least improvement of the evaluation loss that resets the patience."""
     export: bool = True
     """Export a Hugging Face folder at the end."""
+    export_dtype: ExportDtype = ExportDtype.base
+    """Number format of the export's weights: base is that of the model that was given, fp32 for a new one."""
     hub_model_id: str = ""
     """Hugging Face hub repository to push the export to, as NAME or ORGANISATION/NAME; empty pushes
     nothing."""

@@ -16,12 +16,22 @@ from transformers import PreTrainedTokenizerBase
 from weft.comm.exchange import gather
 from weft.engine.checkpoint.trained import Trained
 from weft.engine.parallel.axis import AxisGroup
+from weft.engine.precision import exact_value
 from weft.engine.stages import export_stages
-from weft.engine.stages.shards import Shard
+from weft.engine.stages.shards import Shard, exported_dtype
 
 
-def export(trained: Trained, folder: Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+def export(
+    trained: Trained,
+    folder: Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Write the model as a Hugging Face folder; a collective call.
+
+    Args:
+        dtype: of weights; None takes that in which each was given.
 
     Raises:
         ValueError: see `weft.engine.stages.export_stages`.
@@ -30,34 +40,51 @@ def export(trained: Trained, folder: Path, *, tokenizer: PreTrainedTokenizerBase
     trained.check_finite()
     writes = trained.layout.position(trained.global_rank).line == 0
     stages = list(trained.module.stages.values()) if writes else []
-    with trained.sharding.full_weights(), _whole_parameters(trained, keep=writes):
-        export_stages(stages, folder, rank=dist.get_rank(), gather=_gather_all, tokenizer=tokenizer)
+    with trained.sharding.full_weights(), _exported_values(trained, dtype, keep=writes):
+        export_stages(stages, folder, rank=dist.get_rank(), gather=_gather_all, tokenizer=tokenizer, dtype=dtype)
 
 
 @contextmanager
-def _whole_parameters(trained: Trained, *, keep: bool) -> Iterator[None]:
-    """Context in which parameters that ranks hold parts of are whole, in host memory, on ranks that ``keep`` them.
+def _exported_values(trained: Trained, dtype: torch.dtype | None, *, keep: bool) -> Iterator[None]:
+    """Context in which parameters are whole and as precise as the export needs, on ranks that ``keep`` them.
 
-    A collective call over the ranks that share layers.
+    Values that differ from what is computed with lie in host memory. A collective call over the ranks that hold
+    parts of them.
     """
-    parts: list[tuple[nn.Parameter, Tensor]] = []
+    replaced: list[tuple[nn.Parameter, Tensor]] = []
     cuts = {name: cut for stage in trained.module.stages.values() for name, cut in stage.cuts.items()}
-    for name, parameter in trained.module.named_global_parameters():
-        if (cut := cuts.get(name)) is None:
-            continue
-        group: AxisGroup = getattr(trained.axes, cut.axis)
-        held = group.all_gather(parameter.detach().contiguous().view(1, -1)).wait()
-        if keep:
-            whole = torch.empty(cut.shape, dtype=held.dtype)
-            for index, part in enumerate(held):
-                replace(cut, index=index).put(part.view(cut.held_shape), whole)
-            parts.append((parameter, parameter.data))
-            parameter.data = whole
     try:
+        for name, parameter, value in _precise(trained, dtype):
+            cut = cuts.get(name)
+            if cut is not None:
+                group: AxisGroup = getattr(trained.axes, cut.axis)
+                held = group.all_gather(value.contiguous().view(1, -1)).wait()
+                if keep:
+                    value = torch.empty(cut.shape, dtype=held.dtype)
+                    for index, part in enumerate(held):
+                        replace(cut, index=index).put(part.view(cut.held_shape), value)
+            if keep and value.data_ptr() != parameter.data_ptr():
+                replaced.append((parameter, parameter.data))
+                parameter.data = value.cpu() if value.device.type != "cpu" else value.clone()
         yield
     finally:
-        for parameter, part in parts:
+        for parameter, part in replaced:
             parameter.data = part
+
+
+def _precise(trained: Trained, dtype: torch.dtype | None) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+    """Yield every parameter with its value: that of its master, or as given, where it is exported in another type."""
+    named = dict(trained.module.named_global_parameters())
+    for bucket in trained.sharding.buckets:
+        members = [member for member in bucket.members if member.name in named]
+        others = [m for m in members if exported_dtype(m.parameter, dtype) != m.parameter.dtype]
+        if bucket.has_masters and others:
+            whole = bucket.whole_master()
+            for member in members:
+                yield member.name, named.pop(member.name), member.of(whole)
+    for name, parameter in named.items():
+        exact = exact_value(parameter) if exported_dtype(parameter, dtype) != parameter.dtype else None
+        yield name, parameter, parameter.detach() if exact is None else exact
 
 
 def _gather_all(value: Any) -> list[Any]:

@@ -33,6 +33,7 @@ from weft.engine.huggingface.objective import trainer_objective
 from weft.engine.huggingface.refusals import NO_LOGITS, refuse, refuse_kind
 from weft.engine.initialize import initialize
 from weft.engine.planning.joining import init_distributed
+from weft.engine.precision import EXPORTED
 from weft.engine.stop_signals import Stopped, StopSignals
 
 
@@ -351,7 +352,8 @@ class WeftTrainer(Trainer):
             if self.args.should_save:
                 folder.mkdir(parents=True, exist_ok=True)
             dist.barrier()
-            export(self.engine, part, tokenizer=self.processing_class)
+            dtype = EXPORTED.get(self.engine.weft.train.export_dtype)
+            export(self.engine, part, tokenizer=self.processing_class, dtype=dtype)
             if self.args.should_save:
                 move_into(part, folder)
                 torch.save(self.args, folder / "training_args.bin")

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import peft
+import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from weft.engine.stages.shards import write_tensors
+from weft.engine.stages.shards import exported_dtype, write_tensors
 from weft.engine.stages.stage import Stage
 
 BASE = "base_model"
@@ -28,10 +29,22 @@ def has_new_base(stage: Stage) -> bool:
     return not stage.hf_model.config.name_or_path
 
 
-def write_part(stage: Stage, folder: Path) -> list[str]:
+def exported_frozen(stage: Stage) -> list[nn.Parameter]:
+    """Return frozen weights that an export writes: all, or embeddings alone if the base model has a folder."""
+    model = stage.hf_model
+    parts: list[nn.Module | None] = [model]
+    if has(stage) and not has_new_base(stage):
+        parts = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return [p for part in parts if part is not None for p in part.parameters() if not p.requires_grad]
+
+
+def write_part(stage: Stage, folder: Path, dtype: torch.dtype | None = None) -> list[str]:
     """Write what peft saves of one stage, if it has adapters, into a file of this name.
 
     Besides adapters that is an embedding that was resized, that has an adapter, or of which tokens are trained.
+
+    Args:
+        dtype: of the export; None takes that in which each weight was given.
     """
     model = stage.model
     if not isinstance(model, peft.PeftModel):
@@ -39,8 +52,11 @@ def write_part(stage: Stage, folder: Path) -> list[str]:
     name = f"stage-{stage.index:05d}.safetensors"
     with warnings.catch_warnings():  # about embeddings, for each stage
         warnings.simplefilter("ignore")
-        weights = peft.get_peft_model_state_dict(model, adapter_name=model.active_adapter)
-    write_tensors(weights, folder / name)
+        state = model.state_dict()
+        weights = peft.get_peft_model_state_dict(model, state, adapter_name=model.active_adapter)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    types = {id(value): exported_dtype(named[key], dtype) for key, value in state.items() if key in named}
+    write_tensors({key: value.to(types.get(id(value), value.dtype)) for key, value in weights.items()}, folder / name)
     return [name]
 
 

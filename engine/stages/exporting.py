@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
 from weft.comm.agreement import Gather, attempt
 from weft.engine.stages import adapter
-from weft.engine.stages.shards import Shard, write_shards
+from weft.engine.stages.shards import Shard, exported_dtype, write_shards
 from weft.engine.stages.stage import Stage
 
 
@@ -26,6 +27,7 @@ def export_stages(
     rank: int = 0,
     gather: Gather = lambda value: [value],
     tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write a folder that plain transformers (or peft, for adapters) loads; whole or not at all.
 
@@ -39,6 +41,7 @@ def export_stages(
         rank: of this writer, from 0.
         gather: all-gather among the writers; a collective call.
         tokenizer: saved along, by rank 0.
+        dtype: of weights; None takes that in which each was given.
 
     Raises:
         ValueError: a writer could not write, or the disk is not shared; on every writer.
@@ -52,15 +55,15 @@ def export_stages(
         base = all(together.do(lambda: not stages or adapter.has_new_base(stages[0])))
         if base:
             together.do(lambda: _start(partial / adapter.BASE) if rank == 0 else None)
-            _write_model(stages, partial / adapter.BASE, together, rank)
-        parts = together.do(lambda: [part for stage in stages for part in adapter.write_part(stage, partial)])
+            _write_model(stages, partial / adapter.BASE, together, rank, dtype)
+        parts = together.do(lambda: [part for stage in stages for part in adapter.write_part(stage, partial, dtype)])
         base_path = str(folder / adapter.BASE) if base else None
         together.do(lambda: _merge_adapters(parts, partial) if rank == 0 else None)
         first = min(index for indices in adapted for index in indices)
         owner = next((stage for stage in stages if stage.index == first), None)
         together.do(lambda: adapter.write_config(owner, partial, base_path) if owner is not None else None)
     else:
-        _write_model(stages, partial, together, rank)
+        _write_model(stages, partial, together, rank, dtype)
     together.do(lambda: _publish(partial, folder, tokenizer) if rank == 0 else None)
 
 
@@ -88,12 +91,14 @@ def _start(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _write_model(stages: Sequence[Stage], folder: Path, together: _Together, rank: int) -> None:
-    parts = together.do(lambda: [shard for stage in stages for shard in write_shards(stage, folder)])
-    together.do(lambda: _finish_model(stages, parts, folder) if rank == 0 else None)
+def _write_model(
+    stages: Sequence[Stage], folder: Path, together: _Together, rank: int, dtype: torch.dtype | None
+) -> None:
+    parts = together.do(lambda: [shard for stage in stages for shard in write_shards(stage, folder, dtype=dtype)])
+    together.do(lambda: _finish_model(stages, parts, folder, dtype) if rank == 0 else None)
 
 
-def _finish_model(stages: Sequence[Stage], parts: list[list[Shard]], folder: Path) -> None:
+def _finish_model(stages: Sequence[Stage], parts: list[list[Shard]], folder: Path, dtype: torch.dtype | None) -> None:
     """Name the shards as transformers does, and write what is not weights."""
     shards = sorted((s for part in parts for s in part), key=lambda shard: (shard.stage, shard.number))
     _require_files([shard.file for shard in shards], folder)
@@ -105,7 +110,7 @@ def _finish_model(stages: Sequence[Stage], parts: list[list[Shard]], folder: Pat
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(shard.num_bytes for shard in shards)}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    _write_config(stages[0].hf_model, folder)
+    _write_config(stages[0].hf_model, folder, dtype)
 
 
 def _merge_adapters(parts: list[list[str]], folder: Path) -> None:
@@ -128,10 +133,11 @@ def _require_files(files: Sequence[str], folder: Path) -> None:
         )
 
 
-def _write_config(model: PreTrainedModel, folder: Path) -> None:
+def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    config.dtype = str(model.dtype).removeprefix("torch.")
+    weights = (parameter for parameter in model.parameters() if parameter.is_floating_point())
+    config.dtype = str(exported_dtype(next(weights), dtype)).removeprefix("torch.")
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)

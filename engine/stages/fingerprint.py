@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import cached_file
 
 from weft.conf.schema import ModelConfig
-from weft.engine.stages.folder import weight_files
-from weft.engine.stages.loading import is_local
+from weft.engine.stages.folder import read_header, weight_files
+from weft.engine.stages.location import weights_folder
 from weft.engine.stages.shards import base_name
 from weft.engine.stages.stage import hf_model
 
@@ -32,12 +30,7 @@ def folder_fingerprint(config: ModelConfig) -> str:
     """
     if not config.path:
         return ""
-    folder = Path(config.path).expanduser()
-    if not is_local(config.path):
-        found = cached_file(config.path, "config.json")
-        assert found is not None
-        folder = Path(found).parent
-    return _joined(digest for file in weight_files(folder) for digest in _digests(file))
+    return _joined(digest for file in weight_files(weights_folder(config.path)) for digest in _digests(file))
 
 
 def files_fingerprint(files: Iterable[Path]) -> str:
@@ -61,17 +54,16 @@ def model_fingerprint(model: nn.Module) -> str:
 
 def _digests(file: Path) -> Iterator[str]:
     """Return one digest of each tensor of a file; of the whole file if it is not of safetensors."""
+    if file.suffix != ".safetensors":
+        yield _file_digest(file)
+        return
+    begin, header = read_header(file)
     with file.open("rb") as stream:
-        if file.suffix != ".safetensors":
-            yield _file_digest(file)
-            return
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
         for name, entry in header.items():
             if name != "__metadata__":
                 start, stop = entry["data_offsets"]
                 kind = f"{name} {entry['dtype']} {entry['shape']}"
-                ranges = ((8 + length + start + a, 8 + length + start + b) for a, b in _ranges(stop - start))
+                ranges = ((begin + start + a, begin + start + b) for a, b in _ranges(stop - start))
                 yield _digest(kind, (_read(stream, a, b) for a, b in ranges))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLES = ("model.safetensors", "pytorch_model.bin")
@@ -50,18 +51,32 @@ def weight_files(folder: Path) -> list[Path]:
     raise ValueError(f"model.path={folder}: no {SINGLES[0]} in it; give the folder of a saved model, with its weights")
 
 
+def weight_types(folder: Path) -> set[str]:
+    """Return safetensors' names of the floating types of a folder's weights; empty for other kinds of files."""
+    found: set[str] = set()
+    for file in weight_files(folder):
+        if file.suffix == ".safetensors":
+            found |= {entry["dtype"] for name, entry in read_header(file)[1].items() if name != "__metadata__"}
+    return found & {"F64", "F32", "F16", "BF16"}
+
+
+def read_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Return where the data of a safetensors file begin, and its header."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        return 8 + length, json.loads(stream.read(min(length, file.stat().st_size)))
+
+
 def _require_whole_file(folder: Path, file: Path) -> None:
     """A safetensors file starts with the length of its header, which says where its data end."""
     size = file.stat().st_size
     try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(min(length, size)))
+        begin, header = read_header(file)
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(
             f"model.path={folder}: {file.name} is not a safetensors file; copy or download it again"
         ) from error
-    whole = 8 + length + max(ends, default=0)
+    whole = begin + max(ends, default=0)
     if size != whole:
         raise ValueError(f"model.path={folder}: {file.name} has {size} of {whole} bytes; copy or download it again")

@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from weft.conf.schema import Attention, ModelConfig
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.stages.folder import require_whole_folder
+from weft.engine.stages.location import is_local, source_of
 from weft.engine.stages.lora import PREFIX, add_adapters, require_targets
 from weft.engine.stages.outline import Outline, outline_of
 from weft.engine.stages.parts import named_parts
@@ -25,6 +26,7 @@ from weft.engine.stages.skeleton import causal_config, model_class, num_layers
 from weft.engine.stages.split import StageSplit
 from weft.engine.stages.stage import Stage, global_names
 from weft.engine.stages.tying import share_tied
+from weft.engine.stages.types import base_type, exact_type, settle_types
 
 
 def load_hf_config(config: ModelConfig) -> PreTrainedConfig:
@@ -65,7 +67,7 @@ def _read_config(config: ModelConfig) -> PreTrainedConfig:
     if is_local(config.path):
         require_whole_folder(Path(config.path).expanduser())
     try:
-        hf_config = AutoConfig.from_pretrained(_source(config.path), trust_remote_code=config.trust_remote_code)
+        hf_config = AutoConfig.from_pretrained(source_of(config.path), trust_remote_code=config.trust_remote_code)
     except Exception as error:  # any: configs validate with errors of several libraries
         reason = _one_line(error)
         if not is_local(config.path):
@@ -77,15 +79,6 @@ def _read_config(config: ModelConfig) -> PreTrainedConfig:
             "give a model that is not, or save this one dequantised"
         )
     return hf_config
-
-
-def is_local(path: str) -> bool:
-    """Whether ``model.path`` means a folder rather than a hub name."""
-    return path.startswith(("/", ".", "~")) or path.count("/") > 1 or Path(path).expanduser().exists()
-
-
-def _source(path: str) -> str:
-    return str(Path(path).expanduser()) if is_local(path) else path
 
 
 def _new_config(arch: str, overrides: dict) -> PreTrainedConfig:
@@ -157,6 +150,7 @@ def load_stages(
     dtype: torch.dtype,
     seed: int,
     axes: AxisGroups | None = None,
+    exact: bool = False,
 ) -> list[Stage]:
     """Load or make some virtual stages of a model; other stages' weights never take up memory.
 
@@ -170,11 +164,17 @@ def load_stages(
         dtype: of the weights.
         seed: of new weights and adapters.
         axes: ranks that share each layer, of which this rank holds its part.
+        exact: load weights that are trained as precisely as they are given, for their masters.
 
     Raises:
         ValueError: the model cannot be read, or not be cut faithfully.
     """
     hf_config, axes = load_hf_config(config), axes or AxisGroups()
+    if exact:
+        loaded = exact_type(config, dtype)
+        made = load_stages(config, split, stages, dtype=loaded, seed=seed, axes=axes)
+        settle_types(made, base_type(config, hf_config), dtype)
+        return made
     cls = model_class(hf_config)
     if config.lora.enabled:
         require_targets(config.lora, cls, hf_config)
@@ -265,7 +265,7 @@ def _load_part(
     try:
         model, report = load(
             cls,
-            _source(config.path),
+            source_of(config.path),
             hf_config,
             dtype=dtype,
             seed=seed,

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from weft.engine.precision import given_dtype
 from weft.engine.stages.stage import Stage
 
 SHARD_BYTES = 5_000_000_000
@@ -40,10 +42,15 @@ class Shard:
         return f"stage-{self.stage:05d}-{self.number:05d}.safetensors"
 
 
-def write_shards(stage: Stage, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> list[Shard]:
+def write_shards(
+    stage: Stage, folder: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+) -> list[Shard]:
     """Write one stage's weights; a tied weight is written by the first stage only.
 
     At any time one shard and one layer are copied, not the stage.
+
+    Args:
+        dtype: of the export; None takes that in which each weight was given.
 
     Raises:
         OSError: the disk is full or cannot be written.
@@ -57,7 +64,11 @@ def write_shards(stage: Stage, folder: Path, *, shard_bytes: int = SHARD_BYTES) 
         shards.append(shard)
         pending.clear()
 
-    for part in _parts(own_weights(stage)):
+    model = stage.hf_model
+    named = model.named_parameters(remove_duplicate=False)
+    types = {base_name(model, name): exported_dtype(parameter, dtype) for name, parameter in named}
+    for weights in _parts(own_weights(stage)):
+        part = {name: value.to(types.get(name, value.dtype)) for name, value in weights.items()}
         original = revert_weight_conversion(stage.hf_model, part)
         if pending and _size(pending) + _size(original) > shard_bytes:
             flush()
@@ -65,6 +76,11 @@ def write_shards(stage: Stage, folder: Path, *, shard_bytes: int = SHARD_BYTES) 
     if pending:
         flush()
     return shards
+
+
+def exported_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the type that a weight is exported in: ``dtype``, or the one in which it was given."""
+    return parameter.dtype if not parameter.is_floating_point() else dtype or given_dtype(parameter)
 
 
 def own_weights(stage: Stage) -> dict[str, Tensor]:

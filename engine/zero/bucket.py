@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from weft.comm.channel import Handle
 from weft.engine.parallel.cut import Cut
+from weft.engine.precision import computed_dtype
 from weft.engine.zero.collectives import Collectives
 
 User = tuple[int, bool]
@@ -127,22 +128,32 @@ class Bucket:
 
     @torch.no_grad()
     def _adopt_weights(self, like: nn.Parameter) -> None:
-        self._weights = like.new_zeros(self.length)
+        self._weights = like.new_zeros(self.length, dtype=computed_dtype(like))
+        low = self.trained and self._weights.itemsize == 2
+        master = self._weights.new_zeros(self._held.stop - self._held.start, dtype=torch.float32) if low else None
         for member in self.members:
+            if master is not None:
+                begin, end = self._span(member)
+                part = member.parameter.flatten()[begin - member.offset : end - member.offset]
+                master[begin - self._held.start : end - self._held.start].copy_(part)
             member.of(self._weights).copy_(member.parameter)
             member.parameter.data = member.of(self._weights)
         self._shard = self._weights[self._held]
         if self.sharded:
             self._shard = self._shard.clone()
-        low = self.trained and self._weights.itemsize == 2
-        self._master = self._shard.float() if low else self._shard
+        self._master = self._shard if master is None else master
         self._whole = True
         self.release()
 
+    def _span(self, member: Member) -> tuple[int, int]:
+        """Where the held part of a parameter begins and ends in the bucket."""
+        begin = max(self._held.start, member.offset)
+        return begin, max(begin, min(self._held.stop, member.offset + member.parameter.numel()))
+
     def _cut(self, cuts: Mapping[str, Cut], *, shared: bool) -> Iterator[Fragment]:
-        low, high = self._held.start, self._held.stop
+        low = self._held.start
         for member in self.members:
-            begin, end = max(low, member.offset), min(high, member.offset + member.parameter.numel())
+            begin, end = self._span(member)
             if end > begin or (member.parameter.numel() == 0 and low == 0):
                 part = self._master[begin - low : end - low]
                 if part.numel() == member.parameter.numel():
@@ -243,13 +254,26 @@ class Bucket:
     @property
     def held_weights(self) -> tuple[Tensor, ...]:
         """The weights that this rank keeps permanently: its part, and the fp32 master of a 16-bit part."""
-        return (self._shard,) if self._master is self._shard else (self._shard, self._master)
+        return (self._shard, self._master) if self.has_masters else (self._shard,)
+
+    @property
+    def has_masters(self) -> bool:
+        """True if weights are stepped in a higher precision than they are computed in."""
+        return self._master is not self._shard
+
+    def whole_master(self) -> Tensor:
+        """Return the weights in the precision that they are stepped in, flat; a collective call over the replicas."""
+        if self._master.numel() == self.length:
+            return self._master
+        whole = self._master.new_empty(self.length)
+        self._collectives.gather(self._master, whole).wait()
+        return whole
 
     @torch.no_grad()
     def publish(self) -> None:
         """Copy stepped or restored fragments into the model; `wait` before the weights are used."""
         self.settle_weights()
-        if self._master is not self._shard:
+        if self.has_masters:
             self._shard.copy_(self._master)
         if self.sharded:
             self.release()

@@ -14,6 +14,7 @@ from torch import nn
 
 from weft.conf.schema import ZeroConfig
 from weft.engine.parallel.cut import Cut
+from weft.engine.precision import computed_dtype
 from weft.engine.zero.bucket import Bucket
 from weft.engine.zero.collectives import Collectives
 
@@ -137,7 +138,7 @@ def _runs(group: Sequence[Named], limit: int, cuts: Mapping[str, Cut]) -> Iterat
     """Split a group by dtype, trained or frozen, and along what it is cut, in runs of at most ``limit`` elements."""
     open_runs: dict[tuple[torch.dtype, bool, str], list[Named]] = {}
     for name, parameter in group:
-        kind = parameter.dtype, parameter.requires_grad, cuts[name].axis if name in cuts else ""
+        kind = computed_dtype(parameter), parameter.requires_grad, cuts[name].axis if name in cuts else ""
         run = open_runs.setdefault(kind, [])
         if run and sum(p.numel() for _, p in run) + parameter.numel() > limit:
             yield run

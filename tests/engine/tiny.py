@@ -135,7 +135,7 @@ def reference_losses(config: WeftConfig, num_replicas: int, steps: int, device: 
 
     torch.set_num_threads(1)
     low = DTYPES[config.train.precision]
-    model = build_model(config.model, dtype=low, seed=config.train.seed).train().float().to(device)
+    model = build_model(config.model, dtype=torch.float32, seed=config.train.seed).train().to(device)
     groups = parameter_groups(model.named_parameters(), config.optimizer.weight_decay)
     make = ReferenceLamb if config.optimizer.kind is OptimizerKind.lamb else torch.optim.AdamW
     optimizer = make(groups, lr=config.optimizer.lr, betas=tuple(config.optimizer.betas), eps=config.optimizer.eps)

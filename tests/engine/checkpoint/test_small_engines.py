@@ -185,9 +185,9 @@ def exported(folder):
     """The stages that a rank hands over for export, and whether their weights were whole then."""
     seen = []
 
-    def export_stages(stages, target, *, rank, gather, tokenizer):
+    def export_stages(stages, target, *, rank, gather, tokenizer, dtype):
         whole = [all(p.untyped_storage().nbytes() for p in stage.parameters()) for stage in stages]
-        seen.append((target, rank, [stage.index for stage in stages], all(whole), gather(rank), tokenizer))
+        seen.append((target, rank, [stage.index for stage in stages], all(whole), gather(rank), tokenizer, dtype))
 
     made = engine(2, 3, "adamw")
     made.step()
@@ -197,7 +197,7 @@ def exported(folder):
             patch.setattr(exporting, "export_stages", lambda *args, **more: exports[dist.get_rank()](*args, **more))
         exports[made.global_rank] = export_stages
         dist.barrier()
-        exporting.export(made, folder, tokenizer="tokenizer")
+        exporting.export(made, folder, tokenizer="tokenizer", dtype=torch.float16)
         dist.barrier()
     return seen
 
@@ -208,7 +208,9 @@ exports = {}
 def test_the_first_replica_exports_whole_weights(tmp_path):
     for rank, seen in enumerate(run_in_threads(4, exported, tmp_path)):
         stage, replica = divmod(rank, 2)
-        assert seen == [(tmp_path, rank, [stage] if replica == 0 else [], True, [0, 1, 2, 3], "tokenizer")]
+        assert seen == [
+            (tmp_path, rank, [stage] if replica == 0 else [], True, [0, 1, 2, 3], "tokenizer", torch.float16)
+        ]
 
 
 def export_of_nan(folder):

@@ -94,10 +94,10 @@ def test_a_failing_writer_stops_all_and_leaves_the_old_export(tmp_path, monkeypa
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").touch()
 
-    def full(stage, folder):
+    def full(stage, folder, **named):
         if stage.index == 1:
             raise OSError(28, "No space left on device")
-        return write_shards(stage, folder)
+        return write_shards(stage, folder, **named)
 
     monkeypatch.setattr("weft.engine.stages.exporting.write_shards", full)
     results = in_threads(
@@ -111,10 +111,10 @@ def test_a_failing_writer_stops_all_and_leaves_the_old_export(tmp_path, monkeypa
 def test_writers_without_a_common_disk(tmp_path, monkeypatch):
     stages = stages_of(tiny("llama"), 2)
 
-    def elsewhere(stage, folder):
+    def elsewhere(stage, folder, **named):
         target = folder if stage.index == 0 else tmp_path / "other"
         target.mkdir(exist_ok=True)
-        return write_shards(stage, target)
+        return write_shards(stage, target, **named)
 
     monkeypatch.setattr("weft.engine.stages.exporting.write_shards", elsewhere)
     with pytest.raises(ValueError, match="every host mounts"):
