@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +23,41 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import weft
+from weft.engine.data.rows import read_rows
 
 BETA = 0.1
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
 """Columns; DPOTrainer writes the same ones with ``precompute_ref_log_probs``."""
+SIDES = ("chosen", "rejected")
 
 
-def encode(tokenizer: Any, row: Mapping[str, Any], longest: int) -> dict[str, Any]:
-    """Token ids of a pair: the prompt's, and those of both answers."""
-    prompt = tokenizer(row["prompt"])["input_ids"]
-    answers = [tokenizer(row[side], add_special_tokens=False)["input_ids"] for side in ("chosen", "rejected")]
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    room = max(0, longest - len(prompt))
-    chosen, rejected = ([*answer, *end][:room] for answer in answers)
-    if not chosen or not rejected:
-        raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room for an answer; --longest={longest}")
-    said = {name: row[name] for name in REFERENCE if name in row}
-    return {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected, **said}
+def encode(tokenizer: Any, row: Mapping[str, Any], longest: int) -> dict[str, Any] | None:
+    """Token ids of a pair, as TRL's DPOTrainer makes them: the prompt's, and those of both answers.
+
+    A prompt and its answer are tokenised together, because tokens may span both; the answers begin where the three
+    texts differ. Prompt and answers are texts, or lists of messages.
+
+    Returns:
+        None if the prompt leaves no room for an answer.
+    """
+    if isinstance(row["prompt"], list):
+        tools = {"tools": row.get("tools"), "return_dict": True}
+        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, **tools)["input_ids"]
+        whole = [tokenizer.apply_chat_template(row["prompt"] + row[side], **tools)["input_ids"] for side in SIDES]
+    else:
+        end = tokenizer.eos_token or ""
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        whole = [tokenizer(row["prompt"] + row[side].removesuffix(end) + end)["input_ids"] for side in SIDES]
+    shared = sum(1 for _ in takewhile(lambda each: len({*each}) == 1, zip(prompt, *whole, strict=False)))
+    if shared >= longest:
+        return None
+    answers = {f"{side}_ids": ids[shared:longest] for side, ids in zip(SIDES, whole, strict=True)}
+    return {"prompt_ids": prompt[:shared], **answers, **{name: row[name] for name in REFERENCE if name in row}}
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """A micro-batch of P pairs, chosen answers first: ids, labels, mask [2 P, S], and what the reference says [2 P]."""
-    sides = [(row["prompt_ids"], row[f"{side}_ids"]) for side in ("chosen", "rejected") for row in rows]
+    sides = [(row["prompt_ids"], row[f"{side}_ids"]) for side in SIDES for row in rows]
     ids = [torch.tensor([*prompt, *answer]) for prompt, answer in sides]
     labels = [torch.tensor([-100] * len(prompt) + [*answer]) for prompt, answer in sides]
     batch = {
@@ -102,12 +116,16 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=1024, help="tokens of a prompt and an answer")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    read = [json.loads(line) for line in args.pairs.read_text().splitlines()]
-    rows = [encode(tokenizer, row, args.longest) for row in read]
+    read = [row for _, row in read_rows(args.pairs)]
+    encoded = [encode(tokenizer, row, args.longest) for row in read]
+    kept = [(row, ids) for row, ids in zip(read, encoded, strict=True) if ids]
+    rows = [ids for _, ids in kept]
+    if len(kept) < len(read):
+        print(f"left out: {len(read) - len(kept)} pairs whose prompt has {args.longest} tokens or more; see --longest")
     if args.command == "reference":
         found = add_reference(AutoModelForCausalLM.from_pretrained(args.model), rows)
         lines = [
-            json.dumps(row | {name: new[name] for name in REFERENCE}) for row, new in zip(read, found, strict=True)
+            json.dumps(row | {name: new[name] for name in REFERENCE}) for (row, _), new in zip(kept, found, strict=True)
         ]
         Path(args.output).write_text("\n".join(lines) + "\n")
         return
