@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from weft.conf.schema import WeftConfig
@@ -16,6 +19,23 @@ from weft.engine.observability.flops import model_flops_per_token
 from weft.engine.planning.devices import peak_flops
 from weft.recipes.logs import Log, open_logs
 from weft.recipes.shown import Shown
+
+
+@dataclass
+class _Interval:
+    """What was trained since the last record.
+
+    Attributes:
+        steps: number of steps.
+        seconds: that these took.
+        tokens: that this rank has read for them, without padding.
+        last: the last step, its loss and its learning rate.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    last: tuple[int, Tensor, float] = (0, torch.zeros(()), 0.0)
 
 
 class Progress:
@@ -38,11 +58,10 @@ class Progress:
         self._engine = engine
         self._loader = loader
         self._is_writer = engine.global_rank == 0
-        self._tokens = config.train.microbatch_size * config.data.sequence_length * config.pipeline.microbatches
-        self._tokens *= engine.num_replicas
-        self._flops = self._tokens * model_flops_per_token(engine.module, config.data.sequence_length, engine.device)
+        self._flops = model_flops_per_token(engine.module, config.data.sequence_length, engine.device)
         self._peak = peak_flops(engine.device) * engine.world_size
-        self._last = perf_counter()
+        self._since = perf_counter()
+        self._interval = _Interval()
         self._start = start
         self._rate = engine.get_lr()[0]
         self._logs: list[Log] = together(lambda: open_logs(config, folder, start) if self._is_writer else [])
@@ -52,8 +71,11 @@ class Progress:
         shows = self._is_writer and self._config.logging.progress
         self._shown = Shown(total=self._config.train.steps, start=self._start, is_on=shows)
         self.note(f"{self._loader.description}; {self._engine.describe()}")
-        self._last = perf_counter()
         return self
+
+    def begin_step(self) -> None:
+        """Count time from now on: what was done since the last step is no part of a step."""
+        self._since, self._read = perf_counter(), self._loader.tokens
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Close the bar and the logs."""
@@ -63,14 +85,18 @@ class Progress:
 
     def step(self, step: int, loss: Tensor) -> None:
         """Record a finished step; a collective call every ``logging.every`` steps."""
-        text = None
-        if step % self._config.logging.every == 0:
-            metrics = self._metrics(loss)
-            text = _text(metrics)
-            if self._is_writer:
-                self._write("train", step, metrics)
+        done = self._interval
+        done.steps, done.seconds = done.steps + 1, done.seconds + perf_counter() - self._since
+        done.tokens += self._loader.tokens - self._read
+        done.last = step, loss, self._rate
+        text = self._record() if step % self._config.logging.every == 0 else None
         self._rate = self._engine.get_lr()[0]
         self._shown.step(step, text)
+
+    def end(self) -> None:
+        """Record the last step of a run that ends here, if it has no record; a collective call."""
+        if self._interval.steps:
+            self.note(f"step {self._interval.last[0]}: {self._record()}")
 
     def go_back(self, step: int) -> None:
         """Forget steps after ``step``, which are to be repeated."""
@@ -78,21 +104,32 @@ class Progress:
             log.go_back(step)
         self._shown.go_back(step)
         self._rate = self._engine.get_lr()[0]
-        self._last = perf_counter()
+        self._interval = _Interval()
 
-    def _metrics(self, loss: Tensor) -> dict[str, float]:
-        now = perf_counter()
-        seconds, self._last = (now - self._last) / self._config.logging.every, now
+    def _record(self) -> str:
+        """Write the record of the steps since the last one, and return it as a line; a collective call."""
+        metrics, step = self._metrics(self._interval), self._interval.last[0]
+        self._interval = _Interval()
+        if self._is_writer:
+            self._write("train", step, metrics)
+        return _text(metrics)
+
+    def _metrics(self, interval: _Interval) -> dict[str, float]:
+        _, loss, rate = interval.last
+        seconds = interval.seconds / interval.steps
+        read = torch.tensor(float(interval.tokens), dtype=torch.float64, device=self._engine.device)
+        dist.all_reduce(read)  # all ranks of a replica read the same
+        tokens = float(read) * self._engine.num_replicas / self._engine.world_size / interval.steps
         usage = self._engine.usage()
         scale = {"loss_scale": float(self._engine.optimizer.cur_scale)} if self._engine.fp16_enabled() else {}
         return {
             "loss": float(loss),
             "epoch": self._loader.epoch,
-            "lr": self._rate,  # the engine already has the next step's
+            "lr": rate,  # the engine already has the next step's
             "grad_norm": self._engine.get_global_grad_norm() or 0.0,
             "step_seconds": seconds,
-            "tokens_per_second": self._tokens / seconds,
-            "mfu": self._flops / seconds / self._peak,
+            "tokens_per_second": tokens / seconds,
+            "mfu": tokens * self._flops / seconds / self._peak,
             "bubble_share": usage.bubble_share,
             "peak_memory_gb": usage.peak_bytes / 1e9,
             **scale,

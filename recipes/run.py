@@ -65,6 +65,7 @@ class TrainingRun:
         while step < train.steps:
             if self._has_stopped(progress):
                 return
+            progress.begin_step()
             read = self.loader.consumed
             self.bad_data.begin(step + 1, read)
             try:

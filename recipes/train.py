@@ -168,6 +168,7 @@ def train(
         signals.defer()
     with reported(run.where), Progress(config, engine, folder, loader, start) as progress:
         run.train(start, progress)
+        progress.end()
         if engine.must_stop:
             run.stop()
     heartbeat.enter(Phase.finishing)

@@ -36,8 +36,8 @@ class Share:
     packing: bool
     pad: int
 
-    def microbatches(self, cursor: Cursor, left_out: Ranges = ()) -> Iterator[tuple[Batch, Cursor]]:
-        """This replica's micro-batches from ``cursor`` on, each with the cursor after it.
+    def microbatches(self, cursor: Cursor, left_out: Ranges = ()) -> Iterator[tuple[Batch, Cursor, int]]:
+        """This replica's micro-batches from ``cursor`` on, each with the cursor after it and its number of tokens.
 
         Rows that the end of a pass cannot fill hold only padding.
 
@@ -53,7 +53,7 @@ class Share:
                 rows += [[] for _ in range(self.microbatch_size - len(rows))]
                 batch = collate(rows, self.order.sequence_length, self.pad, packing=self.packing)
                 placed, at = drawn[-1]
-                yield batch, placed.at(at + 1)
+                yield batch, placed.at(at + 1), sum(len(piece.ids) for pieces in rows for piece in pieces)
         finally:
             blocks.close()
 
@@ -73,7 +73,9 @@ class MicrobatchLoader(Iterator[Batch]):
         self._cursor = Cursor()
         self._left_out: list[tuple[int, int]] = []
         self._lengths: dict[int, int] = {}
-        self._ahead: Prefetch[tuple[Batch, Cursor]] | None = None
+        self._ahead: Prefetch[tuple[Batch, Cursor, int]] | None = None
+        self.tokens = 0
+        """Number of tokens read by this replica, without padding."""
 
     @property
     def description(self) -> str:
@@ -125,7 +127,8 @@ class MicrobatchLoader(Iterator[Batch]):
         """
         if self._ahead is None:
             self._ahead = Prefetch(self._share.microbatches(self._cursor, self.left_out), BATCHES_AHEAD)
-        batch, self._cursor = next(self._ahead)
+        batch, self._cursor, tokens = next(self._ahead)
+        self.tokens += tokens
         return batch
 
     @property

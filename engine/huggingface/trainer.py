@@ -90,6 +90,7 @@ class WeftTrainer(Trainer):
         self.engine: WeftEngine | None = None
         self._pending: list[dict[str, Tensor]] = []
         self._rate = 0.0
+        self._num_parameters = 0
         self._signals: StopSignals | None = None
         self.add_callback(_SaveWhenStopped(self))
         self._layout.engine_config(1)
@@ -144,6 +145,8 @@ class WeftTrainer(Trainer):
             kwargs = dict(self.args.gradient_checkpointing_kwargs or {})
             own = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs or None, **own)
+        if hasattr(self.model, "num_parameters"):
+            self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
         decayed = set(self.get_decay_parameter_names(self.model))
         decay = {parameter for name, parameter in self.model.named_parameters() if name in decayed}
 
@@ -263,8 +266,15 @@ class WeftTrainer(Trainer):
         return self._train_batch_size * args.gradient_accumulation_steps * self.num_replicas
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """This rank's share, because the Trainer sums over ranks and all ranks of a pipeline read the same data."""
-        return super().floating_point_ops(inputs) / self.num_stages
+        """This rank's share of the whole model's, because the Trainer sums over ranks.
+
+        All ranks of a replica read the same data, and a rank's model is only a part.
+        """
+        name = getattr(self.model, "main_input_name", "input_ids")
+        if name not in inputs or not self._num_parameters:
+            return 0.0
+        ranks = self.num_stages * self._layout.lines_per_replica
+        return 6.0 * inputs[name].numel() * self._num_parameters / ranks
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         before = self.state.num_input_tokens_seen

@@ -106,6 +106,13 @@ def test_what_is_left_out_is_the_same_for_any_number_of_replicas(blocks, drawn, 
         assert rows(after, steps) == own
 
 
+def test_loader_counts_tokens_without_padding():
+    loader = share(Blocks([3, 8, 2, 5]), lay_out=lay_out_whole, endless=False)
+    counted = sum(np.count_nonzero(batch["input_ids"].numpy()) for batch in loader)
+    loader.close()
+    assert loader.tokens == counted == 18
+
+
 def test_what_was_read_stays_read():
     loader = share(Blocks([8] * 40), size=1)
     expected = rows(share(Blocks([8] * 40), size=1), 10)

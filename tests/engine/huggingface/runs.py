@@ -208,6 +208,25 @@ def weft(
     return history(trainer)
 
 
+def operations(folder: str, stages: int, more: dict[str, Any]) -> list[float]:
+    """``total_flos`` of the stock Trainer, or of Weft's over some layouts, each of two steps."""
+    from transformers import Trainer
+
+    from weft import WeftTrainer
+
+    on_device(True)
+    found = []
+    for schedule in ("1f1b", "w") if stages else ("",):
+        deepspeed = section(stages, schedule) if stages else None
+        if schedule == "w":
+            deepspeed["weft"]["pipeline"]["placement"] = "fold"  # type: ignore[index]
+        used = arguments(folder, use_cpu=True, deepspeed=deepspeed, max_steps=2, **more)
+        trainer = (WeftTrainer if stages else Trainer)(tiny_model(), used, train_dataset=Sequences(40))
+        trainer.train()
+        found.append(trainer.state.total_flos)
+    return found
+
+
 def over_sites(folder: str, count: int, more: dict[str, Any], deepspeed: dict[str, Any]) -> list[dict[str, float]]:
     """Logs of Weft's Trainer in a job over several sites, where no group was there before."""
     import torch.distributed as dist

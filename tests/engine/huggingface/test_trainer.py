@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.huggingface.runs import eval_loss_by_hand, over_sites, readme_example, refusals, section, stock, weft
+from tests.engine.huggingface.runs import (
+    eval_loss_by_hand,
+    operations,
+    over_sites,
+    readme_example,
+    refusals,
+    section,
+    stock,
+    weft,
+)
 from weft.comm.wan.key import VARIABLE
 from weft.tools.ranks import run_ranks
 
@@ -28,6 +37,15 @@ def test_two_stages_match_one_process(tmp_path, use_cpu):
     for logs in run_ranks(2, weft, str(tmp_path), 40, more | {"use_cpu": use_cpu}, section(2)):
         close(logs, expected)
     assert len(expected) == 10
+
+
+def test_floating_point_operations_are_counted_as_by_the_stock_trainer(tmp_path):
+    """On two stages and a fold of four, alone and with two replicas."""
+    ((expected,),) = run_ranks(1, operations, str(tmp_path), 0, {})
+    assert expected > 0
+    assert run_ranks(2, operations, str(tmp_path), 2, {}) == [[expected] * 2] * 2
+    halved = {"gradient_accumulation_steps": 2}
+    assert run_ranks(4, operations, str(tmp_path), 2, halved) == [[expected] * 2] * 4
 
 
 def test_two_sites_talk_over_weft_alone(tmp_path, monkeypatch):
