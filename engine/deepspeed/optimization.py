@@ -14,12 +14,15 @@ from weft.conf.schema import LrSchedule, OptimizerConfig
 
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups: matrices with weight decay, vectors (norms, biases) without."""
+    """Trainable parameters in two groups: matrices with weight decay, vectors (norms, biases) without.
+
+    A stage that trains nothing has one empty group, whose learning rate follows the schedule as elsewhere.
+    """
     trainable = [parameter for _, parameter in named if parameter.requires_grad]
     matrices = [parameter for parameter in trainable if parameter.ndim >= 2]
     vectors = [parameter for parameter in trainable if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    return [group for group in groups if group["params"]] or groups[:1]
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> Callable[[Optimizer], LambdaLR]:

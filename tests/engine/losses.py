@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, log_softmax, logsigmoid
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.engine.tiny import batches, check_order
+from tests.engine.tiny import batches, check_order, tiny_config
 from weft.conf.schema import WeftConfig
 from weft.engine.stages.objective import Objective
 
@@ -131,3 +132,19 @@ def undivided_loss(config: WeftConfig) -> str:
     finally:
         engine.destroy()
     return "nothing"
+
+
+def frozen_losses(count: int) -> list[float]:
+    """Losses of a model whose first layers a caller has frozen, by an optimiser that the caller makes."""
+    from weft.engine.initialize import initialize
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**tiny_config(layers=4).model.overrides))
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[:2].requires_grad_(False)
+    config = tiny_config(layers=4, stages=count)
+    engine, *_ = initialize(model=model, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3), config=config)
+    engine.set_dataiterator(itertools.islice(batches(0, 1), 8))
+    losses = [float(engine.train_batch()) for _ in range(2)]
+    engine.destroy()
+    return losses
