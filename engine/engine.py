@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -41,6 +41,7 @@ from weft.engine.parallel.communicated import close_axes
 from weft.engine.planning.run_plan import RunPlan
 from weft.engine.planning.schedules import RankSchedule, plan_evaluation
 from weft.engine.stages.objective import Minimised, Objective
+from weft.engine.stages.seeding import seeded
 from weft.engine.strands.turns import Turns, are_shared, without_turns
 from weft.engine.zero import Collectives
 from weft.pipeline.action import Action, Op
@@ -162,6 +163,7 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
                 placement=self.schedule.placement,
                 seed_gradient=self._seed_gradient,
                 around=sharding.around,
+                random=self._random,
             ),
             send_to=self._neighbours.send_to,
             receive_from=self._neighbours.receive_from,
@@ -175,6 +177,18 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
             debug=self.weft.pipeline.debug,
             pairs=self.pairs,
         )
+
+    def _random(self, action: Action) -> AbstractContextManager[None]:
+        """Random numbers of a forward, such as dropout's: those of its step, micro-batch, stage and part of sequences.
+
+        They depend neither on the schedule nor on the number of replicas, and a resumed run draws them again.
+        Members of a tensor group share them; `weft.engine.parallel.dropout` tells their parts apart.
+        """
+        assert action.microbatch is not None
+        microbatch = action.microbatch * self.num_replicas + self.replica
+        context = self.axes.context.index
+        name = f"step {self.global_steps}, micro-batch {microbatch}, stage {action.stage}, part {context}"
+        return seeded(self.weft.train.seed, name, self.device)
 
     def _step_groups(self) -> Iterator[tuple[dist.ProcessGroup, Collection[Primitive]]]:
         """Groups, besides the replicas' communicators, over which a step adds or tells something, and how."""

@@ -26,12 +26,14 @@ class Compute:
         stages: this rank's, by number.
         seed_gradient: the gradient that a loss's backward starts from (loss scale).
         around: entered while an action computes; it has the stage's weights there.
+        random: entered while a training forward runs; it has the random numbers of its micro-batch.
     """
 
     stages: Mapping[int, Stage]
     placement: Placement
     seed_gradient: Callable[[Tensor], Tensor]
     around: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
+    random: Callable[[Action], AbstractContextManager[None]] = lambda _: nullcontext()
 
     def __post_init__(self) -> None:
         self._backward = {index: SplitBackward(stage) for index, stage in self.stages.items()}
@@ -55,7 +57,7 @@ class Compute:
         if hidden is not None:
             hidden = hidden.detach().requires_grad_()
         counting = self._counting_of(state, microbatch) if stage == self._last else {}
-        with self.around(action):
+        with self.around(action), self.random(action):
             output, state.saved[stage, microbatch] = self._backward[stage].forward(
                 lambda: module(hidden, batch, **counting), hidden, split=(stage, microbatch) in state.split
             )

@@ -72,7 +72,7 @@ class TrainerLayout:
         for kind in ("bf16", "fp16"):
             if getattr(args, kind):
                 tree[kind] = tree.get(kind, {}) | {"enabled": True}
-        tree["weft"].setdefault("train", {})["steps"] = num_steps
+        tree["weft"]["train"] = {"seed": self.args.seed} | tree["weft"].get("train", {}) | {"steps": num_steps}
         split_deepspeed_config(tree)
         return tree
 

@@ -157,7 +157,7 @@ class WeftTrainer(Trainer):
                 {"params": [p for p in held if p in decay], "weight_decay": self.args.weight_decay},
                 {"params": [p for p in held if p not in decay], "weight_decay": 0.0},
             ]
-            return kind([part for part in parts if part["params"]], **arguments)
+            return kind([part for part in parts if part["params"]] or parts[:1], **arguments)
 
         def scheduler(stepped: Optimizer) -> LRScheduler:
             self.lr_scheduler = None

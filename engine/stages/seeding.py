@@ -24,11 +24,13 @@ MAX_CONSTRUCTED = 200_000_000
 
 
 @contextlib.contextmanager
-def seeded(seed: int, name: str) -> Iterator[None]:
-    """Random numbers on the CPU for ``name`` alone; the caller's generators are left as they were."""
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+def seeded(seed: int, name: str, device: torch.device | None = None) -> Iterator[None]:
+    """Random numbers for ``name`` alone, on the CPU and a GPU; the caller's generators are left as they were."""
+    number = int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little") >> 1
+    gpus = [device.index] if device is not None and device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus):
+        for generator in (torch.default_generator, *(torch.cuda.default_generators[gpu] for gpu in gpus)):
+            generator.manual_seed(number)
         yield
 
 
