@@ -23,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: quickstart mutants test test-fast test-slow test-security test-gpu gpu-report test-vllm lint lint-ruff lint-format lint-layers lint-types carried clean
 
-quickstart: $(VENV)/.ready  ## train a small Llama on four processes, in about two minutes
+quickstart: $(VENV)/.ready  ## train a small Llama on four processes, within a minute
 	$(BIN)/weft launch recipe=quickstart $(ARGS)
 
 test: test-fast test-slow

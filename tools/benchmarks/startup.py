@@ -1,4 +1,4 @@
-"""Start-up: what ranks ask of the job's store before their first step, and how long they take."""
+"""Start-up: what ranks ask of the job's store, and how long a run takes to its first step and from its last."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from statistics import linear_regression
+from statistics import linear_regression, median
 
 from weft.tools.benchmarks.results import finish, parse
 from weft.tools.benchmarks.starts.clients import FILES_PER_CLIENT, Asked, ask_as_many
+from weft.tools.benchmarks.starts.first_step import PEER, RANKS, WEFT, Run, compare
 from weft.tools.benchmarks.starts.ranks import (
     DEEPSPEED,
     ENGINE,
@@ -30,12 +31,14 @@ PROCESSES = 8
 """That share the clients of the store."""
 GOALS_S = {2048: 5.0, 10_240: 30.0}
 """Most seconds that clients are connected and answered in (MegaScale section 3.5: below 5 at 2,048 ranks)."""
+MOST_CPU = 1.1
+"""Times the peer's processor time that a run may take."""
 OTHER_FILES = 512
 """That a process may have open besides those of its clients."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``[--ranks N ...] [--clients N ...]``; returns 1 if the store takes longer than its goal.
+    """Run ``[--ranks N ...] [--clients N ...] [--rounds N]``; returns 1 if a goal is missed.
 
     Raises:
         ValueError: a number of ranks or clients that cannot be started here.
@@ -45,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--clients", type=int, nargs="*", default=[2048, 10_240], help="clients of the store (default 2048 10240)"
     )
+    parser.add_argument("--rounds", type=int, default=0, help="of weft launch and torchrun by turns (default none)")
     args = parse(parser, argv)
     if wrong := [count for count in (*args.ranks, *args.clients) if count < STAGES or count % STAGES]:
         raise ValueError(f"{wrong[0]} ranks: give a multiple of {STAGES}, which is how many stages the job has")
@@ -61,13 +65,59 @@ def main(argv: Sequence[str]) -> int:
     asked = {count: _asked(count, emulated[count]) for count in args.clients}
     if emulated:
         show(table_of(map(_client_row, emulated.values(), asked.items()), "A rank among emulated ones, and its store"))
-    met = all(each.connect_s + each.ask_s <= GOALS_S.get(count, TIMEOUT_S) for count, each in asked.items())
+    begun: Mapping[str, Sequence[Run]] = compare(args.rounds) if args.rounds > 0 else {}
+    if begun:
+        show(table_of(map(_start_row, begun.items()), f"{RANKS} ranks, a tiny model with LoRA, {args.rounds} rounds"))
+        show(table_of([_ratio_row(begun)], f"{WEFT} over {PEER}, median of ratios by round"))
+    met = _is_no_slower(begun) and all(
+        each.connect_s + each.ask_s <= GOALS_S.get(count, TIMEOUT_S) for count, each in asked.items()
+    )
     figures = {
         "real": {count: list(map(_as_dicts, ranks)) for count, ranks in real.items()},
         "emulated": {count: asdict(each) for count, each in emulated.items()},
+        "starts": {side: [asdict(run) for run in runs] for side, runs in begun.items()},
         "clients": {count: asdict(each) for count, each in asked.items()},
     }
     return finish(args, "startup", figures, met=met)
+
+
+def _start_row(found: tuple[str, Sequence[Run]]) -> dict[str, object]:
+    side, runs = found
+    names = {
+        "first output": "said_s",
+        "first step": "first_step_s",
+        "last step to exit": "exit_s",
+        "processor": "cpu_s",
+    }
+    return {"run by": side, **{head: _spread([getattr(run, name) for run in runs]) for head, name in names.items()}}
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    return f"{median(seconds):.1f} s ({min(seconds):.1f} to {max(seconds):.1f})"
+
+
+def _ratios(begun: Mapping[str, Sequence[Run]]) -> dict[str, float]:
+    """How many times as long as the peer `weft launch` takes, by what is measured."""
+    names = ("first_step_s", "exit_s", "cpu_s")
+    pairs = list(zip(begun[WEFT], begun[PEER], strict=True))
+    return {name: median(getattr(own, name) / getattr(peer, name) for own, peer in pairs) for name in names}
+
+
+def _ratio_row(begun: Mapping[str, Sequence[Run]]) -> dict[str, object]:
+    ratios = _ratios(begun)
+    return {
+        "first step": f"{ratios['first_step_s']:.2f}",
+        "last step to exit": f"{ratios['exit_s']:.2f}",
+        "processor": f"{ratios['cpu_s']:.2f}",
+    }
+
+
+def _is_no_slower(begun: Mapping[str, Sequence[Run]]) -> bool:
+    """Whether first step and exit come no later than the peer's, for at most `MOST_CPU` of its processor time."""
+    if not begun:
+        return True
+    ratios = _ratios(begun)
+    return ratios["first_step_s"] <= 1.0 and ratios["exit_s"] <= 1.0 and ratios["cpu_s"] <= MOST_CPU
 
 
 def _real(count: int) -> list[dict[str, Part]]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from weft.tools.benchmarks import startup
 from weft.tools.benchmarks.starts.clients import Asked, ask_as_many
 from weft.tools.benchmarks.starts.counted_store import CountedStore
+from weft.tools.benchmarks.starts.first_step import PEER, WEFT, Run
 from weft.tools.benchmarks.starts.ranks import DEEPSPEED, ENGINE, WORLD, EmulatedStart, Part, start_for_real
 from weft.tools.ranks import run_ranks
 
@@ -85,3 +86,10 @@ def test_a_group_asks_as_much_of_the_store_whatever_its_size():
         for parts in run_ranks(stages * replicas, start_for_real, stages, replicas, 60.0, timeout_s=100):
             assert parts[WORLD].asked == {"set": 1, "multi_get": 1}
             assert "wait" not in parts[ENGINE].asked
+
+
+@pytest.mark.parametrize(("cpu_s", "code"), [(1.0, 0), (1.2, 1)])
+def test_a_start_that_takes_more_than_the_peer_fails_the_bench(monkeypatch, cpu_s, code):
+    found = {WEFT: [Run(0.1, 1.0, 1.0, cpu_s)] * 3, PEER: [Run(1.0, 1.0, 1.0, 1.0)] * 3}
+    monkeypatch.setattr(startup, "compare", lambda rounds: found)
+    assert startup.main(["--ranks", "--clients", "--rounds", "3"]) == code
