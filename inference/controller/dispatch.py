@@ -41,7 +41,7 @@ class PrefillRequest:
 
     path: str
     body: bytes
-    headers: Mapping[str, str]
+    headers: Mapping[bytes, bytes]
     tokens: int
     deadline_s: float
 

@@ -195,7 +195,7 @@ class Fleet:
                 why = self._why_none(without)
                 raise Refusal(503, f"no worker can take a prompt: {why}", retry_after_s=NO_BUBBLES_S)
             slot = trial
-        elif trial is not None and self._waits(slot) and not self.workers[trial.worker].tickets:
+        elif trial is not None and self._waits(slot) and len(self.workers[trial.worker].tickets) < TRUSTED:
             slot = trial
         expected_s = self._expected_s(slot, now_s, trial)
         if expected_s - now_s > deadline_s and trial is not None:
@@ -241,9 +241,9 @@ class Fleet:
     def _trial(self, now_s: float, deadline_s: float, without: Collection[int], *, only_learning: bool) -> Slot | None:
         """A worker that may take a prompt without a prediction, because it learns its speed only from work.
 
-        A worker with few measurements takes one that would wait elsewhere, and as many as its queue holds
-        of those that would be late elsewhere; one whose bubbles seem too
-        short takes one at a time, and only if no other worker can take any.
+        A worker with few measurements takes a few that would wait elsewhere, and as many as its queue
+        holds of those that would be late elsewhere. One whose bubbles seem too short takes one at a
+        time, and only if no other worker can take any.
         """
         candidates = [
             worker

@@ -105,7 +105,8 @@ class _Service:
         body = await self._receive(request)
         deadline_s = self._deadline_s(request)
         body, tokens = await asyncio.to_thread(self._validate, body)
-        headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
+        # As bytes: text that is not ASCII would be refused by the client that forwards it.
+        headers = {name: value for name, value in request.headers.raw if name.decode("latin-1") in _FORWARDED}
         prefill = PrefillRequest(
             path=request.url.path, body=body, headers=headers, tokens=tokens, deadline_s=deadline_s
         )

@@ -6,12 +6,14 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,7 +41,7 @@ PREFILL_FIRST = {
 PORTS = {"controller": 18300, "prefill": 18301, "decode": 18302}
 
 
-def ask(port, body, request_id):
+def ask(port, body, request_id, *, again=True):
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
         data=json.dumps(body).encode(),
@@ -51,9 +53,24 @@ def ask(port, body, request_id):
             with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
-            if error.code != 503 or time.monotonic() > deadline:
+            if not again or error.code != 503 or time.monotonic() > deadline:
                 raise
             time.sleep(int(error.headers["Retry-After"]))
+
+
+def end_with_waiting_prompt(training, process):
+    """The answer to a prompt that waits for a bubble while its worker is ended."""
+    training.send_signal(signal.SIGSTOP)
+    time.sleep(1.0)
+    with ThreadPoolExecutor(1) as sender:
+        waiting = sender.submit(ask, PORTS["prefill"], {"prompt": [1] * 600, "max_tokens": 1}, "waiting", again=False)
+        time.sleep(3.0)
+        assert not waiting.done()
+        os.killpg(process.pid, signal.SIGTERM)
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            waiting.result()
+    process.wait(PATIENCE_S)
+    return caught.value
 
 
 def prompt_tokens(port, source):
@@ -81,9 +98,10 @@ def server(words, env, port, log):
         subprocess.Popen(words, env=env, stdout=out, stderr=out, start_new_session=True) as process,
     ):
         try:
-            yield lambda: until_ready(port, process, log)
+            yield process, lambda: until_ready(port, process, log)
         finally:
-            os.killpg(process.pid, 9)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
 
 
 @contextlib.contextmanager
@@ -122,8 +140,8 @@ def test_a_stock_instance_decodes_what_was_prefilled_in_bubbles(model, tmp_path)
     prompts = [[draw.randrange(256) for _ in range(draw.randint(600, 1500))] for _ in range(NUM_PROMPTS)]
     with (
         subprocess.Popen(trainer, stdout=subprocess.DEVNULL) as training,
-        server(words, env, PORTS["prefill"], tmp_path / "prefill.log") as prefill_ready,
-        server(stock, stock_env, PORTS["decode"], tmp_path / "decode.log") as decode_ready,
+        server(words, env, PORTS["prefill"], tmp_path / "prefill.log") as (prefilling, prefill_ready),
+        server(stock, stock_env, PORTS["decode"], tmp_path / "decode.log") as (_, decode_ready),
         controller(config),
     ):
         try:
@@ -143,8 +161,17 @@ def test_a_stock_instance_decodes_what_was_prefilled_in_bubbles(model, tmp_path)
             for number, ids in enumerate(prompts):
                 body = {"prompt": ids, "temperature": 0.0, "return_token_ids": True, "max_tokens": OUTPUT}
                 normal.append(ask(PORTS["decode"], body, f"normal-{number}")["choices"][0]["token_ids"])
+            # The worker ends between prefill and decode, with another prompt waiting.
+            body = {"prompt": prompts[0], "temperature": 0.0, "return_token_ids": True}
+            first = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": PREFILL_FIRST}
+            transfer = ask(PORTS["controller"], first, "last")["kv_transfer_params"]
+            refusal = end_with_waiting_prompt(training, prefilling)
+            decoded = body | {"max_tokens": OUTPUT, "kv_transfer_params": transfer}
+            recomputed = ask(PORTS["decode"], decoded, "last")["choices"][0]["token_ids"]
         finally:
             training.kill()
     assert handed == normal
     assert fetched == sum(map(len, prompts))
     assert computed == 0
+    assert recomputed == normal[0]
+    assert (refusal.code, refusal.headers["Retry-After"]) == (503, "1")

@@ -6,19 +6,15 @@ import argparse
 import contextlib
 import os
 import secrets
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from weft.conf.boards import boards_folder
 from weft.inference.placement.prefill_cost import PrefillCost
 from weft.inference.worker.command import cost_file, workers_of
 from weft.tools.benchmarks.results import parse, write_json
@@ -28,6 +24,7 @@ from weft.tools.benchmarks.serving.reckoning import steps_within
 from weft.tools.benchmarks.serving.report import Findings, prefills_of, report_faults, report_serving, spans_of
 from weft.tools.benchmarks.serving.requests import Answer, Request, read_trace, replay
 from weft.tools.benchmarks.serving.served_model import write_model
+from weft.tools.benchmarks.serving.servers import until_ready, weft_server
 from weft.tools.benchmarks.serving.training import Cell, Training, settings, train
 from weft.tools.benchmarks.serving.watch import Watch, Windows
 from weft.tools.netbed import NetBed, Topology
@@ -37,8 +34,6 @@ NUM_RANKS, MICROBATCHES = 4, 4
 SERVED = (0, 3)
 """Ranks with a worker: the first, whose bubble is in the middle, and the last, whose is at the end."""
 LONGEST_PROMPT = 2048
-START_S = 150.0
-"""In which the workers have to answer."""
 RUN_S = 1800.0
 """Allowance for the whole run."""
 
@@ -90,8 +85,9 @@ class _Bench:
 
     def run(self, trace: Sequence[Request]) -> int:
         write_model(self.folder / "model")
-        with self._bed() as bed, self._serve() as serve:
-            _until_ready(self.urls, serve)
+        serving = weft_server(self.config, "serve", "--trace", str(self.folder), key=self.key)
+        with self._bed() as bed, serving as serve:
+            until_ready(self.urls, serve)
             self.training = replace(self.training, bed=bed)
             with ThreadPoolExecutor(1) as threads:
                 ranks = threads.submit(run_ranks, NUM_RANKS, train, self.training, timeout_s=RUN_S)
@@ -124,32 +120,6 @@ class _Bench:
                 name = stack.enter_context(NetBed.up(topology)).name
             os.sched_setaffinity(0, self.serving_cores)
             yield name
-
-    @contextlib.contextmanager
-    def _serve(self) -> Iterator[subprocess.Popen]:
-        prefill = self.config.inference.prefill
-        given = {
-            "train.name": self.config.train.name,
-            "inference.prefill.model": prefill.model,
-            "inference.prefill.python": prefill.python,
-            "inference.prefill.ranks": f"[{','.join(map(str, SERVED))}]",
-            "inference.prefill.cost_dir": prefill.cost_dir,
-            "inference.prefill.first_port": prefill.first_port,
-            "inference.prefill.arguments": "['--dtype','float32','--no-enable-prefix-caching']",
-            "cluster.ranks": NUM_RANKS,
-            "pipeline.stages": NUM_RANKS,
-        }
-        serve = subprocess.Popen(
-            [sys.executable, "-m", "weft.tools.cli", "serve", "--trace", str(self.folder)]
-            + [f"{name}={value}" for name, value in given.items()],
-            env=os.environ | {self.config.inference.controller.api_key_env: self.key},
-        )
-        try:
-            yield serve
-        finally:
-            serve.terminate()
-            serve.wait(30)
-            shutil.rmtree(boards_folder(self.config, os.getuid()), ignore_errors=True)
 
     def _alternate(self, trace: Sequence[Request], ranks: Future, watch: Watch) -> None:
         """Windows off and on; ``on`` ends when its requests are answered."""
@@ -216,16 +186,3 @@ class _Bench:
                 found.steps,
                 self.windows.spans["on"],
             )
-
-
-def _until_ready(urls: Sequence[str], serve: subprocess.Popen) -> None:
-    deadline_s = time.monotonic() + START_S
-    for url in urls:
-        while True:
-            if serve.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(f"{url}: the worker did not start; its log lies beside the boards")
-            try:
-                with urllib.request.urlopen(f"{url}/health", timeout=2):
-                    break
-            except OSError:
-                time.sleep(0.5)

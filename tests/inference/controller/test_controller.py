@@ -472,6 +472,18 @@ def test_prefills_for_another_decoder_are_bounded_and_several_at_once_refused():
     run(scenario())
 
 
+def test_a_header_in_any_encoding_is_forwarded():
+    async def scenario():
+        workers = FakeWorkers(1)
+        async with controller(workers) as client:
+            for value in ("é".encode(), b"\xe9"):
+                answer = await client.post(PATH, json=PREFILL, headers={"X-Request-Id": value})
+                assert answer.status_code == 200
+                assert dict(workers.seen[-1][1].headers.raw)[b"x-request-id"] == value
+
+    run(scenario())
+
+
 def test_a_slow_list_of_models_takes_no_worker_down():
     async def scenario():
         workers = FakeWorkers(2)

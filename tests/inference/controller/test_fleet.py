@@ -302,7 +302,7 @@ def test_what_a_controller_that_died_has_placed_is_not_counted(tmp_path):
     mine.close()
 
 
-def test_a_worker_that_has_learnt_little_gets_a_prompt_that_would_wait_elsewhere(tmp_path):
+def test_a_worker_that_has_learnt_little_gets_prompts_that_would_wait_elsewhere(tmp_path):
     """Otherwise it would learn nothing as long as others are fast enough for the deadline."""
     learnt(tmp_path / "known.json")
     learnt(tmp_path / "fresh.json", steps=TRUSTED - 1)
@@ -311,7 +311,7 @@ def test_a_worker_that_has_learnt_little_gets_a_prompt_that_would_wait_elsewhere
     made = Fleet(workers, ControllerConfig(), PrefillConfig(), clock)
     for worker in made.workers:
         made.set_up(worker, True)
-    tickets = [made.place(100, 60.0) for _ in range(4)]
-    assert [each.worker for each in tickets] == [0, 1, 0, 0], "one at a time"
+    tickets = [made.place(100, 60.0) for _ in range(TRUSTED + 3)]
+    assert [each.worker for each in tickets] == [0, *[1] * TRUSTED, 0, 0], "as many as it has to learn"
     made.done(tickets[1])
     assert made.place(100, 60.0).worker == 1

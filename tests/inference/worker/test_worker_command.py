@@ -175,3 +175,10 @@ def test_a_decoder_recomputes_what_it_cannot_fetch():
     assert kv_transfer(on_cpu=True)["kv_load_failure_policy"] == "recompute"
     documented = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
     assert '"kv_load_failure_policy": "recompute"' in documented
+
+
+def test_a_worker_compiles_nothing_at_a_clients_first_request(config, tmp_path):
+    worker = workers_of(config)[0]
+    assert environment(config, worker, {}, package=tmp_path)["TORCH_COMPILE_DISABLE"] == "1"
+    chosen = environment(config, worker, {"TORCH_COMPILE_DISABLE": "0"}, package=tmp_path)
+    assert chosen["TORCH_COMPILE_DISABLE"] == "0"

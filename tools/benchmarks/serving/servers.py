@@ -1,0 +1,96 @@
+"""The servers of a benchmark: `weft serve`, `weft controller`, and a stock vLLM server beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from weft.conf.boards import boards_folder
+from weft.conf.schema import WeftConfig
+from weft.inference.worker.command import IN_PROCESS
+
+ARGUMENTS = ["--dtype", "float32", "--no-enable-prefix-caching"]
+"""Of every vLLM server: equal prompts are computed again."""
+START_S = 300.0
+"""In which a server has to answer."""
+
+
+def settings_of(config: WeftConfig) -> list[str]:
+    """The settings of `weft serve` and `weft controller`."""
+    prefill, controller = config.inference.prefill, config.inference.controller
+    given = {
+        "train.name": config.train.name,
+        "cluster.ranks": config.cluster.ranks,
+        "pipeline.stages": config.pipeline.stages,
+        "inference.prefill.model": prefill.model,
+        "inference.prefill.python": prefill.python,
+        "inference.prefill.ranks": f"[{','.join(map(str, prefill.ranks))}]",
+        "inference.prefill.cost_dir": prefill.cost_dir,
+        "inference.prefill.first_port": prefill.first_port,
+        "inference.prefill.yield_cores": prefill.yield_cores,
+        "inference.prefill.arguments": f"[{','.join(map(repr, ARGUMENTS))}]",
+        "inference.controller.port": controller.port,
+        "inference.controller.deadline_s": controller.deadline_s,
+        "inference.controller.max_queue": controller.max_queue,
+    }
+    return [f"{name}={value}" for name, value in given.items()]
+
+
+@contextlib.contextmanager
+def weft_server(config: WeftConfig, command: str, *options: str, key: str = "") -> Iterator[subprocess.Popen]:
+    """`weft serve` or `weft controller`, until the block ends; the first one's boards go with it."""
+    words = [sys.executable, "-m", "weft.tools.cli", command, *options, *settings_of(config)]
+    env = os.environ | ({config.inference.controller.api_key_env: key} if key else {})
+    try:
+        with _running(words, env) as process:
+            yield process
+    finally:
+        if command == "serve":
+            shutil.rmtree(boards_folder(config, os.getuid()), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def stock_server(config: WeftConfig, port: int, log: Path) -> Iterator[subprocess.Popen]:
+    """A stock vLLM server of the same model, with the workers' arguments."""
+    prefill = config.inference.prefill
+    words = [prefill.python, "-m", "vllm.entrypoints.openai.api_server", "--model", prefill.model, "--port", str(port)]
+    words += ["--max-model-len", str(prefill.max_tokens), "--max-num-batched-tokens", str(prefill.max_tokens)]
+    words += ["--kv-cache-memory-bytes", str(prefill.kv_cache_bytes), "--enforce-eager", *ARGUMENTS]
+    words += ["--distributed-executor-backend", IN_PROCESS]
+    with log.open("wb") as out, _running(words, os.environ | {"VLLM_NO_USAGE_STATS": "1"}, out) as process:
+        yield process
+
+
+@contextlib.contextmanager
+def _running(words: Sequence[str], env: dict[str, str], out: object = None) -> Iterator[subprocess.Popen]:
+    process = subprocess.Popen(words, env=env, stdout=out, stderr=out)  # type: ignore[call-overload]
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def until_ready(urls: Sequence[str], process: subprocess.Popen, path: str = "/health") -> None:
+    """Wait until all servers answer with success.
+
+    Raises:
+        RuntimeError: one does not, or its process has ended.
+    """
+    deadline_s = time.monotonic() + START_S
+    for url in urls:
+        while True:
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise RuntimeError(f"{url}: the server did not start; a worker's log lies beside the boards")
+            try:
+                with urllib.request.urlopen(f"{url}{path}", timeout=2):
+                    break
+            except OSError:
+                time.sleep(0.5)
