@@ -18,7 +18,7 @@ STALE_S = 15.0
 STUCK_S = 120.0
 """Seconds after which a woken engine counts as hung; longer than any step."""
 
-_ARMED, _CHECKED, _WOKEN = range(3)
+_ARMED, _CHECKED, _WOKEN, _LEAVING = range(4)
 _WORDS = 4
 
 
@@ -55,6 +55,19 @@ class WorkerStatus:
     def looped(self) -> None:
         """The engine's loop has made an iteration."""
         self._words[_WOKEN] = 0
+
+    def leave(self) -> None:
+        """The engine shuts down."""
+        self._words[_LEAVING] = 1
+
+
+def is_leaving(path: Path) -> bool:
+    """True if the engine that publishes at ``path`` shuts down, or has done so."""
+    try:
+        words = _read(path)
+    except OSError:
+        return False
+    return len(words) == _WORDS and bool(words[_LEAVING])
 
 
 def problem_of(path: Path, now_ns: int) -> str:

@@ -36,6 +36,7 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "EngineCore.reset_prefix_cache": ("reset_prefix_cache", "forgets the prompts of the warm-up"),
     "GPUModelRunner._sample": ("sampling_metadata", "samples for all requests, with `input_batch.generators`"),
     "GPUModelRunner._bookkeeping_sync": ("gen.set_offset", "all that it does with `input_batch.generators`"),
+    "EngineCoreProc._handle_shutdown": ("finish_requests", "aborts all requests at once, with None for their ids"),
     "EngineCoreProc.has_work": ("has_requests", "likewise before it blocks in its input queue"),
     "EngineCoreProc._process_input_queue": ("input_queue", "blocks in `input_queue.get` without work"),
     "EngineCoreProc._handle_client_request": ("WAKEUP", "a message that only ends the wait"),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.inference.requests import Completion, Refusal, as_prefill, check_prefill_only, parse
-from weft.inference.worker.status import problem_of
+from weft.inference.worker.status import is_leaving, problem_of
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -80,7 +80,7 @@ class ApiMiddleware:
             if asked in GENERATING:
                 async with asyncio.timeout(RECEIVE_S):
                     body = await _read(receive)
-                receive, send = _replay(self.validate(body), receive), _Completed(send)
+                receive, send = _replay(self.validate(body), receive), _Completed(send, self._status)
         except TimeoutError:
             await _answer(send, Refusal(408, f"the request took longer than {RECEIVE_S:g} s to arrive"))
             return
@@ -114,10 +114,13 @@ class PrefillOnlyMiddleware(ApiMiddleware):
 
 
 class _Completed:
-    """A ``send`` that answers 503 where vLLM has aborted the request, which it does when it shuts down."""
+    """A ``send`` that answers 503 where vLLM has dropped the request because it shuts down.
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    It aborts requests with status 200, or finds its engine gone and answers 500.
+    """
+
+    def __init__(self, send: Send, status: Path | None) -> None:
+        self._send, self._status = send, status
         self._start: Message | None = None
         self._completion = Completion()
         self._ended = False
@@ -129,7 +132,9 @@ class _Completed:
             self._start = message
             return
         start, self._start = self._start, None
-        if self._completion.is_aborted(message.get("body", b"")):
+        failed = start is not None and start["status"] >= 500
+        left = failed and self._status is not None and is_leaving(self._status)
+        if left or self._completion.is_aborted(message.get("body", b"")):
             self._ended = True
             refusal = Refusal(503, "the worker shuts down; send the prompt to another one, or again", retry_after_s=1)
             if start is not None:

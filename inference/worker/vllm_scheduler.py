@@ -20,7 +20,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from weft.conf.files import replacing
 from weft.inference.board.common_bubbles import Opening
@@ -162,6 +162,12 @@ class BubbleScheduler(Scheduler):
         if tokens and not self._ungated:
             self._learn(scheduler_output, time.monotonic())
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
+        """Like vLLM's; all at once are aborted when the engine shuts down."""
+        if request_ids is None and finished_status is RequestStatus.FINISHED_ABORTED:
+            self._status.leave()
+        return super().finish_requests(request_ids, finished_status)
 
     def shutdown(self) -> None:
         """Like vLLM's; also saves the cost model."""

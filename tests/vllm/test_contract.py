@@ -30,7 +30,7 @@ def test_a_method_is_there_and_uses_what_we_lean_on(name):
 
 
 def test_what_is_overridden_exists_with_the_same_parameters():
-    for name in ("schedule", "has_requests", "add_request", "update_from_output", "shutdown"):
+    for name in ("schedule", "has_requests", "add_request", "update_from_output", "finish_requests", "shutdown"):
         theirs, ours = (inspect.signature(getattr(kind, name)) for kind in (Scheduler, BubbleScheduler))
         assert list(theirs.parameters) == list(ours.parameters), name
 

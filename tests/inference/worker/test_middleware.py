@@ -226,12 +226,12 @@ def test_a_prefill_for_another_decoder_is_bounded_before_vllm_sees_it():
         assert not seen and sent[0]["status"] == 400
 
 
-def answer(*bodies, path="/v1/completions"):
+def answer(*bodies, status=200):
     """What a client gets where vLLM answers with these bodies."""
     sent = []
 
     async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.start", "status": status, "headers": []})
         for body in bodies:
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body"})
@@ -242,7 +242,7 @@ def answer(*bodies, path="/v1/completions"):
     async def receive():
         return {"type": "http.request", "body": WHOLE}
 
-    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
     asyncio.run(PrefillOnlyMiddleware(app)(scope, receive, send))
     return sent
 
@@ -255,6 +255,19 @@ def test_a_prompt_that_vllm_aborts_is_not_answered_with_success(aborted):
     completed = b'{"choices":[{"finish_reason":"length"}]}'
     assert [message.get("body") for message in answer(completed)] == [None, completed, None]
     assert answer(completed)[0]["status"] == 200
+
+
+def test_an_engine_that_shuts_down_is_no_internal_error(monkeypatch, tmp_path):
+    """But one that crashed is: the prompt may be the cause."""
+    path = tmp_path / "boards" / "worker0.status"
+    monkeypatch.setenv(STATUS_VARIABLE, str(path))
+    status = WorkerStatus(path)
+    assert answer(b'{"error": "engine dead"}', status=500)[0]["status"] == 500
+    status.leave()
+    assert answer(b'{"error": "engine dead"}', status=500)[0]["status"] == 503
+    assert answer(b"{}")[0]["status"] == 200
+    WorkerStatus(path)
+    assert answer(b'{"error": "engine dead"}', status=500)[0]["status"] == 500, "it was started again"
 
 
 def test_a_stream_that_vllm_aborts_ends_with_an_error():
