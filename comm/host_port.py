@@ -16,6 +16,7 @@ import secrets
 import socket
 import struct
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from enum import IntEnum
@@ -30,6 +31,8 @@ _NO_ATTEMPT = bytes(16)
 _SENDER = struct.Struct("3i")  # process, user, group
 _WAIT_S, _LOOK_S = 1.0, 0.01
 """How long a process of this run that is ending may still have what is wanted, and how often that is looked at."""
+_MOST_STRANGERS, _STRANGERS_WITHIN_S = 64, 5.0
+"""Peers with another key whose handshake is begun within this time, which is how long one may take."""
 
 
 class Service(IntEnum):
@@ -67,6 +70,7 @@ class HostPort:
         """
         self._service, self._key = service, key
         self._heard: set[bytes] = set()  # only who has the key adds to it
+        self._strangers: deque[float] = deque(maxlen=_MOST_STRANGERS)
         self._loop: asyncio.AbstractEventLoop | None = None
         with ExitStack() as undo:
             self.listener = undo.enter_context(_kept_from_children(socket.socket(family_of(address))))
@@ -83,7 +87,8 @@ class HostPort:
     async def answer(self, guest: socket.socket) -> None:
         """Hear whom a connection from `listener` is for, and hand it on if that is another; it stays the caller's.
 
-        Who proves another key goes on to the handshake, which tells both sides.
+        A peer that proves another key goes on to the handshake, so that both sides can report it, unless many did just
+        now: the buffers of a handshake take 256 KiB.
 
         Args:
             guest: non-blocking; no more than the knock is read of it.
@@ -101,6 +106,7 @@ class HostPort:
         signed, proof = heard[: _SIGNED.size], heard[_SIGNED.size :]
         _, attempt, whom, _, random = _SIGNED.unpack(signed)
         if not hmac.compare_digest(_proof(self._key, signed), proof):
+            self._admit_stranger()
             return
         if random in self._heard:
             raise ConnectionError("that knock was heard before")
@@ -112,6 +118,17 @@ class HostPort:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [guest.fileno()]))
             sender.sendmsg([b"\0"], [rights], socket.MSG_NOSIGNAL, "\0" + name)  # ConnectionRefusedError: not here
         raise HandedOn(name)
+
+    def _admit_stranger(self) -> None:
+        """Count a peer with another key.
+
+        Raises:
+            ConnectionError: as many as may shake hands at once came within the time that a handshake has.
+        """
+        now = monotonic()
+        if len(self._strangers) == _MOST_STRANGERS and now - self._strangers[0] < _STRANGERS_WITHIN_S:
+            raise ConnectionError("many peers with another key")
+        self._strangers.append(now)
 
     def take_handed(self, loop: asyncio.AbstractEventLoop, welcome: Callable[[socket.socket], object]) -> None:
         """From now on, on ``loop``, call ``welcome`` with what other processes hand on; called on that loop."""

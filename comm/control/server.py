@@ -14,8 +14,8 @@ from weft.comm.control.link import Link
 from weft.comm.control.session import Session, checked_greeting
 from weft.comm.host_port import HandedOn, HostPort
 
-MOST_GUESTS = 512
-"""Who have not said who they are yet; of more, the oldest makes way."""
+MOST_GUESTS = 128
+"""Connections that have not been greeted yet, 256 KiB each in a handshake; of more, the oldest is closed."""
 _RETRY_S = 0.2
 
 log = logging.getLogger(__name__)
@@ -120,11 +120,14 @@ class ControlServer:
                     await asyncio.sleep(_RETRY_S)
                     continue
                 self._receive(place, guest, port=self._port)
+                await asyncio.sleep(0)  # a connection that is there is accepted without one turn of the loop
 
     def _receive(self, place: Place, guest: Any, port: HostPort | None = None) -> None:
         """Greet a guest, who knocks first if the connection is one of ``port``."""
         if len(self._guests) >= self._most_guests:
-            next(iter(self._guests)).cancel()
+            oldest = next(iter(self._guests))
+            del self._guests[oldest]
+            oldest.cancel()
         task = asyncio.create_task(self._greet(place, guest, port))
         self._guests[task] = None
         task.add_done_callback(lambda task: self._guests.pop(task, None))

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
@@ -277,3 +278,18 @@ def test_messages_without_a_connection_or_with_many_leave_nothing_open():
         assert ask(port, own_knock(KEY, Service.CONTROL)) == b"CONTROL"
         assert len(os.listdir("/proc/self/fd")) <= before + 1
         assert driver.refused == 0
+
+
+def test_few_peers_with_another_key_shake_hands_at_once(monkeypatch):
+    monkeypatch.setattr("weft.comm.host_port._MOST_STRANGERS", 3)
+    with Listening(0, Service.CONTROL) as driver:
+        driver.part._strangers = deque(maxlen=3)
+        answers = []
+        for _ in range(10):
+            with socket.create_connection(driver.part.address, timeout=20) as client:
+                client.sendall(own_knock(ANOTHER, Service.CONTROL))
+                answers.append(client.recv(100))
+        assert answers == [b"CONTROL"] * 3 + [b""] * 7
+        with socket.create_connection(driver.part.address, timeout=20) as client:
+            client.sendall(own_knock(KEY, Service.CONTROL))
+            assert client.recv(100) == b"CONTROL"

@@ -355,6 +355,22 @@ def test_silent_guests_make_way_for_peers():
     run(work())
 
 
+def test_never_more_connections_wait_to_be_greeted_than_the_limit(monkeypatch):
+    monkeypatch.setattr("weft.comm.control.server.GREETED_WITHIN_S", 60.0)
+
+    async def work():
+        async with driver(most_guests=4) as it:
+            guests = [socket.create_connection(it.address) for _ in range(40)]
+            for guest in guests:
+                guest.sendall(knock(WanKey.from_environment(), Service.CONTROL) + b"\x16")
+            await until(lambda: it.server.refused == 36)
+            assert len(it.server._guests) == 4
+            for guest in guests:
+                guest.close()
+
+    run(work())
+
+
 def test_a_handshake_has_a_time_limit(monkeypatch):
     monkeypatch.setattr("weft.comm.control.server.GREETED_WITHIN_S", 0.2)
 
