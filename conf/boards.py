@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from weft.conf.private import shared_memory_folder
 from weft.conf.schema import WeftConfig
 
 
@@ -15,4 +16,4 @@ def boards_folder(config: WeftConfig, user: int) -> Path:
     """
     if config.inference.boards:
         return Path(config.inference.boards).expanduser()
-    return Path(f"/dev/shm/weft-{user}") / config.train.name
+    return shared_memory_folder(user) / config.train.name

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from pathlib import Path
+from time import time_ns
 
 from weft.conf.files import replacing
 
@@ -44,6 +46,28 @@ def private_folder(path: Path) -> Path:
                 "remove it, or set inference.boards to another"
             )
     return path
+
+
+def shared_memory_folder(user: int, *, within: Path = Path("/dev/shm")) -> Path:
+    """Return the folder of ``user`` in shared memory; all processes of this user on the host get the same one.
+
+    It is ``weft-UID``, and need not exist. If another user has taken that name, it is the oldest folder of ours whose
+    name begins so, which is made if there is none.
+    """
+    usual = within / f"weft-{user}"
+    if user != os.geteuid() or not os.path.lexists(usual) or _is_own_folder(usual):
+        return usual
+    while True:
+        others = sorted(path for path in within.glob(f"{usual.name}-*") if _is_own_folder(path))
+        if others:
+            return others[0]
+        with suppress(FileExistsError):
+            os.mkdir(f"{usual}-{time_ns():020d}", 0o700)
+
+
+def _is_own_folder(path: Path) -> bool:
+    found = os.lstat(path)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def write_private(path: Path, text: str) -> None:

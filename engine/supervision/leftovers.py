@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from time import time
 
+from weft.conf.private import shared_memory_folder
+
 PREFIX = "places-"
 OLD_S = 1800.0
 """Seconds after which what nobody owns is removed: a run whose agent has ended may start another until then."""
@@ -18,7 +20,7 @@ OLD_S = 1800.0
 def page_path(run_folder: Path, host: str) -> Path:
     """Where the places of a host's ranks lie, in shared memory of this user alone; what goes with them begins so."""
     name = hashlib.sha256(f"{run_folder.absolute()} {host}".encode()).hexdigest()[:16]
-    return Path("/dev/shm", f"weft-{os.getuid()}", f"{PREFIX}{name}")
+    return shared_memory_folder(os.getuid()) / f"{PREFIX}{name}"
 
 
 class Ownership:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.quickstart import TINY_QUICKSTART
 from weft.conf import load
-from weft.conf.private import private_folder, take_secrets, write_private
+from weft.conf.private import private_folder, shared_memory_folder, take_secrets, write_private
 from weft.conf.run_lock import RunLock
 from weft.recipes import serve
 from weft.tools import launch
@@ -75,6 +75,37 @@ def test_what_another_user_could_have_prepared_is_refused(tmp_path, trap):
             os.lchown(folder.parent, 65534, 65534)
     with pytest.raises(ValueError, match="not a folder of this user alone"):
         private_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "trap",
+    ["a link", "a file", pytest.param("another's", marks=as_root), pytest.param("another's link", marks=as_root)],
+)
+def test_a_taken_name_in_shared_memory_gives_another_folder_to_all_processes_of_a_user(tmp_path, trap):
+    tmp_path.chmod(0o1777)
+    usual = tmp_path / f"weft-{os.geteuid()}"
+    match trap:
+        case "a link" | "another's link":
+            usual.symlink_to("/etc")
+        case "a file":
+            usual.touch()
+        case "another's":
+            usual.mkdir()
+    if trap.startswith("another's"):
+        os.lchown(usual, 65534, 65534)
+        (decoy := tmp_path / f"{usual.name}-0").mkdir()
+        os.chown(decoy, 65534, 65534)
+    first = shared_memory_folder(os.geteuid(), within=tmp_path)
+    assert first != usual and first.stat().st_uid == os.geteuid()
+    assert private_folder(first / "run").parent == first
+    assert shared_memory_folder(os.geteuid(), within=tmp_path) == first
+
+
+def test_the_usual_folder_in_shared_memory_is_taken_where_nobody_else_has_it(tmp_path):
+    usual = tmp_path / f"weft-{os.geteuid()}"
+    assert shared_memory_folder(os.geteuid(), within=tmp_path) == usual and not usual.exists()
+    private_folder(usual)
+    assert shared_memory_folder(os.geteuid(), within=tmp_path) == usual
 
 
 @pytest.mark.parametrize("where", ["boards", "package"])
