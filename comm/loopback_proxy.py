@@ -186,6 +186,7 @@ class LoopbackProxy:
                     await asyncio.sleep(_RETRY_S)
                     continue
                 self._start(self._serve(client, authenticate, own=listener is self._own))
+                await asyncio.sleep(0)  # a crowd is looked at one by one, and not accepted as a whole first
 
     async def _serve(
         self, client: socket.socket, authenticate: Callable[[socket.socket], Awaitable[Connection]], *, own: bool
@@ -227,21 +228,18 @@ class LoopbackProxy:
         await asyncio.wait((client.lost, upstream.lost), return_when=asyncio.FIRST_COMPLETED)
 
     async def _check_own_process(self, client: socket.socket) -> Connection:
-        """Accept connections of this process only: its sockets are those among its open files."""
-        there, here = (_as_in_proc(end) for end in (client.getpeername(), client.getsockname()))
-        lines = []
-        for name in ("tcp", "tcp6"):  # torch connects through an IPv6 socket, even to 127.0.0.1
-            with suppress(FileNotFoundError), open(f"/proc/self/net/{name}") as table:
-                lines += [line.split() for line in table]
-        nodes = {f"socket:[{line[9]}]" for line in lines if line[1].endswith(there) and line[2].endswith(here)}
-        for file in os.listdir("/proc/self/fd"):
+        """Accept connections of this process only: the other end is among its open files."""
+        there, here = client.getpeername(), client.getsockname()
+        for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):
-                if os.readlink(f"/proc/self/fd/{file}") in nodes:
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:") and _ends(int(name)) == [there, here]:
                     return await open_connection(client)
         raise AuthenticationError("another process")
 
 
-def _as_in_proc(address: tuple[str, int]) -> str:
-    """An address as /proc/net/tcp writes it: ``0100007F:1F90``."""
-    (number,) = struct.unpack("=I", socket.inet_aton(address[0]))
-    return f"{number:08X}:{address[1]:04X}"
+def _ends(file: int) -> list[tuple[str, int]]:
+    """The two addresses of a TCP connection, else none; torch connects through an IPv6 socket, even to 127.0.0.1."""
+    with socket.socket(fileno=os.dup(file)) as end:
+        if end.family not in (socket.AF_INET, socket.AF_INET6):
+            return []
+        return [(host.removeprefix("::ffff:"), port) for host, port, *_ in (end.getsockname(), end.getpeername())]

@@ -4,8 +4,8 @@
 // that appears, one number on each connection, then reads what arrives and answers with numbers of its own. It ends
 // when standard input does, or after SECONDS, and prints what it got.
 //
-// usage: attacker USER SECONDS NUMBERS [PORT CONNECTIONS]...
-// With ports it watches for nothing, and opens that many connections to each of them.
+// usage: attacker USER SECONDS NUMBERS [HOST PORT CONNECTIONS]
+// With an address it watches for nothing, and opens that many connections to it.
 
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -95,8 +95,7 @@ int main(int count, char **given) {
   look(0, 0);
   printf("ready\n");
   fflush(stdout);
-  for (int at = 4; at + 1 < count; at += 2)
-    for (int each = 0; each < atoi(given[at + 1]); each++) open_one(htonl(INADDR_LOOPBACK), atoi(given[at]), NULL);
+  for (int each = 0; count > 6 && each < atoi(given[6]); each++) open_one(inet_addr(given[4]), atoi(given[5]), NULL);
   struct pollfd input = {.fd = 0, .events = POLLIN};
   while (now() < until) {
     if (poll(&input, 1, count > 4 ? 50 : 1) > 0) break;
