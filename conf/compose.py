@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, get_origin
+from typing import get_origin
 
 import hydra
-import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -17,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from weft.conf.fields import FOLDER, choices, field_types, groups, unknown
+from weft.conf.recipe_file import read_recipe
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import explain
 
@@ -108,7 +107,7 @@ def _recipe(store: ConfigStore, recipe: str, *, is_file: bool) -> str:
     if not is_file and not recipe.endswith((".yaml", ".yml")):
         _require_choice("recipe", recipe)
         return recipe
-    store.store(group="recipe", name=FROM_FILE, node=_read(recipe), package="_global_")
+    store.store(group="recipe", name=FROM_FILE, node=read_recipe(recipe), package="_global_")
     return FROM_FILE
 
 
@@ -120,18 +119,6 @@ def _require_choice(group: str, choice: str) -> None:
         if group == "recipe":
             hint = hint if near else "a recipe of your own is given as recipe=FILE.yaml"
         raise ValueError(f"{group}={choice}: not one of {', '.join(options)}; {hint}")
-
-
-def _read(path: str) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(Path(path).expanduser().read_text())
-    except OSError as error:
-        raise ValueError(f"recipe={path}: {error.strerror}; give a YAML file that can be read") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"recipe={path}: not YAML ({' '.join(str(error).split())})") from error
-    if not isinstance(tree, dict):
-        raise ValueError(f"recipe={path}: holds no fields; write for example `train: {{steps: 10}}`")
-    return tree
 
 
 def _explain(error: BaseException) -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import reprlib
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
-MOST_FILE_BYTES = 256 * 2**20
 MOST_ACTIONS = 20_000_000
 """Actions per step: 10,000 ranks with 2,000 actions each."""
 MOST_RANKS = 100_000
@@ -33,23 +31,6 @@ def short_repr(value: Any) -> str:
     short.maxlist = short.maxdict = short.maxtuple = 4
     short.maxlevel = 2
     return short.repr(value)
-
-
-def read_text(path: Path, *, most_bytes: int = MOST_FILE_BYTES) -> str:
-    """Read a text file of at most ``most_bytes``.
-
-    Raises:
-        ValueError: the file cannot be read, or is larger.
-    """
-    try:
-        with path.open("rb") as file:
-            data = file.read(most_bytes + 1)
-        text = data.decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot be read ({error})") from error
-    if len(data) > most_bytes:
-        raise ValueError(f"more than {most_bytes >> 20} MiB; give a smaller file")
-    return text
 
 
 def check_size(num_stages: int, num_microbatches: int) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
+from weft.conf.documents import read_yaml
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.limits import MOST_RANKS, count, known_fields, number, short_repr
 from weft.pipeline.strands.profile import strands_from_tables, strands_to_tables
-from weft.pipeline.yaml_files import read_yaml
 
 MOST_BYTES = 2**21
 """Largest file; the costs of a thousand stages take a twentieth of it."""

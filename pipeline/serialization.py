@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from weft.conf.documents import parse_json, read_text
 from weft.pipeline.action import COMPUTE, Action, Slot, parse_slot, slot_text
-from weft.pipeline.limits import check_size, count, read_text, short_repr
+from weft.pipeline.limits import check_size, count, short_repr
 from weft.pipeline.order import time_slots
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
@@ -150,8 +151,8 @@ def _placement_from_dict(data: dict[str, Any]) -> Placement:
 
 def _read(text: str, form: str) -> dict[str, Any]:
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"it is not JSON ({error})") from error
     if not isinstance(data, dict) or data.get("format") != form:
         raise ValueError(f"format: expected {form!r}; write it with weft schedule --format json")

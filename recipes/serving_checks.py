@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -12,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
+from weft.conf.documents import parse_json, read_text
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import KvConnector, WeftConfig
 from weft.inference.worker.arguments import problems_of
@@ -127,7 +127,7 @@ def _is_free(host: str, port: int) -> bool:
 def model_bytes(folder: Path) -> int:
     """Size of a model's weight files; 0 if there are none in a known format."""
     try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        index = parse_json(read_text(folder / "model.safetensors.index.json"))
         return int(index["metadata"]["total_size"])
     except (OSError, ValueError, KeyError, TypeError):
         return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -136,7 +136,7 @@ def model_bytes(folder: Path) -> int:
 def cache_bytes(folder: Path, tokens: int) -> int:
     """Bytes of a prompt's KV cache; 0 if the model's configuration does not tell."""
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = parse_json(read_text(folder / "config.json"))
         config = config.get("text_config", config)
         heads = config["num_attention_heads"]
         width = config.get("head_dim") or config["hidden_size"] // heads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import hjson
 
+from weft.conf.documents import read_text
 from weft.conf.fields import field_types
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import from_tree
@@ -25,6 +27,7 @@ from weft.engine.deepspeed.table import (
 )
 
 MISSING = object()
+_MOST_BYTES = 2**20
 
 
 def split_deepspeed_config(user: Mapping[str, Any] | str | Path) -> tuple[WeftConfig | None, dict[str, Any]]:
@@ -90,16 +93,17 @@ def weft_section(user: Mapping[str, Any] | str | Path) -> WeftConfig | None:
 
 def _read(path: Path) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if twice := {name for name in names if names.count(name) > 1}:
+        if twice := [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]:
             raise ValueError(f"{path}: {', '.join(sorted(twice))}: given twice; leave one out")
         return dict(pairs)
 
     try:
-        tree = hjson.loads(path.read_text(), object_pairs_hook=once)
-    except OSError as error:
-        raise ValueError(f"config={path}: {error.strerror}; give a DeepSpeed JSON file that can be read") from error
-    except hjson.HjsonDecodeError as error:
+        text = read_text(path, most_bytes=_MOST_BYTES)
+    except ValueError as error:
+        raise ValueError(f"config={path}: {error}; give a DeepSpeed JSON file that can be read") from error
+    try:
+        tree = hjson.loads(text, object_pairs_hook=once)
+    except (hjson.HjsonDecodeError, RecursionError) as error:
         raise ValueError(f"config={path}: not JSON ({error})") from error
     if not isinstance(tree, dict):
         raise ValueError(f"config={path}: holds no keys; give a DeepSpeed JSON file")

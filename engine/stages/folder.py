@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from weft.conf.documents import parse_json, read_text
+
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLES = ("model.safetensors", "pytorch_model.bin")
+_MOST_HEADER_BYTES = 100_000_000
+"""As the safetensors library has it."""
 
 
 def require_whole_folder(folder: Path) -> None:
@@ -39,7 +42,7 @@ def weight_files(folder: Path) -> list[Path]:
     for name in INDEXES:
         if (folder / name).is_file():
             try:
-                weight_map = json.loads((folder / name).read_text())["weight_map"]
+                weight_map = parse_json(read_text(folder / name))["weight_map"]
                 return [folder / file for file in sorted(set(weight_map.values()))]
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(
@@ -61,10 +64,16 @@ def weight_types(folder: Path) -> set[str]:
 
 
 def read_header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Return where the data of a safetensors file begin, and its header."""
+    """Return where the data of a safetensors file begin, and its header.
+
+    Raises:
+        ValueError: the header is no JSON, or larger than any that safetensors writes.
+    """
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        return 8 + length, json.loads(stream.read(min(length, file.stat().st_size)))
+        if length > _MOST_HEADER_BYTES:
+            raise ValueError(f"a header of {length} bytes")
+        return 8 + length, parse_json(stream.read(length))
 
 
 def _require_whole_file(folder: Path, file: Path) -> None:

@@ -3,8 +3,6 @@
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from weft.pipeline.limits import (
     MOST_ACTIONS,
@@ -13,7 +11,6 @@ from weft.pipeline.limits import (
     count,
     known_fields,
     number,
-    read_text,
     short_repr,
 )
 
@@ -80,26 +77,6 @@ def test_a_step_of_just_so_many_actions_is_scheduled():
         ValueError, match=rf"pipeline.microbatches={most + 1}: .* on 8 virtual stages, more than 2e\+07"
     ):
         check_size(stages, most + 1)
-
-
-@given(st.text(max_size=40), st.integers(0, 60))
-def test_a_file_is_read_up_to_its_most_bytes(tmp_path_factory, text, most_bytes):
-    path = tmp_path_factory.mktemp("limits") / "file"
-    path.write_bytes(text.encode())
-    if len(text.encode()) <= most_bytes:
-        assert read_text(path, most_bytes=most_bytes) == text
-    else:
-        with pytest.raises(ValueError, match=r"more than 0 MiB; give a smaller file|cannot be read"):
-            read_text(path, most_bytes=most_bytes)
-
-
-@pytest.mark.parametrize("data", [b"\xff", None])
-def test_what_is_no_text_or_not_there_cannot_be_read(tmp_path, data):
-    path = tmp_path / "file"
-    if data is not None:
-        path.write_bytes(data)
-    with pytest.raises(ValueError, match="cannot be read"):
-        read_text(path)
 
 
 def test_fields_that_are_known_pass_and_the_first_other_is_named():

@@ -11,8 +11,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import yaml
-
+from weft.conf.documents import read_yaml
 from weft.conf.schema import ClusterConfig
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,31}")
@@ -150,9 +149,9 @@ def load(path: Path) -> Topology:
         ValueError: names what is wrong.
     """
     try:
-        raw = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: cannot be read as YAML: {error}") from error
+        raw = read_yaml(path, most_bytes=2**20)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     if not isinstance(raw, Mapping):
         raise ValueError(f"{path}: expected a mapping with `sites` and `links`")
     return from_mapping(raw)

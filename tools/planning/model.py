@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
+from weft.conf.documents import parse_json, read_text
 from weft.conf.files import JsonCache
-from weft.pipeline.limits import read_text, short_repr
+from weft.pipeline.limits import short_repr
 from weft.pipeline.planner.workload import WORK_FORM, ModelWork
 
 
@@ -46,8 +46,8 @@ def config_of(model: str) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        found = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"--model {model}: not JSON ({error}); give a Hugging Face config.json") from error
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
         raise ValueError(

@@ -1,10 +1,11 @@
 """YAML of users: as deep and as large as it may be, and plain values alone."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from weft.pipeline.limits import MOST_FILE_BYTES
+from weft.conf.documents import MOST_FILE_BYTES, read_text, read_yaml
 from weft.pipeline.profile import MOST_BYTES, load_costs
-from weft.pipeline.yaml_files import read_yaml
 
 
 def write(tmp_path, text):
@@ -38,3 +39,23 @@ def test_costs_take_up_to_two_mebibytes_and_other_files_256(tmp_path):
     with pytest.raises(ValueError, match="more than 2 MiB; give a smaller file"):
         load_costs(write(tmp_path, "#" * (2 * 2**20 + 1)), 2)
     assert MOST_BYTES == 2 * 1024 * 1024 and MOST_FILE_BYTES == 256 * 1024 * 1024
+
+
+@given(st.text(max_size=40), st.integers(0, 60))
+def test_a_file_is_read_up_to_its_most_bytes(tmp_path_factory, text, most_bytes):
+    path = tmp_path_factory.mktemp("limits") / "file"
+    path.write_bytes(text.encode())
+    if len(text.encode()) <= most_bytes:
+        assert read_text(path, most_bytes=most_bytes) == text
+    else:
+        with pytest.raises(ValueError, match=r"more than 0 MiB; give a smaller file|cannot be read"):
+            read_text(path, most_bytes=most_bytes)
+
+
+@pytest.mark.parametrize("data", [b"\xff", None])
+def test_what_is_no_text_or_not_there_cannot_be_read(tmp_path, data):
+    path = tmp_path / "file"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_text(path)

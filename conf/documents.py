@@ -1,0 +1,113 @@
+"""Read text, JSON and YAML that somebody else wrote, which may be damaged or made to exhaust time or memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MOST_FILE_BYTES = 256 * 2**20
+MOST_NESTING = 32
+"""Containers inside each other; PyYAML's time grows with the square."""
+MOST_VALUES = 10_000
+"""Values that the aliases of a small YAML file may stand for; a larger file may have one for each character."""
+_MOST_DIGITS = 400
+
+
+def read_text(path: Path, *, most_bytes: int = MOST_FILE_BYTES) -> str:
+    """Read a UTF-8 text file of at most ``most_bytes``.
+
+    Raises:
+        ValueError: the file cannot be read, or is larger.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(most_bytes + 1)
+        text = data.decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot be read ({error}); give a text file in UTF-8") from error
+    if len(data) > most_bytes:
+        raise ValueError(f"more than {most_bytes >> 20} MiB; give a smaller file")
+    return text
+
+
+def parse_json(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Parse JSON.
+
+    Args:
+        pairs: see ``object_pairs_hook`` of `json.loads`.
+
+    Raises:
+        ValueError: it is no JSON, or is nested too deep.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=pairs)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def read_yaml(path: Path, *, most_bytes: int) -> Any:
+    """Load a YAML file of at most ``most_bytes``, with plain values only.
+
+    Raises:
+        ValueError: the file cannot be read, is larger, is no YAML, is nested too deep, or its aliases make it large.
+    """
+    text = read_text(path, most_bytes=most_bytes)
+    try:
+        loader = _Loader(text)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
+    except (yaml.YAMLError, RecursionError, ValueError, ArithmeticError) as error:
+        reason = " ".join(str(error).split()) or "nested too deep"
+        raise ValueError(f"cannot be read: not YAML ({reason}); correct it") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's loader of plain values, with limits."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth, self._most_values = 0, max(MOST_VALUES, len(text))
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose a value, unless it lies too deep."""
+        self._depth += 1
+        if self._depth > MOST_NESTING + 1:  # values inside of the innermost container
+            raise ValueError(f"nested more than {MOST_NESTING} deep")
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+    def get_single_node(self) -> yaml.Node | None:
+        """Compose the document, unless its aliases stand for too many values."""
+        node = super().get_single_node()
+        if node is not None and self._size(node, {}) > self._most_values:
+            raise ValueError(f"its aliases stand for more than {self._most_values:,} values; write them out")
+        return node
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Convert a number that is no longer than a float can be: the time for a long one grows with its square."""
+        if len(node.value) > _MOST_DIGITS:
+            raise ValueError(f"a number of {len(node.value)} characters")
+        return super().construct_yaml_int(node)
+
+    def _size(self, node: yaml.Node, known: dict[int, int]) -> int:
+        """Count the values below a node, each as often as aliases name it."""
+        if id(node) in known:
+            if not (size := known[id(node)]):
+                raise ValueError("an alias inside of what it stands for")
+            return size
+        known[id(node)] = 0
+        below = [part for parts in node.value for part in parts] if isinstance(node, yaml.MappingNode) else node.value
+        size = 1 + (0 if isinstance(node, yaml.ScalarNode) else sum(self._size(each, known) for each in below))
+        known[id(node)] = size
+        return size
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
