@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from weft.engine.data.marks import Marks, Message, place_marks
+from weft.engine.data.sandbox import install, limited
 
 Span = tuple[int, int]
 """Start and end (exclusive) character."""
@@ -43,6 +44,7 @@ class ChatTemplate:
         Raises:
             NotJinja: the template cannot be compiled.
         """
+        install()
         self.template = template
         self.added_tokens = tokenizer.get_added_vocab()
         self._tokenizer = tokenizer
@@ -94,7 +96,7 @@ class ChatTemplate:
 
     def _jinja(self, messages: Sequence[Message], tools: Tools, **options: bool) -> tuple[list[str], list[list[Span]]]:
         try:
-            with _ONE_AT_A_TIME:
+            with _ONE_AT_A_TIME, limited(len(str(messages)) + len(str(tools))):
                 return render_jinja_template(
                     [list(messages)], tools=tools, chat_template=self.template, **options, **self._variables
                 )

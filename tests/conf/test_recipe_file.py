@@ -65,7 +65,7 @@ def test_a_recipe_file_reads_no_variable_that_may_be_secret(tmp_path, monkeypatc
         monkeypatch.setenv(name, "a secret of the user")
     for text in (f"train:\n  name: >-\n    {reading}\n", f"model:\n  overrides:\n    x: >-\n      {reading}\n"):
         path = write(tmp_path, text)
-        with pytest.raises(ValueError, match="(may not read the variable|is not supported in a file)") as caught:
+        with pytest.raises(ValueError, match=r"(may not read the variable|is not supported in a file)") as caught:
             load([f"recipe={path}"])
         assert "a secret" not in str(caught.value)
 
