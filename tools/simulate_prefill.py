@@ -28,6 +28,8 @@ from weft.pipeline.timeline import Timeline
 from weft.tools.tables import show, table_of
 
 MOST_LOAD = 100.0
+MOST_PROMPTS = 1_000_000
+"""Prompts in a window: a replay has up to 60 of them, and takes about 10 us for a prompt."""
 WINDOW_STEPS = 8
 """Training steps that a window has at least."""
 
@@ -100,6 +102,11 @@ def _run(
     """The steady state, in windows of whole rounds of the trace, so that each is like the next."""
     round_s = length_s(trace) / factor
     window_s = round_s * ceil(max(WINDOW_STEPS * step_s, args.deadline) / round_s)
+    if (prompts := len(trace) * window_s / round_s) > MOST_PROMPTS:
+        raise ValueError(
+            f"--prefill={args.prefill}: {prompts:.3g} prompts in {window_s:.3g} s, and at most {MOST_PROMPTS:,} are "
+            "replayed; correct TIMESTAMP, or lower --deadline"
+        )
     arrivals = sped_up(trace, factor)
     windows = replay(patterns, arrivals, args.prefill_cost, window_s=window_s, deadline_s=args.deadline)
     return steady_state(windows, deadline_s=args.deadline)

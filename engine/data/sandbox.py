@@ -13,7 +13,8 @@ from functools import wraps
 from typing import Any
 
 from jinja2 import nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 from transformers.utils import chat_template_utils
 
@@ -201,7 +202,7 @@ class _Limits(NodeTransformer):
         return node
 
 
-def _filtered(value: nodes.Expr, name: str, *arguments: nodes.Expr) -> nodes.Filter:
+def _filtered(value: Any, name: str, *arguments: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(value, name, list(arguments), [], None, None, lineno=value.lineno)
 
 

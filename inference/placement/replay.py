@@ -20,6 +20,9 @@ SAME_SHARE = 0.005
 """Tolerance of the steady-state test, relative to prompts, deadline and the ranks' time."""
 MAX_WINDOWS = 60
 """Number of windows after which the search for a steady state stops."""
+MOST_TRACE_S = 366 * 86400.0
+"""Longest trace: times are kept to a microsecond also after it has been repeated often."""
+MOST_TOKENS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +80,17 @@ def read_trace(path: Path) -> list[Arrival]:
             if not {"TIMESTAMP", "ContextTokens"} <= set(rows.fieldnames or ()):
                 raise ValueError(f"trace {path}: needs columns TIMESTAMP and ContextTokens")
             found = [_row(path, rows.line_num, row) for row in rows]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"trace {path}: cannot be read ({error})") from error
     if len(found) < 2:
         raise ValueError(f"trace {path}: {len(found)} prompts; a replay needs at least 2")
     found.sort()
-    if found[0][0] == found[-1][0]:
+    if (span_s := found[-1][0] - found[0][0]) > MOST_TRACE_S:
+        raise ValueError(
+            f"trace {path}: its prompts span {span_s / 86400:,.0f} days, and at most {MOST_TRACE_S / 86400:,.0f} are "
+            "replayed; correct TIMESTAMP"
+        )
+    if not span_s:
         raise ValueError(f"trace {path}: all {len(found)} prompts have one TIMESTAMP, which is no rate; spread them")
     return [Arrival(time - found[0][0], tokens) for time, tokens in found]
 
@@ -92,11 +100,15 @@ def _row(path: Path, line: int, row: dict[str, str]) -> tuple[float, int]:
         # The file has seven decimals of a second, a datetime six.
         time = datetime.fromisoformat(row["TIMESTAMP"][:26])
         tokens = int(row["ContextTokens"])
+        seconds = (time - datetime(1970, 1, 1, tzinfo=time.tzinfo)).total_seconds()
     except (TypeError, ValueError) as error:
         raise ValueError(f"trace {path}, line {line}: {error}") from error
-    if tokens < 1:
-        raise ValueError(f"trace {path}, line {line}: ContextTokens={tokens}: a prompt has at least 1 token")
-    return (time - datetime(1970, 1, 1)).total_seconds(), tokens
+    if not 1 <= tokens <= MOST_TOKENS:
+        raise ValueError(
+            f"trace {path}, line {line}: ContextTokens={str(tokens)[:20]}: a prompt has at least 1 token, and at most "
+            f"{MOST_TOKENS:,}"
+        )
+    return seconds, tokens
 
 
 def length_s(trace: Sequence[Arrival]) -> float:

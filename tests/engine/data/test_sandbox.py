@@ -3,8 +3,7 @@
 import resource
 
 import pytest
-from jinja2.exceptions import UndefinedError
-from jinja2.sandbox import SecurityError
+from jinja2.exceptions import SecurityError, UndefinedError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from weft.engine.data.sandbox import install, limited

@@ -56,6 +56,28 @@ def test_a_trace_is_read_in_order_and_told_what_is_wrong_with_it(tmp_path):
         read_trace(tmp_path / "none.csv")
 
 
+@pytest.mark.parametrize(
+    ("rows", "part"),
+    [
+        (["0001-01-01 00:00:00,5", "9999-12-31 00:00:00,5"], "span 3,652,058 days, and at most 366 are replayed"),
+        (["2024-01-01 00:00:00,5", "2024-01-01 00:00:01," + "9" * 4000], "at most 1,000,000,000"),
+        (["2024-01-01 00:00:00," + "9" * 200_000], "cannot be read"),
+    ],
+)
+def test_a_trace_that_would_never_end_is_refused(tmp_path, rows, part):
+    file = tmp_path / "trace.csv"
+    file.write_text("\n".join(["TIMESTAMP,ContextTokens", *rows]))
+    with pytest.raises(ValueError, match="trace") as error:
+        read_trace(file)
+    assert part in str(error.value) and "\n" not in str(error.value)
+
+
+def test_times_with_a_zone_are_read(tmp_path):
+    file = tmp_path / "trace.csv"
+    file.write_text("TIMESTAMP,ContextTokens\n2024-01-01T00:00:00+00:00,5\n2024-01-01T00:00:02+00:00,6\n")
+    assert read_trace(file) == [Arrival(0.0, 5), Arrival(2.0, 6)]
+
+
 def test_a_trace_twice_as_fast_begins_anew_when_it_ends():
     trace = [Arrival(0.0, 1), Arrival(2.0, 2)]
     found = list(islice(sped_up(trace, 2.0), 5))
