@@ -24,7 +24,7 @@ from weft.conf.processes import end_process
 from weft.conf.run_lock import RunLock
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import to_yaml
-from weft.engine.checkpoint import check_folder
+from weft.engine.checkpoint import CheckpointError, check_folder
 from weft.engine.checkpoint.memory import HostMemory
 from weft.engine.checkpoint.memory.host_memory import VARIABLE as MEMORY
 from weft.engine.distributed import (
@@ -195,9 +195,15 @@ def _open_memory(config: WeftConfig, engine: WeftEngine) -> None:
     """Have checkpoints taken in host memory, where somebody keeps it when ranks end."""
     if not config.checkpoint.memory_every:
         return
-    memory = together(HostMemory.of_environment)
-    if memory is not None:
-        engine.open_memory(memory, share=config.checkpoint.memory_share)
+    try:
+        memory = together(HostMemory.of_environment)
+        if memory is not None:
+            engine.open_memory(memory, share=config.checkpoint.memory_share)
+            return
+    except (SharedError, CheckpointError) as error:  # on every rank
+        every = config.checkpoint.every
+        rest = f"every {every} steps" if every else "at the end alone; set checkpoint.every"
+        print_once(f"warning: no memory checkpoints: {error}. Checkpoints go to storage, {rest}")
     else:
         print_once(
             f"checkpoint.memory_every={config.checkpoint.memory_every}: only a supervisor keeps memory checkpoints; "

@@ -166,7 +166,7 @@ def prepare_folder(config: WeftConfig, folder: Path, env: Mapping[str, str], *, 
     settled = replace(config.supervise, enabled=supervised, in_process=supervised and config.supervise.in_process)
     write_config(replace(config, supervise=settled), config_file(folder))
     write_config(config, folder / "config.yaml")
-    Spec(TARGET, list(PRELOAD), forwarded({**own_environment(), **env})).write(folder)
+    Spec(TARGET, list(PRELOAD), {**own_environment(), **forwarded(env)}).write(folder)
 
 
 def command(config: WeftConfig, config_file: Path, options: Sequence[str] = ()) -> list[str]:

@@ -28,12 +28,12 @@ from weft.engine.supervision.examination import examine
 from weft.engine.supervision.faults import ERROR_FILE, OomKills, RankEnd, classify, read_report
 from weft.engine.supervision.forkserver import ForkServer
 from weft.engine.supervision.guard import DriverGuard
-from weft.engine.supervision.leftovers import Ownership, is_owned, page_path, remove_leftovers
+from weft.engine.supervision.leftovers import Ownership, is_owned, page_path, remove_leftovers, take_page
 from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.order import AgentOrder
 from weft.engine.supervision.output import Output, Writer
 from weft.engine.supervision.parking import AGENT, Assignment, Parking
-from weft.engine.supervision.places import Phase, PlaceReader, Reading, make_page
+from weft.engine.supervision.places import Phase, PlaceReader, Reading
 from weft.engine.supervision.ranks import Rank, Ranks
 from weft.engine.supervision.report import HostReport, RankReport, rank_report
 from weft.engine.supervision.vitals import LogMatches, host_vitals
@@ -167,15 +167,29 @@ class Agent:
 
     def _take_host(self) -> None:
         """Make what an agent has on its host, in the place of what an earlier one has left."""
-        make_page(self._page, self._order.slots)
-        self._owned = Ownership(self._page)
-        remove_leftovers(self._page.parent, self._page.name)
-        for left in set(self._page.parent.glob(f"{self._page.name}.memory*")) - {self._memory}:
+        self._make_page()
+        remove_leftovers(self._memory.parent, self._page.name)
+        for left in set(self._memory.parent.glob(f"{self._page.name}.memory*")) - {self._memory}:
             shutil.rmtree(left, ignore_errors=True)
-        self._places = PlaceReader(self._page)
-        self._parking.open()
         self._ranks = Ranks(self._order.preload, self._changed.set, self._server)
         self._has_host = True
+
+    def _make_page(self) -> None:
+        """Make what this agent shares with its ranks."""
+        self._page = take_page(self._page, self._order.slots)
+        self._owned = Ownership(self._page)
+        self._places = PlaceReader(self._page)
+        self._parking.path = self._page.with_name(f"{self._page.name}.agent{self._order.generation}")
+        self._parking.open()
+
+    def _remake_page(self) -> None:
+        """Make it again, if somebody has removed it: ranks that have it open go on, and new ones need it."""
+        if self._page.exists() and self._parking.path.exists():
+            return
+        print(f"weft: {self._page.parent}: what agent and ranks share was removed; made again", file=sys.stderr)
+        self._owned.release()
+        self._parking.close_listener()
+        self._make_page()
 
     async def _leave_host(self) -> bool:
         """End the ranks, and leave nothing behind. Returns whether their imports have failed."""
@@ -248,6 +262,7 @@ class Agent:
 
     async def _start(self, wanted: Mapping[str, Any]) -> None:
         """Begin an attempt, with parked processes as far as they go."""
+        self._remake_page()
         self._attempt = wanted["attempt"]
         # By local rank, for a process stays with its GPU.
         parked = {local: rank for local, rank in enumerate(self._mine) if rank.code is None}
@@ -300,6 +315,7 @@ class Agent:
             now = monotonic()
             if cadence.beats(now):
                 self._owned.renew()
+                self._ranks.resume_stopped()
                 self._vitals = host_vitals(Path(self._order.run_folder), self._matches)
             phases = [self._phase(local) for local in range(len(self._mine))]
             if self._leaving.is_set() or self._wanted.get("stop"):

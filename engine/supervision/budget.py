@@ -14,6 +14,10 @@ SAME_FAULT = 3
 """Times that the same fault at the same step may come before the run ends, where its class says nothing else."""
 
 
+MOST_LOST = 10
+"""Times that an agent or a host may be lost before the same step: the run has no part in most of them."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """What ended an attempt.
@@ -75,7 +79,7 @@ class Budget:
         """The exit code and the reason if the run ends by this fault, which came ``same`` times; None if it goes on."""
         if fault.final or self._settings.enabled is False:
             return (2 if fault.kind == FaultKind.input_error.value else 1), fault.text
-        if same >= fault.most:
+        if same >= (MOST_LOST if fault.kind in ("agent", "host") else fault.most):
             return 1, f"the same fault at the same step {same} times: {fault.text}"
         if self._restarts >= self._settings.max_restarts:
             return 1, f"supervise.max_restarts={self._settings.max_restarts} reached: {fault.text}"

@@ -145,7 +145,10 @@ class FailureDetector:
         self._alert_of_slowness(now)
         if verdict is None:
             return None
-        return Fault(verdict.kind, verdict.culprit, verdict.evidence, verdict.step, verdict.seconds)
+        culprit = dict(verdict.culprit)
+        if "rank" in culprit:
+            culprit.setdefault("host", self._layout.host_of(culprit["rank"]))
+        return Fault(verdict.kind, culprit, verdict.evidence, verdict.step, verdict.seconds)
 
     def _may_be_a_host(self, now: float) -> bool:
         """Whether ranks have lost peers, and a host is out of touch that may have ended with its own."""

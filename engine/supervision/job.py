@@ -107,7 +107,10 @@ class Job:
         self._asked: StopRequest | None = None
         self._detect_anew(0.0)
         for event in past:
-            self._replay(event)
+            try:
+                self._replay(event)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:  # a damaged journal
+                effects.say(f"journal: {event.get('event')} is not understood: {error!r}")
         self._patience.began(None)  # by the clock of another driver
 
     def _replay(self, event: Mapping[str, Any]) -> None:
@@ -180,6 +183,8 @@ class Job:
         except ValueError as error:
             if reason == "start":
                 raise
+            if self._asked is not None:
+                return self._end_stopped("while the run waited for hosts")
             away = "".join(f"; {host}: {why}" for host, why in self.fleet.away.items())
             text = f"waiting for hosts: {str(error).splitlines()[-1]}{away}"
             if text != self._waiting:
@@ -286,6 +291,9 @@ class Job:
         if waited:
             self._answer(name, now)
         said = AgentMessage.from_wire(message)
+        if said.attempt > self.attempt:  # the journal has lost attempts
+            self.attempt = said.attempt
+            self._stop("restart", None, now)
         host.connected, host.ready, host.heard = True, said.ready, now
         host.attempt, host.parked, host.leaving = said.attempt, dict(said.parked), said.leaving
         host.codes = {rank.rank: rank.exit_code for rank in said.report.ranks}

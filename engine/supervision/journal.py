@@ -7,28 +7,37 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from weft.conf.private import make_run_folder
+from weft.conf.private import make_run_folder, write_private
 
 NAME = Path("supervisor", "journal.jsonl")
 """Where a run's folder has it."""
 
 
 class Journal:
-    """Appends events and waits for the disk; a full disk delays lines and does not stop the run."""
+    """Appends events and waits for the disk; a full disk delays lines and does not stop the run.
+
+    Nor does what a crash of the machine has damaged: the other lines tell a driver nearly as much.
+    """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         """Open ``path`` to append, and cut off a last line that a crash has left unfinished.
 
         Raises:
-            ValueError: a line before the last is damaged.
+            ValueError: too much of it is damaged to go on from.
             OSError: the file cannot be opened.
         """
         make_run_folder(path.parent)
         self.path = path
-        self.past: list[dict[str, Any]] = read_journal(path)
+        damaged = list[str]()
+        self.past: list[dict[str, Any]] = read_journal(path, damaged)
+        if damaged and not {"launch", "attempt"} & {event["event"] for event in self.past}:
+            raise ValueError(f"{path}: {damaged[0]}, and no launch or attempt is left; move the file away")
+        if damaged:
+            _set_aside(path, self.past, damaged[0])
         self._clock = clock
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self._size = _whole_bytes(path)
@@ -51,7 +60,8 @@ class Journal:
                 written += os.pwrite(self._file, self._waiting[written:], self._size + written)
             os.fsync(self._file)
         except OSError as error:
-            os.ftruncate(self._file, self._size)
+            with suppress(OSError):  # such as a file system that has become read-only
+                os.ftruncate(self._file, self._size)
             if not self._is_full:
                 print(f"weft: {self.path}: {error.strerror}; its next lines wait", file=sys.stderr, flush=True)
             self._is_full = True
@@ -65,8 +75,11 @@ class Journal:
         os.close(self._file)
 
 
-def read_journal(path: Path) -> list[dict[str, Any]]:
+def read_journal(path: Path, damaged: list[str] | None = None) -> list[dict[str, Any]]:
     """The events of a journal, oldest first; none where there is no file. An unfinished last line is left out.
+
+    Args:
+        damaged: gets what is wrong with lines before the last; None makes that an error.
 
     Raises:
         ValueError: a line before the last is no JSON object.
@@ -82,9 +95,20 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
             if not isinstance(event, dict) or not isinstance(event.get("event"), str):
                 raise ValueError("no event")
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: line {number} is damaged ({error}); move the file away to begin anew") from error
+            if damaged is None:
+                raise ValueError(f"{path}: line {number} is damaged ({error}); move the file away") from error
+            damaged.append(f"line {number} is damaged ({error})")
+            continue
         events.append(event)
     return events
+
+
+def _set_aside(path: Path, events: list[dict[str, Any]], problem: str) -> None:
+    """Keep a damaged journal beside one of its sound lines."""
+    aside = path.with_suffix(".damaged")
+    os.replace(path, aside)
+    write_private(path, "".join(json.dumps(event) + "\n" for event in events))
+    print(f"weft: {path}: {problem}; the driver goes on from the others, and it lies in {aside}", file=sys.stderr)
 
 
 def _whole_bytes(path: Path) -> int:

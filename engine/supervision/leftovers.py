@@ -5,14 +5,22 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import select
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from signal import SIGKILL
+from sys import stderr
+from tempfile import gettempdir
 from time import time
 
 from weft.conf.private import shared_memory_folder
+from weft.conf.processes import process_state
+from weft.engine.supervision.places import make_page, owner
 
 PREFIX = "places-"
+GONE_S = 5.0
+"""Seconds in which a killed agent is waited for."""
 OLD_S = 1800.0
 """Seconds after which what nobody owns is removed: a run whose agent has ended may start another until then."""
 
@@ -21,6 +29,41 @@ def page_path(run_folder: Path, host: str) -> Path:
     """Where the places of a host's ranks lie, in shared memory of this user alone; what goes with them begins so."""
     name = hashlib.sha256(f"{run_folder.absolute()} {host}".encode()).hexdigest()[:16]
     return shared_memory_folder(os.getuid()) / f"{PREFIX}{name}"
+
+
+def take_page(page: Path, num_ranks: int) -> Path:
+    """Make a host's page, in shared memory or, where that has no room or is not to be had, in the temporary folder.
+
+    An agent that had the page ends with its ranks: it is stopped, or the way to it was cut, and its ranks hold what
+    others are about to need.
+
+    Raises:
+        OSError, ValueError: there is no room in either.
+    """
+    with suppress(ValueError):
+        _end(*owner(page))
+    try:
+        make_page(page, num_ranks)
+        return page
+    except (OSError, ValueError) as error:
+        other = Path(gettempdir(), page.parent.name, page.name)
+        make_page(other, num_ranks)
+        print(f"weft: {page.parent}: {error}; what the agent shares with its ranks lies in {other.parent}", file=stderr)
+        return other
+
+
+def _end(pid: int, started: int) -> None:
+    """Kill another agent, if it is the process that began then, and wait until it has gone."""
+    state = process_state(pid)
+    if pid == os.getpid() or state is None or state.started != started:
+        return
+    with suppress(OSError):  # it has ended since
+        if f"{__package__}.agent".encode() not in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return
+        ended = os.pidfd_open(pid)
+        os.kill(pid, SIGKILL)
+        select.select([ended], [], [], GONE_S)
+        os.close(ended)
 
 
 class Ownership:

@@ -183,12 +183,15 @@ class Parking:
 
     def close(self) -> None:
         """End every parked rank, and listen no more."""
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._listener)
-        self._listener.close()
+        self.close_listener()
         for pid in list(self.processes):
             self._drop(pid)
         self.path.unlink(missing_ok=True)
+
+    def close_listener(self) -> None:
+        """Listen no more; ranks that are connected stay."""
+        asyncio.get_running_loop().remove_reader(self._listener)
+        self._listener.close()
 
     def _accept(self) -> None:
         with suppress(OSError):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from weft.conf.private import private_folder
+from weft.conf.processes import own_start
 from weft.pipeline.culprit import Place
 
 MAGIC = int.from_bytes(b"weftplac", "little")
@@ -35,7 +36,7 @@ LINK = 8
 class Header(IntEnum):
     """Indices of the header's words."""
 
-    MAGIC, VERSION, RANKS = range(3)
+    MAGIC, VERSION, RANKS, OWNER, STARTED = range(5)
 
 
 class Word(IntEnum):
@@ -150,19 +151,30 @@ def make_page(path: Path, num_ranks: int) -> None:
 
     Raises:
         ValueError: the folder belongs to someone else or is open to others.
+        OSError: there is no room for it.
     """
     private_folder(path.parent)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.unlink(missing_ok=True)
     file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.ftruncate(file, (HEADER + num_ranks * RECORD) * WORD_BYTES)
+        os.posix_fallocate(file, 0, (HEADER + num_ranks * RECORD) * WORD_BYTES)  # writing to a hole may be a SIGBUS
         with mmap.mmap(file, 0) as memory, memoryview(memory) as whole, whole.cast("Q") as words:
-            words[Header.RANKS] = num_ranks
+            words[Header.RANKS], words[Header.OWNER], words[Header.STARTED] = num_ranks, os.getpid(), own_start()
             words[Header.VERSION], words[Header.MAGIC] = VERSION, MAGIC
     finally:
         os.close(file)
     draft.replace(path)
+
+
+def owner(path: Path) -> tuple[int, int]:
+    """The process that made a page, and when it began.
+
+    Raises:
+        ValueError: as of `map_page`.
+    """
+    words = map_page(path)
+    return words[Header.OWNER], words[Header.STARTED]
 
 
 def map_page(path: Path) -> memoryview:

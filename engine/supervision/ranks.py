@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -145,6 +146,16 @@ class Ranks:
         if process.code is None and process.name in self.running:
             with suppress(OSError):  # the forkserver has ended, and what it has forked with it
                 self._server.socket.send(json.dumps({"name": process.name, "signal": int(number)}).encode())
+
+    def resume_stopped(self) -> None:
+        """Let a forkserver that a signal has stopped go on, because nothing starts or ends without it."""
+        pid = self._server.process.pid
+        state = process_state(pid)
+        if state is not None and state.state in STOPPED:
+            print(
+                f"weft: the forkserver (process {pid}) was stopped by a signal; it goes on", file=sys.stderr, flush=True
+            )
+            os.kill(pid, signal.SIGCONT)
 
     def close(self) -> None:
         """End the forkserver, and with it every rank."""

@@ -261,14 +261,17 @@ class Watch:
         return Verdict(kind, self._named(rank), f"rank {rank}: {evidence}", self._step_now(), seconds)
 
     def _named(self, rank: int) -> dict[str, Any]:
-        return {"rank": rank, "host": self.ranks[rank].host}
+        """The rank, and its host if that has reported it."""
+        return {"rank": rank, "host": self.ranks[rank].host} if rank in self.ranks else {"rank": rank}
 
     def _step_now(self) -> int | None:
         return min((seen.report.place.step for seen in self.ranks.values()), default=0) or None
 
     def _kind(self, rank: int, now: float) -> str:
         """How a rank fails to go on, by what its process does."""
-        seen = self.ranks[rank]
+        seen = self.ranks.get(rank)
+        if seen is None:  # its agent has not started it yet
+            return "hung"
         if seen.report.state in STOPPED:
             return "stopped"
         if not self._is_silent(seen, now):

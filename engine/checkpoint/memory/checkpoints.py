@@ -19,10 +19,10 @@ from torch import Tensor
 
 from weft.comm.exchange import gather
 from weft.comm.sites.joining import in_host_memory
+from weft.conf.private import private_folder
 from weft.engine.checkpoint import engine_state
 from weft.engine.checkpoint.client_state import encode
 from weft.engine.checkpoint.engine_state import Moment, Portion, fragments, num_bytes_to_come
-from weft.engine.checkpoint.errors import CheckpointError
 from weft.engine.checkpoint.memory.exchange import receive_copies, send_copy
 from weft.engine.checkpoint.memory.host_memory import HostMemory
 from weft.engine.checkpoint.memory.hosts import Hosts
@@ -233,12 +233,13 @@ class MemoryCheckpoints:
         Where that takes long, the next follows after so many steps that it takes its share, by what all ranks tell.
         """
         rank, problem, text, begun = self._engine.global_rank, "", b"", perf_counter()
-        slot = self._slot(index, rank)
+        slot = None
         try:
+            slot = self._slot(index, rank)
             text = self._copy(taken, slot)
             slot.commit(text)
-        except (OSError, CheckpointError) as error:
-            problem = f"rank {rank}: {error}"
+        except (OSError, ValueError) as error:
+            problem, text = f"rank {rank}: {error}", b""
         finally:
             self._copied.set()
         sent = send_copy(self.group, slot, text, self.hosts.keepers[rank])
@@ -283,8 +284,13 @@ class MemoryCheckpoints:
         ).text()
 
     def _slot(self, index: int, rank: int) -> Slot:
-        if (index, rank) not in self._slots:
+        slot = self._slots.get((index, rank))
+        if slot is not None and slot.bytes.numel() and not slot.path.exists():  # somebody has removed the folder
+            self._slots.pop((index, rank)).close()
+            slot = None
+        if slot is None:
             folder = self.memory.folder(self._lineage, index)
+            private_folder(folder.parent)
             folder.mkdir(mode=0o700, exist_ok=True)
-            self._slots[index, rank] = Slot(folder, rank, pinned=self._stream is not None)
-        return self._slots[index, rank]
+            slot = self._slots[index, rank] = Slot(folder, rank, pinned=self._stream is not None)
+        return slot

@@ -14,7 +14,7 @@ Transfer = tuple[int, int]
 """The rank that sends, and the one that receives."""
 
 
-def send_copy(group: dist.ProcessGroup, slot: Slot, text: bytes, partner: int | None) -> list[dist.Work]:
+def send_copy(group: dist.ProcessGroup, slot: Slot | None, text: bytes, partner: int | None) -> list[dist.Work]:
     """Begin to send a slot; nothing but its size if ``text``, its commit, is empty.
 
     Returns:
@@ -22,37 +22,42 @@ def send_copy(group: dist.ProcessGroup, slot: Slot, text: bytes, partner: int | 
     """
     if partner is None:
         return []
-    sizes = torch.tensor([len(text), slot.bytes.numel() if text else 0])
-    parts = [sizes, _bytes(text), slot.bytes] if text else [sizes]
+    parts = [torch.zeros(2, dtype=torch.int64)]
+    if slot is not None and text:
+        parts = [torch.tensor([len(text), slot.bytes.numel()]), _bytes(text), slot.bytes]
     return [_started(dist.isend(part, partner, group=group)) for part in parts]
 
 
 def receive_copies(
     group: dist.ProcessGroup, guests: Sequence[int], slot_of: Callable[[int], Slot]
-) -> list[tuple[int, OSError]]:
+) -> list[tuple[int, Exception]]:
     """Receive the slots of ``guests``, and commit them here.
 
     Returns:
         The guests of whose slots there is no copy, because this host has no room left.
     """
-    failed = []
+    failed: list[tuple[int, Exception]] = []
     for guest in guests:
         sizes = torch.zeros(2, dtype=torch.int64)
         dist.recv(sizes, guest, group=group)
         if not int(sizes[0]):
             continue
         text = torch.empty(int(sizes[0]), dtype=torch.uint8)
-        slot = slot_of(guest)
+        slot = None
         try:
+            slot = slot_of(guest)
             slot.open(int(sizes[1]))
             target = slot.bytes
-        except OSError as error:
+        except (OSError, ValueError) as error:
             failed.append((guest, error))
-            target = torch.empty(int(sizes[1]), dtype=torch.uint8)  # what was sent has to be taken
+            slot, target = None, torch.empty(int(sizes[1]), dtype=torch.uint8)  # what was sent has to be taken
         dist.recv(text, guest, group=group)
         dist.recv(target, guest, group=group)
-        if target is slot.bytes:
-            slot.commit(text.numpy().tobytes())
+        if slot is not None:
+            try:
+                slot.commit(text.numpy().tobytes())
+            except OSError as error:
+                failed.append((guest, error))
     return failed
 
 

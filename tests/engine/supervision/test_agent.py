@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from time import monotonic
 
 import psutil
@@ -297,6 +297,50 @@ def test_ranks_that_are_asked_to_stop_have_the_time_to_save(tmp_path, by):
         await until(lambda: bed.codes(1) == {0: 143, 1: 143})
         assert {end["kind"] for end in bed.reports[-1]["ends"].values()} == {"stopped"}
         assert bed.reports[-1]["leaving"] == (by == "signal")
+
+    scenario(tmp_path, play)
+
+
+def test_an_agent_that_takes_the_host_of_a_stopped_one_ends_it_and_its_ranks(tmp_path):
+    """They would hold the run's folder against the ranks of the next attempt."""
+
+    async def play(bed):
+        bed.want(1, [0, 1], "wait")
+        await until(lambda: bed.written(1, 0, 1))
+        stopped = bed.agent
+        ranks = [bed.facts(1, rank)["pid"] for rank in (0, 1)]
+        stopped.send_signal(signal.SIGSTOP)
+        bed.order = replace(bed.order, generation=2)
+        bed.start()
+        assert await asyncio.to_thread(stopped.wait, LIMIT_S) == -signal.SIGKILL
+        await until(lambda: all(map(gone, ranks)))
+        bed.want(2, [0, 1], "wait")
+        await until(lambda: bed.written(2, 0, 1))
+
+    scenario(tmp_path, play)
+
+
+def test_a_stopped_forkserver_goes_on(tmp_path):
+    async def play(bed):
+        await until(lambda: bed.reports)
+        (forkserver,) = psutil.Process(bed.agent.pid).children()
+        forkserver.suspend()
+        bed.want(1, [0], "wait")
+        await until(lambda: bed.written(1, 0))
+
+    scenario(tmp_path, play)
+
+
+def test_ranks_start_though_somebody_has_removed_the_folder_in_shared_memory(tmp_path):
+    async def play(bed):
+        bed.want(1, [0], "wait")
+        await until(lambda: bed.written(1, 0))
+        page = page_path(tmp_path, "here")
+        for path in page.parent.glob(f"{page.name}*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        bed.want(2, [0], "early")
+        await until(lambda: bed.codes(2) == {0: 1})
+        assert page.exists()
 
     scenario(tmp_path, play)
 

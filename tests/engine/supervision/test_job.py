@@ -9,7 +9,9 @@ from tests.engine.supervision.fake_run import rows_of
 from weft.engine.supervision.faults import FaultKind
 from weft.engine.supervision.fleet import CONNECT_S
 from weft.engine.supervision.job import Stage
+from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.places import Phase
+from weft.engine.supervision.report import HostReport
 from weft.pipeline.action import RECEIVES
 from weft.pipeline.culprit import Place
 
@@ -335,3 +337,52 @@ def test_a_run_that_is_not_supervised_waits_for_ranks_that_stand_still():
     world.now += 10_000.0
     world.job.tick(world.now)
     assert world.job.stage is Stage.running
+
+
+def test_ranks_that_no_agent_starts_are_a_fault_and_no_error_of_the_driver():
+    """A forkserver that was stopped in its imports reports no rank at all."""
+    world = World(setup_deadline_s=20.0)
+    world.job.launch(world.now)
+    world.connect()
+    for _ in range(50):
+        for host in HOSTS:
+            empty = AgentMessage(1, False, HostReport(host, ()), {}, {}, {}, 0, []).to_wire()
+            world.job.on_report(host, 1, empty, world.now)
+        world.now += 0.5
+        world.job.tick(world.now)
+    assert world.events("fault")[0]["kind"] == "hung"
+
+
+def test_an_agent_that_is_killed_three_times_during_the_start_does_not_end_the_run():
+    world = World()
+    world.job.launch(world.now)
+    for generation in range(1, 5):
+        world.connect()
+        world.report("a", Phase.setup)
+        world.report("b", Phase.setup)
+        world.job.on_lost("a", world.generation("a"))
+        world.job.on_exit("a", world.generation("a"), world.now)
+        world.pass_time(1.0)
+        world.connect()
+        for host in HOSTS:
+            world.report(host, codes=dict.fromkeys(range(4), -15))
+        world.pass_time(1.0)
+        assert world.job.code is None, generation
+
+
+def test_a_driver_whose_journal_has_lost_an_attempt_begins_another():
+    world = World()
+    world.train()
+    world.kill(3)
+    world.settle()
+    world.stop_all()
+    assert world.job.attempt == 2
+    kept = [event for event in world.journal if event["event"] != "attempt" or event["attempt"] == 1]
+    later = World(past=[*kept, {"at": 0.0, "event": "attempt"}])
+    later.job.attach(later.now)
+    later.connect()
+    for host in HOSTS:
+        later.report(host, attempt=2)
+    later.stop_all()
+    later.pass_time(1.0)
+    assert later.job.attempt == 3 and later.told["a", 1]["run"]

@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+from contextlib import closing
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_a_torn_last_line_is_left_out_and_cut_off(path, torn):
 
 
 @pytest.mark.parametrize("line", ["garbage", "[1]", '{"at": 1}', '{"event": 3}', "[" * 100_000])
-def test_a_damaged_line_before_the_last_is_an_error(path, line):
+def test_a_journal_without_a_sound_attempt_is_an_error(path, line):
     path.parent.mkdir(parents=True)
     path.write_text(line + '\n{"event": "end"}\n')
     with pytest.raises(ValueError, match="line 1 is damaged"):
@@ -77,3 +78,16 @@ def test_lines_wait_while_the_disk_is_full(path, monkeypatch, capsys):
     full[0] = False
     journal.flush()
     assert [event["event"] for event in read_journal(path)] == ["launch", "fault", "x"]
+
+
+def test_a_driver_goes_on_from_the_sound_lines_of_a_damaged_journal(path, capsys):
+    with closing(Journal(path)) as journal:
+        for event in ("launch", "attempt", "good_step"):
+            journal.record(event)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + b"\x00\xff" + lines[1][2:] + lines[2])
+    with closing(Journal(path)) as journal:
+        assert [event["event"] for event in journal.past] == ["launch", "good_step"]
+        journal.record("end")
+    assert "line 2 is damaged" in capsys.readouterr().err and path.with_suffix(".damaged").exists()
+    assert [event["event"] for event in read_journal(path)] == ["launch", "good_step", "end"]
