@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,6 +10,8 @@ from time import perf_counter
 from typing import TextIO
 
 from tqdm import tqdm
+
+from weft.conf.terminals import columns_behind, columns_of
 
 LINE_S = 10.0
 """Seconds between the lines of a file."""
@@ -35,10 +38,17 @@ class Shown:
             stream: stderr, unless given.
             clock: the time in seconds.
         """
-        terminal = (stream or sys.stderr).isatty()
-        self._has_lines = is_on and not terminal
+        columns = columns_behind(stream or sys.stderr, os.environ)
+        own = columns_of(stream or sys.stderr) > 0
+        self._has_lines = is_on and not columns
         self._bar = tqdm(
-            total=total, initial=start, disable=not (is_on and terminal), unit="step", dynamic_ncols=True, file=stream
+            total=total,
+            initial=start,
+            disable=not (is_on and columns),
+            unit="step",
+            dynamic_ncols=own,
+            ncols=None if own else columns,
+            file=stream,
         )
         self._total, self._start, self._clock = total, start, clock
         self._began = clock()

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 COMMANDS = {
     "launch": ("weft.tools.launch_command", "check a configuration, start a run and supervise it"),
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"weft: there is no command {command!r}; {hint}", file=sys.stderr)
         return BAD_INPUT
     try:
+        _require_home()
         if command in LIGHT_HELP and {"-h", "--help"} & set(rest):
             getattr(import_module("weft.tools.parsers"), command)().parse_known_args(rest)  # prints it, and ends
         status: int = import_module(COMMANDS[command][0]).main(rest)
@@ -64,6 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _require_home() -> None:
+    try:
+        Path.home()
+    except RuntimeError as error:  # a container's user without a name
+        raise ValueError(f"HOME is not set, and user {os.getuid()} has no home folder; set HOME") from error
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from weft.conf.ports import free_port
 from weft.conf.private import SECRETS, split_secrets, write_private
 from weft.conf.run_lock import RunLock
 from weft.conf.schema import ClusterManager, WeftConfig
+from weft.conf.terminals import COLUMNS, columns_of
 from weft.conf.trees import to_yaml
 from weft.engine.supervision import driver
 from weft.engine.supervision.driver import Spec, config_file
@@ -127,6 +128,8 @@ def run_here(config: WeftConfig, folder: Path, early: EarlyAgent, *, supervised:
     preflight(config, checks=MACHINE)
     RunLock.check(folder)
     os.environ.update(environment(os.environ) | job_key(config, os.environ))
+    if columns := columns_of(sys.stderr):
+        os.environ[COLUMNS] = str(columns)
     file = write_config(config, folder / ".checked.yaml")
     try:
         code = early.run(f"{check_inputs.__module__}:{check_inputs.__name__}", [str(file)])

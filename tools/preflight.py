@@ -11,10 +11,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from weft.comm.native import cache_folder
 from weft.conf import load
 from weft.conf.batch import check_world
 from weft.conf.checks import virtual_stages
 from weft.conf.hosts import is_loopback, read_hostfile, world_size
+from weft.conf.owners import own_folder
 from weft.conf.schema import Attention, ClusterManager, Precision, WeftConfig
 from weft.engine.planning.schedules import open_placements, read_costs
 from weft.tools.gpus import num_gpus
@@ -170,9 +172,7 @@ def check_run_folder(config: WeftConfig) -> None:
     folder = Path(config.train.output_dir).expanduser() / config.train.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
+        _try_to_write(folder)
     except OSError as error:
         raise ValueError(f"train.output_dir={config.train.output_dir}: {error.strerror}; choose another") from error
     free = shutil.disk_usage(folder).free
@@ -183,6 +183,25 @@ def check_run_folder(config: WeftConfig) -> None:
         )
 
 
+def check_caches(config: WeftConfig) -> None:
+    """Check that what ranks keep between runs can be written: tokenised data, measurements, compiled code."""
+    folders = {
+        f"data.cache_dir={config.data.cache_dir}": Path(config.data.cache_dir).expanduser(),
+        f"XDG_CACHE_HOME={os.environ.get('XDG_CACHE_HOME', '')}": cache_folder(),
+    }
+    for setting, folder in folders.items():
+        try:
+            _try_to_write(own_folder(folder, setting))
+        except OSError as error:
+            raise ValueError(f"{setting}: {folder} cannot be written ({error.strerror}); set another folder") from error
+
+
+def _try_to_write(folder: Path) -> None:
+    probe = folder / f".writable{os.getpid()}"
+    probe.touch()
+    probe.unlink()
+
+
 # To add a check: a function that raises ValueError, and a line in one of these tables.
 MACHINE: dict[str, Callable[[WeftConfig], None]] = {
     "cluster": check_cluster,
@@ -190,6 +209,7 @@ MACHINE: dict[str, Callable[[WeftConfig], None]] = {
     "device": check_device,
     "schedule": check_schedule,
     "run folder": check_run_folder,
+    "caches": check_caches,
 }
 """Checks that need neither torch nor transformers."""
 INPUTS: dict[str, Callable[[WeftConfig], None]] = {

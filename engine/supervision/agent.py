@@ -31,7 +31,7 @@ from weft.engine.supervision.guard import DriverGuard
 from weft.engine.supervision.leftovers import Ownership, is_owned, page_path, remove_leftovers, take_page
 from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.order import AgentOrder
-from weft.engine.supervision.output import Output, Writer
+from weft.engine.supervision.output import Output, Repeats, Writer
 from weft.engine.supervision.parking import AGENT, Assignment, Parking
 from weft.engine.supervision.places import Phase, PlaceReader, Reading
 from weft.engine.supervision.ranks import Rank, Ranks
@@ -80,7 +80,7 @@ class Agent:
         self._met, self._answered, self._changed, self._leaving, self._ended = (asyncio.Event() for _ in range(5))
         self._asked = set[str]()
         self._has_host = self._replaced = False
-        self._writer = Writer()
+        self._writer, self._repeats = Writer(), Repeats()
         self._matches = LogMatches()
         self._vitals: dict[str, Any] = {}
         self._guard = DriverGuard(order)
@@ -283,7 +283,7 @@ class Agent:
                 self._mine.append(kept)
                 self._parking.assign(kept.pid, Assignment(environment, wanted["arguments"]))
                 continue
-            output = Output(log, self._writer, partial(self._matches.take, number))
+            output = Output(log, self._writer, partial(self._matches.take, number), self._repeats)
             rank = Rank(f"{self._attempt}/{number}", output=output, rank=number, attempt=self._attempt)
             self._mine.append(rank)
             if wanted.get("stop"):

@@ -19,6 +19,7 @@ from weft.engine.supervision.deadlines import Deadlines
 from weft.engine.supervision.detector import FailureDetector
 from weft.engine.supervision.effects import Effects
 from weft.engine.supervision.examination import DOCTOR_S, Suspicions, reason_to_evict
+from weft.engine.supervision.faults import FaultKind
 from weft.engine.supervision.fleet import Fleet, Host
 from weft.engine.supervision.layout import Layout
 from weft.engine.supervision.message import AgentMessage
@@ -424,7 +425,8 @@ class Job:
             return
         end = self._budget.end(fault, same)
         if end is not None:
-            self.end(*end)
+            printed = any(fault.evidence in line for line in self._detector.last_lines(fault.culprit))
+            self.end(*end, reported=printed and fault.kind == FaultKind.input_error.value)
             return
         self._effects.say(f"attempt {self.attempt}: {fault.text}")
         self._suspicions.saw_fault(fault.kind, fault.culprit)
@@ -459,13 +461,17 @@ class Job:
             self._effects.say("hosts have returned; going on with them from the newest checkpoint")
             self._stop("grow", [] if self._settings.in_process else None, now)
 
-    def end(self, code: int, reason: str) -> None:
-        """End the run: every agent ends its ranks and itself."""
+    def end(self, code: int, reason: str, *, reported: bool = False) -> None:
+        """End the run: every agent ends its ranks and itself.
+
+        Args:
+            reported: whether the reason has been printed.
+        """
         if self.stage is Stage.ended:
             return
         self.stage, self.code = Stage.ended, code
         self._effects.record("end", code=code, reason=reason)
-        if code:
+        if code and not reported:
             self._effects.say(reason)
         for name, host in self.fleet.hosts.items():
             self._effects.tell(name, host.generation, {"end": True})

@@ -11,11 +11,15 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 
 KEPT_LINES = 20
 _MOST_OF_A_LINE = 500
 _MOST_OF_AN_ANSWER = 1 << 22
 _PIECE = 1 << 16
+REPEATED_S = 30.0
+"""Seconds in which a message of one process is not shown again for another."""
+_LEAST_OF_A_MESSAGE = 20
 _MOST_WAITING = 1024
 
 
@@ -59,12 +63,45 @@ class Writer:
                     data = data[os.write(descriptor, data) :]
 
 
+class Repeats:
+    """Messages that several processes of a host print alike, which the terminal gets once."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        """Start with none."""
+        self._clock = clock
+        self._first: dict[bytes, tuple[object, float]] = {}
+
+    def without(self, data: bytes, process: object) -> bytes:
+        """Leave out of ``data`` whole lines that another process has printed a moment ago.
+
+        Indented lines stay, because they belong to what is above them, and so do redrawn ones.
+        """
+        now = self._clock()
+        self._first = {line: seen for line, seen in self._first.items() if now - seen[1] <= REPEATED_S}
+        return b"".join(line for line in data.splitlines(keepends=True) if not self._is_repeated(line, process, now))
+
+    def _is_repeated(self, line: bytes, process: object, now: float) -> bool:
+        if len(line) < _LEAST_OF_A_MESSAGE or not line.endswith(b"\n") or line[:1].isspace() or b"\r" in line:
+            return False
+        return self._first.setdefault(line, (process, now))[0] is not process
+
+
 class Output:
     """The two streams of one process."""
 
-    def __init__(self, path: Path, writer: Writer, on_lines: Callable[[list[str]], None] = lambda lines: None) -> None:
-        """Keep what is printed in ``path``, and hand over whole lines as they come."""
-        self._path = path
+    def __init__(
+        self,
+        path: Path,
+        writer: Writer,
+        on_lines: Callable[[list[str]], None] = lambda lines: None,
+        repeats: Repeats | None = None,
+    ) -> None:
+        """Keep what is printed in ``path``, and hand over whole lines as they come.
+
+        Args:
+            repeats: what the terminal has of other processes.
+        """
+        self._path, self._repeats = path, repeats or Repeats()
         self._writer = writer
         self._on_lines = on_lines
         self._file = -1
@@ -123,7 +160,8 @@ class Output:
         if not data:
             self._close(descriptor)
             return False
-        self._writer.write(self._reading[descriptor], data)
+        if shown := self._repeats.without(data, self):
+            self._writer.write(self._reading[descriptor], shown)
         if self._file >= 0:
             self._writer.write(self._file, data)
         *whole, self._unfinished = (self._unfinished + data).replace(b"\r", b"\n").split(b"\n")

@@ -1,5 +1,10 @@
 """Steps on a terminal and in a file."""
 
+import fcntl
+import os
+import pty
+import struct
+import termios
 from io import StringIO
 
 import pytest
@@ -60,3 +65,21 @@ def test_steps_that_are_repeated_are_counted_again(capsys):
     shown.go_back(3)
     shown.note("back")
     assert capsys.readouterr().out == "step 5/9: a, 0:00:00 left\nback\n"
+
+
+@pytest.mark.parametrize(("lines", "columns"), [(0, 0), (0, 80), (24, 0)])
+def test_a_terminal_without_a_size_gets_lines(lines, columns, capsys):
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    with open(slave, "w") as stream:
+        shown_in(stream, 100)
+    os.close(master)
+    assert "step 40/40: loss 40.0" in capsys.readouterr().out
+
+
+def test_a_terminal_behind_a_pipe_gets_a_bar(monkeypatch, capsys):
+    monkeypatch.setenv("WEFT_COLUMNS", "90")
+    stream = StringIO()
+    shown_in(stream, 100)
+    assert "40/40" in stream.getvalue() and max(map(len, stream.getvalue().strip().split("\r"))) <= 90
+    assert capsys.readouterr().out == ""

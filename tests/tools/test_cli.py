@@ -155,6 +155,8 @@ def test_the_package_list_is_true():
     patterns = setup["options.package_data"]["weft"].split()
     beside = [path for top in tops for path in (ROOT / top).rglob("*") if path.suffix in DATA]
     inside = {path.relative_to(ROOT) for path in beside}
+    inside |= {path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*") if path.is_file()}
+    inside = {path for path in inside if "__pycache__" not in path.parts}
     assert all(any(path.match(pattern) for pattern in patterns) for path in inside)
 
 
@@ -177,3 +179,10 @@ def test_the_parsers_name_what_there_is():
 
     assert set(parsers.VARIANTS) == set(parity_cases.VARIANTS)
     assert tuple(node.CHECKS) == options.NODE_CHECKS
+
+
+def test_a_user_without_a_home_is_refused_in_one_line(monkeypatch, capsys):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda _: (_ for _ in ()).throw(KeyError("no such user")))
+    code, _, err = run(capsys, "evict", "--list")
+    assert code == 2 and err.count("\n") == 1 and "set HOME" in err

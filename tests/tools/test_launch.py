@@ -15,7 +15,7 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.serialization import schedule_to_json
 from weft.tools import launch
 from weft.tools.early_launch import read_arguments
-from weft.tools.preflight import CHECKS, check_model, preflight
+from weft.tools.preflight import CHECKS, MACHINE, check_model, preflight
 
 
 @pytest.fixture
@@ -222,6 +222,20 @@ def test_a_full_disk(config, monkeypatch):
     monkeypatch.setattr("weft.tools.preflight.shutil.disk_usage", lambda _: type("usage", (), {"free": 5e8}))
     with pytest.raises(ValueError, match=r"0\.5 GB are free there"):
         preflight(config)
+
+
+@pytest.mark.parametrize("variable", ["HOME", "XDG_CACHE_HOME"])
+def test_a_home_that_cannot_be_written_is_named_before_ranks_start(variable, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    config = load(["recipe=quickstart", f"train.output_dir={tmp_path}"])
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if variable == "XDG_CACHE_HOME":
+        config.data.cache_dir = str(tmp_path / "cache")
+    monkeypatch.setenv(variable, str(tmp_path / "file" / "home"))
+    with pytest.raises(
+        ValueError, match=r"(data\.cache_dir|XDG_CACHE_HOME)=.*file/home.* cannot be made .*; set another"
+    ):
+        preflight(config, checks=MACHINE)
 
 
 def test_what_is_fine_passes_every_check(config):

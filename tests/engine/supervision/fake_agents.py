@@ -96,6 +96,7 @@ class World:
         kept=0,
         ready=True,
         leaving=False,
+        lines=None,
     ):
         """The host says that its ranks are there, or have ended."""
         attempt = self.job.attempt if attempt is None else attempt
@@ -114,7 +115,7 @@ class World:
             for rank in ranks
         )
         message = AgentMessage(
-            attempt, ready, HostReport(host, reports), ends or {}, parked or {}, {}, examined, failed, leaving
+            attempt, ready, HostReport(host, reports), ends or {}, parked or {}, lines or {}, examined, failed, leaving
         ).to_wire()
         self.job.on_report(host, self.generation(host), message, self.now)
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.supervision.fake_agents import HOSTS, World
 from tests.engine.supervision.fake_run import rows_of
-from weft.engine.supervision.faults import FaultKind
+from weft.engine.supervision.faults import FaultKind, RankEnd
 from weft.engine.supervision.fleet import CONNECT_S
 from weft.engine.supervision.job import Stage
 from weft.engine.supervision.message import AgentMessage
@@ -386,3 +386,12 @@ def test_a_driver_whose_journal_has_lost_an_attempt_begins_another():
     later.stop_all()
     later.pass_time(1.0)
     assert later.job.attempt == 3 and later.told["a", 1]["run"]
+
+
+def test_bad_input_that_a_rank_has_printed_is_not_repeated():
+    world = World(enabled=False)
+    world.train()
+    end = RankEnd(kind=FaultKind.input_error, message="data.path=x: gone; give another", status=2)
+    world.report("a", codes={0: 2}, ends={0: end}, lines={0: ["weft train: data.path=x: gone; give another"]})
+    world.settle()
+    assert world.job.code == 2 and not world.said

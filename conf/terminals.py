@@ -1,0 +1,28 @@
+"""The terminal at which a person watches, which a rank may reach only through a pipe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TextIO
+
+_USUAL = 80
+COLUMNS = "WEFT_COLUMNS"
+"""Environment variable of ranks: width of the terminal to which what they print is passed on."""
+
+
+def columns_of(stream: TextIO) -> int:
+    """Width of the terminal that ``stream`` is; 0 if it is none, or has no size, as under `ssh -tt` and `script`."""
+    if not stream.isatty():
+        return 0
+    try:
+        size = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError):
+        return _USUAL
+    return size.columns if size.lines > 0 else 0
+
+
+def columns_behind(stream: TextIO, environment: Mapping[str, str]) -> int:
+    """As `columns_of`; of the terminal that the environment names, if ``stream`` is a pipe."""
+    text = environment.get(COLUMNS, "")
+    return columns_of(stream) or (int(text) if text.isdecimal() else 0)
