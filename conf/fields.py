@@ -16,6 +16,57 @@ from typing import Any, get_args, get_origin, get_type_hints
 from weft.conf.schema import WeftConfig
 
 FOLDER = Path(__file__).parent
+ELSEWHERE = {
+    "learning_rate": "optimizer.lr",
+    "optim": "optimizer.kind",
+    "lr_scheduler_type": "optimizer.schedule",
+    "lr_scheduler": "optimizer.schedule",
+    "scheduler": "optimizer.schedule",
+    "momentum": "optimizer.betas",
+    "adam_beta1": "optimizer.betas",
+    "adam_beta2": "optimizer.betas",
+    "adam_epsilon": "optimizer.eps",
+    "epsilon": "optimizer.eps",
+    "max_grad_norm": "optimizer.clip",
+    "gradient_clipping": "optimizer.clip",
+    "max_steps": "train.steps",
+    "num_steps": "train.steps",
+    "num_train_epochs": "train.epochs",
+    "num_epochs": "train.epochs",
+    "per_device_train_batch_size": "train.microbatch_size",
+    "train_micro_batch_size_per_gpu": "train.microbatch_size",
+    "micro_batch_size": "train.microbatch_size",
+    "train_batch_size": "train.batch_size",
+    "global_batch_size": "train.batch_size",
+    "gradient_accumulation_steps": "pipeline.microbatches",
+    "num_microbatches": "pipeline.microbatches",
+    "pipeline_parallel_size": "pipeline.stages",
+    "num_stages": "pipeline.stages",
+    "tensor_parallel_size": "parallel.tensor",
+    "context_parallel_size": "parallel.context",
+    "expert_parallel_size": "parallel.expert",
+    "dtype": "train.precision",
+    "torch_dtype": "train.precision",
+    "bf16": "train.precision",
+    "fp16": "train.precision",
+    "run_name": "train.name",
+    "eval_steps": "train.eval_every",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "resume_from_checkpoint": "checkpoint.resume",
+    "logging_steps": "logging.every",
+    "report_to": "logging.wandb",
+    "model_name_or_path": "model.path",
+    "dataset": "data.path",
+    "dataset_name": "data.path",
+    "max_length": "data.sequence_length",
+    "max_seq_length": "data.sequence_length",
+    "max_seq_len": "data.sequence_length",
+    "lora_r": "model.lora.rank",
+    "lora_alpha": "model.lora.alpha",
+    "lora_dropout": "model.lora.dropout",
+}
+"""Fields by the names that Hugging Face, DeepSpeed and Megatron have for them."""
 
 
 @cache
@@ -97,4 +148,6 @@ def unknown(name: str, known: Iterable[str]) -> str:
     same = [full for full in known if full.rpartition(".")[2] == leaf]
     near = difflib.get_close_matches(name, same, n=1, cutoff=0) or difflib.get_close_matches(name, known, n=1)
     near = near or difflib.get_close_matches(leaf, known, n=1)
+    if (ours := ELSEWHERE.get(leaf.replace("-", "_"))) in known and not same:
+        near = [ours]
     return f"there is no field {name}; " + (f"did you mean {near[0]}?" if near else "`weft config` lists every field")

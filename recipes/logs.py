@@ -169,8 +169,9 @@ class WeightsAndBiases:
             self._run: Any = wandb.init(
                 id=known,
                 resume="allow" if known else None,
-                project=config.logging.wandb_project,
-                name=config.train.name,
+                project=config.logging.wandb_project or os.environ.get("WANDB_PROJECT") or "weft",
+                name=config.logging.wandb_name or os.environ.get("WANDB_NAME") or config.train.name,
+                group=config.logging.wandb_group or os.environ.get("WANDB_RUN_GROUP") or None,
                 dir=None if "WANDB_DIR" in os.environ else str(folder),
                 config=to_tree(config),
             )

@@ -127,8 +127,12 @@ class LoggingConfig:
     """Write TensorBoard events in the run folder."""
     wandb: bool = False
     """Log to Weights & Biases; WANDB_MODE=offline keeps it local."""
-    wandb_project: str = "weft"
-    """Weights & Biases project."""
+    wandb_project: str = ""
+    """Weights & Biases project; empty takes WANDB_PROJECT, or weft."""
+    wandb_name: str = ""
+    """Name of the run at Weights & Biases; empty takes WANDB_NAME, or `train.name`."""
+    wandb_group: str = ""
+    """Group of the run at Weights & Biases; empty takes WANDB_RUN_GROUP, if it is set."""
 
 
 @dataclass(kw_only=True)

@@ -12,6 +12,9 @@ TWO_SITES = "cluster.sites=[{name: a, ranks: 1}, {name: b, ranks: 1}]"
 BAD = [
     # names, types and choices
     (["trian.steps=1"], "there is no field trian.steps; did you mean train.steps?"),
+    (["optimizer.learning_rate=1e-5"], "there is no field optimizer.learning_rate; did you mean optimizer.lr?"),
+    (["train.max_steps=5"], "there is no field train.max_steps; did you mean train.steps?"),
+    (["train.per_device_train_batch_size=5"], "did you mean train.microbatch_size?"),
     # parallelism inside of a layer
     (["parallel.tensor=0"], "parallel.tensor=0: outside its range"),
     (

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.conf import schema
-from weft.conf.fields import docstrings, field_types, unknown
+from weft.conf.fields import ELSEWHERE, docstrings, field_types, unknown
 from weft.conf.ranges import RANGES, Range, value_of
 from weft.conf.schema import WeftConfig
 
@@ -57,3 +57,9 @@ def test_a_slip_in_a_name_is_answered_with_a_near_name(name, data):
     at = data.draw(st.integers(leaf_start, len(name) - 1))
     slip = name[:at] + "q" + name[at:]
     assert "did you mean" in unknown(slip, field_types()) or len(name) - leaf_start < 4
+
+
+def test_names_of_others_lead_to_fields_that_exist():
+    assert set(ELSEWHERE.values()) <= field_types().keys()
+    leaves = {name.rpartition(".")[2] for name in field_types()}
+    assert not leaves & ELSEWHERE.keys()

@@ -5,12 +5,13 @@ import json
 import struct
 from collections import defaultdict
 from math import nan
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from tests.recipes.runs import prepare, records, run_all
-from weft.conf.schema import OptimizerConfig
+from weft.conf.schema import OptimizerConfig, WeftConfig
 from weft.engine.deepspeed.optimization import learning_rate
 from weft.recipes import logs
 from weft.recipes.logs import STEP, JsonLines
@@ -158,3 +159,24 @@ def test_lines_wait_for_room_and_none_is_torn(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(logs.os, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
     with pytest.raises(OSError, match="broken"):
         log.write("train", 4, {})
+
+
+@pytest.mark.parametrize("settings", [{}, {"wandb_project": "ours", "wandb_name": "mine", "wandb_group": "some"}])
+@pytest.mark.parametrize("given", [{}, {"PROJECT": "theirs", "NAME": "named", "RUN_GROUP": "grouped"}])
+def test_wandb_variables_hold_unless_settings_name_something_else(settings, given, tmp_path, monkeypatch):
+    import wandb
+
+    asked = {}
+    monkeypatch.setattr(wandb, "init", lambda **options: asked.update(options) or Mock(id="1"))
+    for name in ("PROJECT", "NAME", "RUN_GROUP"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    config = WeftConfig()
+    config.train.name = "sft"
+    for name, value in settings.items():
+        setattr(config.logging, name, value)
+    logs.WeightsAndBiases(config, tmp_path, resumed=False)
+    found = [asked[name] for name in ("project", "name", "group")]
+    by_default = list(given.values()) or ["weft", "sft", None]
+    assert found == (list(settings.values()) or by_default)
