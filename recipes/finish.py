@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from transformers.utils import logging
 
 from weft.conf.files import write_atomic
 from weft.conf.schema import WeftConfig
-from weft.engine.checkpoint import export
+from weft.engine.checkpoint import check_export, export
 from weft.engine.data import with_template
 from weft.engine.engine import WeftEngine
 from weft.engine.precision import EXPORTED
@@ -25,8 +26,7 @@ def finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenize
     """Write the outputs that ``config.train`` asks for; a collective call."""
     if config.train.export:
         target = folder / "export"
-        dtype = EXPORTED.get(config.train.export_dtype)
-        export(engine, target, tokenizer=with_template(tokenizer, config.data.chat_template), dtype=dtype)
+        export(engine, target, **_export_options(config, tokenizer))
         print_once(f"export: {target} (a Hugging Face folder)")
         if config.train.sample and engine.global_rank == 0:
             print_once(
@@ -35,6 +35,23 @@ def finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenize
     if config.train.timeline:
         draw_timeline(engine, folder)
     dist.barrier()
+
+
+def check_finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Check before training that `finish` can write what it has to; a collective call.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if config.train.export:
+        check_export(engine, folder / "export", **_export_options(config, tokenizer))
+
+
+def _export_options(config: WeftConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return {
+        "tokenizer": with_template(tokenizer, config.data.chat_template),
+        "dtype": EXPORTED.get(config.train.export_dtype),
+    }
 
 
 def print_once(text: str) -> None:

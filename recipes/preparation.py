@@ -32,7 +32,7 @@ from weft.engine.data import (
     with_template,
 )
 from weft.engine.data.location import locate
-from weft.engine.data.tokenizer import tokenizer_sha256
+from weft.engine.data.tokenizer import require_rows, tokenizer_sha256
 from weft.engine.distributed import attempt_number, from_rank_zero, is_supervised, rank_zero_first, together
 from weft.engine.kept import KEPT
 from weft.engine.observability.set_up import SET_UP
@@ -62,7 +62,7 @@ def prepare(
     seen = together(lambda: check_source(config.data) if dist.get_rank() == 0 else None)
     tokenizer = rank_zero_first(lambda: _tokenizer(config))
     together(lambda: _name_unused(config, tokenizer, seen))
-    _fit_vocabulary(config, len(tokenizer))
+    _fit_vocabulary(config, tokenizer)
     SET_UP.done("tokenizer")
     if config.model.self_check and virtual_stages(config) > 1:  # only a recipe knows whether sequences are packed
         together(lambda: _check_model(config, folder / "self_check.json") if dist.get_rank() == 0 else None)
@@ -106,14 +106,14 @@ def _check_model(config: WeftConfig, passed: Path) -> None:
     write_private(passed, json.dumps(done) + "\n")
 
 
-def _fit_vocabulary(config: WeftConfig, words: int) -> None:
-    """Set a new model's vocabulary size from the tokenizer; refuse a configured size that is too small."""
-    fitting = vocabulary_for(words, config.parallel.tensor)
-    if not config.model.path and config.model.overrides.setdefault("vocab_size", fitting) < words:
-        raise ValueError(
-            f"model.overrides.vocab_size={config.model.overrides['vocab_size']}: the tokenizer has {words} tokens; "
-            "raise it, or leave it out"
-        )
+def _fit_vocabulary(config: WeftConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set a new model's vocabulary size from the tokenizer; refuse a model that has too few rows."""
+    if config.model.path:
+        rows = load_hf_config(config.model).get_text_config().vocab_size
+    else:
+        fitting = vocabulary_for(len(tokenizer), config.parallel.tensor)
+        rows = config.model.overrides.setdefault("vocab_size", fitting)
+    require_rows(tokenizer, rows, config.model)
 
 
 def _tokenizer(config: WeftConfig) -> PreTrainedTokenizerBase:

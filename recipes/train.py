@@ -48,7 +48,7 @@ from weft.engine.zero import NonFiniteError, ReplicasDiffer
 from weft.recipes.attempts import Held, run_attempts
 from weft.recipes.evaluations import Evaluations
 from weft.recipes.failures import reported
-from weft.recipes.finish import finish, print_once
+from weft.recipes.finish import check_finish, finish, print_once
 from weft.recipes.hub import push
 from weft.recipes.preparation import inputs_of, prepare
 from weft.recipes.progress import Progress
@@ -157,6 +157,7 @@ def train(
     engine.stop_signals = signals
     together(lambda: _write_plan(engine, folder / "plan.json") if engine.global_rank == 0 else None)
     check_folder(engine, folder / "checkpoints", keep=config.checkpoint.keep + config.checkpoint.load_best_model_at_end)
+    check_finish(config, engine, tokenizer, folder)
     engine.set_dataloader(loader)
     SET_UP.done("plan file, folder")
     _open_memory(config, engine)

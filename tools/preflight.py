@@ -136,12 +136,20 @@ def check_schedule(config: WeftConfig) -> None:
 def check_data(config: WeftConfig) -> None:
     """Check that the data source exists and is well formed, local files line by line; and what becomes of the first."""
     from weft.engine.data import check_source, encode_first, load_tokenizer  # torch, which other checks do not need
+    from weft.engine.data.tokenizer import require_rows
+    from weft.engine.stages import load_hf_config
 
     check_source(config.data)
     words = config.model.tokenizer or config.model.path
     # A hub is left to the ranks, which have to be there anyway.
     if is_here(config.data.path) and (not words or is_here(words)):
-        encode_first(config.data, load_tokenizer(config.model, config.data))
+        tokenizer = load_tokenizer(config.model, config.data)
+        rows = config.model.overrides.get("vocab_size")
+        if is_here(config.model.path):
+            rows = load_hf_config(config.model).get_text_config().vocab_size
+        if rows:
+            require_rows(tokenizer, rows, config.model)
+        encode_first(config.data, tokenizer)
 
 
 def check_hub(config: WeftConfig) -> None:

@@ -11,7 +11,7 @@ from weft.engine.checkpoint.engine_checkpoint import (
 )
 from weft.engine.checkpoint.engine_state import Wanted
 from weft.engine.checkpoint.errors import CheckpointError
-from weft.engine.checkpoint.exporting import export
+from weft.engine.checkpoint.exporting import check_export, export
 from weft.engine.checkpoint.folder import check_space, newest, tagged, to_resume
 from weft.engine.checkpoint.pieces import Piece
 from weft.engine.checkpoint.ranks import Ranks
@@ -25,6 +25,7 @@ __all__ = [
     "Piece",
     "Ranks",
     "Wanted",
+    "check_export",
     "check_folder",
     "check_space",
     "export",

@@ -17,7 +17,7 @@ from weft.comm.exchange import gather
 from weft.engine.checkpoint.trained import Trained
 from weft.engine.parallel.axis import AxisGroup
 from weft.engine.precision import exact_value
-from weft.engine.stages import export_stages
+from weft.engine.stages import export_stages, rehearse_export
 from weft.engine.stages.shards import Shard, exported_dtype
 
 
@@ -42,6 +42,23 @@ def export(
     stages = list(trained.module.stages.values()) if writes else []
     with trained.sharding.full_weights(), _exported_values(trained, dtype, keep=writes):
         export_stages(stages, folder, rank=dist.get_rank(), gather=_gather_all, tokenizer=tokenizer, dtype=dtype)
+
+
+def check_export(
+    trained: Trained,
+    folder: Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Check before training that an export can be written; a collective call.
+
+    Raises:
+        ValueError: see `weft.engine.stages.rehearse_export`.
+    """
+    writes = trained.layout.position(trained.global_rank).line == 0
+    stages = list(trained.module.stages.values()) if writes else []
+    rehearse_export(stages, folder, rank=dist.get_rank(), gather=_gather_all, tokenizer=tokenizer, dtype=dtype)
 
 
 @contextmanager

@@ -117,6 +117,29 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
+def require_rows(tokenizer: PreTrainedTokenizerBase, rows: int, model: ModelConfig) -> None:
+    """Check that every token of a tokenizer has a row in the model's embedding.
+
+    Raises:
+        ValueError: a token has none.
+    """
+    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= rows)
+    if not beyond:
+        return
+    (first, token), (last, _) = beyond[0], beyond[-1]
+    field, remedy = f"model.overrides.vocab_size={rows}", f"set it to {last + 1} or more, or leave it out"
+    if model.path:
+        field = f"model.tokenizer={model.tokenizer}" if model.tokenizer else f"model.path={model.path}"
+        remedy = (
+            f"call model.resize_token_embeddings({last + 1}) and save the model, or give the tokenizer that it was "
+            "trained with as model.tokenizer"
+        )
+    raise ValueError(
+        f"{field}: the tokenizer has {len(tokenizer)} tokens and the model {rows} rows of embeddings, so {len(beyond)} "
+        f"tokens, such as {token!r} ({first}), have none; {remedy}"
+    )
+
+
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id for padding; documents never attend to it, and it never counts in the loss."""
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,3 +41,30 @@ def any_batch(dataloader: DataLoader) -> dict[str, Tensor]:
     collate = dataloader.collate_fn
     assert collate is not None
     return collate([next(iter(dataset)) if isinstance(dataset, IterableDataset) else dataset[0]])
+
+
+def check_inputs(batch: Mapping[str, Any], rows: int) -> None:
+    """Check a micro-batch of the Trainer, as far as it is in host memory.
+
+    Args:
+        rows: of the model's embedding.
+
+    Raises:
+        ValueError: it has no labels, or a token without a row.
+    """
+    if "labels" not in batch:
+        raise ValueError(
+            f"train_dataset, eval_dataset: batches have {', '.join(sorted(batch))} and no labels for the loss; "
+            "add a column labels (ids, with -100 where a token does not count), or give "
+            "data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+        )
+    for name, least in (("input_ids", 0), ("labels", -100)):
+        ids = batch.get(name)
+        if not isinstance(ids, Tensor) or ids.device.type != "cpu" or not ids.numel():
+            continue
+        low, high = (int(value) for value in ids.aminmax())
+        if high >= rows or low < least:
+            raise ValueError(
+                f"{name}: token {high if high >= rows else low} is none of the model's {rows}; tokenise with the "
+                "model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer)) before"
+            )

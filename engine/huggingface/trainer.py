@@ -22,18 +22,19 @@ from transformers import Trainer
 from transformers.trainer_callback import TrainerCallback, TrainerControl
 from transformers.trainer_utils import EvalLoopOutput
 
-from weft.engine.checkpoint.exporting import export
+from weft.engine.checkpoint.exporting import check_export, export
 from weft.engine.checkpoint.origin import flat
 from weft.engine.distributed import from_rank_zero
 from weft.engine.engine import WeftEngine
 from weft.engine.huggingface.checkpoint_folders import ENGINE_STATE, last_whole, move_into
 from weft.engine.huggingface.layout import TrainerLayout
-from weft.engine.huggingface.microbatches import EveryNthBatch, any_batch, filled
+from weft.engine.huggingface.microbatches import EveryNthBatch, any_batch, check_inputs, filled
 from weft.engine.huggingface.objective import trainer_objective
 from weft.engine.huggingface.refusals import NO_LOGITS, refuse, refuse_kind
 from weft.engine.initialize import initialize
 from weft.engine.planning.joining import init_distributed
 from weft.engine.precision import EXPORTED
+from weft.engine.stages.stage import hf_model
 from weft.engine.stop_signals import Stopped, StopSignals
 
 
@@ -90,7 +91,7 @@ class WeftTrainer(Trainer):
         self.engine: WeftEngine | None = None
         self._pending: list[dict[str, Tensor]] = []
         self._rate = 0.0
-        self._num_parameters = 0
+        self._num_parameters = self._num_rows = 0
         self._signals: StopSignals | None = None
         self.add_callback(_SaveWhenStopped(self))
         self._layout.engine_config(1)
@@ -147,6 +148,7 @@ class WeftTrainer(Trainer):
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs or None, **own)
         if hasattr(self.model, "num_parameters"):
             self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
+        self._num_rows = hf_model(self.model).config.get_text_config().vocab_size
         decayed = set(self.get_decay_parameter_names(self.model))
         decay = {parameter for name, parameter in self.model.named_parameters() if name in decayed}
 
@@ -187,6 +189,9 @@ class WeftTrainer(Trainer):
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, DataLoader]:
         engine = self._ready(max_steps)
+        if self.args.save_strategy != "no":
+            dtype = EXPORTED.get(engine.weft.train.export_dtype)
+            check_export(engine, Path(self.args.output_dir) / "export", tokenizer=self.processing_class, dtype=dtype)
         if resume_from_checkpoint is not None:
             self._restore(resume_from_checkpoint)
         if engine.weft.checkpoint.on_signal:
@@ -238,6 +243,7 @@ class WeftTrainer(Trainer):
         """
         engine = self.engine
         assert engine is not None
+        check_inputs(inputs, self._num_rows)
         self._pending.append(inputs)
         if not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -317,6 +323,8 @@ class WeftTrainer(Trainer):
         iterator, spare, num_rows = iter(dataloader), None, 0
         while True:
             batches = list(islice(iterator, engine.micro_batches))
+            for batch in batches:
+                check_inputs(batch, self._num_rows)
             labels = [batch["labels"] for batch in batches]
             read = torch.tensor([sum(map(len, labels)), sum(map(engine.count_items, batches))], device=self.args.device)
             if engine.num_replicas > 1:

@@ -3,7 +3,7 @@
 from weft.engine.stages.axis_check import check_axes
 from weft.engine.stages.batch import Batch
 from weft.engine.stages.checking import check_flash_packing, check_packing, self_check
-from weft.engine.stages.exporting import export_stages
+from weft.engine.stages.exporting import export_stages, rehearse_export
 from weft.engine.stages.from_model import stages_from_model
 from weft.engine.stages.loading import build_model, check_model_fits, load_hf_config, load_stages
 from weft.engine.stages.outline import Outline, outline_of
@@ -27,6 +27,7 @@ __all__ = [
     "outline_of",
     "refuse_packing",
     "refuse_partitioning",
+    "rehearse_export",
     "self_check",
     "split_layers",
     "stages_from_model",

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from weft.comm.agreement import Gather, attempt
 from weft.engine.stages import adapter
-from weft.engine.stages.shards import Shard, exported_dtype, write_shards
+from weft.engine.stages.shards import Shard, exported_bytes, exported_dtype, write_shards
 from weft.engine.stages.stage import Stage
 
 
@@ -67,6 +68,45 @@ def export_stages(
     together.do(lambda: _publish(partial, folder, tokenizer) if rank == 0 else None)
 
 
+def rehearse_export(
+    stages: Sequence[Stage],
+    folder: Path,
+    *,
+    rank: int = 0,
+    gather: Gather = lambda value: [value],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write and remove all of an export but its weights, to find what cannot be written before it is needed.
+
+    Args:
+        stages, folder, rank, gather, tokenizer, dtype: as of `export_stages`.
+
+    Raises:
+        ValueError: something cannot be written, or there is no room for the weights; on every writer.
+    """
+    folder = Path(folder).expanduser().absolute()
+    partial = folder.with_name(f".{folder.name}.partial")
+    together = _Together(gather, folder, partial, "correct it, or set train.export=false")
+    num_bytes = sum(together.do(lambda: sum(exported_bytes(stage, dtype) for stage in stages)))
+
+    def rehearse() -> None:
+        _start(partial)
+        free = shutil.disk_usage(partial).free
+        if free < num_bytes:
+            raise ValueError(f"{num_bytes / 1e9:.1f} GB of weights, and {free / 1e9:.1f} GB are free")
+        adapted = [stage for stage in stages if adapter.has(stage)]
+        if adapted:
+            adapter.write_config(adapted[0], partial, None)
+        if not adapted or adapter.has_new_base(stages[0]):
+            _write_config(stages[0].hf_model, partial, dtype)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        shutil.rmtree(partial)
+
+    together.do(lambda: rehearse() if rank == 0 else None)
+
+
 @dataclass(frozen=True)
 class _Together:
     """Runs one step on every writer; an error on one becomes the same error on all."""
@@ -74,14 +114,15 @@ class _Together:
     gather: Gather
     folder: Path
     partial: Path
+    remedy: str = "free space, or choose another train.output_dir"
 
     def do(self, step: Callable[[], Any]) -> list[Any]:
         outcome = attempt(step, self.gather, share=True)
         if (failure := outcome.failure) is not None:
             shutil.rmtree(self.partial, ignore_errors=True)
             raise ValueError(
-                f"export: rank {failure.rank} could not write {self.folder} ({failure.kind}: {failure.text}); nothing "
-                "is left there but what was there before; free space, or choose another train.output_dir"
+                f"export: rank {failure.rank} could not write {self.folder} ({failure.kind}: "
+                f"{' '.join(failure.text.split())}); nothing is left there but what was there before; {self.remedy}"
             ) from failure.cause
         return outcome.results
 
@@ -140,7 +181,8 @@ def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | Non
     config.dtype = str(exported_dtype(next(weights), dtype)).removeprefix("torch.")
     config.save_pretrained(folder)
     if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+        # As it was given: `save_pretrained` refuses what transformers loads with a warning.
+        model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
     if model.is_remote_code():
         custom_object_save(model, folder, config=model.config)
 

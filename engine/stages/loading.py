@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +15,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from weft.conf.schema import Attention, ModelConfig
 from weft.engine.parallel.axis import AxisGroups
-from weft.engine.stages.folder import require_whole_folder
-from weft.engine.stages.location import is_local, source_of
+from weft.engine.stages.folder import require_whole_folder, weight_types
+from weft.engine.stages.location import is_local, source_of, weights_folder
 from weft.engine.stages.lora import PREFIX, add_adapters, require_targets
 from weft.engine.stages.outline import Outline, outline_of
 from weft.engine.stages.parts import named_parts
@@ -120,6 +121,7 @@ def check_model_fits(config: ModelConfig, stages: int, tokens: int) -> None:
         ValueError: it has not.
     """
     hf_config = load_hf_config(config)
+    check_padding(config, hf_config)
     positions = getattr(hf_config, "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < tokens:
         raise ValueError(
@@ -133,6 +135,35 @@ def check_model_fits(config: ModelConfig, stages: int, tokens: int) -> None:
         )
     if config.lora.enabled:
         require_targets(config.lora, model_class(hf_config), hf_config)
+    if config.path and is_local(config.path) and weight_types(weights_folder(config.path)):
+        cls = model_class(hf_config)
+        _, report = load(
+            cls,
+            source_of(config.path),
+            hf_config,
+            dtype=torch.float32,
+            seed=0,
+            prune=lambda model: None,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            device_map="meta",  # reads headers alone
+        )
+        _require_fitting(config, cls, report)
+
+
+def check_padding(config: ModelConfig, hf_config: PreTrainedConfig) -> None:
+    """Check that the padding token has a row in the embedding, without which no model can be made.
+
+    Raises:
+        ValueError: it has none.
+    """
+    text = hf_config.get_text_config()
+    pad, rows = text.pad_token_id, getattr(text, "vocab_size", None)
+    if isinstance(pad, int) and isinstance(rows, int) and pad >= rows:
+        raise ValueError(
+            f"model.path={config.path}: pad_token_id={pad}, and the model has {rows} rows of embeddings; "
+            f"set model.overrides.pad_token_id to a token below {rows}"
+        )
 
 
 def build_model(config: ModelConfig, *, dtype: torch.dtype, seed: int) -> nn.Module:
@@ -272,6 +303,7 @@ def _load_part(
             prune=prune,
             axes=axes,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     except Exception as error:  # any: readers of several file formats fail in their own ways
         reason = _one_line(error)
@@ -279,14 +311,24 @@ def _load_part(
             f"model.path={config.path}: its weights cannot be read ({type(error).__name__}: {reason}); "
             "copy or download the folder again"
         ) from error
-    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
-        if found := sorted(map(str, report.get(kind) or ())):
-            raise ValueError(
-                f"model.path={config.path}: {kind.replace('_', ' ')} {', '.join(found[:4])}"
-                f"{f' and {len(found) - 4} more' if len(found) > 4 else ''}; the folder is not a whole "
-                f"{cls.__name__}; copy or download it again, and check model.overrides"
-            )
+    _require_fitting(config, cls, report)
     return model.train()
+
+
+def _require_fitting(config: ModelConfig, cls: type[PreTrainedModel], report: Mapping[str, Any]) -> None:
+    """Check by transformers' report that a folder has every weight of a model, in its shape.
+
+    Raises:
+        ValueError: it has not; names the first of them.
+    """
+    missing = [f"{name} is missing" for name in sorted(report["missing_keys"])]
+    misfits = [f"{name} has shape {list(has)}, not {list(wants)}" for name, has, wants in report["mismatched_keys"]]
+    if found := misfits + missing + sorted(map(str, report.get("error_msgs") or ())):
+        raise ValueError(
+            f"model.path={config.path}: {'; '.join(found[:4])}"
+            f"{f'; and {len(found) - 4} more' if len(found) > 4 else ''}; so its weights are not those of a whole "
+            f"{cls.__name__} of its config.json: copy or download it again, and check model.overrides"
+        )
 
 
 def _require_tied(model: PreTrainedModel, tied: set[str], config: ModelConfig, is_last: bool) -> None:

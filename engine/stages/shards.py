@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -81,6 +82,17 @@ def write_shards(
 def exported_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
     """Return the type that a weight is exported in: ``dtype``, or the one in which it was given."""
     return parameter.dtype if not parameter.is_floating_point() else dtype or given_dtype(parameter)
+
+
+def exported_bytes(stage: Stage, dtype: torch.dtype | None) -> int:
+    """Return about how many bytes an export takes of a stage; a tied weight counts for the first stage only."""
+    adapted = stage.model is not stage.hf_model and bool(stage.hf_model.config.name_or_path)
+    return sum(
+        (prod(stage.cuts[name].shape) if name in stage.cuts else parameter.numel())
+        * exported_dtype(parameter, dtype).itemsize
+        for name, parameter in stage.named_global_parameters()
+        if (parameter.requires_grad or not adapted) and (stage.is_first or name not in stage.tied)
+    )
 
 
 def own_weights(stage: Stage) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from weft.engine.huggingface.microbatches import IGNORED, EveryNthBatch, any_batch, filled
+from weft.engine.huggingface.microbatches import IGNORED, EveryNthBatch, any_batch, check_inputs, filled
 
 
 class Stream(IterableDataset):
@@ -46,3 +46,16 @@ def test_a_replica_without_rows_borrows_the_first(dataset):
     loader = DataLoader(dataset, batch_size=2, collate_fn=lambda rows: {"labels": torch.tensor(rows)})
     first = 7 if isinstance(dataset, list) else 0
     assert torch.equal(any_batch(loader)["labels"], torch.tensor([first]))
+
+
+def test_batches_without_labels_or_with_tokens_of_another_tokenizer_are_refused():
+    ids = torch.tensor([[1, 2, 9]])
+    check_inputs({"input_ids": ids, "labels": torch.tensor([[IGNORED, 2, 9]])}, 10)
+    for batch, text in (
+        ({"input_ids": ids, "attention_mask": ids}, "batches have attention_mask, input_ids and no labels"),
+        ({"input_ids": ids + 1, "labels": ids}, "input_ids: token 10 is none of the model's 10"),
+        ({"input_ids": ids, "labels": ids + 1}, "labels: token 10 is none"),
+        ({"input_ids": ids - 2, "labels": ids}, "input_ids: token -1 is none"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            check_inputs(batch, 10)
