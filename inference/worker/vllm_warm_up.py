@@ -11,11 +11,11 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-TOKENS = 32
+MOST_TOKENS = 32
 """Length of each prompt; computed in two chunks."""
 
 
-def prompts(block_hasher: Any) -> Iterator[Request]:
+def prompts(tokens: int, block_hasher: Any) -> Iterator[Request]:
     """A prompt of each kind that takes a path of its own through vLLM's sampler."""
     kinds = [
         SamplingParams(temperature=0.0),
@@ -32,7 +32,7 @@ def prompts(block_hasher: Any) -> Iterator[Request]:
         params.update_from_generation_config({}, eos_token_id=0)
         yield Request(
             request_id=f"warm-up-{number}",
-            prompt_token_ids=[0] * TOKENS,
+            prompt_token_ids=[0] * tokens,
             sampling_params=params,
             pooling_params=None,
             block_hasher=block_hasher,
@@ -42,9 +42,10 @@ def prompts(block_hasher: Any) -> Iterator[Request]:
 def warm_up(engine: Any) -> None:
     """Compute every kind of prompt, alone and together, on an engine that does not serve yet."""
     scheduler = engine.scheduler
-    with scheduler.ungated(TOKENS // 2):
+    tokens = min(MOST_TOKENS, engine.vllm_config.model_config.max_model_len - 1)
+    with scheduler.ungated(max(1, tokens // 2)):
         for together in (False, True):
-            for request in prompts(engine.request_block_hasher):
+            for request in prompts(tokens, engine.request_block_hasher):
                 scheduler.add_request(request)
                 if not together:
                     _run(engine)

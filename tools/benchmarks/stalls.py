@@ -8,6 +8,7 @@ import random
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -106,7 +107,7 @@ def _rounds(
                 {
                     "round": number + 1,
                     "side": side,
-                    "answered": sum(answer.status == 200 for answer in answers),
+                    "statuses": _statuses(answers),
                     "TTFT p50": _at(answers, 0.5),
                     "p99": _at(answers, 0.99),
                     "single before": _at(before, 0.5),
@@ -137,6 +138,11 @@ def _singles(url: str, *, seed: int) -> list[Answer]:
 def _family(pid: int) -> list[psutil.Process]:
     process = psutil.Process(pid)
     return [*process.children(recursive=True), process]
+
+
+def _statuses(answers: Sequence[Answer]) -> str:
+    """Number of answers by HTTP status; 0 is none within a minute."""
+    return ", ".join(f"{count} x {status}" for status, count in sorted(Counter(a.status for a in answers).items()))
 
 
 def _at(answers: Sequence[Answer], share: float) -> str:
