@@ -62,9 +62,10 @@ def read_yaml(path: Path, *, most_bytes: int) -> Any:
             return loader.get_single_data()
         finally:
             loader.dispose()
-    except (yaml.YAMLError, RecursionError, ValueError, ArithmeticError) as error:
-        reason = " ".join(str(error).split()) or "nested too deep"
-        raise ValueError(f"cannot be read: not YAML ({reason}); correct it") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"cannot be read: not YAML ({' '.join(str(error).split())}); correct it") from error
+    except (RecursionError, ValueError, ArithmeticError) as error:
+        raise ValueError(f"cannot be read: {' '.join(str(error).split()) or 'nested too deep'}") from error
 
 
 class _Loader(yaml.SafeLoader):
@@ -78,7 +79,7 @@ class _Loader(yaml.SafeLoader):
         """Compose a value, unless it lies too deep."""
         self._depth += 1
         if self._depth > MOST_NESTING + 1:  # values inside of the innermost container
-            raise ValueError(f"nested more than {MOST_NESTING} deep")
+            raise ValueError(f"nested more than {MOST_NESTING} deep; write it flatter")
         try:
             return super().compose_node(parent, index)
         finally:
@@ -94,14 +95,14 @@ class _Loader(yaml.SafeLoader):
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """Convert a number that is no longer than a float can be: the time for a long one grows with its square."""
         if len(node.value) > _MOST_DIGITS:
-            raise ValueError(f"a number of {len(node.value)} characters")
+            raise ValueError(f"a number of {len(node.value)} characters; shorten it")
         return super().construct_yaml_int(node)
 
     def _size(self, node: yaml.Node, known: dict[int, int]) -> int:
         """Count the values below a node, each as often as aliases name it."""
         if id(node) in known:
             if not (size := known[id(node)]):
-                raise ValueError("an alias inside of what it stands for")
+                raise ValueError("an alias inside of what it stands for; write it out")
             return size
         known[id(node)] = 0
         below = [part for parts in node.value for part in parts] if isinstance(node, yaml.MappingNode) else node.value

@@ -51,8 +51,8 @@ def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerB
         return AutoTokenizer.from_pretrained(
             os.path.expanduser(source), trust_remote_code=model.trust_remote_code, use_fast=True
         )
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # any: tokenizers raises Exception itself
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"{field}={source}: no tokenizer can be loaded ({reason}); "
             "set model.tokenizer to a folder or hub name that has one"
