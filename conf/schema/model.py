@@ -83,7 +83,8 @@ class DataConfig:
     """Field with the text of a document."""
     messages_field: str = "messages"
     """Field with the list of {role, content} messages of a conversation, or {from, value} as in ShareGPT. Rows
-    without `messages` may have `conversations`, `prompt` and `completion`, or `instruction`, `input` and `output`."""
+    without `messages` may have `conversations`, `prompt` and `completion`, or `instruction`, `input` and `output`.
+    The chat template gets all keys of the messages, and the schemas in a column `tools`."""
     chat_template: str = ""
     """Jinja chat template, or a file with one, which the export gets, too; empty uses the tokenizer's."""
     streaming: bool = False

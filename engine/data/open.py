@@ -88,11 +88,13 @@ def open_source(
 def encode_first(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, now: datetime | None = None) -> Document:
     """The first row of local data that is learnt from, to find early what tokenizer and template refuse.
 
+    It ends with the sequence, also where training packs what follows into others.
+
     Raises:
         ValueError: a row cannot be read or encoded, or there is nothing to learn in any row.
     """
     _, fields, rows = open_rows(replace(data, streaming=True), Path(data.cache_dir).expanduser())
-    encoder = _encoder(data, tokenizer, fields, now)
+    encoder = _encoder(replace(data, packing=False), tokenizer, fields, now)
     first = None
     for number, row in enumerate(rows):
         first = first or row
@@ -172,7 +174,7 @@ def _read(data: DataConfig, option: str, cache: Path) -> Rows:
         return load_dataset(
             data.path, name=name, split=split, streaming=data.streaming, cache_dir=str(cache / "datasets")
         )
-    except (OSError, ValueError, KeyError, DatasetsError) as error:
+    except (OSError, ValueError, KeyError, ImportError, DatasetsError) as error:
         cause = error.__cause__ or error
         reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         raise ValueError(

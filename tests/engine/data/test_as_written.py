@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from weft.conf.schema import DataConfig, DataKind
-from weft.engine.data import build_loader, check_source, encode_first, unused_lines
+from weft.engine.data import build_loader, check_source, encode_first, tokens, unused_lines
 from weft.engine.data.documents import IGNORED
 
 TEMPLATE = (
@@ -239,6 +239,15 @@ def test_what_nothing_reads_of_a_table_is_named(tokenizer, tmp_path, form):
     assert unused_lines(data, tokenizer, check_source(data)) == [
         f"{path}: columns that nothing reads: id; keys of conversations that the chat template does not show: refusal"
     ]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_first_row_is_read_no_further_than_its_sequence(tokenizer, write, tmp_path, packing, monkeypatch):
+    monkeypatch.setattr(tokens, "WINDOW", 1000)
+    path = write("a.jsonl", [{"text": "what is 2? " * 10_000}])
+    data = config(path, tmp_path, sequence_length=64, kind=DataKind.text, packing=packing)
+    whole = tokenizer("what is 2? " * 30)["input_ids"]
+    assert encode_first(data, tokenizer).ids.tolist() == whole[:64]
 
 
 @pytest.mark.parametrize("length", [8, 60])
