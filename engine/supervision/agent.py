@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -83,6 +84,8 @@ class Agent:
         self._writer, self._repeats = Writer(), Repeats()
         self._matches = LogMatches()
         self._vitals: dict[str, Any] = {}
+        self._fresh: dict[str, Any] | None = None
+        self._reader = threading.Thread()
         self._guard = DriverGuard(order)
         self._page = page_path(Path(order.run_folder), order.host)
         self._memory = self._page.with_name(f"{self._page.name}.memory{order.launch}")
@@ -316,13 +319,22 @@ class Agent:
             if cadence.beats(now):
                 self._owned.renew()
                 self._ranks.resume_stopped()
-                self._vitals = host_vitals(Path(self._order.run_folder), self._matches)
+                if not self._reader.is_alive():
+                    self._reader = threading.Thread(target=self._read_vitals, name="weft-vitals", daemon=True)
+                    self._reader.start()
+            if self._fresh is not None:
+                untold = [*self._vitals.get("patterns", []), *self._fresh["patterns"]]
+                self._vitals, self._fresh = self._fresh | {"patterns": untold}, None
             phases = [self._phase(local) for local in range(len(self._mine))]
             if self._leaving.is_set() or self._wanted.get("stop"):
                 self._ask_to_stop()
             if cadence.tells(now, phases, lambda: any(map(_is_stopped, self._mine))):
                 self._send_report()
             await asyncio.sleep(LOOK_S)
+
+    def _read_vitals(self) -> None:
+        """On a thread, because the file system of the run's folder may hang."""
+        self._fresh = host_vitals(Path(self._order.run_folder), self._matches)
 
     def _phase(self, local: int) -> tuple[int, int] | None:
         reading = self._places.read(local)

@@ -20,32 +20,39 @@ _PIECE = 1 << 16
 REPEATED_S = 30.0
 """Seconds in which a message of one process is not shown again for another."""
 _LEAST_OF_A_MESSAGE = 20
+_MOST_REMEMBERED = 500
+_MOST_AT_THE_END = 1 << 22
+_MOST_LINES = 2000
+"""Lines of a rank that are looked at in a second: a rank that prints 100 MB/s must not hold up the heartbeat."""
 _MOST_WAITING = 1024
 
 
 class Writer:
-    """A thread that writes to terminals and files: neither a paused terminal nor a slow disk holds an agent up.
+    """A thread that opens files and writes to them and to terminals: neither a paused terminal nor a file system that
+    hangs holds an agent up.
 
     What they do not take in time is dropped, the oldest first.
     """
 
     def __init__(self) -> None:
         """Start the thread."""
-        self._waiting: queue.Queue[tuple[int, bytes] | None] = queue.Queue(_MOST_WAITING)
+        self._waiting: queue.Queue[tuple[int | Path, bytes] | None] = queue.Queue(_MOST_WAITING)
+        self._closing: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        self._files: dict[Path, int] = {}
         self._thread = threading.Thread(target=self._run, name="weft-output", daemon=True)
         self._thread.start()
 
-    def write(self, descriptor: int, data: bytes) -> None:
-        """Have ``data`` written; empty data closes the descriptor."""
+    def write(self, target: int | Path, data: bytes) -> None:
+        """Have ``data`` written to a descriptor, or added to a file; empty data closes the file."""
         while True:
             try:
-                self._waiting.put_nowait((descriptor, data))
+                self._waiting.put_nowait((target, data))
                 return
             except queue.Full:
                 with suppress(queue.Empty):
                     dropped = self._waiting.get_nowait()
-                    if dropped and not dropped[1]:
-                        os.close(dropped[0])
+                    if dropped and not dropped[1] and isinstance(dropped[0], Path):
+                        self._closing.put(dropped[0])
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Wait until everything is written, or ``timeout_s``."""
@@ -55,12 +62,26 @@ class Writer:
 
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:
-            descriptor, data = item
+            target, data = item
+            while not self._closing.empty():
+                self._close(self._closing.get())
             with suppress(OSError):  # the terminal has gone, or the disk is full: training goes on
-                if not data:
-                    os.close(descriptor)
-                while data:
+                if not data and isinstance(target, Path):
+                    self._close(target)
+                descriptor = self._opened(target) if isinstance(target, Path) and data else target
+                while data and isinstance(descriptor, int):
                     data = data[os.write(descriptor, data) :]
+
+    def _opened(self, path: Path) -> int:
+        if path not in self._files:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._files[path] = os.open(path, flags, 0o600)
+        return self._files[path]
+
+    def _close(self, path: Path) -> None:
+        if path in self._files:
+            os.close(self._files.pop(path))
 
 
 class Repeats:
@@ -83,6 +104,8 @@ class Repeats:
     def _is_repeated(self, line: bytes, process: object, now: float) -> bool:
         if len(line) < _LEAST_OF_A_MESSAGE or not line.endswith(b"\n") or line[:1].isspace() or b"\r" in line:
             return False
+        if len(self._first) >= _MOST_REMEMBERED and line not in self._first:  # of a process that prints without end
+            return False
         return self._first.setdefault(line, (process, now))[0] is not process
 
 
@@ -104,14 +127,13 @@ class Output:
         self._path, self._repeats = path, repeats or Repeats()
         self._writer = writer
         self._on_lines = on_lines
-        self._file = -1
+        self._looked_at = [0, 0]  # the second of the clock, and the lines of it that were handed over
         self._reading: dict[int, int] = {}  # descriptor to read, and whether stdout or stderr gets it
         self._lines: deque[bytes] = deque(maxlen=KEPT_LINES)
         self._unfinished = b""
 
     def open(self) -> tuple[int, int]:
         """Begin to read; returns the ends for the process to write to, which the caller closes."""
-        self._open_file()
         ends = []
         for target in (sys.stdout, sys.stderr):
             reading, writing = os.pipe2(os.O_CLOEXEC)
@@ -123,21 +145,9 @@ class Output:
 
     def go_on_in(self, path: Path) -> None:
         """Keep what is printed from now on in another file."""
-        self._close_file()
+        self._writer.write(self._path, b"")
         self._path = path
-        self._open_file()
         self._lines.clear()
-
-    def _open_file(self) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        with suppress(OSError):  # such as a full disk: then the terminal alone has it
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file = os.open(self._path, flags, 0o600)
-
-    def _close_file(self) -> None:
-        if self._file >= 0:
-            self._writer.write(self._file, b"")
-            self._file = -1
 
     def last_lines(self) -> list[str]:
         """The last lines printed, oldest first."""
@@ -146,10 +156,11 @@ class Output:
     def drain(self) -> None:
         """Read what the process had printed when it ended, and close."""
         for descriptor in list(self._reading):
-            while self._read(descriptor):
-                pass
+            for _ in range(_MOST_AT_THE_END // _PIECE):  # another process may go on writing
+                if not self._read(descriptor):
+                    break
             self._close(descriptor)
-        self._close_file()
+        self._writer.write(self._path, b"")
 
     def _read(self, descriptor: int) -> bool:
         """Whether there was something to read."""
@@ -162,12 +173,16 @@ class Output:
             return False
         if shown := self._repeats.without(data, self):
             self._writer.write(self._reading[descriptor], shown)
-        if self._file >= 0:
-            self._writer.write(self._file, data)
+        self._writer.write(self._path, data)
         *whole, self._unfinished = (self._unfinished + data).replace(b"\r", b"\n").split(b"\n")
         self._unfinished = self._unfinished[-_MOST_OF_A_LINE:]
-        lines = [line[-_MOST_OF_A_LINE:] for line in whole if line.strip()]
+        lines = [line[-_MOST_OF_A_LINE:] for line in whole[-_MOST_LINES:] if line.strip()]
         self._lines.extend(lines)
+        now = int(monotonic())
+        if now != self._looked_at[0]:
+            self._looked_at = [now, 0]
+        lines = lines[: _MOST_LINES - self._looked_at[1]]
+        self._looked_at[1] += len(lines)
         self._on_lines([line.decode(errors="replace") for line in lines])
         return True
 

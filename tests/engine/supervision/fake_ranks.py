@@ -31,6 +31,9 @@ def run(arguments: Sequence[str]) -> int:
     mode = own.get(rank, mode)
     print(f"rank {rank} does {mode}")
     print("and says so", file=sys.stderr)
+    if mode == "flood":
+        while True:
+            os.write(2, b"a line of a rank that prints without end\n" * 1600)
     if mode == "early":
         places = {"local_rank": int(os.environ["LOCAL_RANK"]), "rank": int(rank), "attempt": int(attempt)}
         place = PlaceWriter(Path(os.environ["WEFT_PLACES"]), **places)

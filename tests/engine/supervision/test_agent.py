@@ -345,6 +345,21 @@ def test_ranks_start_though_somebody_has_removed_the_folder_in_shared_memory(tmp
     scenario(tmp_path, play)
 
 
+def test_a_file_system_that_hangs_does_not_hold_up_the_heartbeat(tmp_path):
+    """Opening a pipe that nobody reads waits, as opening a file does where storage is away."""
+    log = tmp_path / "supervisor" / "logs" / "attempt1" / "rank0.log"
+    log.parent.mkdir(parents=True)
+    os.mkfifo(log)
+
+    async def play(bed):
+        bed.want(1, [0], "wait")
+        await until(lambda: bed.written(1, 0))
+        before = len(bed.reports)
+        await until(lambda: len(bed.reports) > before + 3)
+
+    scenario(tmp_path, play)
+
+
 @contextmanager
 def a_tree(bed):
     """The agent's forkserver and ranks, which have to end in the block."""

@@ -24,3 +24,11 @@ def test_what_is_no_message_is_shown_for_every_process():
         b"the beginning of a line",
     ):
         assert repeats.without(text, "rank 0") == text == repeats.without(text, "rank 1")
+
+
+def test_what_a_process_prints_without_end_is_not_remembered():
+    repeats = Repeats(clock=lambda: 0.0)
+    for number in range(5000):
+        line = f"line {number} of a process that prints\n".encode()
+        assert repeats.without(line, "one") == line
+    assert len(repeats._first) < 1000
