@@ -285,7 +285,8 @@ class WeftTrainer(Trainer):
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
-        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.num_stages
+        ranks = self.num_stages * self._layout.lines_per_replica
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // ranks
 
     # -- evaluation ----------------------------------------------------------------------------
 

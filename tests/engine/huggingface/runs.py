@@ -227,6 +227,32 @@ def operations(folder: str, stages: int, more: dict[str, Any]) -> list[float]:
     return found
 
 
+def other_base(folder: str, more: dict[str, Any], deepspeed: dict[str, Any]) -> list[bool]:
+    """True for each model that goes on from a checkpoint: of its base, of another, and of its own export."""
+    from transformers import AutoModelForCausalLM
+
+    from weft import WeftTrainer
+
+    on_device(True)
+    for seed, name in enumerate(("one", "other")):
+        model = tiny_model()
+        torch.manual_seed(seed)
+        type(model)(model.config).save_pretrained(Path(folder, name))
+    checkpoint = Path(folder, "run", "checkpoint-1")
+    goes_on = []
+    for number, name in enumerate((Path(folder, "one"), Path(folder, "one"), Path(folder, "other"), checkpoint)):
+        steps = {"max_steps": number + 1, "save_strategy": "steps" if number == 0 else "no"}
+        used = arguments(str(Path(folder, "run")), deepspeed=deepspeed, **more | steps)
+        trainer = WeftTrainer(AutoModelForCausalLM.from_pretrained(name), used, train_dataset=Sequences(40))
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if number else None)
+            goes_on.append(True)
+        except ValueError as error:
+            assert "other weights" in str(error)
+            goes_on.append(False)
+    return goes_on[1:]
+
+
 def over_sites(folder: str, count: int, more: dict[str, Any], deepspeed: dict[str, Any]) -> list[dict[str, float]]:
     """Logs of Weft's Trainer in a job over several sites, where no group was there before."""
     import torch.distributed as dist

@@ -10,6 +10,7 @@ import pytest
 from tests.engine.huggingface.runs import (
     eval_loss_by_hand,
     operations,
+    other_base,
     over_sites,
     readme_example,
     refusals,
@@ -111,6 +112,23 @@ def test_resume_is_exact(tmp_path):
             shard.write_bytes(shard.read_bytes()[:-8])
     again = run_ranks(2, weft, str(tmp_path), 40, more | {"save_strategy": "no"}, section(2), True, "", model)
     assert [logs[-4:] for logs in again] == [logs[-4:] for logs in whole]
+
+
+def test_resume_uses_changed_learning_rate_schedule_and_steps(tmp_path):
+    """From the first step after it; as a run would have that had them all along."""
+    more = {"save_strategy": "steps", "save_steps": 3, "use_cpu": True, "max_steps": 3}
+    run_ranks(1, weft, str(tmp_path / "run"), 40, more, section(1))
+    changed = more | {"learning_rate": 2e-3, "warmup_steps": 5, "lr_scheduler_type": "cosine", "max_steps": 9}
+    changed |= {"save_strategy": "no"}
+    (whole,) = run_ranks(1, weft, str(tmp_path / "whole"), 40, changed, section(1))
+    (again,) = run_ranks(1, weft, str(tmp_path / "run"), 40, changed, section(1), True)
+    rates = [{entry["step"]: entry["learning_rate"] for entry in logs if "loss" in entry} for logs in (whole, again)]
+    assert [rates[1][step] for step in range(4, 10)] == [rates[0][step] for step in range(4, 10)]
+
+
+def test_resume_of_another_base_is_refused(tmp_path):
+    more = {"save_strategy": "steps", "save_steps": 1, "use_cpu": True, "max_steps": 1}
+    assert run_ranks(1, other_base, str(tmp_path), more, section(1)) == [[True, False, True]]
 
 
 def test_a_stopped_trainer_resumes_as_if_it_had_not_been(tmp_path):
