@@ -66,7 +66,11 @@ class JsonCache:
 
     def add(self, entries: Mapping[str, Any]) -> None:
         """Put ``entries`` beside those that are there."""
-        text = json.dumps({**self.read(), **entries}, indent=1)
+        self.replace({**self.read(), **entries})
+
+    def replace(self, entries: Mapping[str, Any]) -> None:
+        """Have ``entries`` and no others."""
+        text = json.dumps(entries, indent=1)
         with replacing(self.path) as draft:
             draft.touch(mode=0o600)
             draft.write_text(text)

@@ -33,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
     options.add_ring_options(
         checks.add_parser("ring", help="check the connections between ranks", description=options.RING)
     )
+    options.add_cache_options(checks.add_parser("cache", help="list or clear measurements", description=options.CACHE))
     args = parser.parse_args(argv)
     if args.check == "net":
         return _net(args)

@@ -11,6 +11,7 @@ from weft.comm.collectives.collective import Primitive
 from weft.comm.collectives.costs import AlphaBeta, CollectiveCosts
 from weft.comm.collectives.group import Group, LinkClass
 from weft.conf.files import JsonCache
+from weft.conf.measurements import keep, measured
 
 
 def topology_key(group: Group, device: str) -> str:
@@ -39,16 +40,16 @@ class CostCache:
         return cls(Path(cache_dir).expanduser() / "collectives.json")
 
     def read(self, key: str) -> CollectiveCosts | None:
-        """The costs of a topology; None if they were not measured, or the file is unreadable."""
+        """The costs of a topology; None if they were not measured, or long ago, or the file is unreadable."""
         try:
-            rows = JsonCache(self.path).read()[key]
+            rows = measured(JsonCache(self.path))[key]
             return CollectiveCosts({(LinkClass(r["link"]), Primitive(r["primitive"])): _line(r) for r in rows})
         except (ValueError, KeyError, TypeError):
             return None
 
     def write(self, key: str, costs: CollectiveCosts) -> None:
         """Add the costs of a topology; atomic."""
-        JsonCache(self.path).add({key: list(_rows(costs))})
+        keep(JsonCache(self.path), {key: list(_rows(costs))})
 
 
 def _rows(costs: CollectiveCosts) -> Iterator[dict]:

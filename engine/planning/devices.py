@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from time import perf_counter
 
 import torch
 
 from weft.conf.files import JsonCache
+from weft.conf.measurements import keep, measured
 from weft.pipeline.planner.hardware import EFFICIENCY, GpuKind, kind_of_device
 
+CONTRADICTION = 0.25
+"""Share by which a run has to find a device faster than what is kept, to replace it."""
 log = logging.getLogger(__name__)
 
 
@@ -46,9 +50,8 @@ def _kept(
     what: str, device: torch.device, threads: int, cache: JsonCache, measure: Callable[[], float]
 ) -> tuple[float, bool]:
     """A figure of a device from the cache, or measured and kept there; and whether it was known."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, threads={threads}"
-    name = f"{what}{name}, {os.uname().nodename}"
-    known = cache.read().get(name)
+    name = _name(what, device, threads)
+    known = measured(cache).get(name)
     if isinstance(known, float) and known > 0:
         return known, True
     before = torch.get_num_threads()
@@ -58,10 +61,28 @@ def _kept(
     finally:
         torch.set_num_threads(before)
     try:
-        cache.add({name: found})
+        keep(cache, {name: found})
     except OSError as error:
         log.warning("%s: %s; what this device does is measured anew at every start", cache.path, error.strerror)
     return found, False
+
+
+def _name(what: str, device: torch.device, threads: int) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, threads={threads}"
+    return f"{what}{name}, {os.uname().nodename}"
+
+
+def correct(device: torch.device, found: float, cache: JsonCache) -> None:
+    """Replace the kept FLOP/s of a device if a run has found more: other work can only slow a measurement down.
+
+    Args:
+        found: FLOP/s that were measured with this process's number of threads.
+    """
+    name = _name("", device, torch.get_num_threads())
+    known = cache.read().get(name)
+    if data_sheet(device) is None and isinstance(known, float) and found > (1 + CONTRADICTION) * known:
+        with suppress(OSError):
+            keep(cache, {name: found}, spread=1 - known / found)
 
 
 def peak_flops(device: torch.device) -> float:

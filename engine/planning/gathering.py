@@ -148,7 +148,7 @@ def _known_facts(
         links = replace(links, local=next(iter(given.values())).local)
         sources["stage_costs"] = sources["stage_pairs"] = f"given by pipeline.costs_file={config.pipeline.costs_file}"
     else:
-        flops, sources["flops_per_s"] = usable_flops(machine.device, machine.threads, _devices(config))
+        flops, sources["flops_per_s"] = usable_flops(machine.device, machine.threads, devices_cache(config))
     work, sources["work"] = _traced(config, hf_config)
     facts = Facts(
         layout=layout,
@@ -170,11 +170,12 @@ def _known_facts(
 
 
 def _speed(config: WeftConfig, machine: _Machine) -> Speed:
-    how = machine.device, machine.threads, _devices(config)
+    how = machine.device, machine.threads, devices_cache(config)
     return Speed(usable_flops(*how)[0], usable_memory(*how))
 
 
-def _devices(config: WeftConfig) -> JsonCache:
+def devices_cache(config: WeftConfig) -> JsonCache:
+    """Return the file of what devices were measured to do."""
     return JsonCache(Path(config.data.cache_dir).expanduser() / "devices.json")
 
 

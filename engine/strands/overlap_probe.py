@@ -13,6 +13,7 @@ import torch
 
 from weft.comm.channel import Handle
 from weft.conf.files import JsonCache
+from weft.conf.measurements import keep, measured
 from weft.engine.parallel.axis import AxisGroup
 from weft.pipeline.strands.overlap import OverlapTable, overlap_effectiveness
 from weft.pipeline.strands.segments import Kind, LinkScope
@@ -82,7 +83,7 @@ class OverlapCache:
     def read(self, key: str) -> OverlapTable | None:
         """The table of a device; None if none was measured, or the file is unreadable."""
         try:
-            found = JsonCache(self.path).read()[key]
+            found = measured(JsonCache(self.path))[key]
             compute = {(Kind(row["kind"]), LinkScope(row["link"])): float(row["factor"]) for row in found["compute"]}
             return OverlapTable(compute, float(found["links"]), float(found["default"]))
         except (ValueError, KeyError, TypeError):
@@ -96,7 +97,8 @@ class OverlapCache:
             links = table.links if both else known.links
             table = OverlapTable({**known.compute, **table.compute}, links, table.default)
         compute = [{"kind": k.value, "link": c.value, "factor": factor} for (k, c), factor in table.compute.items()]
-        JsonCache(self.path).add({key: {"compute": compute, "links": table.links, "default": table.default}})
+        found = {"compute": compute, "links": table.links, "default": table.default}
+        keep(JsonCache(self.path), {key: found})
 
 
 def overlap_cache(cache_dir: str) -> OverlapCache:

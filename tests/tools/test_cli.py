@@ -160,7 +160,7 @@ def test_the_package_list_is_true():
     assert all(any(path.match(pattern) for pattern in patterns) for path in inside)
 
 
-@pytest.mark.parametrize("command", [*cli.COMMANDS, "doctor net", "doctor node", "doctor ring"])
+@pytest.mark.parametrize("command", [*cli.COMMANDS, "doctor net", "doctor node", "doctor ring", "doctor cache"])
 def test_no_help_imports_torch(command):
     code = (
         "import sys; from contextlib import suppress; from weft.tools.cli import main\n"

@@ -24,7 +24,10 @@ from weft.tools.diagnostics.gpu import check_gpus, check_xid
 from weft.tools.diagnostics.judging import Judge
 from weft.tools.diagnostics.local_ranks import check_local_collectives
 from weft.tools.diagnostics.loopback import check_loopback
+from weft.tools.diagnostics.options import NODE_FAULTS
 from weft.tools.diagnostics.speed import check_gemm, check_memory
+
+FAULTS = NODE_FAULTS
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Node:
         ranks: of this host.
         driver: whose clock is meant; empty for none.
         judge: of speeds.
-        faults: of `NODE_FAULTS`, to see that each check notices.
+        faults: of `FAULTS`, to see that each check notices.
     """
 
     folder: Path

@@ -10,6 +10,7 @@ Checks this host: speed of memory and matrix products, products checked bit by b
 loopback, collectives between its devices, and what its GPUs report. Speeds are held against the data sheet where the
 device is known, and otherwise against the best that this host has done before. Exit code 1 if anything failed.
 """
+CACHE = "Lists what was measured on this machine and plans go by, with date, load and spread, or removes it."
 NODE_FAULTS = (
     "slow-memory",
     "slow-gemm",
@@ -61,4 +62,12 @@ def add_ring_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the findings as a JSON list")
     parser.add_argument(
         "--inject", default="", metavar="FAULT=RANK", help=f"be faulty towards the next rank: {', '.join(RING_FAULTS)}"
+    )
+
+
+def add_cache_options(parser: argparse.ArgumentParser) -> None:
+    """The options of ``weft doctor cache``."""
+    parser.add_argument("--folder", default="", help="a run's data.cache_dir; default: the usual one")
+    parser.add_argument(
+        "--clear", nargs="*", metavar="NAME", help="remove values by name, part of a name or file; all if none is given"
     )
