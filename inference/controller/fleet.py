@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from pathlib import Path
@@ -139,6 +139,8 @@ class Fleet:
         """
         self.workers = [Worker(index, address, board) for index, (address, board) in enumerate(workers)]
         self._settings, self._prefill, self._clock, self._peers = settings, prefill, clock, peers
+        self._published_s: dict[str, float] = {}
+        self._others_s: Mapping[str, float] = {}
         self._horizon_s = settings.deadline_s
         self._looked_s = clock()
         self.refresh()
@@ -170,7 +172,8 @@ class Fleet:
         self._patterns = [self._pattern(worker, now_s) for worker in self.workers]
         for worker in self.workers:
             self._update(worker)
-        self._publish()
+        self._published_s.clear()
+        self._publish(*(worker for worker in self.workers if worker.tickets))
 
     def place(self, tokens: int, deadline_s: float, *, without: Collection[int] = ()) -> Ticket:
         """Place a prompt on the worker that finishes it first.
@@ -228,7 +231,7 @@ class Fleet:
             expected_s=expected_s,
         )
         worker.tickets.append(ticket)
-        self._publish()
+        self._publish(worker)
         if len(worker.tickets) >= self._settings.max_queue:
             self._placement.remove(worker.index)
         return ticket
@@ -272,7 +275,7 @@ class Fleet:
         worker = self.workers[ticket.worker]
         worker.tickets.remove(ticket)
         self._update(worker)
-        self._publish()
+        self._publish(worker)
 
     def close(self) -> None:
         """Withdraw what other controllers count."""
@@ -280,17 +283,23 @@ class Fleet:
             self._peers.close()
             self._peers = None
 
-    def _publish(self) -> None:
+    def _publish(self, *workers: Worker) -> None:
+        """Publish the work left on these workers."""
         if self._peers is not None:
             now_s = self._clock()
-            self._peers.publish({worker.url: worker.left_s(now_s) for worker in self.workers if worker.tickets})
+            self._published_s.update({worker.url: worker.left_s(now_s) for worker in workers})
+            self._peers.publish({url: work_s for url, work_s in self._published_s.items() if work_s})
 
     def _count_others(self) -> None:
         """Update the workers on which other controllers have placed or finished work."""
         others_s = self._peers.work_s() if self._peers is not None else {}
-        for worker in self.workers:
-            if worker.others_s != (work_s := others_s.get(worker.url, 0.0)):
-                worker.others_s = work_s
+        changed = {
+            url for url in others_s.keys() | self._others_s.keys() if others_s.get(url) != self._others_s.get(url)
+        }
+        self._others_s = others_s
+        for worker in self.workers if changed else ():
+            if worker.url in changed:
+                worker.others_s = others_s.get(worker.url, 0.0)
                 self._update(worker)
 
     def set_up(self, worker: Worker, up: bool) -> None:
