@@ -1,21 +1,28 @@
 """What a supervised run across sites listens on, and what each port says to one without the key."""
 
 import json
+import os
 import re
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
+from subprocess import PIPE
+from time import sleep
 
+import psutil
 import pytest
 
 from tests.quickstart import TINY_QUICKSTART
+from weft.comm.native import Kind, build
 from weft.tools.benchmarks.survival.hosts import BedHosts
 from weft.tools.benchmarks.survival.run import SupervisedRun
 from weft.tools.netbed import missing
 
 DOCS = Path(__file__).parents[3] / "docs" / "wan.md"
+ATTACKER = Path(__file__).parents[2] / "security" / "attacker.c"
+CONNECTIONS = 1000
 HOST_PORT, GROUP = "the host's port", "gloo"
 SETTINGS = [
     *TINY_QUICKSTART,
@@ -90,6 +97,28 @@ def knock(bed, node, addresses):
     return json.loads(bed.run(node, command, capture_output=True, text=True, check=True, timeout=120).stdout)
 
 
+def crowd(bed, node, address):
+    """Open many connections from ``node``; no process of the run has many more files open meanwhile."""
+    program = build([ATTACKER], kind=Kind.program)
+    before = open_files()
+    command = [program, os.geteuid(), 30, 0, *address, CONNECTIONS]
+    with bed.popen(node, [str(word) for word in command], stdin=PIPE, stdout=PIPE, text=True) as attacker:
+        assert attacker.stdout.readline() == "ready\n"
+        sleep(0.3)
+        grown = {process: count - before.get(process, count) for process, count in open_files().items()}
+        assert json.loads(attacker.communicate("end")[0])["bytes_read"] == 0
+    assert max(grown.values()) < CONNECTIONS / 2, (address, grown)
+
+
+def open_files():
+    """How many files each process of this test's runs has open."""
+    counts = {}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            counts[process.pid] = process.num_fds()
+    return counts
+
+
 def documented():
     """The rows of the table of ports, by their first column."""
     section = DOCS.read_text().partition("## Ports")[2].partition("\n## ")[0]
@@ -136,5 +165,7 @@ def test_every_port_of_a_supervised_run_is_in_the_table_and_refuses_who_has_no_k
         assert between
         for pair in between:
             assert {*pair} & known[HOST_PORT], f"{pair} crosses sites, and is in no row of the table"
+        for address in sorted({address for addresses in known.values() for address in addresses}):
+            crowd(bed, second if address[0] == bed.address(first) else first, address)
         run.wait_for_step(run.step + 3)
         assert len(run.events("attempt")) == 1, "no attempt but the first"
