@@ -85,6 +85,7 @@ def parity() -> argparse.ArgumentParser:
         parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help="of --all: ranks that share layers")
     exchanges = [one.name for one in ContextExchange]
     parser.add_argument("--exchange", choices=exchanges, default="auto", help="of --all --context: between these ranks")
+    parser.add_argument("--schedules", action="store_true", help="of --all with an axis: under zbv, dualpipev and auto")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="of --all: processes at a time")
     parser.add_argument("--seconds", type=float, default=0.0, metavar="S", help="of --all: start none after these")
     parser.add_argument("--format", choices=("text", "json"), default="text")

@@ -91,7 +91,15 @@ def _divided(model: PreTrainedModel, plan: TensorPlan, layers: str) -> Iterator[
 def _require_factors(model: PreTrainedModel, plan: TensorPlan, size: int, layers: str) -> None:
     """Refuse adapters of divided matrices that are more than the two factors of LoRA."""
     for path, module in model.get_submodule(layers).named_modules(prefix=layers):
-        if not isinstance(module, BaseTunerLayer) or plan.style(path) is None:
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        adapted = getattr(module, "parameter_name", "")  # of a module whose parameter peft adapts, such as experts
+        if adapted and plan.style(f"{path}.{adapted}") is not None:
+            raise UnshareableError(
+                f"parallel.tensor={size}: {path} has an adapter of its {adapted}, which cannot be divided as it is; "
+                "leave it out of the adapter's targets, or set parallel.tensor=1"
+            )
+        if plan.style(path) is None:
             continue
         own = [name for name, _ in module.named_parameters() if not name.startswith("base_layer.")]
         if other := [name for name in own if not _FACTOR.fullmatch(name)]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,12 @@ from weft.engine.stages.context import part_of
 from weft.engine.stages.from_model import stages_from_model
 from weft.engine.stages.packed import tell_rows
 from weft.engine.stages.split import split_layers
+from weft.engine.stages.stage import Stage
+
+Train = Callable[
+    [Callable[[AxisGroups], list[Stage]], AxisGroups, Sequence[Batch], Tensor], tuple[list[Stage], Outcome]
+]
+"""Makes a member's stages for its groups, trains them with its parts of micro-batches, and returns both."""
 
 
 def members_outcome(
@@ -31,6 +37,7 @@ def members_outcome(
     sizes: Mapping[str, int],
     num_stages: int = 1,
     exchange: ContextExchange = ContextExchange.gather,
+    train: Train | None = None,
 ) -> Outcome:
     """What members make of some micro-batches together, each with its part of a copy of a whole model.
 
@@ -39,6 +46,7 @@ def members_outcome(
         sizes: members along each axis.
         num_stages: to cut the model into.
         exchange: between members of a context group.
+        train: what a member does with its micro-batches; None runs them one after the other.
 
     Raises:
         Exception: the first that a member has raised.
@@ -48,21 +56,18 @@ def members_outcome(
 
     def member(groups: AxisGroups) -> tuple[AxisGroups, dict[str, Cut], Outcome]:
         axes = replace(groups, exchange=exchange)
-        with making:
-            stages = stages_from_model(copy.deepcopy(model), split, range(num_stages), axes)
-        last = stages[-1]
-        losses, logits = [], []
+
+        def make(axes: AxisGroups) -> list[Stage]:
+            with making:
+                return stages_from_model(copy.deepcopy(model), split, range(num_stages), axes)
+
         apart = max(1, axes.expert.size // axes.tensor.size)
+        mine = []
         for batch in batches[axes.expert.index // axes.tensor.size % apart :: apart]:
-            part = part_of(batch, axes.context)
-            tell_rows(part["position_ids"], batch["position_ids"])
-            output = last.output(run_stages(stages[:-1], part), part, num_items)
-            output.loss.backward()
-            losses.append(output.loss.detach())
-            with torch.no_grad():
-                logits.append(last.whole_logits(output.logits))
-        cuts = {name: cut for stage in stages for name, cut in stage.cuts.items()}
-        return axes, cuts, Outcome(torch.stack(logits), torch.stack(losses).sum(), gradients(stages))
+            mine.append(part_of(batch, axes.context))
+            tell_rows(mine[-1]["position_ids"], batch["position_ids"])
+        stages, outcome = (train or _train_in_turn)(make, axes, mine, num_items)
+        return axes, {name: cut for stage in stages for name, cut in stage.cuts.items()}, outcome
 
     results = run_in_threads(dict(sizes), member)
     firsts = [(axes, outcome) for axes, _, outcome in results if axes.tensor.index == 0]
@@ -72,6 +77,21 @@ def members_outcome(
         torch.stack([outcome.loss for _, outcome in firsts]).sum(),
         _summed(model, [(cuts, outcome) for _, cuts, outcome in results]),
     )
+
+
+def _train_in_turn(
+    make: Callable[[AxisGroups], list[Stage]], axes: AxisGroups, batches: Sequence[Batch], num_items: Tensor
+) -> tuple[list[Stage], Outcome]:
+    stages = make(axes)
+    last = stages[-1]
+    losses, logits = [], []
+    for batch in batches:
+        output = last.output(run_stages(stages[:-1], batch), batch, num_items)
+        output.loss.backward()
+        losses.append(output.loss.detach())
+        with torch.no_grad():
+            logits.append(last.whole_logits(output.logits))
+    return stages, Outcome(torch.stack(logits), torch.stack(losses).sum(), gradients(stages))
 
 
 def _summed(model: PreTrainedModel, results: Sequence[tuple[Mapping[str, Cut], Outcome]]) -> dict[str, Tensor]:

@@ -17,6 +17,8 @@ MEANING: Mapping[Verdict, str] = {
 }
 SHARED = ("tensor 2", "context 2", "context 2, ring", "expert 2")
 """Ranks along the axes inside of layers that the page has columns for."""
+SCHEDULED = ("tensor 2", "context 2")
+"""Those that are tried under schedules as well."""
 
 
 def summary(findings: Sequence[Finding]) -> str:
@@ -27,12 +29,17 @@ def summary(findings: Sequence[Finding]) -> str:
     return f"{len(findings)} causal architectures: {_counts(findings)}; {share} of those that could be tried are exact"
 
 
-def page(findings: Sequence[Finding], shared: Mapping[str, Sequence[Finding]]) -> str:
+def page(
+    findings: Sequence[Finding],
+    shared: Mapping[str, Sequence[Finding]],
+    scheduled: Mapping[str, Mapping[str, Finding]],
+) -> str:
     """The page `docs/architectures.md`.
 
     Args:
         findings: of stages.
         shared: of members of each of `SHARED`.
+        scheduled: of members of each of `SCHEDULED` under schedules, by type; some may be left out.
     """
     lines = [
         "# Architectures",
@@ -57,7 +64,7 @@ def page(findings: Sequence[Finding], shared: Mapping[str, Sequence[Finding]]) -
     ]
     for finding in _sorted(findings):
         lines += _rows(finding.model_type, finding.model_class, _cell(finding), finding.packing, finding.folder)
-    return "\n".join([*lines, "", *_shared_lines(shared)]) + "\n"
+    return "\n".join([*lines, "", *_shared_lines(shared), "", *_scheduled_lines(shared, scheduled)]) + "\n"
 
 
 def _shared_lines(shared: Mapping[str, Sequence[Finding]]) -> list[str]:
@@ -78,6 +85,33 @@ def _shared_lines(shared: Mapping[str, Sequence[Finding]]) -> list[str]:
     cells = {axis: {finding.model_type: _cell(finding) for finding in shared[axis]} for axis in SHARED}
     for name in sorted(cells[SHARED[0]]):
         lines += _rows(name, *(cells[axis][name] for axis in SHARED))
+    return lines
+
+
+def _scheduled_lines(
+    shared: Mapping[str, Sequence[Finding]], scheduled: Mapping[str, Mapping[str, Finding]]
+) -> list[str]:
+    """The part on axes under each kind of schedule that splits backwards or pairs micro-batches."""
+    exact = {axis: {f.model_type for f in shared[axis] if f.verdict is Verdict.exact} for axis in SCHEDULED}
+    lines = [
+        "## Inside of layers, by schedule",
+        "",
+        "Types that are exact above, under `zbv`, `dualpipev` and `auto`, by `weft parity --all --schedules` with "
+        "`--tensor 2` or `--context 2`: two members execute the schedule of two pipeline ranks with ZeRO's buckets, "
+        "split backwards and interleaved strand pairs; first the model with all biases that its config can switch on, "
+        "then with LoRA on all matrices, trained biases, a resized vocabulary and `modules_to_save`. *Exact* is exact "
+        "under every kind, in loss and gradients; tolerance 1e-4 of the largest value.",
+        "",
+    ]
+    for axis in SCHEDULED:
+        found = [finding for name, finding in scheduled[axis].items() if name in exact[axis]]
+        left_out = sorted(exact[axis] - scheduled[axis].keys())
+        rest = f"; not tried: {', '.join(left_out)}" if left_out else ""
+        lines.append(f"- **{axis}**: {_counts(found)}{rest}.")
+    lines += ["", *_rows("model_type", *SCHEDULED)]
+    for name in sorted(set().union(*exact.values())):
+        cells = (scheduled[axis].get(name) if name in exact[axis] else None for axis in SCHEDULED)
+        lines += _rows(name, *("" if cell is None else _cell(cell) for cell in cells))
     return lines
 
 

@@ -86,7 +86,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _all(args: argparse.Namespace) -> int:
     """Try every causal architecture, going on where an earlier call has stopped; 1 if one is silently wrong."""
-    from weft.tools.verification import architecture_page, architectures, shared_architectures
+    from weft.tools.verification import (
+        architecture_page,
+        architectures,
+        scheduled_architectures,
+        shared_architectures,
+    )
 
     types = architectures.causal_types()
     _require_known("causal architecture", args.archs, types)
@@ -96,7 +101,13 @@ def _all(args: argparse.Namespace) -> int:
         raise ValueError(f"--exchange {args.exchange}: no ranks share sequences; add --context 2")
     shared = shared_architectures.shared_text(sizes, exchange)
     inside = partial(shared_architectures.examine_shared, sizes=sizes, exchange=exchange)
-    trial = inside if shared else architectures.examine
+    trial: Callable[[str], architectures.Finding] = inside if shared else architectures.examine
+    if args.schedules:
+        if shared not in architecture_page.SCHEDULED:
+            raise ValueError("--schedules: no ranks share layers; add --tensor 2 or --context 2")
+        tried = architectures.read_findings(file, shared)
+        trial = partial(scheduled_architectures.examine_scheduled, sizes=sizes, known=tried)
+        shared = scheduled_architectures.scheduled_text(sizes)
     found = architectures.read_findings(file, shared)
 
     def note(finding: architectures.Finding) -> None:
@@ -118,7 +129,10 @@ def _all(args: argparse.Namespace) -> int:
                     f"--table: {len(missing)} architectures are still to be tried{axes}; call again without --table"
                 )
         whole, *others = (list(of_kind.values()) for of_kind in known.values())
-        text = architecture_page.page(whole, dict(zip(architecture_page.SHARED, others, strict=True)))
+        scheduled = {
+            kind: architectures.read_findings(file, f"{kind}, schedules") for kind in architecture_page.SCHEDULED
+        }
+        text = architecture_page.page(whole, dict(zip(architecture_page.SHARED, others, strict=True)), scheduled)
         Path(args.table).expanduser().write_text(text)
     return int(any(finding.verdict is architectures.Verdict.wrong for finding in findings))
 

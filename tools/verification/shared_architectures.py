@@ -50,7 +50,7 @@ def examine_shared(
     def found(verdict: Verdict, reason: str = "") -> Finding:
         return Finding(model_type, cls.__name__, verdict, reason, shared=shared)
 
-    _raise_vocabulary(config, sizes.get("tensor", 1))
+    raise_vocabulary(config, sizes.get("tensor", 1))
     notes = []
     try:
         _check(config, sizes, exchange, packing=False)
@@ -77,7 +77,7 @@ def _refused_by_name(model_type: str, sizes: Mapping[str, int]) -> str:
     """Why members cannot divide an architecture, where its config alone says so, which takes no small copy."""
     try:
         config = small_config(model_type)
-        _raise_vocabulary(config, sizes.get("tensor", 1))
+        raise_vocabulary(config, sizes.get("tensor", 1))
         refuse_unshareable(config, tensor=sizes.get("tensor", 1), expert=sizes.get("expert", 1))
     except UnshareableError as error:
         return reason_of(error)
@@ -91,7 +91,7 @@ def _check(config: PreTrainedConfig, sizes: Mapping[str, int], exchange: Context
     check_axes(config, tensor=tensor, context=context, expert=expert, exchange=exchange, packing=packing)
 
 
-def _raise_vocabulary(config: PreTrainedConfig, members: int) -> None:
+def raise_vocabulary(config: PreTrainedConfig, members: int) -> None:
     """To what members can divide, as for a new model."""
     text = config.get_text_config()
     if isinstance(getattr(text, "vocab_size", None), int):

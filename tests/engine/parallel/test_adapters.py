@@ -3,7 +3,7 @@
 import peft
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from weft.engine.stages.batch import count_label_tokens
 from weft.engine.stages.checking import tried_batch
@@ -53,6 +53,14 @@ def test_adapters_of_divided_matrices_match_peft(settings, stages):
     model.zero_grad()
     off = difference(members_outcome(model, [batch], items, {"tensor": 2}, stages), want)
     assert off.worst < 1e-6, off
+
+
+def test_adapters_of_divided_experts_are_refused():
+    config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_local_experts=4, **SIZES)
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=[], target_parameters=["experts.gate_up_proj"])
+    model = peft.get_peft_model(MixtralForCausalLM(config), lora)
+    with pytest.raises(ValueError, match=r"parallel\.tensor=2: .*experts has an adapter of its gate_up_proj"):
+        members_outcome(model, [tried_batch(model.get_base_model())], torch.tensor(1), {"tensor": 2})
 
 
 @pytest.mark.parametrize(

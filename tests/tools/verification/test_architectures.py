@@ -2,15 +2,18 @@
 
 import os
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import transformers
 
 from weft.conf.schema import ContextExchange
+from weft.engine.backward import SavedForward
 from weft.tools.verification import architectures, parity, shared_architectures
-from weft.tools.verification.architecture_page import SHARED, page, summary
+from weft.tools.verification.architecture_page import SCHEDULED, SHARED, page, summary
 from weft.tools.verification.architectures import Finding, Verdict, examine, read_findings, write_finding
+from weft.tools.verification.scheduled_architectures import examine_scheduled
 from weft.tools.verification.shared_architectures import examine_shared
 
 FOUND = [
@@ -44,6 +47,28 @@ def test_refused_and_untried():
 def test_shared_inside_of_layers(model_type, sizes, verdict, reason):
     found = examine_shared(model_type, sizes)
     assert found.verdict is verdict and reason in found.reason, found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "verdict"),
+    [("gpt_neox", {"tensor": 2}, Verdict.exact), ("gpt2", {"tensor": 2}, Verdict.refused)],
+)
+def test_schedules_inside_of_layers(model_type, sizes, verdict):
+    """Under zbv, dualpipev and auto, with biases, and with adapters and a resized vocabulary."""
+    found = examine_scheduled(model_type, sizes)
+    assert found.verdict is verdict and found.shared == "tensor 2, schedules", found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_bias_reduced_after_its_first_gradient_is_wrong(monkeypatch):
+    """The table finds what it has to: a bucket that does not wait for a bias's gradient of W."""
+    monkeypatch.setattr(SavedForward, "coming", lambda saved: saved.tape and +(Counter(saved.tape._kept)))
+    known = {"gpt_neox": Finding("gpt_neox", "GPTNeoXForCausalLM", Verdict.exact)}
+    found = examine_scheduled("gpt_neox", {"tensor": 2}, known)
+    assert found.verdict is Verdict.wrong and "a gradient came after the last one" in found.reason, found
 
 
 @pytest.mark.parametrize(
@@ -83,7 +108,11 @@ def test_findings_are_kept(tmp_path):
 
 def test_the_page():
     assert "1 exact, 1 refused, 1 untried, 0 WRONG; 50 % of those" in summary(FOUND)
-    lines = page(FOUND, dict.fromkeys(SHARED, FOUND)).splitlines()
+    scheduled = {"tensor 2": {"llama": FOUND[0]}, "context 2": {}}
+    lines = page(FOUND, dict.fromkeys(SHARED, FOUND), scheduled).splitlines()
+    assert "- **tensor 2**: 1 exact, 0 refused, 0 untried, 0 WRONG." in lines
+    assert "- **context 2**: 0 exact, 0 refused, 0 untried, 0 WRONG; not tried: llama." in lines
+    assert "| llama | exact |  |" in lines
     assert "| llama | LlamaForCausalLM | exact | apart | loads and exports |" in lines
     assert r"| gemma3n | Gemma3nForCausalLM | refused: layers \| share |  |  |" in lines
     assert "| llama | exact | exact | exact | exact |" in lines
@@ -93,10 +122,10 @@ def test_the_page():
 PAGE = Path(__file__).parents[3] / "docs" / "architectures.md"
 
 
-def _findings_of(text: str) -> tuple[list[Finding], dict[str, list[Finding]]]:
-    """What a page says: of stages, and of members of each axis."""
+def _findings_of(text: str) -> tuple[list[Finding], dict[str, list[Finding]], dict[str, dict[str, Finding]]]:
+    """What a page says: of stages, of members of each axis, and of those under schedules."""
     version = re.search(r"Every type that transformers (\S+) has", text).group(1)
-    stages, shared = text.split("## Inside of layers")
+    stages, shared, by_schedule = re.split(r"## Inside of layers.*", text)
     rows = [[cell.strip().replace(r"\|", "|") for cell in row] for row in _rows_of(stages)]
     of_axes = [[cell.strip().replace(r"\|", "|") for cell in row] for row in _rows_of(shared)]
     classes = {model_type: model_class for model_type, model_class, *_ in rows}
@@ -106,10 +135,18 @@ def _findings_of(text: str) -> tuple[list[Finding], dict[str, list[Finding]]]:
         name = classes[model_type]
         return Finding(model_type, name, Verdict(verdict), reason, *rest, transformers=version, **more)
 
-    return [finding(name, *cells) for name, _, *cells in rows], {
-        axis: [finding(row[0], row[column], shared=axis) for row in of_axes]
-        for column, axis in enumerate(SHARED, start=1)
-    }
+    scheduled = [[cell.strip().replace(r"\|", "|") for cell in row] for row in _rows_of(by_schedule)]
+    return (
+        [finding(name, *cells) for name, _, *cells in rows],
+        {
+            axis: [finding(row[0], row[column], shared=axis) for row in of_axes]
+            for column, axis in enumerate(SHARED, start=1)
+        },
+        {
+            axis: {row[0]: finding(row[0], row[column]) for row in scheduled if row[column]}
+            for column, axis in enumerate(SCHEDULED, start=1)
+        },
+    )
 
 
 def _rows_of(part: str) -> list[list[str]]:
@@ -120,7 +157,7 @@ def _rows_of(part: str) -> list[list[str]]:
 def test_the_page_of_the_docs_is_of_the_types_that_there_are():
     """It is what `page` writes of its own rows, so that counts, too, are true; and those are of this transformers."""
     text = PAGE.read_text()
-    stages, shared = _findings_of(text)
+    stages, shared, scheduled = _findings_of(text)
     assert {finding.transformers for finding in stages} == {transformers.__version__}, "run `weft parity --all`"
     assert [finding.model_type for finding in stages] == architectures.causal_types()
     assert {name: architectures.causal_class(name) for name in architectures.causal_types()} == {
@@ -128,8 +165,10 @@ def test_the_page_of_the_docs_is_of_the_types_that_there_are():
     }
     for axis in SHARED:
         assert [finding.model_type for finding in shared[axis]] == architectures.causal_types(), axis
-    assert page(stages, shared) == text
-    assert Verdict.wrong not in {finding.verdict for found in (stages, *shared.values()) for finding in found}
+    assert page(stages, shared, scheduled) == text
+    found = [*stages, *(finding for some in shared.values() for finding in some)]
+    found += [finding for some in scheduled.values() for finding in some.values()]
+    assert Verdict.wrong not in {finding.verdict for finding in found}
 
 
 def _die(model_type: str) -> Finding:
