@@ -90,6 +90,14 @@ def make_run_folder(path: Path) -> None:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
+def make_shared_folder(path: Path) -> None:
+    """Create a run's folder, or open it, for the users that the umask lets read."""
+    path.mkdir(parents=True, exist_ok=True)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    path.chmod(0o777 & ~mask)
+
+
 def split_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """Split variables into those that may appear in a process list and those for the file of secrets."""
     secret = {name: value for name, value in variables.items() if any(word in name.upper() for word in _WORDS)}

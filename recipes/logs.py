@@ -78,7 +78,8 @@ class JsonLines:
         """Append a line."""
         values = {name: value if isfinite(value) else None for name, value in metrics.items()}
         self._waiting += json.dumps({"step": step, "kind": kind, **values}).encode() + b"\n"
-        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        mode = self._path.parent.stat().st_mode & 0o666  # as open as the run's folder
+        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, mode)
         size = os.fstat(file).st_size
         try:
             written = 0

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from weft.conf import load
 from weft.conf.batch import fit_batch
-from weft.conf.private import take_secrets, write_private
+from weft.conf.private import make_shared_folder, take_secrets, write_private
 from weft.conf.processes import end_process
 from weft.conf.run_lock import RunLock
 from weft.conf.schema import WeftConfig
@@ -214,6 +214,8 @@ def _open_memory(config: WeftConfig, engine: WeftEngine) -> None:
 
 def _lock_folder(config: WeftConfig, folder: Path) -> RunLock:
     """Lock the run's folder, and write the configuration into it."""
+    if config.train.shared:
+        make_shared_folder(folder)
     lock = RunLock(folder)
     write_private(folder / "config.yaml", to_yaml(config))
     return lock

@@ -6,10 +6,13 @@ import atexit
 import difflib
 import gc
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 
 COMMANDS = {
     "launch": ("weft.tools.launch_command", "check a configuration, start a run and supervise it"),
@@ -32,6 +35,8 @@ COMMANDS = {
 }
 LIGHT_HELP = ("train", "check", "profile", "emulate", "parity")
 """Commands whose modules take seconds to import; `weft.tools.parsers` has their options."""
+OWN_SIGNALS = ("launch", "serve", "controller", "train")
+"""Commands that handle SIGTERM themselves; the others unwind, so that no temporary folder or process stays."""
 BAD_INPUT = 2
 
 
@@ -52,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(COMMANDS)}"
         print(f"weft: there is no command {command!r}; {hint}", file=sys.stderr)
         return BAD_INPUT
+    if argv is None and command not in OWN_SIGNALS:
+        signal.signal(signal.SIGTERM, partial(_unwind, os.getpid()))
     try:
         _require_home()
         if command in LIGHT_HELP and {"-h", "--help"} & set(rest):
@@ -66,6 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _unwind(process: int, number: int, _frame: FrameType | None) -> None:
+    if os.getpid() == process:
+        raise SystemExit(128 + number)
+    signal.signal(number, signal.SIG_DFL)  # a fork, which has nothing to clear up
+    os.kill(os.getpid(), number)
 
 
 def _require_home() -> None:

@@ -17,6 +17,7 @@ from weft.conf.batch import check_world
 from weft.conf.checks import virtual_stages
 from weft.conf.hosts import is_loopback, read_hostfile, world_size
 from weft.conf.owners import own_folder
+from weft.conf.private import make_run_folder, make_shared_folder
 from weft.conf.schema import Attention, ClusterManager, Precision, WeftConfig
 from weft.engine.planning.schedules import open_placements, read_costs
 from weft.tools.gpus import num_gpus
@@ -179,7 +180,7 @@ def check_run_folder(config: WeftConfig) -> None:
     """Check that the run's folder can be written, with room for more than its logs."""
     folder = Path(config.train.output_dir).expanduser() / config.train.name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_shared_folder(folder) if config.train.shared else make_run_folder(folder)
         _try_to_write(folder)
     except OSError as error:
         raise ValueError(f"train.output_dir={config.train.output_dir}: {error.strerror}; choose another") from error

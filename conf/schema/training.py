@@ -73,6 +73,9 @@ class TrainConfig:
     """Name of the run; its folder is `output_dir/name`."""
     output_dir: str = "runs"
     """Parent folder of run folders."""
+    shared: bool = False
+    """Let other users read checkpoints, exports, metrics and plots of the run, as the umask says; otherwise its folder
+    is private (0700). Settings and the supervisor's files are private in any case."""
     steps: int = 100
     """Number of optimiser steps."""
     epochs: float = 0.0

@@ -148,6 +148,7 @@ def put(temporary: Path, target: Path) -> None:
     if target.exists():
         discard(replaced)
         durable.rename(target, replaced)
+    temporary.chmod(0o700 | target.parent.parent.stat().st_mode & 0o055)  # as open as the run's folder
     durable.rename(temporary, target)
     discard(replaced)
 
