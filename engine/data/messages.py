@@ -10,8 +10,10 @@ from weft.conf.schema import DataConfig
 
 _NEEDED = ("role", "content")
 _SHAREGPT = ("from", "value")
-ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatbot": "assistant"}
+ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(("gpt", "bot", "model", "chatbot"), "assistant")
 """What ShareGPT's ``from`` calls a role; other names stay."""
+CALLER = "function_call"
+"""What ShareGPT's ``from`` calls a turn of the assistant whose ``value`` is a call, or a list of them, as JSON."""
 PROMPTED = ("prompt", "completion")
 INSTRUCTED = ("instruction", "output")
 FORMS = "messages; conversations; prompt and completion; or instruction, input and output"
@@ -118,7 +120,20 @@ def _with_role(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not all(isinstance(message.get(name), str) for name in _SHAREGPT) or any(message.get(n) for n in _NEEDED):
         return message
     more = {name: value for name, value in message.items() if name not in (*_SHAREGPT, *_NEEDED)}
+    if message["from"] == CALLER and (calls := _calls(message["value"])):
+        return {"role": "assistant", "tool_calls": calls, **more}
     return {"role": ROLES.get(message["from"], message["from"]), "content": message["value"], **more}
+
+
+def _calls(text: str) -> list[dict[str, Any]]:
+    """The calls of tools in JSON text; empty if it has none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return []
+    found = found if isinstance(found, list) else [found]
+    is_calls = all(isinstance(each, Mapping) and "name" in each for each in found)
+    return [{"type": "function", "function": each} for each in found] if is_calls else []
 
 
 def message_fault(messages: Any) -> str | None:

@@ -114,6 +114,18 @@ def test_tables_do_not_add_keys_of_other_rows(tokenizer, tmp_path, form, streami
     assert "null" not in texts[0] and "city" not in texts[0]
 
 
+def test_calls_in_sharegpt_s_form_are_calls(tokenizer, write, tmp_path):
+    """Otherwise they are turns of an unknown role, which are not learnt."""
+    call_text = json.dumps({"name": "tide", "arguments": {"port": "Bergen"}})
+    said = [("human", "tide?"), ("function_call", call_text), ("observation", "low"), ("gpt", "It is low.")]
+    rows = [
+        {"conversations": [{"from": who, "value": what} for who, what in said], "tools": json.dumps([tool("tide")])}
+    ]
+    ((text, counted),) = read(config(write("a.jsonl", rows), tmp_path, chat_template=TEMPLATE), tokenizer, 1)
+    assert counted == f"CALL {json.dumps(call('tide', {'port': 'Bergen'}))}<|end_turn|>It is low.<|end_turn|>"
+    assert "<|turn|>tool\nlow" in text and text.startswith(json.dumps([tool("tide")]))
+
+
 DATES = [
     "2019-11-30",
     "2019-11-30T10:00:00Z",

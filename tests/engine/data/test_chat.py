@@ -261,7 +261,7 @@ def test_an_export_has_the_template_that_was_trained_with(tokenizer, tmp_path, m
     file.write_text(CHATML)
     config = WeftConfig()
     config.data.kind, config.data.chat_template = DataKind.chat, str(file)
-    monkeypatch.setattr(finish, "export", lambda engine, folder, *, tokenizer: tokenizer.save_pretrained(folder))
+    monkeypatch.setattr(finish, "export", lambda engine, folder, *, tokenizer, **_: tokenizer.save_pretrained(folder))
     monkeypatch.setattr(finish, "print_once", lambda text: None)
     monkeypatch.setattr(finish.dist, "barrier", lambda: None)
     finish.finish(config, None, tokenizer, tmp_path)
