@@ -51,7 +51,7 @@ class Origin:
         if not saved or saved["base"] == self.base or exported:
             return
         raise OtherBaseError(
-            f"{checkpoint}: it was trained from {_shown(saved['base'], saved['path'])}, and this run's model is "
+            f"{checkpoint}: it was trained from {_shown(saved['base'], saved['path'])}, and this run begins from "
             f"{_shown(self.base, self.path)}: other weights. Give the model that the checkpoint was trained from, or "
             "start anew with another train.name or with checkpoint.resume=never"
         )
