@@ -27,6 +27,10 @@ def fault_of_ends(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now
     rank = cause(ends)
     end = ends[rank]
     culprit = _named(end.ranks or (rank,), layout)
+    if (
+        end.kind is FaultKind.bad_numbers and not end.ranks
+    ):  # all ranks end alike, the first of them is no more to blame
+        culprit = {}
     evidence = end.message.splitlines()[0] if end.message else ""
     if all_lost(ends):
         culprit, waited = _awaited(ends, layout, watch, now)

@@ -395,3 +395,12 @@ def test_bad_input_that_a_rank_has_printed_is_not_repeated():
     world.report("a", codes={0: 2}, ends={0: end}, lines={0: ["weft train: data.path=x: gone; give another"]})
     world.settle()
     assert world.job.code == 2 and not world.said
+
+
+def test_bad_numbers_that_all_ranks_report_are_blamed_on_no_rank():
+    world = World()
+    world.train()
+    world.kill(0, kind=FaultKind.bad_numbers, status=1, step=7)
+    world.settle()
+    (fault,) = world.events("fault")
+    assert fault["culprit"] == {} and world.job.code == 1
