@@ -14,7 +14,7 @@ from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from weft.conf.owners import own_folder
+from weft.conf.owners import is_trusted, own_folder
 from weft.conf.schema import DataConfig, ModelConfig
 from weft.engine.data.corpus import load_corpus
 
@@ -60,12 +60,14 @@ def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerB
 
 
 def corpus_tokenizer(cache: Path) -> PreTrainedTokenizerBase:
-    """The cached BPE of this Python's embedded corpus; the first process trains it."""
+    """The cached BPE of this Python's embedded corpus; trained if the cache has none that only this user can change."""
     corpus = load_corpus()
     own_folder(cache, "data.cache_dir")
     folder = cache / f"tokenizer-{corpus.sha256[:12]}-{VOCABULARY}"
-    if not folder.exists():
+    if not folder.exists() or not is_trusted(folder):
         with FileLock(f"{folder}.lock"):
+            if folder.exists() and not is_trusted(folder):
+                os.rename(folder, tempfile.mkdtemp(prefix=f".{folder.name}-untrusted-", dir=cache))
             if not folder.exists():
                 _publish(train_bpe(corpus.texts), folder)
     return AutoTokenizer.from_pretrained(folder)

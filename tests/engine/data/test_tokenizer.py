@@ -73,6 +73,15 @@ def test_it_is_trained_once_and_then_read(tmp_path, small_corpus, monkeypatch):
     ]
 
 
+def test_one_that_others_could_have_changed_is_trained_anew(tmp_path, small_corpus):
+    first = corpus_tokenizer(tmp_path)
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    (folder / "tokenizer.json").write_text("{}")
+    folder.chmod(0o777)
+    assert tokenizer_sha256(corpus_tokenizer(tmp_path)) == tokenizer_sha256(first)
+    assert not folder.stat().st_mode & 0o077
+
+
 def test_a_draft_that_failed_leaves_nothing_behind(tmp_path, small_corpus, monkeypatch):
     def broken(*_):
         raise OSError("disk full")
