@@ -23,11 +23,12 @@ def sealed_afterwards() -> Iterator[None]:
     gloo connects all members of a group when the group is made, takes whoever names the right number, and
     listens as long as the group lives. In this process nothing else may begin to listen meanwhile.
     """
-    before = _listening()
+    before = _sockets()
     yield
-    for file in _listening().keys() - before.keys():
-        with socket.socket(fileno=os.dup(file[0])) as listener:
-            _seal(listener)
+    for file in _sockets().items() - before.items():
+        with suppress(OSError), socket.socket(fileno=os.dup(file[0])) as end:
+            if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                _seal(end)
 
 
 def _seal(listener: socket.socket) -> None:
@@ -38,14 +39,11 @@ def _seal(listener: socket.socket) -> None:
         log.warning("%s:%d goes on accepting connections of anybody: %s", *listener.getsockname()[:2], error)
 
 
-def _listening() -> dict[tuple[int, str], None]:
-    """The listening sockets of this process: the descriptor, and the socket behind it."""
-    found: dict[tuple[int, str], None] = {}
+def _sockets() -> dict[int, str]:
+    """The sockets of this process: the descriptor, and the kernel's name of the socket behind it."""
+    found: dict[int, str] = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as end:
-                    if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        found[int(name), target] = None
+            if (target := os.readlink(f"/proc/self/fd/{name}")).startswith("socket:"):
+                found[int(name)] = target
     return found

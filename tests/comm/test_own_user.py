@@ -1,17 +1,16 @@
 """Listeners of torch's library close connections of other users, before they send and after."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch.distributed as dist
 
 from weft.comm import own_user
 from weft.comm.own_user import refuse_other_users
-from weft.comm.sites.sealing import _listening
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 OTHER = 54321
@@ -40,12 +39,17 @@ print(*sorted(set(heard)))
 def listener(request):
     """Address of a gloo device of this process, and the device."""
     refuse_other_users(one_host=True)
-    before = _listening()
+    before = listeners()
     device = dist.ProcessGroupGloo.create_device(hostname=getattr(request, "param", "127.0.0.1"))
-    (found,) = [file for file, _ in _listening().keys() - before.keys()]
-    with socket.socket(fileno=os.dup(found)) as end:
-        yield end.getsockname()[:2]
+    (address,) = listeners() - before
+    yield address
     del device
+
+
+def listeners():
+    """The addresses at which this process listens."""
+    found = psutil.Process().net_connections("tcp")
+    return {tuple(each.laddr) for each in found if each.status == psutil.CONN_LISTEN}
 
 
 def connect(address, user, count=1):
