@@ -146,7 +146,7 @@ def _request(args: argparse.Namespace, cluster: Cluster, work: ModelWork) -> Req
         max_cost_per_hour=number(args.max_cost_per_hour, "--max-cost-per-hour"),
         home=_home(cluster, args.keep_data_in),
         pins=pins,
-        effort=90_000 if len(cluster.sites) <= FEW_SITES else 300_000,
+        effort=20_000 if len(cluster.sites) <= FEW_SITES else 110_000,
     )
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Any
 
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Shape
+from weft.pipeline.planner.request import MOST_CELL
 from weft.pipeline.planner.routes import Route
 from weft.pipeline.planner.shapes import room
 from weft.pipeline.planner.speeds import Speed, Speeds, timing_key
 from weft.pipeline.planner.workload import LayerWork
 from weft.pipeline.states import USABLE
 
-MOST_CELL = 8
-"""Replicas that are compared as one DP-cell; more is rarely better (Atlas takes communication over compute)."""
 ANYWHERE = Route((), ())
 
 
@@ -28,6 +28,7 @@ class _Hops:
         way_s: of each hop; ``sent_s`` until it has left, one pair of hosts at a time, and ``held_s`` for which the
             uplink is held.
         quickest_s: of so many of the quickest hops together.
+        cell: replicas that pool their uplinks at most: each sends one after the other, so much faster.
         least_way_s: of the quickest hop from a site, or from any (None); ``least_sent_s`` and ``least_held_s`` alike.
     """
 
@@ -38,6 +39,7 @@ class _Hops:
     least_way_s: dict[int | None, float]
     least_sent_s: dict[int | None, float]
     least_held_s: dict[int | None, float]
+    cell: int
 
 
 class Bounds:
@@ -70,7 +72,6 @@ class Bounds:
         ways_s, uplink_s, sending_s = crossing
         speeds, ranks, count = self._speeds.of(shape), self._ranks(shape, route), shape.microbatches
         least, last_way_s = self._least_of(shape, route), ways_s[-1][1]
-        fullest = -(-len(self._work.layers) // shape.num_stages)
         spans, through, first = [], [], 0
         for site, held, way_s in _spans(ranks, ways_s, len(route.sites)):
             before = first + (held - 1) / 2  # ranks, on average: a layer at least goes through each
@@ -80,15 +81,73 @@ class Bounds:
             )
             first += held
         pipeline_s = max(
-            count * fullest * least.layer_s,
+            count * self._slowest_s(least, shape.num_stages),
             sending_s,
-            least.through_s + 2 * shape.crossings * last_way_s + (count - 1) * uplink_s,
+            least.through_s + 2 * shape.crossings * last_way_s + (count - 1 / self._hops(shape).cell) * uplink_s,
             count * shape.crossings * uplink_s,
             _shared_s(spans, count),
             _shared_s(through, count),
             count * self._layers_held(shape) * least.layer_through_s,
         )
         return pipeline_s + least.ends_s
+
+    def family_s(self, family: Shape, stages: int) -> float:
+        """Seconds that no step of a family's shapes takes less than that have so many stages, or fewer.
+
+        Layouts of more ranks than any site has room for cross a link at least; that is for so many stages alone.
+        """
+        key = ("family", *timing_key(replace(family, zero_stage=1)), family.replicas_of_route)
+        if key not in self._known:
+            speeds, caps = self._speeds.of(replace(family, zero_stage=1)), self.caps(family)
+            held = [speeds[site] for site, cap in enumerate(caps) if cap]
+            self._known[key] = Speed(*map(min, zip(*held, strict=True))), max(caps)
+        least, most = self._known[key]
+        count, hops = family.microbatches, self._hops(family) if stages > most else None
+        sent_s = hops.least_sent_s.get(None, inf) if hops else 0.0
+        through_s = least.through_s + (2 * hops.least_way_s.get(None, inf) if hops else 0.0)
+        slowest_s = max(self._slowest_s(least, stages), least.whole_s / stages, sent_s)
+        across_s = self._estimates.least_across_s(self.part(stages), family)
+        return max(count * slowest_s, through_s + (count - (1 / hops.cell if hops else 1)) * sent_s) + across_s
+
+    def most_stages(self, family: Shape) -> int:
+        """Stages that the roomiest site has room for."""
+        return max(self.caps(family))
+
+    def together_s(self, whole: Shape) -> tuple[float, float]:
+        """Seconds in which all GPUs share the work of one micro-batch, and the least price of it, of a GPU."""
+        speeds, caps = self._speeds.of(whole), self.caps(whole)
+        rate = sum(cap / speeds[site].whole_s for site, cap in enumerate(caps) if cap)
+        prices = [self._cluster.sites[site].price * speeds[site].whole_s for site, cap in enumerate(caps) if cap]
+        return 1 / rate, min(prices)
+
+    def going_on_s(self, shape: Shape, route: Route, site: int) -> float:
+        """Seconds of a step of a pipeline that goes on from a site of its route to another."""
+        hops, route = self._hops(shape), route.last(shape)
+        chain = (*route.sites, site) if sum(route.stages) < shape.num_stages else (site,)
+        if site not in hops.least_way_s:
+            return inf
+        way_s = sum(hops.way_s[pair] for pair in pairwise(chain)) + hops.least_way_s[site]
+        sent_s = max([hops.least_sent_s[site], *(hops.sent_s[pair] for pair in pairwise(chain))])
+        least, count = self._least_of(shape, ANYWHERE), shape.microbatches * shape.crossings
+        through_s = least.through_s + 2 * shape.crossings * way_s + (shape.microbatches - 1 / hops.cell) * sent_s
+        return max(through_s, count * sent_s) + least.ends_s
+
+    def hop_s(self, shape: Shape, here: int, there: int) -> float:
+        """Seconds of a micro-batch between two sites, with as large a DP-cell as there may be."""
+        return self._hops(shape).way_s[here, there]
+
+    def _slowest_s(self, least: Speed, num_stages: int) -> float:
+        """What a micro-batch takes at least on the rank that takes longest, if each layer takes the least of any."""
+        num_stages = min(num_stages, len(self._work.layers))
+        key = ("slowest", least.layer_s, least.after_s, num_stages)
+        if key not in self._known:
+            layers, found = len(self._work.layers), inf
+            for last in range(1, layers - num_stages + 2):
+                others = -(-(layers - last) // (num_stages - 1)) if num_stages > 1 else 0
+                if others * least.layer_s < found and (num_stages > 1 or last == layers):
+                    found = min(found, max(last * least.layer_s + least.after_s, others * least.layer_s))
+            self._known[key] = found
+        return self._known[key]
 
     def crowded_s(self, shape: Shape, in_flight: int) -> float:
         """A step in which so many micro-batches at a time are on their way through the whole model and back."""
@@ -248,6 +307,7 @@ class Bounds:
                 least_way_s=_least(way_s),
                 least_sent_s=_least(sent_s),
                 least_held_s=_least(held_s),
+                cell=cell,
             )
         return self._known[key]
 

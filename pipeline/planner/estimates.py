@@ -21,6 +21,18 @@ MANY_BYTES = 1e15
 """That what they take says what one takes."""
 STARTING_S = 2e-5
 """Seconds per member to start a collective between hosts (alpha of NCCL's rings)."""
+FIELDS = (
+    "parameters",
+    "expert_parameters",
+    "matmul_flops",
+    "attention_flops",
+    "activation_bytes",
+    "unrecomputed_bytes",
+    "working_bytes",
+    "routed_bytes",
+    "routed_layers",
+)
+"""The fields of `LayerWork`."""
 _ZERO = [ZeroConfig(stage=stage) for stage in range(4)]
 STEP_BYTES = 30
 """Bytes of memory traffic per stepped weight: reads and writes of fp32 weight and moments, gradient, bf16 weight."""
@@ -36,19 +48,8 @@ class Estimates:
     @cached_property
     def _sums(self) -> dict[str, list[float]]:
         """Sums over the layers before each, by field."""
-        names = (
-            "parameters",
-            "expert_parameters",
-            "matmul_flops",
-            "attention_flops",
-            "activation_bytes",
-            "unrecomputed_bytes",
-            "working_bytes",
-            "routed_bytes",
-            "routed_layers",
-        )
         return {
-            name: list(accumulate((getattr(layer, name) for layer in self.work.layers), initial=0)) for name in names
+            name: list(accumulate((getattr(layer, name) for layer in self.work.layers), initial=0)) for name in FIELDS
         }
 
     @cached_property
@@ -95,24 +96,32 @@ class Estimates:
 
     def stage_cost(self, work: LayerWork, num_layers: int, shape: Shape, site: Site) -> StageCost:
         """Seconds and bytes of a pipeline rank's micro-batch."""
-        shared = shape.gpus_per_rank
-        speed = site.gpu.flops_per_s * self.cluster.efficiency * shared / shape.microbatch_size
-        matmul_s, attention_s = work.matmul_flops / speed, work.attention_flops / speed
-        exchanged_s = self.layer_collectives_s(work, num_layers, shape, site)
-        gathered_s = self.weights_s(work, shape, site)
-        forward_s = max(matmul_s + attention_s + exchanged_s, gathered_s)
-        again_s = matmul_s + attention_s + exchanged_s if shape.checkpointing else 0.0
+        forward_s, input_s, weight_s = self.stage_seconds(work, num_layers, shape, site)
         saved = self.activation_bytes(work, num_layers, shape)
         return StageCost(
             forward_s=forward_s,
-            input_s=max(matmul_s + 2 * attention_s + exchanged_s + again_s, gathered_s),
-            weight_s=matmul_s,
+            input_s=input_s,
+            weight_s=weight_s,
             activation_bytes=saved,
             weight_saved_bytes=saved,
             output_bytes=self.work.message_bytes * shape.microbatch_size,
         )
 
-    def layer_collectives_s(self, work: LayerWork, num_layers: int, shape: Shape, site: Site) -> float:
+    def stage_seconds(self, work: LayerWork, num_layers: Any, shape: Shape, site: Site) -> tuple[Any, Any, Any]:
+        """Seconds of a rank's forward, input gradients and weight gradients of a micro-batch.
+
+        Fields of the work may be arrays, for many ranks at once.
+        """
+        speed = site.gpu.flops_per_s * self.cluster.efficiency * shape.gpus_per_rank / shape.microbatch_size
+        matmul_s, attention_s = work.matmul_flops / speed, work.attention_flops / speed
+        exchanged_s = self.layer_collectives_s(work, num_layers, shape, site)
+        gathered_s = self.weights_s(work, shape, site)
+        forward_s = matmul_s + attention_s + exchanged_s
+        again_s = forward_s if shape.checkpointing else 0.0
+        input_s = matmul_s + 2 * attention_s + exchanged_s + again_s
+        return _larger(forward_s, gathered_s), _larger(input_s, gathered_s), matmul_s
+
+    def layer_collectives_s(self, work: LayerWork, num_layers: Any, shape: Shape, site: Site) -> Any:
         """What GPUs that share a layer exchange in one direction, a micro-batch.
 
         Tensor parallelism: two all-gathers and two reduce-scatters of the residual stream a layer.
@@ -320,6 +329,11 @@ class Estimates:
         return (
             site.gpu.scale_up_bytes_per_s if span <= site.gpus_per_host else site.network_bps / 8 / site.gpus_per_host
         )
+
+
+def _larger(one: Any, other: Any) -> Any:
+    """The larger of two numbers, or of each two of two arrays."""
+    return one.clip(other) if hasattr(one, "clip") else max(one, other)
 
 
 def reduced_bytes(shape: Shape) -> float:

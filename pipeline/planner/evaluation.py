@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import inf
 
 from weft.pipeline.costs import CostModel
-from weft.pipeline.planner.bounds import MOST_CELL, Bounds
+from weft.pipeline.planner.bounds import Bounds
 from weft.pipeline.planner.cluster import Cluster, Link
+from weft.pipeline.planner.cuts import Cuts
 from weft.pipeline.planner.estimates import Estimates, reduced_bytes
 from weft.pipeline.planner.latency import first_microbatches, latency_bound_s, pipeline_latency
-from weft.pipeline.planner.layer_cuts import LayerCuts
 from weft.pipeline.planner.layout import Layout, Prediction, Shape
 from weft.pipeline.planner.refusals import Refusals
-from weft.pipeline.planner.request import Request
+from weft.pipeline.planner.request import MOST_CELL, Objective, Request
 from weft.pipeline.planner.routes import FEW_SITES, Route
+from weft.pipeline.planner.shapes import Degrees
 from weft.pipeline.planner.speeds import busy_s
 from weft.pipeline.planner.workload import LayerWork, ModelWork
 from weft.pipeline.states import RankMemory
 
+STARTING = 200
+"""Actions whose scheduling takes as long as the preparation for any."""
 NEAR = 1.001
 """Schedules that are longer than their bound by less are not improved."""
 
@@ -65,8 +68,37 @@ class Evaluation:
         self._estimates = Estimates(cluster, work)
         self._least_price = min(site.price for site in cluster.sites)
         self._bounds = Bounds(self._estimates, request.pins.get("cell"), request.max_memory)
-        self._layers = LayerCuts(self._estimates, request.max_memory)
+        self._cuts = Cuts(self._estimates, request.max_memory, self._bounds.hop_s)
+        self._predicted: dict[Layout, Prediction | None] = {}
         self.refused = Refusals(cluster, work, request)
+
+    def degrees_bound(self, degrees: Degrees) -> float:
+        """What no layout of these degrees scores below: all GPUs share all work, and nothing else takes time."""
+        gpus, size = degrees.gpus_per_rank, self._request.sequences
+        whole = Shape(num_stages=1, replicas=1, microbatches=1, microbatch_size=size or 1024, **degrees._asdict())
+        step_s, price_seconds = self._bounds.together_s(whole)
+        tokens = self._tokens(whole)
+        if self._request.objective is Objective.latency and not size:
+            return 0.0
+        return self._request.bound_of(step_s, 0.0, price_seconds * gpus, 0.0, tokens)
+
+    def family_bound(self, family: Shape, stages: int) -> float:
+        """What shapes of a family score at least that have so many stages, or fewer in as many sites as it takes."""
+        price, paid = family.lines * self._least_price, self._bounds.price_seconds(family)
+        step_s = self._bounds.family_s(family, stages)
+        return self._request.bound_of(step_s, price, paid, 0.0, self._tokens(family))
+
+    def most_stages(self, family: Shape) -> int:
+        """Stages that a site has room for."""
+        return self._bounds.most_stages(family)
+
+    def going_on_bound(self, shape: Shape, route: Route | None, site: int) -> float:
+        """What a pipeline scores at least that goes on from a site of a route to another, wherever that is."""
+        step_s = self._bounds.going_on_s(shape, route or Route((), ()), site)
+        if step_s == inf:
+            return inf
+        paid, price = self._bounds.price_seconds(shape), shape.gpus * self._least_price
+        return self._request.bound_of(step_s, price, paid, 0.0, self._tokens(shape))
 
     def shape_bound(self, shape: Shape) -> float | None:
         """What no route and no schedule of a shape scores below; None if it fits nowhere."""
@@ -88,8 +120,7 @@ class Evaluation:
         if (step_s := self._bounds.step_s(shape)) in (None, inf):
             self.refused.links()
             return None
-        price = max(price, self._bounds.price_seconds(shape) / step_s)
-        return self._request.score_of(step_s, None, price, 0.0, self._tokens(shape))
+        return self._request.bound_of(step_s, price, self._bounds.price_seconds(shape), 0.0, self._tokens(shape))
 
     def crowding(self, shape: Shape) -> float:
         """How many times its bound a step is expected to take, because memory has room for few micro-batches.
@@ -135,41 +166,60 @@ class Evaluation:
         if step_s == inf:
             self.refused.links()
             return None
-        price = max(price, self._bounds.price_seconds(shape, route) / step_s)
-        return request.score_of(step_s, None, price, self._egress(shape, route), self._tokens(shape))
+        paid, egress = self._bounds.price_seconds(shape, route), self._egress(shape, route)
+        return request.bound_of(step_s, price, paid, egress, self._tokens(shape))
 
-    def candidates(self, shape: Shape, route: Route) -> Iterator[Candidate]:
+    def cuts_bound(self, shape: Shape, route: Route) -> float:
+        """What no cut of a whole route and no schedule of it scores below; infinite where none fits the memory."""
+        step_s = self._cuts.of(self._empty(shape, route)).step_s
+        if step_s == inf:
+            self.refused.memory()
+            return inf
+        return self._request.score_of(
+            step_s, None, self._price(shape, route), self._egress(shape, route), self._tokens(shape)
+        )
+
+    def candidates(
+        self, shape: Shape, route: Route, cuts: Iterable[tuple[int, ...]] | None = None
+    ) -> Iterator[Candidate]:
         """The layouts of a route: one for each size of DP-cell and schedule.
 
-        Replicas that go through sites of their own hold the same layers at each stage: for each of their routes, those
-        that suit it best are tried.
+        Args:
+            cuts: layers by virtual stage; None takes those whose slowest rank is the fastest.
         """
-        request, names = self._request, self._cluster.sites
-        price = sum(names[site].price * held for site, held in zip(route.sites, route.stages, strict=True))
-        price *= shape.lines_of_route
-        if request.max_cost_per_hour and price > request.max_cost_per_hour:
+        price, empty = self._price(shape, route), self._empty(shape, route)
+        if self._request.max_cost_per_hour and price > self._request.max_cost_per_hour:
             self.refused.price(price)
             return
-        empty = Layout(**vars(shape), sites=route.sites, stages=route.stages, layers=())
         if shape.arrangement.startswith("site_") and len({way.stages for way in empty.ways}) > 1:
             return  # virtual stages have to lie on the same ranks of all replicas
-        cuts = dict.fromkeys(self._cut(way) for way in empty.ways)
-        found = [self._costed(replace(empty, layers=layers)) for layers in cuts if layers is not None]
-        fitting = [one for one in found if one is not None]
-        if not fitting:
-            self.refused.memory()
-        egress = self._egress(shape, route)
-        for costed in fitting:
+        egress, fits = self._egress(shape, route), False
+        for layers in self._cuts.of(empty).best() if cuts is None else cuts:
+            if (costed := self._costed(replace(empty, layers=layers))) is None:
+                continue
+            fits = True
             if costed.collective_s == inf:
                 self.refused.links()
                 continue
-            paid = egress + self._reduced_egress(costed.layout)
-            yield from self._scheduled(costed, price, paid)
+            yield from self._scheduled(costed, price, egress + self._reduced_egress(costed.layout))
+        if not fits:
+            self.refused.memory()
 
-    def _cut(self, way: Layout) -> tuple[int, ...] | None:
-        """Layers by virtual stage, as the sites of one route would have them."""
-        on = way.site_of()
-        return self._layers.of(way, [on[rank] for rank in way.placed(way.stages).stage_ranks])
+    def cuts_below(self, shape: Shape, route: Route, score: float) -> Iterator[tuple[int, ...]]:
+        """The cuts of a whole route that may score less."""
+        price, egress = self._price(shape, route), self._egress(shape, route)
+        limit_s = self._request.step_of(score, price, egress, self._tokens(shape))
+        return self._cuts.of(self._empty(shape, route)).below(limit_s)
+
+    @staticmethod
+    def _empty(shape: Shape, route: Route) -> Layout:
+        return Layout(**vars(shape), sites=route.sites, stages=route.stages, layers=())
+
+    def _price(self, shape: Shape, route: Route) -> float:
+        """Of the GPUs of a whole route, an hour."""
+        sites = self._cluster.sites
+        each = sum(sites[site].price * held for site, held in zip(route.sites, route.stages, strict=True))
+        return each * shape.lines_of_route
 
     def _costed(self, base: Layout) -> _Costed | None:
         """What a layout takes before it is scheduled; None if it does not fit the memory."""
@@ -206,20 +256,22 @@ class Evaluation:
     def _scheduled(self, costed: _Costed, price: float, egress: float) -> Iterator[Candidate]:
         """The candidates of a layout: one for each size of DP-cell and schedule."""
         request, base = self._request, costed.layout
-        ranks = base.placement.stage_ranks
-        in_flight = [
-            [
-                costed.rooms[rank] / max(stage.activation_bytes, 1.0)
-                for rank, stage in zip(ranks, costs.stages, strict=True)
+        cap, schedules = self._cap(costed), {}
+        for schedule in request.choices("schedule", ["auto", "1f1b"] if base.arrangement == "straight" else ["auto"]):
+            rooms = [min(room, cap) for room in costed.rooms] if schedule == "auto" else costed.rooms
+            schedules[schedule] = [
+                [
+                    rooms[rank] / max(stage.activation_bytes, 1.0)
+                    for rank, stage in zip(ranks, costs.stages, strict=True)
+                ]
+                for costs, ranks in ((costs, base.placement.stage_ranks) for costs in costed.costs)
             ]
-            for costs in costed.costs
-        ]
         for cell in self._cells(base, costed.costs[0]):
             links = [link.streams for costs in costed.costs for _, link in costs.wan_links[::2]]
             layout = replace(base, cell=cell, connections=tuple(links))
-            for schedule in request.choices("schedule", ["auto"]):
+            for schedule, in_flight in schedules.items():
                 layout = replace(layout, schedule=schedule)
-                if schedule != "auto" and (cell > 1 or len(base.legs) > 1):
+                if schedule != "auto" and (cell > 1 or not self._is_1f1b_held(base, in_flight)):
                     continue
                 pipeline_s = max(
                     latency_bound_s(one, base.microbatches, costs, most)
@@ -231,18 +283,38 @@ class Evaluation:
                     **vars(replace(costed, layout=layout)),
                     bound_s=bound_s,
                     score_bound=request.score_of(bound_s, layout, price, egress, self._tokens(base)),
-                    actions=3
+                    actions=STARTING
+                    + 3
                     * layout.virtual_stages
                     * base.routes
                     * sum(one.pipelines for one in layout.cells)
                     * min(base.microbatches, first_microbatches(layout.virtual_stages)),
                 )
 
+    @staticmethod
+    def _cap(costed: _Costed) -> float:
+        """Bytes of activations that a schedule may hold on any rank: one micro-batch at least; see `schedule`."""
+        stages = costed.costs[0].stages
+        saved = [sum(stages[stage].activation_bytes for stage in held) for held in _held(costed.layout)]
+        return max(min(costed.rooms), *saved)
+
+    @staticmethod
+    def _is_1f1b_held(layout: Layout, in_flight: list[list[float]]) -> bool:
+        """True if each rank has memory for as many micro-batches as 1F1B holds there."""
+        last, count = layout.num_stages, layout.microbatches
+        return layout.arrangement == "straight" and all(
+            min(count, last - rank) <= room * (1 + 1e-9) for each in in_flight for rank, room in enumerate(each)
+        )
+
     def schedule(self, candidate: Candidate) -> Prediction | None:
         """The prediction of a scheduled layout; None if its schedule exceeds memory."""
+        if candidate.layout not in self._predicted:
+            self._predicted[candidate.layout] = self._predict(candidate)
+        return self._predicted[candidate.layout]
+
+    def _predict(self, candidate: Candidate) -> Prediction | None:
         layout = candidate.layout
-        saved = [sum(candidate.costs[0].stages[stage].activation_bytes for stage in held) for held in _held(layout)]
-        cap = max(min(candidate.rooms), *saved)  # one micro-batch everywhere; peaks are compared below
+        cap = self._cap(candidate)
         enough_s = NEAR * (candidate.bound_s - candidate.collective_s - candidate.optimizer_s)
         cells = [
             pipeline_latency(cell, layout.microbatches, costs, cap, layout.schedule, enough_s)
@@ -286,18 +358,12 @@ class Evaluation:
         )
 
     def _cells(self, layout: Layout, costs: CostModel) -> list[int]:
-        """Sizes of DP-cells: alone, as many as a transfer takes longer than a rank's forward (Atlas section 4.4), and
-        as many cells of that with as even a number each as there can be."""
+        """Sizes of DP-cells."""
         if (pinned := self._request.pins.get("cell")) is not None:
             return [pinned] if pinned <= (layout.replicas if layout.may_pool else 1) else []
         if not costs.wan_links or not layout.may_pool:
             return [1]
-        forward_s = max(sum(costs.stages[stage].forward_s for stage in held) for held in _held(layout))
-        sent = costs.stages[0].output_bytes
-        ratio = layout.crossings * max(link.transit_s(sent) for _, link in costs.wan_links) / max(forward_s, 1e-12)
-        most = max(1, min(MOST_CELL, layout.replicas, -int(-ratio // 1)))
-        even = -(-layout.replicas // -(-layout.replicas // most))
-        return sorted({1, most, even})
+        return list(range(1, min(MOST_CELL, layout.replicas) + 1))
 
     # -- parts ---------------------------------------------------------------------------------
 

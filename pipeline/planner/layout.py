@@ -118,6 +118,8 @@ class Layout(Shape):
     @property
     def ways(self) -> list[Layout]:
         """The layout as each route sees it: with the sites of this route alone."""
+        if self.routes == 1:
+            return [self]
         found, first, held = [], 0, 0
         for place, stages in enumerate(self.stages, start=1):
             held += stages

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from math import log1p
 from typing import Any
 
 from weft.pipeline.limits import count, number, short_repr
@@ -24,6 +25,8 @@ class Objective(Enum):
 
 FREE = 1e-6
 """Money of an hour of GPUs without a price, so that of plans that cost nothing the fastest is the best."""
+MOST_CELL = 8
+"""Replicas that are compared as one DP-cell; more is rarely better (Atlas takes communication over compute)."""
 PINS = {
     # what may be fixed: the layout's field
     "pipeline.stages": "num_stages",
@@ -67,7 +70,7 @@ class Request:
     max_cost_per_hour: float = 0.0
     home: frozenset[int] = frozenset()
     pins: Mapping[str, Any] = field(default_factory=dict)
-    effort: int = 60_000
+    effort: int = 20_000
 
     def choices(self, name: str, found: list[Any]) -> list[Any]:
         """What a field of layouts may be: the pinned value, or all that were found."""
@@ -81,11 +84,37 @@ class Request:
         self, step_s: float, layout: Layout | None, price_per_hour: float, egress: float, tokens: int
     ) -> float:
         """Seconds or money of a token, or seconds of a step; grows with ``step_s`` and prices."""
+        dearer = _dearer(price_per_hour)
         if self.objective is Objective.latency:
-            return step_s
+            return step_s * dearer
         if self.objective is Objective.cost:
-            return ((price_per_hour + FREE) * step_s / 3600 + egress) / tokens
-        return step_s / tokens
+            return ((price_per_hour + FREE) * step_s / 3600 + egress) / tokens * dearer
+        return step_s / tokens * dearer
+
+    def bound_of(self, step_s: float, price_per_hour: float, price_seconds: float, egress: float, tokens: int) -> float:
+        """What nothing scores below that takes so long and costs so much an hour at least.
+
+        Args:
+            price_seconds: prices per hour times seconds that are paid for at least, however long a step is.
+        """
+        bound = self.score_of(step_s, None, price_per_hour, egress, tokens)
+        if self.objective is Objective.cost:
+            return max(bound, (price_seconds / 3600 + egress) / tokens)
+        return bound
+
+    def step_of(self, score: float, price_per_hour: float, egress: float, tokens: int) -> float:
+        """Seconds of the step that has a score: the inverse of `score_of`."""
+        score /= _dearer(price_per_hour)
+        if self.objective is Objective.latency:
+            return score
+        if self.objective is Objective.cost:
+            return (score * tokens - egress) * 3600 / (price_per_hour + FREE)
+        return score * tokens
+
+
+def _dearer(price_per_hour: float) -> float:
+    """A factor by which of equal plans the cheaper one scores less; it moves no score by more than 0.0003 %."""
+    return 1 + 1e-7 * log1p(price_per_hour)
 
 
 def read_pins(words: list[str]) -> dict[str, Any]:
@@ -140,4 +169,6 @@ def _value(name: str, text: str) -> Any:
     whole = int(value) if value == int(value) else value
     if name == "zero.stage" and whole not in range(4):
         raise ValueError(f"{name}={text}: choose one of 0, 1, 2 and 3")
+    if name == "comm.cell" and whole > MOST_CELL:
+        raise ValueError(f"{name}={text}: plans compare DP-cells of at most {MOST_CELL} replicas; choose a smaller one")
     return count(whole, name, least=0 if name == "zero.stage" else 1)

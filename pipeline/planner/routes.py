@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 from weft.pipeline.planner.cluster import Cluster
@@ -50,9 +50,9 @@ class Route:
 class Routes:
     """The routes of shapes, a site at a time.
 
-    Each site takes as many ranks as it has room for, until none are left (steps 3 to 10 of
-    Algorithm 1). The paper is given the order of sites; here every order along links is a route.
-    Of sites that are alike in all, one order stands for the others, the one of the cheapest.
+    In Algorithm 1 (steps 3 to 10) each site takes as many ranks as it has room for, in a given order. Here a site
+    may hold fewer, and every order along links is a route. Of sites that are alike in all, one order stands for the
+    others, the one of the cheapest.
     """
 
     def __init__(self, cluster: Cluster, request: Request) -> None:
@@ -64,8 +64,14 @@ class Routes:
             for here in range(len(cluster.sites))
         ]
 
-    def longer(self, shape: Shape, route: Route | None) -> Iterator[Route]:
-        """Routes that go on from one for a site, or of one site."""
+    def longer(
+        self, shape: Shape, route: Route | None, may_go_on: Callable[[int], bool] = lambda site: True
+    ) -> Iterator[Route]:
+        """Routes that go on from one for a site, or of one site, with any number of ranks at it.
+
+        Args:
+            may_go_on: True if a pipeline that goes on from this site to another is worth a look.
+        """
         caps, kinds, alike = self._of(shape)
         home, most = self._request.home, self._request.max_sites
         taken, ranks = (route.sites, route.stages) if route else ((), ())
@@ -76,26 +82,20 @@ class Routes:
         after = self._cheapest.index(route.last(shape).sites[0]) if route and not last else -1
         seen: set[Hashable] = set()
         for site in self._neighbours[last[-1]] if last else self._cheapest[after + 1 :]:
-            held, whole = min(caps[site], left), caps[site] >= left
-            if not held or site in taken or (home and site not in home and (whole or not last)):
+            if not caps[site] or site in taken:
                 continue
-            if whole and not last and shape.crossings > 1 and "arrangement" not in self._request.pins:
-                continue  # in one site it is a site fold
+            is_home = not home or site in home
             # Of one pipeline in one site links do not matter.
-            name = ("alone", kinds[site]) if whole and not last and shape.routes == 1 else alike[site]
-            if name not in seen:
+            name: Hashable = ("alone", kinds[site]) if not last and shape.routes == 1 else alike[site]
+            if caps[site] >= left and is_home and name not in seen:
                 seen.add(name)
-                yield Route((*taken, site), (*ranks, held))
-
-    def fold_over_sites(self, shape: Shape) -> Shape | None:
-        """The fold through all ranks in place of one within each site; None where that is no other choice.
-
-        It crosses borders between sites more often, so its bound is never less.
-        """
-        if shape.arrangement != "site_fold" or "arrangement" in self._request.pins or self._request.max_sites == 1:
-            return None
-        caps, _, _ = self._of(shape)
-        return replace(shape, arrangement="fold") if any(0 < cap < shape.num_stages for cap in caps) else None
+                yield Route((*taken, site), (*ranks, left))
+            goes_on = (is_home or last) and (not most or len(last) + 1 < most)
+            if goes_on and left > 1 and ("on", alike[site]) not in seen:
+                seen.add(("on", alike[site]))
+                if may_go_on(site):
+                    for held in range(min(caps[site], left - 1), 0, -1):
+                        yield Route((*taken, site), (*ranks, held))
 
     def _of(self, shape: Shape) -> tuple[list[int], list[Hashable], list[Hashable]]:
         """By site, the ranks that it has room for, its kind, and what stands for it."""

@@ -21,6 +21,7 @@ class Speed(NamedTuple):
         through_s: of them without gradients of weights, and ``through_share`` the share.
         layer_s: seconds of a micro-batch on the layer that takes least; ``layer_forward_s`` of its forward, and
             ``layer_through_s`` without the gradients of its weights, each of the layer that takes least.
+        after_s: seconds of a micro-batch on what follows the layers.
         ends_s: seconds of a step besides the pipeline.
     """
 
@@ -30,6 +31,7 @@ class Speed(NamedTuple):
     layer_s: float
     layer_forward_s: float
     layer_through_s: float
+    after_s: float
     ends_s: float = 0.0
 
 
@@ -46,6 +48,7 @@ class Speeds:
         alike = [(site.gpu.name, site.gpus_per_host, site.network_bps) for site in self._sites]
         self.kinds = [alike.index(kind) for kind in alike]
         self._known: dict[Hashable, list[Speed]] = {}
+        self._whole, self._layers = self._work.whole, Counter(self._work.layers)
 
     def of(self, shape: Shape) -> list[Speed]:
         """Of a rank at each site."""
@@ -65,7 +68,7 @@ class Speeds:
         of the part in which it is best.
         """
         work, alone = self._work, replace(shape, zero_stage=1)
-        found = [(1, 0, work.before), *((many, 1, layer) for layer, many in Counter(work.layers).items())]
+        found = [(1, 0, work.before), *((many, 1, layer) for layer, many in self._layers.items())]
         found.append((1, 0, work.after))
         times = {  # by kind: how many there are of each part, and what one costs
             first: [
@@ -91,9 +94,9 @@ class Speeds:
 
     def _speed(self, shape: Shape, site: Site) -> Speed:
         estimates = self._estimates
-        whole = estimates.stage_cost(self._work.whole, len(self._work.layers), shape, site)
+        whole = estimates.stage_cost(self._whole, len(self._work.layers), shape, site)
         alone = replace(shape, zero_stage=1)  # a layer's share of the weights that ZeRO 3 gathers is not its own
-        each = [estimates.stage_cost(layer, 1, alone, site) for layer in set(self._work.layers)]
+        each = [estimates.stage_cost(layer, 1, alone, site) for layer in self._layers]
         through_s, whole_s = whole.forward_s + whole.input_s, busy_s(whole)
         return Speed(
             whole_s,
@@ -102,6 +105,7 @@ class Speeds:
             min(map(busy_s, each)),
             min(cost.forward_s for cost in each),
             min(cost.forward_s + cost.input_s for cost in each),
+            busy_s(estimates.stage_cost(self._work.after, 0, alone, site)),
         )
 
 

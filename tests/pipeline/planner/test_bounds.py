@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from tests.pipeline.planner.planned import cluster, site
 from weft.pipeline.costs import StageCost
 from weft.pipeline.planner import bounds
-from weft.pipeline.planner.bounds import MOST_CELL, Bounds
+from weft.pipeline.planner.bounds import Bounds
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Shape
+from weft.pipeline.planner.request import MOST_CELL
 from weft.pipeline.planner.routes import Route
 from weft.pipeline.planner.workload import LayerWork, ModelWork
 
@@ -95,7 +96,7 @@ OPTIMIZER_OF_4 = OPTIMIZER_S * 2
         (of(2, 2, latency_s=50.0), shape(4, 4, arrangement="site_fold"), 16 + 2 * 50 + OPTIMIZER_OF_4),
         # Replicas: collectives beside, and a cell pools what they send.
         (of(16), shape(4, 4, replicas=2), 4 * 6 + 1.5 + OPTIMIZER_OF_4 + 2 * COLLECTIVE_S),
-        (of(4, 4, transit_s=20.0), shape(4, 4, replicas=2), 16 + 2 * 10 + 60 + OPTIMIZER_OF_4 + 2 * COLLECTIVE_S),
+        (of(4, 4, transit_s=20.0), shape(4, 4, replicas=2), 16 + 2 * 10 + 70 + OPTIMIZER_OF_4 + 2 * COLLECTIVE_S),
         (
             of(4, 4, transit_s=20.0, cell=1),
             shape(4, 4, replicas=2),
@@ -104,7 +105,7 @@ OPTIMIZER_OF_4 = OPTIMIZER_S * 2
         (
             of(40, 40, transit_s=20.0),
             shape(4, 4, replicas=20),
-            16 + 2 * 20 / MOST_CELL + 60 + OPTIMIZER_OF_4 + 2 * COLLECTIVE_S,
+            16 + 2 * 20 / MOST_CELL + (4 - 1 / MOST_CELL) * 20 + OPTIMIZER_OF_4 + 2 * COLLECTIVE_S,
         ),
         # Twice as fast at one site: a rank there does two thirds of the work. The nearest is taken to be the fastest.
         (

@@ -7,7 +7,7 @@ import pytest
 from tests.pipeline.planner.planned import cluster, model, site
 from weft.pipeline.planner.bounds import Bounds
 from weft.pipeline.planner.estimates import Estimates, reduced_bytes
-from weft.pipeline.planner.evaluation import Evaluation
+from weft.pipeline.planner.evaluation import STARTING, Evaluation
 from weft.pipeline.planner.latency import latency_bound_s
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.request import FREE, Objective, Request
@@ -15,6 +15,7 @@ from weft.pipeline.planner.routes import Route
 from weft.pipeline.planner.speeds import busy_s
 
 REQUEST = Request(sequences=32)
+ONE_CELL = {"cell": 1, "schedule": "auto"}
 TWO = cluster(site("a", price=2.0), site("b", price=3.0), bandwidth_bps=1e10)
 SHAPE = Shape(num_stages=2, replicas=4, microbatches=8)
 WORK = model()
@@ -94,7 +95,7 @@ def test_a_shape_costs_at_least_what_its_gpus_do_where_they_are_cheapest():
 )
 def test_a_shape_scores_what_its_bound_is_worth(shape, objective, score):
     step_s = bounds().step_s(shape)
-    assert evaluation(objective=objective).shape_bound(shape) == pytest.approx(score(step_s), rel=1e-12)
+    assert evaluation(objective=objective).shape_bound(shape) == pytest.approx(score(step_s), rel=1e-5)
 
 
 def test_work_that_cannot_all_be_at_the_cheapest_site_costs_more():
@@ -177,12 +178,12 @@ def test_a_shape_is_crowded_where_memory_has_room_for_few_micro_batches():
 def test_each_candidate_is_bounded_by_its_pipeline_and_its_ends():
     route = Route((0, 1), (1, 1))
     found = evaluation(pins={"cell": 1, "schedule": "1f1b"})
-    (one,) = found.candidates(SHAPE, route)
+    one = next(found.candidates(SHAPE, route))
     (costs,) = one.costs
     in_flight = [room / stage.activation_bytes for room, stage in zip(one.rooms, costs.stages, strict=True)]
     pipeline_s = latency_bound_s(one.layout.placement, 8, costs, in_flight)
     assert one.bound_s == pytest.approx(pipeline_s + one.collective_s + one.optimizer_s, rel=1e-12)
-    assert one.score_bound == pytest.approx(one.bound_s / TOKENS, rel=1e-12)
+    assert one.score_bound == pytest.approx(one.bound_s / TOKENS, rel=1e-5)
     assert one.layout.connections == (costs.wan_links[0][1].streams,)
     estimates = Estimates(TWO, WORK)
     halves = [
@@ -200,8 +201,8 @@ def test_effort_grows_with_all_that_is_scheduled():
     def actions(count, **more):
         shape = replace(SHAPE, replicas=2, microbatches=count, **more)
         route = Route((0, 1), (1, 1)) if shape.routes == 1 else Route((0, 1), (2, 2))
-        (one,) = evaluation(sequences=2 * count, pins={"cell": 1}).candidates(shape, route)
-        return one.actions
+        one = next(evaluation(sequences=2 * count, pins=ONE_CELL).candidates(shape, route))
+        return one.actions - STARTING
 
     assert actions(8) == 3 * 2 * 8
     assert actions(32) == 3 * 2 * 32 == actions(1000), "what repeats itself is counted on"
@@ -227,8 +228,8 @@ def test_folds_within_sites_lie_alike_on_all_routes():
 
 @pytest.mark.parametrize("route", [Route((0,), (2,)), Route((0, 1), (1, 1))])
 def test_a_prediction_in_figures(route):
-    found = evaluation(pins={"cell": 1})
-    (one,) = found.candidates(SHAPE, route)
+    found = evaluation(pins=ONE_CELL)
+    one = next(found.candidates(SHAPE, route))
     told, (costs,) = found.schedule(one), one.costs
     prices, hops = [2.0, 3.0], len(route.sites) - 1
     gpu = TWO.sites[0].gpu
@@ -250,9 +251,9 @@ def test_a_prediction_in_figures(route):
 
 
 def bound_by(some, shape=SHAPE, route=None, work=WORK):
-    found = Evaluation(some, work, replace(REQUEST, pins={"cell": 1}, sequences=shape.sequences))
+    found = Evaluation(some, work, replace(REQUEST, pins=ONE_CELL, sequences=shape.sequences))
     route = route or Route(tuple(range(len(some.sites))), (1,) * len(some.sites))
-    (one,) = found.candidates(shape, route)
+    one = next(found.candidates(shape, route))
     told = found.schedule(one)
     return told, one, told.binds
 
@@ -288,8 +289,8 @@ def test_what_holds_a_layout_up_is_named_with_its_share():
 def test_a_cell_is_on_its_way_for_its_share_of_a_transfer():
     """Of the same delay all pipelines wait as long, and each micro-batch leaves over both uplinks."""
     some = cluster(site("a"), site("b"), bandwidth_bps=3e7, latency_s=50.0)
-    found = evaluation(some, pins={"cell": 2})
-    (one,) = found.candidates(SHAPE, Route((0, 1), (1, 1)))
+    found = evaluation(some, pins={"cell": 2, "schedule": "auto"})
+    one = next(found.candidates(SHAPE, Route((0, 1), (1, 1))))
     told, link = found.schedule(one), one.costs[0].wan_links[0][1]
     way_s = 2 * (50.0 + link.transit_s(WORK.message_bytes) / 2)
     assert link.transit_s(WORK.message_bytes) > 5.0

@@ -22,7 +22,7 @@ SHAPE = Shape(num_stages=2, replicas=4, microbatches=8, routes=2)
 def costed(some, shape, route, **request):
     """The one candidate of a route, and what is predicted of it."""
     evaluation = Evaluation(some, model(), replace(REQUEST, **request))
-    (candidate,) = evaluation.candidates(shape, route)
+    candidate = next(evaluation.candidates(shape, route))
     return candidate, evaluation.schedule(candidate)
 
 
