@@ -183,14 +183,15 @@ def test_a_slow_link_is_not_used_and_a_fast_one_is():
 
 def test_a_fold_is_taken_where_few_micro_batches_fill_a_pipeline():
     some = cluster(site("a", hosts=2), bandwidth_bps=1e10)
-    pins = {"num_stages": 4, "tensor": 1, "replicas": 2, "microbatch_size": 4}
+    pins = {"num_stages": 4, "tensor": 1, "context": 1, "replicas": 2, "microbatch_size": 4}
     by = {
         name: plan(some, model(), replace(REQUEST, pins={**pins, "arrangement": name})).best
         for name in ("straight", "site_fold", "site_interleaved")
     }
     best = plan(some, model(), replace(REQUEST, pins=pins)).best
-    assert best.layout.arrangement == "site_fold"
-    assert best.step_s == by["site_fold"].step_s < by["straight"].step_s
+    assert best.layout.arrangement in ("site_fold", "site_interleaved")
+    assert best.step_s <= min(by["site_fold"].step_s, by["site_interleaved"].step_s) * search.WORTH
+    assert by["site_fold"].step_s < by["straight"].step_s
     for name, one in by.items():
         assert len(one.layout.layers) == 4 * len(LEGS[name]) and sum(one.layout.layers) == 8
         assert one.layout.sequences == REQUEST.sequences
@@ -218,14 +219,15 @@ def test_bytes_between_sites_are_those_of_the_schedule(arrangement, stages):
 def test_a_dp_cell_of_folds_is_planned_and_may_be_best():
     """Few micro-batches fill a pipeline sooner by a fold, and replicas that pool a slow uplink cross it sooner."""
     two = cluster(site("a", hosts=2, gpus_per_host=2), site("b", hosts=2, gpus_per_host=2), bandwidth_bps=2e9)
-    pins = {"num_stages": 4, "tensor": 1, "replicas": 2, "microbatch_size": 4, "routes": 1}
+    pins = {"num_stages": 4, "tensor": 1, "context": 1, "replicas": 2, "microbatch_size": 4, "routes": 1}
 
     def best(**more):
         return plan(two, model(), replace(REQUEST, pins={**pins, **more})).best
 
     found = best()
-    assert found.layout.arrangement == "site_fold" and found.layout.cell == 2
-    assert found.step_s < min(best(cell=1).step_s, best(arrangement="straight").step_s)
+    assert found.layout.cell == 2 and found.step_s < best(cell=1).step_s
+    folded = best(arrangement="site_fold")
+    assert folded.layout.cell == 2 and found.step_s <= folded.step_s * search.WORTH
 
 
 def test_a_fold_over_sites_is_taken_where_they_are_close():
@@ -288,7 +290,7 @@ def test_a_cheap_plan_is_found_where_memory_is_scarce(kinds):
     prices = {"H100": 2.5, "A100": 1.4, "B200": 4.5, "L40S": 0.9}
     sites = [site(kind, hosts=60, gpus_per_host=8, gpu=kind, price=prices[kind]) for kind in kinds]
     work = model(layers=80, parameters=850_000_000, tokens=4096, width=8192)
-    request = Request(sequences=1024, objective=Objective.cost)
+    request = Request(sequences=1024, objective=Objective.cost, effort=60_000)
     found = plan(cluster(*sites), work, request)
     assert found.gap < 0.15, found.gap
     assert found.best.mfu > 0.2, found.best.layout
