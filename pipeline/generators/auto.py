@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import frexp, inf, ldexp
+from math import frexp, ldexp
 
 from weft.pipeline.cell import add_relays, side_by_side
 from weft.pipeline.costs import CostModel
@@ -49,7 +49,7 @@ def generate_auto(
             chooses it: an activation counts until its weight gradient is done, and the cap is
             what 1F1B holds (P micro-batches of the fullest rank's chunks), or the smallest of a
             few larger values, up to four times as much, with which the list scheduler comes
-            within 1 % of its best; a fixed schedule that is faster still may hold more.
+            within 1 % of its best.
         search_seconds: nominal time of the search. It is a fixed amount of work, so that every
             rank finds the same schedule whatever its load.
 
@@ -60,7 +60,7 @@ def generate_auto(
     cap_bytes = memory_cap_bytes or _default_cap_bytes(problem)
     _check_cap(problem, cap_bytes)
     cap_bytes *= _ROUNDED_UP
-    fixed = list(_fixed(problem, cap_bytes if memory_cap_bytes else inf))
+    fixed = list(_fixed(problem, cap_bytes))
     starts = [*fixed, *_list_schedules(problem, cap_bytes)]
     if placement.pipelines > 1:  # half of the time for a single pipeline, repeated side by side
         search_seconds /= 2
@@ -68,7 +68,6 @@ def generate_auto(
         one = generate_auto(placement.single, num_microbatches, alone, memory_cap_bytes, search_seconds)
         starts.append(_time_schedule(problem, side_by_side(one, placement.pipelines)))
     rows = min(starts, key=lambda start: start[0])[1]
-    cap_bytes = max(cap_bytes, *map(problem.peak_bytes, rows))  # without a cap, a faster fixed schedule may hold more
     evaluations = int(search_seconds * _ACTIONS_PER_SECOND / sum(map(len, rows)))
     merged = merge_neighbours(
         problem, Search(problem, rows, cap_bytes).run(evaluations, lower_bound_s(problem)), cap_bytes

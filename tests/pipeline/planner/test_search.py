@@ -354,7 +354,7 @@ def test_experts_are_whole_beside_tensor_and_of_each_gpu_as_many_weights_are_ste
 
 
 def test_gpus_that_share_experts_are_neighbours_of_which_those_that_share_weights_are_some():
-    some, work = cluster(site("a", hosts=4, gpus_per_host=8)), model(experts=12)
+    some, work = cluster(site("a", hosts=4, gpus_per_host=8)), replace(model(experts=12), heads=8)
     found = {(one.tensor, one.expert) for one in shapes(some, work, replace(REQUEST, pins={"num_stages": 1}))}
     assert found == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 4), (8, 1)}
     assert all(one.expert == 1 for one in shapes(some, model(), REQUEST))
@@ -406,8 +406,8 @@ def test_a_step_is_that_of_the_cell_that_takes_longest():
     shape = Shape(num_stages=2, replicas=3, microbatches=8)
 
     def pipeline_s(cell, replicas):
-        evaluation = Evaluation(some, model(), replace(REQUEST, pins={"cell": cell}))
-        candidate = next(evaluation.candidates(replace(shape, replicas=replicas), Route((0, 1), (1, 1))))
+        evaluation = Evaluation(some, model(), replace(REQUEST, pins={"cell": cell, "schedule": "auto"}))
+        (candidate,) = evaluation.candidates(replace(shape, replicas=replicas), Route((0, 1), (1, 1)), [(4, 4)])
         found = evaluation.schedule(candidate)
         assert found.step_s >= found.bound_s
         return found.pipeline_s
