@@ -24,6 +24,8 @@ from weft.tools.planning.what_if import changed, marginal_values
 
 MOST_TOKENS = 10**12
 """Of a step."""
+SMALL = 64
+"""GPUs of a small cluster, at most."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -146,8 +148,15 @@ def _request(args: argparse.Namespace, cluster: Cluster, work: ModelWork) -> Req
         max_cost_per_hour=number(args.max_cost_per_hour, "--max-cost-per-hour"),
         home=_home(cluster, args.keep_data_in),
         pins=pins,
-        effort=20_000 if len(cluster.sites) <= FEW_SITES else 110_000,
+        effort=_effort(cluster),
     )
+
+
+def _effort(cluster: Cluster) -> int:
+    """Actions to schedule at most; in a small cluster each takes less time, and the search may end."""
+    if sum(site.gpus for site in cluster.sites) <= SMALL:
+        return 60_000
+    return 20_000 if len(cluster.sites) <= FEW_SITES else 110_000
 
 
 def _home(cluster: Cluster, name: str) -> frozenset[int]:

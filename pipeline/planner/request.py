@@ -70,7 +70,7 @@ class Request:
     max_cost_per_hour: float = 0.0
     home: frozenset[int] = frozenset()
     pins: Mapping[str, Any] = field(default_factory=dict)
-    effort: int = 20_000
+    effort: int = 60_000
 
     def choices(self, name: str, found: list[Any]) -> list[Any]:
         """What a field of layouts may be: the pinned value, or all that were found."""
