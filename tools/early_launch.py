@@ -25,6 +25,7 @@ VALUES = (
     "--bind_core_list",
     "--enable_each_rank_log",
 )
+ANNOUNCEMENT = "weft launch: loading torch, DeepSpeed and transformers, and checking the settings"
 ELSEWHERE = ("dry_run=", "cluster.hostfile=", "cluster.manager=", "cluster=")
 """Settings with which no rank, or not every rank, may start on this host."""
 
@@ -55,9 +56,8 @@ class Arguments:
 
 
 def early_agent() -> EarlyAgent:
-    """Start the agent of this host, and say what takes so long."""
-    doing = "loading torch, DeepSpeed and transformers, and checking the settings"
-    print(f"weft launch: {doing}", file=sys.stderr, flush=True)
+    """Start the agent of this host, and print what takes so long."""
+    print(ANNOUNCEMENT, file=sys.stderr, flush=True)
     return EarlyAgent(PRELOAD, completed({**os.environ, **own_environment()}, num_gpus()))
 
 

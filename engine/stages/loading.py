@@ -264,7 +264,7 @@ def _load_stage(
         axes=axes,
     )
     _require_tied(model, tied, config, window.stop == outline.num_layers)
-    shared = {parameter for name, parameter in model.named_parameters() if name in tied}
+    shared = {parameter for name, parameter in model.named_parameters(remove_duplicate=False) if name in tied}
     port = open_port(model, outline, window, frozenset(tied))
     dressed = _dress(model, config, seed)
     cuts = named_parts(model, axes, PREFIX if config.lora.enabled else "")

@@ -55,7 +55,7 @@ FOREIGN = {
         "kv_buffer_device",
         "VLLM_CPU_NUM_OF_RESERVED_CPU",
     },
-    "Linux and NCCL": {"TCP_NOTSENT_LOWAT", "nvidia-cuda-mps-control"},
+    "Linux and NCCL": {"LD_PRELOAD", "TCP_NOTSENT_LOWAT", "nvidia-cuda-mps-control"},
     "Weights & Biases": {"WANDB_API_KEY"},
     "pre-commit": {"hook-type"},
     "Docker": {"shm-size"},
@@ -69,6 +69,7 @@ FOREIGN = {
         "partition",
         "requeue",
         "salloc",
+        "signal",
     },
     "the reader's": {"function", "gpu"},
 }
@@ -213,7 +214,7 @@ def missing(text):
     if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name):
         return [] if is_dotted(name) else [name]
     if words[0].startswith("--"):
-        return [word for word in words if word.startswith("--") and word[2:] not in used() | KNOWN]
+        return [word for word in words if word.startswith("--") and word[2:].partition("=")[0] not in used() | KNOWN]
     if re.fullmatch(r"\w*[a-z]_\w+|_\w+|(?:[A-Z][a-z0-9]+){2,}|[A-Z]+_[A-Z_]+", name):
         return [] if {name, name.removesuffix("_total")} & (used() | KNOWN) else [name]
     return []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.engine.checkpoint.errors import CheckpointError, NoSpaceError, explain
+from weft.engine.checkpoint.errors import CheckpointError, NoSpaceError, StorageError, explain
 from weft.engine.checkpoint.ranks import Ranks
 
 
@@ -17,7 +17,7 @@ from weft.engine.checkpoint.ranks import Ranks
         (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), NoSpaceError, "no space left"),
         (
             PermissionError(errno.EACCES, os.strerror(errno.EACCES)),
-            CheckpointError,
+            StorageError,
             "earlier checkpoints are unchanged",
         ),
         (RuntimeError("on purpose"), CheckpointError, "RuntimeError: on purpose"),

@@ -48,13 +48,14 @@ def test_json(capsys):
 @pytest.mark.parametrize("part", ["logits", "loss", "gradients"])
 def test_a_difference_shows(part, capsys, monkeypatch):
     def wrong(cases):
-        (outcome,) = parity.in_process(cases)
+        (outcome,) = in_process(cases)
         value = getattr(outcome, part)
         off = {n: g + 1e-3 for n, g in value.items()} if part == "gradients" else value + 1e-3
         yield dataclasses.replace(outcome, **{part: off})
 
-    monkeypatch.setitem(parity.BACKENDS, "wrong", wrong)
-    options = ["llama", "--variants", "tied", "--stages", "2", "--backends", "wrong"]
+    in_process = parity.in_process
+    monkeypatch.setitem(parity.BACKENDS, "in-process", wrong)
+    options = ["llama", "--variants", "tied", "--stages", "2", "--backends", "in-process"]
     assert parity.main(options) == 1
     assert parity.main([*options, "--tolerance", "0.01"]) == 0
 
