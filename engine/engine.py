@@ -304,8 +304,7 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
         self._comparison.before_update(self.global_steps + 1)
         if self.memory is not None:
             self.memory.before_step()
-        if self.optimizer.skips.most:
-            self.optimizer.tell_loss(self.step_loss.held(self._state))
+        self.optimizer.tell_loss(self.step_loss.held(self._state))
         self._loss_sum = self.step_loss.sum(self._state)
         self._exec_optimizer_step()
 

@@ -64,7 +64,7 @@ def reported(where: Callable[[], tuple[int, tuple[int, int]]] | None = None) -> 
         if path := os.environ.get(ERROR_FILE):
             step, data = (None, None) if where is None else where()
             message = str(error) or type(error).__name__
-            ranks = error.ranks if isinstance(error, ReplicasDiffer) else ()
+            ranks = error.ranks if isinstance(error, ReplicasDiffer | NonFiniteError) else ()
             report = ErrorReport(kind=fault_of(error), message=message, step=step, data=data, ranks=ranks)
             try:
                 write_report(Path(path), report)

@@ -23,7 +23,8 @@ from weft.engine.engine import WeftEngine
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.stop_signals import Stopped
 from weft.engine.supervision.places import Phase
-from weft.engine.zero import REMEDY, NonFiniteError, ReplicasDiffer, SkippedTooOften
+from weft.engine.zero import NonFiniteError, ReplicasDiffer, SkippedTooOften
+from weft.engine.zero.finite import explanation, first_appeared
 from weft.recipes.bad_data import BadData
 from weft.recipes.evaluations import Evaluations
 from weft.recipes.finish import print_once
@@ -187,7 +188,7 @@ class TrainingRun:
         read = f"they read sequences {first} to {after - 1} of the data"
         if self.bad_data.is_hopeless(after):
             raise NonFiniteError(
-                f"{error.summary}; {read}, and others were no better: training has diverged. {REMEDY}"
+                f"{error.summary}; {read}, and others were no better: {explanation(error.ranks)}", error.ranks
             ) from error
         left_out = self.loader.left_out
         with self.engine.heartbeat.within(Phase.checkpoint):
@@ -196,13 +197,17 @@ class TrainingRun:
                 self.engine.memory.forget()  # what it has is of the steps that are taken back
         if path is None:
             raise NonFiniteError(
-                f"{error.summary}; {read}, and there is no checkpoint to go back to: set checkpoint.every. {REMEDY}"
+                f"{error.summary}; {read}, and there is no checkpoint to go back to: set checkpoint.every; "
+                f"{explanation(error.ranks)}",
+                error.ranks,
             ) from error
         for each in (*left_out, (first, after)):
             self.loader.leave_out(*each)
         done = self.engine.global_steps
         progress.go_back(done)
-        progress.note(f"{error.summary}; {read}, which are left out from step {done} on, where {path} was written")
+        whose = f"{first_appeared(error.ranks)}; " if error.ranks else ""
+        left = f"{read}, which are left out from step {done} on, where {path} was written"
+        progress.note(f"{error.summary}; {whose}{left}")
         return done
 
     def _evaluates(self, step: int) -> bool:

@@ -27,11 +27,12 @@ def fault_of_ends(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now
     rank = cause(ends)
     end = ends[rank]
     culprit = _named(end.ranks or (rank,), layout)
-    if (
-        end.kind is FaultKind.bad_numbers and not end.ranks
-    ):  # all ranks end alike, the first of them is no more to blame
-        culprit = {}
     evidence = end.message.splitlines()[0] if end.message else ""
+    if end.kind is FaultKind.bad_numbers:
+        if end.ranks:
+            evidence += f" (weft evict {' '.join(_hosts(culprit))})"
+        else:  # all ranks end alike, the first of them is no more to blame
+            culprit = {}
     if all_lost(ends):
         culprit, waited = _awaited(ends, layout, watch, now)
         evidence = f"{waited}; rank {rank} says: {evidence}"
@@ -53,6 +54,10 @@ def _named(ranks: Sequence[int], layout: Layout) -> Mapping[str, Any]:
     if len(known) == 1:
         return {"rank": known[0], "host": layout.host_of(known[0])}
     return {"ranks": known, "hosts": sorted({layout.host_of(rank) for rank in known})}
+
+
+def _hosts(culprit: Mapping[str, Any]) -> Sequence[str]:
+    return culprit["hosts"] if "hosts" in culprit else [culprit["host"]]
 
 
 def _awaited(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now: float) -> tuple[Mapping[str, Any], str]:

@@ -103,6 +103,8 @@ class Bucket:
         self.counted = not getattr(first, "ds_pipe_replicated", False)
         self.missing: Counter[nn.Parameter] = Counter()
         """How many gradients of each parameter are still to come before the bucket is reduced."""
+        self.extremes: list[Tensor] = []
+        """Smallest and largest elements of this rank's own gradients, two scalars for each reduction of this step."""
         self.present: set[nn.Parameter] = set()
         """Parameters that have had a gradient in this step, on this rank."""
         self._collectives = collectives
@@ -191,6 +193,7 @@ class Bucket:
         self._arrived.clear()
         whole = self._buffer
         assert whole is not None
+        self.extremes.extend(torch.aminmax(whole))
         if self._keeps_gradients:
             self._gradient = whole[self._held]
             self._reduction = self._collectives.reduce(whole, self._gradient), self._gradient
@@ -245,6 +248,7 @@ class Bucket:
     def drop_gradient(self) -> None:
         """Drop the gradient of the step."""
         self._gradient = None
+        self.extremes = []
         self.present.clear()
         for fragment in self.fragments:
             fragment.tensor.grad = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import isfinite
 from typing import NamedTuple
 
@@ -14,7 +14,16 @@ from weft.engine.zero.host_copy import HostCopy
 
 
 class NonFiniteError(RuntimeError):
-    """Training has produced NaN or infinity; raised on every rank, at the same step."""
+    """Training has produced NaN or infinity; raised on every rank, at the same step.
+
+    Attributes:
+        ranks: those whose gradients had it first, if the data and the training are not the cause.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        """Make the error, which names the ``ranks`` in its message."""
+        super().__init__(message)
+        self.ranks = ranks
 
 
 REMEDY = (
@@ -23,14 +32,32 @@ REMEDY = (
 )
 
 
-def nonfinite_gradient(step: int, norm: float) -> NonFiniteError:
-    """The error for a gradient norm that is not finite."""
-    return NonFiniteError(f"step {step}: the norm of the gradient is {norm}: training has diverged. {REMEDY}")
+def nonfinite_gradient(step: int, norm: float, ranks: tuple[int, ...] = ()) -> NonFiniteError:
+    """The error for a gradient norm that is not finite, which first appeared on these ``ranks``."""
+    return NonFiniteError(f"step {step}: the norm of the gradient is {norm}: {explanation(ranks)}", ranks)
+
+
+def explanation(ranks: tuple[int, ...]) -> str:
+    """Return the cause of numbers that are not finite, and the remedy."""
+    if not ranks:
+        return f"training has diverged. {REMEDY}"
+    return (
+        f"{first_appeared(ranks)}, although their losses were finite. Nothing of it was saved: test the hosts of these "
+        "ranks with weft doctor node, keep a bad one out with weft evict, and resume from the last checkpoint"
+    )
+
+
+def first_appeared(ranks: tuple[int, ...]) -> str:
+    """Return the ranks that made the numbers which are not finite, in words."""
+    return (
+        f"NaN or infinity first appeared in the gradients of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    )
 
 
 class _PendingNorm(NamedTuple):
     step: int
     scale: float
+    origin: Callable[[], tuple[int, ...]]
 
 
 class NormWatch:
@@ -41,10 +68,15 @@ class NormWatch:
         self._pending: _PendingNorm | None = None
         self._copy = HostCopy(device)
 
-    def watch(self, step: int, square: ReplicaSum, scale: float) -> None:
-        """Watch the norm of ``step``; ``square``, still being summed, begins with the square of ``scale`` times it."""
+    def watch(self, step: int, square: ReplicaSum, scale: float, origin: Callable[[], tuple[int, ...]] = tuple) -> None:
+        """Watch the norm of a step.
+
+        Args:
+            square: still being summed; begins with the square of ``scale`` times the norm.
+            origin: returns the ranks where a norm that is not finite comes from; called on all ranks alike.
+        """
         assert self._pending is None, "the pending norm has not been checked"
-        self._pending = _PendingNorm(step, scale)
+        self._pending = _PendingNorm(step, scale, origin)
         self._copy.send(square.wait)
 
     def reset(self) -> None:
@@ -59,11 +91,11 @@ class NormWatch:
         """
         if self._pending is None:
             return None
-        (step, scale), self._pending = self._pending, None
+        (step, scale, origin), self._pending = self._pending, None
         found = self._copy.read()
         square = float(found.reshape(-1)[0])
         if not isfinite(square):
-            raise nonfinite_gradient(step, square**0.5 / scale)
+            raise nonfinite_gradient(step, square**0.5 / scale, origin())
         return found
 
 

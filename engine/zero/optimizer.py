@@ -18,6 +18,7 @@ from weft.engine.execution.sums import ReplicaSum, sum_now
 from weft.engine.zero.finite import REMEDY, NonFiniteError, NormWatch, all_finite, nonfinite_gradient
 from weft.engine.zero.lamb import Lamb
 from weft.engine.zero.norm import squared_norm
+from weft.engine.zero.origin import OwnNumbers
 from weft.engine.zero.presence import Presence
 from weft.engine.zero.sharding import Sharding
 from weft.engine.zero.skipping import Skips
@@ -85,6 +86,8 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         self._square: tuple[ReplicaSum, float] | None = None
         """Of the last step's gradient, times the square of the loss scale, with `must_stop`; and the loss scale."""
         self._loss: Tensor | None = None
+        self._origin: Callable[[], tuple[int, ...]] = tuple
+        """Returns the ranks where numbers of the last step that are not finite come from; a collective call."""
         held = [fragment for fragment in sharding.fragments() if fragment.trained]
         fragments: dict[nn.Parameter, list[Tensor]] = {}
         for fragment in held:
@@ -112,7 +115,10 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         return self.loss_scaler.cur_scale
 
     def tell_loss(self, loss: Tensor | None) -> None:
-        """This rank's part of the loss of the step to come, where it has one: a scalar, judged with the gradient."""
+        """Take this rank's part of the loss of the step to come, where it has one: a scalar.
+
+        It is judged with the gradient if steps may be skipped, and tells bad data from a bad rank.
+        """
         self._loss = loss
 
     @torch.no_grad()
@@ -154,11 +160,11 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             norm = float(self._awaited_norm())
             self._take_stop(self._square[0].wait())
             overflows = not isfinite(norm) and self._can_lower_scale()
-            self._is_bad = not overflows and not self.skips.judge(step, norm)
+            self._is_bad = not overflows and not self.skips.judge(step, norm, self._origin)
             self.overflow = overflows or self._is_bad
             return
         if not self._check_overflow:
-            self._watch.watch(step, *self._square)
+            self._watch.watch(step, *self._square, self._origin)
             if self._clip() and self.sharding.device.type == "cpu":
                 self._take_stop(self._watch.check())
             return
@@ -166,7 +172,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         self._take_stop(self._square[0].wait())
         self._skipped = self._skipped + 1 if self.overflow else 0
         if self._skipped > MOST_SKIPPED:
-            raise nonfinite_gradient(step, float(self._awaited_norm()))
+            raise nonfinite_gradient(step, float(self._awaited_norm()), self._origin())
 
     def _take_stop(self, sums: Tensor | None) -> None:
         """Note whether a rank was asked to stop, from the sums that came with a norm."""
@@ -237,6 +243,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         """This rank's part of the squared norm, in which each element counts on one rank; and 1 if it is to stop."""
         square = squared_norm((bucket.counted_gradient for bucket in self.sharding.trained), self.sharding.device)
         loss, self._loss = self._loss, None
+        self._origin = OwnNumbers.of_step(self.sharding.trained, loss, self._groups["pipeline"]).origin
         if self.skips.most and loss is not None:
             square += 0 * loss  # NaN if the loss is not finite
         return torch.stack([square, torch.full_like(square, float(self._stops()))])

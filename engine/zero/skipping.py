@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from math import isfinite
 from statistics import median
 from typing import NamedTuple
 
-from weft.engine.zero.finite import REMEDY, NonFiniteError
+from weft.engine.zero.finite import NonFiniteError, explanation
 
 WINDOW = 32
 """Norms of good steps that a spike is judged by; until there are as many, none is looked for."""
@@ -19,10 +20,12 @@ class SkippedStep(NamedTuple):
     Attributes:
         step: counted from 1.
         norm: 2-norm of its gradient; NaN, too, if the loss alone was not finite.
+        ranks: those whose gradients were not finite first, if the data and the training are not the cause.
     """
 
     step: int
     norm: float
+    ranks: tuple[int, ...] = ()
 
 
 class SkippedTooOften(NonFiniteError):
@@ -38,12 +41,13 @@ class SkippedTooOften(NonFiniteError):
     def __init__(self, steps: tuple[SkippedStep, ...]) -> None:
         """Name the ``steps``, of which there is at least one."""
         self.steps = steps
-        norms = ", ".join(f"{norm:.4g}" for _, norm in steps)
+        norms = ", ".join(f"{step.norm:.4g}" for step in steps)
         self.summary = (
             f"step {steps[-1].step}: the last {len(steps)} steps were skipped, because the norms of their gradients "
             f"were {norms}"
         )
-        super().__init__(f"{self.summary}. {REMEDY}")
+        ranks = tuple(sorted(set.intersection(*(set(step.ranks) for step in steps))))
+        super().__init__(f"{self.summary}: {explanation(ranks)}", ranks)
 
 
 class Skips:
@@ -67,14 +71,18 @@ class Skips:
         """Norms of the last good steps, which a checkpoint keeps so that a resumed run judges alike."""
         return list(self._good)
 
-    def judge(self, step: int, norm: float) -> bool:
-        """Whether a step is good; one that is not is to be skipped."""
+    def judge(self, step: int, norm: float, origin: Callable[[], tuple[int, ...]] = tuple) -> bool:
+        """True if a step is good; one that is not is to be skipped.
+
+        Args:
+            origin: returns the ranks where a norm that is not finite comes from; called on all ranks alike.
+        """
         good = isfinite(norm) and not self._is_spike(norm)
         if good:
             self._in_row.clear()
             self._good.append(norm)
         else:
-            self._in_row.append(SkippedStep(step, norm))
+            self._in_row.append(SkippedStep(step, norm, () if isfinite(norm) else origin()))
         return good
 
     def check(self) -> None:

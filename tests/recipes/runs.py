@@ -59,6 +59,7 @@ def run(
     killed_at: int = 0,
     spoilt: range = range(0),
     value: float = nan,
+    spoilt_rank: int | None = None,
     left_out: range = range(0),
     filled_at: tuple[int, int] | None = None,
     freed_at: int = 0,
@@ -72,6 +73,7 @@ def run(
         losses: what evaluations say, by step, instead of what they are.
         killed_at: step in which the process "dies".
         spoilt: sequences of the data whose gradients become ``value`` times as large.
+        spoilt_rank: the only rank on which they do; None is all.
         left_out: sequences of the data that the run goes past.
         filled_at: step before which the file system of the run fills up, and the bytes that stay free.
         freed_at: step before which it has room again.
@@ -102,7 +104,8 @@ def run(
         return batches
 
     def seed_spoilt(engine: WeftEngine, loss: torch.Tensor) -> torch.Tensor:
-        return seed(engine, loss) * (value if now[0] else 1.0)
+        here = spoilt_rank in (None, engine.global_rank)
+        return seed(engine, loss) * (value if now[0] and here else 1.0)
 
     def resume_and_leave_out(each: recipe.TrainingRun) -> int:
         done = resume(each)
@@ -150,7 +153,9 @@ def run(
             return {}
         except Stopped as stopped:
             return {"stopped": stopped.code}
-        except (NonFiniteError, ValueError) as error:
+        except NonFiniteError as error:
+            return {"error": str(error), "ranks": error.ranks}
+        except ValueError as error:
             return {"error": str(error)}
     return {
         "steps": engine.global_steps,

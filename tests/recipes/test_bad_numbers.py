@@ -88,6 +88,32 @@ def test_bad_numbers_from_one_batch_to_all(tmp_path):
     assert ends["no spike"]["skipped"] == 0, "there are too few norms to tell one"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_gradients_that_one_rank_spoils_name_that_rank(tmp_path):
+    """As a replica, and as the last stage, from which NaN travels to the first."""
+    settings = [*prepare(tmp_path), f"train.steps={STEPS}"]
+    replicas, stages = [*settings, "pipeline.stages=1"], [*settings, "pipeline.stages=2"]
+    alone = {"spoilt": of(3, 200), "spoilt_rank": 1}
+    attempts = {
+        "replica": {"settings": [*replicas, "zero.stage=0", "supervise.max_skips=0"], **alone},
+        "one step later": {"settings": [*replicas, "zero.stage=2", "optimizer.clip=0"], **alone},
+        "skipped": {"settings": [*replicas, "zero.stage=1", "supervise.max_skips=2"], **alone},
+        "stage": {"settings": [*stages, "supervise.max_skips=0"], **alone},
+        "all replicas": {"settings": [*replicas, "supervise.max_skips=0"], "spoilt": of(3, 200)},
+    }
+    for number, attempt in enumerate(attempts.values()):
+        attempt["settings"].append(f"train.name=run{number}")
+    first, second = run_ranks(2, run_all, list(attempts.values()), timeout_s=300)
+    assert first == second, "all ranks agree"
+    ends = dict(zip(attempts, first, strict=True))
+    assert "training has diverged" in ends["all replicas"]["error"] and not ends.pop("all replicas")["ranks"]
+    for name, end in ends.items():
+        assert end["ranks"] == (1,), (name, end)
+        assert "first appeared in the gradients of rank 1" in end["error"], name
+        assert "training has diverged" not in end["error"], name
+
+
 def skipped(*steps: int) -> SkippedTooOften:
     return SkippedTooOften(tuple(SkippedStep(step, float("nan")) for step in steps))
 

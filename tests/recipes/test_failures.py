@@ -75,6 +75,15 @@ def test_ranks_that_an_error_blames_are_told(tmp_path, monkeypatch):
     assert (found.kind, found.ranks) == (FaultKind.corruption, (4, 5))
 
 
+def test_the_rank_where_bad_numbers_first_appeared_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "0.json"))
+    with pytest.raises(NonFiniteError), reported():
+        raise NonFiniteError("step 3: nan", (1,))
+    found = read_report(tmp_path / "0.json")
+    assert found is not None
+    assert (found.kind, found.ranks) == (FaultKind.bad_numbers, (1,))
+
+
 def test_an_error_without_words_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "0.json"))
     with pytest.raises(MemoryError), reported():

@@ -404,3 +404,14 @@ def test_bad_numbers_that_all_ranks_report_are_blamed_on_no_rank():
     world.settle()
     (fault,) = world.events("fault")
     assert fault["culprit"] == {} and world.job.code == 1
+
+
+def test_bad_numbers_of_one_rank_name_its_host_and_how_to_evict_it():
+    world = World()
+    world.train()
+    host = world.job._layout.host_of(1)
+    world.kill(0, kind=FaultKind.bad_numbers, status=1, step=7, ranks=(1,))
+    world.settle()
+    (fault,) = world.events("fault")
+    assert fault["culprit"] == {"rank": 1, "host": host} and world.job.code == 1
+    assert f"weft evict {host}" in fault["evidence"]

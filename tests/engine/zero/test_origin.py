@@ -1,0 +1,64 @@
+"""The rank whose gradients were not finite first is told from those that have received them, and from bad data."""
+
+import pytest
+import torch
+
+from tests.engine.zero.replicas import Meetings, SmallStage, in_threads
+from weft.conf.schema import ZeroConfig
+from weft.engine.zero import Sharding
+from weft.engine.zero.origin import OwnNumbers, Sighting, origins
+from weft.pipeline.action import Action, Op
+
+FINE = -1
+
+
+def seen(*pipelines, losses=()):
+    """Sightings of pipelines with one stage per rank, which take neighbouring ranks; ``losses`` that are bad."""
+    begins = [sum(map(len, pipelines[:number])) for number in range(len(pipelines))]
+    return [
+        Sighting(begin, stage, number in losses and stage == max(stages))
+        for number, (begin, stages) in enumerate(zip(begins, pipelines, strict=True))
+        for stage in stages
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sightings", "ranks"),
+    [
+        (seen([FINE], [0]), (1,)),
+        (seen([0], [0]), ()),
+        (seen([0]), ()),
+        (seen([FINE], [0], losses=[1]), ()),
+        (seen([0, 1]), (1,)),
+        (seen([0, FINE]), (0,)),
+        (seen([0, 1, FINE]), (1,)),
+        (seen([0, 1], [FINE, FINE]), (1,)),
+        (seen([0, 1], [0, FINE]), ()),
+        (seen([0], [FINE], [0], losses=[2]), (0,)),
+        (seen([FINE, FINE], [FINE, FINE]), ()),
+    ],
+)
+def test_the_last_stage_of_the_only_bad_pipelines_is_the_origin(sightings, ranks):
+    assert origins(sightings) == ranks
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_only_the_replica_that_spoils_its_gradient_sees_that_before_the_reduction(stage, value):
+    def run(meeting, number):
+        model = SmallStage()
+        sharding = Sharding([model], ZeroConfig(stage=stage), Meetings(meeting, number))
+        sharding.begin_step([Action(Op.F, 0, 0), Action(Op.B, 0, 0)])
+        with sharding.around(Action(Op.F, 0, 0)):
+            loss = model(torch.arange(10).view(2, 5))
+        with sharding.around(Action(Op.B, 0, 0)):
+            (loss + (value if number == 1 else 0.0) * model.head.weight.sum()).backward()
+        sharding.reduce(0)
+        sharding.finish_gradients()
+        own = OwnNumbers.of_step(sharding.trained, loss.detach(), None)
+        reduced = torch.stack([bucket.gradient.abs().max() for bucket in sharding.trained])
+        return own._sighting(number), bool(reduced.isfinite().all())
+
+    (first, first_reduced), (second, second_reduced) = in_threads(2, run)
+    assert not (first_reduced and second_reduced), "the sum has it"
+    assert (first, second) == (Sighting(0, FINE, False), Sighting(1, 0, False))
