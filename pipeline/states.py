@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.conf.schema import Precision, ZeroConfig
+from weft.conf.schema import OptimizerConfig, OptimizerKind, Precision, ZeroConfig
 
 WEIGHT_BYTES = {Precision.fp32: 4, Precision.bf16: 2, Precision.fp16: 2}
 """Bytes of a weight, and of an activation's element."""
@@ -13,9 +13,33 @@ MASTER_BYTES = {Precision.fp32: 0, Precision.bf16: 4, Precision.fp16: 4}
 GRADIENT_BYTES = 4
 """Bytes of an added-up gradient."""
 OPTIMIZER_BYTES = 8
-"""Bytes of optimiser state per weight: two fp32 moments."""
+"""Bytes of optimiser state per weight of AdamW and LAMB: two fp32 moments."""
 USABLE = 0.8
 """Share of a device's memory that a plan fills; the rest is the library's, the allocator's and an estimate's error."""
+
+
+def optimizer_bytes(optimizer: OptimizerConfig) -> int:
+    """Return the bytes of optimiser state per trained weight; sgd has one moment, or none without momentum."""
+    if optimizer.kind is OptimizerKind.sgd:
+        return OPTIMIZER_BYTES // 2 if optimizer.betas[0] else 0
+    return OPTIMIZER_BYTES
+
+
+@dataclass(frozen=True)
+class TrainedWeights:
+    """Trained ones among a rank's weights.
+
+    Attributes:
+        count: on the rank.
+        share: of its shard.
+        largest_block: of the block that has most of them.
+        state_bytes: optimiser state of one.
+    """
+
+    count: float
+    share: float
+    largest_block: float
+    state_bytes: float = OPTIMIZER_BYTES
 
 
 @dataclass(frozen=True)
@@ -78,10 +102,12 @@ def zero_memory(
     largest_block: int,
     microbatches: int,
     share: float | None = None,
+    trained: TrainedWeights | None = None,
 ) -> ZeroMemory:
-    """What ``parameters`` trained weights of a rank take, with Adam.
+    """What ``parameters`` weights of a rank take.
 
     Args:
+        trained: those of them that have gradients and optimiser state; None: all, with Adam.
         replicas: ranks that hold the same parts of matrices.
         share: parameters of a rank's shard, where parameters have different numbers of holders; None: all have
             ``replicas`` of them.
@@ -93,22 +119,25 @@ def zero_memory(
     one that is being moved are counted.
     """
     share = parameters / replicas if share is None else share
+    trained = trained or TrainedWeights(parameters, share, largest_block)
     blocks = min(parameters, 2 * largest_block) if replicas > 1 else parameters
     reduced = zero.reduce_every or microbatches
     weights: float = parameters
     if zero.stage == 3 and replicas > 1:
         kept = zero.model_persistence_threshold if zero.param_persistence_threshold > largest_block else 0
         weights = min(parameters, share + blocks + kept)
-    gradients: float = parameters
+    gradients = trained.count
     if zero.stage >= 2 and replicas > 1 and reduced == 1:
-        gradients = share + blocks
-    stepped = share if zero.stage else parameters
-    bucket = min(parameters, zero.reduce_bucket_size, zero.allgather_bucket_size)
-    if zero.stage == 3:
-        bucket = min(bucket, largest_block)
+        gradients = trained.share + min(trained.count, 2 * trained.largest_block)
+    stepped = trained.share if zero.stage else trained.count
+    limit = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
+    bucket = min(trained.count, limit) * GRADIENT_BYTES
+    if zero.stage == 3:  # frozen weights are gathered, too
+        bucket = min(trained.count, limit, trained.largest_block) * GRADIENT_BYTES
+        bucket = max(bucket, min(parameters, limit, largest_block) * WEIGHT_BYTES[precision])
     return ZeroMemory(
         weights=weights * WEIGHT_BYTES[precision],
         gradients=gradients * GRADIENT_BYTES,
-        optimizer=stepped * (OPTIMIZER_BYTES + MASTER_BYTES[precision]),
-        buffers=2 * bucket * GRADIENT_BYTES if zero.stage and replicas > 1 else 0,
+        optimizer=stepped * (trained.state_bytes + MASTER_BYTES[precision]),
+        buffers=2 * bucket if zero.stage and replicas > 1 else 0,
     )

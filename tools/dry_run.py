@@ -9,7 +9,7 @@ from weft.conf.batch import fit_batch
 from weft.conf.hosts import world_size
 from weft.conf.schema import WeftConfig
 from weft.engine.data import load_tokenizer, vocabulary_for
-from weft.engine.planning.estimates import stage_sizes
+from weft.engine.planning.estimates import rank_size
 from weft.engine.planning.gathering import facts_before_start
 from weft.engine.planning.memory import memory_checkpoint_bytes
 from weft.engine.planning.run_plan import RunPlan, plan_run
@@ -42,14 +42,15 @@ def report(config: WeftConfig) -> str:
     check_data(config)
     plan = expected_plan(config)
     schedule, known = plan.cell(), plan.facts.sources
-    parameters = sum(size.parameters for size in stage_sizes(plan.facts.model, plan.split))
+    whole = rank_size(plan.facts.model, plan.split, range(plan.split.num_stages))
+    trained = "" if whole.trained == whole.parameters else f" ({whole.trained / 1e6:,.3g} M trained)"
     speed = (
         f"costs {known['stage_costs']}"
         if plan.facts.flops_per_s is None
         else f"at {plan.facts.flops_per_s / 1e12:.3g} TFLOP/s a rank ({known['flops_per_s']})"
     )
     lines = [
-        f"{settled_model(config).model_type}, {parameters / 1e6:,.1f} M parameters; {schedule.name}, "
+        f"{settled_model(config).model_type}, {whole.parameters / 1e6:,.1f} M parameters{trained}; {schedule.name}, "
         f"{plan.placement.num_stages} stages on {plan.placement.num_ranks} ranks x {plan.layout.replicas} replicas"
         f"{f' on {plan.layout.routes} routes' if plan.layout.routes > 1 else ''}{_inside(plan)}, "
         f"{schedule.num_microbatches} micro-batches of {config.train.microbatch_size} x "
@@ -80,9 +81,8 @@ def _memory_checkpoint_lines(config: WeftConfig, plan: RunPlan) -> list[str]:
     """Host memory that memory checkpoints take."""
     if not config.checkpoint.memory_every:
         return []
-    sizes = stage_sizes(plan.facts.model, plan.split)
-    most = max(sum(sizes[stage].parameters for stage in held) for held in plan.placement.rank_stages)
-    each = memory_checkpoint_bytes(most, plan.layout.lines)
+    sizes = [rank_size(plan.facts.model, plan.split, held) for held in plan.placement.rank_stages]
+    each = max(memory_checkpoint_bytes(size, config, plan.layout.lines) for size in sizes)
     return [
         "",
         f"memory checkpoints every {config.checkpoint.memory_every} steps: {bytes_text(each)} of the fullest rank, "
@@ -126,9 +126,8 @@ def _inside(plan: RunPlan) -> str:
 def _rank_table(plan: RunPlan) -> list[str]:
     heads = "rank stages layers parameters weights gradients optimiser buffers activations backward step total"
     rows: list[tuple[str, ...]] = [tuple(heads.split())]
-    sizes = stage_sizes(plan.facts.model, plan.split)
     for rank, (held, memory) in enumerate(zip(plan.placement.rank_stages, plan.memory, strict=True)):
-        count = sum(sizes[stage].held for stage in held)
+        count = rank_size(plan.facts.model, plan.split, held).held
         layers = "+".join(f"{plan.split.layers[s].start}-{plan.split.layers[s].stop - 1}" for s in held)
         zero = memory.zero
         parts = (

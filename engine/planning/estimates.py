@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.conf.schema import ContextExchange, PairChoice, WeftConfig
+from weft.conf.schema import ContextExchange, OptimizerKind, PairChoice, WeftConfig
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.pairing import stage_pairs, with_strands
 from weft.engine.stages.sizes import ModelSizes, PartSize
@@ -18,7 +18,7 @@ from weft.pipeline.planner.workload import (
     LayerWork,
     ModelWork,
 )
-from weft.pipeline.states import MASTER_BYTES, OPTIMIZER_BYTES, WEIGHT_BYTES
+from weft.pipeline.states import WEIGHT_BYTES
 
 SAVED_WIDTHS = 17
 """Hidden states that a layer saves for its backward, in widths of the model: 34 bytes per token
@@ -27,8 +27,8 @@ GATHERED_WIDTHS = 2
 """Of these what members of a tensor group hold of the whole sequence: the inputs of attention and of the feed-forward
 part, which they have gathered."""
 
-_ROOT_BYTES = 4
-"""Of a root of a second moment."""
+_STEP_BYTES = 4
+"""Bytes of a root of a second moment, or of an update."""
 
 
 def stage_sizes(model: ModelSizes, split: StageSplit) -> list[PartSize]:
@@ -37,6 +37,13 @@ def stage_sizes(model: ModelSizes, split: StageSplit) -> list[PartSize]:
     stages[0] += model.before
     stages[-1] += model.after
     return stages
+
+
+def rank_size(model: ModelSizes, split: StageSplit, held: Sequence[int]) -> PartSize:
+    """Weights of a rank with these virtual stages; tied ones are one parameter there."""
+    stages = stage_sizes(model, split)
+    size = sum((stages[stage] for stage in held), PartSize(0, 0))
+    return size.without(model.tied) if {0, split.num_stages - 1} <= {*held} else size
 
 
 def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostModel:
@@ -77,29 +84,31 @@ def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit, costs: Co
         again = (work.activation_bytes - work.unrecomputed_bytes) / len(layers)
         again += _gathered_widths(facts) * facts.work.message_bytes
         loss = work.working_bytes * _share_of_loss(config, facts)
-        found.append(_sequences(config, facts) * max(loss, again if config.model.gradient_checkpointing else 0.0))
+        found.append(_sequences(config, facts) * max(loss, again if facts.recomputes else 0.0))
     # An embedding's gradient is as large as its weights, and comes last, when nothing else of its micro-batch is left.
     embedding = facts.model.before.largest * WEIGHT_BYTES[config.train.precision]
     found[0] = max(found[0], embedding - costs.stages[0].activation_bytes)
     return found
 
 
-def stepping_bytes(
-    config: WeftConfig, facts: Facts, split: StageSplit, held: Sequence[int], optimizer_bytes: float
-) -> float:
-    """What AdamW of torch takes besides its state as it steps: roots of the second moments.
+def stepping_bytes(config: WeftConfig, facts: Facts, split: StageSplit, held: Sequence[int], stepped: float) -> float:
+    """What an optimiser takes besides its state as it steps.
 
-    It takes one parameter after the other on a CPU, and holds the roots twice; on a GPU all at once.
+    AdamW of torch: roots of the second moments. It takes one parameter after the other on a CPU, and holds the roots
+    twice; on a GPU all at once. SGD: gradients with weight decay, in the same way. LAMB: all updates, and a root.
 
     Args:
         held: virtual stages of a rank.
-        optimizer_bytes: of the rank's optimiser: moments, and master weights.
+        stepped: weights that the rank's optimiser steps.
     """
-    stepped = optimizer_bytes / (OPTIMIZER_BYTES + MASTER_BYTES[config.train.precision])
-    if facts.device != "cpu":
-        return _ROOT_BYTES * stepped
     sizes = stage_sizes(facts.model, split)
-    return 2 * _ROOT_BYTES * min(stepped, max(sizes[stage].largest for stage in held))
+    largest = min(stepped, max(sizes[stage].largest for stage in held))
+    if config.optimizer.kind is OptimizerKind.lamb:
+        return _STEP_BYTES * (stepped + 2 * largest)
+    together = stepped if facts.device != "cpu" else largest
+    if config.optimizer.kind is OptimizerKind.sgd:
+        return _STEP_BYTES * together if config.optimizer.weight_decay else 0.0
+    return _STEP_BYTES * together * (1 if facts.device != "cpu" else 2)
 
 
 def _share_of_loss(config: WeftConfig, facts: Facts) -> float:
@@ -134,7 +143,7 @@ def _by_work(
     config: WeftConfig, facts: Facts, work: ModelWork, split: StageSplit, flops_per_s: float
 ) -> tuple[StageCost, ...]:
     """By the operations and bytes of each layer; ranks that share layers divide all of this among them."""
-    sequences, recompute = _sequences(config, facts), config.model.gradient_checkpointing
+    sequences, recompute = _sequences(config, facts), facts.recomputes
     stages = []
     for part, layers in zip(_stage_works(work, split), split.layers, strict=True):
         matmul_s, attention_s = (flops * sequences / flops_per_s for flops in (part.matmul_flops, part.attention_flops))
@@ -171,7 +180,7 @@ def _by_weights(config: WeftConfig, facts: Facts, split: StageSplit, flops_per_s
     sharing = layout.context * layout.tensor
     tokens = config.train.microbatch_size * config.data.sequence_length
     hidden_bytes = tokens * model.hidden_size * WEIGHT_BYTES[config.train.precision] / sharing
-    recompute = config.model.gradient_checkpointing
+    recompute = facts.recomputes
     widths = SAVED_WIDTHS + _gathered_widths(facts)
     stages = []
     for index, (size, layers) in enumerate(zip(stage_sizes(model, split), split.layers, strict=True)):

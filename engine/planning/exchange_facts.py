@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from weft.comm.collectives import Primitive
 from weft.conf.schema import ContextExchange, WeftConfig
 from weft.engine.parallel.context_exchange import choose_exchange
-from weft.engine.planning.estimates import planning_costs, stage_sizes, working_bytes
+from weft.engine.planning.estimates import planning_costs, working_bytes
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.memory import rank_states
 from weft.engine.planning.pairing import traffic_s
@@ -55,15 +55,7 @@ def needed_bytes(config: WeftConfig, facts: Facts) -> float:
     """
     placement = next(iter(open_placements(config.pipeline, facts.layout.sites_of(facts.layout.reference)).values()))
     split = split_model(facts.model, placement.num_stages, config.pipeline.split, config.pipeline.layers)
-    costs, sizes = planning_costs(config, facts, split), stage_sizes(facts.model, split)
-    states = rank_states(
-        config,
-        placement,
-        [size.held for size in sizes],
-        replicas=facts.layout.data_ranks,
-        largest_block=facts.model.largest_layer,
-        shares=[size.parameters / facts.layout.lines for size in sizes],
-    )
+    costs, states = planning_costs(config, facts, split), rank_states(config, facts, placement, split)
     working = working_bytes(config, facts, split, costs)
     most = 0.0
     for rank, held in enumerate(placement.rank_stages):

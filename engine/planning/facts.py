@@ -77,6 +77,8 @@ class Facts:
             no ranks share layers, or their collectives' costs are not known.
         speed: of a rank, for strands; None where there are none.
         axes: ranks that share layers, by their axis.
+        keeps_frozen: whether memory of the ranks' devices has frozen weights as they were given, too, for the export.
+        recomputes: whether layers are computed again in the backward.
         operators: how well compute and collectives overlap; None where that was not measured.
         exchange: how ranks that share sequences let each query meet all keys; not auto.
         links: between ranks.
@@ -96,6 +98,8 @@ class Facts:
     strands: StrandWork | None = None
     speed: Speed | None = None
     axes: dict[str, AxisFacts] = field(default_factory=dict)
+    keeps_frozen: bool = False
+    recomputes: bool = False
     operators: OverlapTable | None = None
     exchange: ContextExchange = ContextExchange.gather
     links: Links

@@ -30,6 +30,7 @@ from weft.engine.planning.schedules import open_placements, read_costs
 from weft.engine.planning.strand_facts import with_axes, with_strands
 from weft.engine.precision import DTYPES
 from weft.engine.stages.sizes import model_sizes
+from weft.engine.stages.stage import hf_model
 from weft.engine.stages.tracing import trace_model
 from weft.pipeline.costs import CostModel, LinkCost
 from weft.pipeline.planner.workload import WORK_FORM, ModelWork
@@ -42,6 +43,7 @@ def facts_before_start(
     *,
     num_nodes: int = 1,
     collectives: CollectiveCosts | None = None,
+    model: nn.Module | None = None,
 ) -> Facts:
     """What can be known before a rank is started, on devices such as this machine's.
 
@@ -49,6 +51,7 @@ def facts_before_start(
         num_nodes: nodes that the replicas of a stage are spread over, where no hostfile says so.
         collectives: costs of collectives over them, where the caller knows them; None takes what
             earlier runs and `weft bench collectives` have left.
+        model: that trains, where it is not made from ``config``.
 
     Raises:
         ValueError: ``pipeline.costs_file`` cannot be read, or replicas cannot be spread over so many nodes.
@@ -57,7 +60,7 @@ def facts_before_start(
     available = device_bytes(device, most_ranks_of_a_host(config.cluster))
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))  # as `weft launch` sets it for every rank
     machine = _Machine(world_size(config.cluster), device, available, threads, _world_nodes(config.cluster))
-    facts = _known_facts(config, hf_config, machine)
+    facts = _known_facts(config, hf_config, machine, model)
     nodes = _replica_nodes(config, facts.layout, num_nodes)
     facts = facts.with_nodes(nodes, "given by cluster.hostfile" if config.cluster.hostfile else f"{num_nodes} assumed")
     if collectives is not None:
@@ -149,14 +152,23 @@ def _known_facts(
         sources["stage_costs"] = sources["stage_pairs"] = f"given by pipeline.costs_file={config.pipeline.costs_file}"
     else:
         flops, sources["flops_per_s"] = usable_flops(machine.device, machine.threads, devices_cache(config))
-    work, sources["work"] = _traced(config, hf_config)
+    trained = hf_config if model is None else model
+    work, sources["work"] = _traced(config, hf_config, trained)
     facts = Facts(
         layout=layout,
-        model=model_sizes(hf_config, tensor=layout.tensor, expert=layout.expert, dtype=DTYPES[config.train.precision]),
+        model=model_sizes(
+            trained,
+            lora=config.model.lora,
+            tensor=layout.tensor,
+            expert=layout.expert,
+            dtype=DTYPES[config.train.precision],
+        ),
         work=work,
         flops_per_s=flops,
         device_bytes=machine.device_bytes,
         device=machine.device.type,
+        keeps_frozen=machine.device.type == "cpu" and _keeps_frozen(config, model),
+        recomputes=config.model.gradient_checkpointing or bool(getattr(model, "is_gradient_checkpointing", False)),
         stage_costs={count: costs.stages for count, costs in given.items()},
         stage_pairs={count: costs.pairs for count, costs in given.items() if costs.pairs is not None},
         links=links,
@@ -165,7 +177,6 @@ def _known_facts(
     )
     facts = with_axes(config, facts, machine.nodes, machine.device)
     facts = with_exchange(config, hf_config, facts)
-    trained = hf_config if model is None else model
     return with_strands(config, trained, facts, lambda: _speed(config, machine), own_loss=own_loss)
 
 
@@ -185,16 +196,32 @@ def _world_nodes(cluster: ClusterConfig) -> tuple[int, ...]:
     return tuple(node for node, held in enumerate(slots) for _ in range(held))
 
 
-def _traced(config: WeftConfig, hf_config: PreTrainedConfig) -> tuple[ModelWork | None, str]:
+def _keeps_frozen(config: WeftConfig, model: nn.Module | None) -> bool:
+    """Whether frozen weights are cast, and an export writes them as they were given; see `exported_frozen`."""
+    dtype = DTYPES[config.train.precision]
+    if model is None:
+        return dtype is not torch.float32 and not config.model.path
+    adapts_folder = hf_model(model) is not model and bool(hf_model(model).config.name_or_path)
+    return not adapts_folder and any(p.dtype != dtype for p in model.parameters() if not p.requires_grad)
+
+
+def _traced(
+    config: WeftConfig, hf_config: PreTrainedConfig, trained: PreTrainedConfig | nn.Module
+) -> tuple[ModelWork | None, str]:
     """What a sequence asks of each layer, kept between runs, and where that is known from."""
-    length, precision = config.data.sequence_length, config.train.precision
+    length, precision, lora = config.data.sequence_length, config.train.precision, None
     text = f"{length} {precision.name} {hf_config.to_json_string(use_diff=False)}"
+    if isinstance(trained, nn.Module):
+        text += "".join(f" {name}" for name, weight in trained.named_parameters() if not weight.requires_grad)
+    elif config.model.lora.enabled:
+        lora = config.model.lora
+        text += f" {lora}"
     key = f"{WORK_FORM} {hashlib.sha256(text.encode()).hexdigest()}"
     cache = JsonCache(Path(config.data.cache_dir).expanduser() / "work.json")
     with contextlib.suppress(KeyError, TypeError):
         return ModelWork.from_dict(cache.read()[key]), f"traced before, cache {cache.path}"
     try:
-        work = trace_model(hf_config, length, dtype=DTYPES[precision])
+        work = trace_model(trained, length, dtype=DTYPES[precision], lora=lora)
     except Exception as error:  # any: it is the model's own code; sizes of weights have to do
         return None, f"not known: {error}"
     with contextlib.suppress(OSError):  # it is traced again the next time

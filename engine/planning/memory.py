@@ -3,58 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from weft.conf.schema import Precision, WeftConfig
+from weft.engine.planning.estimates import rank_size
+from weft.engine.planning.facts import Facts
+from weft.engine.stages.sizes import PartSize
+from weft.engine.stages.split import StageSplit
 from weft.pipeline.action import Op
 from weft.pipeline.cell import pipeline_of
 from weft.pipeline.costs import CostModel
 from weft.pipeline.memory import held_along
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.states import MASTER_BYTES, OPTIMIZER_BYTES, USABLE, RankMemory, ZeroMemory, zero_memory
+from weft.pipeline.states import (
+    MASTER_BYTES,
+    USABLE,
+    WEIGHT_BYTES,
+    RankMemory,
+    TrainedWeights,
+    ZeroMemory,
+    optimizer_bytes,
+    zero_memory,
+)
+
+EXACT_BYTES = 4
+"""Bytes of a frozen weight that is kept as it was given."""
 
 
-def memory_checkpoint_bytes(parameters: int, ranks: int) -> float:
-    """Bytes of host memory that one memory checkpoint of a rank takes: fp32 weights and Adam's moments.
+def memory_checkpoint_bytes(size: PartSize, config: WeftConfig, ranks: int) -> float:
+    """Bytes of host memory that one memory checkpoint of a rank takes: fp32 trained weights, moments, the rest.
 
     The ranks of a stage share its weights out, by ZeRO or because they are on one host; at stage 0 each
     further host with a replica holds all of them.
 
     Args:
-        parameters: of the rank's stages, as a whole.
+        size: of the rank's stages, as a whole.
         ranks: of a stage.
     """
-    return parameters / ranks * (MASTER_BYTES[Precision.bf16] + OPTIMIZER_BYTES)
+    stepped = size.trained * (MASTER_BYTES[Precision.bf16] + optimizer_bytes(config.optimizer))
+    return (stepped + (size.parameters - size.trained) * WEIGHT_BYTES[config.train.precision]) / ranks
 
 
-def rank_states(
-    config: WeftConfig,
-    placement: Placement,
-    parameters: Sequence[int],
-    *,
-    replicas: int,
-    largest_block: int,
-    shares: Sequence[float] | None = None,
-) -> list[ZeroMemory]:
-    """What the states of each pipeline rank take; see `zero_memory`.
-
-    Args:
-        parameters: trained weights that a rank holds of each virtual stage.
-        replicas: ranks that hold the same parts of matrices.
-        shares: of each virtual stage, weights of a rank's shard; None: 1 / ``replicas`` of ``parameters``.
-    """
-    return [
-        zero_memory(
-            sum(parameters[stage] for stage in held),
+def rank_states(config: WeftConfig, facts: Facts, placement: Placement, split: StageSplit) -> list[ZeroMemory]:
+    """What the states of each pipeline rank take; see `zero_memory`."""
+    found = []
+    for held in placement.rank_stages:
+        size, lines = rank_size(facts.model, split, held), facts.layout.lines
+        state = zero_memory(
+            size.held,
             config.zero,
             config.train.precision,
-            replicas,
-            largest_block=largest_block,
+            facts.layout.data_ranks,
+            largest_block=facts.model.largest_layer,
             microbatches=config.pipeline.microbatches,
-            share=None if shares is None else sum(shares[stage] for stage in held),
+            share=size.parameters / lines,
+            trained=TrainedWeights(
+                size.held_trained,
+                size.trained / lines,
+                facts.model.largest_trained_layer,
+                optimizer_bytes(config.optimizer),
+            ),
         )
-        for held in placement.rank_stages
-    ]
+        if facts.keeps_frozen:
+            state = replace(state, weights=state.weights + (size.held - size.held_trained) * EXACT_BYTES)
+        found.append(state)
+    return found
 
 
 def rank_memory(
@@ -86,7 +100,7 @@ def rank_memory(
             for slot, num_bytes in zip(row, saved, strict=True)
         ]
         reducing = [
-            num_bytes + state.buffers * parameters[slot[0].stage] / max(parameters[stage] for stage in held)
+            num_bytes + state.buffers * parameters[slot[0].stage] / max(1, *(parameters[stage] for stage in held))
             for slot, num_bytes in zip(row, saved, strict=True)
             if slot[0].op is Op.REDUCE_GRAD
         ]

@@ -34,7 +34,8 @@ class ZeroWork:
         zero_stage: 0 to 3.
         group: the replicas of a virtual stage.
         costs: of collectives over that group.
-        elements: parameters of each virtual stage.
+        elements: trained parameters of each virtual stage.
+        gathered: those that are gathered, where that is not the trained ones.
         gradient_bytes, weight_bytes: of one element.
         memory_bytes: what saved activations of a rank may take, all its stages together.
     """
@@ -43,6 +44,7 @@ class ZeroWork:
     group: Group
     costs: CollectiveCosts
     elements: tuple[int, ...]
+    gathered: tuple[int, ...] = ()
     gradient_bytes: int = 4
     weight_bytes: int = 4
     memory_bytes: float = inf
@@ -163,8 +165,9 @@ def _plan_stage(
 ) -> StageOverlap:
     backward_s = cost.input_s + cost.weight_s
     primitive = Primitive.reduce_scatter if work.zero_stage else Primitive.all_reduce
-    reduce = _choose(work, primitive, stage, work.gradient_bytes)
-    gather = _choose(work, Primitive.all_gather, stage, work.weight_bytes if work.zero_stage else 0)
+    reduce = _choose(work, primitive, work.elements[stage], work.gradient_bytes)
+    gathered = (work.gathered or work.elements)[stage]
+    gather = _choose(work, Primitive.all_gather, gathered, work.weight_bytes if work.zero_stage else 0)
     model = model_tier(
         ModelCosts(
             c_ag=gather.cost_s,
@@ -196,8 +199,8 @@ def _plan_stage(
     )
 
 
-def _choose(work: ZeroWork, primitive: Primitive, stage: int, itemsize: int) -> Choice:
-    padded = -(-work.elements[stage] // work.group.size) * work.group.size
+def _choose(work: ZeroWork, primitive: Primitive, elements: int, itemsize: int) -> Choice:
+    padded = -(-elements // work.group.size) * work.group.size
     return choose(Collective.flat(primitive, work.group, num_elements=padded, itemsize=itemsize), work.costs)
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.conf.schema import Partition, WeftConfig
 from weft.engine.planning.dp_cells import CellMember
-from weft.engine.planning.estimates import planning_costs, stage_sizes, stepping_bytes, working_bytes
+from weft.engine.planning.estimates import planning_costs, rank_size, stage_sizes, stepping_bytes, working_bytes
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.memory import activation_memory, rank_memory, rank_states
 from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap, with_collectives
 from weft.engine.planning.schedules import plan_cells, plan_placement
+from weft.engine.stages.sizes import PartSize
 from weft.engine.stages.split import StageSplit, split_model
 from weft.pipeline.action import Slot
 from weft.pipeline.cell import cell_step_s, pipeline_of, predict
@@ -110,25 +111,18 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
     placement = placement or settle_placement(config, facts)
     split = split_stages(config, facts, placement)
     costs = planning_costs(config, facts, split)
-    parts, ranks = stage_sizes(facts.model, split), facts.layout.lines
-    parameters = tuple(part.held for part in parts)
-    states = rank_states(
-        config,
-        placement,
-        parameters,
-        replicas=facts.layout.data_ranks,
-        largest_block=facts.model.largest_layer,
-        shares=[part.parameters / ranks for part in parts],
-    )
-    overlap = _plan_overlap(config, facts, placement, costs, parameters, states)
+    parts = stage_sizes(facts.model, split)
+    states = rank_states(config, facts, placement, split)
+    overlap = _plan_overlap(config, facts, placement, costs, parts, states)
     members = tuple(CellMember.all(facts.layout, config.comm.cell))
     sizes = [member.pipelines for member in members]
     cells = plan_cells(config.pipeline, placement, sizes, costs=costs, zero_stage=config.zero.stage, overlap=overlap)
     working = working_bytes(config, facts, split, costs)
     stepping = [
-        stepping_bytes(config, facts, split, held, state.optimizer)
-        for held, state in zip(placement.rank_stages, states, strict=True)
+        stepping_bytes(config, facts, split, held, _stepped(config, facts, rank_size(facts.model, split, held)))
+        for held in placement.rank_stages
     ]
+    trained = [part.held_trained for part in parts]
     stepping_costs = _step_costs(costs, overlap)
     return RunPlan(
         facts=facts,
@@ -138,7 +132,7 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
         overlap=overlap,
         members=members,
         cells=cells,
-        memory=rank_memory(config, cells[sizes[0]], costs, states, parameters, working, stepping),
+        memory=rank_memory(config, cells[sizes[0]], costs, states, trained, working, stepping),
         step_s=max(_route_step_s(facts, route, cells, stepping_costs) for route in range(facts.layout.routes)),
         bubble_share=predict(cells[sizes[0]], stepping_costs, 0).bubble_share,
     )
@@ -192,12 +186,17 @@ def _step_costs(costs: CostModel, overlap: OverlapPlan | None) -> CostModel:
     return costs if overlap is None else with_collectives(costs, overlap)
 
 
+def _stepped(config: WeftConfig, facts: Facts, size: PartSize) -> float:
+    """Weights that a rank's optimiser steps."""
+    return size.trained / facts.layout.lines if config.zero.stage else size.held_trained
+
+
 def _plan_overlap(
     config: WeftConfig,
     facts: Facts,
     placement: Placement,
     costs: CostModel,
-    parameters: tuple[int, ...],
+    parts: Sequence[PartSize],
     states: list[ZeroMemory],
 ) -> OverlapPlan | None:
     """The three tiers' answers; None without costs of collectives, or where workloads are not to be partitioned."""
@@ -207,7 +206,8 @@ def _plan_overlap(
         zero_stage=config.zero.stage,
         group=facts.replicas,
         costs=facts.collectives,
-        elements=parameters,
+        elements=tuple(max(1, part.held_trained) for part in parts),
+        gathered=tuple(part.held for part in parts) if config.zero.stage == 3 else (),
         gradient_bytes=WEIGHT_BYTES[config.zero.communication_data_type],
         weight_bytes=WEIGHT_BYTES[config.train.precision],
         memory_bytes=activation_memory(config, costs, placement, states, facts.device_bytes),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,10 +29,10 @@ from weft.engine.parallel.experts import expert_modules
 from weft.engine.stages.context import part_of
 from weft.engine.stages.from_model import stages_from_model
 from weft.engine.stages.handover import set_dtype
-from weft.engine.stages.lora import add_adapters
+from weft.engine.stages.meta import meta_model
 from weft.engine.stages.objective import Minimised, Objective, next_token_loss
 from weft.engine.stages.packed import tell_packed
-from weft.engine.stages.skeleton import decoder_layers, model_class, skeleton
+from weft.engine.stages.skeleton import decoder_layers
 from weft.engine.stages.split import split_layers
 from weft.engine.stages.stage import Stage, hf_model
 from weft.engine.stages.tracing import layers_alike
@@ -70,8 +69,11 @@ def trace_strands(
         ValueError: the model cannot be built or shared so, its forward does not run without data, or the gradient
             of a first stage does not reach its embedding.
     """
-    model = _copy(trained) if isinstance(trained, nn.Module) else _made(trained, lora, checkpointing=checkpointing)
+    model = meta_model(trained, lora).train()
     inner = hf_model(model)
+    inner.config._attn_implementation = "sdpa" if inner._supports_sdpa else "eager"
+    if checkpointing and not isinstance(trained, nn.Module):
+        inner.gradient_checkpointing_enable({"use_reentrant": False})
     if type(inner)._can_set_experts_implementation():
         inner.set_experts_implementation("grouped_mm")
     if not any(weight.requires_grad for weight in inner.get_input_embeddings().parameters()):
@@ -330,28 +332,6 @@ class _TracedKernel:
         rows, columns = block.query.shape[2], block.key.shape[2]
         pairs = rows * (rows + 1) / 2 if block.causal else rows * columns
         self.recorder.attend(block.query, block.key, block.value, pairs, times)
-
-
-def _made(config: PreTrainedConfig, lora: LoraConfig | None, *, checkpointing: bool) -> nn.Module:
-    """The whole model on the meta device, as it trains."""
-    config = copy.deepcopy(config)
-    cls = model_class(config)
-    config._attn_implementation = "sdpa" if cls._supports_sdpa else "eager"
-    model = skeleton(cls, config).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return add_adapters(model, lora, seed=0).train() if lora is not None and lora.enabled else model
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    """A model's copy on the meta device; of its weights it only has which are trained."""
-    tensors: dict[int, Tensor] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
-    }
-    copied = copy.deepcopy(model, tensors | {id(buffer): buffer.to("meta") for buffer in model.buffers()}).train()
-    inner = hf_model(copied)
-    inner.config._attn_implementation = "sdpa" if inner._supports_sdpa else "eager"
-    return copied
 
 
 def _stage(model: nn.Module, axes: AxisGroups) -> tuple[Stage, dict[int, int]]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from weft.conf.schema import LoraConfig
 from weft.engine.parallel.axis import Alone
 from weft.engine.parallel.context_exchange import key_value_size
 from weft.engine.parallel.cut import Cut
@@ -16,7 +17,9 @@ from weft.engine.parallel.experts import expert_cuts, require_experts, require_g
 from weft.engine.parallel.tensor import require_shareable
 from weft.engine.parallel.tensor_cuts import tensor_cuts
 from weft.engine.parallel.tensor_styles import TensorPlan
-from weft.engine.stages.skeleton import decoder_layers, model_class, skeleton
+from weft.engine.stages.meta import meta_model
+from weft.engine.stages.skeleton import decoder_layers
+from weft.engine.stages.stage import hf_model
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,20 @@ class PartSize:
     held: int = -1
     """Those that one rank holds of them, where several share a layer; all of them, if not given."""
     largest: int = 0
-    """Those that one rank holds of the largest parameter."""
+    """Those that one rank holds of the largest trained parameter."""
+    trained: int = -1
+    """Those of `parameters` that are trained; all of them, if not given."""
+    held_trained: int = -1
+    """Those of `held` that are trained; all of them, if not given."""
 
     def __post_init__(self) -> None:
-        """A rank holds all, unless it is said otherwise."""
+        """A rank holds all, and trains it, unless it is said otherwise."""
         if self.held < 0:
             object.__setattr__(self, "held", self.parameters)
+        if self.trained < 0:
+            object.__setattr__(self, "trained", self.parameters)
+        if self.held_trained < 0:
+            object.__setattr__(self, "held_trained", self.held)
 
     def __add__(self, other: PartSize) -> PartSize:
         return PartSize(
@@ -44,7 +55,23 @@ class PartSize:
             self.active + other.active,
             self.held + other.held,
             max(self.largest, other.largest),
+            self.trained + other.trained,
+            self.held_trained + other.held_trained,
         )
+
+    def without(self, other: PartSize) -> PartSize:
+        """Return this part less weights of it that were counted twice."""
+        return PartSize(
+            self.parameters - other.parameters,
+            self.active,
+            self.held - other.held,
+            self.largest,
+            self.trained - other.trained,
+            self.held_trained - other.held_trained,
+        )
+
+
+NOTHING = PartSize(0, 0)
 
 
 @dataclass(frozen=True)
@@ -54,57 +81,72 @@ class ModelSizes:
     before: PartSize
     layers: tuple[PartSize, ...]
     after: PartSize
-    tied: int
-    """Weights that the embedding and the head share; counted in both."""
     hidden_size: int
     """Elements of a token's hidden state."""
     vocab_size: int
     """Logits of a token."""
     key_value_size: int = 0
     """Elements of a token's keys and values in a layer; 0 where that is not known."""
+    tied: PartSize = NOTHING
+    """Weights that the embedding and the head share; counted in both."""
 
     @property
     def largest_layer(self) -> int:
         """Weights that a rank holds of the largest decoder layer."""
         return max(layer.held for layer in self.layers)
 
+    @property
+    def largest_trained_layer(self) -> int:
+        """Trained weights that a rank holds of the decoder layer that has most of them."""
+        return max(layer.held_trained for layer in self.layers)
+
 
 def model_sizes(
-    config: PreTrainedConfig, *, tensor: int = 1, expert: int = 1, dtype: torch.dtype | None = None
+    given: PreTrainedConfig | nn.Module,
+    *,
+    lora: LoraConfig | None = None,
+    tensor: int = 1,
+    expert: int = 1,
+    dtype: torch.dtype | None = None,
 ) -> ModelSizes:
-    """Count a model's weights without making them.
+    """Count a model's weights, and which of them are trained, without making them.
 
     Args:
+        given: config of a model that will be made, or a model (or peft's around one).
+        lora: adapters of a model that will be made.
         tensor, expert: ranks that share matrices, and experts.
         dtype: that the model is to compute in, if it has to be able to.
 
     Raises:
         UnshareableError: they cannot.
     """
-    model = skeleton(model_class(config), config)
+    model = hf_model(meta_model(given, lora))
     path = decoder_layers(model)
     layers = model.get_submodule(path)
     assert isinstance(layers, nn.ModuleList)
     cuts = _cuts(model, path, tensor, expert)
     if dtype is not None:
         require_grouped_rows(model, cuts, dtype, tensor)
-    head = model.get_output_embeddings()
     inside = {id(parameter) for parameter in layers.parameters()}
-    of_head = {id(parameter) for parameter in head.parameters()} if head is not None else set()
-    after = _size(model, cuts, of_head)
+    of_head, of_embedding = (
+        _identities(part) for part in (model.get_output_embeddings(), model.get_input_embeddings())
+    )
     outside = {id(parameter) for parameter in model.parameters()} - inside
-    tied = after.parameters if model.all_tied_weights_keys else 0
-    before = _size(model, cuts, outside if tied else outside - of_head)
-    text = config.get_text_config()
+    before = _size(model, cuts, outside - (of_head - of_embedding))
+    text = model.config.get_text_config()
     return ModelSizes(
         before=replace(before, active=0),
         layers=tuple(_size(model, cuts, {id(parameter) for parameter in layer.parameters()}) for layer in layers),
-        after=after,
-        tied=tied,
+        after=_size(model, cuts, of_head),
+        tied=_size(model, cuts, of_head & of_embedding),
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        key_value_size=key_value_size(config),
+        key_value_size=key_value_size(model.config),
     )
+
+
+def _identities(part: nn.Module | None) -> set[int]:
+    return set() if part is None else {id(parameter) for parameter in part.parameters()}
 
 
 def _cuts(model: PreTrainedModel, layers: str, tensor: int, expert: int) -> dict[str, Cut]:
@@ -122,16 +164,18 @@ def _cuts(model: PreTrainedModel, layers: str, tensor: int, expert: int) -> dict
 def _size(model: PreTrainedModel, cuts: Mapping[str, Cut], wanted: set[int]) -> PartSize:
     """Of the parameters with these identities."""
     chosen, experts = chosen_experts(model.config.get_text_config())
-    total = active = held = largest = 0
+    total = active = held = largest = trained = held_trained = 0
     for name, parameter in model.named_parameters():
         if id(parameter) not in wanted:
             continue
         count = parameter.numel()
         total += count
         here = cuts[name].num_elements if name in cuts else count
-        held, largest = held + here, max(largest, here)
+        held += here
+        if parameter.requires_grad:
+            trained, held_trained, largest = trained + count, held_trained + here, max(largest, here)
         active += count * chosen // experts if experts and ".experts." in name else count
-    return PartSize(total, active, held, largest)
+    return PartSize(total, active, held, largest, trained, held_trained)
 
 
 def chosen_experts(config: PreTrainedConfig) -> tuple[int, int]:

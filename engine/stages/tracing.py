@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,10 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from weft.conf.schema import LoraConfig
 from weft.engine.parallel.experts import expert_modules
 from weft.engine.stages import packed
 from weft.engine.stages.handover import set_dtype
-from weft.engine.stages.skeleton import decoder_layers, model_class, skeleton
+from weft.engine.stages.meta import meta_model
+from weft.engine.stages.skeleton import decoder_layers
+from weft.engine.stages.stage import hf_model
 from weft.pipeline.planner.workload import LOSS_BYTES, LOSS_WORKING_BYTES, LayerWork, ModelWork
 
 assert packed  # on the meta device transformers could not look for packed rows by itself
@@ -28,7 +30,12 @@ _TRACED = "weft_traced"
 
 
 def trace_model(
-    config: PreTrainedConfig, sequence_length: int, *, name: str = "", dtype: torch.dtype = torch.bfloat16
+    given: PreTrainedConfig | nn.Module,
+    sequence_length: int,
+    *,
+    name: str = "",
+    dtype: torch.dtype = torch.bfloat16,
+    lora: LoraConfig | None = None,
 ) -> ModelWork:
     """Count weights, operations and bytes of every layer without making a weight.
 
@@ -38,26 +45,36 @@ def trace_model(
     compute the tokens that are sent to them and no others.
 
     Args:
+        given: config of a model that will be made, or a model (or peft's around one).
         sequence_length: tokens of the one sequence that is traced.
         dtype: of weights and activations.
+        lora: adapters of a model that will be made.
 
     Raises:
         ValueError: the model cannot be built, or its forward does not run without data.
     """
     try:
-        return _trace(config, sequence_length, name, dtype, repeat=True)
+        return _trace(given, sequence_length, name, dtype, lora, repeat=True)
     except ValueError:  # layers that take more from each other than a hidden state cannot stand for others
-        return _trace(config, sequence_length, name, dtype, repeat=False)
+        return _trace(given, sequence_length, name, dtype, lora, repeat=False)
 
 
-def _trace(config: PreTrainedConfig, sequence_length: int, name: str, dtype: torch.dtype, *, repeat: bool) -> ModelWork:
+def _trace(
+    given: PreTrainedConfig | nn.Module,
+    sequence_length: int,
+    name: str,
+    dtype: torch.dtype,
+    lora: LoraConfig | None,
+    *,
+    repeat: bool,
+) -> ModelWork:
     """Trace one layer of each kind, or all of them."""
-    config = copy.deepcopy(config)
-    cls = model_class(config)
+    model = hf_model(meta_model(given, lora))
+    cls = type(model)
     tracer = _Tracer()
     with tracer.as_attention():
-        config._attn_implementation = _TRACED if cls._supports_attention_backend else "eager"
-        model = skeleton(cls, config)
+        model.config._attn_implementation = _TRACED if cls._supports_attention_backend else "eager"
+        model.gradient_checkpointing_disable()
         set_dtype(model, dtype)
         if cls._can_set_experts_implementation():
             model.set_experts_implementation("grouped_mm")
@@ -75,7 +92,7 @@ def _trace(config: PreTrainedConfig, sequence_length: int, name: str, dtype: tor
             ) from error
     for number, first in enumerate(kinds):
         tracer.parts[number + 1] = tracer.parts[first + 1]
-    return _work(model, path, tracer, name or config.model_type, sequence_length, dtype)
+    return _work(model, path, tracer, name or model.config.model_type, sequence_length, dtype)
 
 
 @dataclass
@@ -196,13 +213,15 @@ class _Tracer:
 
 
 def layers_alike(model: PreTrainedModel, layers: nn.ModuleList) -> list[int]:
-    """For each layer the first that has the same class, shapes of weights, trained ones, and type of attention."""
+    """For each layer the first with the same class, shapes, trained weights in and before it, and type of attention."""
     types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
     firsts: dict[Any, int] = {}
-    return [
-        firsts.setdefault((type(layer), kind, *((tuple(w.shape), w.requires_grad) for w in layer.parameters())), number)
-        for number, (layer, kind) in enumerate(zip(layers, types, strict=True))
-    ]
+    found, reached = [], any(weight.requires_grad for weight in model.get_input_embeddings().parameters())
+    for number, (layer, kind) in enumerate(zip(layers, types, strict=True)):
+        weights = [(tuple(weight.shape), weight.requires_grad) for weight in layer.parameters()]
+        found.append(firsts.setdefault((type(layer), kind, reached, *weights), number))
+        reached = reached or any(trained for _, trained in weights)
+    return found
 
 
 def _work(model: PreTrainedModel, path: str, tracer: _Tracer, name: str, tokens: int, dtype: torch.dtype) -> ModelWork:

@@ -166,7 +166,7 @@ class Session:
 
     def collectives(self, costs: CostModel) -> CostModel:
         """With what replicas reduce and gather of each stage, as the delay model says."""
-        layout, sizes = self.plan.layout, _parameters(self.plan)
+        layout, sizes = self.plan.layout, stage_sizes(self.plan.facts.model, self.plan.split)
         ranks = layout.data_groups(0)[0]
         if len(ranks) == 1:
             return costs
@@ -180,8 +180,8 @@ class Session:
         stages = tuple(
             replace(
                 stage,
-                reduce_s=seconds("reduce_scatter" if zero else "all_reduce", 4 * size),
-                unshard_s=seconds("all_gather", 4 * size) if zero else 0.0,
+                reduce_s=seconds("reduce_scatter" if zero else "all_reduce", 4 * size.trained),
+                unshard_s=seconds("all_gather", 4 * (size.parameters if zero == 3 else size.trained)) if zero else 0.0,
             )
             for stage, size in zip(costs.stages, sizes, strict=True)
         )
@@ -222,10 +222,6 @@ def _medians(timelines: Sequence[Timeline]) -> dict[str, float]:
 
 def _line(link: LinkCost) -> AlphaBeta:
     return AlphaBeta(link.latency_s, 8 / link.bandwidth_bps)
-
-
-def _parameters(plan: RunPlan) -> list[int]:
-    return [size.parameters for size in stage_sizes(plan.facts.model, plan.split)]
 
 
 def serve(

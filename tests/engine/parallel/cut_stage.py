@@ -122,7 +122,7 @@ def cut_engine(config: WeftConfig) -> WeftEngine:
     count = config.pipeline.stages
     facts = Facts(
         layout=layout,
-        model=ModelSizes(PartSize(0, 0), (layer,) * LAYERS, PartSize(0, 0), tied=0, hidden_size=WIDTH, vocab_size=1),
+        model=ModelSizes(PartSize(0, 0), (layer,) * LAYERS, PartSize(0, 0), hidden_size=WIDTH, vocab_size=1),
         flops_per_s=None,
         device_bytes=device_bytes(device, dist.get_world_size()),
         stage_costs={count: EmulatedWork().costs(LAYERS, count).stages},

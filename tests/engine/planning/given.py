@@ -18,7 +18,7 @@ def given_facts(layout: RankLayout) -> Facts:
     part = PartSize(100, 100)
     return Facts(
         layout=layout,
-        model=ModelSizes(before=part, layers=(part,) * 4, after=part, tied=0, hidden_size=8, vocab_size=10),
+        model=ModelSizes(before=part, layers=(part,) * 4, after=part, hidden_size=8, vocab_size=10),
         flops_per_s=1e12,
         device_bytes=1e6,
         stage_costs={},

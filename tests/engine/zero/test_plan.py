@@ -11,7 +11,7 @@ from tests.engine.zero.replicas import SmallStage
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass, Primitive
 from weft.conf.schema import PipelineConfig, ScheduleKind, WeftConfig, ZeroConfig
 from weft.engine.emulation.stage import EmulatedStage, EmulatedWork
-from weft.engine.planning.memory import activation_memory, rank_states
+from weft.engine.planning.memory import activation_memory
 from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap
 from weft.engine.planning.schedules import open_placements, plan_schedule
 from weft.engine.stages.split import StageSplit
@@ -21,6 +21,7 @@ from weft.pipeline.action import Action, Op
 from weft.pipeline.memory import peak_bytes
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
+from weft.pipeline.states import zero_memory
 from weft.pipeline.tiers import LayerCosts, layer_tier
 
 LAYERS, ELEMENTS = 8, 1024
@@ -183,7 +184,10 @@ def test_memory_for_activations_is_what_the_states_leave():
     config = WeftConfig(pipeline=PipelineConfig(stages=2, microbatches=4))
     placement, costs = placement_of(config.pipeline), TIMED.costs(LAYERS, 2)
 
-    states = rank_states(config, placement, (1000, 3000), replicas=2, largest_block=1000)
+    states = [
+        zero_memory(count, config.zero, config.train.precision, 2, largest_block=1000, microbatches=4)
+        for count in (1000, 3000)
+    ]
 
     def left(available):
         return activation_memory(config, costs, placement, states, available)

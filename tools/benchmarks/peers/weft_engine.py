@@ -131,7 +131,6 @@ def emulated_facts(case: EngineCase, config: WeftConfig, device: torch.device) -
             before=PartSize(0, 0),
             layers=(layer,) * case.num_layers,
             after=PartSize(0, 0),
-            tied=0,
             hidden_size=case.work.hidden_bytes // 4,
             vocab_size=1,
         ),

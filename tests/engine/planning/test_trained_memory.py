@@ -1,0 +1,184 @@
+"""The memory of weights, gradients and optimiser state: predicted, and what the engine's parts allocate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import peft
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from weft.conf.schema import (
+    ClusterConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OptimizerKind,
+    ParallelConfig,
+    PipelineConfig,
+    PlacementKind,
+    Precision,
+    ScheduleKind,
+    TrainConfig,
+    WeftConfig,
+    ZeroConfig,
+)
+from weft.engine.deepspeed.optimization import parameter_groups
+from weft.engine.parallel.axis import Alone, AxisGroups
+from weft.engine.planning.gathering import facts_before_start
+from weft.engine.planning.run_plan import plan_run
+from weft.engine.precision import DTYPES, compute_in, exact_value
+from weft.engine.stages import load_hf_config, load_stages, stages_from_model
+from weft.engine.stages.adapter import exported_frozen
+from weft.engine.zero import Collectives, Lamb, ShardedOptimizer, Sharding
+from weft.engine.zero.collectives import CompletedHandle
+
+SHAPE = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ADAPTERS = LoraConfig(enabled=True)
+WIDE = LoraConfig(enabled=True, rank=16, target_modules=["all-linear"])
+LATE = LoraConfig(enabled=True, target_modules=["model.layers.3.self_attn.q_proj"])
+SGD, LAMB = OptimizerKind.sgd, OptimizerKind.lamb
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    lora: LoraConfig | None = None
+    given: str = ""
+    stages: int = 2
+    fold: bool = False
+    tied: bool = False
+    zero: int = 0
+    replicas: int = 1
+    tensor: int = 1
+    precision: Precision = Precision.fp32
+    kind: OptimizerKind = OptimizerKind.adamw
+    momentum: float = 0.9
+
+    def config(self, folder) -> WeftConfig:
+        shape = SHAPE | {"tie_word_embeddings": self.tied}
+        config = WeftConfig(
+            model=ModelConfig(overrides=shape, lora=self.lora or LoraConfig()),
+            pipeline=PipelineConfig(
+                stages=self.stages,
+                microbatches=4,
+                placement=PlacementKind.fold if self.fold else PlacementKind.straight,
+                schedule=ScheduleKind.zbv if self.fold else ScheduleKind["1f1b"],
+            ),
+            cluster=ClusterConfig(ranks=self.stages * self.replicas * self.tensor),
+            parallel=ParallelConfig(tensor=self.tensor),
+            zero=ZeroConfig(stage=self.zero),
+            optimizer=OptimizerConfig(kind=self.kind, betas=[self.momentum, 0.95]),
+            train=TrainConfig(precision=self.precision),
+        )
+        config.data.sequence_length = 16
+        config.data.cache_dir = str(folder)
+        return config
+
+
+CASES = {
+    "all weights": Case(),
+    "tied weights of one rank": Case(tied=True, stages=1),
+    "tied weights of a fold": Case(tied=True, fold=True),
+    "tied weights of two ranks": Case(tied=True),
+    "adapters": Case(lora=ADAPTERS),
+    "adapters, every matrix, ZeRO": Case(lora=WIDE, zero=1, replicas=2),
+    "adapters, bf16": Case(lora=WIDE, precision=Precision.bf16),
+    "adapters, bf16, ZeRO": Case(lora=WIDE, precision=Precision.bf16, zero=2, replicas=2),
+    "adapters of one stage": Case(lora=LATE, stages=4),
+    "adapters, tensor group": Case(lora=WIDE, tensor=2),
+    "adapters, tied weights of a fold": Case(lora=ADAPTERS, tied=True, fold=True),
+    "frozen layers": Case(given="frozen"),
+    "frozen embedding, tied": Case(given="embedding", tied=True, stages=1),
+    "frozen layers, bf16": Case(given="frozen", precision=Precision.bf16),
+    "modules to save": Case(given="modules_to_save"),
+    "modules to save, bf16": Case(given="modules_to_save", precision=Precision.bf16, zero=1, replicas=2),
+    "sgd with momentum": Case(kind=SGD),
+    "sgd": Case(kind=SGD, momentum=0.0),
+    "sgd, bf16, adapters": Case(kind=SGD, momentum=0.0, precision=Precision.bf16, lora=WIDE),
+    "lamb": Case(kind=LAMB, lora=WIDE),
+}
+
+
+def given_model(case: Case, config: WeftConfig) -> nn.Module | None:
+    if not case.given:
+        return None
+    model = AutoModelForCausalLM.from_config(load_hf_config(config.model))
+    if case.given == "modules_to_save":
+        return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    parts = [model.model.embed_tokens, *(model.model.layers[:2] if case.given == "frozen" else ())]
+    for part in parts:
+        part.requires_grad_(False)
+    return model
+
+
+class Unsent(Collectives):
+    """Collectives of one replica of several that sends nothing."""
+
+    def _start(self, over: Any, primitive: Any, source: Tensor, target: Tensor) -> CompletedHandle:
+        return CompletedHandle(target)
+
+
+def optimizer_of(config: WeftConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if config.optimizer.kind is SGD:
+        return torch.optim.SGD(groups, lr=0.1, momentum=config.optimizer.betas[0])
+    return (Lamb if config.optimizer.kind is LAMB else torch.optim.AdamW)(groups)
+
+
+def num_bytes(tensors: Iterable[Tensor | None]) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+    return sum(storages.values())
+
+
+def allocated(case: Case, config: WeftConfig, model: nn.Module | None, plan, rank: int) -> tuple[int, int, int]:
+    """Bytes of weights, of gradients, of masters and optimiser state that a rank has after a step."""
+    held, dtype = plan.placement.rank_stages[rank], DTYPES[config.train.precision]
+    axes = AxisGroups(tensor=Alone("tensor", case.tensor))
+    if model is None:
+        stages = load_stages(config.model, plan.split, held, dtype=dtype, seed=0, axes=axes, exact=True)
+    else:
+        stages = stages_from_model(model, plan.split, held, axes)
+    named = {parameter: name for stage in stages for name, parameter in stage.named_global_parameters()}
+    if dtype is not torch.float32:
+        compute_in(named, dtype, {p for stage in stages for p in exported_frozen(stage)})
+    joint = Unsent(num_replicas=case.replicas * case.tensor)
+    basic = optimizer_of(config, parameter_groups([(name, p) for p, name in named.items()], 0.1))
+    sharding = Sharding(stages, config.zero, Unsent(num_replicas=case.replicas, joint=joint))
+    optimizer = ShardedOptimizer(basic, sharding, loss_scaler=LossScaler(1.0), clip=lambda: 0.0, check_overflow=False)
+    for bucket in sharding.trained:
+        for member in bucket.members:
+            member.parameter.grad = torch.ones_like(member.parameter)
+            bucket.add_gradient(member.parameter, bucket.gradient_place(member))
+    gradients = num_bytes(bucket._buffer for bucket in sharding.trained)
+    for bucket in sharding.trained:
+        bucket.reduce()
+    optimizer.step()
+    weights = num_bytes([*named, *map(exact_value, named)])
+    masters = [f.tensor for f in sharding.fragments() if f.tensor.dtype != f.parameter.dtype]
+    state = [x for per in basic.state.values() for x in per.values() if isinstance(x, Tensor) and x.numel() > 1]
+    return weights, gradients, num_bytes(masters) + num_bytes(state)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_predicted_states_are_what_the_engine_allocates(name, tmp_path):
+    case = CASES[name]
+    config = case.config(tmp_path)
+    model = given_model(case, config)
+    plan = plan_run(config, facts_before_start(config, load_hf_config(config.model), model=model))
+    for rank, memory in enumerate(plan.memory):
+        whole = given_model(case, config)
+        measured = allocated(case, config, whole, plan, rank)
+        predicted = memory.zero.weights, memory.zero.gradients, memory.zero.optimizer
+        # The final norm is counted with the embedding: a kilobyte at most.
+        assert predicted == pytest.approx(measured, rel=0.1, abs=1024), (name, rank)
