@@ -61,9 +61,9 @@ class Lifeline:
         Raises:
             ChannelError: a rank is lost.
         """
-        self.check()
-        self._steps += 1
+        self._steps += 1  # before the check: a loss that comes after it has to find this rank busy
         try:
+            self.check()
             yield
         except Exception as error:
             self._grant_grace(error)

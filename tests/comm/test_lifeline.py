@@ -1,6 +1,7 @@
 """A rank that dies is named to all others, and the devices of those that are in a step are freed."""
 
 import threading
+from contextlib import suppress
 from time import sleep
 
 import pytest
@@ -73,6 +74,35 @@ def test_all_hear_of_a_death_and_those_in_a_step_free_their_devices(size, freed)
 def test_a_device_that_is_through_is_left_alone(freed):
     assert run_in_threads(3, outlive, 3, busy=False)[0] == f"rank {DEAD} has ended or cannot be reached"
     assert not freed
+
+
+def lose_while_a_step_begins(freed: list[str]) -> int:
+    """Aborts of this process after `DEAD` has ended between this rank's check and its step."""
+    group = dist.new_group(backend="gloo")
+    if dist.get_rank() == DEAD:
+        dist.barrier(group=group)
+        dist.destroy_process_group()
+        return 1
+    mine = line(group)
+    heard, check = [], mine.check
+    mine.on_loss = heard.append
+
+    def check_and_lose() -> None:
+        check()
+        dist.barrier(group=group)
+        wait_for(lambda: heard)
+        sleep(0.1)
+        mine.check = check
+
+    mine.check = check_and_lose
+    with suppress(ChannelError), mine.watching():
+        sleep(0.5)
+    mine.close(leaving=True)
+    return len(freed)
+
+
+def test_a_death_while_a_step_begins_frees_its_device(freed):
+    assert all(run_in_threads(3, lose_while_a_step_begins, freed))
 
 
 def close_in_order() -> int:
