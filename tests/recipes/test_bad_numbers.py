@@ -53,6 +53,7 @@ def test_bad_numbers_from_one_batch_to_all(tmp_path):
     everywhere = run_ranks(4, run_all, list(attempts.values()), timeout_s=500)
     ends = dict(zip(attempts, everywhere[0], strict=True))
     assert all(list(ends.values()) == others for others in everywhere), "all ranks agree"
+    assert not any(end.pop("warnings", []) for end in ends.values())
 
     def losses(name):
         lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
