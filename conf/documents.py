@@ -14,7 +14,7 @@ MOST_NESTING = 32
 """Containers inside each other; PyYAML's time grows with the square."""
 MOST_VALUES = 10_000
 """Values that the aliases of a small YAML file may stand for; a larger file may have one for each character."""
-_MOST_DIGITS = 400
+_MOST_DIGITS = 1000
 
 
 def read_text(path: Path, *, most_bytes: int = MOST_FILE_BYTES) -> str:
@@ -93,7 +93,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Convert a number that is no longer than a float can be: the time for a long one grows with its square."""
+        """Convert a number of limited length: the time for a long one grows with its square."""
         if len(node.value) > _MOST_DIGITS:
             raise ValueError(f"a number of {len(node.value)} characters; shorten it")
         return super().construct_yaml_int(node)
