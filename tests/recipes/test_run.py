@@ -67,7 +67,12 @@ def test_what_is_decided_by_evaluations_survives_a_kill(tmp_path):
         folder = runs / name / "checkpoints"
         assert sorted(path.name for path in folder.iterdir()) == ["best", "step-00000018"]
         best = open_checkpoint(folder / "best")
-        assert best.meta["client_state"]["evaluations"] == {"best_loss": 3.0, "best_step": 4, "without_gain": 0}
+        assert best.meta["client_state"]["evaluations"] == {
+            "best_loss": 3.0,
+            "best_step": 4,
+            "last_step": 4,
+            "without_gain": 0,
+        }
         weights = {
             key.removeprefix("weight/"): best.load([key])[key] for key in best.names if key.startswith("weight/")
         }
