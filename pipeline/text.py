@@ -72,7 +72,7 @@ def answer_text(schedule: Schedule, costs: CostModel, step_s: float, memory_cap_
     times = f"{peak / usual:.2f} times" if usual else "beside"
     cap = f"cap {bytes_text(memory_cap_bytes)}" if memory_cap_bytes else "no cap given"
     if not memory_cap_bytes and schedule.name == "auto":
-        cap += ": auto takes up to 4 times as much as 1F1B where that saves time"
+        cap += ": auto takes more than 1F1B where that saves time"
     return (
         f"{bound_text(schedule, costs, step_s)}\n"
         f"activations at the fullest rank: {bytes_text(peak)}, {times} the {bytes_text(usual)} that 1F1B would hold "

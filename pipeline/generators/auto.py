@@ -49,7 +49,7 @@ def generate_auto(
             chooses it: an activation counts until its weight gradient is done, and the cap is
             what 1F1B holds (P micro-batches of the fullest rank's chunks), or the smallest of a
             few larger values, up to four times as much, with which the list scheduler comes
-            within 1 % of its best.
+            within 1 % of its best. A fixed schedule that holds more is the answer if it is faster.
         search_seconds: nominal time of the search. It is a fixed amount of work, so that every
             rank finds the same schedule whatever its load.
 
@@ -60,7 +60,8 @@ def generate_auto(
     cap_bytes = memory_cap_bytes or _default_cap_bytes(problem)
     _check_cap(problem, cap_bytes)
     cap_bytes *= _ROUNDED_UP
-    fixed = list(_fixed(problem, cap_bytes))
+    every = list(_fixed(problem))
+    fixed = [timed for timed in every if _fits(problem, timed[1], cap_bytes)]
     starts = [*fixed, *_list_schedules(problem, cap_bytes)]
     if placement.pipelines > 1:  # half of the time for a single pipeline, repeated side by side
         search_seconds /= 2
@@ -72,12 +73,16 @@ def generate_auto(
     merged = merge_neighbours(
         problem, Search(problem, rows, cap_bytes).run(evaluations, lower_bound_s(problem)), cap_bytes
     )
-    answers = [merged, *(rows for _, rows in fixed)] if _ends_differ(costs) else [merged]
+    others = every if not memory_cap_bytes else fixed if _ends_differ(costs) else []
     schedules = [
         Schedule("auto", placement, num_microbatches, tuple(tuple(map(problem.slot, row)) for row in rows))
-        for rows in answers
+        for rows in (merged, *(rows for _, rows in others))
     ]
-    return schedules[0] if len(schedules) == 1 else min(schedules, key=lambda schedule: _step_s(schedule, costs))
+    if len(schedules) == 1:
+        return schedules[0]
+    steps_s = [_step_s(schedule, costs) for schedule in schedules]
+    # The first, which keeps to the cap, unless another is shorter by more than rounding.
+    return next(one for one, step_s in zip(schedules, steps_s, strict=True) if step_s <= min(steps_s) * _ROUNDED_UP)
 
 
 def _ends_differ(costs: CostModel) -> bool:
@@ -105,8 +110,12 @@ def _list_schedules(problem: Problem, cap_bytes: float) -> Iterator[tuple[float,
         yield _list_schedule(problem, rule, cap_bytes)
 
 
-def _fixed(problem: Problem, cap_bytes: float) -> Iterator[tuple[float, Rows]]:
-    """Makespans and rows of the fixed schedules that fit the placement and the cap."""
+def _fits(problem: Problem, rows: Rows, cap_bytes: float) -> bool:
+    return all(problem.peak_bytes(row) <= cap_bytes for row in rows)
+
+
+def _fixed(problem: Problem) -> Iterator[tuple[float, Rows]]:
+    """Makespans and rows of the fixed schedules that fit the placement."""
     placement = problem.placement
     for kind, spec in generators().items():
         if spec.looks_at_costs:
@@ -116,9 +125,7 @@ def _fixed(problem: Problem, cap_bytes: float) -> Iterator[tuple[float, Rows]]:
         except ValueError:
             continue  # it needs another placement, or more micro-batches
         schedule = side_by_side(as_run(schedule, problem.costs), placement.pipelines)
-        timing_s, rows = _time_schedule(problem, schedule)
-        if all(problem.peak_bytes(row) <= cap_bytes for row in rows):
-            yield timing_s, rows
+        yield _time_schedule(problem, schedule)
 
 
 def _time_schedule(problem: Problem, schedule: Schedule) -> tuple[float, Rows]:

@@ -1,5 +1,8 @@
 """`auto`: valid under any cap, no worse than the fixed schedules, the same on every rank."""
 
+import random
+from contextlib import suppress
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,11 +10,14 @@ from hypothesis import strategies as st
 from tests.pipeline.generators.pipelines import costs_of, least_cap_bytes, placements
 from tests.pipeline.strands.pairs import scaled
 from weft.pipeline.action import Op
+from weft.pipeline.cell import add_relays
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
+from weft.pipeline.generators import generate, generators
 from weft.pipeline.generators.auto import generate_auto
 from weft.pipeline.generators.auto_bound import lower_bound_s
 from weft.pipeline.generators.auto_problem import Problem
 from weft.pipeline.generators.auto_timing import time_rows
+from weft.pipeline.lowering import as_run, lower
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 from weft.pipeline.validation import validate
@@ -49,6 +55,33 @@ def test_the_search_never_makes_it_worse(data, placement, num_microbatches):
     found = [generate_auto(placement, num_microbatches, costs, cap_bytes, search_s) for search_s in (0.0, 0.03)]
     before_s, after_s = (max(lane[-1].end_s for lane in simulate(s, costs).compute) for s in found)
     assert after_s <= before_s + 1e-9
+
+
+def test_without_a_cap_no_generator_is_faster():
+    rng = random.Random(2)
+    for _ in range(120):
+        placement = Placement.fold(rng.randint(2, 4))
+        stages = tuple(
+            StageCost(
+                forward_s=rng.uniform(0.9, 1.1),
+                input_s=rng.uniform(0.9, 1.3),
+                weight_s=rng.uniform(0.5, 1.1),
+                activation_bytes=rng.randint(1, 4),
+                weight_saved_bytes=rng.randint(0, 4),
+            )
+            for _ in range(placement.num_stages)
+        )
+        costs = CostModel(stages=stages, local=LinkCost(latency_s=rng.choice([0, 0.05, 0.3])))
+        num_microbatches = rng.randint(1, 20)
+
+        def step_s(schedule, costs=costs):
+            return simulate(add_relays(lower(schedule), costs), costs).step_s
+
+        auto_s = step_s(generate_auto(placement, num_microbatches, costs))
+        for kind in sorted(generators().keys() - {"auto"}):
+            with suppress(ValueError):  # it needs another placement, or more micro-batches
+                fixed = as_run(generate(kind, placement, num_microbatches), costs)
+                assert auto_s <= step_s(fixed) * (1 + 1e-6), kind
 
 
 def test_every_rank_finds_the_same_schedule():
