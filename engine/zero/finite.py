@@ -42,8 +42,8 @@ def explanation(ranks: tuple[int, ...]) -> str:
     if not ranks:
         return f"training has diverged. {REMEDY}"
     return (
-        f"{first_appeared(ranks)}, although their losses were finite. Nothing of it was saved: test the hosts of these "
-        "ranks with weft doctor node, keep a bad one out with weft evict, and resume from the last checkpoint"
+        f"{first_appeared(ranks)}, although their losses were finite: a host fails, or the weights are too large. "
+        f"Test the hosts of these ranks with weft doctor node, and keep a bad one out with weft evict. {REMEDY}"
     )
 
 
