@@ -1,4 +1,4 @@
-"""What was measured on a machine and is planned with: values in a cache, and when and how each was measured."""
+"""Measurements of a machine that plans use: values in a cache, with the date and load of each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILES = (
     "work.json",
     "models.json",
 )
-"""What Weft keeps in a cache folder besides data and compiled code."""
+"""Files that Weft keeps in a cache folder besides data and compiled code."""
 
 
 @dataclass(frozen=True)

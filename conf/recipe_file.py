@@ -44,7 +44,7 @@ def read_recipe(path: str) -> dict[str, Any]:
 
 
 class _References:
-    """What ``${...}`` in a recipe's values refer to."""
+    """References, ``${...}``, in a recipe's values."""
 
     def __init__(self, tree: dict[str, Any]) -> None:
         self._values = dict(_nodes(tree, ""))

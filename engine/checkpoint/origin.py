@@ -18,7 +18,7 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run is made from.
+    """Sources that a run is made from.
 
     Attributes:
         base: fingerprint of the weights that it began with; empty for a new model.

@@ -25,7 +25,7 @@ _TEXTS = (Value("string"), Value("large_string"), Value("string_view"))
 
 @dataclass
 class Seen:
-    """What the rows of a source have besides the text that is learnt from.
+    """Contents of a source's rows besides the text that is learnt from.
 
     Attributes:
         unread: columns that nothing reads.

@@ -13,7 +13,7 @@ _SHAREGPT = ("from", "value")
 ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(("gpt", "bot", "model", "chatbot"), "assistant")
 """What ShareGPT's ``from`` calls a role; other names stay."""
 CALLER = "function_call"
-"""What ShareGPT's ``from`` calls a turn of the assistant whose ``value`` is a call, or a list of them, as JSON."""
+"""ShareGPT's ``from`` of an assistant's turn whose ``value`` is a call, or a list of them, as JSON."""
 PROMPTED = ("prompt", "completion")
 INSTRUCTED = ("instruction", "output")
 FORMS = "messages; conversations; prompt and completion; or instruction, input and output"
@@ -25,7 +25,7 @@ CALLS = ("tool_calls", "function_call")
 
 
 class Conversation(NamedTuple):
-    """What a chat template renders of a row."""
+    """Parts of a row that a chat template renders."""
 
     messages: Any
     tools: Any = None

@@ -22,7 +22,7 @@ MOST_STEPS = 1_000_000
 """Passes of loops in one rendering, besides one for each character of its conversation: a second or two."""
 _CALL_STEPS = 10
 MOST_CHARACTERS = 1 << 26
-"""That one rendering reads and makes, besides `PER_CHARACTER` for each of its conversation."""
+"""Limit for one rendering, besides `PER_CHARACTER` for each character of its conversation."""
 PER_CHARACTER = 64
 _MOST_NUMBER = 100_000
 """Largest number that a filter or a method of a text takes, such as a width."""
@@ -40,7 +40,7 @@ _OF_LISTS = frozenset(
 
 
 class _Budget(threading.local):
-    """What the rendering of this thread may still take; None outside of `limited`."""
+    """Budget that is left to this thread's rendering; None outside of `limited`."""
 
     steps: int | None = None
     characters = 0
@@ -216,7 +216,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(*args, finalize=_written, **options)
         ours = {"weft_looped": _looped, "weft_concatenated": _concatenated, "weft_made": _made}
         self.filters = _Filters(self.filters | ours)
-        del self.globals["lipsum"]  # writes as much as it is told, for demonstrations
+        del self.globals["lipsum"]  # it writes text of any length
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _Limits().visit(super()._parse(source, name, filename))

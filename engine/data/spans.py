@@ -125,7 +125,7 @@ class _Turns:
         self._marks: Marks = place_marks(messages, text, lambda marked: template.text(marked, tools))
         positions = self._marks.positions(template.text(self._marks.put(messages), tools))
         self._first: dict[int, int] = {}
-        """Of each message, where its first marked text starts."""
+        """Return where the first marked text of each message starts."""
         self._last: dict[int, tuple[int, int]] = {}
         """Of each message, where its last marked text ends, and the number of that mark."""
         for (number, side), at in positions.items():
