@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import re
 import resource
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +30,10 @@ from weft.engine.stages.comparison import run_stages
 from weft.engine.stages.skeleton import cuttable_layers, skeleton
 from weft.tools.verification.small_configs import small_config
 
-LIMIT_S = 180.0
-"""Seconds that one architecture may take."""
+LIMIT_S = 180
+"""Processor seconds that one architecture may take: other work on the host does not count."""
+STUCK_S = 1800.0
+"""Seconds after which an architecture is given up that waits instead of computing."""
 LIMIT_BYTES = 8 << 30
 """Memory that one architecture may take."""
 
@@ -246,7 +249,7 @@ def survey(
             ready = wait(list(running), timeout=0.5)
             for pipe, (model_type, process, start) in list(running.items()):
                 seconds = time.monotonic() - start
-                if pipe in ready or seconds > LIMIT_S:
+                if pipe in ready or seconds > STUCK_S:
                     del running[pipe]
                     note(_collect(model_type, pipe if pipe in ready else None, process, seconds))
     finally:
@@ -257,19 +260,23 @@ def survey(
 def _examine_apart(trial: Callable[[str], Finding], model_type: str, pipe: Connection) -> None:
     gc.freeze()  # a process group among what the parent no longer holds would wait for threads that a fork lacks
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S + 1))
     pipe.send(trial(model_type))
 
 
 def _collect(model_type: str, pipe: Connection | None, process: BaseProcess, seconds: float) -> Finding:
     try:
         finding = pipe.recv() if pipe is not None else None
-        reason = f"not done after {LIMIT_S:g} s"
     except EOFError:
-        finding, reason = None, "its process ended without a word"
-    if finding is None:
+        finding = None
+    if pipe is None:
         process.kill()
-        finding = Finding(model_type, causal_class(model_type), Verdict.untried, reason)
     process.join()
+    if finding is None:
+        reason = f"its process ended with {process.exitcode}" if pipe else f"not done after {STUCK_S:g} s"
+        if process.exitcode == -signal.SIGXCPU:
+            reason = f"not done after {LIMIT_S} s of processor time"
+        finding = Finding(model_type, causal_class(model_type), Verdict.untried, reason)
     return Finding(**{**vars(finding), "seconds": round(seconds, 1)})
 
 

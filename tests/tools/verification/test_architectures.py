@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -175,10 +176,36 @@ def _die(model_type: str) -> Finding:
     os._exit(3)
 
 
-def test_a_process_that_dies_is_a_finding():
+def _compute(model_type: str) -> Finding:
+    while True:
+        pass
+
+
+def _sleep(model_type: str) -> Finding:
+    time.sleep(2)
+    return Finding(model_type, "", Verdict.exact)
+
+
+@pytest.mark.parametrize(
+    ("trial", "verdict", "reason"),
+    [
+        (_die, Verdict.untried, "its process ended with 3"),
+        (_compute, Verdict.untried, "not done after 1 s of processor time"),
+        (_sleep, Verdict.exact, ""),
+    ],
+)
+def test_only_processor_time_counts_against_an_architecture(monkeypatch, trial, verdict, reason):
+    monkeypatch.setattr(architectures, "LIMIT_S", 1)
     found: list[Finding] = []
-    architectures.survey(["llama"], jobs=1, stop_after_s=0, note=found.append, trial=_die)
-    assert [(f.verdict, f.reason) for f in found] == [(Verdict.untried, "its process ended without a word")]
+    architectures.survey(["llama"], jobs=1, stop_after_s=0, note=found.append, trial=trial)
+    assert [(f.verdict, f.reason) for f in found] == [(verdict, reason)]
+
+
+def test_an_architecture_that_waits_for_ever_is_given_up(monkeypatch):
+    monkeypatch.setattr(architectures, "STUCK_S", 0.2)
+    found: list[Finding] = []
+    architectures.survey(["llama"], jobs=1, stop_after_s=0, note=found.append, trial=_sleep)
+    assert [(f.verdict, f.reason) for f in found] == [(Verdict.untried, "not done after 0.2 s")]
 
 
 def test_every_type_is_asked_about():
