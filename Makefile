@@ -51,7 +51,7 @@ test-gpu: $(SOURCES)/weft/__init__.py
 
 # The same, runs and benches on one GPU and on two, and the machine: gpu-report.tar.gz, to be read elsewhere.
 gpu-report: $(SOURCES)/weft/__init__.py
-	PYTHONPATH=$(SOURCES):.cache/carried:. $(PYTHON) -m weft.tools.gpu_report $(ARGS)
+	PYTHONPATH=$(SOURCES):.cache/carried:. $(PYTHON) -m benchmarks.gpu_report $(ARGS)
 
 # vLLM pins what it needs, so it lives in an environment of its own, CPU build and plug-ins' tests.
 # One of them starts `weft` from $(VENV) and vLLM's proxy.
@@ -96,6 +96,7 @@ $(VENV)/.ready: setup.cfg pyproject.toml constraints.txt
 $(SOURCES)/weft/__init__.py: Makefile
 	mkdir -p $(@D)
 	for name in $(PACKAGES); do ln -sfn "$(CURDIR)/$$name" "$(@D)/$$name"; done
+	ln -sfn "$(CURDIR)/benchmarks" "$(SOURCES)/benchmarks"
 	touch -h $@
 
 carried: $(VENV)/.ready  ## fill .cache/carried for `make test-gpu` on a machine without network

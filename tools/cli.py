@@ -6,9 +6,10 @@ import atexit
 import difflib
 import gc
 import os
+import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +21,7 @@ COMMANDS = {
     "controller": ("weft.recipes.controller", "run the controller: one address in front of all prefill workers"),
     "train": ("weft.recipes.train", "train as one rank (`weft launch` starts them all)"),
     "config": ("weft.tools.config", "print the resolved configuration, with a comment on every field"),
-    "check": ("weft.tools.verification.check", "compare a model's stages with Hugging Face's own forward"),
+    "check": ("weft.tools.check", "compare a model's stages with Hugging Face's own forward"),
     "plan": ("weft.tools.plan", "find the sites, GPUs and layout to train a model with, and the cost"),
     "profile": ("weft.tools.profile", "time a model's layers on this machine"),
     "schedule": ("weft.tools.schedule", "generate a pipeline schedule; print, draw or export it"),
@@ -30,11 +31,11 @@ COMMANDS = {
     "evict": ("weft.tools.evict", "exclude hosts from runs, or list those that are excluded"),
     "readmit": ("weft.tools.readmit", "let excluded hosts back in"),
     "netbed": ("weft.tools.netbed.command", "emulate a WAN on this machine, with real TCP, delays and faults"),
-    "bench": ("weft.tools.bench", "run a benchmark of Weft against other systems"),
-    "parity": ("weft.tools.verification.parity", "compare stages of every supported architecture with Hugging Face"),
 }
-LIGHT_HELP = ("train", "check", "profile", "emulate", "parity")
+LIGHT_HELP = ("train", "check", "profile", "emulate")
 """Commands whose modules take seconds to import; `weft.tools.parsers` has their options."""
+MOVED = {"bench": ("python", "-m", "benchmarks"), "parity": ("python", "-m", "benchmarks", "parity")}
+"""Former commands, with the command that replaces each; it runs in a checkout of Weft."""
 OWN_SIGNALS = ("launch", "serve", "controller", "train")
 """Commands that handle SIGTERM themselves; the others unwind, so that no temporary folder or process stays."""
 BAD_INPUT = 2
@@ -52,23 +53,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n`weft COMMAND --help` lists the options of a command.")
         return 0
     command, *rest = args
+    if command in MOVED:
+        now = shlex.join([*MOVED[command], *rest])
+        print(f"weft: `weft {command}` has moved; in a checkout of Weft run `{now}`", file=sys.stderr)
+        return BAD_INPUT
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(COMMANDS)}"
         print(f"weft: there is no command {command!r}; {hint}", file=sys.stderr)
         return BAD_INPUT
     if argv is None and command not in OWN_SIGNALS:
-        signal.signal(signal.SIGTERM, partial(_unwind, os.getpid()))
+        unwind_on_termination()
+    return report_bad_input(f"weft {command}", lambda: _run(command, rest))
+
+
+def _run(command: str, rest: Sequence[str]) -> int:
+    if command in LIGHT_HELP and {"-h", "--help"} & set(rest):
+        getattr(import_module("weft.tools.parsers"), command)().parse_known_args(rest)  # prints it, and ends
+    status: int = import_module(COMMANDS[command][0]).main(rest)
+    return status
+
+
+def unwind_on_termination() -> None:
+    """Raise `SystemExit` in this process upon SIGTERM, so that context managers clean up."""
+    signal.signal(signal.SIGTERM, partial(_unwind, os.getpid()))
+
+
+def report_bad_input(name: str, command: Callable[[], int]) -> int:
+    """Run a command; returns its exit code, or prints a ValueError after the command's name and returns 2."""
     try:
         _require_home()
-        if command in LIGHT_HELP and {"-h", "--help"} & set(rest):
-            getattr(import_module("weft.tools.parsers"), command)().parse_known_args(rest)  # prints it, and ends
-        status: int = import_module(COMMANDS[command][0]).main(rest)
+        status = command()
         sys.stdout.flush()  # the reader may have closed it before the last of the output
         return status
     except ValueError as error:
         for line in str(error).splitlines():
-            print(f"weft {command}: {line}", file=sys.stderr)
+            print(f"{name}: {line}", file=sys.stderr)
         return BAD_INPUT
     except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

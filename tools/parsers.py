@@ -5,16 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from weft.conf.schema import ContextExchange
 from weft.pipeline.costs import LinkCost
 
 INSIDE, BETWEEN = "20,100", "30,50"
-AXES = ("tensor", "context", "expert")
-"""Along which `weft parity --all` can share the work of layers."""
-VARIANTS = ("untied", "tied", "lora", "packed", "bf16")
-"""Of a model, in `weft parity`."""
-BACKENDS = ("in-process", "gpipe", "1f1b")
-"""What can run the stages in `weft parity`."""
 
 
 def train() -> argparse.ArgumentParser:
@@ -60,35 +53,6 @@ def profile() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-links", dest="links", action="store_false", help="skip the link between ranks, and collectives"
     )
-    return parser
-
-
-def parity() -> argparse.ArgumentParser:
-    """Options of `weft parity`."""
-    parser = argparse.ArgumentParser(
-        prog="weft parity",
-        description="Largest differences of logits, loss and gradients between stages and Hugging Face's own run.",
-    )
-    parser.add_argument("archs", nargs="*", metavar="ARCH", help="model types, such as llama; all if none")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), metavar="NAME", help=", ".join(VARIANTS))
-    parser.add_argument("--stages", nargs="+", type=int, default=[2, 4], metavar="N")
-    parser.add_argument(
-        "--backends", nargs="+", choices=list(BACKENDS), default=list(BACKENDS), help="what runs the stages; all"
-    )
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="difference that is still accepted")
-    parser.add_argument(
-        "--all", action="store_true", help="try ARCH of transformers' causal types; those left, if none"
-    )
-    parser.add_argument("--findings", default="architectures.jsonl", metavar="FILE", help="of --all: read and added to")
-    parser.add_argument("--table", default="", metavar="FILE", help="of --all: a page to write, once all are tried")
-    for axis in AXES:
-        parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help="of --all: ranks that share layers")
-    exchanges = [one.name for one in ContextExchange]
-    parser.add_argument("--exchange", choices=exchanges, default="auto", help="of --all --context: between these ranks")
-    parser.add_argument("--schedules", action="store_true", help="of --all with an axis: under zbv, dualpipev and auto")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="of --all: processes at a time")
-    parser.add_argument("--seconds", type=float, default=0.0, metavar="S", help="of --all: start none after these")
-    parser.add_argument("--format", choices=("text", "json"), default="text")
     return parser
 
 

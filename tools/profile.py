@@ -23,9 +23,9 @@ from weft.pipeline.planner.workload import ModelWork
 from weft.pipeline.profile import costs_to_yaml
 from weft.pipeline.text import bytes_text
 from weft.tools import parsers
-from weft.tools.benchmarks.peers.link import Way, measure_link
 from weft.tools.dry_run import settled_model
 from weft.tools.host_collectives import keep, measure_host
+from weft.tools.links import Way, measure_link
 from weft.tools.tables import show, table_of
 
 MOST_PROCESSES = 16

@@ -66,7 +66,9 @@ class CollectiveCosts:
             return 0.0
         measured = Primitive.all_to_all if primitive is Primitive.shift else primitive
         if (link, measured) not in self.table:
-            raise ValueError(f"{measured.value} over {link.value} links: not measured; run `weft bench collectives`")
+            raise ValueError(
+                f"{measured.value} over {link.value} links: not measured; run `python -m benchmarks collectives`"
+            )
         cost = self.table[link, measured]
         return rounds(primitive, size) * cost.alpha_s + moved_share(primitive, size) * num_bytes * cost.beta_s
 

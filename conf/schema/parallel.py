@@ -99,7 +99,7 @@ class ParallelConfig:
     """How attention sees whole sequences: gather collects keys and values on every rank; all_to_all gives
     each rank some heads of the whole sequence, and needs heads that `context` divides; ring passes parts of
     keys and values from rank to rank while attention to others is computed, and keeps a rank's own only. auto
-    takes what costs least time of what fits in memory, as `weft bench collectives` has measured, or moves
+    takes what costs least time of what fits in memory, as `python -m benchmarks collectives` has measured, or moves
     the fewest bytes."""
     expert: int = 1
     """Ranks that share the experts of each layer, each with tokens of its own; a divisor of replicas x context

@@ -50,7 +50,7 @@ def facts_before_start(
     Args:
         num_nodes: nodes that the replicas of a stage are spread over, where no hostfile says so.
         collectives: costs of collectives over them, where the caller knows them; None takes what
-            earlier runs and `weft bench collectives` have left.
+            earlier runs and `python -m benchmarks collectives` have left.
         model: that trains, where it is not made from ``config``.
 
     Raises:
@@ -106,7 +106,7 @@ def with_collectives(
     elif config.zero.partition is Partition.none:
         source = "zero.partition=none: collectives are carried out as they are"
     elif costs is None:
-        source = "not measured; `weft bench collectives` does it"
+        source = "not measured; `python -m benchmarks collectives` does it"
     source = f"{topology_key(facts.replicas, device.type)}: {source}"
     return replace(facts, collectives=costs, sources=facts.sources | {"collectives": source})
 

@@ -5,19 +5,21 @@ import json
 import re
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
 
+import benchmarks.__main__ as benchmarks
+from benchmarks.__main__ import benches
 from weft.conf import load
 from weft.conf.checks import missing
 from weft.conf.compose import compose
 from weft.conf.fields import choices, docstrings
 from weft.conf.trees import to_tree
 from weft.tools import cli
-from weft.tools.bench import benches
 from weft.tools.early_launch import ANNOUNCEMENT
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +43,7 @@ def test_every_command_and_bench_that_the_docs_name_is_there():
     files = ROOT / "README.md", *(ROOT / "docs").glob("*.md")
     texts = [re.sub(r"(?ms)^```diff\n.*?^```", "", path.read_text()) for path in files]  # diffs add what is not there
     named = {name for text in texts for name in re.findall(r"`weft ([a-z]+)", text)}
-    shown = {name for text in texts for name in re.findall(r"`weft bench ([a-z]+)", text)}
+    shown = {name for text in texts for name in re.findall(r"`python -m benchmarks ([a-z]+)", text)}
     assert named - set(cli.COMMANDS) == set()
     assert shown - set(benches()) == set()
     assert "doctor" in named
@@ -71,8 +73,29 @@ def test_every_command_tells_its_usage(capsys, name):
 
 
 def test_every_benchmark_is_listed_and_has_its_module():
-    modules = {path.stem for path in (ROOT / "tools/benchmarks").glob("*.py")}
-    assert set(benches()) == modules - {"__init__", "results"}
+    modules = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")}
+    assert set(benches()) == modules - {"results", "gpu_report"}
+
+
+def test_an_unknown_benchmark_ends_with_2_and_one_line(capsys):
+    assert benchmarks.main(["zzz"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "there is no such benchmark" in line
+
+
+@pytest.mark.parametrize(
+    ("former", "now"), [("bench zero --rate 50", "zero --rate 50"), ("parity --all", "parity --all")]
+)
+def test_former_commands_name_the_ones_that_replace_them(capsys, former, now):
+    code, out, err = run(capsys, *former.split())
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert f"python -m benchmarks {now}" in line
+
+
+def test_benchmarks_are_not_importable_from_the_package():
+    with pytest.raises(ImportError, match="benchmarks are not part of the package"):
+        import_module("weft.benchmarks")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +109,6 @@ def test_every_benchmark_is_listed_and_has_its_module():
         (["launch", "recipe=quikstart"], "weft launch: recipe=quikstart: not one of"),
         (["launch", "--multirun"], "a sweep would run once per rank"),
         (["launch", "pipeline.stages=2"], "weft launch: pipeline.stages=2: 1 processes are not a multiple"),
-        (["bench", "zzz"], "there is no such benchmark"),
     ],
 )
 def test_bad_input_ends_with_2_and_one_line(capsys, argv, part):
@@ -147,7 +169,8 @@ def test_a_closed_pipe_is_no_error():
 def test_the_package_list_is_true():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    tops = {path.name for path in ROOT.iterdir() if (path / "__init__.py").is_file() and path.name != "tests"}
+    rooms = {path.name for path in ROOT.iterdir() if (path / "__init__.py").is_file()}
+    tops = rooms - {"tests", "benchmarks"}
     makefile = (ROOT / "Makefile").read_text()
     packages = next(line for line in makefile.splitlines() if line.startswith("PACKAGES"))
     assert set(packages.partition(":=")[2].split()) == tops | {"__init__.py"}
@@ -175,11 +198,8 @@ def test_no_help_imports_torch(command):
 
 
 def test_the_parsers_name_what_there_is():
-    from weft.tools import parsers
     from weft.tools.diagnostics import node, options
-    from weft.tools.verification import parity_cases
 
-    assert set(parsers.VARIANTS) == set(parity_cases.VARIANTS)
     assert tuple(node.CHECKS) == options.NODE_CHECKS
 
 

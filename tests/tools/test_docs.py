@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import run
 from weft.conf.checks import check
 from weft.conf.compose import compose
 from weft.tools import cli
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-SPAN = re.compile(r"`(weft [^`\n]+)`")
+COMMAND = re.compile(r"(?:weft|python -m benchmarks) ")
+SPAN = re.compile(rf"`({COMMAND.pattern}[^`\n]+)`")
 # Words that stand for what the reader puts there.
 PLACEHOLDERS = {
     "KIND": "1f1b",
@@ -39,11 +41,11 @@ def commands():
         shown = [line.removeprefix("$ ").strip() for line in lines]
         # Between words of a text some name a command only; one with a setting is meant to be typed.
         spans = [span for span in SPAN.findall(FENCE.sub("", text)) if "=" in span]
-        for command in dict.fromkeys([line for line in shown if line.startswith("weft ")] + spans):
+        for command in dict.fromkeys([line for line in shown if COMMAND.match(line)] + spans):
             # What a shell would put in the place of a variable, and its sign for the background, are not ours.
             words = [word for word in shlex.split(command, comments=True) if word != "&" and not word.startswith("$")]
             if not words[1].endswith(":") and not re.search(r"\.\.\.|\[-|\||…", command):
-                yield pytest.param(words[1:], id=f"{file.name}: {' '.join(words)[:90]}")
+                yield pytest.param(words[1 + (words[0] == "python") :], id=f"{file.name}: {' '.join(words)[:90]}")
 
 
 class Parsed(Exception):
@@ -75,7 +77,10 @@ def parsing_only(monkeypatch):
 def overrides_of(command, rest):
     """The settings in a command's arguments; running it ends at its parser."""
     try:
-        cli.import_module(cli.COMMANDS[command][0]).main(rest)
+        if command == "benchmarks":
+            run(*rest)
+        else:
+            cli.import_module(cli.COMMANDS[command][0]).main(rest)
     except Parsed as parsed:
         known, overrides = parsed.args
         return list(overrides) or list(getattr(known, "overrides", []))
@@ -93,7 +98,7 @@ def test_commands_of_the_docs(words, parsing_only):
 
 def test_commands_are_found():
     found = {words.values[0][0] for words in commands()}
-    assert found >= {"launch", "serve", "schedule", "simulate", "bench", "plan", "netbed"}
+    assert found >= {"launch", "serve", "schedule", "simulate", "benchmarks", "plan", "netbed"}
 
 
 DIFFS = re.findall(r"(?ms)^```diff\n(.*?)^```", (ROOT / "docs/extending.md").read_text())
@@ -119,7 +124,7 @@ def test_a_file_of_an_example_passes_arguments_that_the_code_takes(source):
     checked = 0
     for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
         called = names.get(call.func.id) if isinstance(call.func, ast.Name) else None
-        if getattr(called, "__module__", "").startswith(("weft.", __name__)):
+        if getattr(called, "__module__", "").startswith(("weft.", "benchmarks.", __name__)):
             arguments = {keyword.arg: None for keyword in call.keywords}
             inspect.signature(called).bind(*call.args, **arguments)
             checked += 1

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import benches
 from weft.conf.fields import field_types, groups
 from weft.engine.deepspeed.table import READ_BY_DEEPSPEED, REFUSED, TAKEN_OVER, WITHOUT_EFFECT
-from weft.tools.bench import benches
 from weft.tools.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PRODUCT = ("conf", "pipeline", "comm", "inference", "engine", "recipes", "tools")
+PRODUCT = ("conf", "pipeline", "comm", "inference", "engine", "recipes", "tools", "benchmarks")
 FENCE = re.compile(r"^```[^\n]*\n.*?^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -204,6 +204,8 @@ def missing(text):
         return [] if words[1].endswith(":") else command(words[1:])  # `weft train: ...` is what it says
     if words[0] == "make" and len(words) > 1:
         return [word for word in words[1:2] if word.isidentifier() and word not in used()]
+    if words[:3] == ["python", "-m", "benchmarks"]:
+        return benchmark(words[3:])
     if words[:2] == ["python", "-m"]:
         return [] if f"{words[2].replace('.', '/')}.py" in files() else [words[2]]
     if FILE.fullmatch(text):
@@ -233,10 +235,19 @@ def missing_of_call(name, arguments):
 def command(words):
     """Words of a `weft` command that it does not know."""
     unknown = [word for word in words[:1] if word not in COMMANDS and not word.startswith("-")]
-    if words[0] == "bench" and len(words) > 1:
-        unknown += [word for word in words[1:2] if word not in benches() and not word.isupper()]
+    return unknown + unknown_options(words)
+
+
+def benchmark(words):
+    """Words of a `python -m benchmarks` command that it does not know."""
+    unknown = [word for word in words[:1] if word not in benches() and not word.isupper()]
+    return unknown + unknown_options(words)
+
+
+def unknown_options(words):
+    """Options that no parser of the code has."""
     options = [re.split(r"[=\]]", word.lstrip("["))[0] for word in words]
-    return unknown + [word for word in options if word.startswith("--") and word[2:] not in used()]
+    return [word for word in options if word.startswith("--") and word[2:] not in used()]
 
 
 def is_dotted(name):
@@ -254,7 +265,7 @@ def is_dotted(name):
 
 
 def is_of_module(parts):
-    """Whether these are a module or folder of the package `weft`, or something in one."""
+    """Whether these are a module or folder of the package `weft` or of the benchmarks, or something in one."""
     for length in range(len(parts), -1, -1):
         tree = sources().get(".".join(parts[:length]) or "__init__")
         if tree is not None:
@@ -332,5 +343,6 @@ def test_what_does_not_exist_is_found():
         "no_such_name",
     ):
         assert missing(text), text
-    for text in ("comm/channel.py", "Sharding", "pipeline.stages=4", "weft bench zero --rate 50", "weft.engine.zero"):
+    found = "comm/channel.py", "Sharding", "pipeline.stages=4", "weft.engine.zero"
+    for text in (*found, "python -m benchmarks zero --rate 50", "python -m tests.mutants"):
         assert not missing(text), text

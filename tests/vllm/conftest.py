@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     """A tiny Llama's folder."""
-    from weft.tools.benchmarks.serving.served_model import write_model
+    from benchmarks.serving.served_model import write_model
 
     folder = tmp_path_factory.mktemp("model")
     write_model(folder)

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--nodes", type=int, default=1, help="nodes under a stage's replicas, if there is no hostfile")
-    text = "links as microseconds:Gbit/s of a rank, instead of what `weft bench collectives` measured"
+    text = "links as microseconds:Gbit/s of a rank, instead of what `python -m benchmarks collectives` measured"
     parser.add_argument("--intra", type=_line, metavar="US:GBPS", help=f"{text}; inside a node")
     parser.add_argument("--inter", type=_line, metavar="US:GBPS", help="the same between nodes")
     return parser

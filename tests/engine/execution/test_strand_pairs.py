@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
+from benchmarks.verification.tiny_models import tiny_model
 from tests.engine.execution.strand_ranks import SPLIT, Case, any_plan, outcomes, require_equal
 from weft.conf.schema import ContextExchange
 from weft.pipeline.strands.plan import SegmentPlan
-from weft.tools.verification.tiny_models import tiny_model
 
 ARCHITECTURES = ("llama", "qwen3", "mistral", "gemma2", "phi3", "mixtral", "qwen3_moe")
 BY_TURNS = SegmentPlan(())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from weft.engine.emulation.stage import EmulatedStage, EmulatedWork
+from benchmarks.peers.emulated_stage import EmulatedStage, EmulatedWork
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.step_state import StepState
 from weft.engine.execution.sums import LabelCount

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.peers.emulated_stage import EmulatedWork
 from tests.engine.tiny import batches
 from weft.conf.deepspeed import deepspeed_config
 from weft.conf.schema import OptimizerConfig, ParallelConfig, PipelineConfig, TrainConfig, WeftConfig, ZeroConfig
 from weft.engine.distributed import device_bytes, from_rank_zero
-from weft.engine.emulation.stage import EmulatedWork
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import PreparedRun
 from weft.engine.module import WeftModule

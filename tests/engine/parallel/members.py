@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from benchmarks.verification.tiny_models import VOCABULARY
 from weft.conf.schema import ContextExchange, ModelConfig
 from weft.engine.execution.batches import prepare_batch
 from weft.engine.stages import build_model
@@ -12,7 +13,6 @@ from weft.engine.stages.batch import Batch, count_label_tokens
 from weft.engine.stages.checking import roughen
 from weft.engine.stages.comparison import Outcome
 from weft.engine.stages.members import members_outcome
-from weft.tools.verification.tiny_models import VOCABULARY
 
 CPU = torch.device("cpu")
 

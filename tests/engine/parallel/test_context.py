@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
+from benchmarks.verification.small_configs import small_config
+from benchmarks.verification.tiny_models import tiny_model
 from tests.engine.parallel.members import CPU, items_of, micro_batches, require_same, shared, whole_model
 from weft.engine.execution.batches import prepare_batch
 from weft.engine.parallel import attention, zigzag
@@ -18,8 +20,6 @@ from weft.engine.stages.members import members_outcome
 from weft.engine.stages.objective import Minimised, Objective, next_token_loss
 from weft.engine.stages.port import Port
 from weft.engine.stages.stage import Stage
-from weft.tools.verification.small_configs import small_config
-from weft.tools.verification.tiny_models import tiny_model
 
 FORMS = {"plain": {}, "packed": {"documents": (5, 8, 3)}, "padded": {"padding": 5}}
 SHAPES = [("llama", 2, form) for form in FORMS] + [("llama", 4, "packed"), ("mistral", 4, "plain")]

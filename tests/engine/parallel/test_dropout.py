@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks.verification.tiny_models import tiny_model
 from tests.engine.parallel.members import micro_batches, whole_model
 from weft.conf.schema import Attention, LoraConfig
 from weft.engine.parallel import tensor
 from weft.engine.parallel.axis import Completed
 from weft.engine.stages.skeleton import decoder_layers
 from weft.engine.stages.stage import hf_model
-from weft.tools.verification.tiny_models import tiny_model
 
 LORA = LoraConfig(enabled=True, rank=4, dropout=0.5, target_modules=["q_proj", "o_proj", "down_proj"])
 CONFIG = dataclasses.replace(

@@ -6,6 +6,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from benchmarks.verification.small_configs import small_config
+from benchmarks.verification.tiny_models import tiny_model
 from tests.engine.parallel.members import items_of, micro_batches, require_same, shared, whole_model
 from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.stages.axis_check import check_axes
@@ -14,8 +16,6 @@ from weft.engine.stages.loading import load_hf_config
 from weft.engine.stages.port import Port
 from weft.engine.stages.sizes import model_sizes
 from weft.engine.stages.stage import Stage
-from weft.tools.verification.small_configs import small_config
-from weft.tools.verification.tiny_models import tiny_model
 
 DEEPSEEK = {
     "n_routed_experts": 4,

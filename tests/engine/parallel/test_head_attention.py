@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from benchmarks.verification.tiny_models import tiny_model
 from tests.engine.parallel.members import items_of, micro_batches, require_same, shared, whole_model
 from weft.conf.schema import ContextExchange
 from weft.engine.parallel import zigzag
@@ -16,7 +17,6 @@ from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.stages.axis_check import check_axes
 from weft.engine.stages.comparison import whole_outcome
 from weft.engine.stages.flash import ON_CPU
-from weft.tools.verification.tiny_models import tiny_model
 
 FORMS = {"plain": {}, "packed": {"documents": (5, 8, 3)}, "padded": {"padding": 5}}
 SHAPES = [("llama", 2, form) for form in FORMS] + [("llama", 4, "packed"), ("mistral", 4, "plain")]

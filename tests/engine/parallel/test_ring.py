@@ -14,6 +14,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from benchmarks.verification.tiny_models import tiny_model
 from tests.engine.parallel.members import items_of, micro_batches, require_same, shared, whole_model
 from tests.engine.parallel.test_experts import deepseek
 from tests.engine.parallel.test_head_attention import Grouped, saved_bytes, with_heads
@@ -27,7 +28,6 @@ from weft.engine.parallel.ring_attention import RingAttention, only_earlier
 from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.stages.axis_check import check_axes
 from weft.engine.stages.comparison import whole_outcome
-from weft.tools.verification.tiny_models import tiny_model
 
 FORMS = {"plain": {}, "packed": {"documents": (5, 8, 3)}, "padded": {"padding": 5}}
 SHAPES = [("llama", size, form) for size in (2, 4) for form in FORMS] + [("mistral", 4, "plain")]

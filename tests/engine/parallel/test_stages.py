@@ -6,13 +6,13 @@ import threading
 import pytest
 import torch
 
+from benchmarks.verification.tiny_models import tiny_model
 from tests.engine.parallel.members import CPU, items_of, micro_batches, require_same, whole_model
 from weft.conf.schema import LoraConfig, SplitKind
 from weft.engine.execution.batches import prepare_batch
 from weft.engine.parallel.in_process import run_in_threads
 from weft.engine.stages import load_hf_config, load_stages, split_layers, stages_from_model
 from weft.engine.stages.comparison import Outcome, gradients, run_stages, whole_outcome
-from weft.tools.verification.tiny_models import tiny_model
 
 MAKING = threading.Lock()
 """Held while a model is made: transformers changes its classes for the time."""

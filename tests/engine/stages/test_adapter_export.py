@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from benchmarks.verification.tiny_models import VOCABULARY
 from tests.engine.stages.tiny import batch, gradients, run, stages_of, tiny, whole
 from weft.conf.schema import SplitKind
 from weft.engine.stages import export_stages, split_layers, stages_from_model
-from weft.tools.verification.tiny_models import VOCABULARY
 
 SETTINGS = {
     "resized": {"target_modules": ["q_proj"], "tokens": 8},

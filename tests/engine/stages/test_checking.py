@@ -13,7 +13,7 @@ from weft.engine.initialize import initialize
 from weft.engine.stages import check_packing, load_hf_config, outline_of, refuse_packing, self_check
 from weft.engine.stages.shrink import shrunken_model
 from weft.engine.stages.skeleton import model_class
-from weft.tools.verification import check
+from weft.tools import check
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

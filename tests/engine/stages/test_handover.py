@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
 
+from benchmarks.verification.small_configs import small_config
 from tests.engine.stages.tiny import batch, gradients, logits, run, stages_of, tiny, whole
 from weft.conf.schema import ModelConfig, SplitKind
 from weft.engine.stages import load_hf_config, outline_of, self_check, split_layers, stages_from_model
@@ -19,7 +20,6 @@ from weft.engine.stages.placeholders import Placeholder, SkippedLayer, Upstream
 from weft.engine.stages.port import Port
 from weft.engine.stages.provenance import BEFORE, Provenance
 from weft.engine.stages.skeleton import cuttable_layers, decoder_layers, model_class, num_layers, skeleton
-from weft.tools.verification.small_configs import small_config
 
 ZAYA = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 96, "pad_token_id": 0}
 

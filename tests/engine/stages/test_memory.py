@@ -12,7 +12,7 @@ LOAD = """
 import re, sys, torch
 from weft.conf.schema import ModelConfig, SplitKind
 from weft.engine.stages import build_model, load_hf_config, load_stages, split_layers
-from weft.tools.verification.tiny_models import tiny_model
+from benchmarks.verification.tiny_models import tiny_model
 
 torch.set_num_threads(1)
 # Converting reads every weight; in the file's own dtype, pages would be mapped and not read.

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from weft.tools.verification import parity
+from benchmarks import parity
 
 
 @pytest.mark.parametrize("arch", ["gemma3_text", "mixtral"])
@@ -36,12 +36,11 @@ def test_schedules_on_ranks(capsys):
     assert capsys.readouterr().out.count("1f1b") == 12
 
 
-def test_json(capsys):
-    assert (
-        parity.main(["llama", "--variants", "lora", "--stages", "2", "--backends", "in-process", "--format", "json"])
-        == 0
-    )
-    (row,) = json.loads(capsys.readouterr().out)
+def test_json(tmp_path):
+    file = str(tmp_path / "rows.json")
+    options = ["llama", "--variants", "lora", "--stages", "2", "--backends", "in-process"]
+    assert parity.main([*options, "--json", file]) == 0
+    (row,) = json.loads((tmp_path / "rows.json").read_text())["figures"]
     assert (row["arch"], row["variant"], row["stages"], row["gradients"]) == ("llama", "lora", 2, 0.0)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from benchmarks.verification.tiny_models import TINY, VOCABULARY, tiny_model
 from weft.conf.schema import ModelConfig, SplitKind
 from weft.engine.stages import Batch, Stage, build_model, load_hf_config, load_stages, split_layers
 from weft.engine.stages.comparison import run_stages as run
-from weft.tools.verification.tiny_models import TINY, VOCABULARY, tiny_model
 
 ARCHITECTURES = tuple(TINY)
 tiny = tiny_model

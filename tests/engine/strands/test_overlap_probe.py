@@ -89,7 +89,7 @@ def test_tables_are_kept_by_device(tmp_path):
 
 
 def test_a_measurement_keeps_what_it_did_not_measure(tmp_path):
-    """`weft profile` knows the links inside of a host, `weft bench collectives` those between hosts, too."""
+    """`weft profile` knows the links inside of a host, `python -m benchmarks collectives` those between hosts, too."""
     cache = overlap_cache(str(tmp_path))
     cache.write("gpu", OverlapTable({(Kind.gemm, INSIDE): 0.9, (Kind.gemm, BETWEEN): 0.5}, links=0.7))
     cache.write("gpu", OverlapTable({(Kind.gemm, INSIDE): 0.8}))

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.peers.emulated_stage import EmulatedStage, EmulatedWork
 from tests.engine.zero.replicas import SmallStage
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass, Primitive
 from weft.conf.schema import PipelineConfig, ScheduleKind, WeftConfig, ZeroConfig
-from weft.engine.emulation.stage import EmulatedStage, EmulatedWork
 from weft.engine.planning.memory import activation_memory
 from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap
 from weft.engine.planning.schedules import open_placements, plan_schedule

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.auto import compare, exported_step
 from tests.pipeline.generators.pipelines import costs_of, least_cap_bytes, placements
 from tests.pipeline.strands.pairs import scaled
 from weft.pipeline.action import Op
@@ -21,7 +22,6 @@ from weft.pipeline.lowering import as_run, lower
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 from weft.pipeline.validation import validate
-from weft.tools.benchmarks.auto import compare, exported_step
 
 
 @settings(max_examples=100, deadline=None)

@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.clusters import compare, random_cluster
+from benchmarks.optimal import random_case
 from tests.pipeline.generators.test_auto_cell import costs_of, step_s
 from tests.pipeline.strands.pairs import scaled
 from weft.pipeline.generators.auto import _list_schedules, _problem, generate_auto
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
-from weft.tools.benchmarks.clusters import compare, random_cluster
-from weft.tools.benchmarks.optimal import random_case
 
 
 def case(seed):
-    """One of `weft bench optimal`'s random cases; every third with strand pairs that gain."""
+    """One of `python -m benchmarks optimal`'s random cases; every third with strand pairs that gain."""
     found = random_case(seed)
     return (
         replace(found, costs=replace(found.costs, pairs=scaled(len(found.costs.stages), 0.7)))
@@ -103,7 +103,7 @@ def test_cells_whose_forwards_have_to_be_held_back(sites, pipelines, transfer_s,
 
 @pytest.mark.parametrize("seed", range(10))
 def test_never_slower_than_a_fixed_schedule_on_any_placement(seed):
-    """`weft bench clusters` does it for 200."""
+    """`benchmarks clusters` does it for 200."""
     outcome = compare(random_cluster(seed))
     assert outcome.auto.step_s <= outcome.fixed_s * (1 + 1e-9), outcome
     assert not outcome.slower

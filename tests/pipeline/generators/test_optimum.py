@@ -2,13 +2,13 @@
 
 import pytest
 
+from benchmarks.optimal import closed_cases
+from benchmarks.verification.optimum import solve
 from tests.pipeline.strands.pairs import scaled
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators import generate
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
-from weft.tools.benchmarks.optimal import closed_cases
-from weft.tools.verification.optimum import solve
 
 pytest.importorskip("ortools")
 

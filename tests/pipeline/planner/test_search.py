@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.claims.algorithm1 import algorithm1
 from tests.pipeline.planner.planned import cluster, model, site
 from weft.pipeline.action import SENDS, Op
 from weft.pipeline.generators.auto import generate_auto
 from weft.pipeline.lowering import lower
 from weft.pipeline.planner import search
-from weft.pipeline.planner.algorithm1 import algorithm1
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.evaluation import Evaluation
 from weft.pipeline.planner.layout import LEGS, Shape

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytest import approx
 
+from benchmarks.overlap.orders import backward_then_forward, round_robin
+from benchmarks.overlap.recurrence import pair_operators
 from tests.pipeline.strands.pairs import BETWEEN, INSIDE, llama_layer, over, pairs, shortest, tables
-from weft.pipeline.strands.orders import backward_then_forward, round_robin
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.plan import SegmentPlan, Step
-from weft.pipeline.strands.recurrence import pair_operators
 from weft.pipeline.strands.search import _as_good, _keep, _Label, _period, _steps, search, search_stages
 from weft.pipeline.strands.segments import Segment, Strand, StrandPair, WeightGradient
 from weft.pipeline.strands.stages import StageStrands

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.peers.case import EngineCase
+from benchmarks.peers.emulated_job import LayersJob
+from benchmarks.peers.emulated_stage import EmulatedWork
 from weft.comm.emulated.conversation import EmulationError, Mismatch
 from weft.conf.schema import CommConfig, PipelineConfig, PlacementKind, ScheduleKind, WeftConfig
-from weft.engine.emulation.stage import EmulatedWork
 from weft.pipeline.costs import LinkCost
 from weft.pipeline.simulation import simulate
-from weft.tools.benchmarks.peers.case import EngineCase
-from weft.tools.benchmarks.peers.emulated_job import LayersJob
 from weft.tools.emulation.checking import check_rank
 from weft.tools.emulation.classes import representatives
 from weft.tools.emulation.session import Setting

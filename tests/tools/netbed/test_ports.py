@@ -14,10 +14,10 @@ from time import sleep
 import psutil
 import pytest
 
+from benchmarks.survival.hosts import BedHosts
+from benchmarks.survival.run import SupervisedRun
 from tests.quickstart import TINY_QUICKSTART
 from weft.comm.native import Kind, build
-from weft.tools.benchmarks.survival.hosts import BedHosts
-from weft.tools.benchmarks.survival.run import SupervisedRun
 from weft.tools.netbed import missing
 
 DOCS = Path(__file__).parents[3] / "docs" / "wan.md"

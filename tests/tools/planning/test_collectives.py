@@ -35,7 +35,7 @@ def test_every_tier_gives_its_reason(capsys):
 
 def test_measured_costs_are_taken_from_the_cache(capsys, tmp_path):
     folder = f"data.cache_dir={tmp_path}"
-    assert "not measured; `weft bench collectives` does it" in run(capsys, "plan", folder)[1]
+    assert "not measured; `python -m benchmarks collectives` does it" in run(capsys, "plan", folder)[1]
     links = {LinkClass.intra: AlphaBeta(1e-5, 1e-10)}
     key = topology_key(Group.regular(1, 4), "cpu")
     CostCache.in_folder(str(tmp_path)).write(key, CollectiveCosts.of_links(links))

@@ -1,0 +1,188 @@
+"""Training and real vLLM workers side by side; what prefill gains and what it costs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from benchmarks.results import parse, write_json
+from benchmarks.serving.faults import FAULTS, LAST, Target
+from benchmarks.serving.picture import draw
+from benchmarks.serving.reckoning import steps_within
+from benchmarks.serving.report import Findings, prefills_of, report_faults, report_serving, spans_of
+from benchmarks.serving.requests import Answer, Request, read_trace, replay
+from benchmarks.serving.served_model import write_model
+from benchmarks.serving.servers import until_ready, weft_server
+from benchmarks.serving.training import Cell, Training, settings, train
+from benchmarks.serving.watch import Watch, Windows
+from weft.inference.placement.prefill_cost import PrefillCost
+from weft.inference.worker.command import cost_file, workers_of
+from weft.tools.netbed import NetBed, Topology
+from weft.tools.ranks import run_ranks
+
+NUM_RANKS, MICROBATCHES = 4, 4
+SERVED = (0, 3)
+"""Ranks with a worker: the first, whose bubble is in the middle, and the last, whose is at the end."""
+LONGEST_PROMPT = 2048
+RUN_S = 1800.0
+"""Allowance for the whole run."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Four ranks train all along; windows with requests alternate with windows without. Returns 0."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks bubbles", description=__doc__)
+    parser.add_argument("--python", required=True, help="a Python that has vLLM")
+    parser.add_argument("--trace", type=Path, required=True, help="CSV of an Azure LLM inference trace")
+    parser.add_argument("--requests", type=int, default=200, help="requests of the trace")
+    parser.add_argument("--rounds", type=int, default=3, help="windows without and with requests")
+    parser.add_argument("--window", type=float, default=8.0, help="seconds of a window")
+    parser.add_argument("--real", action="store_true", help="real compute on shared cores, instead of emulated on one")
+    parser.add_argument("--wan", action="store_true", help="two ranks at each of two sites of cluster=two_sites")
+    parser.add_argument("--schedule", default="1f1b", help="of the training step")
+    parser.add_argument("--faults", nargs="*", metavar="NAME", help="then break things; without names in every way")
+    parser.add_argument("--picture", metavar="FILE", help="draw two ranks over two steps here")
+    args = parse(parser, argv, faults=FAULTS)
+    trace = read_trace(args.trace, args.requests, most_tokens=LONGEST_PROMPT, over_s=args.rounds * args.window)
+    with tempfile.TemporaryDirectory(prefix="weft-bubbles-") as folder:
+        return _Bench(args, Path(folder)).run(trace)
+
+
+class _Bench:
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args, self.folder = args, folder
+        self.config = settings(
+            f"bubbles-{os.getpid()}",
+            ranks=NUM_RANKS,
+            microbatches=MICROBATCHES,
+            schedule=args.schedule,
+            wan=args.wan,
+        )
+        prefill = self.config.inference.prefill
+        prefill.model, prefill.python = str(folder / "model"), args.python
+        prefill.cost_dir, prefill.ranks = str(folder / "costs"), list(SERVED)
+        self.workers = workers_of(self.config)
+        self.urls = [f"http://127.0.0.1:{worker.port}" for worker in self.workers]
+        self.key = secrets.token_hex(8)
+        self.faults = list(FAULTS) if args.faults == [] else [name for name in FAULTS if name in (args.faults or ())]
+        cores = sorted(os.sched_getaffinity(0))
+        apart = not args.real and len(cores) > 1
+        self.training_cores = (cores[0],) if apart else ()
+        self.serving_cores = cores[1:] if apart else cores
+        self.training = Training(self.config, args.real, folder, self.training_cores, bed="")
+        self.windows = Windows()
+        self.answers: list[Answer] = []
+        self.said: dict[str, str] = {}
+
+    def run(self, trace: Sequence[Request]) -> int:
+        write_model(self.folder / "model")
+        serving = weft_server(self.config, "serve", "--trace", str(self.folder), key=self.key)
+        with self._bed() as bed, serving as serve:
+            until_ready(self.urls, serve)
+            self.training = replace(self.training, bed=bed)
+            with ThreadPoolExecutor(1) as threads:
+                ranks = threads.submit(run_ranks, NUM_RANKS, train, self.training, timeout_s=RUN_S)
+                watch = Watch(self.workers)
+                try:
+                    self._alternate(trace, ranks, watch)
+                    self._break()
+                finally:
+                    self.training.stop.touch()
+                    watch.end()
+                if LAST in self.said:
+                    ranks.exception()
+                else:
+                    cells = ranks.result()
+            self._report(watch, [] if LAST in self.said else cells)
+        return 0
+
+    @contextlib.contextmanager
+    def _bed(self) -> Iterator[str]:
+        """The name of a bed with a node per rank, whose line runs on the training's core; empty without WAN.
+
+        From then on this process, which sends the requests, keeps to the workers' cores.
+        """
+        with contextlib.ExitStack() as stack:
+            name = ""
+            if self.args.wan:
+                if self.training_cores:
+                    os.sched_setaffinity(0, self.training_cores)
+                topology = Topology.of_cluster(self.config.cluster, name=f"bubbles{os.getpid()}")
+                name = stack.enter_context(NetBed.up(topology)).name
+            os.sched_setaffinity(0, self.serving_cores)
+            yield name
+
+    def _alternate(self, trace: Sequence[Request], ranks: Future, watch: Watch) -> None:
+        """Windows off and on; ``on`` ends when its requests are answered."""
+        while not all(board.state().step > 3 for board in watch.boards.values()):
+            if ranks.done():
+                ranks.result()
+            time.sleep(0.1)
+        with self._window("warm"):
+            replay(trace[: len(trace) // 8], self.urls, key=self.key, seed=10**6)
+        each = -(-len(trace) // self.args.rounds)
+        for part in range(self.args.rounds):
+            requests = trace[part * each : (part + 1) * each]
+            with self._window("off"):
+                time.sleep(self.args.window)
+            with self._window("on"):
+                shifted = [Request(r.after_s - requests[0].after_s, r.tokens) for r in requests]
+                self.answers += replay(shifted, self.urls, key=self.key, seed=1000 * part)
+
+    def _break(self) -> None:
+        target = Target(self.urls, self.workers, self.folder, self.key)
+        for name in self.faults:
+            with self._window("calm"):
+                time.sleep(self.args.window)
+            with self._window(name):
+                self.said[name] = FAULTS[name](target)
+        if self.faults and LAST not in self.faults:
+            with self._window("calm"):
+                time.sleep(self.args.window)
+
+    @contextlib.contextmanager
+    def _window(self, name: str) -> Iterator[None]:
+        """A window, and a line on the steps in it when it ends."""
+        with self.windows.open(name):
+            yield
+        steps_s = steps_within(self.training.steps_s(), self.windows.spans[name][-1:])
+        middle = f"median {1e3 * median(steps_s):.1f} ms" if steps_s else "none whole"
+        print(f"{name}: {len(steps_s)} steps, {middle}", file=sys.stderr, flush=True)
+
+    def _report(self, watch: Watch, cells: Sequence[Sequence[Cell]]) -> None:
+        quantile = self.config.inference.prefill.quantile
+        costs = {w.index: PrefillCost.load(cost_file(self.config, w), quantile=quantile) for w in self.workers}
+        found = Findings(
+            folder=self.folder,
+            workers=self.workers,
+            watch=watch,
+            windows=self.windows,
+            steps=self.training.steps_s(),
+            prefills=prefills_of(self.folder, self.workers),
+            costs=costs,
+            answers=self.answers,
+            said=self.said,
+        )
+        figures = report_serving(found)
+        if self.said:
+            figures |= report_faults(found)
+        write_json(self.args, "bubbles", figures)
+        if self.args.picture and cells:
+            shown = {worker.ranks[0]: worker for worker in self.workers}
+            draw(
+                Path(self.args.picture),
+                {rank: cells[rank] for rank in shown},
+                {rank: watch.work(worker) for rank, worker in shown.items()},
+                {rank: spans_of(found.prefills[worker.index]) for rank, worker in shown.items()},
+                found.steps,
+                self.windows.spans["on"],
+            )

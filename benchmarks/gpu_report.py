@@ -1,0 +1,144 @@
+"""Run the tests, runs and benchmarks of a GPU machine; write a report and archive."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+TAIL_LINES = 25
+"""Of each output, shown in the report itself."""
+LEAVE_S = 30.0
+"""For what is asked to end: its ranks are other processes, which only it can end."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing to run.
+
+    Attributes:
+        name: of its file of output.
+        shows: what it is run for.
+        command: arguments; the first is a program, or a module of this Python after ``-m``.
+        num_gpus: what it needs.
+    """
+
+    name: str
+    shows: str
+    command: tuple[str, ...]
+    num_gpus: int = 1
+
+
+WEFT = ("-m", "weft.tools.cli")
+BENCHMARKS = ("-m", "benchmarks")
+QUICKSTART = ("launch", "recipe=quickstart", "train.max_seconds=120", "train.export=false", "train.sample=")
+LLAMA_7B = ("model.arch=llama", "train.precision=bf16", "train.microbatch_size=1", "data.sequence_length=2048")
+
+
+def items(out: Path) -> tuple[Item, ...]:
+    """What is run, in this order.
+
+    Args:
+        out: folder of what they write.
+    """
+    # Other files may import what a GPU machine without network does not have.
+    tests = sorted(str(path) for path in Path("tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
+
+    def run(name: str, shows: str, ranks: int, *settings: str) -> Item:
+        folder = f"train.output_dir={out / 'runs'}"
+        return Item(name, shows, (*WEFT, *QUICKSTART, f"cluster.ranks={ranks}", *settings, folder), ranks)
+
+    def bench(name: str, shows: str, *more: str, on: tuple[str, ...] = (), num_gpus: int = 0) -> Item:
+        return Item(name, shows, (*on, *BENCHMARKS, name, *more, "--json", str(out / f"{name}.json")), num_gpus)
+
+    cache = str(out / "cache")
+    profile = ("profile", *LLAMA_7B, "--seconds", "30", "--out", str(out / "profile.yaml"), f"data.cache_dir={cache}")
+    on_two = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    return (
+        Item("machine", "GPUs and drivers", ("nvidia-smi",), 0),
+        Item("links", "how the GPUs are joined", ("nvidia-smi", "topo", "-m"), 0),
+        Item("software", "torch, CUDA, NCCL", ("-m", "torch.utils.collect_env"), 0),
+        Item("tests", "every test that needs a GPU", ("-m", "pytest", "-v", "-m", "gpu", *tests), 0),
+        run("one", "a run on one GPU", 1, "pipeline.stages=1", "train.name=one"),
+        run("two", "a pipeline over NCCL", 2, "pipeline.stages=2", "train.name=two"),
+        run("replicas", "ZeRO over NCCL", 2, "pipeline.stages=1", "zero.stage=3", "train.name=replicas"),
+        Item("rts", "a ready-to-send message, on this machine's processor", ("-m", "tests.nccl_rules.rts_cost"), 0),
+        Item("node", "memory, matrix products, NCCL", (*WEFT, "doctor", "node", "--cache", f"{cache}/best.json")),
+        Item("profile", "layers of a Llama-7B on a GPU; what all GPUs' collectives take", (*WEFT, *profile)),
+        bench("collectives", "rewrites over NCCL beside plain ones", "--cache", cache, on=on_two, num_gpus=2),
+        # Their layers sleep, and their ranks talk over gloo, whatever the machine has.
+        bench("engine", "a step over its simulation, on this machine's processor"),
+        bench("strands", "what two strands hide, on this machine's processor", "--tensor-only"),
+    )
+
+
+def write_report(argv: Sequence[str]) -> int:
+    """Run every item that this machine can; returns 1 if one failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_report")
+    parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder; FOLDER.tar.gz is made beside it")
+    parser.add_argument("--seconds", type=float, default=900.0, help="limit of each item")
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    results = []
+    for item in items(args.out):
+        results.append((item, *_run(item, args.out, args.seconds, num_gpus)))
+        print(f"{item.name:10s} {results[-1][1]}", flush=True)
+    (args.out / "report.md").write_text("\n".join(_report(results, args.out, num_gpus)) + "\n")
+    archive = args.out.with_name(f"{args.out.name}.tar.gz")
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(args.out, args.out.name)
+    print(f"{args.out / 'report.md'}, with all outputs in {archive}")
+    return int(any(code not in (0, None) for _, _, code in results))
+
+
+def _run(item: Item, out: Path, limit_s: float, num_gpus: int) -> tuple[str, int | None]:
+    """What came of it, and the exit code; None where it could not be started."""
+    if item.num_gpus > num_gpus:
+        return f"left out: needs {item.num_gpus} GPUs, this machine has {num_gpus}", None
+    command = [sys.executable, *item.command] if item.command[0] == "-m" else list(item.command)
+    start = perf_counter()
+    with (out / f"{item.name}.txt").open("w") as file:
+        try:
+            env = os.environ | {"NO_COLOR": "1"}
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
+        except FileNotFoundError:
+            return f"left out: there is no {command[0]} here", None
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return f"FAILED: had not ended after {limit_s:g} s", 1
+        finally:
+            _end(process)
+    return f"{'passed' if code == 0 else f'FAILED with {code}'} after {perf_counter() - start:.0f} s", code
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Have it end, unless it has."""
+    process.terminate()
+    try:
+        process.wait(LEAVE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _report(results: Sequence[tuple[Item, str, int | None]], out: Path, num_gpus: int) -> list[str]:
+    lines = [f"# Weft on {num_gpus} GPUs", "", "| | shows | result |", "|---|---|---|"]
+    lines += [f"| {item.name} | {item.shows} | {said} |" for item, said, _ in results]
+    for item, _, _ in results:
+        file = out / f"{item.name}.txt"
+        if file.exists():
+            tail = file.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+            lines += ["", f"## {item.name}", "", "```", *tail, "```"]
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(write_report(sys.argv[1:]))

@@ -1,0 +1,150 @@
+"""Memory of a rank by ZeRO stage and layout, measured and predicted, beside DeepSpeed's."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.predictions.memory import peaks
+from benchmarks.results import finish, parse
+from weft.conf.schema import ModelConfig, PipelineConfig, Precision, TrainConfig, WeftConfig, ZeroConfig
+from weft.pipeline.states import zero_memory
+from weft.tools.ranks import run_ranks
+from weft.tools.tables import show, table_of
+
+WIDTH, LAYERS, VOCAB, LENGTH = 512, 8, 512, 16
+"""Dimensions of the model: many weights and few tokens, so that weights and their states dominate."""
+TINY = 16
+"""Width of a model with few weights, whose memory is that of libraries, threads and connections."""
+STEPS = 3
+TIMEOUT_S = 110
+M_MMAP_THRESHOLD = -3
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks memory", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2, help="replicas")
+    args = parse(parser, argv)
+    title = f"peak memory of a rank in MB, {args.ranks} replicas, fp32, Adam, 1 micro-batch"
+    table = table_of((_row(stage, args.ranks) for stage in range(4)), title)
+    layouts = table_of(layout_rows(), "peak of tensors on a rank of the quickstart in MB, 4 ranks")
+    show(table, layouts)
+    return finish(args, "memory", {"zero": table, "layouts": layouts})
+
+
+def layout_rows() -> Iterator[dict[str, object]]:
+    """The quickstart's layouts, a row each: of the rank that is predicted worst."""
+    for found in peaks(TIMEOUT_S):
+        worst = max(found, key=lambda rank: abs(rank.error))
+        yield {
+            "layout": worst.layout,
+            "rank": worst.rank,
+            "predicted": f"{worst.predicted / 1e6:.1f}",
+            "measured": f"{worst.measured / 1e6:.1f}",
+            "error": f"{worst.error:+.1%}",
+        }
+
+
+def _row(stage: int, ranks: int) -> dict[str, object]:
+    ours, parameters, block = max(run_ranks(ranks, weft_peak, stage, timeout_s=TIMEOUT_S))
+    empty, *_ = max(run_ranks(ranks, weft_peak, stage, TINY, timeout_s=TIMEOUT_S))
+    theirs = max(run_ranks(ranks, deepspeed_peak, stage, timeout_s=TIMEOUT_S))
+    zero = _config(stage).zero
+    expected = zero_memory(parameters, zero, Precision.fp32, ranks, largest_block=block, microbatches=1).total
+    sizes = {"predicted": expected, "Weft": ours, "of it set-up": empty, "DeepSpeed": theirs}
+    return {
+        "ZeRO": stage,
+        **{head: f"{size / 1e6:.0f}" for head, size in sizes.items()},
+        "rest / predicted": f"{(ours - empty) / expected:.2f}",
+        "Weft / DeepSpeed": f"{ours / theirs:.2f}",
+    }
+
+
+def _config(stage: int, width: int = WIDTH) -> WeftConfig:
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": LENGTH,
+    }
+    bucket = 5_000_000
+    return WeftConfig(
+        model=ModelConfig(arch="llama", overrides=shape, self_check=False),
+        pipeline=PipelineConfig(stages=1, microbatches=1),
+        zero=ZeroConfig(stage=stage, reduce_bucket_size=bucket, allgather_bucket_size=bucket),
+        train=TrainConfig(microbatch_size=1, steps=STEPS),
+    )
+
+
+def _batches() -> Iterator[dict[str, Tensor]]:
+    ids = torch.arange(LENGTH).view(1, -1)
+    while True:
+        yield {"input_ids": ids, "labels": ids}
+
+
+def weft_peak(stage: int, width: int = WIDTH) -> tuple[int, int, int]:
+    """Memory of a Weft rank in bytes, its number of parameters, and that of its largest block."""
+    from weft.engine.initialize import initialize
+
+    before = _start()
+    engine, *_ = initialize(config=_config(stage, width))
+    held = engine.module.stages[0]
+    sizes = [sum(p.numel() for p in block.parameters()) for block in held.blocks()]
+    engine.set_dataiterator(_batches())
+    peak = _peak(engine.train_batch, before)
+    return peak, sum(p.numel() for _, p in held.named_global_parameters()), max(sizes)
+
+
+def deepspeed_peak(stage: int) -> int:
+    """Memory of a rank of DeepSpeed's own engine, in bytes."""
+    import deepspeed
+
+    from weft.conf.deepspeed import deepspeed_config
+    from weft.engine.distributed import init_distributed
+    from weft.engine.stages import build_model
+
+    before = _start()
+    config = _config(stage)
+    init_distributed(TIMEOUT_S)
+    settings = deepspeed_config(config, dist.get_world_size())
+    model = build_model(config.model, dtype=torch.float32, seed=0)
+    engine, *_ = deepspeed.initialize(model=model, config=settings)
+    batches = _batches()
+
+    def step() -> None:
+        engine.backward(engine(**next(batches), use_cache=False).loss)
+        engine.step()
+
+    return _peak(step, before)
+
+
+def _start() -> int:
+    """Resident bytes now; from now on freed memory returns to the system."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
+    torch.set_num_threads(1)
+    return _status("VmRSS")
+
+
+def _peak(step: Callable[[], object], before: int) -> int:
+    """Peak resident bytes above ``before`` in a step after the optimiser's state was created."""
+    step()
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak of the set-up
+    for _ in range(STEPS - 1):
+        step()
+    dist.barrier()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,174 @@
+"""How far `auto` is from the proven optimum."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from benchmarks.results import finish, parse
+from benchmarks.verification.optimum import Optimum, solve
+from weft.pipeline.costs import CostModel, LinkCost, StageCost
+from weft.pipeline.generators.auto import generate_auto
+from weft.pipeline.placement import Placement
+from weft.pipeline.simulation import simulate
+from weft.tools.tables import show, table_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulingCase:
+    """A scheduling problem with integer seconds and bytes, so that the solver is exact."""
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    costs: CostModel
+    cap_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The results of `auto` and the solver for a case."""
+
+    case: SchedulingCase
+    auto_s: float
+    auto_wall_s: float
+    optimum: Optimum
+
+    @property
+    def gap(self) -> float:
+        """Step of `auto` over the best proven lower bound, minus 1."""
+        return self.auto_s / self.optimum.bound_s - 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print both tables; returns 0, or 1 if `auto` misses its goal (mean 2 %, worst 5 %)."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks optimal", description=__doc__)
+    parser.add_argument("--cases", type=int, default=40, help="random cases that the solver has to close")
+    parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="for the solver, per case")
+    parser.add_argument("--search", type=float, default=2.0, metavar="SECONDS", help="for auto, per case")
+    parser.add_argument("--large", type=float, default=60.0, metavar="SECONDS", help="solver, per large case; 0: none")
+    args = parse(parser, argv)
+    closed = list(closed_cases(args.cases, args.limit, args.search))
+    gaps = [result.gap for result in closed]
+    mean, worst = sum(gaps) / len(gaps), max(gaps)
+    show(
+        table_of(map(_row, closed), "random cases, solved to the optimum"),
+        f"auto over optimum: mean {mean:.2%} (goal 2 %), worst {worst:.2%} (goal 5 %)",
+    )
+    results = []
+    if args.large:
+        results = [measure(case, args.large, args.search) for case in large_cases()]
+        show(table_of(map(_row, results), "larger cases, against the proven lower bound"))
+    met = mean <= 0.02 and worst <= 0.05
+    return finish(args, "optimal", {"closed": closed, "large": results}, met=met)
+
+
+def closed_cases(count: int, limit_s: float, search_s: float) -> Iterator[Result]:
+    """The first ``count`` random cases for which the solver proves the optimum."""
+    seed = found = 0
+    while found < count:
+        result = measure(random_case(seed), limit_s, search_s)
+        if result.optimum.proven:
+            found += 1
+            yield result
+        seed += 1
+
+
+def measure(case: SchedulingCase, limit_s: float, search_s: float) -> Result:
+    """Schedule a case with `auto`, then with the solver."""
+    started_s = time.perf_counter()
+    schedule = generate_auto(case.placement, case.num_microbatches, case.costs, case.cap_bytes, search_s)
+    wall_s = time.perf_counter() - started_s
+    timeline = simulate(schedule, case.costs)
+    optimum = solve(case.placement, case.num_microbatches, case.costs, case.cap_bytes, limit_s=limit_s, known=schedule)
+    makespan_s = max(lane[-1].end_s for lane in timeline.compute)
+    assert makespan_s >= optimum.bound_s - 1e-6, f"{case.name}: auto takes {makespan_s}, less than {optimum}"
+    return Result(case=case, auto_s=makespan_s, auto_wall_s=wall_s, optimum=optimum)
+
+
+def random_case(seed: int) -> SchedulingCase:
+    """A random case: 2-6 ranks in 1-3 sites, 1-12 micro-batches, uneven stages and links, any feasible cap."""
+    random = Random(seed)
+    num_ranks = random.randint(2, 6)
+    sites = _sites(random, num_ranks)
+    layout, placement = random.choice(
+        [
+            ("straight", Placement.straight(num_ranks, sites)),
+            ("interleaved", Placement.interleaved(num_ranks, 2, sites)),
+            ("fold", Placement.fold(num_ranks, sites=sites)),
+            ("site fold", Placement.site_fold(sites)),
+        ]
+    )
+    num_microbatches = random.randint(1, min(12, max(1, 60 // placement.num_stages)))
+    stages = tuple(_stage(random) for _ in range(placement.num_stages))
+    local = LinkCost(latency_s=random.randint(0, 1), bandwidth_bps=random.choice([8.0, float("inf")]))
+    wan = LinkCost(latency_s=random.randint(0, 8), bandwidth_bps=8 / random.randint(1, 8))
+    costs = CostModel(stages=stages, local=local, wan=wan)
+    held = max(sum(stages[stage].activation_bytes for stage in of_rank) for of_rank in placement.rank_stages)
+    cap_bytes = float(int(held * random.uniform(1.0, 1.2 * min(num_ranks, num_microbatches) + 0.3)))
+    return SchedulingCase(
+        name=f"{seed}: {layout} {'+'.join(map(str, sites))}",
+        placement=placement,
+        num_microbatches=num_microbatches,
+        costs=costs,
+        cap_bytes=cap_bytes,
+    )
+
+
+def _sites(random: Random, num_ranks: int) -> tuple[int, ...]:
+    """Divide the ranks into 1 to 3 sites."""
+    cuts = sorted(random.sample(range(1, num_ranks), random.randint(0, min(2, num_ranks - 1))))
+    return tuple(end - start for start, end in zip([0, *cuts], [*cuts, num_ranks], strict=True))
+
+
+def _stage(random: Random) -> StageCost:
+    forward_s, saved = random.randint(2, 6), random.randint(2, 5)
+    return StageCost(
+        forward_s=forward_s,
+        input_s=forward_s + random.randint(-1, 2),
+        weight_s=max(1, forward_s + random.randint(-2, 1)),
+        activation_bytes=saved,
+        weight_saved_bytes=random.choice([0, saved // 2]),
+        output_bytes=1,
+    )
+
+
+def large_cases() -> Iterator[SchedulingCase]:
+    """Pipelines that are too large for the solver, so `auto` is compared with the solver's lower bound."""
+    for num_ranks, num_microbatches in ((4, 16), (8, 16), (8, 32)):
+        wan = LinkCost(latency_s=2, bandwidth_bps=8 / 6)
+        halves = (num_ranks // 2, num_ranks // 2)
+        for layout, placement, work_s in (
+            ("straight", Placement.straight(num_ranks, halves), 2),
+            ("fold", Placement.fold(num_ranks, sites=halves), 1),
+            ("site fold", Placement.site_fold(halves), 1),
+        ):
+            stage = StageCost(
+                forward_s=work_s, input_s=work_s, weight_s=work_s, activation_bytes=work_s, output_bytes=1
+            )
+            yield SchedulingCase(
+                name=f"{layout} {halves[0]}+{halves[1]}, even",
+                placement=placement,
+                num_microbatches=num_microbatches,
+                costs=CostModel(stages=(stage,) * placement.num_stages, wan=wan),
+                cap_bytes=3.0 * num_ranks,
+            )
+
+
+def _row(result: Result) -> dict[str, object]:
+    case, optimum = result.case, result.optimum
+    return {
+        "case": case.name,
+        "ranks": case.placement.num_ranks,
+        "micro-batches": case.num_microbatches,
+        "cap": f"{case.cap_bytes:g}",
+        "auto": f"{result.auto_s:g}",
+        "bound": f"{optimum.bound_s:g}",
+        "known": f"{min(optimum.best_s, result.auto_s):g}",
+        "gap": f"{result.gap:.1%}",
+        "auto s": f"{result.auto_wall_s:.1f}",
+        "solver s": f"{optimum.wall_s:.1f}",
+    }

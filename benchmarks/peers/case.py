@@ -1,0 +1,102 @@
+"""The case: one piece of emulated work that every engine is given, and what a run of it measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median, quantiles
+from typing import ClassVar
+
+from benchmarks.peers.emulated_stage import EmulatedWork
+from weft.pipeline.costs import CostModel, LinkCost, StageCost
+
+
+@dataclass(frozen=True)
+class StageProfile:
+    """Two stages as they were measured, by their layers; a stage of other layers lies on the line through them.
+
+    So what an engine does once for each computation counts once, and what each layer takes for each.
+    """
+
+    SECONDS: ClassVar = ("forward_s", "input_s", "weight_s", "step_s")
+    few: tuple[int, StageCost]
+    many: tuple[int, StageCost]
+
+    def cost(self, num_layers: int) -> StageCost:
+        """Of a virtual stage of so many layers."""
+        (few, less), (many, more) = self.few, self.many
+        share = (num_layers - few) / (many - few)
+
+        def between(name: str) -> float:
+            low, high = getattr(less, name), getattr(more, name)
+            return max(0.0, low + (high - low) * share)
+
+        return replace(less, **{name: between(name) for name in self.SECONDS})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCase:
+    """Emulated layers on a few ranks of this machine."""
+
+    num_ranks: int = 4
+    """Pipeline ranks."""
+    num_layers: int = 8
+    """Layers of the whole model."""
+    num_microbatches: int = 8
+    """Micro-batches of one step."""
+    work: EmulatedWork = field(default_factory=EmulatedWork)
+    """What a layer costs."""
+    link: LinkCost = field(default_factory=LinkCost)
+    """Between two ranks, as measured: for the simulation, and for engines that plan."""
+    num_replicas: int = 1
+    """Pipelines side by side, each of `num_ranks`."""
+    sites: tuple[int, ...] = ()
+    """Pipeline ranks per site; empty is one site."""
+    profile: StageProfile | None = None
+    """What stages were measured to take, for engines that plan; None is what `work` says."""
+    wan: LinkCost = field(default_factory=LinkCost)
+    """Between two ranks of different sites, over as many connections as fill it."""
+    in_a_row: bool = False
+    """Measure steps that follow each other without a barrier, which would cross the WAN."""
+    num_warmup: int = 3
+    """Steps before the first that is measured."""
+    num_steps: int = 5
+    """Steps that are measured in one run."""
+
+    def cost(self, num_layers: int) -> StageCost:
+        """Of a virtual stage of so many layers, for engines that plan."""
+        return self.work.cost(num_layers) if self.profile is None else self.profile.cost(num_layers)
+
+    @property
+    def name(self) -> str:
+        """Its size in a table."""
+        mib = self.work.hidden_bytes / 2**20
+        return f"{self.num_layers} layers, {self.num_microbatches} micro-batches, {mib:g} MiB"
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What one rank reports.
+
+    Attributes:
+        step_s: seconds of each measured step, from barrier to barrier or in a row.
+        cells: the rank's computations in the order of its schedule, as ``2F7`` or a pair.
+    """
+
+    step_s: tuple[float, ...]
+    cells: tuple[str, ...]
+    ended_s: float = 0.0
+    """When the last step ended, on the clock of `time.perf_counter`."""
+    pipeline_s: float = 0.0
+    """Seconds of the last step from its first action to its last on any rank; 0 if not measured."""
+    profile: CostModel | None = None
+    """Costs fitted to the warm-up's steps, all but the first; None if not measured."""
+
+
+def middle_and_spread(step_s: Sequence[float]) -> tuple[float, float]:
+    """Median, and the range of the middle half over the median."""
+    middle = median(step_s)
+    if len(step_s) < 2:
+        return middle, 0.0
+    low, _, high = quantiles(step_s, n=4, method="inclusive")
+    return middle, (high - low) / middle

@@ -1,0 +1,22 @@
+"""Emulated layers as a job of which all ranks but a few are emulated, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.peers.case import EngineCase
+from benchmarks.peers.weft_engine import emulated_engine
+from weft.conf.schema import WeftConfig
+from weft.engine.engine import WeftEngine
+
+
+@dataclass(frozen=True)
+class LayersJob:
+    """For measurements beside the same job with nothing else emulated; see `weft.tools.emulation.job.EmulatedJob`."""
+
+    case: EngineCase
+    config: WeftConfig
+
+    def engine(self) -> WeftEngine:
+        """As benchmarks make it."""
+        return emulated_engine(self.case, self.config)

@@ -1,0 +1,143 @@
+"""Weft's engine on emulated layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import repeat
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.peers.case import EngineCase, RankRun
+from benchmarks.peers.emulated_stage import EmulatedStage, EmulatedWork
+from benchmarks.peers.stepping import time_steps
+from weft.conf.deepspeed import deepspeed_config
+from weft.conf.schema import CommConfig, PipelineConfig, PlacementKind, ScheduleKind, WeftConfig
+from weft.engine.distributed import device_bytes, from_rank_zero
+from weft.engine.engine import WeftEngine
+from weft.engine.initialize import PreparedRun
+from weft.engine.module import WeftModule
+from weft.engine.planning.facts import Facts, Links
+from weft.engine.planning.joining import join
+from weft.engine.planning.layout import RankLayout
+from weft.engine.planning.run_plan import settle_placement
+from weft.engine.stages.batch import Batch
+from weft.engine.stages.sizes import ModelSizes, PartSize
+from weft.pipeline.action import COMPUTE, slot_text
+from weft.pipeline.fitting import fit_costs
+from weft.pipeline.placement import Placement
+
+
+def run(
+    case: EngineCase, timeout_s: float, kind: str, placement: str, comm: CommConfig | None = None, chunks: int = 0
+) -> RankRun:
+    """One rank of Weft's engine with a schedule of ``kind``.
+
+    Args:
+        comm: how sites are joined.
+        chunks: most live activations of virtual stages, for each pipeline rank; 0 is no cap.
+    """
+    config = WeftConfig(
+        pipeline=PipelineConfig(
+            stages=case.num_ranks,
+            schedule=ScheduleKind[kind],
+            placement=PlacementKind[placement],
+            microbatches=case.num_microbatches,
+            memory_cap_bytes=chunks * case.num_ranks * case.work.hidden_bytes,
+        )
+    )
+    config.comm = replace(comm or CommConfig(), timeout_s=timeout_s)
+    config.optimizer.clip = 0.0  # as in the other engines
+    engine = emulated_engine(case, config)
+    time_steps(replace(case, num_warmup=0, num_steps=case.num_warmup), engine.train_batch)
+    profile = fit_costs(engine.measured_timelines()[1:], engine.plan.costs)
+    step_s, ended_s = time_steps(replace(case, num_warmup=0), engine.train_batch), perf_counter()
+    row = engine.schedule.rows[engine.pipe_rank]
+    cells = tuple(slot_text(slot) for slot in row if slot[0].op in COMPUTE)
+    steps = [
+        max(span.end_s for span in timeline.spans) - min(span.start_s for span in timeline.spans)
+        for timeline in engine.measured_timelines()[-case.num_steps :]
+    ]
+    engine.destroy()
+    return RankRun(step_s, cells, ended_s, median(steps), profile)
+
+
+def emulated_engine(case: EngineCase, config: WeftConfig, work: EmulatedWork | None = None) -> WeftEngine:
+    """Weft's engine on the emulated layers of ``case``, laid out and scheduled as ``config`` says, with its data.
+
+    Args:
+        work: of this rank's layers, where it is not what the plan goes by.
+    """
+    device = join(config)
+
+    def stage(opened: PreparedRun, index: int) -> EmulatedStage:
+        return EmulatedStage(work or case.work, index=index, layers=opened.plan.split.layers)
+
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    same = repeat({"input_ids": ids, "labels": ids})
+    return engine_of(config, emulated_facts(case, config, device), device, stage, same)
+
+
+def engine_of(
+    config: WeftConfig,
+    facts: Facts,
+    device: torch.device,
+    stage: Callable[[PreparedRun, int], EmulatedStage],
+    data: Iterator[Batch],
+) -> WeftEngine:
+    """Weft's engine of emulated stages, planned from ``facts``; a collective call.
+
+    Args:
+        stage: makes the virtual stage of a number, once all is planned.
+        data: micro-batches.
+    """
+    placement = from_rank_zero(lambda: settle_placement(config, facts), Placement)
+    opened = PreparedRun.open(config, facts, placement, device)
+    held = placement.rank_stages[facts.layout.position(dist.get_rank()).stage]
+    module = WeftModule([stage(opened, index) for index in held], placement, facts.layout)
+    engine = opened.engine(
+        config,
+        deepspeed_config(config, dist.get_world_size()),
+        module,
+        args=None,
+        optimizer=None,
+        model_parameters=list(module.parameters()),
+        training_data=None,
+        lr_scheduler=None,
+        collate_fn=None,
+    )
+    engine.set_dataiterator(data)
+    return engine
+
+
+def emulated_facts(case: EngineCase, config: WeftConfig, device: torch.device) -> Facts:
+    """What is known of emulated layers: all but what their collectives cost."""
+    layer = PartSize(case.work.weight_elements, case.work.weight_elements)
+    sites = range(len(case.sites))
+    if layers := config.pipeline.layers:
+        costs = {len(layers): tuple(map(case.cost, layers))}
+    else:
+        costs = {
+            count: (case.cost(case.num_layers // count),) * count
+            for count in range(case.num_ranks, case.num_layers + 1, case.num_ranks)
+            if not case.num_layers % count
+        }
+    return Facts(
+        layout=RankLayout(case.sites or (case.num_ranks,), case.num_replicas),
+        model=ModelSizes(
+            before=PartSize(0, 0),
+            layers=(layer,) * case.num_layers,
+            after=PartSize(0, 0),
+            hidden_size=case.work.hidden_bytes // 4,
+            vocab_size=1,
+        ),
+        flops_per_s=None,
+        device_bytes=device_bytes(device, dist.get_world_size()),
+        stage_costs=costs,
+        links=Links(case.link, case.wan, tuple(((a, b), case.wan) for a in sites for b in sites if a != b)),
+        replica_nodes=(0,) * case.num_replicas,
+        sources=dict.fromkeys(("layout", "model", "stage_costs", "links"), "given by the emulated case"),
+    )

@@ -1,0 +1,117 @@
+"""The case of data-parallel engines: emulated layers with weights to reduce, and what is tried on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch.distributed as dist
+
+from benchmarks.peers.emulated_stage import EmulatedLayer, EmulatedWork
+from weft.conf.schema import Partition
+
+Span = tuple[str, float, float]
+"""What was computed (F, I, W), and from when to when by `perf_counter`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroCase:
+    """A model of emulated layers, trained on a few ranks with one amount of compute after the other.
+
+    Attributes:
+        compute_s: seconds of a rank's forwards and backwards in a step, each tried in turn. A
+            forward, an input gradient and a weight gradient take a third each.
+        num_layers: of the whole model.
+        layer_elements: fp32 parameters of a layer.
+        num_microbatches: of a step and rank, without a pipeline.
+        num_warmup, num_steps: steps before those that are measured, and those, for each of ``compute_s``.
+        timeout_s: after which a collective fails.
+        cache_dir: folder in which Weft keeps what it has measured.
+    """
+
+    compute_s: tuple[float, ...]
+    cache_dir: str
+    num_layers: int = 8
+    layer_elements: int = 1 << 17
+    num_microbatches: int = 1
+    num_warmup: int = 1
+    num_steps: int = 3
+    timeout_s: float = 120.0
+
+    @property
+    def num_elements(self) -> int:
+        """Parameters of the model."""
+        return self.num_layers * self.layer_elements
+
+    def work(self, compute_s: float) -> EmulatedWork:
+        """A layer's share of ``compute_s``."""
+        each = compute_s / (3 * self.num_layers * self.num_microbatches)
+        return EmulatedWork(
+            forward_s=each, input_s=each, weight_s=each, hidden_bytes=1024, weight_elements=self.layer_elements
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Technique:
+    """What Weft does, of what it can.
+
+    Attributes:
+        zero_stage: 1 to 3.
+        num_stages: pipeline ranks.
+        chunks: virtual stages of a rank, where it has as many layers; of several, micro-batches are
+            launched together as the model tier says.
+        partition: axes by which collectives may be rewritten.
+        layer_by_layer: gradients are reduced and weights gathered a layer at a time, not all at once.
+        weights_first: a layer's weight gradient goes before its input gradient.
+    """
+
+    zero_stage: int = 1
+    num_stages: int = 1
+    chunks: int = 1
+    partition: Partition = Partition.workload
+    layer_by_layer: bool = True
+    weights_first: bool = True
+
+
+@dataclass(frozen=True)
+class ZeroRun:
+    """What one rank measured for one amount of compute.
+
+    Attributes:
+        ends_s: when each measured step ended by `perf_counter`, and before them the last of the warm-up.
+        spans: all computations since then.
+    """
+
+    ends_s: tuple[float, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def step_s(self) -> tuple[float, ...]:
+        """Seconds of each measured step."""
+        return tuple(b - a for a, b in zip(self.ends_s, self.ends_s[1:], strict=False))
+
+
+def time_computes(case: ZeroCase, layers: Iterable[EmulatedLayer], step: Callable[[], object]) -> list[ZeroRun]:
+    """Run the steps of each of ``case.compute_s``.
+
+    They follow one another without a barrier: what one leaves under way delays the next.
+    """
+    layers = list(layers)
+    runs = []
+    for compute_s in case.compute_s:
+        work = case.work(compute_s)
+        for layer in layers:
+            layer.work = work
+        dist.barrier()
+        for _ in range(case.num_warmup):
+            step()
+        spans: list[Span] = []
+        for layer in layers:
+            layer.spans = spans
+        ends_s = [perf_counter()]
+        for _ in range(case.num_steps):
+            step()
+            ends_s.append(perf_counter())
+        runs.append(ZeroRun(tuple(ends_s), tuple(spans)))
+    return runs

@@ -1,0 +1,173 @@
+"""The predicted step of twelve layouts on emulated sites, beside the measured one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from statistics import mean
+from time import perf_counter
+from typing import Any
+
+from benchmarks.netbed.ranks import run_ranks_in
+from benchmarks.peers.case import EngineCase, StageProfile, middle_and_spread
+from benchmarks.peers.emulated_stage import EmulatedWork
+from benchmarks.peers.layout import NUM_LAYERS, Layout, Links, measured_links, wan_topology
+from benchmarks.predictions.layouts import LAYOUTS, PROFILED
+from benchmarks.predictions.measuring import measure, profile_stages, slowest
+from benchmarks.predictions.picture import draw_scatter
+from benchmarks.predictions.predicted import Predicted
+from benchmarks.results import parse, write_json
+from weft.comm.wan.library import load
+from weft.pipeline.costs import StageCost
+from weft.tools.netbed import NetBed
+from weft.tools.tables import show, table_of
+
+NEAR, FAR = 0.03, 0.05
+"""Errors: of ten layouts in twelve at most, and of all."""
+MOST_BEYOND_NEAR = 1 / 6
+APART = 0.05
+"""Layouts whose steps differ by more are to be predicted in their order."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``prediction ...``; returns 0 if the predictions are as close as they have to be."""
+    args = parse(_parser(), argv)
+    if unknown := [number for number in args.only or () if not 1 <= number <= len(LAYOUTS)]:
+        raise ValueError(f"--only {unknown[0]}: there are {len(LAYOUTS)} layouts; choose from 1 to {len(LAYOUTS)}")
+    load()  # compiled here, not while a run is timed
+    layouts = [LAYOUTS[number - 1] for number in args.only or range(1, len(LAYOUTS) + 1)]
+    stage_s = args.layer / 1e3 * NUM_LAYERS / 4
+    each = args.layer / 1e3
+    work = EmulatedWork(
+        forward_s=each,
+        input_s=each,
+        weight_s=each,
+        hidden_bytes=int(args.transfer * stage_s * args.rate * 1e6 / 8 / 4) * 4,
+        weight_elements=args.elements,
+    )
+    links = measured_links(wan_topology((2, 1), args.rate, args.latency, args.window), work)
+    near, wan = links.near, links.wan
+    print(
+        f"{NUM_LAYERS} layers of {args.layer:g} ms forward, input and weight gradient each, {args.elements:,} weights; "
+        f"hidden state {work.hidden_bytes / 1e6:.3g} MB; {args.latency:g} ms one way, "
+        f"{wan.bandwidth_bps / 1e6:.1f} Mbit/s; inside a site {near.occupancy_s(work.hidden_bytes) * 1e3:.1f} ms"
+    )
+    stages = _profile(work, links, args)
+    print("; ".join(f"{count} layers {_milliseconds(stages.cost(count))}" for count in (1, 2)))
+    found: list[Predicted] = []
+    for layout in layouts:
+        started = perf_counter()
+        found.append(_measure(layout, layout.case(links, args.steps, work), stages, args))
+        print(f"{found[-1].name}: {found[-1].error:+.1%} in {perf_counter() - started:.0f} s", file=sys.stderr)
+        write_json(args, "prediction", found)  # at once: a run of many layouts may be cut short
+    show(table_of(map(_cells, found), "steps, predicted before the first and measured"))
+    met = judge(found)
+    print("\n".join(verdict(found)))
+    write_json(args, "prediction", found, met=met)
+    if args.picture:
+        draw_scatter(found, Path(args.picture))
+    return 0 if met else 1
+
+
+def judge(found: Sequence[Predicted]) -> bool:
+    """Whether the errors are within their limits and the ranking is the measured one."""
+    errors = [abs(one.error) for one in found]
+    beyond = sum(error > NEAR for error in errors)
+    return max(errors) <= FAR and beyond <= MOST_BEYOND_NEAR * len(found) and not misranked(found)
+
+
+def misranked(found: Iterable[Predicted]) -> list[tuple[Predicted, Predicted]]:
+    """Layouts whose measured steps differ by more than `APART`, and which are predicted the other way round."""
+    return [
+        (one, other)
+        for one, other in combinations(sorted(found, key=lambda layout: layout.measured_s), 2)
+        if other.measured_s > (1 + APART) * one.measured_s and other.predicted_s <= one.predicted_s
+    ]
+
+
+def verdict(found: Sequence[Predicted]) -> list[str]:
+    """The goals in words, and who misses them."""
+    errors = [abs(one.error) for one in found]
+    wrong = misranked(found)
+    lines = [
+        f"{sum(error <= NEAR for error in errors)} of {len(found)} within {NEAR:.0%}, "
+        f"{sum(error <= FAR for error in errors)} within {FAR:.0%}, the worst {max(errors):.1%} off",
+        f"{len(wrong)} pairs of layouts that differ by more than {APART:.0%} are ranked the wrong way round",
+    ]
+    return lines + [f"  {one.name} is measured faster than {other.name}" for one, other in wrong]
+
+
+def _profile(work: EmulatedWork, links: Links, args: argparse.Namespace) -> StageProfile:
+    """What stages of few and of many layers take in the engine, as `weft profile` finds it for a real model."""
+    stages, *_ = _run(PROFILED, profile_stages, PROFILED.case(links, args.steps, work), args)
+    few, many = min(PROFILED.layers), max(PROFILED.layers)
+
+    def of(layers: int) -> tuple[int, StageCost]:
+        alike = [stage for stage, its in zip(stages, PROFILED.layers, strict=True) if its == layers]
+        return layers, replace(
+            alike[0], **{name: mean(getattr(stage, name) for stage in alike) for name in StageProfile.SECONDS}
+        )
+
+    return StageProfile(of(few), of(many))
+
+
+def _run(layout: Layout, of_rank: Callable[..., Any], case: EngineCase, args: argparse.Namespace) -> list[Any]:
+    with (
+        NetBed.up(layout.topology(args.rate, args.latency, args.window)) as bed,
+        tempfile.TemporaryDirectory(prefix="weft-prediction-") as folder,
+    ):
+        config = layout.config(folder, timeout_s=args.timeout)
+        return run_ranks_in(bed, bed.nodes, of_rank, case, config, timeout_s=args.timeout)
+
+
+def _measure(layout: Layout, case: EngineCase, stages: StageProfile, args: argparse.Namespace) -> Predicted:
+    ranks = _run(layout, measure, replace(case, profile=stages), args)
+    rank = slowest(ranks)
+    measured_s, spread = middle_and_spread(rank.step_s)
+    return Predicted(
+        name=layout.name,
+        sites=len(layout.sites),
+        predicted_s=ranks[0].predicted_s,
+        told_s=max(one.told_s for one in ranks),
+        measured_s=measured_s,
+        pipeline_s=max(middle_and_spread(one.pipeline_s)[0] for one in ranks),
+        spread=spread,
+    )
+
+
+def _milliseconds(cost: StageCost) -> str:
+    seconds = {"forward": cost.forward_s, "input": cost.input_s, "weight": cost.weight_s, "step": cost.step_s}
+    return ", ".join(f"{name} {1e3 * value:.1f}" for name, value in seconds.items()) + " ms"
+
+
+def _cells(one: Predicted) -> dict[str, str]:
+    seconds: Callable[[float], str] = "{:.3f}".format
+    return {
+        "layout": one.name,
+        "predicted s": seconds(one.predicted_s),
+        "measured s": seconds(one.measured_s),
+        "error": f"{one.error:+.1%}",
+        "with measured stages s": seconds(one.told_s),
+        "pipeline s": seconds(one.pipeline_s),
+        "spread": f"{one.spread:.1%}",
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks prediction", description=__doc__)
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="some layouts, counted from 1")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of a layout")
+    parser.add_argument("--layer", type=float, default=60.0, help="a layer's forward in ms, and each of its gradients")
+    parser.add_argument("--transfer", type=float, default=2.0, help="a transfer over one uplink, in forwards of a rank")
+    parser.add_argument("--elements", type=int, default=250_000, help="weights of a layer")
+    parser.add_argument("--latency", type=float, default=20.0, help="one-way delay between sites in ms")
+    parser.add_argument("--rate", type=float, default=50.0, help="uplink of a node in Mbit/s")
+    parser.add_argument("--window", type=float, default=50.0, help="receive buffer of a connection in kB")
+    parser.add_argument("--timeout", type=float, default=180.0, help="seconds after which a layout is given up")
+    parser.add_argument("--picture", metavar="FILE", help="draw measured over predicted steps")
+    return parser

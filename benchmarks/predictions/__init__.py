@@ -1,0 +1,1 @@
+"""Layouts whose step is predicted and measured, for `benchmarks prediction`."""

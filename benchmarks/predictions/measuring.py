@@ -1,0 +1,71 @@
+"""One rank of a layout: what its plan predicts of a step, and what steps took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import median
+
+from benchmarks.peers.case import EngineCase
+from benchmarks.peers.stepping import time_steps
+from benchmarks.peers.weft_engine import emulated_engine
+from weft.conf.schema import WeftConfig
+from weft.pipeline.cell import cell_step_s
+from weft.pipeline.costs import StageCost
+from weft.pipeline.fitting import fit_costs
+from weft.pipeline.timeline import Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSteps:
+    """What a rank reports.
+
+    Attributes:
+        step_s: seconds of each measured step, from its end to the next one's.
+        pipeline_s: of each, from the first action to the last on any rank of the replica.
+        predicted_s: of the plan, which was made before the first step.
+        told_s: the same plan's step with the stages' seconds as they were measured.
+    """
+
+    step_s: tuple[float, ...]
+    pipeline_s: tuple[float, ...]
+    predicted_s: float
+    told_s: float
+
+
+def profile_stages(case: EngineCase, config: WeftConfig) -> tuple[StageCost, ...]:
+    """Train a few steps, for what each virtual stage takes; a collective call."""
+    engine = emulated_engine(case, config)
+    try:
+        time_steps(replace(case, num_warmup=0), engine.train_batch)
+        found = fit_costs(engine.measured_timelines()[1:], engine.plan.costs).stages
+        return tuple(replace(stage, reduce_s=0.0, unshard_s=0.0) for stage in found)
+    finally:
+        engine.destroy()
+
+
+def measure(case: EngineCase, config: WeftConfig) -> RankSteps:
+    """Train a few steps in a row; a collective call."""
+    engine = emulated_engine(case, config)
+    try:
+        time_steps(replace(case, num_warmup=0, num_steps=case.num_warmup), engine.train_batch)
+        step_s = time_steps(replace(case, num_warmup=0), engine.train_batch)
+        timelines = engine.measured_timelines()[-case.num_steps :]
+        fitted = fit_costs(timelines, engine.plan.step_costs)
+        return RankSteps(
+            step_s=step_s,
+            pipeline_s=tuple(map(_between, timelines)),
+            predicted_s=engine.plan.step_s,
+            told_s=cell_step_s(engine.plan.cell(), fitted),
+        )
+    finally:
+        engine.destroy()
+
+
+def _between(timeline: Timeline) -> float:
+    """Seconds from the first action to the last."""
+    return max(span.end_s for span in timeline.spans) - min(span.start_s for span in timeline.spans)
+
+
+def slowest(ranks: list[RankSteps]) -> RankSteps:
+    """The rank whose middle step took longest."""
+    return max(ranks, key=lambda rank: median(rank.step_s))

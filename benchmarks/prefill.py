@@ -1,0 +1,104 @@
+"""How long it takes to find a bubble and a worker for a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from itertools import product
+from time import perf_counter_ns
+
+from benchmarks.results import finish, parse
+from weft.inference.placement.bubble_pattern import BubblePattern
+from weft.inference.placement.prefill_placement import PrefillPlacement
+from weft.inference.placement.prompt_work import PromptWork
+from weft.pipeline.costs import CostModel, LinkCost, StageCost
+from weft.pipeline.generators import generate
+from weft.pipeline.lowering import lower
+from weft.pipeline.placement import Placement
+from weft.pipeline.simulation import simulate
+from weft.tools.tables import show, table_of
+
+RANKS = (12, 1_000, 10_000)
+LOADS = (0.3, 0.9)
+STAGES, PIPELINES = 4, 5
+COST = PromptWork(step_s=5e-3, token_s=107e-6, context_s=3.5e-9)
+"""A model of 8 B parameters at 150 TFLOP/s; see docs/benchmarks.md."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the time per prompt over fleet, load and patterns; returns 0."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks prefill", description=__doc__)
+    parser.add_argument("--requests", type=int, default=5_000, help="prompts placed in each row")
+    args = parse(parser, argv)
+    rows = (_row(*case, args.requests) for case in product(RANKS, (False, True), LOADS))
+    table = table_of(rows, "microseconds to find and take a bubble and a worker", left=0)
+    show(table)
+    return finish(args, "prefill", table)
+
+
+def _row(num_ranks: int, own: bool, load: float, num_requests: int) -> dict[str, object]:
+    patterns = _fleet(num_ranks, own=own)
+    took_us, waited = _place(patterns, load, num_requests)
+    cuts = statistics.quantiles(took_us, n=100)
+    return {
+        "ranks": num_ranks,
+        "patterns": len(set(patterns)),
+        "load": f"{load:.0%}",
+        "p50": f"{cuts[49]:.1f}",
+        "p99": f"{cuts[98]:.1f}",
+        "most": f"{max(took_us):.0f}",
+        "placed late": f"{waited:.1%}",
+    }
+
+
+def _fleet(num_ranks: int, *, own: bool) -> list[BubblePattern]:
+    """The bubbles of DP-cells over two sites, as planned, or as each rank might measure its own."""
+    stage = StageCost(forward_s=0.05, input_s=0.05, weight_s=0.05, activation_bytes=1, output_bytes=1)
+    wan = LinkCost(latency_s=0.02, bandwidth_bps=8 / 0.05)
+    placement = Placement.straight(STAGES, (STAGES // 2, STAGES // 2))
+    costs = CostModel(stages=(stage,) * STAGES, wan=wan)
+    timeline = simulate(lower(generate("1f1b", placement, 8, costs=costs)), costs)
+    rng = random.Random(1)
+    patterns = []
+    for gpu in range(num_ranks):
+        bubbles = [*timeline.bubbles(gpu % STAGES)]
+        if own:
+            bubbles = [(start + rng.uniform(0, 2e-3), end - rng.uniform(0, 2e-3)) for start, end in bubbles]
+        origin_s = 0.05 * (gpu // STAGES % PIPELINES)
+        patterns.append(
+            BubblePattern(bubbles, timeline.step_s, origin_s=origin_s, overhead_s=COST.overhead_s, guard_s=2e-3)
+        )
+    return patterns
+
+
+def _place(patterns: Sequence[BubblePattern], load: float, num_requests: int) -> tuple[list[float], float]:
+    """Microseconds of each placement, and the share of prompts that had to wait."""
+    placement = PrefillPlacement(patterns[0].period_s)
+    for worker, pattern in enumerate(patterns):
+        placement.set(worker, pattern, 0.0)
+    rate = load * sum(pattern.capacity_s / pattern.period_s for pattern in patterns)
+    took_us, waited = [], 0
+    gc.collect()
+    gc.disable()
+    for now_s, work_s in _requests(rate, num_requests):
+        begun_ns = perf_counter_ns()
+        slot = placement.find(now_s, work_s)
+        assert slot is not None
+        placement.take(slot)
+        took_us.append((perf_counter_ns() - begun_ns) / 1e3)
+        waited += slot.begin_s > now_s
+    gc.enable()
+    return took_us, waited / num_requests
+
+
+def _requests(rate: float, num_requests: int) -> Iterator[tuple[float, float]]:
+    """(arrival, work) in seconds; ``rate`` is seconds of work per second."""
+    rng = random.Random(2)
+    works = [COST.work_s(min(max(int(rng.lognormvariate(7.1, 1.0)), 3), 8192)) for _ in range(num_requests)]
+    mean_s, now_s = statistics.mean(works), 0.0
+    for work_s in works:
+        now_s += rng.expovariate(rate / mean_s)
+        yield now_s, work_s

@@ -1,0 +1,106 @@
+"""What a benchmark found, as a table and as JSON: figures, whether goals were met, what they were measured on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, is_dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from weft.conf.files import write_atomic
+
+ROOT = Path(__file__).resolve().parents[1]
+ROUNDING = 1 + 1e-9
+"""Ratios closer to 1 than this are of equals."""
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str], **known: Collection) -> argparse.Namespace:
+    """The arguments of a benchmark, which has ``--json FILE`` besides its own.
+
+    Args:
+        known: what an option's names may be, by the option.
+
+    Raises:
+        ValueError: a name is not known, or the file could not be written when minutes have been measured.
+    """
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure here")
+    args = parser.parse_args(argv)
+    if args.json is not None and (args.json.is_dir() or not os.access(args.json.absolute().parent, os.W_OK)):
+        raise ValueError(f"--json {args.json}: cannot be written; name a file in a folder that is there")
+    for option, names in known.items():
+        if unknown := [str(name) for name in getattr(args, option) or () if name not in names]:
+            raise ValueError(f"--{option} {' '.join(unknown)}: not known; choose from {', '.join(map(str, names))}")
+    return args
+
+
+def ratio_cells(ratios: Sequence[float]) -> dict[str, str]:
+    """How often one side took less, as long and longer than the other, by the ratios of what they took."""
+    cells = {
+        "shorter": sum(ratio < 1 / ROUNDING for ratio in ratios),
+        "equal": sum(1 / ROUNDING <= ratio <= ROUNDING for ratio in ratios),
+        "longer": sum(ratio > ROUNDING for ratio in ratios),
+        "mean ratio": f"{sum(ratios) / len(ratios):.3f}" if ratios else "-",
+        "best": f"{min(ratios):.3f}" if ratios else "-",
+        "worst": f"{max(ratios):.3f}" if ratios else "-",
+    }
+    return {head: str(cell) for head, cell in cells.items()}
+
+
+def finish(args: argparse.Namespace, bench: str, figures: Any, *, met: bool | None = None) -> int:
+    """`write_json` with these arguments; the benchmark's exit status, 1 if its goals were not met."""
+    write_json(args, bench, figures, met=met)
+    return 1 if met is False else 0
+
+
+def write_json(args: argparse.Namespace, bench: str, figures: Any, *, met: bool | None = None) -> None:
+    """Write ``args.json``, if it was given.
+
+    Args:
+        bench: name of the benchmark.
+        figures: a list of dataclasses or dictionaries, or a `rich.table.Table`.
+        met: whether the benchmark's goals were met; None if it has none.
+    """
+    if args.json is None:
+        return
+    given = {name: value for name, value in vars(args).items() if name != "json"}
+    found = {"bench": bench, "arguments": given, "met": met, **_measured_on(), "figures": _plain(figures)}
+    write_atomic(args.json, json.dumps(found, indent=1, default=str) + "\n")
+
+
+def _plain(figures: Any) -> Any:
+    if isinstance(figures, Table):
+        heads = [str(column.header) for column in figures.columns]
+        cells = zip(*(map(str, column.cells) for column in figures.columns), strict=True)
+        return [dict(zip(heads, row, strict=True)) for row in cells]
+    if is_dataclass(figures) and not isinstance(figures, type):
+        return asdict(figures)
+    if isinstance(figures, dict):
+        return {str(name): _plain(value) for name, value in figures.items()}
+    return [_plain(figure) for figure in figures] if isinstance(figures, list | tuple) else figures
+
+
+def _measured_on() -> dict[str, Any]:
+    return {
+        "commit": _commit(),
+        "cores": len(os.sched_getaffinity(0)),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of this checkout, with a plus if files differ from it; None outside of one."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

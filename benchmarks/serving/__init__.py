@@ -1,0 +1,1 @@
+"""Training and prefill side by side: what `benchmarks bubbles` runs and reckons."""

@@ -1,0 +1,146 @@
+"""What a run of `benchmarks bubbles` has shown, in words and figures."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+
+from benchmarks.serving.reckoning import fault_figures, histogram, slowdown, steps_within, use_of
+from benchmarks.serving.requests import Answer
+from benchmarks.serving.watch import Watch, Windows
+from weft.inference.board.common_bubbles import Spans
+from weft.inference.board.writer import BoardWriter, board_path
+from weft.inference.placement.prefill_cost import PrefillCost
+from weft.inference.worker.command import Worker
+
+MARKED_STEPS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What was seen.
+
+    Attributes:
+        steps: begin and end of each training step.
+        prefills: notes of each worker's steps, by worker.
+        costs: cost model of each worker.
+        answers: to the requests of the trace.
+        said: what each fault ended in.
+    """
+
+    folder: Path
+    workers: Sequence[Worker]
+    watch: Watch
+    windows: Windows
+    steps: Spans
+    prefills: Mapping[int, Sequence[dict]]
+    costs: Mapping[int, PrefillCost]
+    answers: Sequence[Answer]
+    said: Mapping[str, str]
+
+
+def prefills_of(folder: Path, workers: Sequence[Worker]) -> dict[int, list[dict]]:
+    """What the workers noted of their steps."""
+    files = {worker.index: folder / f"worker{worker.index}.jsonl" for worker in workers}
+    return {index: [json.loads(line) for line in file.read_text().splitlines()] for index, file in files.items()}
+
+
+def spans_of(prefills: Iterable[dict]) -> list[tuple[float, float]]:
+    """When they ran."""
+    return [(record["start_s"], record["end_s"]) for record in prefills]
+
+
+def report_serving(found: Findings) -> dict[str, object]:
+    """Print what prefill gained and what it cost; returns the figures."""
+    windows = found.windows
+    off_s, on_s = (steps_within(found.steps, windows.spans[name]) for name in ("off", "on"))
+    print(f"\na mark on the board: {_mark_ns(found.folder):.0f} ns, {found.watch.marks(found.workers[0])} a step")
+    print(f"training step: {_spread(off_s)} without requests, {_spread(on_s)} with: {slowdown(on_s, off_s):+.2%}")
+    for name, spans in (("off", windows.spans["off"]), ("on", windows.spans["on"])):
+        medians = [median(steps) for span in spans if (steps := steps_within(found.steps, [span]))]
+        print(f"  windows {name}: {_listed(medians)} ms")
+    print(f"cores busy: {windows.cores_busy('off'):.1%} without, {windows.cores_busy('on'):.1%} with")
+    figures: dict[str, object] = {"off_s": off_s, "on_s": on_s}
+    for worker in found.workers:
+        use = use_of(found.watch.work(worker), spans_of(found.prefills[worker.index]), windows.spans["on"])
+        figures[f"rank{worker.ranks[0]}"] = vars(use)
+        print(
+            f"rank {worker.ranks[0]}: utilisation {use.trained:.1%} without prefill, "
+            f"{use.trained + use.prefilled:.1%} with; {use.bubbles_used:.1%} of bubble time used, "
+            f"{use.outside:.2%} of prefill time outside of bubbles"
+        )
+        cost = found.costs[worker.index]
+        print(f"worker {worker.index} learnt from {cost.steps} steps: {cost}")
+    records = [record for each in found.prefills.values() for record in each if _within(record, windows.spans["on"])]
+    late = [record["late_s"] for record in records]
+    print("prefill steps by lateness: " + ", ".join(f"{name}: {count}" for name, count in histogram(late)))
+    good = sorted(answer.ttft_s for answer in found.answers if answer.status == 200)
+    split = _bubbles_per_request(records)
+    print(
+        f"{len(good)} of {len(found.answers)} requests answered; TTFT p50 {_at(good, 0.5):.2f} s, "
+        f"p90 {_at(good, 0.9):.2f} s; bubbles per prompt: median {median(split):g}, most {max(split)}"
+    )
+    return figures | {"late_s": late, "ttft_s": good, "bubbles_per_prompt": split}
+
+
+def report_faults(found: Findings) -> dict[str, object]:
+    """Print the median step before, during and after each fault; returns the figures."""
+    calm = [steps_within(found.steps, [span]) for span in found.windows.spans["calm"]]
+    middles = [median(steps) for steps in calm if steps]
+    apart = (max(middles) - min(middles)) / median(middles)
+    every = _spread([step for steps in calm for step in steps])
+    print(f"\ncalm windows: medians {_listed(middles)} ms, {apart:.2%} apart; their steps {every}")
+    figures = fault_figures(found.steps, found.windows.spans, list(found.said))
+    for figure, (name, said) in zip(figures, found.said.items(), strict=True):
+        before, hit, after = (f"{1e3 * step_s:.1f}" for step_s in (figure.before_s, figure.hit_s, figure.after_s))
+        print(
+            f"{name:<18} {before} ms before, {hit} ({figure.num_steps} steps), {after} after: "
+            f"{figure.change:+.2%}; {said}"
+        )
+    return {
+        name: {**asdict(figure), "said": found.said[name]} for name, figure in zip(found.said, figures, strict=True)
+    }
+
+
+def _within(record: dict, spans: Spans) -> bool:
+    return any(low <= record["start_s"] <= high for low, high in spans)
+
+
+def _mark_ns(folder: Path) -> float:
+    """Nanoseconds that the engine spends on a mark."""
+    writer = BoardWriter(board_path(folder / "marks", 0), rank=0, plan=[], max_edges=64)
+    begin_ns = time.perf_counter_ns()
+    for _ in range(MARKED_STEPS):
+        writer.begin(1)
+        for _ in range(15):
+            writer.busy()
+            writer.idle()
+    end_ns = time.perf_counter_ns()
+    writer.close()
+    return (end_ns - begin_ns) / (MARKED_STEPS * 31)
+
+
+def _bubbles_per_request(records: Iterable[dict]) -> list[int]:
+    """In how many bubbles each prompt was computed."""
+    found: dict[str, set] = {}
+    for record in records:
+        for request in record["tokens"]:
+            found.setdefault(request, set()).add((record["step"], record["bubble"]))
+    return [len(bubbles) for bubbles in found.values()] or [0]
+
+
+def _spread(values: Sequence[float]) -> str:
+    low, middle, high = quantiles(values, n=4)
+    return f"{middle * 1e3:.1f} ms ({(high - low) / middle:.2%} between quartiles, {len(values)} steps)"
+
+
+def _listed(seconds: Iterable[float]) -> str:
+    return ", ".join(f"{1e3 * value:.1f}" for value in seconds)
+
+
+def _at(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")

@@ -1,0 +1,162 @@
+"""The training side: ranks that step until they are told to stop, and say when each step was."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.peers.case import EngineCase
+from benchmarks.peers.emulated_stage import EmulatedWork
+from weft.comm.wan.key import VARIABLE
+from weft.conf import load
+from weft.conf.schema import ScheduleKind, WeftConfig
+from weft.conf.sites import ranks_per_site
+from weft.engine.engine import WeftEngine
+from weft.inference.board.common_bubbles import Spans
+from weft.pipeline.action import COMPUTE, Op
+from weft.pipeline.costs import LinkCost
+from weft.tools.netbed import NetBed
+
+WORK = EmulatedWork(forward_s=0.02, input_s=0.02, weight_s=0.02, hidden_bytes=2**18)
+STEPS_DRAWN = 256
+"""Steps whose computations are kept."""
+VOCABULARY = 4096
+"""Of the real model's random tokens."""
+_KEY = "the key of a bed that nobody else can reach"
+_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One computation of a rank; seconds of CLOCK_MONOTONIC."""
+
+    op: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the ranks are told.
+
+    Attributes:
+        real: train the quickstart's model instead of emulated layers.
+        folder: where rank 0 notes its steps; a file named ``stop`` there ends the run.
+        cores: cores that the ranks may use; empty is all.
+        bed: netbed with a node per rank; empty is one site on this machine.
+    """
+
+    config: WeftConfig
+    real: bool
+    folder: Path
+    cores: tuple[int, ...]
+    bed: str
+
+    @property
+    def stop(self) -> Path:
+        """The file that ends the run."""
+        return self.folder / "stop"
+
+    @property
+    def steps_file(self) -> Path:
+        """A line for each step of rank 0: its begin and its end."""
+        return self.folder / "steps"
+
+    def steps_s(self) -> Spans:
+        """Begin and end of each step so far."""
+        return [(float(begin), float(end)) for begin, end in map(str.split, self.steps_file.read_text().splitlines())]
+
+
+def settings(name: str, *, ranks: int, microbatches: int, schedule: str, wan: bool) -> WeftConfig:
+    """A pipeline of ``ranks`` ranks with their bubbles published, on one site or on two that are a WAN apart."""
+    given = ["cluster=two_sites"] if wan else []
+    config = load([*given, f"cluster.ranks={ranks}", f"pipeline.stages={ranks}"])
+    config.train.name, config.pipeline.schedule = name, ScheduleKind[schedule]
+    config.pipeline.microbatches = microbatches
+    config.inference.enabled = True
+    return config
+
+
+def train(training: Training) -> list[Cell]:
+    """One rank, until it is told to stop; returns the computations of its last steps, in order."""
+    if training.cores:
+        os.sched_setaffinity(0, training.cores)
+    if training.bed:
+        _enter(NetBed(training.bed))
+    engine = _real(training.config) if training.real else _emulated(training.config)
+    cells = deque[list[Cell]](maxlen=STEPS_DRAWN)
+    ended, count = torch.zeros(1), 0
+    with open(training.steps_file if dist.get_rank() == 0 else os.devnull, "w", buffering=1) as steps:
+        while not ended.item():
+            begin_s = time.monotonic()
+            engine.train_batch()
+            steps.write(f"{begin_s} {time.monotonic()}\n")
+            cells.append(_cells(engine))
+            count += 1
+            if count % 8 == 0:
+                ended[0] = float(training.stop.exists())
+                dist.all_reduce(ended)
+    engine.destroy()
+    return [cell for step in cells for cell in step]
+
+
+def _enter(bed: NetBed) -> None:
+    """Move this rank to its node, before it has any connection."""
+    bed.enter(bed.nodes[int(os.environ["RANK"])])
+    os.environ.update(
+        {
+            "MASTER_ADDR": bed.address(bed.nodes[0]),
+            "MASTER_PORT": str(_PORT),
+            "GLOO_SOCKET_IFNAME": "lan0",
+            VARIABLE: _KEY,
+        }
+    )
+
+
+def _cells(engine: WeftEngine) -> list[Cell]:
+    """Of the last step."""
+    clock = engine.records.clock  # the host's, which is CLOCK_MONOTONIC on Linux
+    return [
+        Cell(mark.slot[0].op.value, clock.seconds(0.0, mark.start), clock.seconds(0.0, mark.end))
+        for mark in engine.records[-1].marks
+        if mark.slot[0].op in COMPUTE | {Op.STEP}
+    ]
+
+
+def _emulated(config: WeftConfig) -> WeftEngine:
+    from benchmarks.peers.weft_engine import emulated_engine
+
+    links = [
+        LinkCost(latency_s=link.latency_ms / 1e3, bandwidth_bps=link.bandwidth_mbps * 1e6)
+        for link in config.cluster.links
+    ]
+    case = EngineCase(
+        num_ranks=config.pipeline.stages,
+        num_layers=config.pipeline.stages,
+        work=WORK,
+        sites=ranks_per_site(config),
+        wan=links[0] if links else LinkCost(),
+    )
+    return emulated_engine(case, config)
+
+
+def _real(config: WeftConfig) -> WeftEngine:
+    from weft.engine.initialize import initialize
+
+    quick = load(["recipe=quickstart", f"train.name={config.train.name}"])
+    quick.inference, quick.cluster, quick.model.self_check = config.inference, config.cluster, False
+    quick.pipeline.schedule = config.pipeline.schedule
+    quick.model.overrides.setdefault("vocab_size", VOCABULARY)
+    engine, *_ = initialize(config=quick)
+    generator = torch.Generator().manual_seed(0)
+    size = (quick.train.microbatch_size, quick.data.sequence_length)
+    ids = torch.randint(VOCABULARY, size, generator=generator)
+    engine.set_dataiterator(repeat({"input_ids": ids, "labels": ids}))
+    return engine

@@ -1,0 +1,353 @@
+"""Faults of ranks, hosts and disks for `benchmarks survive`, and what a supervisor should make of each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import psutil
+
+from benchmarks.survival.hosts import HOSTS
+from benchmarks.survival.run import RankProcess, SupervisedRun, now
+from weft.engine.supervision.leftovers import page_path
+from weft.engine.supervision.places import Phase
+from weft.engine.supervision.rows import read_rows
+from weft.pipeline.action import Op, Slot
+from weft.tools.preflight import MIN_FREE_BYTES
+
+Culprit = dict[str, Any]
+"""As a journal's fault has it: rank and host, or a link."""
+
+
+@dataclass(frozen=True)
+class Inflicted:
+    """A fault that has begun.
+
+    Attributes:
+        blamed: who is to blame, in the journal's words (culprit and kind), of which every entry counts; besides,
+            ``site`` stands for any of its hosts, ``between`` for any link between sites and ``ranks`` for those that
+            cannot be told apart. None where nobody should be blamed, for nothing has to be restarted.
+        at_s: time of day at which it began; some faults wait for the right moment.
+        healed_s: from when on training can go on, where that is later.
+    """
+
+    blamed: Culprit | None = None
+    at_s: float = field(default_factory=now)
+    healed_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens to a run.
+
+    Attributes:
+        inflict: does it.
+        alert: kind of the alert that is to be raised, where it is no fault.
+        ends: kind of the fault with which the run should end, because nothing can help it.
+        rounds: whether sums are made in another order from here on, by another number of replicas.
+        grows: whether the run is to have more ranks again.
+        skips: whether a batch is left out.
+    """
+
+    name: str
+    inflict: Callable[[SupervisedRun], Inflicted]
+    alert: str = ""
+    ends: str = ""
+    rounds: bool = False
+    grows: bool = False
+    skips: bool = False
+
+
+def _blame(rank: RankProcess) -> Inflicted:
+    return Inflicted({"rank": rank.rank, "host": rank.host})
+
+
+# ---- one rank
+
+
+def _row(run: SupervisedRun, rank: RankProcess) -> list[Slot]:
+    """The row that a rank executes, from the run's plan."""
+    return list(read_rows((run.folder / "plan.json").read_text()).row(rank.rank))
+
+
+def kill_in(run: SupervisedRun, number: int, *ops: Op) -> Inflicted:
+    """SIGKILL while the rank is in a slot of such an operation."""
+    rank = run.rank(number)
+    row, page = _row(run, rank), run.page(rank.host)
+    wanted = {index for index, slot in enumerate(row) if any(action.op in ops for action in slot)}
+    limit = monotonic() + 30.0
+    while monotonic() < limit:
+        reading = page.read(rank.local_rank)
+        if reading and reading.place.begun and reading.place.done in wanted:
+            os.kill(rank.pid, signal.SIGKILL)
+            return _blame(rank)
+    raise RuntimeError(f"rank {number} was never seen in {', '.join(op.name for op in ops)}")
+
+
+def kill_in_save(run: SupervisedRun, number: int) -> Inflicted:
+    """SIGKILL while the rank saves a checkpoint."""
+    rank = run.rank(number)
+    page = run.page(rank.host)
+    limit = monotonic() + 60.0
+    while monotonic() < limit:
+        reading = page.read(rank.local_rank)
+        if reading and reading.phase is Phase.checkpoint:
+            os.kill(rank.pid, signal.SIGKILL)
+            return _blame(rank)
+    raise RuntimeError(f"rank {number} was never seen saving")
+
+
+def stop(run: SupervisedRun, number: int) -> Inflicted:
+    """SIGSTOP, for good."""
+    rank = run.rank(number)
+    os.kill(rank.pid, signal.SIGSTOP)
+    return _blame(rank)
+
+
+def stop_and_go(run: SupervisedRun, number: int) -> Inflicted:
+    """Half of the time stopped, for 15 s."""
+    rank = run.rank(number)
+
+    def turns() -> None:
+        limit = monotonic() + 15.0
+        with suppress(ProcessLookupError):
+            while monotonic() < limit:
+                os.kill(rank.pid, signal.SIGSTOP)
+                sleep(0.1)
+                os.kill(rank.pid, signal.SIGCONT)
+                sleep(0.1)
+
+    threading.Thread(target=turns, daemon=True).start()
+    begun = Inflicted()
+    sleep(15.5)
+    return begun
+
+
+def hold_lock(run: SupervisedRun, number: int) -> Inflicted:
+    """Have a thread of the rank keep the interpreter's lock."""
+    rank = run.rank(number)
+    run.order(number, "hold_lock", seconds=60)
+    return _blame(rank)
+
+
+def _hold_lock_in_save(run: SupervisedRun, number: int) -> Inflicted:
+    """The same where it saves a checkpoint, which may take long, but not without a sign of life."""
+    rank, begun = run.rank(number), run.orders / "saves"
+    begun.unlink(missing_ok=True)
+    run.order(number, "hold_lock_in_save", seconds=60)
+    run.wait_for(begun.exists, "a save")
+    return _blame(rank)
+
+
+def exhaust_memory(run: SupervisedRun, number: int) -> Inflicted:
+    """Let the rank fill more than its control group may have."""
+    rank = run.rank(number)
+    shrink_memory(rank.pid)
+    run.order(number, "take_memory", num_bytes=1 << 30)
+    return _blame(rank)
+
+
+def shrink_memory(pid: int) -> None:
+    """Put a process into a control group of its own with 256 MiB for what it takes from now on."""
+    version1 = Path("/sys/fs/cgroup/memory")
+    group = (version1 if version1.is_dir() else version1.parent) / f"weft-survive-{pid}"
+    group.mkdir()
+    (group / ("memory.limit_in_bytes" if version1.is_dir() else "memory.max")).write_text(str(256 << 20))
+    (group / "cgroup.procs").write_text(str(pid))
+
+
+def _flip(run: SupervisedRun, number: int) -> Inflicted:
+    """Of two replicas nobody can tell which is wrong: both are to be named."""
+    run.order(number, "flip")
+    return Inflicted({"ranks": sorted((number, number ^ 1)), "kind": "corruption"})
+
+
+# ---- hosts and those who watch
+
+
+def kill_hosts(run: SupervisedRun, *hosts: str) -> Inflicted:
+    """All processes of hosts at once, and what would start them again there finds nothing for a while."""
+    victims = run.agents(hosts)
+    everyone = [child for agent in victims for child in agent.children(recursive=True)] + victims
+    for process in everyone:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    return Inflicted({"host": hosts[0]})
+
+
+def kill_agent(run: SupervisedRun, host: str) -> Inflicted:
+    """SIGKILL of the agent alone, with which its ranks end."""
+    for process in run.agents([host]):
+        process.kill()
+    return Inflicted({"host": host})
+
+
+def _kill_driver(run: SupervisedRun) -> Inflicted:
+    run.process.kill()
+    begun = Inflicted()
+    sleep(3.0)
+    return begun
+
+
+def _shout_at_ports(run: SupervisedRun) -> Inflicted:
+    """Garbage on every port on which any process of the run listens."""
+    begun = Inflicted()
+    pids = {each.pid for each in run.ranks()} | {agent.pid for agent in run.agents()} | {run.process.pid}
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.pid in pids:
+            with suppress(OSError), socket.create_connection(connection.laddr[:2], timeout=1.0) as caller:
+                caller.sendall(os.urandom(4096))
+                caller.settimeout(1.0)
+                while caller.recv(4096):
+                    pass
+    sleep(2.0)
+    return begun
+
+
+def _shift_clocks(run: SupervisedRun) -> Inflicted:
+    begun = Inflicted()
+    for number, rank in enumerate(run.ranks()):
+        run.order(rank.rank, "shift_clock", seconds=60.0 if number % 2 else -60.0)
+    sleep(3.0)
+    return begun
+
+
+# ---- checkpoints in storage; a rank is killed so that they are read
+
+
+@contextmanager
+def _held_still(run: SupervisedRun) -> Iterator[None]:
+    """Nobody writes meanwhile."""
+    pids = [each.pid for each in run.ranks()]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def damaged(damage: Callable[[Path], object], run: SupervisedRun, number: int = 5) -> Inflicted:
+    """Damage the newest checkpoint, and have it read: the copies in memory are taken away, and a rank is killed."""
+    run.wait_for(lambda: len(_complete(run)) > 1, "two checkpoints")
+    rank = run.rank(number)
+    with _held_still(run):
+        damage(max(_complete(run), key=lambda path: int(path.name[5:])))
+        forget_memory(run)
+        os.kill(rank.pid, signal.SIGKILL)
+    return _blame(rank)
+
+
+def _complete(run: SupervisedRun) -> list[Path]:
+    return [path for path in (run.folder / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
+
+
+def forget_memory(run: SupervisedRun) -> None:
+    """Take the copies in hosts' memory away."""
+    for page in (page_path(run.folder, host) for host in HOSTS):
+        for path in page.parent.glob(f"{page.name}.memory*/**/*.safetensors"):
+            path.unlink(missing_ok=True)
+
+
+def _shard(checkpoint: Path) -> Path:
+    return sorted(checkpoint.glob("**/*.safetensors"))[0]
+
+
+def truncate(checkpoint: Path) -> None:
+    """Take away half of a shard."""
+    with open(_shard(checkpoint), "r+b") as file:
+        file.truncate(file.seek(0, os.SEEK_END) // 2)
+
+
+def _flip_stored_bit(checkpoint: Path) -> None:
+    with open(_shard(checkpoint), "r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def _plant_pickle(checkpoint: Path) -> None:
+    import pickle
+
+    _shard(checkpoint).write_bytes(pickle.dumps({"weights": print}))
+
+
+def _empty_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").write_bytes(b"")
+
+
+ONE_RANK = (
+    Fault("SIGKILL in F", lambda run: kill_in(run, 4, Op.F)),
+    Fault("SIGKILL in B", lambda run: kill_in(run, 3, Op.B, Op.I)),
+    Fault("SIGKILL in a send", lambda run: kill_in(run, 2, Op.SEND_F, Op.SEND_B)),
+    Fault("SIGKILL in the reduction", lambda run: kill_in(run, 5, Op.REDUCE_GRAD)),
+    Fault("SIGKILL in the step", lambda run: kill_in(run, 6, Op.STEP)),
+    Fault("SIGKILL in a save", lambda run: kill_in_save(run, 1)),
+    Fault("SIGSTOP for good", lambda run: stop(run, 3)),
+    Fault("SIGSTOP half of the time", lambda run: stop_and_go(run, 2), alert="straggler"),
+    Fault("interpreter lock held for 60 s", lambda run: hold_lock(run, 6)),
+    Fault("interpreter lock held in a save", lambda run: _hold_lock_in_save(run, 7)),
+    Fault("out of memory in a control group", lambda run: exhaust_memory(run, 4)),
+    Fault("a bit flipped in a replica's weights", lambda run: _flip(run, 5)),
+)
+HOSTS_AND_WATCHERS = (
+    Fault("a whole host killed", lambda run: kill_hosts(run, HOSTS[1])),
+    Fault("the host of rank 0 killed", lambda run: kill_hosts(run, HOSTS[0])),
+    Fault("an agent killed", lambda run: kill_agent(run, HOSTS[2])),
+    Fault("the driver killed", _kill_driver),
+    Fault("wall clocks of ranks wrong by +-60 s", _shift_clocks),
+    Fault("garbage on every open port", _shout_at_ports),
+)
+STORAGE = (
+    Fault("newest checkpoint: a shard truncated", partial(damaged, truncate)),
+    Fault("newest checkpoint: a bit flipped", partial(damaged, _flip_stored_bit)),
+    Fault("newest checkpoint: a shard missing", partial(damaged, lambda path: _shard(path).unlink())),
+    Fault("newest checkpoint: empty manifest", partial(damaged, _empty_manifest)),
+    Fault("newest checkpoint: a pickle in the place of a shard", partial(damaged, _plant_pickle)),
+)
+
+
+# ---- numbers
+
+
+def _poison(run: SupervisedRun, times: int) -> Inflicted:
+    run.order(7, "poison", times=times)
+    begun = Inflicted()
+    run.wait_for((run.orders / "poisoned").exists, "a gradient of NaN")
+    return begun
+
+
+NUMBERS = (Fault("one batch gives NaN", lambda run: _poison(run, 1), skips=True),)
+ENDLESS_NAN = (Fault("every batch gives NaN", lambda run: _poison(run, 1 << 30), ends="bad_numbers"),)
+
+
+# ---- the disk
+
+
+def _fill_disk(run: SupervisedRun) -> Inflicted:
+    """Nothing is left of the file system that the run's folder is on, until a checkpoint has been left out for it."""
+    ballast = run.folder / "ballast"
+    with open(ballast, "wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 12))
+    begun = Inflicted()
+    run.wait_for(lambda: "no checkpoint: " in run.output(), "a checkpoint that does not fit")
+    ballast.unlink()
+    return Inflicted(None, begun.at_s, now())
+
+
+DISK_MIB = (MIN_FREE_BYTES >> 20) + 90
+"""A little more than a run asks for before it starts."""
+DISK = (Fault("the disk full, then emptied", _fill_disk, alert="disk"),)

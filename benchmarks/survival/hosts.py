@@ -1,0 +1,195 @@
+"""The hosts of a run of `benchmarks survive`: this machine plays them, as processes or as nodes of a netbed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from weft.engine.supervision.leftovers import page_path
+from weft.tools.netbed.bed import NetBed
+from weft.tools.netbed.topology import Link, Node, Topology
+
+HOSTS = ("east0", "east1", "west0", "west1")
+SITES = ("east", "west")
+RANKS_PER_HOST = 2
+SLOTS = dict.fromkeys(HOSTS, RANKS_PER_HOST)
+NUM_RANKS = sum(SLOTS.values())
+UPLINK_MBPS, LATENCY_MS = 20.0, 10.0
+"""Of a node: so little that a tenth of it is felt by a tiny model."""
+NODES = "WEFT_SURVIVE_NODES"
+"""Environment variable that says where the stand-in for ssh finds a host's namespace, and whether it is off."""
+_PORT = 29500
+
+_SSH = f"""\
+#!/bin/sh
+# In the place of ssh: enters a host's network namespace. A machine that is off does not tell that it is.
+while [ $# -gt 2 ]; do shift; done
+node="${NODES}/$1"
+if [ -e "$node.off" ]; then
+    sleep 20; echo "ssh: connect to host $1 port 22: Connection timed out" >&2; exit 255
+fi
+exec 3<&0
+nsenter --net="$node" -- sh -c "$2" <&3 3<&- &
+trap 'kill $!' TERM INT
+wait $!
+code=$?
+while [ -e "$node.off" ]; do sleep 0.2; done
+exit $code
+"""
+"""`ssh OPTIONS HOST COMMAND`, as `SshStarter` calls it."""
+
+
+class Hosts(Protocol):
+    """What a run is started on.
+
+    Attributes:
+        settings: of the run, so that it uses them.
+    """
+
+    settings: list[str]
+
+    def popen(self, command: Sequence[str], environment: dict[str, str], **keywords: Any) -> subprocess.Popen:
+        """Start the driver."""
+        ...
+
+    def close(self) -> None:
+        """Give back what was made."""
+        ...
+
+
+class OneMachine:
+    """All ranks on one host, which is this machine; supervised, for then they are forked from one process."""
+
+    def __init__(self, *, stages: int) -> None:
+        """Sites of as many pipeline ranks as hosts would give them."""
+        sites = ", ".join(f"{{name: {site}, ranks: {stages // len(SITES)}}}" for site in SITES)
+        self.settings = [f"cluster.ranks={NUM_RANKS}", f"cluster.sites=[{sites}]", "supervise.enabled=true"]
+
+    def popen(self, command: Sequence[str], environment: dict[str, str], **keywords: Any) -> subprocess.Popen:
+        """Start it here."""
+        return subprocess.Popen(command, env=environment, **keywords)
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+class LocalHosts(OneMachine):
+    """Hosts that share this machine's network."""
+
+    def __init__(self, folder: Path, slots: Mapping[str, int] = SLOTS) -> None:
+        """Leave the hostfile in ``folder``; hosts of other than the usual slots are of one site."""
+        self.settings = [*_cluster(folder, slots), "cluster.manager=local"]
+
+
+class BedHosts:
+    """Hosts with a network of their own each, reached by a stand-in for ssh; sites are a line apart.
+
+    Attributes:
+        bed: on whose lines faults are done.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Build the bed; ``folder`` gets what belongs to it.
+
+        Raises:
+            ValueError: this machine cannot have a bed.
+        """
+        self._folder, self._off = folder, set[str]()
+        topology = Topology(
+            name=f"survive{os.getpid()}",
+            nodes=tuple(Node(name=host, site=host[:-1], uplink_mbps=UPLINK_MBPS) for host in HOSTS),
+            links=tuple(Link(sites=pair, latency_ms=LATENCY_MS) for pair in combinations(SITES, 2)),
+        )
+        self.bed = NetBed.up(topology)
+        master = f"cluster.master_addr={self.bed.address(HOSTS[0])}"
+        self.settings = [*_cluster(folder, SLOTS), "cluster.manager=ssh", master, f"cluster.master_port={_PORT}"]
+        for host in HOSTS:
+            (self._nodes / host).symlink_to(self.bed.namespace(host))
+        names = [f"{self.bed.address(host)} {host}\n" for host in HOSTS]
+        (folder / "hosts").write_text("".join(["127.0.0.1 localhost\n", *names]))
+        ssh = folder / "bin" / "ssh"
+        ssh.parent.mkdir()
+        ssh.write_text(_SSH)
+        ssh.chmod(0o755)
+
+    @property
+    def _nodes(self) -> Path:
+        path = self._folder / "nodes"
+        path.mkdir(exist_ok=True)
+        return path
+
+    def popen(self, command: Sequence[str], environment: dict[str, str], **keywords: Any) -> subprocess.Popen:
+        """Start the driver on the first host, where names of hosts are known."""
+        environment = environment | {
+            "PATH": f"{self._folder / 'bin'}:{environment['PATH']}",
+            NODES: str(self._nodes),
+            "GLOO_SOCKET_IFNAME": "lan0",
+        }
+        known = [
+            "unshare",
+            "--mount",
+            "--propagation",
+            "private",
+            "sh",
+            "-c",
+            'mount --bind "$0" /etc/hosts; exec "$@"',
+        ]
+        return self.bed.popen(HOSTS[0], [*known, str(self._folder / "hosts"), *command], env=environment, **keywords)
+
+    def switch_off(self, *hosts: str, run_folder: Path) -> None:
+        """Take hosts off the network, end their processes, and lose their memory; until `switch_on`."""
+        for host in hosts:
+            (self._nodes / f"{host}.off").touch()
+            self.bed.cut(host)
+            self._lan(host, "down")
+        for host in hosts:
+            for process in self._processes(host):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            page = page_path(run_folder, host)
+            for left in page.parent.glob(f"{page.name}.memory*"):
+                shutil.rmtree(left, ignore_errors=True)
+        self._off |= set(hosts)
+
+    def switch_on(self) -> None:
+        """Every host is there again, with nothing running on it, and every line works."""
+        self.bed.heal()
+        for host in self._off:
+            self._lan(host, "up")
+            (self._nodes / f"{host}.off").unlink()
+        self._off.clear()
+
+    def _lan(self, host: str, state: str) -> None:
+        self.bed.run(host, ["ip", "link", "set", "lan0", state], check=True)
+
+    def _processes(self, host: str) -> list[psutil.Process]:
+        """Everything that runs on a host."""
+        here = os.stat(self.bed.namespace(host)).st_ino
+        found = []
+        for process in psutil.process_iter():
+            with suppress(OSError, psutil.NoSuchProcess):
+                if os.stat(f"/proc/{process.pid}/ns/net").st_ino == here:
+                    found.append(process)
+        return found
+
+    def close(self) -> None:
+        """Take the bed down, and all that runs in it."""
+        self.bed.down()
+
+
+def _cluster(folder: Path, slots: Mapping[str, int]) -> list[str]:
+    hostfile = folder / "hostfile"
+    hostfile.write_text("".join(f"{host} slots={count}\n" for host, count in slots.items()))
+    settings = [f"cluster.hostfile={hostfile}", "supervise.enabled=true"]
+    if slots is not SLOTS:
+        return settings
+    sites = ", ".join(f"{{name: {site}, hosts: [{', '.join(h for h in HOSTS if h[:-1] == site)}]}}" for site in SITES)
+    return [*settings, f"cluster.sites=[{sites}]"]

@@ -1,0 +1,107 @@
+"""What peers of Weft's supervisor train in `benchmarks survive --peers`: a tiny Llama, data-parallel, as anyone would.
+
+Started by a peer's launcher on each rank with a folder: resumes from its newest checkpoint, writes one every so many
+steps, and appends a line per step to `steps`. Signals have a rank do harm to itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from time import sleep, time
+from typing import Any
+
+CHECKPOINT_EVERY = 5
+PAD_S = 0.2
+"""By which a step is longer than this model's."""
+SAVE_S = 0.5
+"""By which a checkpoint takes longer, so that a rank can be killed in it."""
+TIMEOUT_S = 15
+"""Of collectives: torch's own is half an hour, which none would wait for here."""
+HOLD_LOCK, TAKE_MEMORY = signal.SIGUSR1, signal.SIGUSR2
+VOCAB, LENGTH, BATCH = 4096, 64, 4
+
+
+def main(folder: Path) -> None:
+    """Train until somebody ends this process."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    signal.signal(HOLD_LOCK, lambda *_: ctypes.PyDLL(None).sleep(60))
+    signal.signal(TAKE_MEMORY, lambda *_: _held.append(bytearray(os.urandom(1 << 20) * 1024)))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    rank = dist.get_rank()
+    (folder / f"rank{rank}").write_text(str(os.getpid()))
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_key_value_heads=4, **shape))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    step = _resume(folder, model, optimizer)
+    parallel = DistributedDataParallel(model)
+    give_sign = _heartbeat()
+    while True:
+        give_sign()
+        step += 1
+        generator = torch.Generator().manual_seed(step * dist.get_world_size() + rank)
+        ids = torch.randint(VOCAB, (BATCH, LENGTH), generator=generator)
+        loss = parallel(input_ids=ids, labels=ids).loss
+        loss.backward()
+        sleep(PAD_S)
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            with open(folder / "steps", "a") as file:
+                file.write(f"{time()} {os.getpid()} {step} {loss.item()}\n")
+        if step % CHECKPOINT_EVERY == 0:
+            _save(folder, rank, {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()})
+            dist.barrier()
+
+
+def _heartbeat() -> Callable[[], object]:
+    """What tells NVRx's monitor that this rank lives, under its launcher; else nothing."""
+    if "FT_RANK_MONITOR_IPC_SOCKET" not in os.environ:
+        return lambda: None
+    from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
+
+    client = RankMonitorClient()
+    client.init_workload_monitoring()
+    return client.send_heartbeat
+
+
+def _save(folder: Path, rank: int, state: dict[str, Any]) -> None:
+    import torch
+
+    if rank:
+        return
+    (folder / "saving").touch()
+    torch.save(state, folder / "draft.pt")
+    sleep(SAVE_S)
+    os.replace(folder / "draft.pt", folder / f"step-{state['step']:08d}.pt")
+    (folder / "saving").unlink()
+
+
+def _resume(folder: Path, model: Any, optimizer: Any) -> int:
+    """The step of the newest checkpoint that is there."""
+    import torch
+
+    found = sorted(folder.glob("step-*.pt"))
+    if not found:
+        return 0
+    state = torch.load(found[-1])
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["step"]
+
+
+_held: list[bytearray] = []
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[-1]))

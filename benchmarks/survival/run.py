@@ -1,0 +1,234 @@
+"""A run of 8 ranks on 4 hosts of 2 sites, all on this machine, as `benchmarks survive` sees it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep, time
+from typing import Any
+
+import psutil
+
+from benchmarks.survival.hosts import HOSTS, NUM_RANKS, Hosts
+from weft.conf import load
+from weft.engine.supervision.driver import config_file
+from weft.engine.supervision.journal import NAME, read_journal
+from weft.engine.supervision.leftovers import page_path
+from weft.engine.supervision.places import PlaceReader, Reading
+
+_POLL_S = 0.02
+_PR_SET_PDEATHSIG = 1
+_AGENT = "weft.engine.supervision.agent"
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A rank that runs.
+
+    Attributes:
+        host: where.
+        local_rank: its record in the host's page.
+    """
+
+    rank: int
+    host: str
+    local_rank: int
+    pid: int
+
+
+class Metrics:
+    """Steps that a run has logged; what is trained again after a fault replaces what there was."""
+
+    def __init__(self, path: Path) -> None:
+        """Of the file at ``path``, which need not be there yet."""
+        self._path, self._state = path, (0, 0)
+        self._records: dict[int, dict[str, Any]] = {}
+
+    def read(self) -> dict[int, dict[str, Any]]:
+        """Records of training, by step; the file is read again only if it has changed."""
+        if not self._path.exists():
+            return {}
+        stat = self._path.stat()
+        if (stat.st_ino, stat.st_size) != self._state:
+            records = {}
+            for line in self._path.read_text().splitlines():
+                with suppress(ValueError):  # the last one is being written
+                    record = json.loads(line)
+                    if record["kind"] == "train":
+                        records[record["step"]] = record
+            self._state, self._records = (stat.st_ino, stat.st_size), records
+        return self._records
+
+
+class SupervisedRun:
+    """A `weft launch` of its own session, its journal, its losses and the places of its ranks."""
+
+    def __init__(self, folder: Path, settings: Sequence[str], hosts: Hosts) -> None:
+        """Start it.
+
+        Args:
+            folder: gets the run, and the orders for its ranks; it is there.
+            hosts: what it runs on.
+        """
+        self.folder, self.hosts = folder / "survive", hosts
+        self.orders = folder / "orders"
+        self.orders.mkdir()
+        self._metrics = Metrics(self.folder / "metrics.jsonl")
+        command = [sys.executable, "-m", "weft.tools.cli", "launch", *settings, *hosts.settings]
+        command += [f"train.output_dir={folder}", "train.name=survive"]
+        paths = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+        own = {"PYTHONPATH": paths, "WEFT_SURVIVE_ORDERS": str(self.orders)}
+        self._log = open(folder / "output.log", "w")  # noqa: SIM115
+        self.process = hosts.popen(
+            command,
+            os.environ | own | {"OMP_NUM_THREADS": "1"},
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_bench,
+        )
+
+    # -- what is seen ----------------------------------------------------------------------------
+
+    def events(self, kind: str = "", *, since: float = 0.0) -> list[dict[str, Any]]:
+        """Of the journal, of one kind, from the time of day ``since`` on."""
+        found = read_journal(self.folder / NAME)
+        return [event for event in found if event["at"] >= since and kind in ("", event["event"])]
+
+    def losses(self) -> dict[int, float]:
+        """By step."""
+        return {step: record["loss"] for step, record in self._metrics.read().items()}
+
+    def step_seconds(self) -> dict[int, float]:
+        """What each step has taken, as rank 0 logged it."""
+        return {step: record["step_seconds"] for step, record in self._metrics.read().items()}
+
+    @property
+    def step(self) -> int:
+        """The last that has ended."""
+        return max(self._metrics.read(), default=0)
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences per step, of all replicas."""
+        config = load([], recipe_file=str(config_file(self.folder)))
+        replicas = NUM_RANKS // config.pipeline.stages
+        return config.train.microbatch_size * config.pipeline.microbatches * replicas
+
+    def num_ranks(self) -> int:
+        """Of the newest attempt."""
+        return len(self.events("attempt")[-1]["ranks"])
+
+    def ranks(self) -> list[RankProcess]:
+        """Those that run now."""
+        found = []
+        for host in HOSTS:
+            with suppress(ValueError):
+                page = PlaceReader(page_path(self.folder, host))
+                for local in range(len(page)):
+                    reading = page.read(local)
+                    if reading and psutil.pid_exists(reading.pid):
+                        found.append(RankProcess(reading.rank, host, local, reading.pid))
+        return sorted(found, key=lambda each: each.rank)
+
+    def rank(self, number: int) -> RankProcess:
+        """A rank that runs."""
+        return next(each for each in self.ranks() if each.rank == number)
+
+    def page(self, host: str) -> PlaceReader:
+        """A host's page of places."""
+        return PlaceReader(page_path(self.folder, host))
+
+    def reading(self, rank: RankProcess) -> Reading | None:
+        """Where a rank is."""
+        return self.page(rank.host).read(rank.local_rank)
+
+    def agents(self, hosts: Sequence[str] = HOSTS) -> list[psutil.Process]:
+        """The agents of hosts, by their ranks' ancestors."""
+        found = {}
+        for each in self.ranks():
+            if each.host in hosts:
+                with suppress(psutil.NoSuchProcess):
+                    for process in psutil.Process(each.pid).parents():
+                        if any(_AGENT in word for word in process.cmdline()):
+                            found[process.pid] = process
+        return list(found.values())
+
+    # -- waiting ---------------------------------------------------------------------------------
+
+    def wait_for(self, done: Callable[[], Any], what: str, *, timeout_s: float = 120.0) -> Any:
+        """What ``done`` returns as soon as it is true.
+
+        Raises:
+            RuntimeError: the run has ended, or it does not come.
+        """
+        limit = monotonic() + timeout_s
+        while True:
+            if found := done():
+                return found
+            if self._has_ended() and not done():
+                raise RuntimeError(f"the run has ended with {self.process.returncode}: {self.tail()}")
+            if monotonic() > limit:
+                raise RuntimeError(f"waited {timeout_s:g} s in vain for {what} at step {self.step}: {self.tail()}")
+            sleep(_POLL_S)
+
+    def _has_ended(self) -> bool:
+        """Whether it has, which is not said by the end of the driver that the bench started."""
+        return self.process.poll() is not None and (bool(self.events("end")) or not self.ranks())
+
+    def wait_for_step(self, step: int, *, timeout_s: float = 180.0) -> None:
+        """Let steps end until there is this one."""
+        self.wait_for(lambda: self.step >= step, f"step {step}", timeout_s=timeout_s)
+
+    def output(self) -> str:
+        """What the run has printed."""
+        return (self.folder.parent / "output.log").read_text(errors="replace")
+
+    def tail(self) -> str:
+        """The end of it."""
+        return self.output()[-1500:]
+
+    # -- what is done to it ----------------------------------------------------------------------
+
+    def order(self, rank: int, do: str, **arguments: Any) -> None:
+        """Have a rank do something to itself; see `sitecustomize`."""
+        draft = self.orders / f".{rank}"
+        draft.write_text(json.dumps({"do": do, **arguments}))
+        draft.replace(self.orders / str(rank))
+
+    def close(self) -> None:
+        """End it, and everything that it has started."""
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=20)
+        self.signal_all(signal.SIGKILL)
+        for group in Path("/sys/fs/cgroup").glob("**/weft-survive-*"):
+            with suppress(OSError):
+                group.rmdir()
+        self._log.close()
+        self.hosts.close()
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Send a signal to every process of the run."""
+        for process in psutil.process_iter(["environ"]):
+            if (process.info["environ"] or {}).get("WEFT_SURVIVE_ORDERS") == str(self.orders):
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+
+
+def _end_with_bench() -> None:
+    """Have the kernel ask this process to end when the bench is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def now() -> float:
+    """The time of day, as the journal has it."""
+    return time()

@@ -1,0 +1,195 @@
+"""What happens inside a rank in `benchmarks survive`: Python imports this first in every process of the run.
+
+A fault inside of a process, such as a held interpreter lock or a flipped bit, cannot be caused from outside.
+The bench puts this file's folder on PYTHONPATH and leaves an order for a rank in a folder; a thread of
+the rank carries it out. Nothing of Weft knows of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+FOLDER = "WEFT_SURVIVE_ORDERS"
+"""Environment variable with the folder of the orders."""
+PAD = "WEFT_SURVIVE_PAD"
+"""Environment variable with seconds by which each step is longer."""
+_POLL_S = 0.02
+
+
+def _listen() -> None:
+    if PAD in os.environ and "weft.engine.engine" in sys.modules:
+        _pad_steps(float(os.environ[PAD]))
+    threading.Thread(target=_obey, name="orders", daemon=True).start()
+
+
+def _obey() -> None:
+    while True:
+        time.sleep(_POLL_S)
+        engine_module = sys.modules.get("weft.engine.engine")
+        path = Path(os.environ[FOLDER], os.environ.get("RANK", "none"))
+        if engine_module is None or not path.exists():
+            continue
+        order = json.loads(path.read_text())
+        path.unlink()
+        globals()[f"_{order.pop('do')}"](engine_module, **order)
+
+
+def _hold_lock(_: Any, seconds: int) -> None:
+    """Hold the interpreter's lock: functions of a PyDLL are called with it."""
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+def _hold_lock_in_save(module: Any, seconds: int) -> None:
+    """Hold it where the main thread next saves a checkpoint."""
+    engine = _engine(module)
+    save = engine.save_checkpoint
+
+    def held(*args: Any, **keywords: Any) -> Any:
+        Path(os.environ[FOLDER], "saves").touch()
+        _hold_lock(module, seconds)
+        return save(*args, **keywords)
+
+    engine.save_checkpoint = held
+
+
+def _engine(module: Any) -> Any:
+    """The engine of this rank, in its present attempt: the one that the main thread is busy with."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    while True:
+        for value in frame.f_locals.values():
+            if isinstance(value, module.WeftEngine):
+                return value
+        assert frame.f_back is not None, "the rank is training"
+        frame = frame.f_back
+
+
+class _FlipInBackward:
+    """Flips a bit of a replica's weights where its next backward begins.
+
+    From the update of a step until the next forward, what other replicas have updated is on its way: a bit that
+    flips then is overwritten, and nobody is any worse off. In a backward all weights are whole.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._has_flipped = False
+
+    def step_begins(self, num_microbatches: int) -> None:
+        """It is to come."""
+
+    def slot_begins(self, slot: Any) -> None:
+        from weft.pipeline.action import Op
+
+        if self._has_flipped or not {Op.B, Op.I} & {action.op for action in slot}:
+            return
+        import torch
+
+        self._has_flipped = True
+        # Without a trace in autograd's count of versions.
+        next(iter(self._module.parameters())).data.view(-1).view(torch.int32)[0] ^= 1 << 20
+
+    def slot_ends(self, slot: Any) -> None:
+        """It is over."""
+
+
+def _flip(module: Any) -> None:
+    """Flip a bit of this replica's weights."""
+    engine = _engine(module)
+    engine.slot_observers.append(_FlipInBackward(engine.module))
+
+
+def _poison(module: Any, times: int) -> None:
+    """Let the next ``times`` steps begin their backwards with NaN."""
+    import torch
+
+    engine = _engine(module)
+    compute = engine.executor.compute
+    seed, left, seen = compute.seed_gradient, [times], [-1]
+    first = Path(os.environ[FOLDER], "poisoned")
+
+    def poisoned(loss: torch.Tensor) -> torch.Tensor:
+        if engine.global_steps != seen[0]:
+            seen[0] = engine.global_steps
+            left[0] -= 1
+            if not first.exists():
+                first.write_text(str(engine.global_steps + 1))
+        return seed(loss) * (float("nan") if left[0] >= 0 else 1.0)
+
+    compute.seed_gradient = poisoned
+
+
+def _leave_out(_: Any, first: int, after: int) -> None:
+    """Let the loader, which is made later, begin without these sequences of the data."""
+    from weft.engine.data import MicrobatchLoader
+
+    begin = MicrobatchLoader.__init__
+
+    def begin_without(loader: Any, *args: Any) -> None:
+        begin(loader, *args)
+        loader.leave_out(first, after)
+
+    MicrobatchLoader.__init__ = begin_without  # type: ignore[method-assign,assignment]
+
+
+class _Paused:
+    """In the place of the event that a heartbeat's thread waits for between two ticks: ends no wait."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def wait(self, timeout: float) -> bool:
+        self.over.wait()
+        return False
+
+
+def _watch(module: Any, on: bool) -> None:
+    """Let this rank tell where it is, or not."""
+    engine = _engine(module)
+    place = engine.heartbeat.place
+    if not on:
+        kept.update(observers=engine.slot_observers, closing=place._closing, paused=_Paused())
+        engine.slot_observers = [each for each in engine.slot_observers if type(each).__name__ != "PlaceObserver"]
+        place._closing = kept["paused"]
+    elif kept:
+        engine.slot_observers, place._closing = kept["observers"], kept["closing"]
+        kept["paused"].over.set()
+        kept.clear()
+
+
+def _pad_steps(seconds: float) -> None:
+    """Let every step take longer, as it does where a device computes."""
+    from weft.engine.engine import WeftEngine
+
+    train = WeftEngine.train_batch
+
+    def padded(engine: Any, *args: Any) -> Any:
+        time.sleep(seconds)
+        return train(engine, *args)
+
+    WeftEngine.train_batch = padded  # type: ignore[method-assign,assignment]
+
+
+def _shift_clock(_: Any, seconds: float) -> None:
+    """Let the wall clock of this process be wrong."""
+    true = time.time
+    time.time = lambda: true() + seconds
+
+
+def _take_memory(_: Any, num_bytes: int) -> None:
+    """Fill so much memory; a control group with less kills this process."""
+    held.append(bytearray(os.urandom(1 << 20) * (num_bytes >> 20)))
+
+
+held: list[bytearray] = []
+kept: dict[str, Any] = {}
+
+
+if FOLDER in os.environ:
+    os.register_at_fork(after_in_child=_listen)

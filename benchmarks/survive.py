@@ -1,0 +1,170 @@
+"""Faults in supervised runs: who is blamed, when training goes on, and what is lost."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from time import monotonic
+
+from benchmarks.results import parse, write_json
+from benchmarks.survival import effective, peers
+from benchmarks.survival.hosts import BedHosts
+from benchmarks.survival.outcome import NAMED_WITHIN_S, NEXT_STEP_WITHIN_S, ROUNDING, Survival
+from benchmarks.survival.session import SESSIONS, Outcomes
+from weft.tools.netbed.bed import missing
+from weft.tools.tables import show, table_of
+
+SETTINGS = (
+    "recipe=quickstart",
+    "cluster=two_sites",
+    "cluster.master_port=29517",
+    "pipeline.stages=4",
+    "pipeline.microbatches=4",
+    "comm.connections=2",
+    "zero.stage=1",
+    "model.overrides.hidden_size=64",
+    "model.overrides.intermediate_size=128",
+    "model.overrides.num_hidden_layers=4",
+    "model.self_check=false",
+    "data.sequence_length=64",
+    "train.steps=1000000",
+    "train.max_seconds=0",
+    "train.export=false",
+    "train.timeline=false",
+    "train.sample=''",
+    "checkpoint.every=50",
+    "checkpoint.memory_every=5",
+    "logging.progress=false",
+    "supervise.compare_every=1",
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``survive [--only TEXT ...] [key=value ...]``; returns 1 if a goal is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks survive", description=__doc__)
+    parser.add_argument("--only", nargs="+", metavar="TEXT", default=[""], help="only faults whose name contains one")
+    parser.add_argument("--list", action="store_true", help="print the names of all faults, by run")
+    parser.add_argument("--minutes", type=float, default=1e6, help="begin no further run after so many")
+    parser.add_argument("--folder", type=Path, help="leave the runs there")
+    parser.add_argument("--steps", type=int, default=0, help="instead: train so many steps, with random faults")
+    parser.add_argument("--every", type=int, default=50, help="steps between random faults")
+    parser.add_argument("--pad", type=float, default=0.4, help="seconds by which these steps are longer")
+    parser.add_argument("--seed", type=int, default=15, help="of the random faults")
+    parser.add_argument(
+        "--peers", nargs="*", metavar="NAME", help=f"instead: beside others; of {', '.join(peers.NAMES)}"
+    )
+    parser.add_argument("--patience", type=float, default=90.0, help="seconds that a peer has to go on")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as of `weft launch`")
+    args = parse(parser, argv, peers=peers.NAMES)
+    if args.list:
+        for number, session in enumerate(SESSIONS):
+            print(*(f"run {number}: {fault.name}" for fault in session.faults), sep="\n")
+        return 0
+    with _terminated_like_interrupted(), tempfile.TemporaryDirectory(prefix="weft-survive-") as temporary:
+        folder = args.folder or Path(temporary)
+        if args.peers is not None:
+            return _peers(args, folder)
+        return (_effective if args.steps else _faults)(args, folder, [*SETTINGS, *args.overrides])
+
+
+def _faults(args: argparse.Namespace, folder: Path, settings: Sequence[str]) -> int:
+    """The table of faults."""
+    found: list[Survival] = []
+
+    def tell(outcome: Survival) -> None:
+        found.append(outcome)
+        _print(outcome)
+        write_json(args, "survive", _figures(found))
+
+    try:
+        _run(Outcomes(folder, settings, tell), args)
+    except KeyboardInterrupt:
+        print("stopped: these are the faults so far", file=sys.stderr)
+    show(table_of((each.row for each in found), "8 ranks on 4 hosts of 2 sites", left=2))
+    met = bool(found) and all(each.met for each in found)
+    goals = f"named within {NAMED_WITHIN_S:g} s, next step within {NEXT_STEP_WITHIN_S:g} s, losses equal"
+    print(f"{goals} (to {ROUNDING:g} where replicas became fewer): {_word(met)}")
+    write_json(args, "survive", _figures(found), met=met)
+    return 0 if met else 1
+
+
+def _run(outcomes: Outcomes, args: argparse.Namespace) -> None:
+    begun = monotonic()
+    with closing(outcomes):
+        for session in SESSIONS:
+            chosen = [fault for fault in session.faults if any(text in fault.name for text in args.only)]
+            if not chosen:
+                continue
+            if monotonic() - begun > 60.0 * args.minutes:
+                print(f"--minutes: not begun: {', '.join(fault.name for fault in chosen)}", file=sys.stderr)
+            elif session.hosts is BedHosts and missing():
+                print(f"left out, for {missing()}: {', '.join(fault.name for fault in chosen)}", file=sys.stderr)
+            else:
+                outcomes.run(session, chosen)
+
+
+def _effective(args: argparse.Namespace, folder: Path, settings: Sequence[str]) -> int:
+    """Effective training time with random faults."""
+    found = effective.measure(
+        folder, settings, steps=args.steps, every=args.every, pad_s=args.pad, seed=args.seed, tell=_print
+    )
+    show(table_of((each.row for each in found.outcomes), "the faults", left=2))
+    show(table_of(found.rows, "8 ranks on 4 hosts of 2 sites, all on this machine"))
+    met = found.share >= effective.GOAL and found.difference == 0.0
+    print(f"effective training time of at least {effective.GOAL:.0%} in this run, losses equal: {_word(met)}")
+    figures = {**asdict(found), "share": found.share, "lost_s": found.lost_s, "rows": found.rows}
+    write_json(args, "survive", figures, met=met)
+    return 0 if met else 1
+
+
+def _peers(args: argparse.Namespace, folder: Path) -> int:
+    """Weft beside others, on the same faults."""
+    names = args.peers or [name for name in peers.NAMES if peers.is_here(name)]
+    found: dict[str, dict[str, str]] = {}
+    with suppress(KeyboardInterrupt):
+        for fault in (fault for fault in peers.FAULTS if any(text in fault for text in args.only)):
+            found[fault] = {}
+            for name in names:
+                number = len(list(folder.iterdir())) if folder.exists() else 0
+                found[fault][name] = peers.survive(name, fault, folder / f"job{number}", args.patience)
+                print(fault, name, found[fault][name], sep=" | ", file=sys.stderr, flush=True)
+                write_json(args, "survive", found)
+    rows = ({"fault": fault} | {name: cells.get(name, "-") for name in names} for fault, cells in found.items())
+    show(table_of(rows, "until the next step; 4 ranks on 2 hosts, which this machine plays", left=1))
+    return 0
+
+
+def _print(outcome: Survival) -> None:
+    print(*outcome.row.values(), sep=" | ", file=sys.stderr, flush=True)
+
+
+def _figures(found: Sequence[Survival]) -> list[dict[str, object]]:
+    return [asdict(each) | {"met": each.met} for each in found]
+
+
+def _word(met: bool) -> str:
+    return "met" if met else "MISSED"
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM ends the bench as Ctrl-C does, with what it has found so far."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

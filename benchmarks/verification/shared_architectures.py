@@ -1,0 +1,165 @@
+"""Causal architectures with the work of their layers shared out: exact, refused, or silently wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from benchmarks.verification.architectures import Finding, Verdict, causal_class, prepared, reason_of
+from benchmarks.verification.small_configs import small_config
+from weft.conf.schema import ContextExchange
+from weft.engine.parallel.unshareable import UnshareableError
+from weft.engine.stages import check_axes, check_packing
+from weft.engine.stages.axis_check import TOLERANCE, refuse_unshareable
+from weft.engine.stages.batch import Batch, count_label_tokens
+from weft.engine.stages.checking import LENGTH, tried_batch
+from weft.engine.stages.comparison import difference, whole_outcome
+from weft.engine.stages.members import members_outcome
+from weft.engine.stages.packed import tell_rows
+from weft.engine.stages.skeleton import cuttable_layers
+
+
+def shared_text(sizes: Mapping[str, int], exchange: ContextExchange = ContextExchange.auto) -> str:
+    """Ranks along each axis as findings name them: ``tensor 2, context 2, ring``; empty without."""
+    parts = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    return ", ".join(parts + [exchange.value] * (exchange is not ContextExchange.auto))
+
+
+def examine_shared(
+    model_type: str, sizes: Mapping[str, int], exchange: ContextExchange = ContextExchange.auto
+) -> Finding:
+    """Try one architecture in this process with two members of each axis of more than one rank.
+
+    What the check before a run accepts is held against Hugging Face's own forward in more ways than
+    the check tries: several micro-batches, in two stages, in evaluation and with checkpointed layers.
+
+    Args:
+        sizes: ranks along each axis.
+        exchange: between ranks that share sequences.
+    """
+    shared = shared_text(sizes, exchange)
+    if reason := _refused_by_name(model_type, sizes):
+        return Finding(model_type, causal_class(model_type), Verdict.refused, reason, shared=shared)
+    made = prepared(model_type, in_stages=False)
+    if isinstance(made, Finding):
+        return Finding(**vars(made) | {"shared": shared})
+    cls, config, small = made
+
+    def found(verdict: Verdict, reason: str = "") -> Finding:
+        return Finding(model_type, cls.__name__, verdict, reason, shared=shared)
+
+    raise_vocabulary(config, sizes.get("tensor", 1))
+    notes = []
+    try:
+        _check(config, sizes, exchange, packing=False)
+    except ValueError as error:
+        return found(Verdict.refused, reason_of(error))
+    packs = _packs(config)
+    if packs:
+        try:
+            _check(config, sizes, exchange, packing=True)
+        except ValueError as error:
+            notes, packs = [f"not with packed rows: {reason_of(error)}"], False
+    used = {axis: size for axis, size in sizes.items() if size > 1}
+    try:
+        stages = _most_stages(small, used)
+    except ValueError as error:
+        notes, stages = [*notes, f"on one stage: {reason_of(error)}"], 1
+    for what, batches in _wider(small, packs):
+        if wrong := _difference(small, batches, used, stages, exchange):
+            return found(Verdict.wrong, f"{what}: {wrong}")
+    return found(Verdict.exact, "; ".join(notes))
+
+
+def _refused_by_name(model_type: str, sizes: Mapping[str, int]) -> str:
+    """Why members cannot divide an architecture, where its config alone says so, which takes no small copy."""
+    try:
+        config = small_config(model_type)
+        raise_vocabulary(config, sizes.get("tensor", 1))
+        refuse_unshareable(config, tensor=sizes.get("tensor", 1), expert=sizes.get("expert", 1))
+    except UnshareableError as error:
+        return reason_of(error)
+    except Exception:  # any: that there is no small copy is told below
+        return ""
+    return ""
+
+
+def _check(config: PreTrainedConfig, sizes: Mapping[str, int], exchange: ContextExchange, *, packing: bool) -> None:
+    tensor, context, expert = (sizes.get(axis, 1) for axis in ("tensor", "context", "expert"))
+    check_axes(config, tensor=tensor, context=context, expert=expert, exchange=exchange, packing=packing)
+
+
+def raise_vocabulary(config: PreTrainedConfig, members: int) -> None:
+    """To what members can divide, as for a new model."""
+    text = config.get_text_config()
+    if isinstance(getattr(text, "vocab_size", None), int):
+        text.vocab_size += -text.vocab_size % members
+
+
+def _packs(config: PreTrainedConfig) -> bool:
+    try:
+        check_packing(config)
+    except ValueError:
+        return False
+    return True
+
+
+def _most_stages(small: PreTrainedModel, sizes: Mapping[str, int]) -> int:
+    """Two, if the architecture can be cut and members share what crosses the cut.
+
+    Raises:
+        ValueError: why it has to stay on one stage.
+    """
+    cuttable_layers(small)
+    batch = _told(tried_batch(small))
+    try:
+        members_outcome(small, [batch] * sizes.get("expert", 1), torch.tensor(count_label_tokens(batch)), sizes, 2)
+    except UnshareableError:
+        raise
+    except Exception:  # any: what is wrong in stages is found below
+        return 2
+    return 2
+
+
+def _wider(small: PreTrainedModel, packs: bool) -> Iterator[tuple[str, Sequence[Batch]]]:
+    """Micro-batches beyond those of the check, and what is special about them; the model is as they want it."""
+    plain = tried_batch(small)
+    rows = [{name: tensor[row : row + 1] for name, tensor in plain.items()} for row in range(2)]
+    yield "two micro-batches", rows
+    cut = {"labels": rows[0]["labels"].clone(), "attention_mask": torch.ones_like(rows[0]["input_ids"])}
+    cut["labels"][:, -3:], cut["attention_mask"][:, -3:] = -100, 0
+    yield "padded rows", [rows[0] | cut, rows[1] | {"attention_mask": torch.ones_like(rows[1]["input_ids"])}]
+    if packs:
+        documents = torch.cat([torch.arange(7), torch.arange(LENGTH - 7)]).repeat(2, 1)
+        yield "packed rows", [plain | {"position_ids": documents}, plain]
+    if small.supports_gradient_checkpointing:
+        small.gradient_checkpointing_enable({"use_reentrant": False})
+        yield "checkpointed layers", rows
+        small.gradient_checkpointing_disable()
+    small.eval()
+    yield "evaluation", rows
+
+
+def _told(batch: Batch) -> Batch:
+    tell_rows(batch["position_ids"], batch["position_ids"])
+    return batch
+
+
+def _difference(
+    small: PreTrainedModel, batches: Sequence[Batch], sizes: Mapping[str, int], stages: int, exchange: ContextExchange
+) -> str:
+    """What of the members' outcome is other than the whole model's; empty if nothing is."""
+    for batch in batches:
+        _told(batch)
+    items = torch.tensor(sum(map(count_label_tokens, batches)))
+    small.zero_grad()
+    try:
+        want = whole_outcome(small, batches, items)
+        between = ContextExchange.gather if exchange is ContextExchange.auto else exchange
+        off = difference(members_outcome(small, batches, items, sizes, stages, between), want)
+    except Exception as error:  # any: it is Hugging Face's or the model's own code
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    parts = {"logits": off.logits, "loss": off.loss, f"gradient of {off.gradient}": off.gradients}
+    return ", ".join(f"{part} by {much:.2g}" for part, much in parts.items() if not much <= TOLERANCE)

@@ -1,0 +1,226 @@
+"""The WAN channel beside iperf3 on one bed, over distance and connections."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import torch
+
+from benchmarks.line import iperf3, iperf3_server, require_iperf3
+from benchmarks.results import finish, parse
+from weft.comm.channel import TensorSpec
+from weft.comm.wan.endpoint import WanEndpoint
+from weft.comm.wan.key import WanKey
+from weft.comm.wan.library import load
+from weft.tools.netbed import Job, NetBed, Topology
+from weft.tools.tables import show, table_of
+
+_FORK = multiprocessing.get_context("fork")
+_MESSAGE_BYTES = 1 << 20
+_AHEAD = 64  # receives that are posted and wait; their memory is taken again, as from one step to the next
+_SETTLE_S = 1.5  # slow start and the first losses are left out, for both
+_KEY = WanKey(b"the key of a bed that nobody else can reach")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """What one program achieved.
+
+    Attributes:
+        goodput_mbps: payload that arrived, in megabits per second.
+        cpu_s_per_gb: processor seconds of sender and receiver together, per gigabyte.
+    """
+
+    goodput_mbps: float
+    cpu_s_per_gb: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One case: both programs on the same bed, one after the other."""
+
+    latency_ms: float
+    connections: int
+    spinning: bool
+    iperf3: Rate
+    weft: Rate
+
+    @property
+    def ratio(self) -> float:
+        """Weft's goodput over iperf3's."""
+        return self.weft.goodput_mbps / self.iperf3.goodput_mbps
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``wan ...``; returns the exit code."""
+    args = parse(_parser(), argv)
+    require_iperf3()
+    load()  # compiled here, not while a run is timed
+    rows = []
+    for latency_ms in args.latency:
+        topology = Topology.even(
+            (1, 1), uplink_mbps=args.rate, latency_ms=latency_ms, window_kb=args.window, congestion=args.congestion
+        )
+        with NetBed.up(topology) as bed:
+            for connections in args.connections:
+                for spinning in (False, True) if args.spin else (False,):
+                    rows.append(_case(bed, latency_ms, connections, spinning, args))
+    print(f"{args.rate:g} Mbit/s uplink, receive buffer {args.window:g} kB, {args.congestion}")
+    show(table_of(map(_cells, rows), left=0))
+    return finish(args, "wan", [asdict(row) | {"ratio": row.ratio} for row in rows])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks wan", description=__doc__)
+    parser.add_argument("--latency", type=float, nargs="+", default=[10, 20, 40], help="one-way delays in ms")
+    parser.add_argument("--connections", type=int, nargs="+", default=[1, 16], help="connections per pair")
+    parser.add_argument("--rate", type=float, default=500, help="uplink of a node in Mbit/s")
+    parser.add_argument("--window", type=float, default=400, help="receive buffer of a connection in kB")
+    parser.add_argument("--congestion", default="cubic", help="the kernel's congestion control")
+    parser.add_argument("--seconds", type=float, default=3.0, help="measured time of a run")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each program, by turns; medians count")
+    parser.add_argument("--spin", action="store_true", help="also with both main threads spinning in pure Python")
+    parser.add_argument("--tls", action="store_true", help="Weft encrypts (iperf3 does not)")
+    return parser
+
+
+def _case(bed: NetBed, latency_ms: float, connections: int, spinning: bool, args: argparse.Namespace) -> Row:
+    """Both programs by turns, so that a busy machine treats them alike."""
+    peers, ours = [], []
+    for _ in range(args.repeats):
+        peers.append(_iperf3(bed, connections, args.seconds, spinning))
+        ours.append(_weft(bed, connections, spinning, args))
+    return Row(
+        latency_ms=latency_ms,
+        connections=connections,
+        spinning=spinning,
+        iperf3=_median(peers),
+        weft=_median(ours),
+    )
+
+
+def _median(rates: list[Rate]) -> Rate:
+    return Rate(
+        goodput_mbps=statistics.median(rate.goodput_mbps for rate in rates),
+        cpu_s_per_gb=statistics.median(rate.cpu_s_per_gb for rate in rates),
+    )
+
+
+def _iperf3(bed: NetBed, connections: int, seconds: float, spinning: bool) -> Rate:
+    """iperf3's receiver-side goodput; beside two spinning processes where Weft's processes spin."""
+    spinners = [_FORK.Process(target=_spin, args=(3600.0,), daemon=True) for _ in range(2 if spinning else 0)]
+    try:
+        with iperf3_server(bed):
+            for spinner in spinners:
+                spinner.start()
+            end = iperf3(bed, connections, seconds, _SETTLE_S)
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.join()
+    received, cpu = end["sum_received"], end["cpu_utilization_percent"]
+    # Its CPU share covers the whole run, its bytes the run without the settling time.
+    carried = received["bytes"] * (received["seconds"] + _SETTLE_S) / received["seconds"]
+    cpu_s = (cpu["host_total"] + cpu["remote_total"]) / 100 * (received["seconds"] + _SETTLE_S)
+    return Rate(goodput_mbps=received["bits_per_second"] / 1e6, cpu_s_per_gb=cpu_s / carried * 1e9)
+
+
+def _weft(bed: NetBed, connections: int, spinning: bool, args: argparse.Namespace) -> Rate:
+    """The same over a WAN channel: as many messages as the line could carry, received into memory in use."""
+    messages = int(args.rate * 1e6 / 8 * (_SETTLE_S + args.seconds + 1.0) / _MESSAGE_BYTES) + 16
+    plan = (messages, _SETTLE_S, args.seconds, spinning)
+    settings = {"connections": connections, "tls": args.tls, "congestion": args.congestion}
+    with (
+        Job(bed, "n1", _receive, bed.address("n1"), settings, *plan) as receiver,
+        Job(bed, "n0", _send, bed.address("n0"), receiver.hear(), settings, *plan) as sender,
+    ):
+        (num_bytes, elapsed_s, cpu_s), (_, _, sender_cpu_s) = receiver.result(), sender.result()
+    cpu_s_per_gb = (cpu_s + sender_cpu_s) / num_bytes * 1e9 if num_bytes else float("nan")
+    return Rate(goodput_mbps=num_bytes * 8 / elapsed_s / 1e6, cpu_s_per_gb=cpu_s_per_gb)
+
+
+def _receive(say: Callable, hear: Callable, bind: str, settings: dict, _: int, *plan: Any) -> tuple[int, float, float]:
+    with WanEndpoint(rank=1, bind=bind, key=_KEY, **settings) as endpoint:
+        endpoint.link(0)
+        channel = endpoint.channel(0)
+        spec = TensorSpec((_MESSAGE_BYTES,), torch.uint8)
+        used = [channel.staging.room(spec).zero_() for _ in range(_AHEAD)]
+        del used  # a slow connection would not fill the first of them before it is measured
+        handles = deque(channel.recv("x", spec) for _ in range(_AHEAD))
+        say(endpoint.address)
+
+        def post() -> None:
+            while handles[0].ended():
+                handles.popleft().wait()
+                handles.append(channel.recv("x", spec))
+
+        handles[0].wait()
+        return _watch(endpoint, 0, post, *plan)
+
+
+def _send(
+    say: Callable, hear: Callable, bind: str, address: tuple[str, int], settings: dict, messages: int, *plan: Any
+) -> tuple[int, float, float]:
+    with WanEndpoint(rank=0, bind=bind, key=_KEY, **settings) as endpoint:
+        endpoint.link(1, address=address)
+        channel = endpoint.channel(1)
+        tensor = torch.randint(0, 256, (_MESSAGE_BYTES,), dtype=torch.uint8)
+        handles = [channel.send("x", tensor) for _ in range(messages)]
+        handles[0].wait()
+        return _watch(endpoint, 1, lambda: None, *plan)
+
+
+def _watch(
+    endpoint: WanEndpoint, peer: int, post: Callable[[], None], settle_s: float, seconds: float, spinning: bool
+) -> tuple[int, float, float]:
+    """Bytes that arrive between two moments, the time between them, and the transport's CPU time."""
+    _pass(settle_s, spinning, post)
+    bytes_before, start, cpu_before = endpoint.counters(peer).received_bytes, monotonic(), transport_cpu_s()
+    _pass(seconds, spinning, post)
+    arrived, elapsed_s = endpoint.counters(peer).received_bytes - bytes_before, monotonic() - start
+    cpu_s = transport_cpu_s() - cpu_before
+    endpoint.close(linger_s=0.0)  # what was posted beyond the measured time is of no interest
+    return arrived, elapsed_s, cpu_s
+
+
+def _pass(seconds: float, spinning: bool, post: Callable[[], None]) -> None:
+    """Let time pass, and post what is to be posted every 10 ms."""
+    limit = monotonic() + seconds
+    while monotonic() < limit:
+        _spin(0.01) if spinning else sleep(0.01)
+        post()
+
+
+def transport_cpu_s() -> float:
+    """Processor seconds of this process's transport thread; ticks of ``stat`` are too coarse for a slow connection."""
+    tasks = Path("/proc/self/task").iterdir()
+    of_transport = [task for task in tasks if (task / "comm").read_text().startswith("weft wan")]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in of_transport) / 1e9
+
+
+def _spin(seconds: float) -> None:
+    """Hold the interpreter's lock, as pure Python does."""
+    limit = monotonic() + seconds
+    while monotonic() < limit:
+        pass
+
+
+def _cells(row: Row) -> dict[str, object]:
+    return {
+        "delay ms": f"{row.latency_ms:g}",
+        "connections": row.connections,
+        "main threads": "spin" if row.spinning else "wait",
+        "iperf3 Mbit/s": f"{row.iperf3.goodput_mbps:.0f}",
+        "weft Mbit/s": f"{row.weft.goodput_mbps:.0f}",
+        "ratio": f"{row.ratio:.3f}",
+        "iperf3 CPU s/GB": f"{row.iperf3.cpu_s_per_gb:.2f}",
+        "weft CPU s/GB": f"{row.weft.cpu_s_per_gb:.2f}",
+    }

@@ -1,0 +1,152 @@
+"""What an emulated step beside the real one is judged by."""
+
+from __future__ import annotations
+
+import json
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import emulation
+from benchmarks.emulations import both_ways, calls
+from benchmarks.emulations.both_ways import Beside
+from benchmarks.emulations.calls import CallBeside
+from benchmarks.emulations.layouts import CHANGES, LAYOUTS, TIMEOUT_S
+from benchmarks.peers.layout import LATENCY_MS, UPLINK_MBPS
+from weft.tools.ranks import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("real", "emulated", "to_goal", "to_most"),
+    [
+        ([1.0, 1.0], 1.004, "yes", "yes"),
+        ([1.0, 1.0], 0.99, "no", "yes"),
+        ([1.0, 1.0], 1.02, "no", "no"),
+        ([0.995, 1.005], 1.009, "yes", "yes"),
+        ([0.995, 1.005], 1.03, "no", "no"),
+        ([0.755, 1.0, 1.0], 1.0, "not shown: real runs differ by 24.5%", "not shown: real runs differ by 24.5%"),
+        ([0.755, 1.0, 1.0], 1.2, "not shown: real runs differ by 24.5%", "not shown: real runs differ by 24.5%"),
+    ],
+)
+def test_the_jobs_own_difference_excuses_an_error_as_long_as_it_is_small(real, emulated, to_goal, to_most):
+    row = emulation._row(Beside("job", 4, list(real), [emulated]))
+    assert (row["within 0.5%"], row["within 1.5%"]) == (to_goal, to_most)
+
+
+def bench(monkeypatch, seconds):
+    """The bench's `main`, where a job is asked of ``seconds`` for what it takes: real runs, and one emulated."""
+    monkeypatch.setattr(emulation, "_links", lambda layouts, work: None)
+
+    def compare(layout, **_):
+        real, emulated = seconds(layout)
+        return Beside(layout.name, layout.ranks, real, [emulated])
+
+    monkeypatch.setattr(emulation, "compare", compare)
+    monkeypatch.setattr(emulation, "compare_calls", lambda sizes: [call(size) for size in sizes])
+    return emulation.main
+
+
+def call(size):
+    return CallBeside(operation="all_reduce", num_bytes=size, real_s=[1.0, 1.1], emulated_s=1.02)
+
+
+@pytest.mark.parametrize(
+    ("emulated", "real", "code"),
+    [(1.0, [1.0], 0), (1.012, [1.0], 1), (1.02, [1.0], 1), (1.0, [0.9, 1.1], 1)],
+)
+def test_what_is_not_shown_is_not_met(monkeypatch, emulated, real, code):
+    main = bench(monkeypatch, lambda layout: (real, emulated))
+    assert main(["--parts", "jobs", "--jobs", "straight", "two stages"]) == code
+
+
+def test_parts_add_up_in_one_file_and_the_verdict_is_over_all(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "found.json"
+    wrong = {"straight"}
+    main = bench(monkeypatch, lambda layout: ([1.0], 1.1 if layout.name in wrong else 1.0))
+    to_file = ["--json", str(file), "--add", "--parts"]
+    assert main([*to_file, "jobs", "--jobs", "straight"]) == 1
+    assert main([*to_file, "jobs", "--jobs", "site fold"]) == 1  # the first is still in it
+    wrong.clear()
+    assert main([*to_file, "jobs", "--jobs", "straight"]) == 0  # measured again
+    assert main([*to_file, "what-ifs", "--what-ifs", "jitter"]) == 0
+    assert main([*to_file, "collectives"]) == 0
+    found = json.loads(file.read_text())
+    assert found["met"]
+    assert sorted(row["name"] for row in found["figures"]["jobs"]) == ["site fold", "straight"]
+    assert len(found["figures"]["what-ifs"]) == 2
+    assert found["figures"]["collectives"][0]["num_bytes"] == 1024
+    shown = capsys.readouterr().out
+    assert "10 ms of jitter" in shown
+    assert "within 0.5%: 2 of 2" in shown
+
+
+def test_what_cannot_be_added_to_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
+    main = bench(monkeypatch, lambda layout: pytest.fail("nothing is measured"))
+    with pytest.raises(ValueError, match="--add: to which file"):
+        main(["--add"])
+    for text in ("[]", '{"figures": [1]}', '{"figures": {"jobs": []}}', "nothing"):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(ValueError, match="is none of this bench"):
+            main(["--add", "--json", str(tmp_path / "other.json")])
+    with pytest.raises(ValueError, match="--parts steps: not known"):
+        main(["--parts", "steps"])
+    for milliseconds in ("0", "-3", "nan", "1e400"):
+        with pytest.raises(ValueError, match=r"--layer-ms .*: give milliseconds above 0"):
+            main([f"--layer-ms={milliseconds}"])
+
+
+def test_a_change_is_predicted_by_what_it_does_to_the_emulated_step():
+    before, after = Beside("as it is", 16, [2.0], [2.2]), Beside("slow", 16, [2.4], [2.75])
+    row = emulation._change_row(before, after)
+    assert (row["real change"], row["predicted change"], row["off by"]) == ("+20.00%", "+25.00%", "+5.00 points")
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *(after for _, after in CHANGES.values())], ids=lambda each: each.name)
+def test_a_real_job_differs_from_the_usual_one_in_what_its_emulation_is_told(layout, tmp_path):
+    what_if, config = layout.what_if, layout.config(str(tmp_path), timeout_s=TIMEOUT_S)
+    assert config.pipeline.stages == layout.stages == sum(layout.sites or (layout.stages,))
+    what_if.check(layout.ranks, layout.stages)
+    if layout.sites:
+        bed = layout.topology()
+        (link,) = bed.links
+        assert len(bed.nodes) == layout.ranks
+        assert {node.uplink_mbps for node in bed.nodes} == {UPLINK_MBPS * what_if.bandwidth}
+        assert link.latency_ms - link.jitter_ms == LATENCY_MS  # a message is late by 0 to what the emulation is told
+        assert 2 * link.jitter_ms == what_if.jitter_ms
+
+
+def test_collectives_for_which_there_is_no_memory_are_left_out(monkeypatch):
+    monkeypatch.setattr(calls.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * 2**21))
+    assert calls.sizes_that_fit([2**10, 2**21, 2**22]) == [2**10, 2**21]
+
+
+@pytest.mark.slow
+def test_a_call_is_emulated_as_long_as_it_was_told(tmp_path):
+    told = {("all_reduce", 2**12): 0.05, ("all_gather", 2**12): 0.02}
+    (found,) = run_ranks(1, calls.emulated_calls, [2**12], told, timeout_s=100)
+    assert all(found[call] >= seconds for call, seconds in told.items())
+
+
+def test_real_ranks_and_the_emulation_take_turns(monkeypatch, tmp_path):
+    monkeypatch.setattr(both_ways.dist, "barrier", lambda: None)
+    monkeypatch.setattr(both_ways.dist, "get_rank", lambda: 0)
+    done = []
+    turns = both_ways.Turns(tmp_path, 2, lambda: done.append("emulated") or SimpleNamespace(step_s=1.0))
+    turns()
+    assert not done  # ranks are not ready yet
+
+    def real():
+        theirs = both_ways.Turns(tmp_path, 2, both_ways._nothing)
+        for number in range(2):
+            theirs.wait(number)
+            done.append("real")
+
+    thread = threading.Thread(target=real, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        turns()
+    thread.join()
+    turns()
+    assert done == ["emulated", "real"] * 2
+    assert turns.emulated_s == [1.0, 1.0]

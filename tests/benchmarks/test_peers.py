@@ -1,0 +1,180 @@
+"""Benchmarks: engines run the emulated work whole, results are put together rightly, nothing is left behind."""
+
+import json
+import os
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from benchmarks import engine as bench_engine
+from benchmarks import schedules as bench_schedules
+from benchmarks.peers import race as race_module
+from benchmarks.peers import table
+from benchmarks.peers.case import EngineCase, RankRun, middle_and_spread
+from benchmarks.peers.emulated_stage import EmulatedWork
+from benchmarks.peers.table import PEERS, PeerRun, measure
+from weft.pipeline.action import slot_text
+from weft.pipeline.costs import LinkCost
+from weft.pipeline.generators import generate
+from weft.pipeline.placement import Placement
+from weft.tools.links import Way, measure_link
+from weft.tools.ranks import run_ranks
+
+SMALL = EngineCase(
+    num_ranks=2,
+    num_layers=4,
+    num_microbatches=4,
+    work=EmulatedWork(forward_s=0.002, input_s=0.002, weight_s=0.002, hidden_bytes=4096),
+    link=LinkCost(latency_s=0.001),
+    num_warmup=1,
+    num_steps=2,
+)
+
+IDEAL_LAYER_TIMES = {  # of SMALL: 2 ranks, one or two virtual stages each, in units of 2 ms
+    "deepspeed-1f1b": 30,
+    "torch-1f1b": 30,
+    "weft-1f1b": 30,
+    "torch-zbv": 25,
+    "weft-zbv": 25,
+}
+
+LIVE_LAYERS = {  # of SMALL: most that a rank holds, two stages of two layers or four of one
+    "deepspeed-1f1b": (4, 2),
+    "torch-1f1b": (4, 2),
+    "weft-1f1b": (4, 2),
+    "torch-zbv": (4, 4),
+    "weft-zbv": (4, 4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", PEERS)
+def test_every_peer_runs(peer):
+    run = measure(peer, SMALL)
+    assert len(run.step_s) == 2
+    assert len(run.live_layers) == 2
+    assert min(run.step_s) >= 0.9 * run.ideal_s  # nothing was skipped
+    assert run.simulated_s > run.ideal_s
+    assert (run.profiled_s or 0.0) >= run.ideal_s * peer.startswith("weft")
+    if peer in IDEAL_LAYER_TIMES:
+        assert run.ideal_s == pytest.approx(IDEAL_LAYER_TIMES[peer] * 0.002)
+    if peer in LIVE_LAYERS:
+        assert run.live_layers == LIVE_LAYERS[peer]
+    if peer == "weft-auto-zbv":  # the one to compare with ZBV: no more than it at any rank
+        assert max(run.live_layers) <= min(LIVE_LAYERS["torch-zbv"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "placement", "num_layers", "live_layers"),
+    [
+        ("1f1b", Placement.straight(2), 4, (4, 2)),
+        ("gpipe", Placement.straight(2), 4, (8, 8)),
+        ("zbv", Placement.fold(2), 4, (4, 4)),
+        ("zbv", Placement.fold(2), 12, (12, 12)),
+    ],
+)
+def test_what_an_engine_holds_is_counted_in_the_rows_that_it_ran(monkeypatch, kind, placement, num_layers, live_layers):
+    """In layers, so that engines whose stages differ can be compared."""
+    ran = generate(kind, placement, 4)
+    cells = [tuple(slot_text(slot) for slot in row) for row in ran.rows]
+    monkeypatch.setattr(table, "run_ranks", lambda *_, **__: [RankRun((1.0, 1.0), row) for row in cells])
+    assert measure("torch-zbv", replace(SMALL, num_layers=num_layers)).live_layers == live_layers
+
+
+@pytest.mark.parametrize("way", Way)
+def test_the_link_is_measured(way):
+    link = measure_link(2**20, way)
+    assert 0 < link.latency_s < 1
+    assert 1e6 < link.bandwidth_bps < 1e13
+
+
+def test_middle_and_spread():
+    assert middle_and_spread([3.0]) == (3.0, 0.0)
+    assert middle_and_spread([1.0, 2.0, 3.0, 4.0, 5.0]) == (3.0, 2 / 3)
+
+
+def _work_for_ever(rank_file):
+    with open(f"{rank_file}{os.environ['RANK']}", "w") as out:
+        out.write(str(os.getpid()))
+    if os.environ["RANK"] == "1":
+        time.sleep(0.5)
+        raise ValueError("no luck today")
+    time.sleep(600)
+
+
+def _gone(path):
+    return not psutil.pid_exists(int(path.read_text()))
+
+
+def test_a_failed_rank_ends_the_others(tmp_path):
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed.*no luck today"):
+        run_ranks(2, _work_for_ever, str(tmp_path / "rank"), timeout_s=60)
+    assert _gone(tmp_path / "rank0")
+    assert _gone(tmp_path / "rank1")
+
+
+def _sleep():
+    print("about to sleep", flush=True)
+    time.sleep(600)
+
+
+def test_a_run_has_a_hard_time_limit():
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] had not ended after 1 s"):
+        run_ranks(2, _sleep, timeout_s=1.0)
+
+
+@pytest.fixture
+def no_processes(monkeypatch):
+    """Runs that take a time told by the engine's name."""
+    order = []
+
+    def measured(peer, case):
+        order.append((case.name, peer))
+        return PeerRun((1.0, 1.1, 1.2), 2.0 if peer.startswith("deepspeed") else 1.0, 2.2, 4.4, (2, 1))
+
+    monkeypatch.setattr(race_module, "measure", measured)
+    monkeypatch.setattr(race_module, "measure_link", lambda num_bytes, way: LinkCost())
+    return order
+
+
+def test_engines_take_turns(no_processes):
+    results = list(race_module.race(["torch-1f1b", "weft-1f1b"], [SMALL], rounds=2))
+    assert [peer for _, peer in no_processes] == ["torch-1f1b", "weft-1f1b"] * 2
+    assert [r.peer for r in results] == ["torch-1f1b", "weft-1f1b"]
+    assert results[0].median_s == 1.1
+    assert results[0].over_simulated == 0.5
+    assert results[0].over_profiled == 0.25
+    assert len(results[0].step_s) == 6
+
+
+def test_bench_engine(no_processes, capsys, tmp_path):
+    assert bench_engine.main(["--quick", "--json", str(tmp_path / "out.json")]) == 0
+    assert "goal of 1.10 is met" in capsys.readouterr().out
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["bench"] == "engine" and written["met"] and written["arguments"] == {"quick": True}
+    found = written["figures"]
+    assert [r["peer"] for r in found] == ["weft-1f1b", "weft-auto", "deepspeed-1f1b", "torch-1f1b"]
+    assert found[2]["ideal_s"] == 2.0
+    assert found[0]["case"]["work"]["hidden_bytes"] == 8 * 2**20
+
+
+def test_bench_schedules(no_processes, capsys):
+    assert bench_schedules.main([]) == 0
+    out = capsys.readouterr().out
+    assert out.count("Weft zbv") == 8
+    assert "1.00x best" in out
+    lines = [line.strip() for line in out.splitlines()]
+    heads = [line for line in lines if line.startswith("engine ")]
+    rows = [line for line in lines if line.startswith(tuple(f"{peer.title}  " for peer in PEERS.values()))]
+    assert len(heads) == 8 and len(rows) == 8 * len(PEERS)
+    for line in heads:  # which of them may be compared is told beside each
+        assert "live layers" in line
+    for line in rows:
+        assert line.split()[-4:] == ["2", "1", "1.00x", "best"]
+    assert "Compare engines that hold as much" in out
+    with pytest.raises(ValueError, match="--engines nonsense: not known; choose from deepspeed-1f1b"):
+        bench_schedules.main(["--engines", "nonsense"])
+    with pytest.raises(ValueError, match="--json /nowhere/x"):
+        bench_schedules.main(["--quick", "--json", "/nowhere/x"])

@@ -1,1 +1,0 @@
-"""Benchmarks, each `main(argv) -> int`; `weft bench NAME` runs one."""

@@ -1,1 +1,0 @@
-"""Jobs that `weft bench emulation` runs for real and emulated, and single collectives of both kinds."""

@@ -1,1 +1,0 @@
-"""Training and prefill side by side: what `weft bench bubbles` runs and reckons."""

@@ -1,1 +1,0 @@
-"""Faults for `weft bench survive`, how they are done to a run, and the load of many agents on a driver."""
