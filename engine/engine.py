@@ -2,54 +2,58 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
+from torch.optim import Optimizer
 
 from weft.comm.collectives import Primitive
 from weft.comm.collectives.eager_connect import connect_groups
 from weft.comm.wan.network import WanNetwork
 from weft.conf.schema import WeftConfig
-from weft.engine.checkpointing import CheckpointingEngine
+from weft.engine.checkpoint import BackgroundWriter
+from weft.engine.checkpoint.memory import HostMemory, MemoryCheckpoints
+from weft.engine.checkpoint.origin import Origin
+from weft.engine.deepspeed import checkpoints, construction, evaluation
+from weft.engine.deepspeed.bookkeeping import advance, begin_batch, end_batch
 from weft.engine.distributed import close_groups, from_rank_zero
 from weft.engine.execution.batches import prepare_batch
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.drawing import draw
 from weft.engine.execution.executor import Executor
+from weft.engine.execution.garbage import LongLived
 from weft.engine.execution.loss import StepLoss
 from weft.engine.execution.neighbours import Neighbours
 from weft.engine.execution.pairs import StrandPairs
 from weft.engine.execution.step_state import StepState
-from weft.engine.execution.sums import ReplicaSum
 from weft.engine.module import WeftModule
 from weft.engine.observability.bubbles import BubbleObserver, open_board
 from weft.engine.observability.clock import clock_for
 from weft.engine.observability.heartbeat import Heartbeat
-from weft.engine.observability.measurement import StepRecords
+from weft.engine.observability.measurement import SlotTrace, StepRecords
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.observability.slots import SlotObserver
 from weft.engine.observability.usage import Usage, gather_usage
-from weft.engine.optimizing import OptimizingEngine
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.communicated import close_axes
 from weft.engine.planning.run_plan import RunPlan
-from weft.engine.planning.schedules import RankSchedule, plan_evaluation
+from weft.engine.planning.schedules import RankSchedule
 from weft.engine.stages.objective import Minimised, Objective
 from weft.engine.stages.seeding import seeded
+from weft.engine.stop_signals import StopSignals
 from weft.engine.strands.turns import Turns, are_shared, without_turns
-from weft.engine.zero import Collectives
+from weft.engine.zero import Collectives, Comparison, ShardedOptimizer, Sharding
 from weft.pipeline.action import Action, Op
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import Timeline
 
 
-class WeftEngine(CheckpointingEngine, OptimizingEngine):
+class WeftEngine(PipelineEngine):
     """Trains the virtual stages of a rank by executing its row of a schedule.
 
     DeepSpeed's optimisers, learning-rate schedules, clipping, loss scaling and monitors work as
@@ -61,13 +65,38 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
     - transfers never stand between computations that do not depend on them;
     - ZeRO is `weft.engine.zero` at every stage: gradients are reduced bucket by bucket while
       backwards run, and stages 2 and 3 go with a pipeline.
+
+    DeepSpeed calls these methods, all from its constructor and in this order: `zero_optimization_stage`,
+    `_cast_module_mixed_precision` (in 16 bits), `_broadcast_model`, `_configure_optimizer`,
+    `_configure_lr_scheduler`. The others are for users: DeepSpeed has no part in what happens between
+    the first and the last line of `train_batch` but the functions that it calls by name.
     """
 
     module: WeftModule
+    optimizer: ShardedOptimizer
+    basic_optimizer: Optimizer
+    sharding: Sharding
     training_dataloader: Iterable | None
-    _froze = False
-    """Whether collections of garbage were told to leave alone what lives."""
+    groups: Sequence[dist.ProcessGroup] = ()
+    """Process groups that were made for this engine, and end with it."""
+    origin = Origin()
+    """Base model, inputs and settings, as checkpoints record them."""
+    memory: MemoryCheckpoints | None = None
+    """Checkpoints in host memory, once `open_memory` was called."""
+    checkpoint_writer: BackgroundWriter | None = None
+    """Writes checkpoints while training goes on (``checkpoint.background``)."""
+    stop_signals: StopSignals | None = None
+    """Requests to stop, which `must_stop` spreads to all ranks; set it before the first step."""
     _destroyed = False
+
+    zero_optimization_stage = construction.zero_optimization_stage
+    _cast_module_mixed_precision = construction.cast_module_mixed_precision
+    _broadcast_model = construction.broadcast_model
+    _configure_optimizer = construction.configure_optimizer
+    _configure_lr_scheduler = construction.configure_lr_scheduler
+    eval_batch = evaluation.eval_batch
+    save_checkpoint = checkpoints.save_checkpoint
+    load_checkpoint = checkpoints.load_checkpoint
 
     def __init__(
         self,
@@ -93,17 +122,14 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
             objective: what is minimised, where it is not the model's own loss.
             deepspeed: what DeepSpeed's engine takes; ``model`` is a `WeftModule`.
         """
-        self.weft = weft
-        self.plan = plan
-        self.wan = wan
-        self._collectives = collectives
-        self.axes = axes or AxisGroups()
+        self.weft, self.plan, self.layout = weft, plan, plan.layout
+        self.collectives, self.axes, self.wan = collectives, axes or AxisGroups(), wan
         super().__init__(**deepspeed)
         SET_UP.done("engine: DeepSpeed's")
         connect_groups(self._step_groups(), self.device)
         position = plan.layout.position(self.global_rank)
         self.pipe_rank, self.replica, self.line = position.stage, position.replica, position.line
-        self.num_replicas, self.layout = plan.layout.replicas, plan.layout
+        self.num_replicas = plan.layout.replicas
         self._plans: dict[int, RankSchedule] = {}
         self.pairs: StrandPairs | None = None
         if turns is not None and are_shared(self.axes):
@@ -111,26 +137,31 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
         self.schedule = self._plan(plan.cells).schedule
         self.records = StepRecords(clock_for(self.device))
         """What the last steps measured."""
-        self._state: StepState | None = None
-        self._loss_sum: ReplicaSum | None = None
+        self._long_lived = LongLived()
         self.holds_loss = self.schedule.placement.num_stages - 1 in self.module.stages
         self.step_loss = self._make_loss(objective, counts=position.context == 0)
-        self._comparison = self._make_comparison()
+        self._comparison = Comparison.of_replicas(
+            self.sharding,
+            self.basic_optimizer,
+            every=weft.supervise.compare_every,
+            group=self.module.data_group,
+            expert=max(1, plan.layout.expert // plan.layout.tensor),
+        )
         SET_UP.done("engine: ours")
-        self._neighbours = Neighbours.join(
+        self.neighbours = Neighbours.join(
             plan.placement, plan.layout, wan=wan, device=self.device, timeout_s=weft.comm.timeout_s
         )
         SET_UP.done("channels")
-        self.executor = self._make_executor()
+        self.executor = self._make_executor(receive_ahead=weft.pipeline.receive_ahead, debug=weft.pipeline.debug)
         self.bubbles = open_board(weft, plan, self.global_rank, self.device)
         self.slot_observers: list[SlotObserver] = [] if self.bubbles is None else [BubbleObserver(self.bubbles)]
-        """Told of every slot of a training step."""
+        """Notified of every slot of a training step."""
         self.heartbeat = Heartbeat()
 
-    def tell(self, heartbeat: Heartbeat) -> None:
-        """Have this rank's places told to whoever watches over the run."""
+    def attach_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Publish this rank's progress to the supervisor."""
         self.heartbeat = heartbeat
-        self._collectives.tell(heartbeat.place)
+        self.collectives.tell(heartbeat.place)
         position, endpoint = self.plan.layout.position, self.wan.endpoint if self.wan is not None else None
         peers = [] if endpoint is None else list(endpoint.peers)
         here = position(self.global_rank).site
@@ -153,7 +184,7 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
             counts=counts,
         )
 
-    def _make_executor(self) -> Executor:
+    def _make_executor(self, *, receive_ahead: int, debug: bool) -> Executor:
         stages, sharding = self.module.stages, self.sharding
         return Executor(
             rank=self.pipe_rank,
@@ -165,16 +196,15 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
                 around=sharding.around,
                 random=self._random,
             ),
-            send_to=self._neighbours.send_to,
-            receive_from=self._neighbours.receive_from,
-            receive_ahead=self.weft.pipeline.receive_ahead,
+            send_to=self.neighbours.send_to,
+            receive_from=self.neighbours.receive_from,
+            receive_ahead=receive_ahead,
             stage_wide={
                 Op.UNSHARD: lambda action: sharding.unshard(action.stage),
                 Op.RESHARD: lambda action: sharding.reshard(action.stage),
                 Op.REDUCE_GRAD: lambda action: sharding.reduce(action.stage),
-                Op.STEP: self._step_optimizer,
             },
-            debug=self.weft.pipeline.debug,
+            debug=debug,
             pairs=self.pairs,
         )
 
@@ -191,7 +221,7 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
         return seeded(self.weft.train.seed, name, self.device)
 
     def _step_groups(self) -> Iterator[tuple[dist.ProcessGroup, Collection[Primitive]]]:
-        """Groups, besides the replicas' communicators, over which a step adds or tells something, and how."""
+        """Groups, besides the replicas' communicators, over which a step sums or sends something, and how."""
         if dist.group.WORLD is not None:
             yield dist.group.WORLD, [Primitive.all_reduce]
         for group in dict.fromkeys((self.module.data_group, self.module.stage_group)):
@@ -212,8 +242,43 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
 
     # -- the step ------------------------------------------------------------------------------
 
-    def _train_schedule(self) -> Schedule:
-        return self.schedule_for(self.micro_batches)
+    def train_batch(self, data_iter: Iterator | None = None) -> Tensor:
+        """Train on the next batch of every replica, and return its loss per token; a collective call.
+
+        Args:
+            data_iter: micro-batches from now on, as `set_dataiterator` takes them.
+
+        Raises:
+            NonFiniteError: on every rank: training has diverged.
+            ReplicasDiffer: on every rank: they should hold the same numbers.
+            ChannelError: another rank has ended.
+            SkippedTooOften: on every rank: as many steps in a row were skipped as ``supervise.max_skips``
+                allows; the engine is as it was before them, but for its counters.
+        """
+        with self.neighbours.watching():
+            begin_batch(self, data_iter)
+            plan = self.plan_for(self.micro_batches)
+            batches = self._read(self.micro_batches)
+            state = StepState(batches=batches, training=True, **self.step_loss.count(batches))
+            trace = self._begin_step(plan, state)
+
+            self.executor.run(plan.schedule, state)  # forwards, backwards, transfers; full buckets are reduced
+            with self.executor.stepping(plan.schedule, state):
+                self._comparison.before_update(self.global_steps + 1)
+                self._finish_memory_copy()
+                loss_sum = self.step_loss.sum(state)
+                self.optimizer.reduce(self.step_loss.held(state))
+                self.optimizer.clip()
+                self.optimizer.step()
+                advance(self)
+
+            self._end_step(trace, state)
+            with self.heartbeat.waiting():
+                loss = self.step_loss.share(loss_sum)
+            loss = end_batch(self, loss)
+            self._comparison.check()
+            self.optimizer.skips.check()
+        return loss
 
     def schedule_for(self, num_microbatches: int) -> Schedule:
         """The schedule for a step of ``num_microbatches``, planned on first use, by all ranks together."""
@@ -225,70 +290,53 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
             self._plan(from_rank_zero(lambda: self.plan.cells_for(self.weft, num_microbatches), Schedule))
         return self._plans[num_microbatches]
 
-    def _plan(self, cells: Mapping[int, Schedule]) -> RankSchedule:
-        """This rank's part of a step, and the plans of its strand pairs; a collective call."""
-        member = self.plan.members[self.line]
-        cell = cells[member.pipelines]
-        plan = self._plans[cell.num_microbatches] = RankSchedule.of(cell, member.local_rank, self.pipe_rank)
-        if self.pairs is not None:
-            self.pairs.agree(cells.values(), self.plan.placement.num_stages)
-        return plan
-
-    def train_batch(self, data_iter: Iterator | None = None) -> Tensor:
-        """Train on the next batch, of every replica; a collective call.
+    def _plan(self, schedules: Mapping[int, Schedule]) -> RankSchedule:
+        """This rank's part of a step, and the plans of its strand pairs; a collective call.
 
         Args:
-            data_iter: micro-batches from now on, as `set_dataiterator` takes them.
-
-        Returns:
-            The loss, averaged over the tokens of the step.
-
-        Raises:
-            NonFiniteError: on every rank: training has diverged.
-            ReplicasDiffer: on every rank: they should hold the same numbers.
-            ChannelError: another rank has ended.
-            SkippedTooOften: on every rank: as many steps in a row were skipped as ``supervise.max_skips``
-                allows; the engine is as it was before them, but for its counters.
+            schedules: of a DP-cell of each size, by its number of pipelines.
         """
-        with self._neighbours.watching():
-            loss = super().train_batch(data_iter)
-            self._comparison.check()
-            self.optimizer.skips.check()
-        return loss
-
-    def _exec_schedule(self, schedule: Schedule) -> None:
-        batches = self._read(schedule.num_microbatches)
-        state = StepState(batches=batches, training=True, **self.step_loss.count(batches))
-        if self.wan is not None:
-            self.wan.priorities.update(self.plan_for(schedule.num_microbatches).priorities)
-        self._state = state
-        self.sharding.begin_step(list(schedule.actions(self.pipe_rank)))
-        trace = self.records.begin()
-        self.executor.run(schedule, state, [*self.slot_observers, trace])
-        self.step_loss.check(state.num_items)
-        self.records.add(trace, state.peak_bytes, state.peak_chunks)
-        if len(self.records) > 1:
-            self.heartbeat.measured(self.records.busy_before_last)
-        if len(self.records) == 1 and not _program_freezes() and not gc.get_freeze_count():
-            # What lives after a step lives on: collections during later steps need not look
-            # at it, which took a quarter of a second now and then (MegaScale section 6.3).
-            # A program that has frozen what it holds itself has seen to that.
-            gc.collect()
-            gc.freeze()
-            self._froze = True
-        self.step_loss.check_objective()
-        self._state = None
-        self.fwd_outputs = list(state.losses.values())
+        member = self.plan.members[self.line]
+        own = schedules[member.pipelines]
+        plan = self._plans[own.num_microbatches] = RankSchedule.of(own, member.local_rank, self.pipe_rank)
+        if self.pairs is not None:
+            self.pairs.agree(schedules.values(), self.plan.placement.num_stages)
+        return plan
 
     def _read(self, count: int) -> Sequence[dict[str, Tensor]]:
-        return draw(self.data_iterator, count, self._prepare, what=f"train_batch, step {self.global_steps + 1}")
+        return draw(self.data_iterator, count, self.prepare, what=f"train_batch, step {self.global_steps + 1}")
 
-    def _prepare(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def prepare(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a micro-batch as stages take it: on the device, this rank's part of its sequences."""
         batch = self.batch_fn(batch) if self.batch_fn else batch
         whole = self.step_loss.minimised is not None
         prepared = prepare_batch(batch, self.device, self.axes.context, keep_whole=whole)
         self.step_loss.tell(prepared, batch)
         return prepared
+
+    def _begin_step(self, plan: RankSchedule, state: StepState) -> SlotTrace:
+        """Tell those who need it what is about to be executed; returns the step's measurement."""
+        if self.wan is not None:
+            self.wan.priorities.update(plan.priorities)
+        self.sharding.begin_step(list(plan.schedule.actions(self.pipe_rank)))
+        trace = self.records.begin()
+        state.observers = [*self.slot_observers, trace]
+        return trace
+
+    def _finish_memory_copy(self) -> None:
+        if self.memory is not None:
+            self.memory.before_step()
+
+    def _end_step(self, trace: SlotTrace, state: StepState) -> None:
+        """Check what the step was fed with, and keep its measurements."""
+        self.step_loss.check(state.num_items)
+        self.records.add(trace, state.peak_bytes, state.peak_chunks)
+        if len(self.records) > 1:
+            self.heartbeat.measured(self.records.busy_before_last)
+        else:
+            self._long_lived.freeze()
+        self.step_loss.check_objective()
+        self.fwd_outputs = list(state.losses.values())
 
     def count_items(self, batch: Mapping[str, Tensor]) -> int:
         """What of a micro-batch the loss is averaged over: tokens with labels, or what the objective says."""
@@ -298,18 +346,8 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
         """Where a backward starts; gradients are sums over micro-batches and replicas, as losses are."""
         return torch.full_like(loss, self.optimizer.cur_scale)
 
-    def _step_optimizer(self, action: Action) -> None:
-        """``STEP``: clip, step, advance the learning rate."""
-        assert self._state is not None, "a step is being executed"
-        self._comparison.before_update(self.global_steps + 1)
-        if self.memory is not None:
-            self.memory.before_step()
-        self.optimizer.tell_loss(self.step_loss.held(self._state))
-        self._loss_sum = self.step_loss.sum(self._state)
-        self._exec_optimizer_step()
-
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def waiting(self) -> Iterator[None]:
         """While this rank waits for others that are not through yet: a bubble."""
         if self.bubbles is not None:
             self.bubbles.idle()
@@ -318,65 +356,86 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
         if self.bubbles is not None:
             self.bubbles.busy()
 
-    def _aggregate_total_loss(self) -> Tensor:
-        with self.heartbeat.waiting():
-            self.dp_group_loss = self.step_loss.share(self._loss_sum)
-        return self.dp_group_loss.clone()
+    # -- checkpoints and stops -----------------------------------------------------------------
 
-    def eval_batch(
-        self,
-        data_iter: Iterator,
-        return_logits: bool = False,
-        compute_loss: bool = True,
-        reduce_output: str | None = "avg",
-        bcast_loss: bool = True,
-        num_micro_batches: int | None = None,
-    ) -> Tensor | tuple[Tensor | None, list[Tensor]] | None:
-        """Evaluate the next micro-batches without training on them; a collective call.
+    def finish_checkpoints(self) -> None:
+        """Wait until checkpoints that are being written are whole; a collective call.
+
+        Raises:
+            CheckpointError: on every rank: one could not be written.
+        """
+        if self.checkpoint_writer is not None:
+            self.checkpoint_writer.wait()
+        if self.memory is not None:
+            self.memory.finish()
+
+    def open_memory(self, memory: HostMemory, *, share: float = 1.0) -> MemoryCheckpoints:
+        """Let this run take checkpoints in host memory; a collective call.
 
         Args:
-            data_iter: micro-batches, on every rank.
-            return_logits: also return each micro-batch's logits [B, S, V], on the ranks that
-                hold the last stage (an empty list elsewhere).
-            compute_loss: average the loss over tokens and return it; None otherwise.
-            reduce_output, bcast_loss: accepted for compatibility; the loss is always averaged
-                over tokens and replicas, and known to every rank.
-            num_micro_batches: how many to read; as in training if None.
+            share: see `MemoryCheckpoints.open`.
+
+        Raises:
+            CheckpointError: on every rank: a host has too little memory.
         """
-        self.module.eval()
-        schedule = plan_evaluation(
-            self.schedule.placement, num_micro_batches or self.micro_batches, zero_stage=self.weft.zero.stage
+        sites = [self.layout.position(rank).site for rank in range(self.layout.world_size)]
+        self.memory = MemoryCheckpoints.open(
+            self, memory, sites=sites, timeout_s=self.weft.comm.timeout_s, share=share, whole=self.heartbeat.kept
         )
-        batches = draw(data_iter, schedule.num_microbatches, self._prepare, what="eval_batch")
-        state = StepState(
-            batches=batches,
-            training=False,
-            keep_logits=return_logits,
-            **(self.step_loss.count(batches) if compute_loss else {"num_items": None}),
-        )
-        with self._neighbours.watching():
-            self.executor.run(schedule, state)
-            self.step_loss.check(state.num_items)
-            loss = self.step_loss.share(self.step_loss.sum(state)) if compute_loss else None
-        self.module.train()
-        if loss is not None and self.global_rank == 0 and self.monitor.enabled:
-            self.monitor.write_events([("Train/Samples/eval_loss", loss.item(), self.global_samples)])
-        if return_logits:
-            return loss, [state.logits[m] for m in sorted(state.logits)]
-        return loss
+        self.groups = [*self.groups, self.memory.group]
+        return self.memory
+
+    def check_finite(self) -> None:
+        """Check that what was trained so far may be saved; a collective call, between steps.
+
+        `save_checkpoint` and `export` do so before they write.
+
+        Raises:
+            NonFiniteError: on every rank: the last gradient, a weight or its optimiser's state is not finite.
+            ReplicasDiffer: on every rank: they should hold the same numbers (``supervise.compare_every``).
+        """
+        self._comparison.now(self.global_steps)
+        with self.heartbeat.waiting():
+            self.sharding.settle()
+            self.optimizer.check_finite()
+
+    def get_global_grad_norm(self) -> float | None:
+        """2-norm of the whole model's gradient in the last step, before clipping; None before the first."""
+        with self.heartbeat.waiting():
+            norm = self.optimizer.gradient_norm
+        return None if norm is None else norm.item()
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether a signal has asked a rank to stop; it becomes true after the same step on every rank."""
+        return self.optimizer.must_stop
+
+    def agree_to_stop(self) -> bool:
+        """`must_stop` where no step has just ended; a collective call."""
+        asked = torch.full((), float(self.is_asked_to_stop()), device=self.device)
+        with self.heartbeat.waiting():
+            dist.all_reduce(asked)
+            self.optimizer.must_stop |= bool(asked)
+        return self.must_stop
+
+    def is_asked_to_stop(self) -> bool:
+        """True if a signal has asked this rank to stop."""
+        return self.stop_signals is not None and self.stop_signals.number > 0
+
+    # -- the end -------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Give back what the engine holds, its process groups included; a collective call, the first time."""
+        """Release what the engine holds, its process groups included; a collective call, the first time."""
         if self._destroyed:
             return
         self._destroyed = True
         if self.memory is not None:
             self.memory.close()
         self.sharding.settle()  # no group goes while a gathering of the last step runs over it
-        self._give_back()
+        self._release()
         if self.wan is not None:
             self.wan.close()
-        self._neighbours.close()
+        self.neighbours.close()
         close_groups(self.groups)
         self.groups = ()
 
@@ -384,10 +443,10 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
         """Have this rank's waits for its neighbours fail, from any thread; `abandon` has to follow."""
         if self.wan is not None:
             self.wan.abandon()
-        self._neighbours.interrupt()
+        self.neighbours.interrupt()
 
     def abandon(self) -> None:
-        """Give back what the engine holds with nothing said to other ranks, some of which have ended.
+        """Release this rank's resources without collective calls; some peers may be gone.
 
         `weft.engine.distributed.leave_distributed` has to follow: threads of this engine that wait for
         other ranks end with the process groups.
@@ -397,20 +456,19 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
         self._destroyed = True
         if self.memory is not None:
             self.memory.abandon()
-        self._give_back()
+        self._release()
         if self.wan is not None:
             self.wan.abandon()
-        self._neighbours.close(leaving=True)
+        self.neighbours.close(leaving=True)
         self.groups = ()
 
-    def _give_back(self) -> None:
-        """What no other rank knows of."""
+    def _release(self) -> None:
+        """Release what no other rank has a part in."""
         super().destroy()
         if self.pairs is not None:
             self.pairs.close()
         close_axes(without_turns(self.axes))
-        if self._froze:
-            gc.unfreeze()
+        self._long_lived.release()
         if self.bubbles is not None:
             self.bubbles.close()
 
@@ -436,9 +494,3 @@ class WeftEngine(CheckpointingEngine, OptimizingEngine):
             f"{self.schedule.name}, {stages} stages on {self.num_stages} ranks x {self.num_replicas} replicas, "
             f"{self.micro_batches} micro-batches, ZeRO-{self.weft.zero.stage}"
         )
-
-
-@cache
-def _program_freezes() -> bool:
-    """Whether this program had frozen what it holds by its first engine's first step; counting that takes 60 ms."""
-    return gc.get_freeze_count() > 0

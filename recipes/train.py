@@ -153,7 +153,7 @@ def train(
     engine.origin = replace(engine.origin, inputs=from_rank_zero(lambda: inputs_of(config, tokenizer)))
     held.callback(engine.abandon)
     held.interrupt = engine.interrupt
-    engine.tell(heartbeat)
+    engine.attach_heartbeat(heartbeat)
     engine.stop_signals = signals
     together(lambda: _write_plan(engine, folder / "plan.json") if engine.global_rank == 0 else None)
     check_folder(engine, folder / "checkpoints", keep=config.checkpoint.keep + config.checkpoint.load_best_model_at_end)

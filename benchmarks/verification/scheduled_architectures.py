@@ -206,7 +206,7 @@ def execute(
     sharding = Sharding(made, ZeroConfig(stage=0, reduce_bucket_size=5000))
     pairs = StrandPairs.open(CPU, turns, None, strict=False)
     pairs.plans |= {pair_name(slot): PLAN for slot in schedule.rows[0] if is_pair(slot)}
-    ignored = {op: (lambda action: None) for op in (Op.UNSHARD, Op.RESHARD, Op.STEP)}
+    ignored = {op: (lambda action: None) for op in (Op.UNSHARD, Op.RESHARD)}
     executor = Executor(
         rank=0,
         stages=stages,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +12,6 @@ from weft.engine.execution.compute import Compute
 from weft.engine.execution.pairs import StrandPairs
 from weft.engine.execution.receives import ReceiveQueue
 from weft.engine.execution.step_state import StepState, key
-from weft.engine.observability.slots import SlotObserver
 from weft.engine.stages import Stage
 from weft.pipeline.action import RECEIVES, SENDS, Action, Op, Slot, receive_of
 from weft.pipeline.dependencies import establishes
@@ -21,6 +21,11 @@ from weft.pipeline.strands.scheduled import is_pair
 
 def _run_stage_wide(run: Callable[[Action], None], _: StepState, action: Action, __: Schedule) -> None:
     run(action)
+
+
+def _await_sends(state: StepState) -> None:
+    for handle in state.sends:
+        handle.wait()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -36,7 +41,7 @@ class Executor:
         send_to: channels to neighbouring pipeline ranks.
         receive_from: channels from neighbouring pipeline ranks.
         receive_ahead: receives posted ahead of need, per neighbour.
-        stage_wide: what to do for ``UNSHARD``, ``REDUCE_GRAD`` and ``STEP``.
+        stage_wide: what to do for ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD``.
         debug: assert before each action that its dependencies on this rank have ended.
         pairs: runs strand pairs interleaved; None runs their halves one after the other.
     """
@@ -64,50 +69,63 @@ class Executor:
             **{op: partial(_run_stage_wide, run) for op, run in self.stage_wide.items()},
         }
 
-    def run(self, schedule: Schedule, state: StepState, observers: Sequence[SlotObserver] = ()) -> None:
-        """Execute this rank's row, exactly in its order.
+    def run(self, schedule: Schedule, state: StepState) -> None:
+        """Execute this rank's row in its order, up to ``STEP``: `stepping` is that slot.
 
         Args:
             schedule: lowered and valid.
-            state: the step's batches; holds losses and peaks afterwards.
-            observers: told of the step and of every slot.
+            state: the step's batches and observers; holds losses and peaks afterwards.
 
         Raises:
             ChannelError: a neighbour did not deliver in time.
         """
-        for observer in observers:
+        for observer in state.observers:
             observer.step_begins(schedule.num_microbatches)
         row = schedule.rows[self.rank]
         state.split = {key(action) for slot in row for action in slot if action.op is Op.W}
         if self.pairs is not None:
             state.split |= self.pairs.split(row)
         self._post_receives(schedule, state)
-        done: set[Action] = set()
         for slot in row:
-            for observer in observers:
-                observer.slot_begins(slot)
-            self._run_slot(schedule, state, slot, done)
-            for observer in reversed(observers):
-                observer.slot_ends(slot)
-        for handle in state.sends:
-            handle.wait()
+            if slot[0].op is Op.STEP:
+                return
+            with self._observed(schedule, state, slot):
+                self._run_slot(schedule, state, slot)
+        _await_sends(state)
 
-    def _run_slot(self, schedule: Schedule, state: StepState, slot: Slot, done: set[Action]) -> None:
+    @contextmanager
+    def stepping(self, schedule: Schedule, state: StepState) -> Iterator[None]:
+        """The slot ``STEP``, which ends a row: the optimiser steps within. Every send has ended afterwards."""
+        slot = schedule.rows[self.rank][-1]
+        assert slot[0].op is Op.STEP, f"a row that ends with {slot[0]} trains nothing"
+        with self._observed(schedule, state, slot):
+            yield
+        _await_sends(state)
+
+    @contextmanager
+    def _observed(self, schedule: Schedule, state: StepState, slot: Slot) -> Iterator[None]:
+        for observer in state.observers:
+            observer.slot_begins(slot)
+        if self.debug:
+            for action in slot:
+                self._assert_ready(schedule, action, state.done)
+        yield
+        if self.debug:
+            state.done.update(fact for action in slot for fact in establishes(action))
+        for observer in reversed(state.observers):
+            observer.slot_ends(slot)
+
+    def _run_slot(self, schedule: Schedule, state: StepState, slot: Slot) -> None:
         """One action, or the two halves of a strand pair.
 
         The inputs of both halves are there, and their transfers stand before and after the slot.
         Where they are not interleaved the backward goes first, for it frees what the forward will save.
         """
-        if self.debug:
-            for action in slot:
-                self._assert_ready(schedule, action, done)
         if self.pairs is not None and is_pair(slot):
             self.pairs.run(self.compute, state, slot)
         else:
             for action in reversed(slot):
                 self._table[action.op](state, action, schedule)
-        if self.debug:
-            done.update(fact for action in slot for fact in establishes(action))
 
     def _assert_ready(self, schedule: Schedule, action: Action, done: set[Action]) -> None:
         ranks = schedule.placement.stage_ranks

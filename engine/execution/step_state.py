@@ -12,6 +12,7 @@ from weft.comm.channel import SendHandle
 from weft.engine.backward import SavedForward
 from weft.engine.execution.receives import ReceiveQueue
 from weft.engine.execution.sums import LabelCount
+from weft.engine.observability.slots import SlotObserver
 from weft.engine.stages.batch import Batch
 from weft.pipeline.action import Action
 
@@ -39,6 +40,8 @@ class StepState:
     """Whether forwards keep what a backward needs."""
     split: Set[Key] = frozenset()
     """Forwards whose backward comes in two parts."""
+    observers: Sequence[SlotObserver] = ()
+    """Notified of the step's begin and of every slot."""
     keep_logits: bool = False
     """Whether the last stage keeps its logits (evaluation only)."""
     inputs: dict[Key, Tensor] = field(default_factory=dict)
@@ -59,6 +62,8 @@ class StepState:
     """Transfers under way, oldest first."""
     receives: dict[int, ReceiveQueue] = field(default_factory=dict)
     """Receives by pipeline rank of the sender."""
+    done: set[Action] = field(default_factory=set)
+    """Facts that this rank's slots have established, for the executor's debug mode."""
     peak_bytes: int = 0
     """Highest sum of saved bytes."""
     peak_chunks: int = 0

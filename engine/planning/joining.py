@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,38 +11,12 @@ import torch.distributed as dist
 from weft.comm.emulated.world import emulated_world
 from weft.comm.sites.joining import spans_sites
 from weft.comm.sites.links import Sites
-from weft.conf.schema import CommConfig, WeftConfig
+from weft.conf.schema import WeftConfig
 from weft.conf.sites import num_routes, ranks_per_site
 from weft.engine import distributed
-from weft.engine.deepspeed.keys import weft_section
 from weft.engine.planning.layout import RankLayout
 
 log = logging.getLogger(__name__)
-
-
-def init_distributed(
-    config: WeftConfig | Mapping[str, Any] | str | Path | None = None, *, timeout_s: float | None = None
-) -> torch.device:
-    """Join the process group that the launcher's environment describes, before anybody else makes one; idempotent.
-
-    Args:
-        config: the run's, or a DeepSpeed configuration (a dictionary or a JSON file) with a section "weft". It is
-            needed where ``cluster`` has several sites.
-        timeout_s: of groups; by default ``comm.timeout_s``.
-
-    Returns:
-        This rank's device.
-
-    Raises:
-        ValueError: an unknown key, or a value of the wrong type.
-    """
-    if not isinstance(config, WeftConfig):
-        config = weft_section(config) if config is not None else None
-    if config is None:
-        return distributed.init_distributed(timeout_s or CommConfig.timeout_s)
-    if timeout_s:
-        config = replace(config, comm=replace(config.comm, timeout_s=timeout_s))
-    return join(config)
 
 
 def join(config: WeftConfig) -> torch.device:

@@ -96,6 +96,22 @@ class Comparison:
         self._next_step: int
         self._begin(0)
 
+    @classmethod
+    def of_replicas(
+        cls, sharding: Sharding, optimizer: Optimizer, *, every: int, group: dist.ProcessGroup, expert: int
+    ) -> Comparison:
+        """Compare over the ranks of ``group``; arguments as of the constructor."""
+        return cls(
+            sharding,
+            optimizer,
+            every=every,
+            replica=dist.get_rank(group),
+            replicas=dist.get_process_group_ranks(group),
+            group=group,
+            expert=expert,
+            experts={name for name, cut in sharding.cuts.items() if cut.axis == "expert"},
+        )
+
     # -- in a step -------------------------------------------------------------------------------
 
     def before_update(self, step: int) -> None:

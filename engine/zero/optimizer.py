@@ -85,7 +85,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         self._groups = {"replicas": replicas, "pipeline": pipeline}
         self._square: tuple[ReplicaSum, float] | None = None
         """Of the last step's gradient, times the square of the loss scale, with `must_stop`; and the loss scale."""
-        self._loss: Tensor | None = None
+        self._presence: Presence | None = None
         self._origin: Callable[[], tuple[int, ...]] = tuple
         """Returns the ranks where numbers of the last step that are not finite come from; a collective call."""
         held = [fragment for fragment in sharding.fragments() if fragment.trained]
@@ -114,40 +114,58 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         """The loss scale: the factor of losses before their backward."""
         return self.loss_scaler.cur_scale
 
-    def tell_loss(self, loss: Tensor | None) -> None:
-        """Take this rank's part of the loss of the step to come, where it has one: a scalar.
-
-        It is judged with the gradient if steps may be skipped, and tells bad data from a bad rank.
-        """
-        self._loss = loss
-
     @torch.no_grad()
-    def step(self) -> None:
-        """Wait for the gradients, step, and start to gather the new weights; a collective call.
+    def reduce(self, loss: Tensor | None = None) -> None:
+        """Wait for the gradients of all replicas, and judge their norm; a collective call.
+
+        Args:
+            loss: this rank's part of the step's loss, a scalar, where it has one. It is judged with the
+                gradient if steps may be skipped, and distinguishes bad data from a bad rank.
 
         Raises:
             NonFiniteError: on every rank, if the gradient of this step or the previous one is not finite.
         """
-        presence = Presence(self.sharding.trained, self._started_sum, self.sharding.device)
+        self._presence = Presence(self.sharding.trained, self._started_sum, self.sharding.device)
         with self._waiting():
             self.sharding.finish_gradients()
         try:
             self._take_stop(self._watch.check())
-            self._square = self._summed(self._local_square()), self.cur_scale
+            self._square = self._summed(self._local_square(loss)), self.cur_scale
             self._check_gradient()
         except NonFiniteError as error:
             self._failure = error
             self.zero_grad()
             raise
         self._failure = None
+
+    @torch.no_grad()
+    def clip(self) -> None:
+        """Remove the loss scale from the gradients and clip them, unless this step is skipped (``overflow``)."""
+        if self.overflow:
+            return
+        factor = torch.full((), 1.0 / self.cur_scale, device=self.sharding.device)
+        if clip := self._clip():
+            factor *= torch.clamp(clip / (self._awaited_norm() + 1e-6), max=1.0)
+        elif self.cur_scale == 1.0:
+            return
+        if gradients := [bucket.gradient for bucket in self.sharding.trained]:
+            torch._foreach_mul_(gradients, factor)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step on clipped gradients, start to gather the new weights, and adapt the loss scale; a collective call.
+
+        A step that is skipped (``overflow``) only drops the gradients and adapts the loss scale.
+        """
+        assert self._presence is not None, "reduce() has to come before step()"
         if not self.overflow:
-            self._scale()
             with self._waiting():
-                absent = presence.absent()
+                absent = self._presence.absent()
             for bucket in self.sharding.trained:
                 bucket.assign_gradients(absent)
             self.optimizer.step()
             self.sharding.publish()
+        self._presence = None
         if not self._is_bad:
             self.loss_scaler.update_scale(self.overflow)
         self.zero_grad()
@@ -239,24 +257,13 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         assert norm is not None
         return norm
 
-    def _local_square(self) -> Tensor:
+    def _local_square(self, loss: Tensor | None) -> Tensor:
         """This rank's part of the squared norm, in which each element counts on one rank; and 1 if it is to stop."""
         square = squared_norm((bucket.counted_gradient for bucket in self.sharding.trained), self.sharding.device)
-        loss, self._loss = self._loss, None
         self._origin = OwnNumbers.of_step(self.sharding.trained, loss, self._groups["pipeline"]).origin
         if self.skips.most and loss is not None:
             square += 0 * loss  # NaN if the loss is not finite
         return torch.stack([square, torch.full_like(square, float(self._stops()))])
-
-    def _scale(self) -> None:
-        """Unscale the gradients, and clip them."""
-        factor = torch.full((), 1.0 / self.cur_scale, device=self.sharding.device)
-        if clip := self._clip():
-            factor *= torch.clamp(clip / (self._awaited_norm() + 1e-6), max=1.0)
-        elif self.cur_scale == 1.0:
-            return
-        if gradients := [bucket.gradient for bucket in self.sharding.trained]:
-            torch._foreach_mul_(gradients, factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""

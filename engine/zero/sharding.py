@@ -51,7 +51,8 @@ class Sharding:
         self.buckets = cut(stages, zero, self.collectives, dict(tied), cuts)
         bucket_of = {member.parameter: bucket for bucket in self.buckets for member in bucket.members}
         self._named = {name: p for stage in stages for name, p in stage.named_global_parameters()}
-        self._cuts = {name: cut for stage in stages for name, cut in stage.cuts.items()}
+        self.cuts = {name: cut for stage in stages for name, cut in stage.cuts.items()}
+        """The part of a divided matrix that this rank holds, by its global name."""
         self._weights = {stage.index: StageWeights(stage, bucket_of) for stage in stages}
         self._own = {
             index: [bucket for bucket in self.buckets if bucket.trained and bucket.stages == {index}]
@@ -97,7 +98,7 @@ class Sharding:
         for name, parameter in self._named.items():
             if name not in held and parameter not in seen:
                 seen.add(parameter)
-                yield Fragment(name, parameter, 0, parameter.detach(), False, True, self._cuts.get(name))
+                yield Fragment(name, parameter, 0, parameter.detach(), False, True, self.cuts.get(name))
 
     # -- around the actions of a step ------------------------------------------------------------
 

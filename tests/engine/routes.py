@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.engine.tiny import weft_losses
 from weft.conf.schema import WeftConfig
-from weft.engine.planning.joining import init_distributed
+from weft.engine.deepspeed.joining import init_distributed
 
 
 def losses_over_sites(configs: list[WeftConfig], steps: int) -> list[list[float]]:
@@ -19,13 +19,13 @@ def meshes_of_reductions(config: WeftConfig) -> tuple[list[tuple[int, ...]], lis
 
     init_distributed(config)
     engine, *_ = initialize(config=config)
-    gradients = engine._collectives.gradients
+    gradients = engine.collectives.gradients
     axes = [] if gradients is None else gradients.axes()
     kinds = [
         type(gradients.process_group(mesh, axis)._get_backend_name and gradients.process_group(mesh, axis))
         for mesh, axis in axes
     ]
-    found = [mesh.shape for mesh, _ in axes], [kind.__name__ for kind in kinds], engine._collectives.group.nodes
+    found = [mesh.shape for mesh, _ in axes], [kind.__name__ for kind in kinds], engine.collectives.group.nodes
     source = engine.plan.facts.sources["collectives"]
     engine.destroy()
     return *found, source

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.engine.zero.replicas import SmallStage
+from tests.engine.zero.replicas import SmallStage, whole_step
 from tests.thread_ranks import at_end
 from weft.conf.schema import Partition, WeftConfig, ZeroConfig
 from weft.engine.checkpoint.optimizer_state import collect
@@ -152,7 +152,7 @@ class SmallEngine:
         self.sharding.reduce(self.pipe_rank)
         for call in self.before_update:
             call()
-        self.optimizer.step()
+        whole_step(self.optimizer)
         self.lr_scheduler.step()
         self.global_steps += 1
         self.global_samples += MICROBATCHES * 2

@@ -178,15 +178,16 @@ def a_run(config: WeftConfig, folder: str, overrides: list[str]) -> dict[str, An
 
 
 def note_waits_in_steps(device: Device) -> Counter[str]:
-    """Filled with what the host waits for while any engine executes a step."""
+    """Filled with what the host waits for while any engine trains on a batch."""
     from weft.engine.engine import WeftEngine
 
-    execute, found = WeftEngine._exec_schedule, Counter[str]()
+    train_batch, found = WeftEngine.train_batch, Counter[str]()
 
-    def noting(engine: WeftEngine, schedule: Any) -> None:
+    def noting(engine: WeftEngine, *args: Any) -> Tensor:
         before = Counter(device.host_waits)
-        execute(engine, schedule)
+        loss = train_batch(engine, *args)
         found.update(device.host_waits - before)
+        return loss
 
-    WeftEngine._exec_schedule = noting  # type: ignore[method-assign]
+    WeftEngine.train_batch = noting  # type: ignore[method-assign]
     return found

@@ -7,6 +7,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from torch import nn
 
+from tests.engine.zero.replicas import whole_step
 from weft.conf.schema import ZeroConfig
 from weft.engine.checkpoint import CheckpointError, newest, open_checkpoint, save
 from weft.engine.checkpoint.optimizer_state import (
@@ -74,7 +75,7 @@ class Trained:
         (loss * self.optimizer.cur_scale).backward()
         for bucket in self.sharding.trained:
             bucket.reduce()
-        self.optimizer.step()
+        whole_step(self.optimizer)
         return loss.item()
 
 

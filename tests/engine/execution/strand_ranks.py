@@ -152,7 +152,6 @@ def _step(
             Op.UNSHARD: lambda action: sharding.unshard(action.stage),
             Op.RESHARD: lambda action: sharding.reshard(action.stage),
             Op.REDUCE_GRAD: lambda action: sharding.reduce(action.stage),
-            Op.STEP: lambda action: None,
         },
         debug=True,
         pairs=pairs,

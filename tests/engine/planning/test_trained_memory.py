@@ -13,6 +13,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from tests.engine.zero.replicas import whole_step
 from weft.conf.schema import (
     ClusterConfig,
     LoraConfig,
@@ -163,7 +164,7 @@ def allocated(case: Case, config: WeftConfig, model: nn.Module | None, plan, ran
     gradients = num_bytes(bucket._buffer for bucket in sharding.trained)
     for bucket in sharding.trained:
         bucket.reduce()
-    optimizer.step()
+    whole_step(optimizer)
     weights = num_bytes([*named, *map(exact_value, named)])
     masters = [f.tensor for f in sharding.fragments() if f.tensor.dtype != f.parameter.dtype]
     state = [x for per in basic.state.values() for x in per.values() if isinstance(x, Tensor) and x.numel() > 1]

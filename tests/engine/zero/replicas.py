@@ -159,3 +159,10 @@ class SmallStage(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.hidden(ids)
         return nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), ids.flatten(), reduction="sum")
+
+
+def whole_step(optimizer: ShardedOptimizer, loss: Tensor | None = None) -> None:
+    """The three parts of an optimiser's step, as the engine's `train_batch` calls them."""
+    optimizer.reduce(loss)
+    optimizer.clip()
+    optimizer.step()

@@ -5,7 +5,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from torch.optim import SGD, AdamW
 
-from tests.engine.zero.replicas import Meetings, SmallStage, in_threads
+from tests.engine.zero.replicas import Meetings, SmallStage, in_threads, whole_step
 from weft.conf.deepspeed import deepspeed_config
 from weft.conf.schema import Precision, WeftConfig, ZeroConfig
 from weft.engine.execution.sums import ReplicaSum
@@ -77,14 +77,14 @@ class Trained:
             steps_done=lambda: self.done,
         )
 
-    def step(self, spoilt=0.0):
+    def step(self, spoilt=0.0, loss=None):
         self.sharding.begin_step([Action(Op.F, 0, 0), Action(Op.B, 0, 0)])
         with self.sharding.around(Action(Op.F, 0, 0)):
-            loss = self.model(torch.arange(10).view(2, 5))
+            output = self.model(torch.arange(10).view(2, 5))
         with self.sharding.around(Action(Op.B, 0, 0)):
-            (loss * self.optimizer.cur_scale + spoilt * self.model.head.weight.sum()).backward()
+            (output * self.optimizer.cur_scale + spoilt * self.model.head.weight.sum()).backward()
         self.sharding.reduce(0)
-        self.optimizer.step()
+        whole_step(self.optimizer, loss)
         self.done += 1
 
     def weights(self):
@@ -124,7 +124,7 @@ def test_the_step_over_a_large_bucket_is_clipped_by_float64s_norm(clip):
     with sharding.around(Action(Op.B, 0, 0)):
         (stage.weight * gradient).sum().backward()
     sharding.reduce(0)
-    optimizer.step()
+    whole_step(optimizer)
     assert float(optimizer.gradient_norm) == pytest.approx(exact, rel=1e-6)
     torch.testing.assert_close(-stage.weight.detach(), gradient * min(1.0, clip / exact), rtol=2e-6, atol=0.0)
 

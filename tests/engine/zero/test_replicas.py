@@ -8,7 +8,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from tests.engine.zero.replicas import MeetingOptimizer, Meetings, SmallStage, in_threads
+from tests.engine.zero.replicas import MeetingOptimizer, Meetings, SmallStage, in_threads, whole_step
 from weft.conf.schema import ZeroConfig
 from weft.engine.backward import SplitBackward
 from weft.engine.zero import Lamb, Sharding
@@ -101,7 +101,7 @@ class Replica:
                     self.backward.weight_backward(saved)
             self.sharding.reshard(0)
         self.sharding.reduce(0)
-        self.optimizer.step()
+        whole_step(self.optimizer)
         return float(self.optimizer.gradient_norm)
 
     def weights(self):
@@ -172,7 +172,7 @@ def test_weights_in_16_bits_have_a_master_copy():
             with sharding.around(Action(Op.B, 0, 0)):
                 loss.backward()
             sharding.reduce(0)
-            sharded.step()
+            whole_step(sharded)
         sharding.settle()
         for fragment, before in zip(sharding.fragments(), masters, strict=True):
             assert fragment.tensor.dtype is torch.float32

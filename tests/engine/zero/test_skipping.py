@@ -89,8 +89,7 @@ def test_good_steps_are_the_same_with_and_without(clip):
     plain, watched = Trained(clip=clip), Trained(clip=clip, skips=Skips(3, spike=20.0))
     for _ in range(5):
         plain.step()
-        watched.optimizer.tell_loss(torch.tensor(2.5))
-        watched.step()
+        watched.step(loss=torch.tensor(2.5))
     assert unchanged(watched, state(plain))
 
 
@@ -98,8 +97,7 @@ def test_good_steps_are_the_same_with_and_without(clip):
 def test_a_loss_that_is_not_finite_is_enough(loss):
     trained = Trained(clip=1.0, skips=Skips(3))
     before = trained.weights()
-    trained.optimizer.tell_loss(torch.tensor(loss))
-    trained.step()
+    trained.step(loss=torch.tensor(loss))
     assert trained.optimizer.overflow
     assert all(torch.equal(a, b) for a, b in zip(before, trained.weights(), strict=True))
     trained.step()

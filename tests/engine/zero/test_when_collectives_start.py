@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from tests.engine.zero.replicas import Meetings, SmallStage, in_threads
+from tests.engine.zero.replicas import Meetings, SmallStage, in_threads, whole_step
 from tests.engine.zero.test_replicas import Replica, ids
 from weft.conf.schema import ZeroConfig
 from weft.engine.backward import SplitBackward
@@ -63,7 +63,7 @@ def run_row(replica, backwards, compute=whole):
         counts.append(reductions())
     sharding.reduce(0)
     counts.append(reductions())
-    replica.optimizer.step()
+    whole_step(replica.optimizer)
     return counts
 
 
@@ -162,7 +162,7 @@ def test_an_unsharded_stage_begins_with_what_its_next_computation_uses_first():
                 replica.backward.weight_backward(saved)
         assert unsharded() == first, "nothing is to come in this step, and the next begins with a forward"
         sharding.reduce(0)
-        replica.optimizer.step()
+        whole_step(replica.optimizer)
 
     in_threads(2, run)
 

@@ -1,0 +1,72 @@
+"""What DeepSpeed's `train_batch` does besides training: timers, learning rate, counters, progress and monitors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
+from torch import Tensor
+
+
+def begin_batch(engine: PipelineEngine, data_iter: Iterator | None) -> None:
+    """Begin `train_batch`: take over its iterator, and start its timer.
+
+    Raises:
+        RuntimeError: gradients are switched off.
+    """
+    if not torch.is_grad_enabled():
+        raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
+    if data_iter is not None:
+        engine.set_dataiterator(data_iter)
+    engine.module.train()
+    engine.timers(TRAIN_BATCH_TIMER).start()
+
+
+def advance(engine: PipelineEngine) -> None:
+    """Count a step that the optimiser has made or skipped, and advance the learning rate if it was made."""
+    engine._step_applied = not engine.optimizer.overflow
+    if engine.optimizer.overflow:
+        engine.skipped_steps += 1
+    elif engine.lr_scheduler is not None:
+        try:
+            engine.lr_scheduler.step()
+        except TypeError:  # Megatron's schedules take the number of sequences
+            engine.lr_scheduler.step(engine.train_batch_size())
+    if engine.global_rank == 0 and _prints(engine, engine.global_steps + 1):
+        engine._report_progress(engine.global_steps + 1)
+    engine.global_steps += 1
+    engine.global_samples += engine.train_batch_size()
+    events = [("Train/Samples/lr", engine.get_lr()[0], engine.global_samples)]
+    if engine.fp16_enabled():
+        events.append(("Train/Samples/loss_scale", engine.optimizer.cur_scale, engine.global_samples))
+    _write(engine, events)
+
+
+def end_batch(engine: PipelineEngine, loss: Tensor) -> Tensor:
+    """End `train_batch`: stop its timer, and report the loss; returns it for the caller to keep."""
+    engine.dp_group_loss, engine.agg_train_loss = loss, loss.clone()
+    timer = engine.timers(TRAIN_BATCH_TIMER)
+    timer.stop()
+    if _prints(engine, engine.global_steps):
+        step_s = timer.elapsed(reset=True) / 1000.0 / engine.steps_per_print()
+        if engine.global_rank == 0:
+            rate = engine.train_batch_size() / step_s
+            print(
+                f"steps: {engine.global_steps} loss: {loss:0.4f} iter time (s): {step_s:0.3f} samples/sec: {rate:0.3f}"
+            )
+    _write(engine, [("Train/Samples/train_loss", loss, engine.global_samples)])
+    return engine.agg_train_loss
+
+
+def _prints(engine: PipelineEngine, step: int) -> bool:
+    """True if DeepSpeed prints something at ``step`` (``steps_per_print``)."""
+    every = engine.steps_per_print()
+    return every is not None and step % every == 0
+
+
+def _write(engine: PipelineEngine, events: list[tuple[str, Tensor | float, int]]) -> None:
+    """Write events to the monitors of rank 0; numbers on a device are waited for only if there are monitors."""
+    if engine.global_rank == 0 and engine.monitor.enabled:
+        engine.summary_events = [(name, float(value), samples) for name, value, samples in events]
+        engine.monitor.write_events(engine.summary_events)

@@ -1,0 +1,109 @@
+"""DeepSpeed's methods `save_checkpoint` and `load_checkpoint`, for checkpoints of `weft.engine.checkpoint`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from weft.conf.schema import WeftConfig
+from weft.engine.checkpoint import BackgroundWriter, Wanted, load_newest, load_tagged, save_engine
+from weft.engine.checkpoint.trained import Trained
+
+
+class Checkpointed(Trained, Protocol):
+    """The interface that both methods need of an engine.
+
+    Attributes:
+        checkpoint_writer: writes while training goes on, once the first checkpoint was saved so.
+    """
+
+    weft: WeftConfig
+    checkpoint_writer: BackgroundWriter | None
+
+    def finish_checkpoints(self) -> None:
+        """Wait until checkpoints that are being written are whole; a collective call."""
+        ...
+
+
+def save_checkpoint(
+    engine: Checkpointed,
+    save_dir: str,
+    tag: str | int | None = None,
+    client_state: dict[str, Any] | None = None,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """Write a checkpoint that is whole or absent, and fits any layout; a collective call.
+
+    Args:
+        save_dir: folder of checkpoints.
+        tag: name of the checkpoint's folder; another of that name gives way to it, and
+            ``checkpoint.keep`` does not touch it. None names it by its step.
+        client_state: what the caller wants back from `load_checkpoint`, equal on all ranks:
+            numbers, texts, lists, tuples, dictionaries, tensors and arrays.
+        save_latest: whether `load_checkpoint` may take it where no tag is given.
+        exclude_frozen_parameters: accepted for compatibility; frozen weights are saved, too.
+
+    Raises:
+        CheckpointError: on every rank; checkpoints written before are as they were.
+    """
+    if engine.weft.checkpoint.background and engine.checkpoint_writer is None:
+        engine.checkpoint_writer = BackgroundWriter.open()
+    save_engine(
+        engine,
+        Path(save_dir),
+        client_state=client_state or {},
+        keep=engine.weft.checkpoint.keep,
+        tag=None if tag is None else str(tag),
+        latest=save_latest,
+        background=engine.checkpoint_writer,
+    )
+    return True
+
+
+def load_checkpoint(
+    engine: Checkpointed,
+    load_dir: str,
+    tag: str | int | None = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: Callable | None = None,
+) -> tuple[str | None, dict[str, Any]]:
+    """Restore the newest whole checkpoint of a folder, or the one named; a collective call.
+
+    Args:
+        load_dir: folder of checkpoints, or a checkpoint itself.
+        tag: name of a checkpoint in it; None takes the newest.
+        load_optimizer_states, load_lr_scheduler_states: whether to restore these, too; what is
+            not restored stays as it is.
+        load_module_only: restore weights alone, to start a new run from.
+        load_module_strict, custom_load_fn: cannot be changed.
+
+    Returns:
+        The checkpoint's path and the caller's state; (None, {}) when no tag is given and there
+        is none.
+
+    Raises:
+        CheckpointError: on every rank: the checkpoint named is not there, or what is there
+            cannot be restored.
+        ValueError: an argument that cannot be honoured.
+    """
+    if not load_module_strict or custom_load_fn is not None:
+        raise ValueError(
+            "load_checkpoint: load_module_strict=False and custom_load_fn are not supported: the checkpoint must "
+            "contain every weight; read single ones with weft.engine.checkpoint.open_checkpoint"
+        )
+    engine.finish_checkpoints()
+    wanted = Wanted(
+        optimizer=load_optimizer_states and not load_module_only,
+        scheduler=load_lr_scheduler_states and not load_module_only,
+        progress=not load_module_only,
+    )
+    if tag is not None:
+        path, state = load_tagged(engine, Path(load_dir), str(tag), wanted)
+        return str(path), state
+    found = load_newest(engine, Path(load_dir), wanted)
+    return (None, {}) if found is None else (str(found[0]), found[1])

@@ -1,0 +1,95 @@
+"""What DeepSpeed's constructor calls of an engine: precision, first broadcast, optimiser, learning-rate schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.runtime.config import LAMB_OPTIMIZER
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.optim import Optimizer
+
+from weft.engine.precision import compute_in
+from weft.engine.stages.adapter import exported_frozen
+from weft.engine.zero import Lamb, ShardedOptimizer, Sharding, Skips
+
+
+def zero_optimization_stage(engine: PipelineEngine) -> int:
+    """What DeepSpeed itself shards: nothing. `weft.engine.zero` implements ``weft.zero.stage``."""
+    return 0
+
+
+def cast_module_mixed_precision(
+    engine: PipelineEngine,
+    param_dtype: torch.dtype | None,
+    buffer_dtype: torch.dtype | None,
+    *more: Any,
+    **named: Any,
+) -> None:
+    """As DeepSpeed's, but trained weights stay as they were given until buckets have taken their masters."""
+    if param_dtype is not None:
+        frozen = [p for stage in engine.module.stages.values() for p in exported_frozen(stage)]
+        compute_in(engine.module.parameters(), param_dtype, set(frozen))
+    PipelineEngine._cast_module_mixed_precision(engine, None, buffer_dtype, *more, **named)
+
+
+def broadcast_model(engine: PipelineEngine) -> None:
+    """As DeepSpeed's, over replicas; but those that divide experts among them hold different ones."""
+    if engine.layout.expert == 1:
+        PipelineEngine._broadcast_model(engine)
+
+
+def configure_optimizer(
+    engine: PipelineEngine, client_optimizer: Optimizer | Callable | None, model_parameters: list[dict[str, Any]]
+) -> None:
+    """Make the optimiser, and shard it; at every stage of ZeRO it steps `weft.engine.zero`'s buckets."""
+    if client_optimizer is None:
+        engine.basic_optimizer = _basic_optimizer(engine, model_parameters)
+    elif isinstance(client_optimizer, Optimizer):
+        engine.basic_optimizer = client_optimizer
+    else:
+        engine.basic_optimizer = client_optimizer(model_parameters)
+    engine._check_for_duplicates(engine.basic_optimizer)
+    overlap, supervise = engine.plan.overlap, engine.weft.supervise
+    engine.sharding = Sharding(
+        engine.module.stages.values(),
+        engine.weft.zero,
+        engine.collectives,
+        engine.module.tied,
+        overlap.cuts if overlap is not None else {},
+    )
+    grid, fp16 = engine.module._grid, engine.fp16_enabled()
+    engine.optimizer = ShardedOptimizer(
+        engine.basic_optimizer,
+        engine.sharding,
+        loss_scaler=CreateLossScaler(
+            torch.float16 if fp16 else torch.float32,
+            engine.loss_scale(),
+            engine.dynamic_loss_scale(),
+            engine.dynamic_loss_scale_args(),
+        ),
+        clip=engine.gradient_clipping,
+        waiting=engine.waiting,
+        steps_done=lambda: engine.global_steps,
+        stops=engine.is_asked_to_stop,
+        skips=Skips(supervise.max_skips or 0, supervise.spike),
+        check_overflow=fp16 or (engine.bfloat16_enabled() and engine._config.bfloat16_config.check_grad_overflow),
+        replicas=engine.module.stage_group if engine.layout.lines > 1 else None,
+        pipeline=grid.get_pipe_parallel_group() if grid.get_pipe_parallel_world_size() > 1 else None,
+    )
+
+
+def _basic_optimizer(engine: PipelineEngine, model_parameters: list[dict[str, Any]]) -> Optimizer:
+    """The optimiser that the configuration names; DeepSpeed's own LAMB takes whole parameters on GPUs only."""
+    if engine.optimizer_name() == LAMB_OPTIMIZER:
+        return Lamb(model_parameters, **(engine.optimizer_params() or {}))
+    return engine._configure_basic_optimizer(model_parameters)
+
+
+def configure_lr_scheduler(engine: PipelineEngine) -> None:
+    """Make the schedule; initial rates are kept as torch's schedules keep them, for a resume."""
+    for group in engine.basic_optimizer.param_groups:
+        group.setdefault("initial_lr", float(group["lr"]))
+    PipelineEngine._configure_lr_scheduler(engine)
