@@ -47,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--requests", type=int, default=100, help="prompts that are sent at once")
     parser.add_argument("--rounds", type=int, default=5, help="stalls, of each side in turns")
     parser.add_argument("--stall", type=float, default=5.0, help="seconds for which a server is stopped")
+    parser.add_argument("--deadline", type=float, default=60.0, help="seconds; the controller refuses what is later")
     parser.add_argument("--yield-cores", action="store_true", help="workers run on idle cores only, as by default")
     args = parse(parser, argv)
     with tempfile.TemporaryDirectory(prefix="weft-stalls-") as folder:
@@ -59,7 +60,7 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
     prefill.model, prefill.python, prefill.ranks = str(folder / "model"), args.python, SERVED
     prefill.cost_dir, prefill.first_port = str(folder / "costs"), FIRST_PORT + 1
     prefill.yield_cores = args.yield_cores
-    controller.port, controller.deadline_s, controller.max_queue = FIRST_PORT, 60.0, 2 * args.requests
+    controller.port, controller.deadline_s, controller.max_queue = FIRST_PORT, args.deadline, 2 * args.requests
     write_model(Path(prefill.model))
     workers, port = workers_of(config), FIRST_PORT + 9
     here, stock = (f"http://127.0.0.1:{each}" for each in (controller.port, port))
@@ -110,6 +111,8 @@ def _rounds(
                     "statuses": _statuses(answers),
                     "TTFT p50": _at(answers, 0.5),
                     "p99": _at(answers, 0.99),
+                    "predicted p99": _at(answers, 0.99, "predicted_s"),
+                    "past the deadline": sum(a.status == 200 and a.ttft_s > args.deadline for a in answers),
                     "single before": _at(before, 0.5),
                     "single after": _at(after, 0.5),
                 }
@@ -145,6 +148,6 @@ def _statuses(answers: Sequence[Answer]) -> str:
     return ", ".join(f"{count} x {status}" for status, count in sorted(Counter(a.status for a in answers).items()))
 
 
-def _at(answers: Sequence[Answer], share: float) -> str:
-    ordered = sorted(answer.ttft_s for answer in answers if answer.status == 200)
+def _at(answers: Sequence[Answer], share: float, field: str = "ttft_s") -> str:
+    ordered = sorted(getattr(answer, field) for answer in answers if answer.status == 200)
     return f"{ordered[min(len(ordered) - 1, int(share * len(ordered)))]:.2f}" if ordered else "-"

@@ -37,6 +37,8 @@ class Answer:
     ttft_s: float
     status: int
     """HTTP status; 0 if there was no answer."""
+    predicted_s: float = 0.0
+    """The controller's prediction of `ttft_s`; 0 without a controller."""
 
 
 def read_trace(path: Path, count: int, *, most_tokens: int, over_s: float) -> list[Request]:
@@ -66,16 +68,16 @@ def post(url: str, body: bytes, *, tokens: int = 0, key: str = "") -> Answer:
     """Send a body as it is."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(f"{url}/v1/completions", data=body, headers=headers)
-    sent_s = time.monotonic()
+    sent_s, predicted_ms = time.monotonic(), 0.0
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
             answer.read()
-            status = answer.status
+            status, predicted_ms = answer.status, float(answer.headers.get("X-Weft-Predicted-Ms", 0.0))
     except urllib.error.HTTPError as error:
         status = error.code
     except OSError:
         status = 0
-    return Answer(tokens, sent_s, time.monotonic() - sent_s, status)
+    return Answer(tokens, sent_s, time.monotonic() - sent_s, status, predicted_ms / 1e3)
 
 
 def replay(requests: Sequence[Request], urls: Sequence[str], *, key: str, seed: int = 0) -> list[Answer]:

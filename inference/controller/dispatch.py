@@ -17,8 +17,9 @@ from functools import partial
 import httpx
 
 from weft.conf.schema import ControllerConfig
-from weft.inference.controller.fleet import Fleet, Ticket, Worker
+from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.metrics import Metrics
+from weft.inference.controller.worker import Ticket, Worker
 from weft.inference.requests import Completion, Refusal
 
 logger = logging.getLogger(__name__)
@@ -102,27 +103,28 @@ class Dispatch:
             )
             self._metrics.granted(ticket)
             worker = self._fleet.workers[ticket.worker]
+            response, is_answer = None, False
             try:
                 response = await self._send(worker, request, ticket)
+                is_answer = response.is_success and not Completion().is_aborted(response.content)
             except httpx.ConnectError:  # the worker has not received the prompt
                 self._fleet.set_up(worker, False)
                 self._metrics.moved(ticket)
                 continue
             except httpx.TransportError:
-                response = None
+                pass
             finally:
-                self._fleet.done(ticket)
+                self._fleet.done(ticket, answered=is_answer)
             if response is not None and response.is_client_error:  # about the request, which was not computed
                 self._metrics.refused(response.status_code)
                 return response, ticket
-            if response is not None and (response.status_code == 503 or Completion().is_aborted(response.content)):
+            if response is not None and is_answer:
+                self._metrics.answered(ticket, time.monotonic())
+                return response, ticket
+            if response is not None and (response.is_success or response.status_code == 503):
                 leaving.add(worker.index)  # shuts down, or takes no prompts; the prompt is not the cause
                 self._metrics.moved(ticket)
                 continue
-            if response is not None and response.is_success:
-                self._fleet.learn_slowdown(ticket)
-                self._metrics.answered(ticket, time.monotonic())
-                return response, ticket
             failed.add(worker.index)
             await self.probe(worker)  # the cause may be the prompt or the worker
             if len(failed) == MAX_FAILURES or (response is not None and len(failed) == len(self._fleet.workers)):

@@ -6,14 +6,28 @@ import contextlib
 import itertools
 import json
 import os
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from time import monotonic
+from typing import NamedTuple
 
 from weft.conf.private import private_folder
 from weft.inference.board.process_identity import own_identity, start_ticks
 
+SILENT_S = 10.0
+"""Age of a publication from which it is not counted: its controller is stopped, and its prompts are done or late."""
 _NUMBERS = itertools.count()
+
+
+class PlacedWork(NamedTuple):
+    """Seconds of work that controllers have placed on a worker."""
+
+    left_s: float
+    done_s: float
+    """Of all prompts that were answered so far."""
+
+
+NONE = PlacedWork(0.0, 0.0)
 
 
 class Peers:
@@ -30,12 +44,12 @@ class Peers:
         self._identity = own_identity()
         self._path = self._folder / f"controller-{self._identity[0]}-{next(_NUMBERS)}.json"
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        self._others: dict[Path, dict[str, float]] = {}
+        self._others: dict[Path, dict] = {}
         self.look()
 
-    def publish(self, work_s: Mapping[str, float]) -> None:
-        """Publish the seconds of work that this controller has placed on each worker, by URL."""
-        text = json.dumps({"process": self._identity, "work_s": dict(work_s)}).encode()
+    def publish(self, work: Mapping[str, PlacedWork]) -> None:
+        """Publish the work that this controller has placed on each worker."""
+        text = json.dumps({"process": self._identity, "at_s": monotonic(), "work": work}).encode()
         # One write, padded: a reader never finds the end of an older and longer text.
         os.pwrite(self._file, text.ljust(os.fstat(self._file).st_size), 0)
 
@@ -49,12 +63,15 @@ class Peers:
                 path.unlink(missing_ok=True)
                 del self._others[path]
 
-    def work_s(self) -> Counter[str]:
-        """Seconds of work that others have placed on each worker, by URL."""
-        total: Counter[str] = Counter()
+    def work(self) -> dict[str, PlacedWork]:
+        """The work that others have placed on each worker."""
+        total: dict[str, PlacedWork] = {}
         for path in self._others:
-            self._others[path] = self._read(path).get("work_s", self._others[path])
-            total.update(self._others[path])
+            self._others[path] = self._read(path) or self._others[path]
+            is_silent = monotonic() - self._others[path].get("at_s", 0.0) > SILENT_S
+            for worker, (left_s, done_s) in self._others[path].get("work", {}).items():
+                before = total.get(worker, NONE)
+                total[worker] = PlacedWork(before.left_s + (0.0 if is_silent else left_s), before.done_s + done_s)
         return total
 
     def close(self) -> None:

@@ -15,9 +15,10 @@ from fastapi.responses import JSONResponse
 
 from weft.conf.schema import ControllerConfig
 from weft.inference.controller.dispatch import Dispatch, PrefillRequest
-from weft.inference.controller.fleet import Fleet, Ticket
+from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.metrics import Metrics
 from weft.inference.controller.prompts import Count, prompt_tokens
+from weft.inference.controller.worker import Ticket
 from weft.inference.requests import Refusal, as_prefill, check_prefill_only, parse
 
 KEEP_ALIVE_S = 2.0

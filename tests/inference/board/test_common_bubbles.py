@@ -50,7 +50,7 @@ def writers(tmp_path, monkeypatch):
     monkeypatch.setattr("weft.inference.board.writer.monotonic_ns", lambda: time.monotonic_ns() + round(at_s * 1e9))
     folder = tmp_path / "boards"
     writers = [BoardWriter(board_path(folder, rank), rank=rank, plan=[], max_edges=16) for rank in range(2)]
-    for minute in (-6, -4, -2):
+    for minute in (-3, -2, -1):
         at_s = 60.0 * minute
         for writer in writers:
             writer.begin(8)

@@ -8,7 +8,6 @@ import pytest
 from tests.inference.controller.fake_workers import TOKEN_S, FakeBoard, FakeWorkers, controller
 from weft.conf.schema import ControllerConfig, PrefillConfig, PrefillWorkerConfig
 from weft.inference.controller.fleet import Fleet
-from weft.inference.controller.slowdown import HALVING_S, Slowdown
 from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
 
 PATH = "/v1/completions"
@@ -223,9 +222,6 @@ def test_a_slow_worker_keeps_its_prompts():
             assert len(workers.seen) == 20
             assert workers.asked < 100  # not by each of those that wait
             assert (await client.get("/ready")).json() == {"workers": 2, "up": 2, "serving": 2}
-            # What comes next is told when it can be expected.
-            expected_ms = float((await client.post(PATH, json=PREFILL)).headers["x-weft-predicted-ms"])
-            assert expected_ms > 2 * float(answers[0].headers["x-weft-predicted-ms"])
 
     run(scenario())
 
@@ -292,13 +288,13 @@ def test_a_fresh_worker_spoils_no_others_predictions(tmp_path):
     for worker in fleet.workers:
         fleet.set_up(worker, True)
     ticket = fleet.place(1200, 1.0)
-    assert ticket.worker == 1 and ticket.end_s - ticket.placed_s < 0.1
+    assert ticket.worker == 1 and ticket.expected_s - ticket.placed_s < 0.1
     # Where the others would be late, it is tried.
     assert fleet.place(1200, 0.001).worker == 0
 
 
 def test_prompts_that_wait_are_sent_back_when_training_ends(monkeypatch):
-    monkeypatch.setattr("weft.inference.controller.fleet.QUIET_S", 0.1)
+    monkeypatch.setattr("weft.inference.controller.worker.QUIET_S", 0.1)
 
     async def scenario():
         workers, board = FakeWorkers(1), FakeBoard()
@@ -364,18 +360,6 @@ def test_a_prompt_that_is_never_answered_is_given_up():
     run(scenario())
 
 
-def test_a_pace_is_learnt_and_forgotten():
-    pace = Slowdown()
-    assert pace.factor(5.0) == 1.0
-    for _ in range(50):
-        pace.learn(10.0, 0.0, 1.0)
-    assert pace.factor(10.0) == pytest.approx(10.0, rel=0.01)
-    assert pace.factor(10.0 + HALVING_S) == pytest.approx(5.5, rel=0.01)
-    for _ in range(50):
-        pace.learn(10.5, 10.0, 11.0)
-    assert pace.factor(10.5) == pytest.approx(1.0, abs=0.01)
-
-
 def test_a_trainer_that_is_silent_for_a_moment_sends_nobody_away():
     async def scenario():
         workers, board = FakeWorkers(1), FakeBoard()
@@ -393,7 +377,7 @@ def test_a_trainer_that_is_silent_for_a_moment_sends_nobody_away():
 
 
 def test_a_look_that_fails_is_not_the_last(monkeypatch):
-    monkeypatch.setattr("weft.inference.controller.fleet.QUIET_S", 0.0)
+    monkeypatch.setattr("weft.inference.controller.worker.QUIET_S", 0.0)
 
     async def scenario():
         workers, board = FakeWorkers(1), FakeBoard()

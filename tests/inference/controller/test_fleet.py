@@ -6,10 +6,11 @@ import os
 import pytest
 
 from weft.conf.schema import ControllerConfig, PrefillConfig, PrefillWorkerConfig
-from weft.inference.controller.fleet import NO_BUBBLES_S, QUIET_S, Fleet, Ticket, Worker
+from weft.inference.controller.fleet import NO_BUBBLES_S, Fleet
 from weft.inference.controller.metrics import Metrics
-from weft.inference.controller.peers import Peers
-from weft.inference.controller.slowdown import HALVING_S, MOST, SHORTEST_S, WEIGHT, Slowdown
+from weft.inference.controller.peers import SILENT_S, Peers, PlacedWork
+from weft.inference.controller.slowdown import MEMORY_S, SAMPLE_S, SAMPLES, Slowdown
+from weft.inference.controller.worker import LEAST_LEFT, QUIET_S, Ticket, Worker
 from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
 from weft.inference.requests import Refusal
 
@@ -45,19 +46,37 @@ def learnt(path, steps=TRUSTED, token_s=1e-3):
     return cost
 
 
-def ticket(begin_s, end_s, work_s=4.0, placed_s=0.0, worker=0):
-    return Ticket(worker=worker, work_s=work_s, placed_s=placed_s, begin_s=begin_s, end_s=end_s, expected_s=end_s)
+def ticket(expected_s, work_s=4.0, placed_s=0.0, worker=0):
+    return Ticket(
+        worker=worker, work_s=work_s, placed_s=placed_s, expected_s=expected_s, passed_s=0.0, others_done_s=0.0
+    )
+
+
+def always_idle(now_s=1000.0):
+    """A worker that is in a bubble all the time."""
+    worker = Worker(0, address(), Board((now_s, now_s + 100.0)))
+    worker.refresh(now_s, 100.0, 0.9)
+    worker.set_pattern(100.0, overhead_s=0.0, guard_s=0.0)
+    return worker
 
 
 @pytest.mark.parametrize(
-    ("now_s", "left_s"), [(5.0, 4.0), (10.0, 4.0), (15.0, 3.0), (20.0, 2.0), (29.0, 0.2), (29.9, 0.2), (99.0, 0.2)]
+    ("after_s", "left_s"), [(0.0, 4.0), (1.0, 3.0), (2.0, 2.0), (3.9, 0.2), (4.0, 0.2), (90.0, 0.2)]
 )
-def test_work_is_left_in_proportion_and_what_is_overdue_may_end_at_any_moment(now_s, left_s):
-    worker = Worker(0, address(), Board())
-    worker.tickets = [ticket(10.0, 30.0)]
-    assert worker.left_s(now_s) == pytest.approx(left_s)
-    worker.tickets.append(ticket(1000.0, 1010.0, work_s=7.0))
-    assert worker.left_s(now_s) == pytest.approx(left_s + 7.0)
+def test_work_is_left_in_proportion_and_what_is_overdue_may_end_at_any_moment(after_s, left_s):
+    worker = always_idle()
+    worker.tickets = [ticket(1004.0)]
+    assert worker.left_s(1000.0 + after_s) == pytest.approx(left_s) and left_s >= LEAST_LEFT * 4.0
+    worker.tickets.append(ticket(1010.0, work_s=7.0))
+    assert worker.left_s(1000.0 + after_s) == pytest.approx(left_s + 7.0)
+
+
+def test_a_prompt_begins_when_the_one_before_it_ends():
+    worker = always_idle()
+    worker.tickets = [ticket(1004.0), ticket(1008.0)]
+    worker.end(worker.tickets[0], 1010.0, answered=True)
+    assert worker.left_s(1010.0) == pytest.approx(4.0)
+    assert worker.left_s(1011.0) == pytest.approx(3.0)
 
 
 def test_the_last_bubbles_stay_for_a_while_when_none_are_predicted():
@@ -132,7 +151,7 @@ def test_a_queue_is_full_when_it_says_so_and_has_room_when_one_is_done():
     clock = Clock()
     made = fleet_of(Board((1000.0, 1010.0)), clock=clock, max_queue=2)
     first, second = made.place(10, 30.0), made.place(10, 30.0)
-    assert second.begin_s >= first.end_s - 1e-9, "one after the other"
+    assert second.expected_s >= first.expected_s + 0.9 * second.work_s, "one after the other"
     with pytest.raises(Refusal, match="every queue holds 2 requests"):
         made.place(10, 30.0)
     made.done(first)
@@ -143,32 +162,43 @@ def test_a_queue_is_full_when_it_says_so_and_has_room_when_one_is_done():
 def test_what_was_late_makes_what_follows_expected_later():
     clock = Clock()
     made = fleet_of(Board((1000.0, 1010.0)), clock=clock)
-    on_time = made.place(100, 30.0)
-    assert on_time.expected_s == on_time.end_s and on_time.placed_s == 1000.0
-    made.done(on_time)
-    clock.now_s = on_time.placed_s + 3 * max(on_time.end_s - on_time.placed_s, SHORTEST_S)
-    made.learn_slowdown(on_time)
+    for _ in range(3):
+        late = made.place(1000, 30.0)
+        clock.now_s += 3 * (late.expected_s - late.placed_s)
+        made.done(late, answered=True)
     factor = made.workers[0].slowdown.factor(clock.now_s)
-    assert factor == pytest.approx(1.0 + WEIGHT * 2.0)
-    later = made.place(100, 30.0)
-    assert later.expected_s - clock.now_s == pytest.approx(factor * (later.end_s - clock.now_s))
+    assert factor == pytest.approx(3.0, rel=0.1)
+    clock.now_s, work_s = 1010.0, late.work_s
+    later = made.place(1000, 30.0)
+    assert later.expected_s - later.placed_s == pytest.approx(factor * work_s, rel=0.1)
+    # Refused, moved or abandoned: how long it took is no measure.
+    clock.now_s += 5.0
+    made.done(later)
+    assert made.workers[0].slowdown.factor(clock.now_s) == factor
 
 
-def test_a_slowdown_is_an_average_that_fades():
+def test_a_slowdown_leaves_out_the_slowest_sample_and_old_ones():
     slowdown = Slowdown()
     assert slowdown.factor(5.0) == 1.0
-    slowdown.learn(10.0, 0.0, 5.0)  # twice as long
-    assert slowdown.factor(10.0) == pytest.approx(1.0 + WEIGHT)
-    assert slowdown.factor(10.0 + HALVING_S) == pytest.approx(1.0 + WEIGHT / 2)
-    slowdown.learn(10.0 + HALVING_S, 10.0 + HALVING_S - 1.0, 10.0 + HALVING_S)  # in time
-    assert slowdown.factor(10.0 + HALVING_S) == pytest.approx(1.0 + WEIGHT / 2 * (1 - WEIGHT))
-    early, short, long = Slowdown(), Slowdown(), Slowdown()
-    early.learn(1.0, 0.0, 4.0)
-    assert early.factor(1.0) == 1.0, "who is early is not faster the next time"
-    short.learn(2 * SHORTEST_S, 0.0, SHORTEST_S / 100)
-    assert short.factor(2 * SHORTEST_S) == pytest.approx(1.0 + WEIGHT)
-    long.learn(1e6, 0.0, 1.0)
-    assert long.factor(1e6) == pytest.approx(1.0 + WEIGHT * (MOST - 1.0))
+    slowdown.learn(5.0, 20 * SAMPLE_S, SAMPLE_S)
+    assert slowdown.factor(5.0) == 1.0, "one stall"
+    for _ in range(SAMPLES - 1):
+        slowdown.learn(10.0, 3 * SAMPLE_S, SAMPLE_S)
+    assert slowdown.factor(10.0) == slowdown.factor(10.0 + MEMORY_S) == 3.0
+    assert slowdown.factor(10.1 + MEMORY_S) == 1.0
+    for _ in range(SAMPLES):
+        slowdown.learn(11.0, SAMPLE_S / 2, SAMPLE_S)
+    assert slowdown.factor(11.0) == 1.0, "who is early is not faster the next time"
+
+
+def test_prompts_that_end_together_are_one_sample():
+    """A step of a worker can compute many: most of them take no time of their own."""
+    slowdown = Slowdown()
+    for _ in range(SAMPLES):
+        slowdown.learn(5.0, 2 * SAMPLE_S, SAMPLE_S / 8)
+        for _ in range(7):
+            slowdown.learn(5.0, 0.0, SAMPLE_S / 8)
+    assert slowdown.factor(5.0) == 2.0
 
 
 def test_metrics_say_what_was_placed_answered_moved_and_refused():
@@ -176,13 +206,13 @@ def test_metrics_say_what_was_placed_answered_moved_and_refused():
     made = fleet_of(board, Board(), clock=clock)
     metrics = Metrics(made)
     made.set_up(made.workers[1], False)
-    made.workers[0].tickets = [ticket(1000.0, 1002.0)]
+    made.workers[0].tickets = [ticket(1002.0)]
     made.workers[0].bubble_s = 12.5
-    late = ticket(1000.0, 1000.3, work_s=0.25, placed_s=1000.0)
+    late = ticket(1000.3, work_s=0.25, placed_s=1000.0)
     metrics.granted(late)
-    metrics.granted(ticket(1000.0, 1040.0, placed_s=1000.0, worker=1))
+    metrics.granted(ticket(1040.0, placed_s=1000.0, worker=1))
     metrics.answered(late, 1000.35)
-    metrics.answered(ticket(1000.0, 1003.0, work_s=2.0, placed_s=1000.0), 1002.5)
+    metrics.answered(ticket(1003.0, work_s=2.0, placed_s=1000.0), 1002.5)
     metrics.moved(late)
     metrics.refused(503)
     metrics.refused(503)
@@ -233,28 +263,13 @@ def test_bubbles_end_at_once_with_training():
 
 def test_prompts_behind_an_overdue_one_are_still_to_come():
     """A worker that was stopped has done nothing of them, however late they are."""
-    worker = Worker(0, address(), Board())
-    worker.tickets = [ticket(10.0 + n, 11.0 + n, work_s=1.0) for n in range(50)]
-    assert worker.left_s(100.0) == pytest.approx(49.05)
-
-
-def test_a_stall_is_forgotten_within_seconds():
-    clock = Clock()
-    made = fleet_of(Board((1000.0, 1010.0)), clock=clock)
-    tickets = [made.place(10, 30.0) for _ in range(50)]
-    clock.now_s += 6.0
-    for late in tickets:
-        made.learn_slowdown(late)
-        made.done(late)
-    assert made.workers[0].slowdown.factor(clock.now_s) > 2.0
-    assert made.workers[0].slowdown.factor(clock.now_s + 5.0) < 1.1
+    worker = always_idle()
+    worker.tickets = [ticket(1001.0 + n, work_s=1.0) for n in range(50)]
+    assert worker.left_s(1090.0) == pytest.approx(49.05)
 
 
 def test_two_controllers_count_each_others_prompts(tmp_path):
-    """Together they accept about what one accepts in the deadline, and not twice as much.
-
-    Not exactly: the fixed cost of a bubble is counted once for all work that is known, and again for each placement.
-    """
+    """What one has placed is not there for the other, and what it has finished is; see test_admission.py as well."""
 
     def accepted(*fleets):
         count = 0
@@ -272,7 +287,7 @@ def test_two_controllers_count_each_others_prompts(tmp_path):
     peers = [Peers(tmp_path / "boards") for _ in range(2)]
     one, other = (fleet_of(Board((1000.0, 1010.0)), clock=clock, max_queue=500, peers=each) for each in peers)
     one.refresh()
-    assert alone <= accepted(one, other) < 1.5 * alone
+    assert alone - 1 <= accepted(one, other) <= alone
     # What one has finished is free for the other.
     for done in list(one.workers[0].tickets):
         one.done(done)
@@ -282,24 +297,78 @@ def test_two_controllers_count_each_others_prompts(tmp_path):
     assert not list((tmp_path / "boards").iterdir())
 
 
-def test_what_a_controller_that_died_has_placed_is_not_counted(tmp_path):
-    folder = tmp_path / "boards"
+def test_what_a_controller_that_died_or_stopped_has_placed_is_not_counted(tmp_path, monkeypatch):
+    folder, now_s = tmp_path / "boards", 1000.0
+    monkeypatch.setattr("weft.inference.controller.peers.monotonic", lambda: now_s)
     mine = Peers(folder)
     dead = folder / "controller-1-0.json"
-    dead.write_text(json.dumps({"process": [os.getpid(), 1], "work_s": {"http://w": 5.0}}))
+    dead.write_text(json.dumps({"process": [os.getpid(), 1], "at_s": now_s, "work": {"w": [5.0, 0.0]}}))
     broken = folder / "controller-2-0.json"
     broken.write_text("{")
     mine.look()
-    assert not dead.exists() and broken.exists() and not mine.work_s()
+    assert not dead.exists() and broken.exists() and not mine.work()
     other = Peers(folder)
     mine.look()
-    other.publish({"http://w": 2.0, "http://v": 0.12345678901234})
-    other.publish({"http://w": 1.5})
-    assert mine.work_s() == {"http://w": 1.5}
+    other.publish({"w": PlacedWork(2.0, 1.0), "v": PlacedWork(0.12345678901234, 0.0)})
+    other.publish({"w": PlacedWork(1.5, 1.5)})
+    assert mine.work() == {"w": PlacedWork(1.5, 1.5)}
+    now_s += SILENT_S + 0.1
+    assert mine.work() == {"w": PlacedWork(0.0, 1.5)}, "stopped; what it has done was done"
     other.close()
     mine.look()
-    assert not mine.work_s()
+    assert not mine.work()
     mine.close()
+
+
+def test_controllers_that_place_at_the_same_time_accept_no_more_than_fits(tmp_path):
+    """Between what one counts and what it publishes, the other publishes as well."""
+    clock, folder = Clock(), tmp_path / "boards"
+    made = [fleet_of(Board((1000.0, 1010.0)), clock=clock, max_queue=500, peers=Peers(folder)) for _ in range(2)]
+    alone = fleet_of(Board((1000.0, 1010.0)), clock=clock, max_queue=500)
+
+    def place(fleet):
+        try:
+            return fleet.place(200, 5.0)
+        except Refusal:
+            return None
+
+    fits = sum(place(alone) is not None for _ in range(200))
+    made[0].refresh()
+    publish, accepted = made[0]._peers.publish, []
+
+    def publish_after_the_other(work):
+        made[0]._peers.publish = publish
+        accepted.append(place(made[1]))
+        publish(work)
+
+    for _ in range(100):
+        made[0]._peers.publish = publish_after_the_other
+        accepted.append(place(made[0]))
+    assert fits - 2 <= sum(ticket is not None for ticket in accepted) <= fits
+    for fleet in made:
+        fleet.close()
+
+
+def test_controllers_may_reach_a_worker_by_different_addresses(tmp_path):
+    clock, folder = Clock(), tmp_path / "boards"
+    urls = ("http://127.0.0.1:8301", "http://localhost:8301/")
+    one, other = (
+        Fleet(
+            [(PrefillWorkerConfig(url=url, boards=["x"]), Board((1000.0, 1010.0)))],
+            ControllerConfig(),
+            PrefillConfig(),
+            clock,
+            Peers(folder),
+        )
+        for url in urls
+    )
+    one.refresh()
+    for fleet in (one, other):
+        fleet.set_up(fleet.workers[0], True)
+    before = one.place(1000, 5.0)
+    assert other.place(1000, 5.0).expected_s > before.expected_s + before.work_s / 2
+    for fleet in (one, other):
+        fleet.close()
 
 
 def test_a_worker_that_has_learnt_little_gets_prompts_that_would_wait_elsewhere(tmp_path):

@@ -1,0 +1,198 @@
+"""The controller's view of one worker: its bubbles, its cost model, its speed, and the work that it has left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Protocol
+
+from weft.conf.schema import PrefillWorkerConfig
+from weft.inference.controller.peers import NONE
+from weft.inference.controller.slowdown import Slowdown
+from weft.inference.placement.bubble_pattern import BubblePattern
+from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
+
+QUIET_S = 5.0
+"""Seconds that a board may predict nothing before its trainer is considered ended: on a busy host, or while it
+loads or saves, a trainer may pause its heartbeats."""
+NETWORK_S = 0.05
+"""Time in bubbles between a placement on an idle worker and its first step, which is not the worker's slowness."""
+LEAST_LEFT = 0.05
+"""Share of a prompt that counts as left however long it runs: it may end at any moment."""
+
+
+class Bubbles(Protocol):
+    """Source of a worker's predicted bubbles, such as `CommonBubbles`."""
+
+    def upcoming(self, horizon_s: float) -> Sequence[tuple[float, float]] | None:
+        """Bubbles within the next ``horizon_s``: (start, end) on the monotonic clock, in order.
+
+        None if training has ended; empty if it publishes nothing at the moment.
+        """
+        ...
+
+
+@dataclass(eq=False, kw_only=True)
+class Ticket:
+    """A request placed on a worker. Seconds of the monotonic clock.
+
+    Attributes:
+        work_s: predicted seconds of work.
+        expected_s: when it is expected to end.
+        passed_s: `Worker.passed_s` from which its work can have begun, unless others are before it.
+        others_done_s: work that other controllers had done on the worker.
+    """
+
+    worker: int
+    work_s: float
+    placed_s: float
+    expected_s: float
+    passed_s: float
+    others_done_s: float
+
+
+class Worker:
+    """One prefill worker."""
+
+    def __init__(self, index: int, address: PrefillWorkerConfig, board: Bubbles) -> None:
+        self.index = index
+        self.url = address.url.rstrip("/")
+        self.key = ",".join(map(os.path.abspath, address.boards))
+        """Its name among controllers, which may reach it by different URLs."""
+        self.board = board
+        self.up = False
+        self.heard_s = -inf
+        """Time of its last response."""
+        self.slowdown = Slowdown()
+        self.tickets: list[Ticket] = []
+        self.bubbles: Sequence[tuple[float, float]] = ()
+        self.bubble_s = 0.0
+        """Total length of past bubbles."""
+        self.pattern = BubblePattern([], 1.0)
+        """Bubbles from the last `refresh` on."""
+        self.done_s = 0.0
+        """Work of all prompts that it has answered here."""
+        self.others = NONE
+        """Work that other controllers have placed on it."""
+        self._past_s = 0.0
+        self._free_passed_s = self._others_done_s = 0.0
+        """`passed_s` and the others' work done at the end of the last ticket."""
+        self._refreshed_s = inf
+        self._cost_file = Path(address.cost) if address.cost else None
+        self._cost_stamp = 0.0
+        self._published_s = -inf
+        self.cost = PrefillCost()
+
+    def refresh(self, now_s: float, horizon_s: float, quantile: float) -> None:
+        """Read its board and its cost model."""
+        self._past_s = self.passed_s(now_s)
+        self.bubble_s += sum(
+            max(0.0, min(end_s, now_s) - max(start_s, self._refreshed_s)) for start_s, end_s in self.bubbles
+        )
+        self._refreshed_s = now_s
+        self.update_bubbles(self.board.upcoming(horizon_s), now_s)
+        self.reload_cost(quantile)
+
+    def update_bubbles(self, bubbles: Sequence[tuple[float, float]] | None, now_s: float) -> None:
+        """Update the predicted bubbles; the last ones remain valid for a moment if there are none.
+
+        Args:
+            bubbles: None if training has ended.
+        """
+        if bubbles:
+            self._published_s = now_s
+        if bubbles or bubbles is None or now_s - self._published_s > QUIET_S:
+            self.bubbles = bubbles or []
+
+    def set_pattern(self, horizon_s: float, *, overhead_s: float, guard_s: float) -> None:
+        """Repeat the predicted bubbles of the last `refresh` periodically; see `BubblePattern`."""
+        now_s = self._refreshed_s
+        ahead = [(max(0.0, start_s - now_s), min(horizon_s, end_s - now_s)) for start_s, end_s in self.bubbles]
+        self.pattern = BubblePattern(
+            [(start_s, end_s) for start_s, end_s in ahead if start_s < end_s],
+            horizon_s,
+            origin_s=now_s,
+            overhead_s=overhead_s,
+            guard_s=guard_s,
+        )
+
+    def reload_cost(self, quantile: float) -> None:
+        """Reload the worker's cost model if its file has changed."""
+        if self._cost_file is None:
+            return
+        try:
+            stamp = os.stat(self._cost_file).st_mtime
+            if stamp != self._cost_stamp:
+                self.cost, self._cost_stamp = PrefillCost.load(self._cost_file, quantile=quantile), stamp
+        except (OSError, ValueError):
+            return  # not written yet, or by another version: keep the current one
+
+    @property
+    def learning(self) -> bool:
+        """Whether its cost model has seen too few steps to refuse requests by it."""
+        return self._cost_file is not None and self.cost.steps < TRUSTED
+
+    def passed_s(self, now_s: float) -> float:
+        """Seconds of work that its bubbles had time for so far, if it was as fast as predicted."""
+        if not self.pattern.capacity_s:
+            return self._past_s
+        return self._past_s + self.pattern.position(now_s) - self.pattern.position(self._refreshed_s)
+
+    def left_s(self, now_s: float) -> float:
+        """Estimated seconds of work left in the tickets of this controller.
+
+        A worker computes prompts in their order: however late the first one is, the others are still to come.
+        """
+        if not self.tickets:
+            return 0.0
+        first = self.tickets[0]
+        begun_s = max(first.passed_s, self._free_passed_s)
+        ran_s = (self.passed_s(now_s) - begun_s) / self.slowdown.factor(now_s)
+        if self.others.left_s > 0.0:  # it may have run theirs
+            ran_s = 0.0
+        left_s = min(first.work_s, max(first.work_s - ran_s, LEAST_LEFT * first.work_s))
+        return left_s + sum(ticket.work_s for ticket in self.tickets[1:])
+
+    def free_s(self, now_s: float) -> float:
+        """When its work is expected to end."""
+        return self.end_s(now_s, now_s, self.left_s(now_s) + self.others.left_s)
+
+    def end_s(self, now_s: float, free_s: float, work_s: float) -> float:
+        """When further work ends that begins at ``free_s`` or later, as slow as the worker has been recently."""
+        return self.pattern.end(free_s, work_s * self.slowdown.factor(now_s)) if work_s else free_s
+
+    def waits(self) -> bool:
+        """True if a prompt would wait behind others."""
+        return bool(self.tickets) or self.others.left_s > 0.0
+
+    def take(self, now_s: float, work_s: float, expected_s: float) -> Ticket:
+        """Add a ticket."""
+        passed_s = self.passed_s(now_s) + (0.0 if self.waits() else NETWORK_S)
+        ticket = Ticket(
+            worker=self.index,
+            work_s=work_s,
+            placed_s=now_s,
+            expected_s=expected_s,
+            passed_s=passed_s,
+            others_done_s=self.others.done_s,
+        )
+        self.tickets.append(ticket)
+        return ticket
+
+    def end(self, ticket: Ticket, now_s: float, *, answered: bool) -> None:
+        """Remove a ticket; learn the worker's speed from one that was answered.
+
+        It was computed since the ticket before it ended, together with what others had done in the meantime.
+        """
+        self.tickets.remove(ticket)
+        passed_s = self.passed_s(now_s)
+        if answered:
+            begun_s = max(ticket.passed_s, self._free_passed_s)
+            others_s = self.others.done_s - max(ticket.others_done_s, self._others_done_s)
+            if not self.learning:
+                self.slowdown.learn(now_s, max(0.0, passed_s - begun_s), ticket.work_s + max(0.0, others_s))
+            self.done_s += ticket.work_s
+        self._free_passed_s, self._others_done_s = passed_s, self.others.done_s
