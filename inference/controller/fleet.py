@@ -62,6 +62,7 @@ class Fleet:
             self._peers.look()
         for worker in self.workers:
             worker.refresh(now_s, self._horizon_s, self._prefill.quantile)
+        self._has_known = any(worker.up and not worker.learning for worker in self.workers)
         self._work = self._slowest()
         self._placement = PrefillPlacement(self._horizon_s)
         for worker in self.workers:
@@ -101,14 +102,14 @@ class Fleet:
         slot = self._placement.find(now_s, work_s)
         for index in without:
             self._update(self.workers[index])
-        trial = self._trial(now_s, deadline_s, without, only_learning=slot is not None)
+        trial = self._trial(deadline_s, without, is_predicted=slot is not None)
         if slot is None:
             if trial is None:
                 why = self._why_none(without)
                 raise Refusal(503, f"no worker can take a prompt: {why}", retry_after_s=NO_BUBBLES_S)
             return self._take(trial, now_s, work_s, now_s + deadline_s), False
         worker = self.workers[slot.worker]
-        if trial is not None and worker.waits() and len(trial.tickets) < TRUSTED:
+        if trial is not None and worker.waits():
             return self._take(trial, now_s, work_s, now_s + deadline_s), False
         expected_s = worker.end_s(now_s, max(now_s, worker.free_s(now_s)), work_s)
         late_s = expected_s - now_s - deadline_s
@@ -128,31 +129,27 @@ class Fleet:
         self._changed(worker)
         return ticket
 
-    def _trial(
-        self, now_s: float, deadline_s: float, without: Collection[int], *, only_learning: bool
-    ) -> Worker | None:
+    def _trial(self, deadline_s: float, without: Collection[int], *, is_predicted: bool) -> Worker | None:
         """A worker that may take a prompt without a prediction, because it learns its speed only from work.
 
-        A worker with few measurements takes a few that would wait elsewhere, and as many as its queue
-        holds of those that would be late elsewhere. One whose bubbles seem too short takes one at a
-        time, and only if no other worker can take any.
+        If a worker is predicted to take the prompt, one with few measurements may take it instead, a few at a time. If
+        none can take any, because bubbles seem too short, one with few measurements takes as many as its queue holds,
+        and another one at a time.
         """
+
+        def most(worker: Worker) -> int:
+            if worker.learning:
+                return TRUSTED if is_predicted else self._settings.max_queue
+            return 0 if is_predicted else 1
+
         candidates = [
             worker
             for worker in self.workers
-            if worker.up
-            and worker.bubbles
-            and worker.index not in without
-            and len(worker.tickets) < self._max_queue(worker)
+            if worker.up and worker.bubbles and worker.index not in without and len(worker.tickets) < most(worker)
         ]
-        if only_learning:
-            candidates = [worker for worker in candidates if worker.learning]
         if not candidates or deadline_s <= 0.0:
             return None
         return min(candidates, key=lambda worker: len(worker.tickets))
-
-    def _max_queue(self, worker: Worker) -> int:
-        return self._settings.max_queue if worker.learning else 1
 
     def done(self, ticket: Ticket, *, answered: bool = False) -> None:
         """The request was answered or abandoned."""
@@ -199,7 +196,8 @@ class Fleet:
             self._update(worker)
 
     def _update(self, worker: Worker) -> None:
-        if not worker.up or worker.learning or len(worker.tickets) >= self._settings.max_queue:
+        is_guess = worker.learning and self._has_known
+        if not worker.up or is_guess or len(worker.tickets) >= self._settings.max_queue:
             self._placement.remove(worker.index)
         else:
             self._placement.set(worker.index, worker.pattern, worker.free_s(self._clock()))

@@ -384,3 +384,20 @@ def test_a_worker_that_has_learnt_little_gets_prompts_that_would_wait_elsewhere(
     assert [each.worker for each in tickets] == [0, *[1] * TRUSTED, 0, 0], "as many as it has to learn"
     made.done(tickets[1])
     assert made.place(100, 60.0).worker == 1
+
+
+def test_workers_that_have_learnt_little_promise_no_more_than_a_few_prompts_too_many(tmp_path):
+    """Their first burst would be late otherwise, whatever its deadline."""
+    known = fleet_of(Board((1000.0, 1010.0)), clock=Clock(), max_queue=500)
+    fresh = fleet_of(Board((1000.0, 1010.0)), clock=Clock(), max_queue=500, cost=tmp_path / "none.json")
+    accepted = []
+    for made in (known, fresh):
+        number = 0
+        try:
+            while number < 200:
+                made.place(200, 5.0)
+                number += 1
+        except Refusal:
+            pass
+        accepted.append(number)
+    assert accepted[0] < 100 and accepted[1] <= accepted[0] + TRUSTED
