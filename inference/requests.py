@@ -12,8 +12,8 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 _ENDED = re.compile(rb'"finish_reason"\s*:\s*"|data: {"error"')
-_MOST_OF_PREFILL = {"n": 1, "best_of": 1, "min_tokens": 1, "max_tokens": 1, "max_completion_tokens": 1}
-"""Upper bounds of fields that concern decoding, in the part of a request that computes the prompt."""
+_OF_DECODING = ("n", "best_of", "min_tokens", "max_tokens", "max_completion_tokens")
+"""Fields that are at most 1 in the part of a request that computes the prompt."""
 _INNER_FIELDS = {"kv_transfer_params", "ec_transfer_params"}
 """Fields that vLLM merges with `vllm_xargs`, whose values can only be scalars and lists: its connectors expect
 objects there, and the engine would end."""
@@ -43,14 +43,15 @@ def parse(body: bytes, *, max_depth: int) -> dict[str, Any]:
     """Parse ``body`` as a JSON object.
 
     Raises:
-        Refusal: invalid, nested deeper than ``max_depth``, or with text that is not Unicode.
+        Refusal: invalid, nested deeper than ``max_depth``, or with text that is not Unicode or a number that is
+            not finite.
     """
     if nests_deeper(body, max_depth):
         raise Refusal(400, f"the body is nested deeper than {max_depth} levels")
     try:
         # Not from bytes: `json` would accept UTF-16, of which `nests_deeper` finds no brackets.
         value = json.loads(body.decode())
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
         character = ascii(error.object[error.start])
         raise Refusal(400, f"the body contains half of a surrogate pair, {character}; send whole characters") from error
@@ -112,9 +113,11 @@ def as_prefill(value: dict[str, Any]) -> dict[str, Any]:
         )
     if value.get("stream"):
         raise Refusal(400, "stream=true: a stream has no kv_transfer_params to decode by; set stream=false")
-    bounded = {name: min(value[name], most) for name, most in _MOST_OF_PREFILL.items() if _is_int(value.get(name))}
-    if value.get("max_tokens") is None and value.get("max_completion_tokens") is None:
-        bounded["max_tokens"] = 1
+    given = {name: value[name] for name in _OF_DECODING if value.get(name) is not None}
+    for name, number in given.items():
+        if not _is_int(number):  # vLLM would take 100.0 and "100" for 100
+            raise Refusal(400, f"{name}={number!r:.40}: not an integer; give one")
+    bounded = {"max_tokens": 1} | {name: min(number, 1) for name, number in given.items()}
     return {name: field for name, field in value.items() if name != "use_beam_search"} | bounded
 
 

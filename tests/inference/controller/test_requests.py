@@ -111,16 +111,27 @@ def test_one_prompt_in_any_form_is_prefilled(one):
             {"max_tokens": 9, "n": 3, "best_of": 5, "min_tokens": 4},
             {"max_tokens": 1, "n": 1, "best_of": 1, "min_tokens": 1},
         ),
-        ({"max_completion_tokens": 9}, {"max_completion_tokens": 1}),
-        ({"max_completion_tokens": 9, "max_tokens": None}, {"max_completion_tokens": 1, "max_tokens": None}),
+        # Completions have no max_completion_tokens in vLLM, and 16 tokens without max_tokens.
+        ({"max_completion_tokens": 9}, {"max_completion_tokens": 1, "max_tokens": 1}),
+        ({"max_completion_tokens": 9, "max_tokens": None}, {"max_completion_tokens": 1, "max_tokens": 1}),
         ({"max_tokens": 9, "use_beam_search": True}, {"max_tokens": 1}),
         ({"max_tokens": 1, "min_tokens": 0, "seed": 3}, {"max_tokens": 1, "min_tokens": 0, "seed": 3}),
-        ({"max_tokens": "9", "n": True}, {"max_tokens": "9", "n": True}),  # vLLM refuses them
+        ({"max_tokens": 10**9, "n": None}, {"max_tokens": 1, "n": None}),
+        ({"max_tokens": -1, "n": 0}, {"max_tokens": -1, "n": 0}),  # vLLM refuses them
     ],
 )
 def test_prefills_are_bounded_to_one_sequence_and_one_token(decoding, prefilling):
     assert as_prefill({"prompt": "x"} | decoding | REMOTE) == {"prompt": "x"} | prefilling | REMOTE
     assert as_prefill({"prompt": "x"} | decoding) == {"prompt": "x"} | decoding
+
+
+@pytest.mark.parametrize("name", ["n", "best_of", "min_tokens", "max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("number", ["100", 1e9, 100.0, True, [1], "x" * 10**6])
+def test_numbers_that_vllm_would_convert_are_refused(name, number):
+    """A hundred sequences would keep a hundred caches that no instance fetches."""
+    with pytest.raises(Refusal, match=f"{name}=.*: not an integer") as caught:
+        as_prefill({"prompt": "x", name: number} | REMOTE)
+    assert caught.value.status == 400 and len(str(caught.value)) < 100
 
 
 def test_a_stream_cannot_hand_a_cache_over():
@@ -142,6 +153,13 @@ def test_text_that_is_not_unicode_is_refused(text):
     assert parse(rb'{"prompt": "\ud83d\ude00"}', max_depth=2) == {"prompt": "\N{GRINNING FACE}"}
     with pytest.raises(Refusal, match="not valid JSON"):
         parse('{"prompt": 1}'.encode("utf-16"), max_depth=2)
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"-Infinity", b"1e999"])
+def test_numbers_that_are_not_finite_are_refused(number):
+    with pytest.raises(Refusal, match="not valid JSON") as caught:
+        parse(b'{"temperature": ' + number + b"}", max_depth=2)
+    assert caught.value.status == 400
 
 
 def is_aborted(*parts):
