@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from math import ceil
 
 SAMPLE_S = 0.25
 """Prompts are averaged until this many seconds have passed in bubbles, or of predicted work."""
 TOGETHER_S = 0.01
 """Prompts that end within this time of each other are in one sample, because one step of a worker can end many."""
-SAMPLES = 8
+SAMPLES = 12
 """Number of latest samples that count."""
 MEMORY_S = 30.0
 """Age up to which they count. Later nothing is known: a host that was busy may be quiet again, and a worker that
 only refuses prompts would never be measured again."""
-QUANTILE = 0.75
-"""Of the samples. The slowest sample never counts alone: a worker that was stopped for a moment is late with one prompt
-only, and as fast as before with those behind it."""
 
 
 class Slowdown:
-    """A factor of at least 1 on a worker's predicted work."""
+    """A factor of at least 1 on a worker's predicted work: the average of all samples but the slowest."""
 
     def __init__(self) -> None:
         """Start at 1."""
@@ -28,12 +24,11 @@ class Slowdown:
 
     def factor(self, now_s: float) -> float:
         """The current factor."""
-        ratios = sorted(
-            passed_s / work_s
-            for at_s, passed_s, work_s in [*self._samples, (now_s, 1.0, 1.0)]
-            if now_s - at_s <= MEMORY_S and max(passed_s, work_s) >= SAMPLE_S
-        )
-        return max(1.0, ratios[max(0, min(ceil(QUANTILE * len(ratios)) - 1, len(ratios) - 2))])
+        recent = [spent for at_s, *spent in self._samples if now_s - at_s <= MEMORY_S and max(spent) >= SAMPLE_S]
+        # A worker that was stopped is late with one prompt, and as fast as before with those behind it.
+        counted = sorted(recent, key=lambda spent: spent[0] - spent[1])[:-1]
+        passed_s, work_s = (sum(column) for column in zip(*counted, strict=True)) if counted else (1.0, 1.0)
+        return max(1.0, passed_s / work_s)
 
     def learn(self, now_s: float, passed_s: float, work_s: float) -> None:
         """Add a prompt of ``work_s`` during which ``passed_s`` passed in the worker's bubbles; it has ended now."""

@@ -11,15 +11,13 @@ from typing import Protocol
 
 from weft.conf.schema import PrefillWorkerConfig
 from weft.inference.controller.peers import NONE
-from weft.inference.controller.slowdown import Slowdown
+from weft.inference.controller.slowdown import SAMPLE_S, Slowdown
 from weft.inference.placement.bubble_pattern import BubblePattern
 from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
 
 QUIET_S = 5.0
 """Seconds that a board may predict nothing before its trainer is considered ended: on a busy host, or while it
 loads or saves, a trainer may pause its heartbeats."""
-NETWORK_S = 0.05
-"""Time in bubbles between a placement on an idle worker and its first step, which is not the worker's slowness."""
 LEAST_LEFT = 0.05
 """Share of a prompt that counts as left however long it runs: it may end at any moment."""
 
@@ -42,7 +40,8 @@ class Ticket:
     Attributes:
         work_s: predicted seconds of work.
         expected_s: when it is expected to end.
-        passed_s: `Worker.passed_s` from which its work can have begun, unless others are before it.
+        passed_s: `Worker.passed_s` when it was placed.
+        waited: True if others were before it.
         others_done_s: work that other controllers had done on the worker.
     """
 
@@ -51,6 +50,7 @@ class Ticket:
     placed_s: float
     expected_s: float
     passed_s: float
+    waited: bool
     others_done_s: float
 
 
@@ -170,13 +170,13 @@ class Worker:
 
     def take(self, now_s: float, work_s: float, expected_s: float) -> Ticket:
         """Add a ticket."""
-        passed_s = self.passed_s(now_s) + (0.0 if self.waits() else NETWORK_S)
         ticket = Ticket(
             worker=self.index,
             work_s=work_s,
             placed_s=now_s,
             expected_s=expected_s,
-            passed_s=passed_s,
+            passed_s=self.passed_s(now_s),
+            waited=self.waits(),
             others_done_s=self.others.done_s,
         )
         self.tickets.append(ticket)
@@ -185,14 +185,15 @@ class Worker:
     def end(self, ticket: Ticket, now_s: float, *, answered: bool) -> None:
         """Remove a ticket; learn the worker's speed from one that was answered.
 
-        It was computed since the ticket before it ended, together with what others had done in the meantime.
+        It was computed since the ticket before it ended, together with what others had done in the meantime. A short
+        one that found the worker idle tells nothing: most of its time went into the wait for a bubble.
         """
         self.tickets.remove(ticket)
         passed_s = self.passed_s(now_s)
         if answered:
             begun_s = max(ticket.passed_s, self._free_passed_s)
             others_s = self.others.done_s - max(ticket.others_done_s, self._others_done_s)
-            if not self.learning:
+            if not self.learning and (ticket.waited or ticket.work_s >= SAMPLE_S):
                 self.slowdown.learn(now_s, max(0.0, passed_s - begun_s), ticket.work_s + max(0.0, others_s))
             self.done_s += ticket.work_s
         self._free_passed_s, self._others_done_s = passed_s, self.others.done_s

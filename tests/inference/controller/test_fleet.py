@@ -48,7 +48,13 @@ def learnt(path, steps=TRUSTED, token_s=1e-3):
 
 def ticket(expected_s, work_s=4.0, placed_s=0.0, worker=0):
     return Ticket(
-        worker=worker, work_s=work_s, placed_s=placed_s, expected_s=expected_s, passed_s=0.0, others_done_s=0.0
+        worker=worker,
+        work_s=work_s,
+        placed_s=placed_s,
+        expected_s=expected_s,
+        passed_s=0.0,
+        waited=False,
+        others_done_s=0.0,
     )
 
 
