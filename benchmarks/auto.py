@@ -6,14 +6,14 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.results import finish, parse, ratio_cells
+from benchmarks.results import finish, parse, ratio_cells, show
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.serialization import schedule_from_csv, schedule_to_csv
 from weft.pipeline.simulation import simulate
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 PLACEMENTS: dict[str, Callable[[int], Placement]] = {
     "1f1b": Placement.straight,

@@ -9,7 +9,7 @@ from time import monotonic, sleep
 
 import torch
 
-from benchmarks.results import finish, parse
+from benchmarks.results import finish, parse, show
 from benchmarks.wan import transport_cpu_s
 from weft.comm.channel import Channel, Handle, TensorSpec
 from weft.comm.wan.cell import Cell, join
@@ -18,7 +18,7 @@ from weft.comm.wan.key import WanKey
 from weft.comm.wan.library import load
 from weft.comm.wan.network import INSIDE_CONNECTIONS
 from weft.tools.netbed import Job, NetBed, Topology
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 _KEY = WanKey(b"the key of a bed that nobody else can reach")
 _BYTE = TensorSpec((1,), torch.uint8)

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.results import finish, parse
+from benchmarks.results import finish, parse, show
 from weft.conf.schema import ModelConfig, PipelineConfig, TrainConfig, WeftConfig, ZeroConfig
 from weft.tools.ranks import run_ranks
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 STAGES, REPLICAS = 2, 2
 HOSTS = (0, 1, 0, 1)

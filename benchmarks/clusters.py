@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from benchmarks.results import ROUNDING, finish, parse, ratio_cells
+from benchmarks.results import ROUNDING, finish, parse, ratio_cells, show
 from weft.pipeline.cell import add_relays, side_by_side
 from weft.pipeline.choice import Option, choose, placements
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
@@ -22,7 +22,7 @@ from weft.pipeline.strands.pairs import PairCosts
 from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, StrandPair, WeightGradient
 from weft.pipeline.strands.stages import StageStrands
 from weft.pipeline.validation import validate
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 
 @dataclass(frozen=True, kw_only=True)

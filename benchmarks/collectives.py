@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.netbed.ranks import run_ranks_in
-from benchmarks.results import finish, parse
+from benchmarks.results import finish, parse, show
 from weft.comm.collectives import Choice, Collective, CollectiveCosts, Group, Primitive, Rewrite, choose, plain
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.collectives.communicator import Communicator
@@ -25,7 +25,7 @@ from weft.engine.strands.overlap_probe import measure_overlap, overlap_cache, ov
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.segments import LinkScope
 from weft.tools.netbed import NetBed, Topology
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 PRIMITIVES = (Primitive.reduce_scatter, Primitive.all_gather, Primitive.all_reduce)
 TIMEOUT_S = 300.0

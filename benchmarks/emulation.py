@@ -15,9 +15,9 @@ from benchmarks.emulations.calls import SIZES, CallBeside, compare_calls, sizes_
 from benchmarks.emulations.layouts import CHANGES, LAYER_MS, LAYOUTS, work_of_layers
 from benchmarks.peers.emulated_stage import EmulatedWork
 from benchmarks.peers.layout import Layout, Links, measured_links, wan_topology
-from benchmarks.results import parse, write_json
+from benchmarks.results import parse, show, write_json
 from weft.tools.links import Way, measure_link
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 GOAL, MOST = 0.005, 0.015
 """Error of the median that most jobs keep to, and that all do.

@@ -23,11 +23,11 @@ from time import monotonic, sleep
 import psutil
 
 from benchmarks.netbed.attackers import attack, record_handshakes
-from benchmarks.results import finish, parse
+from benchmarks.results import finish, parse, show
 from weft.comm.wan.key import VARIABLE
 from weft.comm.wan.library import load
 from weft.tools.netbed import Job, NetBed
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 _SETTINGS = (
     "recipe=quickstart",

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from math import log
 
-from benchmarks.results import finish, parse
+from benchmarks.results import finish, parse, show
 from weft.pipeline.costs import CostModel, LinkCost
 from weft.pipeline.generators.auto import generate_auto
 from weft.pipeline.generators.auto_bound import lower_bound_s
@@ -16,7 +16,7 @@ from weft.pipeline.generators.auto_problem import Problem
 from weft.pipeline.generators.auto_rules import backward_first
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 SIZES = ((4, 8), (8, 16), (8, 64), (16, 32), (16, 128), (32, 64), (32, 256), (64, 128), (64, 512))
 """Ranks and micro-batches; a fold, so two chunks per rank."""

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.predictions.memory import peaks
-from benchmarks.results import finish, parse
+from benchmarks.results import finish, parse, show
 from weft.conf.schema import ModelConfig, PipelineConfig, Precision, TrainConfig, WeftConfig, ZeroConfig
 from weft.pipeline.states import zero_memory
 from weft.tools.ranks import run_ranks
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 WIDTH, LAYERS, VOCAB, LENGTH = 512, 8, 512, 16
 """Dimensions of the model: many weights and few tokens, so that weights and their states dominate."""

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from benchmarks.results import finish, parse
+from benchmarks.results import finish, parse, show
 from benchmarks.verification.optimum import Optimum, solve
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators.auto import generate_auto
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,9 @@ from benchmarks.overlap.engines import (
     SharedRun,
 )
 from benchmarks.peers.case import middle_and_spread
-from benchmarks.results import finish, parse
+from benchmarks.results import finish, parse, show
 from weft.tools.ranks import run_ranks
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 RANKS, DEEP = 4, 64
 """Pipeline ranks, and layers where memory is compared: DHelix's models have 12 to 76."""

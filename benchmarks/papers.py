@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from benchmarks.claims.atlas import ATLAS
 from benchmarks.claims.claim import Claim, judged
 from benchmarks.overlap.cases import B_THEN_F, CHUNKS, OURS, PAIRS, ROUND_ROBIN, Orders, OverlapCase
-from benchmarks.results import finish, parse
+from benchmarks.results import finish, parse, show
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate
 from weft.pipeline.placement import Placement
@@ -19,7 +19,7 @@ from weft.pipeline.planner.request import Request
 from weft.pipeline.planner.search import plan
 from weft.pipeline.planner.workload import LayerWork, ModelWork
 from weft.pipeline.simulation import simulate
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 MEGASCALE_MFU = {3072: 59.1, 6144: 57.3, 8192: 54.9, 12288: 55.2}
 """Percent of their peak that so many GPUs reach on the model of 175 billion parameters (MegaScale table 2)."""

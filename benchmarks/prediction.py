@@ -21,11 +21,11 @@ from benchmarks.predictions.layouts import LAYOUTS, PROFILED
 from benchmarks.predictions.measuring import measure, profile_stages, slowest
 from benchmarks.predictions.picture import draw_scatter
 from benchmarks.predictions.predicted import Predicted
-from benchmarks.results import parse, write_json
+from benchmarks.results import parse, show, write_json
 from weft.comm.wan.library import load
 from weft.pipeline.costs import StageCost
 from weft.tools.netbed import NetBed
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 NEAR, FAR = 0.03, 0.05
 """Errors: of ten layouts in twelve at most, and of all."""

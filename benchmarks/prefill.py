@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from time import perf_counter_ns
 
-from benchmarks.results import finish, parse
+from benchmarks.results import finish, parse, show
 from weft.inference.placement.bubble_pattern import BubblePattern
 from weft.inference.placement.prefill_placement import PrefillPlacement
 from weft.inference.placement.prompt_work import PromptWork
@@ -19,7 +19,7 @@ from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 RANKS = (12, 1_000, 10_000)
 LOADS = (0.3, 0.9)

@@ -6,18 +6,24 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import subprocess
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, is_dataclass
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
 from rich.table import Table
 
 from weft.conf.files import write_atomic
+from weft.tools import tables
 
 ROOT = Path(__file__).resolve().parents[1]
+_SHOWN: list[Table] = []
 ROUNDING = 1 + 1e-9
 """Ratios closer to 1 than this are of equals."""
 
@@ -33,6 +39,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str], **known: Collect
     """
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure here")
     args = parser.parse_args(argv)
+    args.command = shlex.join([*parser.prog.split(), *argv])
     if args.json is not None and (args.json.is_dir() or not os.access(args.json.absolute().parent, os.W_OK)):
         raise ValueError(f"--json {args.json}: cannot be written; name a file in a folder that is there")
     for option, names in known.items():
@@ -70,16 +77,28 @@ def write_json(args: argparse.Namespace, bench: str, figures: Any, *, met: bool 
     """
     if args.json is None:
         return
-    given = {name: value for name, value in vars(args).items() if name != "json"}
-    found = {"bench": bench, "arguments": given, "met": met, **_measured_on(), "figures": _plain(figures)}
+    given = {name: value for name, value in vars(args).items() if name not in ("json", "command")}
+    asked = {"bench": bench, "command": args.command, "arguments": given, "met": met}
+    found = {**asked, **_measured_on(), "figures": _plain(figures), "tables": list(map(_printed, _SHOWN))}
     write_atomic(args.json, json.dumps(found, indent=1, default=str) + "\n")
+
+
+def show(*parts: Table | str) -> None:
+    """Print tables and lines; `write_json` also writes the tables as they were printed, for `benchmarks.page`."""
+    _SHOWN.extend(part for part in parts if isinstance(part, Table))
+    tables.show(*parts)
+
+
+def _printed(table: Table) -> dict[str, Any]:
+    rows = zip(*(map(str, column.cells) for column in table.columns), strict=True)
+    heads = [str(column.header) for column in table.columns]
+    return {"title": str(table.title or "").strip(), "columns": heads, "rows": [list(row) for row in rows]}
 
 
 def _plain(figures: Any) -> Any:
     if isinstance(figures, Table):
-        heads = [str(column.header) for column in figures.columns]
-        cells = zip(*(map(str, column.cells) for column in figures.columns), strict=True)
-        return [dict(zip(heads, row, strict=True)) for row in cells]
+        printed = _printed(figures)
+        return [dict(zip(printed["columns"], row, strict=True)) for row in printed["rows"]]
     if is_dataclass(figures) and not isinstance(figures, type):
         return asdict(figures)
     if isinstance(figures, dict):
@@ -90,6 +109,9 @@ def _plain(figures: Any) -> Any:
 def _measured_on() -> dict[str, Any]:
     return {
         "commit": _commit(),
+        "date": date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "cores": len(os.sched_getaffinity(0)),
         "machine": platform.machine(),
         "python": platform.python_version(),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.results import parse, write_json
+from benchmarks.results import parse, show, write_json
 from benchmarks.verification.tiny_models import VOCABULARY, tiny_model
 from weft.conf.schema import (
     Attention,
@@ -36,7 +36,7 @@ from weft.engine.precision import DTYPES
 from weft.engine.stages import build_model, load_hf_config
 from weft.engine.stages.sizes import model_sizes
 from weft.tools.ranks import run_ranks
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 TOLERANCES = {"fp32": 1e-5, "bf16": 1e-3}
 """Largest relative difference of a loss from one process's that counts as equal, by precision."""

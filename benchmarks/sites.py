@@ -17,7 +17,7 @@ from benchmarks.peers.emulated_stage import EmulatedWork
 from benchmarks.peers.layout import wan_topology
 from benchmarks.peers.sites import MANY, WAN_PEERS, WanPeer, profile, run_on
 from benchmarks.peers.uplinks import Step, draw
-from benchmarks.results import parse, write_json
+from benchmarks.results import parse, show, write_json
 from weft.comm.wan.library import load
 from weft.comm.wan.probe import LinkProfile
 from weft.pipeline.cell import add_relays, side_by_side
@@ -30,7 +30,7 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 from weft.tools.links import Way, measure_link
 from weft.tools.netbed import NetBed
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 SITES = (1, 2, 1)
 REPLICAS = 3

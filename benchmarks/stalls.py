@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.results import parse, write_json
+from benchmarks.results import parse, show, write_json
 from benchmarks.serving.faults import Target
 from benchmarks.serving.requests import Answer, send
 from benchmarks.serving.served_model import write_model
@@ -24,7 +24,7 @@ from benchmarks.serving.training import Training, settings, train
 from benchmarks.serving.watch import Watch
 from weft.inference.worker.command import workers_of
 from weft.tools.ranks import run_ranks
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 NUM_RANKS, MICROBATCHES = 4, 4
 SERVED = [0, 3]

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from statistics import linear_regression, median
 
-from benchmarks.results import finish, parse
+from benchmarks.results import finish, parse, show
 from benchmarks.starts.clients import FILES_PER_CLIENT, Asked, ask_as_many
 from benchmarks.starts.first_step import PEER, RANKS, WEFT, Run, compare
 from benchmarks.starts.ranks import (
@@ -23,7 +23,7 @@ from benchmarks.starts.ranks import (
     start_for_real,
 )
 from weft.tools.ranks import run_ranks
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 STAGES = 4
 TIMEOUT_S = 280.0

@@ -27,7 +27,7 @@ from benchmarks.overlap.cases import (
 from benchmarks.overlap.emulator import measure
 from benchmarks.overlap.picture import draw_strands
 from benchmarks.overlap.timeline import StrandSpan, predicted_spans, strands_text
-from benchmarks.results import finish, parse
+from benchmarks.results import finish, parse, show
 from weft.engine.strands.pair import PairRunner
 from weft.engine.strands.thread import StrandThread
 from weft.engine.strands.turns import Turns
@@ -42,7 +42,7 @@ from weft.pipeline.strands.search import search_stages
 from weft.pipeline.strands.segments import StrandPair
 from weft.pipeline.strands.stages import StageStrands
 from weft.tools.ranks import run_ranks
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 SHARES = (0.10, 0.20, 0.31, 0.45)
 """Of a pair without overlap, what collectives take; 0.31 is DHelix's Llama on A800s (section 2)."""

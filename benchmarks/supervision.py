@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from time import process_time
 
-from benchmarks.results import finish, parse
+from benchmarks.results import finish, parse, show
 from benchmarks.survival import cost
 from benchmarks.survival.driver_load import driver_load
 from weft.comm.control.frames import Frames, pack
@@ -27,7 +27,7 @@ from weft.pipeline.culprit import JobRows, Place, Replica, find_culprits
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 MOST_SLOT_US, MOST_SHARE, MOST_CULPRIT_S = 1.0, 0.2, 1.0
 """Goals: a slot, the heartbeats' share of a core, and the culprit among all ranks."""

@@ -12,13 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 
-from benchmarks.results import parse, write_json
+from benchmarks.results import parse, show, write_json
 from benchmarks.survival import effective, peers
 from benchmarks.survival.hosts import BedHosts
 from benchmarks.survival.outcome import NAMED_WITHIN_S, NEXT_STEP_WITHIN_S, ROUNDING, Survival
 from benchmarks.survival.session import SESSIONS, Outcomes
 from weft.tools.netbed.bed import missing
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 SETTINGS = (
     "recipe=quickstart",

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.netbed.ranks import run_ranks_in
-from benchmarks.results import finish, parse
+from benchmarks.results import finish, parse, show
 from weft.conf.schema import (
     ClusterConfig,
     CommConfig,
@@ -33,7 +33,7 @@ from weft.conf.schema import (
 )
 from weft.engine.stages import build_model
 from weft.tools.netbed import NetBed, Topology
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 TIMEOUT_S = 300.0
 TOLERANCE = 1e-4

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from benchmarks.line import iperf3, iperf3_server, require_iperf3
-from benchmarks.results import finish, parse
+from benchmarks.results import finish, parse, show
 from weft.comm.channel import TensorSpec
 from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.key import WanKey
 from weft.comm.wan.library import load
 from weft.tools.netbed import Job, NetBed, Topology
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 _FORK = multiprocessing.get_context("fork")
 _MESSAGE_BYTES = 1 << 20

@@ -14,9 +14,9 @@ from benchmarks.peers.uplinks import Uplinks
 from benchmarks.peers.zero_case import ZeroCase, ZeroRun
 from benchmarks.peers.zero_picture import draw_step_ends
 from benchmarks.peers.zero_table import ABLATION, ENGINES, OVER, RACE, run_peer
-from benchmarks.results import finish, parse
+from benchmarks.results import finish, parse, show
 from weft.tools.netbed import NetBed, Topology
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 NODES = ("n0", "n0", "n1", "n1")
 GOAL_OF_BOUND = 0.95

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from benchmarks.peers.case import EngineCase, middle_and_spread
 from benchmarks.peers.table import PEERS, PeerRun, measure
+from benchmarks.results import show
 from weft.tools.links import Way, measure_link
-from weft.tools.tables import show, table_of
+from weft.tools.tables import table_of
 
 
 @dataclass(frozen=True, kw_only=True)

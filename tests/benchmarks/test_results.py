@@ -8,6 +8,7 @@ from importlib import import_module
 import pytest
 from rich.table import Table
 
+from benchmarks import results
 from benchmarks.__main__ import benches
 from benchmarks.results import parse, write_json
 
@@ -33,6 +34,18 @@ def test_figures_lie_beside_what_they_were_measured_on(tmp_path):
     assert found["figures"] == {"rows": [{"name": "a", "step_s": 0.5}], "table": [{"ranks": "2", "step": "1.5"}]}
     assert (found["bench"], found["met"], found["arguments"]) == ("auto", False, {"ranks": 2})
     assert found["cores"] >= 1 and found["torch"]
+    assert found["command"].endswith(f"--ranks 2 --json {tmp_path / 'out.json'}") and found["date"] and found["gpu"]
+
+
+def test_printed_tables_are_written_as_they_were_printed(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "_SHOWN", [])
+    args = parse(parser(), ["--json", str(tmp_path / "out.json")])
+    table = Table("ranks", "step", title="\nsteps")
+    table.add_row("2", "1.5")
+    results.show(table, "a line")
+    write_json(args, "auto", [])
+    (found,) = json.loads((tmp_path / "out.json").read_text())["tables"]
+    assert found == {"title": "steps", "columns": ["ranks", "step"], "rows": [["2", "1.5"]]}
 
 
 def test_without_the_option_nothing_is_written(tmp_path, monkeypatch):

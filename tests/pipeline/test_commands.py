@@ -11,7 +11,7 @@ from weft.pipeline.serialization import load_schedule
 from weft.tools import cli
 from weft.tools.schedule import place
 
-BENCHMARKS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "schedule-kinds.json"
 
 
 def run(capsys, *words):
@@ -65,13 +65,13 @@ PLACEMENTS = {  # as the table says them, and how many chunks one of their stage
 
 def test_the_table_of_the_docs_is_what_the_command_says(capsys):
     """Its steps, placements and live chunks: those of `weft schedule KIND`, as the engine runs it."""
-    part = BENCHMARKS.read_text().partition("\n## Schedules\n\n")[2]
-    words = re.match(r"`weft (schedule KIND .*?)`", part).group(1)
-    table = [line for line in part.split("\n\n")[1].splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
-    assert rows[0] == ["", "placement", "step", "live chunks at the peak rank"]
-    assert [row[0] for row in rows[2:]] == ["1f1b", "interleaved", "w", "dualpipev", "zbv", "auto"]
-    for kind, placement, step, live in rows[2:]:
+    result = json.loads(RESULT.read_text())
+    words = result["command"].removeprefix("weft ")
+    (table,) = result["tables"]
+    assert table["columns"] == ["", "placement", "step", "live chunks at the peak rank"]
+    rows = table["rows"]
+    assert [row[0] for row in rows] == ["1f1b", "interleaved", "w", "dualpipev", "zbv", "auto"]
+    for kind, placement, step, live in rows:
         placed, chunks = PLACEMENTS[placement]
         assert place(kind, 4, None, (), None) == placed
         text = run(capsys, *words.replace("KIND", kind).split())

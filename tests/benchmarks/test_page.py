@@ -1,0 +1,35 @@
+"""`docs/benchmarks.md`: its tables are those of the result files, and its prose is short."""
+
+import json
+import re
+
+import pytest
+
+from benchmarks.page import BLOCK, PAGE, RESULTS, with_tables
+
+FILES = sorted(RESULTS.glob("*.json"))
+
+
+def test_tables_of_the_page_are_those_of_the_result_files():
+    page = PAGE.read_text()
+    assert with_tables(page) == page, "run `python -m benchmarks.page`"
+    named = [name for names in BLOCK.findall(page) for name in names.split()]
+    assert sorted(named) == sorted(file.stem for file in FILES)
+
+
+def test_prose_of_the_page_has_at_most_1500_words():
+    assert len(BLOCK.sub("", PAGE.read_text()).split()) <= 1500
+
+
+def test_a_changed_figure_changes_the_page():
+    page = PAGE.read_text()
+    assert with_tables(page.replace("| 0.849 |", "| 0.5 |")) == page != page.replace("| 0.849 |", "| 0.5 |")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_result_names_command_commit_day_and_machine(file):
+    result = json.loads(file.read_text())
+    assert result["command"] and result["commit"] and re.match(r"\d{4}-\d\d-\d\d", result["date"])
+    assert result["cores"] >= 1 and result["gpu"] and result["machine"] and result["torch"]
+    for table in result["tables"]:
+        assert {len(row) for row in table["rows"]} == {len(table["columns"])}
