@@ -1,4 +1,4 @@
-# make quickstart | test | test-security | lint | mutants | test-gpu | test-vllm | clean. Needs Python 3.11 or newer, and the network once.
+# make env | quickstart | test | test-security | lint | mutants | test-gpu | test-vllm | clean. Needs Python 3.11 or newer, and the network once.
 
 PYTHON ?= python3
 # On a machine with CUDA choose the build that suits it, as in TORCH="torch --index-url URL".
@@ -21,7 +21,10 @@ CARRIED_PYTHON ?= 3.12
 CARRIED_COMPILED := pydantic-core
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart mutants test test-fast test-slow test-security test-gpu gpu-report test-vllm lint lint-ruff lint-format lint-layers lint-types carried clean
+.PHONY: env quickstart files mutants test test-fast test-slow test-security test-gpu gpu-report test-vllm lint lint-ruff lint-format lint-layers lint-types carried clean
+
+env: $(VENV)/.ready  ## the environment in which every command of the documentation works
+	@echo "Activate it: . $(BIN)/activate"
 
 quickstart: $(VENV)/.ready  ## train a small Llama on four processes, within a minute
 	$(BIN)/weft launch recipe=quickstart $(ARGS)
@@ -39,6 +42,9 @@ test-slow: $(VENV)/.ready
 test-security: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -m "not gpu" tests/security tests/comm/test_wan_unauthenticated.py tests/comm/test_wan_frames.py \
 		tests/comm/test_wan_fork.py $(ARGS)
+
+files: $(VENV)/.ready  ## write docs/files.md, the index of all files, from module docstrings
+	$(BIN)/python -m tests.file_index
 
 # Whether the fast tests notice small random changes of the sources; takes minutes.
 mutants: $(VENV)/.ready

@@ -23,7 +23,7 @@ _REFUSED: tuple[tuple[str, Callable[[Trainer], Any], str], ...] = (
         "args of TRL",
         lambda t: _of_trl(type(t.args)),
         "only TRL's trainers read its own settings; give transformers.TrainingArguments, and prepare the data with "
-        "TRL's functions and collators (docs/trl.md)",
+        "TRL's functions and collators (docs/fine_tuning.md)",
     ),
     ("compute_metrics", lambda t: t.compute_metrics, NO_LOGITS),
     ("preprocess_logits_for_metrics", lambda t: t.preprocess_logits_for_metrics, NO_LOGITS),
@@ -134,7 +134,7 @@ def refuse_kind(kind: type[Trainer]) -> None:
         raise ValueError(
             f"{kind.__name__}: TRL's {others[0]} puts a head of its own on the model and runs it, or a second model, "
             "in compute_loss; a pipeline runs one model, once for each micro-batch. Derive from WeftTrainer alone, "
-            "give it TRL's collator, and compute the loss from the logits in compute_loss (docs/trl.md)"
+            "give it TRL's collator, and compute the loss from the logits in compute_loss (docs/fine_tuning.md)"
         )
 
 

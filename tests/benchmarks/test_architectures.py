@@ -11,7 +11,7 @@ import transformers
 
 from benchmarks import parity
 from benchmarks.verification import architectures, shared_architectures
-from benchmarks.verification.architecture_page import SCHEDULED, SHARED, page, summary
+from benchmarks.verification.architecture_page import SCHEDULED, SHARED, note_of, page, summary
 from benchmarks.verification.architectures import Finding, Verdict, examine, read_findings, write_finding
 from benchmarks.verification.scheduled_architectures import examine_scheduled
 from benchmarks.verification.shared_architectures import examine_shared
@@ -108,52 +108,54 @@ def test_findings_are_kept(tmp_path):
         read_findings(file)
 
 
-def test_the_page():
+def test_page_has_a_row_per_type_and_reasons_as_notes():
     assert "1 exact, 1 refused, 1 untried, 0 WRONG; 50 % of those" in summary(FOUND)
     scheduled = {"tensor 2": {"llama": FOUND[0]}, "context 2": {}}
     lines = page(FOUND, dict.fromkeys(SHARED, FOUND), scheduled).splitlines()
-    assert "- **tensor 2**: 1 exact, 0 refused, 0 untried, 0 WRONG." in lines
-    assert "- **context 2**: 0 exact, 0 refused, 0 untried, 0 WRONG; not tried: llama." in lines
-    assert "| llama | exact |  |" in lines
-    assert "| llama | LlamaForCausalLM | exact | apart | loads and exports |" in lines
-    assert r"| gemma3n | Gemma3nForCausalLM | refused: layers \| share |  |  |" in lines
-    assert "| llama | exact | exact | exact | exact |" in lines
-    assert "- **tensor 2**: 1 exact, 1 refused, 1 untried, 0 WRONG." in lines
+    rows = {line.split()[0]: line.split()[1:] for line in "\n".join(lines).split("```")[1].strip().splitlines()}
+    assert rows["llama"] == ["exact", "apart", *4 * ["exact"], "exact", "-"]
+    assert rows["gemma3n"] == ["refused:2", "-", *4 * ["refused:2"], "-", "-"]
+    assert "2. layers | share" in lines
+    assert any(line.startswith("- **tensor**: tensor 2: 1 exact, 1 refused, 1 untried, 0 WRONG") for line in lines)
+
+
+def test_models_with_the_same_reason_share_a_note():
+    one, other = (
+        Finding(name, name.title(), Verdict.refused, f"{name.title()} differs, logits by {by} (full rows)")
+        for name, by in (("bart", 0.3), ("mbart", 1.5))
+    )
+    assert note_of(one) == note_of(other) == "the model differs"
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 
 
 def _findings_of(text: str) -> tuple[list[Finding], dict[str, list[Finding]], dict[str, dict[str, Finding]]]:
-    """What a page says: of stages, of members of each axis, and of those under schedules."""
-    version = re.search(r"Every type that transformers (\S+) has", text).group(1)
-    stages, shared, by_schedule = re.split(r"## Inside of layers.*", text)
-    rows = [[cell.strip().replace(r"\|", "|") for cell in row] for row in _rows_of(stages)]
-    of_axes = [[cell.strip().replace(r"\|", "|") for cell in row] for row in _rows_of(shared)]
-    classes = {model_type: model_class for model_type, model_class, *_ in rows}
+    """Read a page back: findings of stages, of members of each axis, and of those under schedules."""
+    version = re.search(r"Every type for which transformers (\S+) has", text).group(1)
+    notes = dict(re.findall(r"(?m)^(\d+)\. (.*)$", text))
+    rows = [line.split() for line in text.split("```")[1].strip().splitlines()[1:]]
 
-    def finding(model_type: str, cell: str, *rest: str, **more: str) -> Finding:
-        verdict, _, reason = cell.partition(": ")
-        name = classes[model_type]
-        return Finding(model_type, name, Verdict(verdict), reason, *rest, transformers=version, **more)
+    def finding(model_type: str, cell: str, **more: str) -> Finding:
+        verdict, _, note = cell.partition(":")
+        name = architectures.causal_class(model_type)
+        return Finding(model_type, name, Verdict(verdict), notes.get(note, ""), transformers=version, **more)
 
-    scheduled = [[cell.strip().replace(r"\|", "|") for cell in row] for row in _rows_of(by_schedule)]
+    def of_stages(name: str, cell: str, packing: str) -> Finding:
+        more = {"packing": packing, "folder": "loads and exports"} if cell.startswith("exact") else {}
+        return finding(name, cell, **more)
+
     return (
-        [finding(name, *cells) for name, _, *cells in rows],
+        [of_stages(*row[:3]) for row in rows],
         {
-            axis: [finding(row[0], row[column], shared=axis) for row in of_axes]
-            for column, axis in enumerate(SHARED, start=1)
+            axis: [finding(row[0], row[column], shared=axis) for row in rows]
+            for column, axis in enumerate(SHARED, start=3)
         },
         {
-            axis: {row[0]: finding(row[0], row[column]) for row in scheduled if row[column]}
-            for column, axis in enumerate(SCHEDULED, start=1)
+            axis: {row[0]: finding(row[0], row[column]) for row in rows if row[column] != "-"}
+            for column, axis in enumerate(SCHEDULED, start=3 + len(SHARED))
         },
     )
-
-
-def _rows_of(part: str) -> list[list[str]]:
-    lines = [line for line in part.splitlines() if line.startswith("| ")]
-    return [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines[1:]]  # without the head
 
 
 def test_the_page_of_the_docs_is_of_the_types_that_there_are():

@@ -35,7 +35,12 @@ OF_RUNS = {"launch", "train", "serve", "controller", "plan", "config"}
 
 def commands():
     """The commands of the README and the docs, split as a shell does; those with gaps are no commands."""
-    for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for file in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "AGENTS.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    ):
         text = file.read_text()
         lines = [line for block in FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()]
         shown = [line.removeprefix("$ ").strip() for line in lines]

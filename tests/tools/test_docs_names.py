@@ -13,7 +13,7 @@ from weft.engine.deepspeed.table import READ_BY_DEEPSPEED, REFUSED, TAKEN_OVER, 
 from weft.tools.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PRODUCT = ("conf", "pipeline", "comm", "inference", "engine", "recipes", "tools", "benchmarks")
 FENCE = re.compile(r"^```[^\n]*\n.*?^```", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")

@@ -172,9 +172,9 @@ def test_folded_w_schedule_with_its_own_optimizer_section(tmp_path):
     close(run_ranks(2, weft, str(tmp_path), 40, more, deepspeed, False, "", None, True, True)[0], expected)
 
 
-def test_what_the_readme_says(tmp_path):
-    """Its arguments, with as many stages as there are ranks here."""
-    text = (Path(__file__).parents[3] / "README.md").read_text()
+def test_trainer_example_of_the_docs_trains(tmp_path):
+    """With one stage, because one rank runs here."""
+    text = (Path(__file__).parents[3] / "docs/fine_tuning.md").read_text()
     pattern = r"^weft\.init_distributed\(\)\narguments = TrainingArguments\(.*?^trainer\.train\(\)$"
     (example,) = re.findall(pattern, text, re.M | re.S)
     example = example.replace('"stages": 4', '"stages": 1').replace('"runs/trainer"', "folder")
