@@ -43,8 +43,8 @@ def fit_batch(config: WeftConfig, world_size: int) -> WeftConfig:
     return fitted
 
 
-def check_world(config: WeftConfig, world_size: int) -> None:
-    """Check that the pipeline and the batch fit the number of processes.
+def check_world(config: WeftConfig, world_size: int) -> WeftConfig:
+    """Check that the pipeline and the batch fit the number of processes; returns what `fit_batch` does.
 
     Raises:
         ValueError: `world_size` is not a multiple of the ranks of a replica, the replicas do not share out
@@ -80,6 +80,7 @@ def check_world(config: WeftConfig, world_size: int) -> None:
             f"pipeline.microbatches={config.pipeline.microbatches} x {replicas} replicas make {product}; "
             "change one of them, or set train.batch_size=0 or pipeline.microbatches=0 to let it follow"
         )
+    return config
 
 
 def lines_of_replica(config: WeftConfig) -> int:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.conf.batch import check_world, fit_batch, num_replicas
+from weft.conf.batch import check_world, num_replicas
 from weft.conf.schema import OptimizerConfig, OptimizerKind, Precision, WeftConfig
 
 
 def deepspeed_config(config: WeftConfig, world_size: int) -> dict[str, Any]:
-    """The DeepSpeed configuration of a run with ``world_size`` processes.
-
-    It has no `scheduler` and no monitor, because the engine has its own learning-rate schedules and
-    checkpoints and the recipe its own logs. DeepSpeed prints nothing between steps.
+    """The DeepSpeed configuration of a run with ``world_size`` processes; see `deepspeed_sections`.
 
     Raises:
         ValueError: `world_size` does not fit the pipeline (see `check_world`).
     """
-    check_world(config, world_size)
-    config = fit_batch(config, world_size)
-    replicas = num_replicas(config, world_size)
+    return deepspeed_sections(check_world(config, world_size), num_replicas(config, world_size))
+
+
+def deepspeed_sections(config: WeftConfig, replicas: int) -> dict[str, Any]:
+    """The DeepSpeed configuration of a run whose batch sizes are known.
+
+    It has no `scheduler` and no monitor, because the engine has its own learning-rate schedules and
+    checkpoints and the recipe its own logs. DeepSpeed prints nothing between steps.
+    """
     emitted: dict[str, Any] = {
         "train_batch_size": config.train.microbatch_size * config.pipeline.microbatches * replicas,
         "train_micro_batch_size_per_gpu": config.train.microbatch_size,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import deepspeed
@@ -16,9 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig
 
 from weft.comm.wan.network import WanNetwork
-from weft.conf.batch import check_world, fit_batch
+from weft.conf.batch import num_replicas
 from weft.conf.checks import check
-from weft.conf.deepspeed import deepspeed_config
+from weft.conf.deepspeed import deepspeed_sections
 from weft.conf.schema import ContextExchange, WeftConfig
 from weft.conf.trees import to_tree
 from weft.engine.checkpoint.origin import Origin, flat
@@ -40,7 +41,7 @@ from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.communicated import open_axes
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.gathering import facts_of_ranks, with_collectives
-from weft.engine.planning.joining import join
+from weft.engine.planning.joining import join_job
 from weft.engine.planning.run_plan import RunPlan, plan_run, settle_placement
 from weft.engine.precision import DTYPES
 from weft.engine.stages import (
@@ -111,17 +112,23 @@ def initialize(
         "lr_scheduler": lr_scheduler,
         "collate_fn": collate_fn,
     }
-    weft, user = _settings(args, config if config is not None else config_params)
+    weft, sections = _settings(args, config if config is not None else config_params)
     if weft is None:
         if loss is not None:
             raise ValueError("loss: deepspeed.initialize takes none; switch the `weft` section on, or leave it out")
         leave_out_shm_operator()
         more = {"mpu": mpu, "dist_init_required": dist_init_required, "mesh_param": mesh_param}
-        return deepspeed.initialize(model=model, config=user, **given, **more)
+        return deepspeed.initialize(model=model, config=sections, **given, **more)
     if isinstance(model, str):
         weft.model.path, model = model, None
     objective = loss if loss is None or isinstance(loss, Objective) else Objective.of(loss)
-    engine = _engine(weft, user, model, objective, given)
+    check(weft)
+    refuse_partitioning(model)
+    if model is not None:
+        hf_model(model)
+    weft, device = join_job(weft)
+    SET_UP.done("join")
+    engine = build_engine(weft, device, sections=sections, model=model, objective=objective, **given)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -203,29 +210,28 @@ def _settings(args: Any, config: WeftConfig | dict[str, Any] | str | Path | None
     return (config, {}) if isinstance(config, WeftConfig) else split_deepspeed_config(config)
 
 
-def _engine(
+def build_engine(
     config: WeftConfig,
-    user: dict[str, Any],
-    model: nn.Module | None,
-    objective: Objective | None,
-    given: dict[str, Any],
+    device: torch.device,
+    *,
+    sections: Mapping[str, Any] = MappingProxyType({}),
+    model: nn.Module | None = None,
+    objective: Objective | None = None,
+    args: Any = None,
+    **given: Any,
 ) -> WeftEngine:
-    """The engine of this rank, checked and planned by all together.
+    """Check and plan a run, and make this rank's engine, in a job that was joined; a collective call.
 
     Args:
-        user: what DeepSpeed's configuration says beside ours.
-        given: arguments that are as in `deepspeed.initialize`.
+        config: of the run, fitted to the job; `join_job` returns it with the ``device``.
+        sections: of the user's DeepSpeed configuration, besides ours.
+        args, given: arguments of `deepspeed.initialize`.
+
+    Raises:
+        ValueError: on every rank: a setting or the model cannot be used.
     """
-    check(config)
-    refuse_partitioning(model)
-    if model is not None:
-        hf_model(model)
-    device = join(config)
-    SET_UP.done("join")
     earlier = set(process_groups())
-    check_world(config, dist.get_world_size())
-    config = fit_batch(config, dist.get_world_size())
-    settings = deepspeed_config(config, dist.get_world_size()) | user
+    settings = {**deepspeed_sections(config, num_replicas(config, dist.get_world_size())), **sections}
     hf_config = together(lambda: load_hf_config(config.model) if model is None else hf_model(model).config)
     base = from_rank_zero(lambda: folder_fingerprint(config.model) if model is None else model_fingerprint(model))
     SET_UP.done("fingerprint")
@@ -242,13 +248,13 @@ def _engine(
     SET_UP.done("plan")
     module = WeftModule(together(lambda: _make_stages(config, model, run.plan, run.axes)), placement, run.plan.layout)
     SET_UP.done("stages")
-    if not given["model_parameters"]:
+    if not given.get("model_parameters"):
         given["model_parameters"] = parameter_groups(module.named_global_parameters(), config.optimizer.weight_decay)
-    if given["lr_scheduler"] is None and given["optimizer"] is None and "scheduler" not in settings:
+    if given.get("lr_scheduler") is None and given.get("optimizer") is None and "scheduler" not in settings:
         given["lr_scheduler"] = learning_rate(config.optimizer, config.train.steps)
-    engine = run.engine(config, settings, module, objective=objective, **given)
+    engine = run.engine(config, settings, module, objective=objective, args=args, **given)
     path = hf_config.name_or_path or ""
-    engine.origin = Origin(base, path, flat(to_tree(config)) | flat(user, "deepspeed.") | {"model.path": path})
+    engine.origin = Origin(base, path, flat(to_tree(config)) | flat(sections, "deepspeed.") | {"model.path": path})
     engine.groups = [group for group in process_groups() if group not in earlier]
     return engine
 

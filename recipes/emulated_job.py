@@ -7,13 +7,13 @@ from itertools import chain, repeat
 from pathlib import Path
 
 from weft.comm.emulated.conversation import EmulationError
-from weft.conf.batch import check_world, fit_batch
+from weft.conf.batch import check_world
 from weft.conf.hosts import asks_for_nodes, world_size
 from weft.conf.schema import WeftConfig
 from weft.conf.sites import ranks_per_site
 from weft.engine.engine import WeftEngine
-from weft.engine.initialize import initialize
-from weft.engine.planning.joining import join
+from weft.engine.initialize import build_engine
+from weft.engine.planning.joining import join_job
 from weft.recipes.preparation import prepare
 
 
@@ -30,9 +30,9 @@ class RecipeJob:
 
     def engine(self) -> WeftEngine:
         """As `weft train` makes it."""
-        join(self.config)
-        config, _, loader, _ = prepare(self.config, self.folder)
-        engine, *_ = initialize(config=replace(config, model=replace(config.model, self_check=False)))
+        config, device = join_job(self.config)
+        config, _, loader, _ = prepare(config, self.folder)
+        engine = build_engine(replace(config, model=replace(config.model, self_check=False)), device)
         engine.set_dataiterator(chain.from_iterable(repeat(loader)))
         return engine
 
@@ -66,8 +66,7 @@ def recipe_job(config: WeftConfig, folder: Path, replicas: int = 0) -> RecipeJob
         inference=replace(config.inference, enabled=False),
     )
     size = world_size(cluster)
-    config = fit_batch(config, size)
-    check_world(config, size)
+    config = check_world(config, size)
     for link in cluster.links:
         if not link.bandwidth_mbps:
             raise EmulationError(

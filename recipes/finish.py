@@ -20,6 +20,7 @@ from weft.pipeline.fitting import fit_costs
 from weft.pipeline.perfetto import write_perfetto
 from weft.pipeline.plot import plot_timelines
 from weft.pipeline.profile import costs_to_yaml
+from weft.recipes.hub import push
 
 
 def finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -35,6 +36,9 @@ def finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenize
     if config.train.timeline:
         draw_timeline(engine, folder)
     dist.barrier()
+    if config.train.hub_model_id and engine.global_rank == 0:  # the others need not wait for it
+        address = push(folder / "export", config.train.hub_model_id, private=config.train.hub_private_repo)
+        print_once(f"pushed: {address}")
 
 
 def check_finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from weft.conf.batch import num_replicas
-from weft.conf.checks import virtual_stages
+from weft.conf.checks import check, virtual_stages
 from weft.conf.private import write_private
 from weft.conf.schema import Attention, DataKind, WeftConfig
 from weft.conf.trees import to_tree
@@ -164,7 +164,9 @@ def _with_steps(config: WeftConfig, loader: MicrobatchLoader) -> WeftConfig:
     replicas = num_replicas(config, dist.get_world_size())
     steps = ceil(sequences / (config.train.microbatch_size * config.pipeline.microbatches * replicas))
     print_once(f"{config.train.epochs:g} epochs of {loader.description}: {sequences} sequences, {steps} steps")
-    return replace(config, train=replace(config.train, steps=steps))
+    config = replace(config, train=replace(config.train, steps=steps))
+    check(config)
+    return config
 
 
 def _with_skips(config: WeftConfig) -> WeftConfig:

@@ -101,6 +101,20 @@ class TrainingRun:
                 progress.note(f"train.max_seconds={train.max_seconds:g} reached after step {step}")
                 return
 
+    def end(self) -> None:
+        """Check and save what was trained, or save it and stop if a signal has asked for that; a collective call.
+
+        Raises:
+            NonFiniteError: on every rank: training has diverged.
+            Stopped: on every rank: a signal has asked a rank to stop.
+        """
+        self.engine.check_finite()
+        if self.config.checkpoint.final:
+            self.save_last()
+        self.engine.finish_checkpoints()
+        if self.engine.agree_to_stop():
+            self.stop()
+
     def save_last(self) -> None:
         """Save what was trained since the last checkpoint, and wait for storage that is full or read-only.
 

@@ -9,16 +9,16 @@ gc.disable()  # each search for garbage would look through all that is imported 
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from time import sleep
 
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 from weft.conf import load
-from weft.conf.batch import fit_batch
 from weft.conf.private import make_shared_folder, take_secrets, write_private
 from weft.conf.processes import end_process
 from weft.conf.run_lock import RunLock
@@ -35,11 +35,11 @@ from weft.engine.distributed import (
     together,
 )
 from weft.engine.engine import WeftEngine
-from weft.engine.initialize import initialize
+from weft.engine.initialize import build_engine
 from weft.engine.kept import KEPT
 from weft.engine.observability.heartbeat import Heartbeat
 from weft.engine.observability.set_up import SET_UP
-from weft.engine.planning.joining import join
+from weft.engine.planning.joining import join_job
 from weft.engine.planning.plan_file import plan_to_json
 from weft.engine.stop_signals import Stopped, StopSignals
 from weft.engine.supervision.faults import ERROR_FILE
@@ -49,7 +49,6 @@ from weft.recipes.attempts import Held, run_attempts
 from weft.recipes.evaluations import Evaluations
 from weft.recipes.failures import reported
 from weft.recipes.finish import check_finish, finish, print_once
-from weft.recipes.hub import push
 from weft.recipes.preparation import inputs_of, prepare
 from weft.recipes.progress import Progress
 from weft.recipes.run import TrainingRun
@@ -138,30 +137,23 @@ def train(
     """
     heartbeat, held = heartbeat or Heartbeat(), held or Held()
     heartbeat.enter(Phase.setup)
-    join(config)
+    config, device = join_job(config)
     SET_UP.done("join")
-    config = fit_batch(config, dist.get_world_size())
     folder = Path(config.train.output_dir).expanduser() / config.train.name
-    lock = together(lambda: _lock_folder(config, folder) if dist.get_rank() == 0 else None)
-    if lock is not None:
-        held.callback(lock.release)
-    SET_UP.done("lock")
+    release = _lock_folder(config, folder, held)
     config, tokenizer, loader, evaluation = prepare(config, folder)
     for each in (loader, evaluation):
         held.callback(each.close) if each is not None else None
-    engine, *_ = initialize(config=replace(config, model=replace(config.model, self_check=False)))
-    engine.origin = replace(engine.origin, inputs=from_rank_zero(lambda: inputs_of(config, tokenizer)))
+    engine = build_engine(replace(config, model=replace(config.model, self_check=False)), device)
     held.callback(engine.abandon)
     held.interrupt = engine.interrupt
+    engine.origin = replace(engine.origin, inputs=from_rank_zero(lambda: inputs_of(config, tokenizer)))
     engine.attach_heartbeat(heartbeat)
     engine.stop_signals = signals
-    together(lambda: _write_plan(engine, folder / "plan.json") if engine.global_rank == 0 else None)
-    check_folder(engine, folder / "checkpoints", keep=config.checkpoint.keep + config.checkpoint.load_best_model_at_end)
-    check_finish(config, engine, tokenizer, folder)
+    _check_outputs(config, engine, tokenizer, folder)
     engine.set_dataloader(loader)
-    SET_UP.done("plan file, folder")
     _open_memory(config, engine)
-    SET_UP.done("memory open")
+
     run = TrainingRun(config, engine, loader, evaluation, folder, Evaluations())
     start = run.resume()
     SET_UP.done("resume")
@@ -172,34 +164,27 @@ def train(
         progress.end()
         if engine.must_stop:
             run.stop()
+
     heartbeat.enter(Phase.finishing)
-    engine.check_finite()
-    if config.checkpoint.final:
-        run.save_last()
-    engine.finish_checkpoints()
-    if engine.agree_to_stop():
-        run.stop()
+    run.end()
     if signals is not None:
         signals.close()  # what follows can be repeated from the checkpoint
     if config.checkpoint.load_best_model_at_end:
         run.load_best()
     finish(config, engine, tokenizer, folder)
-    if config.train.hub_model_id and engine.global_rank == 0:  # the others need not wait for it
-        address = push(folder / "export", config.train.hub_model_id, private=config.train.hub_private_repo)
-        print_once(f"pushed: {address}")
-    if lock is not None:
-        lock.release()
+    release()
     return engine
 
 
 def _open_memory(config: WeftConfig, engine: WeftEngine) -> None:
-    """Have checkpoints taken in host memory, where somebody keeps it when ranks end."""
+    """Have checkpoints taken in host memory, where a supervisor keeps it when ranks end."""
     if not config.checkpoint.memory_every:
         return
     try:
         memory = together(HostMemory.of_environment)
         if memory is not None:
             engine.open_memory(memory, share=config.checkpoint.memory_share)
+            SET_UP.done("memory open")
             return
     except (SharedError, CheckpointError) as error:  # on every rank
         every = config.checkpoint.every
@@ -212,19 +197,42 @@ def _open_memory(config: WeftConfig, engine: WeftEngine) -> None:
         )
 
 
-def _lock_folder(config: WeftConfig, folder: Path) -> RunLock:
-    """Lock the run's folder, and write the configuration into it."""
-    if config.train.shared:
-        make_shared_folder(folder)
-    lock = RunLock(folder)
-    write_private(folder / "config.yaml", to_yaml(config))
-    return lock
+def _lock_folder(config: WeftConfig, folder: Path, held: Held) -> Callable[[], None]:
+    """Lock the run's folder for this run, and write the configuration into it; returns what unlocks it.
+
+    A collective call.
+    """
+
+    def lock() -> RunLock:
+        if config.train.shared:
+            make_shared_folder(folder)
+        taken = RunLock(folder)
+        write_private(folder / "config.yaml", to_yaml(config))
+        return taken
+
+    taken = together(lambda: lock() if dist.get_rank() == 0 else None)
+    SET_UP.done("lock")
+    if taken is None:
+        return lambda: None
+    held.callback(taken.release)
+    return taken.release
 
 
-def _write_plan(engine: WeftEngine, path: Path) -> None:
-    """The plan that the run goes by, beside its configuration."""
-    write_private(path, plan_to_json(engine.plan))
-    print_once(f"plan: {path} ({engine.plan.summary()})")
+def _check_outputs(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the plan, and check that checkpoints and exports can be written; a collective call.
+
+    Raises:
+        ValueError: on every rank: they cannot.
+    """
+
+    def write_plan() -> None:
+        write_private(folder / "plan.json", plan_to_json(engine.plan))
+        print_once(f"plan: {folder / 'plan.json'} ({engine.plan.summary()})")
+
+    together(lambda: write_plan() if engine.global_rank == 0 else None)
+    check_folder(engine, folder / "checkpoints", keep=config.checkpoint.keep + config.checkpoint.load_best_model_at_end)
+    check_finish(config, engine, tokenizer, folder)
+    SET_UP.done("plan file, folder")
 
 
 def reports_error(error: ValueError) -> bool:

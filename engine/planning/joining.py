@@ -11,12 +11,26 @@ import torch.distributed as dist
 from weft.comm.emulated.world import emulated_world
 from weft.comm.sites.joining import spans_sites
 from weft.comm.sites.links import Sites
+from weft.conf.batch import check_world
 from weft.conf.schema import WeftConfig
 from weft.conf.sites import num_routes, ranks_per_site
 from weft.engine import distributed
 from weft.engine.planning.layout import RankLayout
 
 log = logging.getLogger(__name__)
+
+
+def join_job(config: WeftConfig) -> tuple[WeftConfig, torch.device]:
+    """Join the job as `join` does, and fit the configuration to its number of processes.
+
+    Returns:
+        The configuration with its open batch sizes derived, and this rank's device.
+
+    Raises:
+        ValueError: the pipeline or the batch does not fit the number of processes.
+    """
+    device = join(config)
+    return check_world(config, dist.get_world_size()), device
 
 
 def join(config: WeftConfig) -> torch.device:

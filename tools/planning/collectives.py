@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, LinkClass
-from weft.conf.batch import check_world, fit_batch, num_replicas
+from weft.conf.batch import check_world, num_replicas
 from weft.conf.checks import check
 from weft.conf.compose import compose
 from weft.conf.hosts import world_size
@@ -22,8 +22,7 @@ def main(argv: Sequence[str]) -> int:
     args, overrides = _parser().parse_known_args(argv)
     config = compose(overrides)
     check(config)
-    check_world(config, world_size(config.cluster))
-    config = fit_batch(config, world_size(config.cluster))
+    config = check_world(config, world_size(config.cluster))
     if num_replicas(config, world_size(config.cluster)) < 2:
         raise ValueError(
             f"cluster.ranks={config.cluster.ranks}: with pipeline.stages={config.pipeline.stages} there is one replica "
