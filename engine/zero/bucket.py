@@ -126,7 +126,7 @@ class Bucket:
         self._reduction: tuple[Handle, Tensor] | None = None
         self._gathering: Handle | None = None
         self._adopt_weights(first)
-        self.fragments = tuple(self._cut(cuts, shared=zero_stage == 0))
+        self.fragments = tuple(self._fragments(cuts, shared=zero_stage == 0))
 
     @torch.no_grad()
     def _adopt_weights(self, like: nn.Parameter) -> None:
@@ -152,7 +152,7 @@ class Bucket:
         begin = max(self._held.start, member.offset)
         return begin, max(begin, min(self._held.stop, member.offset + member.parameter.numel()))
 
-    def _cut(self, cuts: Mapping[str, Cut], *, shared: bool) -> Iterator[Fragment]:
+    def _fragments(self, cuts: Mapping[str, Cut], *, shared: bool) -> Iterator[Fragment]:
         low = self._held.start
         for member in self.members:
             begin, end = self._span(member)

@@ -15,7 +15,7 @@ from torch import nn
 from weft.conf.schema import ZeroConfig
 from weft.engine.zero.bucket import Bucket, Fragment, Member
 from weft.engine.zero.collectives import Collectives
-from weft.engine.zero.cutting import ShardedStage, cut
+from weft.engine.zero.division import ShardedStage, divide
 from weft.engine.zero.weights import StageWeights
 from weft.pipeline.action import BACKWARD, Action, Op
 
@@ -35,20 +35,20 @@ class Sharding:
         zero: ZeroConfig,
         collectives: Collectives | None = None,
         tied: Iterable[tuple[nn.Parameter, dist.ProcessGroup]] = (),
-        cuts: Mapping[int, Sequence[float]] = MappingProxyType({}),
+        bucket_ends: Mapping[int, Sequence[float]] = MappingProxyType({}),
     ) -> None:
         """Move the parameters of ``stages`` into buckets.
 
         Args:
             collectives: collectives over this rank's replicas; None means a single replica.
             tied: parameters that other pipeline ranks also hold, with the group of their holders.
-            cuts: where to divide stages into buckets; see `cut`.
+            bucket_ends: where buckets end; see `divide`.
         """
         stages = sorted(stages, key=lambda stage: stage.index)
         self.collectives = collectives or Collectives()
         self.is_shared_out = zero.stage > 0 and any(kind.num_replicas > 1 for kind in self.collectives.kinds)
         """Whether ranks step different fragments of what they hold alike."""
-        self.buckets = cut(stages, zero, self.collectives, dict(tied), cuts)
+        self.buckets = divide(stages, zero, self.collectives, dict(tied), bucket_ends)
         bucket_of = {member.parameter: bucket for bucket in self.buckets for member in bucket.members}
         self._named = {name: p for stage in stages for name, p in stage.named_global_parameters()}
         self.cuts = {name: cut for stage in stages for name, cut in stage.cuts.items()}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.engine.zero.bucket import Bucket, User
-from weft.engine.zero.cutting import ShardedStage, outside_blocks
+from weft.engine.zero.division import ShardedStage, outside_blocks
 
 
 class StageWeights:

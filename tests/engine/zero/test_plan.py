@@ -82,7 +82,7 @@ def test_a_step_issues_what_is_planned(nodes, zero_stage, num_stages, bytes_per_
     collectives = Recorded()
     layers = StageSplit((LAYERS // num_stages,) * num_stages).layers
     stages = [EmulatedStage(WORK, index=i, layers=layers) for i in range(num_stages)]
-    sharding = Sharding(stages, ZeroConfig(stage=zero_stage), collectives, cuts=plan.cuts)
+    sharding = Sharding(stages, ZeroConfig(stage=zero_stage), collectives, bucket_ends=plan.cuts)
     forwards = [Action(Op.F, stage.index, m) for stage in stages for m in range(2)]
     backwards = [Action(Op.B, stage.index, m) for stage in reversed(stages) for m in range(2)]
     sharding.begin_step([*forwards, *backwards])

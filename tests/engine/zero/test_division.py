@@ -1,4 +1,4 @@
-"""Which buckets and blocks a stage is cut into."""
+"""Which buckets and blocks a stage is divided into."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 from weft.conf.schema import ZeroConfig
 from weft.engine.parallel.cut import Cut
 from weft.engine.zero import Collectives, Sharding
-from weft.engine.zero.cutting import cut, outside_blocks
+from weft.engine.zero.division import divide, outside_blocks
 
 
 class TiedStage(nn.Module):
@@ -43,7 +43,7 @@ def test_buckets(stage, bucket_size, replicas):
     for replica in range(replicas):
         copy = TiedStage()
         copy.load_state_dict(module.state_dict())
-        buckets = cut([copy], zero, Collectives(replica=replica, num_replicas=replicas), {}, {})
+        buckets = divide([copy], zero, Collectives(replica=replica, num_replicas=replicas), {}, {})
         members = [member.name for bucket in buckets for member in bucket.members]
         assert sorted(members) == sorted(before)
         for bucket in buckets:
@@ -58,15 +58,15 @@ def test_buckets(stage, bucket_size, replicas):
 def test_what_is_tied_to_a_block_lies_outside_of_it():
     module = TiedStage()
     assert outside_blocks(module) == {module.embed.weight}
-    (first, *_) = cut([module], ZeroConfig(stage=3), Collectives(), {}, {})
+    (first, *_) = divide([module], ZeroConfig(stage=3), Collectives(), {}, {})
     assert [member.name for member in first.members] == ["embed.weight"]
 
 
 def test_buckets_end_where_the_plan_says():
     module = TiedStage()  # 40 elements of embedding and head, then twice 16 + 4
-    cuts = {0: (0.5, 0.75)}
+    ends = {0: (0.5, 0.75)}
     for stage, names in ((1, ["embed", "layers.0", "layers.1"]), (3, ["embed", "layers.0", "layers.1"])):
-        buckets = cut([module], ZeroConfig(stage=stage), Collectives(num_replicas=2), {}, cuts)
+        buckets = divide([module], ZeroConfig(stage=stage), Collectives(num_replicas=2), {}, ends)
         assert [sorted({m.name.rsplit(".", 1)[0] for m in bucket.members}) for bucket in buckets] == [
             [n] for n in names
         ]
@@ -75,7 +75,7 @@ def test_buckets_end_where_the_plan_says():
 def test_what_stays_whole_at_stage_3():
     module = TiedStage()
     zero = ZeroConfig(stage=3, param_persistence_threshold=20, model_persistence_threshold=36)
-    buckets = cut([module], zero, Collectives(num_replicas=2), {}, {})
+    buckets = divide([module], zero, Collectives(num_replicas=2), {}, {})
     found = [(bucket.sharded, [member.name for member in bucket.members]) for bucket in buckets]
     assert found == [
         (False, ["layers.0.weight", "layers.0.bias", "layers.1.weight"]),
@@ -93,7 +93,7 @@ def test_every_fragment_has_elements_but_that_of_a_parameter_without_any(stage):
         module.layers[0].register_parameter("none", nn.Parameter(torch.zeros(0, 4)))
         whole = {name: p.numel() for name, p in module.named_parameters()}
         zero = ZeroConfig(stage=stage, reduce_bucket_size=30)
-        for bucket in cut([module], zero, Collectives(replica=replica, num_replicas=3), {}, {}):
+        for bucket in divide([module], zero, Collectives(replica=replica, num_replicas=3), {}, {}):
             for fragment in bucket.fragments:
                 assert fragment.tensor.numel() or whole[fragment.name] == 0
                 assert 0 <= fragment.start <= whole[fragment.name] - fragment.tensor.numel()
@@ -108,7 +108,7 @@ def test_every_fragment_has_elements_but_that_of_a_parameter_without_any(stage):
 def test_the_fragment_of_a_part_has_the_shape_of_the_whole_parameter():
     module = TiedStage()
     module.cuts = {"layers.0.weight": Cut((8, 4), 0, 1, 2)}
-    buckets = cut([module], ZeroConfig(), Collectives(num_replicas=2), {}, {})
+    buckets = divide([module], ZeroConfig(), Collectives(num_replicas=2), {}, {})
     found = {fragment.name: fragment for bucket in buckets for fragment in bucket.fragments}
     assert found["layers.0.weight"].cut == Cut((8, 4), 0, 1, 2)
     assert found["layers.0.weight"].shape == (8, 4)
@@ -132,7 +132,7 @@ def test_the_fragment_of_a_part_has_the_shape_of_the_whole_parameter():
 def test_parameters_below_the_threshold_stay_whole_as_long_as_there_is_room(threshold, room, whole):
     module = TiedStage()  # 40 elements of embedding and head, then twice 16 + 4
     zero = ZeroConfig(stage=3, param_persistence_threshold=threshold, model_persistence_threshold=room)
-    buckets = cut([module], zero, Collectives(num_replicas=2), {}, {})
+    buckets = divide([module], zero, Collectives(num_replicas=2), {}, {})
     assert [member.name for bucket in buckets if not bucket.sharded for member in bucket.members] == whole
 
 
@@ -141,7 +141,7 @@ def test_only_stage_3_has_parameters_that_stay_whole(stage):
     module = TiedStage()
     module.layers[1].register_parameter("single", nn.Parameter(torch.ones(1)))
     zero = ZeroConfig(stage=stage, param_persistence_threshold=100, model_persistence_threshold=100)
-    (bucket,) = cut([module], zero, Collectives(num_replicas=2), {}, {})
+    (bucket,) = divide([module], zero, Collectives(num_replicas=2), {}, {})
     assert "layers.1.single" in {member.name for member in bucket.members}
 
 
@@ -150,7 +150,7 @@ def test_a_cut_lies_before_or_behind_the_middle_of_a_parameter_and_tied_ones_tak
     module = TiedStage()
     module.tied = frozenset({"embed.weight"})
     middle = 16 + 4 / 2  # of the first block's vector, among 40 elements
-    buckets = cut([module], ZeroConfig(stage=1), Collectives(num_replicas=2), {}, {0: ((middle + half) / 40,)})
+    buckets = divide([module], ZeroConfig(stage=1), Collectives(num_replicas=2), {}, {0: ((middle + half) / 40,)})
     names = [[member.name for member in bucket.members] for bucket in buckets]
     own = [name for name, _ in module.named_parameters() if name != "embed.weight"]
     assert names == [["embed.weight"], own[:first], own[first:]]
@@ -168,7 +168,7 @@ def test_a_bucket_takes_in_what_fits_up_to_its_last_element(limit, setting):
             filled = 0
         expected[-1].append(name)
         filled += parameter.numel()
-    buckets = cut([module], ZeroConfig(stage=1, **{setting: limit}), Collectives(), {}, {})
+    buckets = divide([module], ZeroConfig(stage=1, **{setting: limit}), Collectives(), {}, {})
     assert [[member.name for member in bucket.members] for bucket in buckets] == expected
 
 
@@ -177,7 +177,7 @@ def test_the_stages_of_a_rank_share_the_room_for_what_stays_whole(room, whole):
     stages = [TiedStage(), TiedStage()]
     stages[1].index = 1
     zero = ZeroConfig(stage=3, param_persistence_threshold=5, model_persistence_threshold=room)
-    buckets = cut(stages, zero, Collectives(num_replicas=2), {}, {})
+    buckets = divide(stages, zero, Collectives(num_replicas=2), {}, {})
     kept = [(*bucket.stages, member.name) for bucket in buckets if not bucket.sharded for member in bucket.members]
     vectors = [(index, f"layers.{layer}.bias") for index in range(2) for layer in range(2)]
     assert kept == vectors[:whole]

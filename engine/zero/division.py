@@ -47,17 +47,17 @@ def outside_blocks(stage: ShardedStage) -> set[nn.Parameter]:
     return {p for module in stage.modules() if module not in inside for p in module.parameters(recurse=False)}
 
 
-def cut(
+def divide(
     stages: Iterable[ShardedStage],
     zero: ZeroConfig,
     collectives: Collectives,
     tied: Mapping[nn.Parameter, dist.ProcessGroup],
-    cuts: Mapping[int, Sequence[float]],
+    bucket_ends: Mapping[int, Sequence[float]],
 ) -> list[Bucket]:
     """Create the buckets of a rank, stage by stage in the order in which a forward uses them.
 
     A bucket has at most ``zero.reduce_bucket_size`` and ``zero.allgather_bucket_size`` elements, or a
-    single parameter, and ends at ``cuts``. At stage 3 a bucket stays within one block, so that it can
+    single parameter, and ends at ``bucket_ends``. At stage 3 a bucket stays within one block, so that it can
     be released while others run; persistent parameters are in separate buckets, handled as at stage 2.
     Weights that several virtual stages share, on one or several ranks, are separate buckets, so that
     all holders divide them in the same way. A bucket's weights are reduced and gathered over the same
@@ -66,7 +66,7 @@ def cut(
 
     Args:
         tied: group of holders, for parameters that other pipeline ranks also hold.
-        cuts: by virtual stage, fractions of its elements at which buckets end, ascending; a
+        bucket_ends: by virtual stage, fractions of its elements at which buckets end, ascending; a
             parameter belongs where its middle lies.
     """
     stages = list(stages)
@@ -90,7 +90,10 @@ def cut(
         rest = [[(name, p) for name, p in block if p not in kept] for block in blocks]
         if zero.stage < 3:
             rest = [[named for block in rest for named in block]]
-        groups = [(whole, min(zero.stage, 2)), *((g, zero.stage) for g in _groups(stage, rest, cuts))]
+        groups = [
+            (whole, min(zero.stage, 2)),
+            *((g, zero.stage) for g in _groups(stage, rest, bucket_ends.get(stage.index, ()))),
+        ]
         for group, zero_stage in groups:
             for run in _runs(group, limit, stage.cuts):
                 first = run[0][1]
@@ -117,12 +120,10 @@ def _stay_whole(stage: ShardedStage, blocks: Sequence[Sequence[Named]], below: i
     return found
 
 
-def _groups(
-    stage: ShardedStage, blocks: Sequence[Sequence[Named]], cuts: Mapping[int, Sequence[float]]
-) -> Iterator[list[Named]]:
-    """Groups of parameters that may share a bucket: of one block, between two cuts; tied ones separately."""
+def _groups(stage: ShardedStage, blocks: Sequence[Sequence[Named]], ends: Sequence[float]) -> Iterator[list[Named]]:
+    """Groups of parameters that may share a bucket: of one block, between two ends; tied ones separately."""
     total = sum(p.numel() for block in blocks for name, p in block if name not in stage.tied)
-    offset, ends = 0, cuts.get(stage.index, ())
+    offset = 0
     for block in blocks:
         keys = []
         for name, parameter in block:
