@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 MIN_TOKENS = 16
 """Minimum grant, except for the rest of a prompt: below it a step's fixed cost dominates."""
 MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 2.0
-"""Bounds of the pause of `Trials`: a late trial costs training a step of `MIN_TOKENS` at most this often, and
-predictions recover within seconds of a slow period's end."""
+"""Bounds of the pause of `Trials`: a late trial costs training a step at most this often, and predictions recover
+within seconds of a slow period's end."""
 MIN_REMAINING = 0.8
 """Share of a bubble that must remain for a trial, if no step has ended in it."""
 MIN_STEPS = 2.0
@@ -62,7 +62,7 @@ class Gate:
             wanted: the number of pending tokens.
             context: tokens that they attend to.
         """
-        self._trials.in_progress = False
+        self._trials.closes_s = 0.0
         states = [board.state() for board in self.boards]
         self.why_not = next((state.why_not for state in states if not state.alive), "")
         found = opening(states)
@@ -76,8 +76,7 @@ class Gate:
             return tokens, found
         if not self._may_try(found, now_s):
             return 0, found
-        self._trials.in_progress = True
-        return min(wanted, MIN_TOKENS), found
+        return min(wanted, self._trials.begin(now_s, found.closes_s)), found
 
     def _may_try(self, found: Opening, now_s: float) -> bool:
         pause_s = MIN_PAUSE_S if self.cost.steps < TRUSTED else self._trials.pause_s
@@ -109,32 +108,48 @@ class Gate:
         self.last_end_s = end_s
         met_s = [board.busy_from(start_s, end_s) for board in self.boards]
         late_s = max((end_s - since_s for since_s in met_s if since_s is not None), default=0.0)
-        self._trials.ended(late_s)
+        self._trials.ended(start_s, end_s, late_s)
         return late_s
 
 
 class Trials:
-    """Exponential back-off of trial grants, made when the cost model finds all bubbles too short.
+    """Trial grants, made when the cost model finds all bubbles too short, with exponential back-off.
 
     Overestimated costs would never be corrected otherwise: a few steps delayed by the host can make
     every bubble look too short. A trial that finishes in its bubble halves the pause; a late one
-    doubles it.
+    doubles it. One that takes less than half of what was left of its bubble doubles the tokens of the
+    next: if predictions stay too long, because the host is busy, prompts still get through.
 
     Attributes:
         pause_s: seconds without a grant before the next trial.
-        in_progress: whether the last grant was a trial.
+        tokens: of the next trial, if it is soon.
+        closes_s: end of the bubble, if the last grant was a trial; otherwise 0.0.
     """
 
     def __init__(self) -> None:
-        """Start with the shortest pause."""
+        """Start with the shortest pause and the fewest tokens."""
         self.pause_s = MIN_PAUSE_S
-        self.in_progress = False
+        self.tokens = MIN_TOKENS
+        self.closes_s = 0.0
+        self._ended_s = 0.0
 
-    def ended(self, late_s: float) -> None:
+    def begin(self, now_s: float, closes_s: float) -> int:
+        """The tokens of a trial in a bubble that ends at ``closes_s``."""
+        if now_s - self._ended_s > 2 * MAX_PAUSE_S:
+            self.tokens = MIN_TOKENS
+        self.closes_s = closes_s
+        return self.tokens
+
+    def ended(self, start_s: float, end_s: float, late_s: float) -> None:
         """A step has finished, ``late_s`` after training continued; 0.0 if before."""
-        if self.in_progress:
+        if late_s:
+            self.tokens = MIN_TOKENS
+        if self.closes_s:
             self.pause_s = min(2 * self.pause_s, MAX_PAUSE_S) if late_s else max(self.pause_s / 2, MIN_PAUSE_S)
-        self.in_progress = False
+            if not late_s and end_s - start_s <= self.closes_s - end_s:
+                self.tokens *= 2
+            self._ended_s = end_s
+        self.closes_s = 0.0
 
 
 class Waker:

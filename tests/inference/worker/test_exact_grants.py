@@ -80,9 +80,9 @@ def test_little_is_granted_only_where_it_is_the_rest(gate, wanted, fit, granted)
 def test_a_trial_is_of_few_tokens(gate, wanted, granted):
     gate.boards = [Board(99.0, 110.0)]
     gate.last_end_s = NOW_S - MIN_PAUSE_S
-    assert gate.grant(wanted, 0)[0] == granted and gate._trials.in_progress
+    assert gate.grant(wanted, 0)[0] == granted and gate._trials.closes_s == 110.0
     gate.last_end_s = NOW_S
-    assert gate.grant(wanted, 0)[0] == 0 and not gate._trials.in_progress
+    assert gate.grant(wanted, 0)[0] == 0 and not gate._trials.closes_s
 
 
 def test_a_trial_has_a_pause_before_it_and_most_of_a_bubble_longer_than_two_guards(gate):
@@ -123,7 +123,7 @@ def test_a_step_is_as_late_as_the_first_rank_says(gate):
 def test_pauses_double_when_late_and_halve_when_in_time_between_their_bounds(gate):
     pauses = []
     for late in [True] * 8 + [False] * 8:
-        gate._trials.in_progress = True
+        gate._trials.closes_s = 104.0
         gate.boards = [Board(busy_s=103.0 if late else None)]
         gate.ended(101.0, 104.0, 1, 0)
         pauses.append(gate._trials.pause_s)
