@@ -62,7 +62,7 @@ class Fleet:
             self._peers.look()
         for worker in self.workers:
             worker.refresh(now_s, self._horizon_s, self._prefill.quantile)
-        self._has_known = any(worker.up and not worker.learning for worker in self.workers)
+        self._has_known = any(not worker.learning for worker in self.workers)
         self._work = self._slowest()
         self._placement = PrefillPlacement(self._horizon_s)
         for worker in self.workers:

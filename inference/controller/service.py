@@ -27,7 +27,6 @@ sent while the server closes the connection fails."""
 DEADLINE_HEADER = "X-Weft-Deadline-S"
 CLIENT_GONE = 499
 """Status in the metrics of requests whose client disconnected, as in nginx."""
-_OPEN = ("/health", "/ready")
 _FORWARDED = ("content-type", "x-request-id", "x-data-parallel-rank")
 """Client headers that are forwarded to the worker."""
 
@@ -203,19 +202,21 @@ class _Service:
 
     async def _receive(self, request: Request) -> bytes:
         most, body = self._settings.max_body_bytes, bytearray()
-        too_large = Refusal(413, f"the body is larger than {most} bytes")
-        if int(request.headers.get("content-length", 0)) > most:
-            raise too_large
+        is_too_large = int(request.headers.get("content-length", 0)) > most
         try:
             async with asyncio.timeout(self._settings.receive_timeout_s):
+                # All of it: a client that still sends when its connection is closed gets a reset, and no answer.
                 async for part in request.stream():
                     body += part
-                    if len(body) > most:
-                        raise too_large
+                    if is_too_large := is_too_large or len(body) > most:
+                        body.clear()
         except TimeoutError:
-            raise Refusal(
-                408, f"the request took longer than {self._settings.receive_timeout_s:g} s to arrive"
-            ) from None
+            if not is_too_large:
+                raise Refusal(
+                    408, f"the request took longer than {self._settings.receive_timeout_s:g} s to arrive"
+                ) from None
+        if is_too_large:
+            raise Refusal(413, f"the body is larger than {most} bytes")
         return bytes(body)
 
 

@@ -8,10 +8,8 @@ SAMPLE_S = 0.25
 """Prompts are averaged until this many seconds have passed in bubbles, or of predicted work."""
 TOGETHER_S = 0.01
 """Prompts that end within this time of each other are in one sample, because one step of a worker can end many."""
-SAMPLES = 12
-"""Number of latest samples that count."""
 MEMORY_S = 30.0
-"""Age up to which they count. Later nothing is known: a host that was busy may be quiet again, and a worker that
+"""Age up to which samples count. Later nothing is known: a host that was busy may be quiet again, and a worker that
 only refuses prompts would never be measured again."""
 
 
@@ -20,11 +18,13 @@ class Slowdown:
 
     def __init__(self) -> None:
         """Start at 1."""
-        self._samples = deque[tuple[float, float, float]](maxlen=SAMPLES)
+        self._samples = deque[tuple[float, float, float]]()
 
     def factor(self, now_s: float) -> float:
         """The current factor."""
-        recent = [spent for at_s, *spent in self._samples if now_s - at_s <= MEMORY_S and max(spent) >= SAMPLE_S]
+        while self._samples and now_s - self._samples[0][0] > MEMORY_S:
+            self._samples.popleft()
+        recent = [spent for _, *spent in self._samples if max(spent) >= SAMPLE_S]
         # A worker that was stopped is late with one prompt, and as fast as before with those behind it.
         counted = sorted(recent, key=lambda spent: spent[0] - spent[1])[:-1]
         passed_s, work_s = (sum(column) for column in zip(*counted, strict=True)) if counted else (1.0, 1.0)

@@ -74,6 +74,23 @@ def test_callers_that_never_finish_are_sent_away_and_others_are_served():
     run(scenario())
 
 
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_a_client_that_sends_too_much_reads_why(is_declared):
+    """Over TCP, where closing a connection that still receives resets it."""
+    body = b"x" * 30_000_000
+    chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    encoding = b"Transfer-Encoding: chunked\r\n\r\n" + chunk
+    length = b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+    async def scenario():
+        async with server(FakeWorkers(1), max_body_bytes=1000, receive_timeout_s=10.0) as (port, _):
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+            answer = await ask(port, head, length if is_declared else encoding)
+            assert answer.startswith(b"HTTP/1.1 413")
+
+    run(scenario())
+
+
 def test_more_connections_than_allowed_are_told_so():
     async def scenario():
         async with server(FakeWorkers(1), max_connections=4, receive_timeout_s=2.0) as (port, _):
