@@ -175,9 +175,9 @@ class Estimates:
         if shape.routes == 1:
             return 0.0
         sent = self.across_bytes(work, shape)
-        return min((latency_s + sent * byte_s for latency_s, byte_s in self._best_sites(shape.routes)), default=inf)
+        return min((latency_s + sent * byte_s for latency_s, byte_s in self.best_sites(shape.routes)), default=inf)
 
-    def _best_sites(self, routes: int) -> list[tuple[float, float]]:
+    def best_sites(self, routes: int) -> list[tuple[float, float]]:
         """What `least_across_from_s` rests on where no site is settled: seconds, and seconds of a byte.
 
         Of those sites that no other is better than in both.

@@ -117,7 +117,7 @@ def latency_bound_s(
         costs: of one pipeline.
         in_flight: micro-batches that the rank of each virtual stage has memory for, if it holds no other stage. One
             holds its memory at least from its forward to its input gradient, so a stage without room for all that
-            are on their way and back waits.
+            are on their way and back waits. Of several stages, each holds its share of the memory for as long.
     """
     single, stages = placement.single, costs.stages
     last, cell, count = single.num_stages - 1, placement.pipelines, num_microbatches
@@ -138,6 +138,7 @@ def latency_bound_s(
     for stage in range(last, -1, -1):
         backward_s[stage] = now_s
         now_s += stages[stage].input_s + (hop_s[stage - 1] if stage else 0.0)
+    end_of_s = [backward_s[stage] + stages[stage].input_s for stage in range(last + 1)]
     weight_s = stages[0].weight_s
     bound_s = now_s + weight_s
     for held in single.rank_stages:
@@ -145,10 +146,14 @@ def latency_bound_s(
         through_s = sum(stages[stage].forward_s + stages[stage].input_s for stage in held) * count
         weights_s = sum(stages[stage].weight_s for stage in held) * count
         bound_s = max(bound_s, first_s + through_s + max(weights_s, now_s - end_s + weight_s))
+        shares_s = 0.0
         for stage in held if in_flight else ():
+            shares_s += (end_of_s[stage] - forward_s[stage]) / max(1.0, in_flight[stage])
             turns = count / max(1, int(in_flight[stage]))
-            back_s = backward_s[stage] + stages[stage].input_s
-            bound_s = max(bound_s, forward_s[stage] + (back_s - forward_s[stage]) * turns + stages[stage].weight_s)
+            back_s = end_of_s[stage] - forward_s[stage]
+            bound_s = max(bound_s, forward_s[stage] + back_s * turns + stages[stage].weight_s)
+        least_weight_s = min(stages[stage].weight_s for stage in held)
+        bound_s = max(bound_s, first_s + count * shares_s / _ROUNDED_UP + least_weight_s)
         # a rank's one uplink carries activations down and gradients up, the link to each other rank some of them
         loads: dict[int | None, list[tuple[float, float, float]]] = {}
         for stage in held:

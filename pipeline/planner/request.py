@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from math import log1p
 from typing import Any
 
 from weft.pipeline.limits import count, number, short_repr
@@ -23,6 +22,8 @@ class Objective(Enum):
     time_to_tokens = "time-to-tokens"
 
 
+EQUAL = 1e-9
+"""Scores that differ by a smaller share are equal; sums of the same times differ by their rounding."""
 FREE = 1e-6
 """Money of an hour of GPUs without a price, so that of plans that cost nothing the fastest is the best."""
 MOST_CELL = 8
@@ -80,16 +81,27 @@ class Request:
         """What the objective has least of; see `score_of`."""
         return self.score_of(found.step_s, found.layout, found.price_per_hour, found.egress_per_step, found.tokens)
 
-    def score_of(
-        self, step_s: float, layout: Layout | None, price_per_hour: float, egress: float, tokens: int
-    ) -> float:
-        """Seconds or money of a token, or seconds of a step; grows with ``step_s`` and prices."""
-        dearer = _dearer(price_per_hour)
+    def ranked(self, found: Iterable[Prediction]) -> list[Prediction]:
+        """Predictions, best first; of equal scores the cheaper one comes first, and of equal costs the faster one."""
+        ranked: list[Prediction] = []
+        equal: list[Prediction] = []
+        for one in sorted(found, key=self.score):
+            if equal and self.score(one) > self.score(equal[0]) * (1 + EQUAL):
+                ranked += sorted(equal, key=self._second)
+                equal = []
+            equal.append(one)
+        return ranked + sorted(equal, key=self._second)
+
+    def _second(self, found: Prediction) -> float:
+        return found.step_s if self.objective is Objective.cost else found.cost(1.0)
+
+    def score_of(self, step_s: Any, layout: Layout | None, price_per_hour: Any, egress: float, tokens: Any) -> Any:
+        """Seconds or money of a token, or seconds of a step; grows with ``step_s`` and prices. Also of arrays."""
         if self.objective is Objective.latency:
-            return step_s * dearer
+            return step_s
         if self.objective is Objective.cost:
-            return ((price_per_hour + FREE) * step_s / 3600 + egress) / tokens * dearer
-        return step_s / tokens * dearer
+            return ((price_per_hour + FREE) * step_s / 3600 + egress) / tokens
+        return step_s / tokens
 
     def bound_of(self, step_s: float, price_per_hour: float, price_seconds: float, egress: float, tokens: int) -> float:
         """What nothing scores below that takes so long and costs so much an hour at least.
@@ -104,17 +116,11 @@ class Request:
 
     def step_of(self, score: float, price_per_hour: float, egress: float, tokens: int) -> float:
         """Seconds of the step that has a score: the inverse of `score_of`."""
-        score /= _dearer(price_per_hour)
         if self.objective is Objective.latency:
             return score
         if self.objective is Objective.cost:
             return (score * tokens - egress) * 3600 / (price_per_hour + FREE)
         return score * tokens
-
-
-def _dearer(price_per_hour: float) -> float:
-    """A factor by which of equal plans the cheaper one scores less; it moves no score by more than 0.0003 %."""
-    return 1 + 1e-7 * log1p(price_per_hour)
 
 
 def read_pins(words: list[str]) -> dict[str, Any]:

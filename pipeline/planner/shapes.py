@@ -5,17 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from math import isqrt, lcm
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.pipeline.planner.cluster import Cluster
 from weft.pipeline.planner.layout import LEGS, Shape
 from weft.pipeline.planner.request import Request
 from weft.pipeline.planner.workload import ModelWork
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
 MOST_ROUTES = 8
 """Sets of replicas that are compared on routes of their own."""
 MANY_REPLICAS = 512
 """Replicas up to which all numbers are compared where the batch is left open."""
+MOST_SEQUENCES = 64
+"""Sequences of a micro-batch up to which all sizes are compared where the batch is left open."""
 
 
 class Degrees(NamedTuple):
@@ -59,32 +66,57 @@ def all_degrees(cluster: Cluster, work: ModelWork, request: Request) -> Iterator
                     yield Degrees(tensor, context, expert)
 
 
+class Group(NamedTuple):
+    """Families that differ in replicas, micro-batches and routes, as arrays.
+
+    Attributes:
+        family: any of them: a shape of one stage; ZeRO 3 stands for all its stages.
+        most: stages for which there are layers and GPUs; ``most_alone`` in the roomiest site.
+    """
+
+    family: Shape
+    replicas: Array
+    microbatches: Array
+    routes: Array
+    most: Array
+    most_alone: Array
+
+
+def groups(cluster: Cluster, work: ModelWork, request: Request, degrees: Degrees) -> Iterator[Group]:
+    """The families of some degrees, by the size of micro-batches and checkpointing."""
+    import numpy as np
+
+    gpus, limit = degrees.gpus_per_rank, min(len(cluster.sites), MOST_ROUTES)
+    routes = np.array([one for one in request.choices("routes", list(range(1, limit + 1))) if one <= limit], dtype=int)
+    units = np.array([site.units(gpus) for site in cluster.sites])
+    for size, *batch in _batches(cluster, work, request, gpus):
+        replicas, microbatches = (np.array(one, dtype=int)[:, None] for one in batch)
+        each = np.maximum(replicas // np.maximum(routes, 1), 1)
+        ranks = units[:, None, None] // each
+        fits = (replicas % routes == 0) & (replicas <= units.sum()) & (ranks.sum(axis=0) >= routes)
+        fits &= (replicas * gpus % degrees.expert == 0) & (each * gpus % degrees.expert == 0)
+        at = np.nonzero(fits)
+        most = np.minimum(ranks.sum(axis=0) // routes, len(work.layers))[at]
+        alone = np.minimum(ranks.max(axis=0)[at], most)
+        for checkpointing in request.choices("checkpointing", [False, True]) if len(most) else ():
+            family = Shape(
+                num_stages=1,
+                replicas=1,
+                microbatches=1,
+                microbatch_size=size,
+                zero_stage=3,
+                checkpointing=checkpointing,
+                **degrees._asdict(),
+            )
+            yield Group(family, replicas[at[0], 0], microbatches[at[0], 0], routes[at[1]], most, alone)
+
+
 def families(cluster: Cluster, work: ModelWork, request: Request, degrees: Degrees) -> Iterator[Shape]:
-    """The shapes of one stage: micro-batches, replicas, routes and checkpointing; ZeRO 3 stands for all its stages."""
-    gpus = degrees.gpus_per_rank
-    units = sum(site.units(gpus) for site in cluster.sites)
-    for size, replicas, microbatches in _batches(cluster, work, request, gpus):
-        if replicas * gpus % degrees.expert:
-            continue
-        for routes in request.choices("routes", list(range(1, min(len(cluster.sites), MOST_ROUTES) + 1))):
-            each, rest = divmod(replicas, routes)
-            if rest or routes > min(len(cluster.sites), MOST_ROUTES) or each * gpus % degrees.expert:
-                continue
-            if replicas > units or sum(room(cluster, gpus, each)) < routes:
-                continue
-            for checkpointing in request.choices("checkpointing", [False, True]):
-                yield Shape(
-                    num_stages=1,
-                    replicas=replicas,
-                    tensor=degrees.tensor,
-                    context=degrees.context,
-                    expert=degrees.expert,
-                    microbatches=microbatches,
-                    microbatch_size=size,
-                    zero_stage=3,
-                    checkpointing=checkpointing,
-                    routes=routes,
-                )
+    """The shapes of one stage: micro-batches, replicas, routes and checkpointing."""
+    for group in groups(cluster, work, request, degrees):
+        fields = (array.tolist() for array in (group.replicas, group.microbatches, group.routes))
+        for replicas, microbatches, routes in zip(*fields, strict=True):
+            yield replace(group.family, replicas=replicas, microbatches=microbatches, routes=routes)
 
 
 def stage_counts(cluster: Cluster, work: ModelWork, request: Request, family: Shape) -> list[int]:
@@ -126,25 +158,29 @@ def _zero_stages(family: Shape) -> list[int]:
     return [1, 2, 3] if family.microbatches == 1 else [1, 3]
 
 
-def _batches(cluster: Cluster, work: ModelWork, request: Request, gpus_per_rank: int) -> Iterator[tuple[int, int, int]]:
-    """Sizes of micro-batches, replicas, and the micro-batches that are left to each."""
+def _batches(
+    cluster: Cluster, work: ModelWork, request: Request, gpus_per_rank: int
+) -> Iterator[tuple[int, list[int], list[int]]]:
+    """Sizes of micro-batches; for each, numbers of replicas, and the micro-batches that are left to each."""
     units = [site.units(gpus_per_rank) for site in cluster.sites]
     if request.sequences:
         for size in request.choices("microbatch_size", _divisors(request.sequences)):
             whole, rest = divmod(request.sequences, size)
-            for replicas in request.choices("replicas", [] if rest else _divisors(whole)):
-                count, left = divmod(whole, replicas)
-                is_asked_for = request.pins.get("microbatches", count) == count
-                if not rest and not left and replicas <= sum(units) and is_asked_for:
-                    yield size, replicas, count
+            found = [
+                (replicas, whole // replicas)
+                for replicas in request.choices("replicas", [] if rest else _divisors(whole))
+                if not rest and whole % replicas == 0 and replicas <= sum(units)
+            ]
+            kept = [one for one in found if request.pins.get("microbatches", one[1]) == one[1]]
+            yield size, [replicas for replicas, _ in kept], [count for _, count in kept]
         return
     # With micro-batches given, more replicas are a larger batch; of very many, those at which a site loses a stage.
     routes = range(1, min(len(units), MOST_ROUTES) + 1)
     stages = range(1, len(work.layers) + 1)
     ends = {count * (unit // held) for unit in units for held in stages for count in routes} - {0}
-    for size in request.choices("microbatch_size", _powers(64)):
-        for replicas in request.choices("replicas", sorted({*range(1, min(sum(units), MANY_REPLICAS) + 1), *ends})):
-            yield size, replicas, request.pins["microbatches"]
+    replicas = request.choices("replicas", sorted({*range(1, min(sum(units), MANY_REPLICAS) + 1), *ends}))
+    for size in request.choices("microbatch_size", list(range(1, MOST_SEQUENCES + 1))):
+        yield size, replicas, [request.pins["microbatches"]] * len(replicas)
 
 
 def _divisors(number: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any
 
 WORK_FORM = 4
@@ -80,7 +81,7 @@ class ModelWork:
     heads: int = 0
     experts: int = 0
 
-    @property
+    @cached_property
     def whole(self) -> LayerWork:
         """The sum of all parts; tied weights count once."""
         parts = sum(self.layers, self.before) + self.after

@@ -84,6 +84,7 @@ def summary(found: Plan, seconds: float) -> Iterator[str]:
     )
     proven = f"no layout of this space is better by more than {found.gap:.1%}"
     yield f"{found.shapes:,} shapes, {found.scheduled} layouts scheduled in {seconds:.2f} s; proven: {proven}"
+    yield f"not in the space: {'; '.join(found.left_out)}"
     if alone is None:
         yield "no single site has a plan with these fields" if found.request.pins else "no single site holds the model"
     elif alone is best:
@@ -135,6 +136,7 @@ def as_json(found: Plan, most: int) -> str:
         for one in found.ranked[:most]
     ]
     head = {"model": found.work.name, "parameters": found.work.parameters, "gap": found.gap, "shapes": found.shapes}
+    head["left_out"] = found.left_out
     return json.dumps({**head, "plans": ranked}, indent=2)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.pipeline.planner.planned import cluster, site
 from weft.pipeline.costs import StageCost
-from weft.pipeline.planner import bounds
+from weft.pipeline.planner import bounds, crossings, sharing
 from weft.pipeline.planner.bounds import Bounds
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Shape
@@ -202,7 +202,7 @@ SECONDS = st.floats(0.01, 100.0)
 @given(st.lists(st.tuples(SECONDS, st.floats(0.0, 200.0)), min_size=1, max_size=5), st.integers(1, 50))
 def test_work_is_shared_by_those_whom_it_can_reach(spans, count):
     spans = sorted(spans, key=lambda span: span[1])
-    step_s = bounds._shared_s(spans, count)
+    step_s = sharing.shared_s(spans, count)
     done = sum(speed * max(0.0, step_s - off_s) for speed, off_s in spans)
     assert done == pytest.approx(count, rel=1e-9, abs=1e-9)
 
@@ -214,7 +214,7 @@ def test_given_sites_keep_their_ways_and_of_others_the_first_are_nearest(held, r
     rooms = [*held[:given_sites], *rooms, sum(held)]
     ranks = list(enumerate(held))
     ways_s = [(room, float(number)) for number, room in enumerate(rooms)]
-    found = list(bounds._spans(ranks, ways_s, given_sites))
+    found = list(sharing.spans_of(ranks, ways_s, given_sites))
     assert found[:given_sites] == [(number, held[number], float(number)) for number in range(given_sites)]
     each = [(site, way_s) for site, count, way_s in found[given_sites:] for _ in range(count)]
     places = [float(number) for number, room in enumerate(rooms) if number >= given_sites for _ in range(room)]
@@ -226,7 +226,7 @@ def test_given_sites_keep_their_ways_and_of_others_the_first_are_nearest(held, r
 
 def test_the_least_by_site_and_of_all():
     seconds = {(0, 1): 3.0, (1, 0): 5.0, (1, 2): 2.0, (2, 1): 7.0}
-    assert bounds._least(seconds) == {0: 3.0, 1: 2.0, 2: 7.0, None: 2.0}
+    assert crossings._least(seconds) == {0: 3.0, 1: 2.0, 2: 7.0, None: 2.0}
 
 
 def test_a_part_has_its_share_of_everything():

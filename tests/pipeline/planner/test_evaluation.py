@@ -6,8 +6,9 @@ import pytest
 
 from tests.pipeline.planner.planned import cluster, model, site
 from weft.pipeline.planner.bounds import Bounds
+from weft.pipeline.planner.candidates import STARTING
 from weft.pipeline.planner.estimates import Estimates, reduced_bytes
-from weft.pipeline.planner.evaluation import STARTING, Evaluation
+from weft.pipeline.planner.evaluation import Evaluation
 from weft.pipeline.planner.latency import latency_bound_s
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.request import FREE, Objective, Request
@@ -95,7 +96,7 @@ def test_a_shape_costs_at_least_what_its_gpus_do_where_they_are_cheapest():
 )
 def test_a_shape_scores_what_its_bound_is_worth(shape, objective, score):
     step_s = bounds().step_s(shape)
-    assert evaluation(objective=objective).shape_bound(shape) == pytest.approx(score(step_s), rel=1e-5)
+    assert evaluation(objective=objective).shape_bound(shape) == pytest.approx(score(step_s), rel=1e-12)
 
 
 def test_work_that_cannot_all_be_at_the_cheapest_site_costs_more():
@@ -183,7 +184,7 @@ def test_each_candidate_is_bounded_by_its_pipeline_and_its_ends():
     in_flight = [room / stage.activation_bytes for room, stage in zip(one.rooms, costs.stages, strict=True)]
     pipeline_s = latency_bound_s(one.layout.placement, 8, costs, in_flight)
     assert one.bound_s == pytest.approx(pipeline_s + one.collective_s + one.optimizer_s, rel=1e-12)
-    assert one.score_bound == pytest.approx(one.bound_s / TOKENS, rel=1e-5)
+    assert one.score_bound == pytest.approx(one.bound_s / TOKENS, rel=1e-12)
     assert one.layout.connections == (costs.wan_links[0][1].streams,)
     estimates = Estimates(TWO, WORK)
     halves = [

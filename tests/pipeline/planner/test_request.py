@@ -1,6 +1,7 @@
 """What may be asked of a plan, word by word; what plans are ordered by; and why there is none."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,15 +75,12 @@ def test_each_objective_has_least_of_its_own():
         objective: Request(sequences=1, objective=objective).score_of(7200.0, None, 3.0, 0.5, 1000)
         for objective in Objective
     }
-    assert scores == pytest.approx(
-        {
-            Objective.latency: 7200.0,
-            Objective.throughput: 7.2,
-            Objective.time_to_tokens: 7.2,
-            Objective.cost: (2 * (3.0 + FREE) + 0.5) / 1000,
-        },
-        rel=1e-5,
-    )
+    assert scores == {
+        Objective.latency: 7200.0,
+        Objective.throughput: 7.2,
+        Objective.time_to_tokens: 7.2,
+        Objective.cost: pytest.approx((2 * (3.0 + FREE) + 0.5) / 1000, rel=1e-12),
+    }
     assert FREE <= 1e-5, "what costs something costs no more for it"
     pinned = Request(sequences=1, pins={"tensor": 4})
     assert pinned.choices("tensor", [1, 2]) == [4] and pinned.choices("context", [1, 2]) == [1, 2]
@@ -132,3 +130,16 @@ def replace_batch(most):
     some = cluster(site("a", hosts=most, gpus_per_host=1))
     pins = {"replicas": 99, "num_stages": 1, "tensor": 1, "microbatch_size": 1}
     return Refusals(some, model(), replace(REQUEST, sequences=360360, pins=pins))
+
+
+def test_of_equal_scores_the_cheaper_plan_comes_first_and_of_equal_costs_the_faster():
+    def predicted(step_s, price_per_hour):
+        cost = price_per_hour * step_s / 3600
+        layout = SimpleNamespace(price=price_per_hour)
+        values = {"step_s": step_s, "price_per_hour": price_per_hour, "egress_per_step": 0.0, "tokens": 1}
+        return SimpleNamespace(**values, layout=layout, cost=lambda tokens: cost * tokens)
+
+    rounded, dear, cheap, slow = (predicted(*one) for one in ((1 - 1e-12, 3.0), (1.0, 2.0), (1.0, 1.0), (1.1, 0.1)))
+    assert Request(sequences=1).ranked([slow, rounded, dear, cheap]) == [cheap, dear, rounded, slow]
+    half, whole = predicted(1.0, 2.0 + FREE), predicted(2.0, 1.0)
+    assert Request(sequences=1, objective=Objective.cost).ranked([whole, half]) == [half, whole]

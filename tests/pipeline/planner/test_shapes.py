@@ -152,3 +152,10 @@ def test_a_site_has_room_for_whole_ranks_of_all_replicas():
     some = cluster(site("a", hosts=3, gpus_per_host=4), site("b", hosts=2, gpus_per_host=2))
     assert room(some, 1, 1) == [12, 4] and room(some, 1, 5) == [2, 0]
     assert room(some, 2, 2) == [3, 1] and room(some, 4, 1) == [3, 1] and room(some, 8, 1) == [1, 0]
+
+
+def test_an_open_batch_has_micro_batches_of_every_size():
+    """Sizes that are no powers of two fill the memory better."""
+    pins = {"microbatches": 6, "num_stages": 1, "replicas": 1, "tensor": 1, "context": 1}
+    found = shapes(cluster(site("a")), model(), replace(REQUEST, sequences=0, pins=pins))
+    assert {one.microbatch_size for one in found} == set(range(1, 65))

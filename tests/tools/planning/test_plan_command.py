@@ -56,9 +56,15 @@ def test_the_table_says_what_is_best_and_why(weft_plan):
         "PP x DP x TP",
         "best; bound by",
         "proven: no layout of this space is better by more than",
+        "not in the space: DP-cells with tensor, context or expert parallelism",
         "optimiser",
     ):
         assert part in text
+
+
+def test_what_an_open_batch_leaves_out_is_named(weft_plan):
+    code, text, _ = weft_plan("--batch-tokens", "0", "--pin", "pipeline.microbatches=2")
+    assert code == 0 and "micro-batches of more than 64 sequences" in text
 
 
 def test_json_has_every_figure(weft_plan):

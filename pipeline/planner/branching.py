@@ -1,0 +1,290 @@
+"""Branch and bound: parts of the space are taken apart, or scheduled, by what they are expected to score."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from heapq import heapify, heappop, heappush
+from itertools import count, islice
+from math import inf
+from typing import NamedTuple
+
+from weft.pipeline.planner.bounds import ANYWHERE
+from weft.pipeline.planner.candidates import Candidate
+from weft.pipeline.planner.layout import Layout, Prediction, Shape
+from weft.pipeline.planner.request import EQUAL, Request
+from weft.pipeline.planner.routes import Route, Routes
+from weft.pipeline.planner.space import Family, Space
+
+WORTH = 1.002
+"""At first a layout is not looked at more closely if it can only be better by a five hundredth."""
+SHARE_OF_EQUALS = 4
+"""Of the effort, what goes at most into layouts that are better by less, or cheaper: one part in so many."""
+SHARE_OF_BOUNDS = 5
+"""Of the effort, what goes at the end into the parts of the least bound: one part in so many."""
+BOUNDED = 16
+"""Actions whose scheduling takes as long as the bound of a route."""
+EXPANDED = 5
+"""Actions whose scheduling takes as long as the bound of a layout, a rank."""
+EVERY = 5000
+"""Effort after which a layout is scheduled, so that bounds have something to be held against early."""
+OF_MANY, WITHOUT_ROUTE, ON_THE_WAY = 1.04, 1.02, 1.01
+"""How many times its bound the best of a family is expected to score, of a shape, and of a route that goes on."""
+MANY_ACTIONS = 1e6
+"""Actions for which another layout is scheduled first that may be half as good."""
+LATER = 1.02
+"""How much more is expected of further cuts of a route with every few of them."""
+TOGETHER = 8
+"""Cuts of a route that are looked at together, after those whose slowest rank is the fastest."""
+
+
+class _Opened(NamedTuple):
+    """A part of the space that is still to be looked at.
+
+    Attributes:
+        expected: score by which the search goes; ``bound`` is what it scores at least.
+        shape: of a family, with any of its numbers of stages, or all but its route.
+        crowding: by how much ``expected`` and ``bound`` differ; None while that is not known.
+        cuts: further cuts of a whole route.
+    """
+
+    expected: float
+    bound: float
+    depth: int
+    number: int
+    shape: Shape
+    family: Family | None = None
+    route: Route = ANYWHERE
+    crowding: float | None = None
+    cuts: Iterator[tuple[int, ...]] | None = None
+
+
+class _Placed(NamedTuple):
+    """A whole layout that is still to be scheduled."""
+
+    expected: float
+    number: int
+    candidate: Candidate
+    bound: float
+
+
+class Found(NamedTuple):
+    """What a search found: predictions, the least bound of what it left, and whole layouts by their bounds."""
+
+    predictions: list[Prediction]
+    left_out: float
+    spare: list[tuple[float, Candidate]]
+
+
+_SHAPE = tuple(field.name for field in fields(Shape))
+
+
+def _place_of(layout: Layout) -> tuple[Shape, Route]:
+    """All of a layout but its cut, its schedule and its DP-cells."""
+    return Shape(**{name: getattr(layout, name) for name in _SHAPE}), Route(layout.sites, layout.stages)
+
+
+class Search:
+    """One pass of branch and bound.
+
+    Args:
+        request: with the sites of a pipeline, and the effort, of this pass.
+        routes: numbers of routes that are searched.
+        best: score of a layout that is known.
+        is_last: nothing is searched after it, so that it goes on to equal layouts, and to what bounds the rest.
+    """
+
+    def __init__(self, space: Space, request: Request, routes: range, best: float = inf, *, is_last: bool) -> None:
+        self._space, self._request, self._best, self._is_last = space, request, best, is_last
+        self._evaluation, self._ways = space.evaluation, Routes(space.cluster, request)
+        self._order, self._spent, self._worth = count(), 0, WORTH
+        self._by_bound = False
+        self._opened: list[_Opened] = []
+        self._placed: list[_Placed] = []
+        self._later: list[_Opened] = []  # what can be better by little
+        self._spare: list[_Placed] = []
+        self._found: list[Prediction] = []
+        self._tried: set[Layout] = set()
+        self._reached: dict[tuple[Shape, Route], float] = {}
+        alone = request.max_sites == 1
+        self._families: list[tuple[float, int, Iterator[Family], Family | None]] = [
+            (bound, next(self._order), space.families(degrees, routes, alone=alone), None)
+            for bound, degrees in space.degrees
+        ]
+        heapify(self._families)
+
+    def run(self) -> Found:
+        """Take apart what may be better, until nothing is left or the effort is spent."""
+        effort = self._request.effort
+        if self._is_last:
+            self._go(effort - effort // SHARE_OF_BOUNDS)
+            self._go_by_bounds()
+        self._go(effort)
+        if self._is_last and self._spent < effort:
+            self._worth = 1 - EQUAL
+            parts, self._later = self._later, []
+            self._placed += self._spare
+            self._spare = []
+            heapify(self._placed)
+            for one in parts:
+                self._open(one)
+            self._go(min(effort, self._spent + effort // SHARE_OF_EQUALS))
+        spare = [*self._spare, *self._placed]
+        left = [one.bound for one in [*self._opened, *self._later]] + [one.bound for one in spare]
+        left += [one[0] for one in self._families]
+        return Found(self._found, min(left, default=inf), [(one.bound, one.candidate) for one in spare])
+
+    def _go(self, effort: int) -> None:
+        """Go on until so much effort is spent, and there is a plan."""
+        due, opened, placed = self._spent + EVERY, self._opened, self._placed
+        while self._spent < effort or self._best == inf:
+            self._open_families()
+            while opened and self._is_poor(opened[0].bound):
+                self._later.append(heappop(opened))
+            while placed and self._is_poor(placed[0].bound):
+                self._spare.append(heappop(placed))
+            if not opened and not placed:
+                if not self._families or self._is_poor(self._families[0][0]):
+                    break
+            elif not opened or (placed and (opened[0].expected >= placed[0].expected or self._spent >= due)):
+                self._schedule()
+                due = self._spent + EVERY
+            else:
+                self._take_apart(heappop(opened))
+
+    def _go_by_bounds(self) -> None:
+        """Look first at what has the least bound, from now on."""
+        self._by_bound = True
+        self._opened[:] = [one._replace(expected=one.bound) for one in self._opened]
+        self._placed[:] = [one._replace(expected=one.bound) for one in self._placed]
+        heapify(self._opened)
+        heapify(self._placed)
+
+    def _is_poor(self, bound: float) -> bool:
+        return bound * self._worth >= self._best
+
+    def _open(self, one: _Opened) -> None:
+        if self._is_poor(one.bound):
+            self._later.append(one)
+        else:
+            expected = one.bound if self._by_bound else one.expected
+            heappush(self._opened, one._replace(expected=expected, number=next(self._order)))
+
+    def _open_families(self) -> None:
+        """Open families whose bounds come next, one at a time."""
+        families = self._families
+        while families and not self._is_poor(families[0][0]):
+            bound, number, following, family = families[0]
+            if self._opened and self._opened[0].expected < bound * (1.0 if self._by_bound else OF_MANY):
+                return
+            heappop(families)
+            if family is not None:
+                self._spent += 1
+                self._open(_Opened(bound * OF_MANY, bound, 0, 0, family.shape, family))
+            if (another := next(following, None)) is not None:
+                heappush(families, (max(bound, another.bound), number, following, another))
+
+    def _schedule(self) -> None:
+        one = heappop(self._placed)
+        key = _place_of(one.candidate.layout)
+        if not self._by_bound and (known := self._reached.get(key, 0.0)) > one.expected:
+            heappush(self._placed, one._replace(expected=known))  # as others did that differ in their cut
+            return
+        self._spent += one.candidate.actions
+        if (prediction := self._evaluation.schedule(one.candidate)) is not None:
+            self._found.append(prediction)
+            score = self._request.score(prediction)
+            self._reached[key] = min(self._reached.get(key, inf), score)
+            self._best = min(self._best, score)
+
+    def _take_apart(self, one: _Opened) -> None:
+        if one.family is not None:
+            self._take_stages(one, one.family)
+        elif one.cuts is not None:
+            self._cut_further(one, one.cuts)
+        elif one.route.sites and one.route.is_whole(one.shape):
+            self._cut(one)
+        elif one.crowding is None:
+            crowding = self._evaluation.crowding(one.shape)
+            self._open(one._replace(expected=one.bound * crowding * WITHOUT_ROUTE, crowding=crowding))
+        else:
+            self._go_on(one)
+
+    def _take_stages(self, one: _Opened, family: Family) -> None:
+        """Open the shapes of a family with the most stages that are left, and the rest of the family."""
+        *rest, stages = family.counts
+        if rest:
+            bound = max(one.bound, family.bounds[len(rest) - 1])
+            others = family._replace(counts=tuple(rest))
+            self._open(one._replace(expected=bound * OF_MANY, bound=bound, family=others))
+        for bound, shape in self._space.members(one.shape, stages):
+            self._spent += BOUNDED
+            bound = max(bound, one.bound)
+            self._open(_Opened(bound * WITHOUT_ROUTE, bound, 0, 0, shape))
+
+    def _go_on(self, one: _Opened) -> None:
+        """Open the routes that are longer by a site."""
+        shape, poor = one.shape, inf
+
+        def may_go_on(site: int) -> bool:
+            nonlocal poor
+            self._spent += BOUNDED
+            bound = max(one.bound, self._evaluation.going_on_bound(shape, one.route, site))
+            if self._is_poor(bound):
+                poor = min(poor, bound)
+                return False
+            return True
+
+        for further in self._ways.longer(shape, one.route if one.route.sites else None, may_go_on):
+            self._spent += BOUNDED
+            if (least := self._evaluation.route_bound(shape, further, self._request.max_sites)) is None:
+                continue
+            least = max(one.bound, least)
+            expected = least * (one.crowding or 1.0) * ON_THE_WAY
+            longer = one._replace(expected=expected, bound=least, depth=one.depth - 1, route=further)
+            if further.is_whole(shape) and not self._is_poor(least):
+                for bound, arranged_shape in self._space.arranged(shape, further, least):
+                    self._open(longer._replace(bound=bound, shape=arranged_shape))
+            else:
+                self._open(longer)
+        if poor < inf:
+            self._later.append(one._replace(bound=poor))
+
+    def _cut(self, one: _Opened) -> None:
+        """Place the layouts with the best cuts of a whole route, and open those with others."""
+        self._spent += EXPANDED * one.shape.virtual_stages
+        limit = self._best * (1 + EQUAL)
+        for bound, table in self._evaluation.tables(one.shape, one.route):
+            part = one._replace(bound=max(one.bound, bound), number=next(self._order))
+            if self._is_poor(part.bound):
+                self._later.append(part._replace(cuts=self._evaluation.cuts_below(table, one.shape, one.route, limit)))
+                continue
+            first = self._place(part, list(table.best()))
+            cuts = self._evaluation.cuts_below(table, one.shape, one.route, limit)
+            expected = max(first, part.bound * (one.crowding or 1.0)) * WORTH
+            self._open(part._replace(expected=expected, cuts=cuts))
+
+    def _cut_further(self, one: _Opened, cuts: Iterator[tuple[int, ...]]) -> None:
+        """Place layouts with further cuts, where those that were scheduled did not take much longer than the best."""
+        known = self._reached.get((one.shape, one.route), 0.0)
+        if known > one.expected and not self._by_bound:
+            self._open(one._replace(expected=known))
+        elif more := list(islice(cuts, TOGETHER)):
+            self._spent += len(more) * one.shape.virtual_stages
+            first = self._place(one, more)
+            self._open(one._replace(expected=max(first, one.expected) * LATER))
+
+    def _place(self, one: _Opened, cuts: list[tuple[int, ...]]) -> float:
+        """Place the layouts of a route with these cuts; return the least of their bounds."""
+        first = bound = one.bound
+        for number, candidate in enumerate(self._evaluation.candidates(one.shape, one.route, cuts)):
+            if candidate.layout in self._tried:
+                continue
+            self._tried.add(candidate.layout)
+            least = max(bound, candidate.score_bound)
+            first = min(first, least) if number else least
+            expected = max(least, bound * (one.crowding or 1.0)) * (1 + candidate.actions / MANY_ACTIONS)
+            placed = _Placed(least if self._by_bound else expected, next(self._order), candidate, least)
+            heappush(self._placed, placed)
+            self._spent += EXPANDED * candidate.layout.virtual_stages
+        return first

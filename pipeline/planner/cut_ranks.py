@@ -1,0 +1,98 @@
+"""The ranks of a route, for any layers that they may hold: their times, and their memory for activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+LEVELS = 8
+"""Levels of memory whose cuts are bounded apart, at most."""
+ROUNDED_UP = 1 + 1e-9
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a pipeline rank takes, by the first layer that it holds and the first that it does not.
+
+    Attributes:
+        forward_s: of a micro-batch; ``input_s`` and ``weight_s`` alike, infinite where it cannot hold the layers.
+        ends_s: of a step, for collectives over replicas and the optimiser.
+        room_bytes: for activations at most; ``saved_bytes`` of a micro-batch at least.
+    """
+
+    forward_s: Array
+    input_s: Array
+    weight_s: Array
+    ends_s: Array
+    room_bytes: Array
+    saved_bytes: Array
+
+
+@dataclass(frozen=True)
+class Way:
+    """A route of a table: what ranks take because of compute, and with memory for one micro-batch at a time.
+
+    Attributes:
+        busy_s: by rank, of a step; ``held_s`` for which one micro-batch holds its memory, and ``more_s`` ahead and
+            behind. None where a rank holds several virtual stages.
+    """
+
+    ranks: list[Rank]
+    busy_s: list[Array]
+    held_s: list[Array] | None
+    more_s: list[Array]
+    microbatches: int
+
+    def rank_s(self, cap_bytes: float) -> list[Array]:
+        """What a step takes because of each rank, if none has more memory for activations."""
+        if self.held_s is None:
+            return self.busy_s
+        return [
+            busy_s.clip(more_s + held_s * (self.microbatches / _in_flight(rank, cap_bytes)))
+            for busy_s, more_s, held_s, rank in zip(self.busy_s, self.more_s, self.held_s, self.ranks, strict=True)
+        ]
+
+    def alone_s(self, least_bytes: float) -> list[Array]:
+        """The same of ranks on which one micro-batch at a time takes all of the cap, which is above the least."""
+        import numpy as np
+
+        assert self.held_s is not None
+        return [
+            np.where(rank.saved_bytes > least_bytes, busy_s.clip(more_s + held_s * self.microbatches), inf)
+            for busy_s, more_s, held_s, rank in zip(self.busy_s, self.more_s, self.held_s, self.ranks, strict=True)
+        ]
+
+
+def _in_flight(rank: Rank, cap_bytes: float) -> Array:
+    """Micro-batches for whose activations there is memory."""
+    return (rank.room_bytes.clip(max=cap_bytes) * ROUNDED_UP // rank.saved_bytes).clip(min=1.0)
+
+
+def largest(of_ways: list[list[Array]]) -> list[Array]:
+    """By rank, the largest of all routes."""
+    import numpy as np
+
+    return [np.maximum.reduce(each) for each in zip(*of_ways, strict=True)]
+
+
+def smallest(of_ways: list[list[Array]]) -> list[Array]:
+    """By rank, the least of all routes."""
+    import numpy as np
+
+    return [np.minimum.reduce(each) for each in zip(*of_ways, strict=True)]
+
+
+def levels_of(room_bytes: list[Array]) -> tuple[float, list[tuple[float, float]]]:
+    """The least memory for activations that any rank may have, and the ends of levels that the fullest may be in."""
+    import numpy as np
+
+    most_bytes = min(float(each.max()) for each in room_bytes)
+    values = np.unique(np.concatenate([each[(each > 0) & (each <= most_bytes)] for each in room_bytes]))
+    parts = np.array_split(values, min(LEVELS, len(values)))
+    return float(values[0]), [(float(part[0]), float(part[-1])) for part in parts]

@@ -1,0 +1,172 @@
+"""The cuts of a model into stages on one route: the least that any of them takes, and those that take little."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+_ROUNDED = 1 + 1e-12
+
+
+@dataclass(frozen=True)
+class CutTable:
+    """Bounds of a step for cuts of a route, by dynamic programming from the last rank to the first.
+
+    Attributes:
+        rank_s: by rank, what a step takes at least because of it, by its first layer and the first after it.
+        ends_s: by rank, alike, what follows the pipeline.
+        rank_stages: virtual stages of each rank.
+        marked_s: as ``rank_s``, where a rank may be one that the table is about: only cuts with such a rank are in it.
+            None: all cuts are.
+    """
+
+    rank_s: list[Array]
+    ends_s: list[Array]
+    rank_stages: tuple[tuple[int, ...], ...]
+    marked_s: list[Array] | None = None
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that no cut and no schedule of it beats; infinite where no cut fits the memory."""
+        return float(self._rest(self.marked_s is not None)[0][0] + self._rest_ends_s[0][0])
+
+    def best_counts(self) -> tuple[int, ...]:
+        """Layers by rank of the most even cut whose slowest rank is the fastest."""
+        limit_s = float(self._rest(self.marked_s is not None)[0][0]) * _ROUNDED
+        return next(self._counts(0, 0, (0.0, 0.0), (limit_s, inf, inf), self.marked_s is not None))
+
+    def best(self) -> Iterator[tuple[int, ...]]:
+        """The most even of the cuts whose slowest rank is the fastest, by the pipeline and by what follows it."""
+        if self.step_s == inf:
+            return
+        both = [self.best_counts()]
+        if self.marked_s is None:
+            limit_s = float(self._rest_ends_s[0][0]) * _ROUNDED
+            both += [next(self._counts(0, 0, (0.0, 0.0), (inf, limit_s, inf), False))]
+        yield from dict.fromkeys(layers for counts in both for layers in self._halved(counts))
+
+    def below(self, limit_s: float) -> Iterator[tuple[int, ...]]:
+        """The cuts that may take less than ``limit_s``, the most even of each rank first."""
+        for counts in self._counts(0, 0, (0.0, 0.0), (inf, inf, limit_s), self.marked_s is not None):
+            yield from self._split(counts)
+
+    def pipeline_s(self, counts: Sequence[int]) -> float:
+        """What a cut takes at least, by the layers of each rank, without what follows the pipeline."""
+        stops = [sum(counts[: rank + 1]) for rank in range(len(counts))]
+        each = zip(self.rank_s, stops, counts, strict=True)
+        return max(float(rank_s[stop - count, stop]) for rank_s, stop, count in each)
+
+    def _rest(self, is_marked: bool) -> list[Array]:
+        """By rank, the least that the slowest of it and those behind it takes, by its first layer.
+
+        Args:
+            is_marked: one of them has to be marked.
+        """
+        return self._rest_marked_s if is_marked else self._rest_s
+
+    @cached_property
+    def _rest_s(self) -> list[Array]:
+        return _least_of_slowest(self.rank_s)
+
+    @cached_property
+    def _rest_ends_s(self) -> list[Array]:
+        return _least_of_slowest(self.ends_s)
+
+    @cached_property
+    def _rest_marked_s(self) -> list[Array]:
+        import numpy as np
+
+        assert self.marked_s is not None
+        rest = np.full(len(self.rank_s[0]), inf)
+        found = [rest]
+        for each, marked, plain in zip(self.rank_s[::-1], self.marked_s[::-1], self._rest_s[:0:-1], strict=True):
+            rest = np.minimum(np.maximum(each, rest), np.maximum(marked, plain)).min(axis=1)
+            found.append(rest)
+        return found[::-1]
+
+    def _counts(
+        self,
+        rank: int,
+        start: int,
+        most: tuple[float, float],
+        limits: tuple[float, float, float],
+        is_marked: bool,
+    ) -> Iterator[tuple[int, ...]]:
+        """Layers by rank of cuts within limits, from a rank and its first layer on.
+
+        Args:
+            most: what the ranks ahead take at most, of the pipeline and of what follows it.
+            limits: of the pipeline, of what follows it, and of both together; the last is not reached.
+            is_marked: one of the ranks has to be marked.
+        """
+        if rank == len(self.rank_s):
+            yield ()
+            return
+        last = len(self.rank_s[0]) - 1
+        even = (last - start) / (len(self.rank_s) - rank)
+        rest_ends_s = self._rest_ends_s[rank + 1]
+        for stop in sorted(range(start + 1, last + 1), key=lambda stop: abs(stop - start - even)):
+            ends_s = max(most[1], float(self.ends_s[rank][start, stop]))
+            least_ends_s = max(ends_s, float(rest_ends_s[stop]))
+            for here_s, is_left in self._choices(rank, start, stop, is_marked):
+                slowest_s = max(most[0], here_s)
+                least_s = max(slowest_s, float(self._rest(is_left)[rank + 1][stop]))
+                if least_s <= limits[0] and least_ends_s <= limits[1] and least_s + least_ends_s < limits[2]:
+                    for counts in self._counts(rank + 1, stop, (slowest_s, ends_s), limits, is_left):
+                        yield (stop - start, *counts)
+
+    def _choices(self, rank: int, start: int, stop: int, is_marked: bool) -> Iterator[tuple[float, bool]]:
+        """What a rank takes, and whether one behind it has to be marked."""
+        plain_s = float(self.rank_s[rank][start, stop])
+        marked_s = float(self.marked_s[rank][start, stop]) if is_marked and self.marked_s else inf
+        if marked_s < inf:
+            yield marked_s, False
+        if marked_s != plain_s:
+            yield plain_s, is_marked
+
+    def _halved(self, counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Layers by virtual stage, as equal on each rank as they can be."""
+        legs = len(self.rank_stages[0])
+        for rounded in range(min(legs, 2)):
+            held = [[(count + (place != rounded) * (legs - 1)) // legs for place in range(legs)] for count in counts]
+            yield self._by_stage(held)
+
+    def _split(self, counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Layers by virtual stage, in all ways."""
+        if len(self.rank_stages[0]) == 1:
+            yield counts
+            return
+        ways = [
+            sorted(((first, count - first) for first in range(1, count)), key=lambda pair: abs(pair[0] - pair[1]))
+            for count in counts
+        ]
+        for held in product(*ways):
+            yield self._by_stage(held)
+
+    def _by_stage(self, held: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        layers: dict[int, int] = {}
+        for stages, counts in zip(self.rank_stages, held, strict=True):
+            layers.update(zip(stages, counts, strict=True))
+        return tuple(layers[stage] for stage in sorted(layers))
+
+
+def _least_of_slowest(rank_s: list[Array]) -> list[Array]:
+    """The least that the slowest of each rank and those behind it takes, by the first layer."""
+    import numpy as np
+
+    rest = np.full(len(rank_s[0]), inf)
+    rest[-1] = 0.0
+    found = [rest]
+    for each in reversed(rank_s):
+        rest = np.maximum(each, rest).min(axis=1)
+        found.append(rest)
+    return found[::-1]

@@ -1,0 +1,123 @@
+"""Lower bounds of families: shapes that differ in stages, ZeRO and placement, many families at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from weft.pipeline.planner.bounds import Bounds
+from weft.pipeline.planner.cluster import Cluster
+from weft.pipeline.planner.estimates import STEP_BYTES, Estimates, reduced_bytes
+from weft.pipeline.planner.layout import Shape
+from weft.pipeline.planner.request import MOST_CELL, Objective, Request
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+
+class FamilyBounds:
+    """What no shape of a family scores below."""
+
+    def __init__(self, cluster: Cluster, estimates: Estimates, bounds: Bounds, request: Request) -> None:
+        self._cluster, self._estimates, self._bounds, self._request = cluster, estimates, bounds, request
+        self._known: dict[Hashable, Any] = {}
+
+    def of(
+        self, family: Shape, replicas: Array, microbatches: Array, routes: Array, stages: Array, *, crosses: bool
+    ) -> Array:
+        """Scores that no layout beats that has so many stages, or fewer; arrays of the same size, or of one value.
+
+        Args:
+            family: the degrees, the size of micro-batches and checkpointing of all of them.
+            crosses: the ranks are more than any site has room for, so a pipeline crosses a link at least; that is
+                for exactly so many stages.
+        """
+        import numpy as np
+
+        units, least, slowest_s = self._speeds(family)
+        site = np.searchsorted(-units, -(replicas // routes), side="right") - 1  # the smallest that has room
+        whole_s, through_s, paid = least[:, site]
+        slowest_s = np.maximum(slowest_s[site, stages], whole_s / stages)
+        step_s = np.maximum(microbatches * slowest_s, through_s)
+        if crosses:
+            sent_s, way_s, cell = self._hops(family, replicas, routes)
+            sending_s = (microbatches - 1 / cell) * sent_s
+            step_s = np.maximum(np.maximum(step_s, microbatches * sent_s), through_s + 2 * way_s + sending_s)
+        step_s = step_s + self._ends_s(family, replicas, routes, stages)
+        tokens = replicas * microbatches * family.microbatch_size * self._estimates.work.sequence_length
+        lines = replicas * family.gpus_per_rank
+        prices = min(one.price for one in self._cluster.sites)
+        bound = self._request.score_of(step_s, None, lines * prices, 0.0, tokens)
+        if self._request.objective is Objective.cost:
+            bound = np.maximum(bound, lines * microbatches * paid / 3600 / tokens)
+        return bound
+
+    def _speeds(self, family: Shape) -> tuple[Array, Array, Array]:
+        """Units of sites, the most first; and the least that any site with as many takes, also by stages."""
+        key = (family.tensor, family.context, family.expert, family.microbatch_size, family.checkpointing)
+        if key not in self._known:
+            import numpy as np
+
+            sites = self._cluster.sites
+            units = np.array([site.units(family.gpus_per_rank) for site in sites])
+            order = np.argsort(-units, kind="stable")
+            # What ZeRO 3 gathers for a micro-batch, other stages do not.
+            speeds = self._bounds.speeds.of(replace(family, zero_stage=1))
+            rows = [
+                (speed.whole_s, speed.through_s, sites[at].price * speed.whole_s, speed.layer_s, speed.after_s)
+                for at, speed in ((at, speeds[at]) for at in order)
+            ]
+            whole_s, through_s, paid, layer_s, after_s = np.minimum.accumulate(np.array(rows), axis=0).T
+            slowest_s = [self._bounds.slowest_s(*one) for one in zip(layer_s.tolist(), after_s.tolist(), strict=True)]
+            self._known[key] = units[order], np.array([whole_s, through_s, paid]), np.array(slowest_s)
+        return self._known[key]
+
+    def _hops(self, family: Shape, replicas: Array, routes: Array) -> tuple[float, Array, Array]:
+        """Seconds of the quickest hop's sending, and of the whole hop, by the DP-cell that is possible at most."""
+        import numpy as np
+
+        key = ("hops", family.tensor, family.context, family.expert, family.microbatch_size)
+        if key not in self._known:
+            by_cell = [self._bounds.hops(replace(family, replicas=cell)) for cell in range(1, MOST_CELL + 1)]
+            ways_s = np.array([0.0, *(hops.least_way_s.get(None, inf) for hops in by_cell)])
+            cells = np.array([1, *(hops.cell for hops in by_cell)])
+            self._known[key] = by_cell[0].least_sent_s.get(None, inf), ways_s, cells
+        sent_s, ways_s, cells = self._known[key]
+        most = np.where(routes == 1, np.minimum(replicas, MOST_CELL), 1)
+        return sent_s, ways_s[most], cells[most]
+
+    def _ends_s(self, family: Shape, replicas: Array, routes: Array, stages: Array) -> Array:
+        """What reducing, gathering and the optimiser take at least, of a rank with as much as all have on average.
+
+        Sites are taken to be as good as the best of them in everything.
+        """
+        import numpy as np
+
+        whole, tensor, expert = self._estimates.work.whole, family.tensor, family.expert
+        lines = replicas // routes * family.gpus_per_rank
+        experts = whole.expert_parameters // stages / expert if expert > 1 else np.zeros(1)
+        dense = (whole.parameters // stages - experts * expert) / tensor
+        sites = [site for site in self._cluster.sites if site.gpus]
+        network = max(site.network_bps / 8 / site.gpus_per_host for site in sites)
+        inside = max(network, *(site.gpu.scale_up_bytes_per_s for site in sites))
+        found = dense * tensor / (replicas * family.gpus_per_rank) * STEP_BYTES
+        found = found / max(site.gpu.bytes_per_s for site in sites)
+        shares = [(dense, tensor), (experts, expert)] if expert > 1 else [(dense, tensor)]
+        for weights, apart in shares:
+            count = lines // apart
+            together = np.minimum(count, max(1, max(site.gpus_per_host for site in sites) // apart))
+            over_s = (1 - 1 / together) / inside + (1 / together - 1 / count) / network
+            found = found + reduced_bytes(family) * weights * over_s
+        if np.max(routes) == 1:
+            return found
+        sent = reduced_bytes(family) * sum(weights / (lines // apart) for weights, apart in shares) / routes
+        across_s = np.zeros(np.broadcast(sent, routes).shape)
+        for count in set(routes.tolist()) - {1}:
+            lines_s = [latency_s + sent * byte_s for latency_s, byte_s in self._estimates.best_sites(count)]
+            least_s = np.minimum.reduce(lines_s) if lines_s else np.full(across_s.shape, inf)
+            across_s = np.where(routes == count, least_s, across_s)
+        return found + across_s

@@ -1,0 +1,50 @@
+"""The prices of a layout's GPUs, and the bytes that leave sites."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from weft.pipeline.planner.cluster import Link
+from weft.pipeline.planner.estimates import Estimates, reduced_bytes
+from weft.pipeline.planner.layout import Layout, Shape
+from weft.pipeline.planner.routes import Route
+
+
+class Traffic:
+    """Of layouts of one model on one cluster."""
+
+    def __init__(self, estimates: Estimates) -> None:
+        self._estimates, self._cluster, self._work = estimates, estimates.cluster, estimates.work
+
+    def price(self, shape: Shape, route: Route) -> float:
+        """Of the GPUs of a whole route, an hour."""
+        sites = self._cluster.sites
+        each = sum(sites[site].price * held for site, held in zip(route.sites, route.stages, strict=True))
+        return each * shape.lines_of_route
+
+    def wan_bytes(self, layout: Layout, route: Route) -> float:
+        """Bytes of a step that leave sites: activations and their gradients, then gradients and weights of replicas."""
+        each = 2 * layout.crossings * self._work.message_bytes * layout.sequences / layout.routes
+        reduced = reduced_bytes(layout) * self._work.parameters * (layout.routes - 1)
+        return len(list(route.hops(layout))) * each + reduced
+
+    def egress(self, shape: Shape, route: Route) -> float:
+        """What the bytes of a step cost that leave sites: activations one way, gradients the other."""
+        prices = sum(2 * self._between(here, there).egress_price for here, there in route.hops(shape))
+        return prices * shape.crossings * self._work.message_bytes * shape.sequences / shape.routes / 1e9
+
+    def reduced_egress(self, layout: Layout) -> float:
+        """What the bytes of a step cost that replicas at different sites exchange for gradients and weights."""
+        if layout.routes == 1:
+            return 0.0
+        ways, paid = layout.ways, 0.0
+        works = self._estimates.of_ranks(ways[0], lambda work, held, site: work)
+        for work, at in zip(works, zip(*(way.site_of() for way in ways), strict=True), strict=True):
+            prices = sum(2 * self._between(here, there).egress_price for here, there in combinations(at, 2))
+            paid += prices * reduced_bytes(layout) * work.parameters / layout.routes
+        return paid / 1e9
+
+    def _between(self, here: int, there: int) -> Link:
+        link = self._cluster.link(here, there)
+        assert link is not None, "not neighbours"
+        return link
