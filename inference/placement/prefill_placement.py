@@ -64,12 +64,6 @@ class PrefillPlacement:
         self._by_pattern: dict[BubblePattern, _Group] = {}
         self._of_worker: dict[int, tuple[_Group, float]] = {}
 
-    def __contains__(self, worker: int) -> bool:
-        return worker in self._of_worker
-
-    def __len__(self) -> int:
-        return len(self._of_worker)
-
     def set(self, worker: int, pattern: BubblePattern, free_s: float) -> None:
         """Add or update a worker.
 

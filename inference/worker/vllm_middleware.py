@@ -163,16 +163,19 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 async def _read(receive: Receive) -> bytes:
-    body = bytearray()
+    body, is_too_large = bytearray(), False
     while True:
         message = await receive()
-        if message["type"] != "http.request":
+        if message["type"] != "http.request" and not is_too_large:
             raise Refusal(400, "the connection was closed before the body was complete")
         body += message.get("body", b"")
-        if len(body) > MOST_BYTES:
-            raise Refusal(413, f"the body is larger than {MOST_BYTES} bytes")
+        if is_too_large := is_too_large or len(body) > MOST_BYTES:
+            body.clear()  # and read on, because closing the connection of a client that still sends resets it
         if not message.get("more_body"):
-            return bytes(body)
+            break
+    if is_too_large:
+        raise Refusal(413, f"the body is larger than {MOST_BYTES} bytes")
+    return bytes(body)
 
 
 async def _answer(send: Send, refusal: Refusal) -> None:

@@ -207,8 +207,11 @@ def test_a_body_that_comes_in_parts_is_handed_on_whole():
 
 
 def test_a_body_without_end_is_cut_off():
-    seen, sent = call([b" " * 2**20] * (MOST_BYTES // 2**20 + 2))
-    assert not seen and sent[0]["status"] == 413
+    for end in ([], [b""]):
+        parts = iter([b" " * 2**20] * (MOST_BYTES // 2**20 + 2) + end)
+        seen, sent = call(parts)
+        assert not seen and sent[0]["status"] == 413
+        assert not list(parts), "read to its end: a client that still sends when it is closed gets a reset"
 
 
 def test_a_caller_that_leaves_is_no_error():
