@@ -23,7 +23,7 @@ from weft.comm.exchange import broadcast, gather
 from weft.comm.sites.joining import backend_of
 from weft.comm.sites.links import Sites
 from weft.conf.schema import CommConfig, WeftConfig
-from weft.engine.kept import KEPT
+from weft.engine.kept import Kept
 
 T = TypeVar("T")
 
@@ -213,20 +213,21 @@ def from_rank_zero(action: Callable[[], T], *kinds: type) -> T:
     return broadcast(together(lambda: action() if dist.get_rank() == 0 else None), kinds=kinds)
 
 
-def known_to_any(name: str, made_from: object, make: Callable[[], T], *kinds: type) -> T:
+def known_to_any(kept: Kept, name: str, made_from: object, make: Callable[[], T], *kinds: type) -> T:
     """What a rank has kept under ``name`` from an earlier attempt, else what ``make`` returns on rank 0, on every rank.
 
     A collective call; errors as in `together`.
 
     Args:
+        kept: this rank's.
         made_from: the same on all ranks; what was kept counts if it was made from this.
         kinds: dataclasses and enums that the answer is made of.
     """
-    mine = KEPT.find(name, made_from)
+    mine = kept.find(name, made_from)
     has = gather(mine is not None)
     if not all(has):
         mine = broadcast(mine, src=has.index(True), kinds=kinds) if any(has) else from_rank_zero(make, *kinds)
-        KEPT.put(name, made_from, mine)
+        kept.put(name, made_from, mine)
     return mine
 
 

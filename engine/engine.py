@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from weft.comm.collectives import Primitive
 from weft.comm.collectives.eager_connect import connect_groups
 from weft.comm.wan.network import WanNetwork
+from weft.conf.boards import boards_folder
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import BackgroundWriter
 from weft.engine.checkpoint.memory import HostMemory, MemoryCheckpoints
@@ -32,7 +34,7 @@ from weft.engine.execution.neighbours import Neighbours
 from weft.engine.execution.pairs import StrandPairs
 from weft.engine.execution.step_state import StepState
 from weft.engine.module import WeftModule
-from weft.engine.observability.bubbles import BubbleObserver, open_board
+from weft.engine.observability.bubbles import BubbleMarks, BubbleObserver, open_board
 from weft.engine.observability.clock import clock_for
 from weft.engine.observability.heartbeat import Heartbeat
 from weft.engine.observability.measurement import SlotTrace, StepRecords
@@ -153,7 +155,9 @@ class WeftEngine(PipelineEngine):
         )
         SET_UP.done("channels")
         self.executor = self._make_executor(receive_ahead=weft.pipeline.receive_ahead, debug=weft.pipeline.debug)
-        self.bubbles = open_board(weft, plan, self.global_rank, self.device)
+        self.bubbles: BubbleMarks | None = None
+        if weft.inference.enabled:
+            self.bubbles = open_board(boards_folder(weft, os.getuid()), plan, self.global_rank, self.device)
         self.slot_observers: list[SlotObserver] = [] if self.bubbles is None else [BubbleObserver(self.bubbles)]
         """Notified of every slot of a training step."""
         self.heartbeat = Heartbeat()

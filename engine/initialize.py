@@ -34,7 +34,7 @@ from weft.engine.distributed import (
 )
 from weft.engine.engine import WeftEngine
 from weft.engine.execution.neighbours import open_wan
-from weft.engine.kept import KEPT
+from weft.engine.kept import Kept
 from weft.engine.module import WeftModule
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.parallel.axis import AxisGroups
@@ -150,18 +150,27 @@ class PreparedRun:
     wan: WanNetwork | None
 
     @classmethod
-    def open(cls, config: WeftConfig, facts: Facts, placement: Placement, device: torch.device) -> PreparedRun:
+    def open(
+        cls,
+        config: WeftConfig,
+        facts: Facts,
+        placement: Placement,
+        device: torch.device,
+        kept: Kept | None = None,
+    ) -> PreparedRun:
         """Open and probe what lies between the ranks of a placement, and plan over it; a collective call.
 
         Args:
             facts: what is known without.
             placement: as `settle_placement` found it on rank 0.
+            kept: results of earlier attempts; None is none.
 
         Raises:
             ValueError: on every rank: no schedule can be had, or a link cannot be opened.
         """
+        kept = kept or Kept()
         between = config.cluster, config.comm, facts.layout, placement
-        wan = open_wan(placement, facts.layout, config.comm, device, known=KEPT.find("links", between) or {})
+        wan = open_wan(placement, facts.layout, config.comm, device, known=kept.find("links", between) or {})
         SET_UP.done("links between sites")
         collectives = Collectives.open(config, facts.layout, device)
         SET_UP.done("collectives of replicas")
@@ -170,13 +179,13 @@ class PreparedRun:
         axes = take_turns(replace(opened, exchange=facts.exchange), turns)
         SET_UP.done("groups inside of layers")
         if wan is not None:
-            KEPT.put("links", between, wan.profiles)
+            kept.put("links", between, wan.profiles)
             facts = facts.with_links(wan.profiles)
         planned_from = config, facts, placement
         facts = facts.with_nodes(collectives.group.nodes, "told by the ranks")
         facts = with_collectives(config, facts, device, collectives.costs, collectives.source)
         # Facts of rank 0's replicas are the run's.
-        plan = known_to_any("plan", planned_from, lambda: plan_run(config, facts, placement), RunPlan)
+        plan = known_to_any(kept, "plan", planned_from, lambda: plan_run(config, facts, placement), RunPlan)
         return cls(plan, collectives, axes, turns, wan)
 
     def engine(self, config: WeftConfig, settings: dict[str, Any], module: WeftModule, **given: Any) -> WeftEngine:
@@ -217,6 +226,7 @@ def build_engine(
     sections: Mapping[str, Any] = MappingProxyType({}),
     model: nn.Module | None = None,
     objective: Objective | None = None,
+    kept: Kept | None = None,
     args: Any = None,
     **given: Any,
 ) -> WeftEngine:
@@ -225,26 +235,27 @@ def build_engine(
     Args:
         config: of the run, fitted to the job; `join_job` returns it with the ``device``.
         sections: of the user's DeepSpeed configuration, besides ours.
+        kept: results of earlier attempts; None is none.
         args, given: arguments of `deepspeed.initialize`.
 
     Raises:
         ValueError: on every rank: a setting or the model cannot be used.
     """
-    earlier = set(process_groups())
+    kept, earlier = kept or Kept(), set(process_groups())
     settings = {**deepspeed_sections(config, num_replicas(config, dist.get_world_size())), **sections}
     hf_config = together(lambda: load_hf_config(config.model) if model is None else hf_model(model).config)
     base = from_rank_zero(lambda: folder_fingerprint(config.model) if model is None else model_fingerprint(model))
     SET_UP.done("fingerprint")
     facts = facts_of_ranks(config, hf_config, device, model=model, own_loss=objective is None)
     SET_UP.done("facts")
-    placement = known_to_any("placement", (config, facts), lambda: settle_placement(config, facts), Placement)
+    placement = known_to_any(kept, "placement", (config, facts), lambda: settle_placement(config, facts), Placement)
     SET_UP.done("placement")
     if config.model.self_check and placement.num_stages > 1:
         checked = hf_config if model is None else model
         together(lambda: self_check(checked, own_loss=objective is None) if dist.get_rank() == 0 else None)
     _check_axes(config, hf_config if model is None else model, facts.exchange)
     SET_UP.done("self-check")
-    run = PreparedRun.open(config, facts, placement, device)
+    run = PreparedRun.open(config, facts, placement, device, kept)
     SET_UP.done("plan")
     module = WeftModule(together(lambda: _make_stages(config, model, run.plan, run.axes)), placement, run.plan.layout)
     SET_UP.done("stages")

@@ -39,7 +39,3 @@ class Kept:
             found = make()
             self.put(name, made_from, found)
         return found
-
-
-KEPT = Kept()
-"""That of this process."""

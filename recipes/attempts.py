@@ -19,7 +19,7 @@ import torch.distributed as dist
 from weft.comm.lifeline import abort_devices_groups
 from weft.comm.sites.joining import interrupt_groups
 from weft.engine.distributed import attempt_number, leave_distributed, lost_peer
-from weft.engine.kept import KEPT
+from weft.engine.kept import Kept
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.supervision.parking import AgentLink
 
@@ -29,11 +29,13 @@ class Held(ExitStack):
 
     Attributes:
         interrupt: has this rank's waits for other ranks fail, from any thread.
+        kept: results for later attempts of this process, which is not given back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Kept | None = None) -> None:
         """Nothing yet."""
         super().__init__()
+        self.kept = kept or Kept()
         self.interrupt: Callable[[], None] = _nothing
 
 
@@ -65,9 +67,10 @@ def run_attempts(argv: Sequence[str], once: Once) -> int:
     if agent is None:
         return once(argv, Held())  # never unwound: the process ends, and with it all that it holds
     first, threads = dict(os.environ), set(threading.enumerate())
-    KEPT.keeps = True
+    kept = Kept()
+    kept.keeps = True
     while True:
-        held = Held()
+        held = Held(kept)
         agent.begin(attempt_number(), partial(_leave, held))
         ended = _attempt(agent, argv, once, held)
         if isinstance(ended, int):

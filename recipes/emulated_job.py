@@ -13,6 +13,7 @@ from weft.conf.schema import WeftConfig
 from weft.conf.sites import ranks_per_site
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import build_engine
+from weft.engine.kept import Kept
 from weft.engine.planning.joining import join_job
 from weft.recipes.preparation import prepare
 
@@ -31,7 +32,7 @@ class RecipeJob:
     def engine(self) -> WeftEngine:
         """As `weft train` makes it."""
         config, device = join_job(self.config)
-        config, _, loader, _ = prepare(config, self.folder)
+        config, _, loader, _ = prepare(config, self.folder, Kept())
         engine = build_engine(replace(config, model=replace(config.model, self_check=False)), device)
         engine.set_dataiterator(chain.from_iterable(repeat(loader)))
         return engine

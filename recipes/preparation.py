@@ -34,7 +34,7 @@ from weft.engine.data import (
 from weft.engine.data.location import locate
 from weft.engine.data.tokenizer import require_rows, tokenizer_sha256
 from weft.engine.distributed import attempt_number, from_rank_zero, is_supervised, rank_zero_first, together
-from weft.engine.kept import KEPT
+from weft.engine.kept import Kept
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.planning.layout import RankLayout
 from weft.engine.stages import check_flash_packing, load_hf_config, refuse_packing, self_check
@@ -47,7 +47,7 @@ SKIPS = 3
 
 
 def prepare(
-    config: WeftConfig, folder: Path
+    config: WeftConfig, folder: Path, kept: Kept
 ) -> tuple[WeftConfig, PreTrainedTokenizerBase, MicrobatchLoader, MicrobatchLoader | None]:
     """What a run reads, on a rank that has joined: its settled configuration, tokenizer, data and evaluation data.
 
@@ -55,19 +55,20 @@ def prepare(
 
     Args:
         folder: of the run; remembers that a model's self-check has passed.
+        kept: results of earlier attempts.
 
     Raises:
         ValueError: bad input, with the same message on every rank.
     """
     seen = together(lambda: check_source(config.data) if dist.get_rank() == 0 else None)
-    tokenizer = rank_zero_first(lambda: _tokenizer(config))
+    tokenizer = rank_zero_first(lambda: _tokenizer(config, kept))
     together(lambda: _name_unused(config, tokenizer, seen))
     _fit_vocabulary(config, tokenizer)
     SET_UP.done("tokenizer")
     if config.model.self_check and virtual_stages(config) > 1:  # only a recipe knows whether sequences are packed
         together(lambda: _check_model(config, folder / "self_check.json") if dist.get_rank() == 0 else None)
     SET_UP.done("self-check")
-    loader, evaluation = _loaders(config, tokenizer, folder)
+    loader, evaluation = _loaders(config, tokenizer, folder, kept)
     SET_UP.done("data")
     config = _with_steps(config, loader)
     torch.manual_seed(config.train.seed)
@@ -116,8 +117,8 @@ def _fit_vocabulary(config: WeftConfig, tokenizer: PreTrainedTokenizerBase) -> N
     require_rows(tokenizer, rows, config.model)
 
 
-def _tokenizer(config: WeftConfig) -> PreTrainedTokenizerBase:
-    return KEPT.get("tokenizer", (config.model, config.data), lambda: load_tokenizer(config.model, config.data))
+def _tokenizer(config: WeftConfig, kept: Kept) -> PreTrainedTokenizerBase:
+    return kept.get("tokenizer", (config.model, config.data), lambda: load_tokenizer(config.model, config.data))
 
 
 def _name_unused(config: WeftConfig, tokenizer: PreTrainedTokenizerBase, seen: Seen | None) -> None:
@@ -126,15 +127,17 @@ def _name_unused(config: WeftConfig, tokenizer: PreTrainedTokenizerBase, seen: S
             print_once(line)
 
 
-def _source(config: WeftConfig, tokenizer: PreTrainedTokenizerBase, now: datetime, *, evaluation: bool) -> Source:
+def _source(
+    config: WeftConfig, tokenizer: PreTrainedTokenizerBase, now: datetime, kept: Kept, *, evaluation: bool
+) -> Source:
     def open_it() -> Source:
         return open_source(config.data, tokenizer, evaluation=evaluation, now=now)
 
-    return KEPT.get("evaluation data" if evaluation else "data", (config.model, config.data), open_it)
+    return kept.get("evaluation data" if evaluation else "data", (config.model, config.data), open_it)
 
 
 def _loaders(
-    config: WeftConfig, tokenizer: PreTrainedTokenizerBase, folder: Path
+    config: WeftConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, kept: Kept
 ) -> tuple[MicrobatchLoader, MicrobatchLoader | None]:
     layout = RankLayout.of(config, dist.get_world_size())
     anew = config.checkpoint.resume == "never" and attempt_number() <= 1
@@ -144,7 +147,7 @@ def _loaders(
         return build_loader(
             config.data,
             tokenizer,
-            source=_source(config, tokenizer, now, evaluation=evaluation),
+            source=_source(config, tokenizer, now, kept, evaluation=evaluation),
             microbatch_size=config.train.microbatch_size,
             replica=layout.position(dist.get_rank()).replica,
             num_replicas=layout.replicas,

@@ -36,7 +36,6 @@ from weft.engine.distributed import (
 )
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import build_engine
-from weft.engine.kept import KEPT
 from weft.engine.observability.heartbeat import Heartbeat
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.planning.joining import join_job
@@ -69,9 +68,10 @@ def main(argv: Sequence[str], held: Held | None = None) -> int:
     Args:
         held: as of `train`.
     """
+    held = held or Held()
     known, overrides = parsers.train().parse_known_args(argv)
     settings = overrides, known.config_file
-    config = deepcopy(KEPT.get("configuration", settings, lambda: load(overrides, recipe_file=known.config_file)))
+    config = deepcopy(held.kept.get("configuration", settings, lambda: load(overrides, recipe_file=known.config_file)))
     SET_UP.done("configuration")
     if config.dry_run:
         from weft.tools.dry_run import report
@@ -79,11 +79,10 @@ def main(argv: Sequence[str], held: Held | None = None) -> int:
         print(report(config))
         return 0
     signals = _take_signals(config)
-    if signals is not None and held is not None:
+    if signals is not None:
         held.callback(signals.close)
     heartbeat = Heartbeat.from_environment(os.environ)  # from here on an agent sends signals
-    if held is not None:
-        held.callback(heartbeat.close)
+    held.callback(heartbeat.close)
     code = _exit_code(config, heartbeat, held, signals)
     heartbeat.close()
     return code
@@ -100,7 +99,7 @@ def _take_signals(config: WeftConfig) -> StopSignals | None:
     return signals
 
 
-def _exit_code(config: WeftConfig, heartbeat: Heartbeat, held: Held | None, signals: StopSignals | None) -> int:
+def _exit_code(config: WeftConfig, heartbeat: Heartbeat, held: Held, signals: StopSignals | None) -> int:
     """0 where training has come to its end; another where a signal has ended it.
 
     Raises:
@@ -141,10 +140,10 @@ def train(
     SET_UP.done("join")
     folder = Path(config.train.output_dir).expanduser() / config.train.name
     release = _lock_folder(config, folder, held)
-    config, tokenizer, loader, evaluation = prepare(config, folder)
+    config, tokenizer, loader, evaluation = prepare(config, folder, held.kept)
     for each in (loader, evaluation):
         held.callback(each.close) if each is not None else None
-    engine = build_engine(replace(config, model=replace(config.model, self_check=False)), device)
+    engine = build_engine(replace(config, model=replace(config.model, self_check=False)), device, kept=held.kept)
     held.callback(engine.abandon)
     held.interrupt = engine.interrupt
     engine.origin = replace(engine.origin, inputs=from_rank_zero(lambda: inputs_of(config, tokenizer)))

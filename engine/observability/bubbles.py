@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from weft.comm.rts_channel import shorten_switch_interval
-from weft.conf.boards import boards_folder
-from weft.conf.schema import WeftConfig
 from weft.engine.observability.clock import DeviceTimes
 from weft.engine.planning.run_plan import RunPlan
 from weft.inference.board.writer import BoardWriter, board_path
@@ -127,17 +125,15 @@ class DeviceMarks:
             raise
 
 
-def open_board(config: WeftConfig, plan: RunPlan, rank: int, device: torch.device) -> BubbleMarks | None:
-    """The board of a global rank, with the plan's prediction on it; None if bubbles are not published.
+def open_board(folder: Path, plan: RunPlan, rank: int, device: torch.device) -> BubbleMarks:
+    """Open the board of a global rank, with the plan's prediction on it.
 
     Raises:
         ValueError: the folder of boards is not this user's alone.
     """
-    if not config.inference.enabled:
-        return None
     at = plan.layout.position(rank)
     board = BoardWriter(
-        board_path(boards_folder(config, os.getuid()), rank),
+        board_path(folder, rank),
         rank=rank,
         plan=[(span.start_s, span.end_s) for span in plan.predicted(at.line).compute[at.stage]],
         max_edges=2 * max(map(len, plan.cell(at.line).rows)) + SPARE_EDGES,

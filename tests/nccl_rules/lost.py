@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from tests.engine.checkpoint.engines import build, data
+from tests.engine.checkpoint.engines import data
 from tests.nccl_rules.device import Device
 from tests.nccl_rules.group import join, serve_store
 from weft.comm import rts_channel
@@ -21,7 +21,8 @@ from weft.comm.channel import ChannelError
 from weft.comm.rts_channel import RtsSender
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint.memory import HostMemory
-from weft.engine.kept import KEPT
+from weft.engine.initialize import build_engine
+from weft.engine.planning.joining import join_job
 from weft.engine.supervision.parking import Assignment
 from weft.engine.zero.sharding import Sharding
 from weft.recipes import attempts
@@ -133,14 +134,13 @@ def _attempts(
     agent = Agent(last=len(dying))
     with patch.object(attempts.AgentLink, "from_environment", lambda _: agent):
         code = run_attempts([], once)
-    KEPT.keeps = False
     found["code"] = code
 
 
 def _train(
     config: WeftConfig, root: str, death: tuple[str, int, int] | None, steps: int, held: Held, found: dict[str, Any]
 ) -> None:
-    engine = build(config)
+    engine = build_engine(*join_job(config), kept=held.kept)
     held.callback(engine.abandon)
     held.interrupt = engine.interrupt
     rank, total = dist.get_rank(), config.pipeline.microbatches * engine.num_replicas
