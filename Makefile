@@ -21,7 +21,7 @@ CARRIED_PYTHON ?= 3.12
 CARRIED_COMPILED := pydantic-core
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env quickstart files mutants test test-fast test-slow test-security test-gpu gpu-report test-vllm lint lint-ruff lint-format lint-layers lint-types carried clean
+.PHONY: env quickstart files mutants test test-fast test-slow test-security test-gpu gpu-report test-vllm lint lint-ruff lint-format lint-layers lint-types lint-language language carried clean
 
 env: $(VENV)/.ready  ## the environment in which every command of the documentation works
 	@echo "Activate it: . $(BIN)/activate"
@@ -79,7 +79,7 @@ $(VLLM_VENV)/.ready: requirements-vllm.txt
 	$(VLLM_VENV)/bin/pip install -q -r $<
 	touch $@
 
-lint: lint-ruff lint-format lint-layers lint-types
+lint: lint-ruff lint-format lint-layers lint-types lint-language
 
 lint-ruff: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -92,6 +92,13 @@ lint-layers: $(VENV)/.ready $(SOURCES)/weft/__init__.py
 
 lint-types: $(VENV)/.ready $(SOURCES)/weft/__init__.py
 	$(BIN)/mypy
+
+# Patterns of unclear prose may only become fewer; `make language` stores the counts when they have.
+lint-language: $(VENV)/.ready
+	$(BIN)/python -m tests.language
+
+language: $(VENV)/.ready
+	$(BIN)/python -m tests.language --update
 
 $(VENV)/.ready: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
