@@ -33,8 +33,6 @@ WORDS = re.compile(
     re.IGNORECASE,
 )
 """Words of Weft's former dialect; each has a word of the field (CONTRIBUTING.md, "Plain English")."""
-NAMES = {"found", "given", "held", "kept", "told", "asked", "turn", "place", "way", "line", "room", "beside", "seen"}
-"""Variables and arguments whose names do not say what the value is."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Text:
     """A piece of prose.
 
     Attributes:
-        kind: docstring, comment, message, test name, Markdown, or a variable's name.
+        kind: docstring, comment, message, test name or Markdown.
     """
 
     path: str
@@ -53,7 +51,7 @@ class Text:
 
 def counts(texts: Sequence[Text]) -> dict[str, int]:
     """Return the number of each pattern; of semicolons, how many in 100 sentences of documentation."""
-    found = {name: sum(1 for _ in hits(name, texts)) for name in ("openers", "for", "words", "names")}
+    found = {name: sum(1 for _ in hits(name, texts)) for name in ("openers", "for", "words")}
     prose = " ".join(plain(text.text) for text in texts if text.kind in ("docstring", "comment", "Markdown"))
     sentences = len(re.findall(r"[.!?](?:\s|$)", prose))
     return found | {"semicolons per 100 sentences": -(-100 * prose.count(";") // sentences)}
@@ -62,12 +60,7 @@ def counts(texts: Sequence[Text]) -> dict[str, int]:
 def hits(pattern: str, texts: Sequence[Text]) -> Iterator[tuple[Text, str]]:
     """Yield each occurrence of a pattern, with the words around it."""
     for text in texts:
-        if pattern == "names":
-            if text.kind == "name":
-                yield text, text.text
-        elif text.kind == "name":
-            continue
-        elif pattern == "openers":
+        if pattern == "openers":
             if text.kind == "docstring" and OPENER.match(text.text):
                 yield text, text.text[:70]
         else:
@@ -98,7 +91,7 @@ def of_markdown(path: str) -> Iterator[Text]:
 
 
 def of_python(path: str) -> Iterator[Text]:
-    """Yield docstrings, comments, messages, names of tests, and names that say nothing."""
+    """Yield docstrings, comments, messages and names of tests."""
     source = (ROOT / path).read_text()
     for node in ast.walk(ast.parse(source)):
         line = getattr(node, "lineno", 0)
@@ -109,10 +102,6 @@ def of_python(path: str) -> Iterator[Text]:
             yield Text(path, line, "message", " ".join(part for part in parts if isinstance(part, str)))
         elif isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             yield Text(path, line, "test name", node.name.replace("_", " "))
-        elif isinstance(node, ast.arg) and node.arg in NAMES:
-            yield Text(path, line, "name", node.arg)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in NAMES:
-            yield Text(path, line, "name", node.id)
     with (ROOT / path).open("rb") as stream:
         for token in tokenize.tokenize(stream.readline):
             if token.type == tokenize.COMMENT:
@@ -127,7 +116,7 @@ def _is_message(call: ast.Call) -> bool:
 def main(argv: Sequence[str]) -> int:
     """Compare, list or store; see the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m tests.language")
-    parser.add_argument("--list", choices=("openers", "for", "words", "names"))
+    parser.add_argument("--list", choices=("openers", "for", "words"))
     parser.add_argument("--update", action="store_true")
     parser.add_argument("paths", nargs="*", default=[""])
     args = parser.parse_args(argv)
