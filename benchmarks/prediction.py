@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def judge(found: Sequence[Predicted]) -> bool:
-    """Whether the errors are within their limits and the ranking is the measured one."""
+    """True if the errors are within their limits and the ranking is the measured one."""
     errors = [abs(one.error) for one in found]
     beyond = sum(error > NEAR for error in errors)
     return max(errors) <= FAR and beyond <= MOST_BEYOND_NEAR * len(found) and not misranked(found)

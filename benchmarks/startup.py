@@ -113,7 +113,7 @@ def _ratio_row(begun: Mapping[str, Sequence[Run]]) -> dict[str, object]:
 
 
 def _is_no_slower(begun: Mapping[str, Sequence[Run]]) -> bool:
-    """Whether first step and exit come no later than the peer's, for at most `MOST_CPU` of its processor time."""
+    """True if first step and exit come no later than the peer's, for at most `MOST_CPU` of its processor time."""
     if not begun:
         return True
     ratios = _ratios(begun)

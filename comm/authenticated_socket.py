@@ -18,7 +18,7 @@ RUN = "WEFT_RUN"
 HANDSHAKE_TIMEOUT_S = 5.0
 """Seconds that a peer has to connect and to authenticate itself."""
 HELD_BYTES = 1 << 16
-"""That a connection holds before its peer is held up."""
+"""Most bytes that a connection may send before its peer is authenticated."""
 
 
 class Connection(asyncio.Protocol):

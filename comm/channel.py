@@ -37,7 +37,7 @@ class SendHandle(Handle, Protocol):
     """The handle of a send, which can be polled."""
 
     def ended(self) -> bool:
-        """Whether the transfer is known to have completed or failed; does not block."""
+        """True if the transfer is known to have completed or failed; does not block."""
         ...
 
 

@@ -20,7 +20,7 @@ Hop = tuple[int, int]
 
 
 def on_host(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the group communicates from host memory (gloo, which connects when the group is created)."""
+    """True if the group communicates from host memory (gloo, which connects when the group is created)."""
     return dist.get_backend(group) in ("gloo", GLOO, BACKEND)
 
 

@@ -16,7 +16,7 @@ MOST_BYTES = 1 << 30
 """Maximum size of one rank's value; a larger announced size is an error."""
 _LENGTH = struct.Struct("<q")
 _FIRST_BYTES = 504
-"""Of a value that go with its length: between sites a second exchange takes as long again."""
+"""Bytes of a value that are sent with its length, because a second exchange between sites takes as long again."""
 
 
 def gather(
@@ -108,5 +108,5 @@ def _tensor(data: bytes) -> Tensor:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """What ``group`` communicates from."""
+    """Return the device from whose memory ``group`` communicates."""
     return dist.distributed_c10d._get_object_coll_device(group)  # torch's own answer; 2.11 to 2.13

@@ -47,7 +47,7 @@ class HandedOn(ConnectionError):
 
 
 def knock(key: WanKey, service: Service) -> bytes:
-    """What a connection to ``service`` begins with; good for one connection."""
+    """Return the first bytes of a connection to ``service``; they are valid for one connection."""
     signed = _SIGNED.pack(_MAGIC, _NO_ATTEMPT, service, 0, secrets.token_bytes(32))
     return signed + _proof(key, signed)
 
@@ -187,7 +187,7 @@ def claim(port: int, service: Service | str) -> socket.socket:
 
 
 def family_of(address: tuple[str, int]) -> socket.AddressFamily:
-    """Of an IP address and a port."""
+    """Return the address family of an IP address and a port."""
     return socket.AF_INET6 if ":" in address[0] else socket.AF_INET
 
 

@@ -22,7 +22,7 @@ from weft.comm.channel import ChannelError
 from weft.comm.eager_connect import on_host
 
 _TAG = 1
-"""Of messages of the lifeline; ready-to-send messages have 0."""
+"""The tag of the lifeline's messages; ready-to-send messages have 0."""
 _LEAVES = -1
 """In place of a lost rank's number: the sender closes in order."""
 _POLL_S = 0.05

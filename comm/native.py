@@ -15,7 +15,7 @@ from weft.conf.owners import is_trusted, own_folder
 
 
 class Kind(Enum):
-    """What to build; the value is the compiler's flags."""
+    """The kind of binary to build; the value is the compiler's flags."""
 
     program = ("-pthread",)  # not (), of which enums of Python 3.11.0 to 3.11.3 make something else
     library = ("-pthread", "-shared", "-fPIC")

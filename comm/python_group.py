@@ -1,4 +1,4 @@
-"""What torch asks of every process group that is written in Python: who is in it, and its names."""
+"""The interface that torch requires of a process group in Python: its members and its names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PythonGroup(dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """What the group is for."""
+        """Return the group's description."""
         return self._description
 
     # -- one operation under two names -----------------------------------------------------------

@@ -25,7 +25,7 @@ from weft.comm.own_user import refuse_other_users
 from weft.conf.hosts import is_loopback
 
 METHOD = "weft://"
-"""What `torch.distributed.init_process_group` takes as ``init_method`` for this rendezvous."""
+"""The ``init_method`` of `torch.distributed.init_process_group` for this rendezvous."""
 _READ_TOGETHER = "GLOO_ENABLE_STORE_V2_API"
 """Has gloo ask the store for the addresses of all members of a group in one operation, in place of two a member."""
 _ADDRESS_KEY = "weft/store_address"
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Meeting:
-    """What rank 0 has of the rendezvous that its store is from, if that is at a port of all hosts."""
+    """Rank 0's part of the rendezvous, if its store is behind the shared port of all hosts."""
 
     address: tuple[str, int] = ("", 0)
     proxy: LoopbackProxy | None = None
@@ -54,7 +54,7 @@ def register() -> None:
 
 
 def made_here() -> bool:
-    """Whether the default process group was made by ``weft://``."""
+    """True if the default process group was made by ``weft://``."""
     return dist.distributed_c10d._default_pg_init_method == METHOD  # torch 2.11 to 2.13
 
 
@@ -136,12 +136,12 @@ def job_socket(rank: int, timeout: timedelta) -> AuthenticatedSocket:
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun's agent has a store at the master's port."""
+    """True if torchrun's agent has a store at the master's port."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def on_one_host() -> bool:
-    """Whether all ranks are on this host, by the launcher's variables or because the master's address is loopback."""
+    """True if all ranks are on this host, by the launcher's variables or because the master's address is loopback."""
     local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     return os.environ["WORLD_SIZE"] in ("1", local_size) or is_loopback(os.environ["MASTER_ADDR"])
 

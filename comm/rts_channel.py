@@ -46,7 +46,7 @@ class RtsSend:
         return self.tensor
 
     def ended(self) -> bool:
-        """Whether the tensor has been sent."""
+        """True if the tensor has been sent."""
         return self.work.is_completed()
 
 

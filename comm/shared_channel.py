@@ -179,7 +179,7 @@ class SharedSend:
         return self.tensor
 
     def ended(self) -> bool:
-        """Whether `wait` would return immediately."""
+        """True if `wait` would return immediately."""
         return self.written is None or self.written.done()
 
 
@@ -268,7 +268,7 @@ class SharedReceive:
         return self.tensor
 
     def ended(self) -> bool:
-        """Whether `wait` is known to return immediately."""
+        """True if `wait` is known to return immediately."""
         return self.tensor is not None
 
 

@@ -50,7 +50,7 @@ class TorchHandle:
         return self.tensor
 
     def ended(self) -> bool:
-        """Whether `wait` is known to return immediately."""
+        """True if `wait` is known to return immediately."""
         if not isinstance(self.work, Future):
             return self.work.is_completed()
         return self.work.done() and (self.work.exception() is not None or self.work.result().is_completed())

@@ -123,7 +123,7 @@ def item_class(kind: Any) -> type | None:
 
 
 def expectation(kind: Any) -> str:
-    """What a field of this type expects, for messages."""
+    """Return the description of a field's type, for messages."""
     if NoneType in get_args(kind):
         return f"{expectation(get_args(kind)[0])}, or null"
     if isinstance(kind, type) and issubclass(kind, Enum):

@@ -47,7 +47,7 @@ def working_hosts(cluster: ClusterConfig) -> dict[str, int]:
 
 
 def asks_for_nodes(cluster: ClusterConfig) -> bool:
-    """Whether a cluster manager chooses the hosts, so that only their number is known before the run."""
+    """True if a cluster manager chooses the hosts, so that only their number is known before the run."""
     return not cluster.hostfile and cluster.manager in (ClusterManager.slurm, ClusterManager.kubernetes)
 
 
@@ -64,5 +64,5 @@ def most_ranks_of_a_host(cluster: ClusterConfig) -> int:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only processes of the same machine can reach this address."""
+    """True if only processes of the same machine can reach this address."""
     return address in ("localhost", "::1") or address.startswith("127.")

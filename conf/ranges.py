@@ -34,7 +34,7 @@ class Range:
         return low if self.high == inf else f"{low} and {high}"
 
     def remedy(self, number: float) -> str:
-        """What to choose instead of ``number``, which is outside the range."""
+        """Return the remedy for ``number``, which is outside the range."""
         return f"at most {LARGEST:.2g}" if number > LARGEST and self.high == inf else str(self)
 
 

@@ -34,9 +34,9 @@ class ScheduleRules:
     microbatches_per_rank: int = 0
     """Least micro-batches per step, as a multiple of the pipeline ranks."""
     looks_at_costs: bool = False
-    """Whether the generator takes costs, a memory cap and a search time."""
+    """True if the generator takes costs, a memory cap and a search time."""
     goes_in_rounds: bool = False
-    """Whether ranks visit several chunks in rounds: the generator takes the number of micro-batches to
+    """True if ranks visit several chunks in rounds: the generator takes the number of micro-batches to
     launch together, and a straight placement becomes an interleaved one."""
 
 

@@ -65,7 +65,7 @@ def site_problems(config: WeftConfig) -> Iterator[str]:
 
 
 def _side_by_side(config: WeftConfig) -> Iterator[str]:
-    """What replicas on several routes cannot have."""
+    """Yield the settings that replicas on several routes do not support."""
     if config.comm.cell == 1 or len(config.cluster.routes) < 2:
         return
     hostfile = config.cluster.hostfile

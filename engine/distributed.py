@@ -199,7 +199,7 @@ def together(action: Callable[[], T]) -> T:
 
 
 def from_rank_zero(action: Callable[[], T], *kinds: type) -> T:
-    """What ``action`` returns on rank 0, on every rank.
+    """Return the result of ``action`` on rank 0, on every rank.
 
     A collective call; errors as in `together`. For answers that differ between ranks, such as
     a search that is cut off by time.
@@ -214,7 +214,7 @@ def from_rank_zero(action: Callable[[], T], *kinds: type) -> T:
 
 
 def known_to_any(kept: Kept, name: str, made_from: object, make: Callable[[], T], *kinds: type) -> T:
-    """What a rank has kept under ``name`` from an earlier attempt, else what ``make`` returns on rank 0, on every rank.
+    """Return on every rank a value that any rank has kept under ``name``, otherwise the result of ``make`` on rank 0.
 
     A collective call; errors as in `together`.
 
@@ -242,7 +242,8 @@ def rank_zero_first(action: Callable[[], T]) -> T:
 
 
 def lost_peer(error: RuntimeError) -> str | None:
-    """What to say of an error that means that another rank has ended or cannot be reached; None of any other."""
+    """Return the message for an error that means that another rank has ended or cannot be reached; None for any
+    other."""
     if isinstance(error, ChannelError):
         return str(error)
     # gloo has no exception of its own; its messages begin with the place in its source.
@@ -252,7 +253,7 @@ def lost_peer(error: RuntimeError) -> str | None:
 
 
 def first_to_fail() -> bool:
-    """Whether this rank is the first of its job to ask: one message is enough for a failure that ends all.
+    """True if this rank is the first of its job to ask: one message is enough for a failure that ends all.
 
     Where the store has gone, rank 0 has gone with it, and rank 1 speaks.
     """

@@ -138,7 +138,7 @@ class WeftEngine(PipelineEngine):
             self.pairs = StrandPairs.open(self.device, turns, plan.costs.pairs, strict=weft.pipeline.debug)
         self.schedule = self._plan(plan.cells).schedule
         self.records = StepRecords(clock_for(self.device))
-        """What the last steps measured."""
+        """Measurements of the last steps."""
         self._long_lived = LongLived()
         self.holds_loss = self.schedule.placement.num_stages - 1 in self.module.stages
         self.step_loss = self._make_loss(objective, counts=position.context == 0)
@@ -343,7 +343,7 @@ class WeftEngine(PipelineEngine):
         self.fwd_outputs = list(state.losses.values())
 
     def count_items(self, batch: Mapping[str, Tensor]) -> int:
-        """What of a micro-batch the loss is averaged over: tokens with labels, or what the objective says."""
+        """Return the items of a micro-batch over which the loss is averaged: tokens with labels, or the objective's."""
         return self.step_loss.items(batch)
 
     def _seed_gradient(self, loss: Tensor) -> Tensor:
@@ -411,7 +411,7 @@ class WeftEngine(PipelineEngine):
 
     @property
     def must_stop(self) -> bool:
-        """Whether a signal has asked a rank to stop; it becomes true after the same step on every rank."""
+        """True if a signal has asked a rank to stop; it becomes true after the same step on every rank."""
         return self.optimizer.must_stop
 
     def agree_to_stop(self) -> bool:

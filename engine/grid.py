@@ -27,7 +27,8 @@ class RankTopology(PipeModelDataParallelTopology):
     """Coordinates of ranks by their numbers: axes pipe, data and model, the last the fastest within a route."""
 
     def __init__(self, layout: RankLayout) -> None:
-        """To DeepSpeed, replicas are "data", and ranks that share the work of one micro-batch are "model"."""
+        """Name the axes for DeepSpeed: replicas are "data", ranks that share the work of one micro-batch are
+        "model"."""
         pipe_module.PipelineParallelGrid, pipe_module.dist = grid_of, _OneWorld()
         super().__init__(num_pp=layout.stages, num_dp=layout.replicas, num_mp=layout.context * layout.tensor)
         self._layout = layout
@@ -44,7 +45,7 @@ class RankTopology(PipeModelDataParallelTopology):
 
 
 class RankGrid(PipelineParallelGrid):
-    """What `PipelineParallelGrid` is asked, of this rank."""
+    """The part of `PipelineParallelGrid` that DeepSpeed uses, for this rank."""
 
     def __init__(self, topology: RankTopology) -> None:
         """Make the groups; a collective call over the world."""

@@ -134,7 +134,7 @@ def initialize(
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """What ranks have agreed on and opened before engines are made: the plan, and what it was planned over.
+    """The prepared state that ranks share before engines are made: the plan, and the groups and links of the plan.
 
     Attributes:
         collectives: over the ranks that hold the same weights as this one.

@@ -1,4 +1,5 @@
-"""What a process keeps from one attempt for the next: what follows from settings and measurements, and takes time."""
+"""Values that a process keeps from one attempt for the next: they follow from settings and measurements, and take
+time."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class WeftModule(PipelineModule):
         return joined
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-        """What DeepSpeed's engine sums before it reduces over replicas."""
+        """Return the weights whose gradients DeepSpeed's engine sums before it reduces over replicas."""
         return self.tied
 
     def forward(self, *args: object, **kwargs: object) -> None:

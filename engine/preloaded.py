@@ -1,4 +1,4 @@
-"""What every rank imports and works out before its first engine, imported once by the process that forks ranks.
+"""Imports and computations of every rank before its first engine, done once by the process that forks ranks.
 
 With torch, DeepSpeed and transformers loaded, a rank still spends seconds of processor time: DeepSpeed compiles test
 programs to see which operators could be built, transformers makes its table of weight conversions.

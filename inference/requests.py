@@ -63,7 +63,7 @@ def parse(body: bytes, *, max_depth: int) -> dict[str, Any]:
 
 
 def nests_deeper(body: bytes, depth: int) -> bool:
-    """Whether brackets are nested deeper than ``depth``, without a recursive parser."""
+    """True if brackets are nested deeper than ``depth``, without a recursive parser."""
     brackets = _STRING.sub(b"", body).translate(None, _NOT_BRACKETS)
     return any(level > depth for level in accumulate(1 if bracket in b"[{" else -1 for bracket in brackets))
 

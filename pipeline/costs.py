@@ -168,7 +168,7 @@ class CostModel:
         return 1.0 if self.pairs is None else self.pairs.scale(forward, backward, weights=op is Op.B)
 
     def least_pair_scale(self, stages: Iterable[int]) -> float:
-        """Of pairs of these stages, which one rank holds, the one that gains most; 1 where none gains."""
+        """Return the smallest scale of any pair of these stages on one rank; 1 if no pair gains."""
         held = tuple(stages) if self.pairs is not None else ()
         return min((self.pair_scale(f, b, op) for f in held for b in held for op in (Op.B, Op.I)), default=1.0)
 

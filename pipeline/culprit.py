@@ -70,7 +70,7 @@ class JobRows:
         }
 
     def row(self, rank: int) -> tuple[Slot, ...]:
-        """What a global rank does in a step."""
+        """Return a global rank's actions of a step."""
         number, row = self.seats[rank]
         return self.replicas[number].schedule.rows[row]
 
@@ -81,7 +81,7 @@ class JobRows:
         return predicted[row] if predicted else 0.0
 
     def doing(self, rank: int, place: Place) -> str:
-        """What a rank is at, in words."""
+        """Describe a rank's current action."""
         row = self.row(rank)
         if place.step == 0:
             return "before its first step"
@@ -91,7 +91,7 @@ class JobRows:
         return f"in {text}" if place.begun else f"before {text}"
 
     def crosses(self, rank: int, other: int) -> bool:
-        """Whether two ranks are at different sites."""
+        """True if two ranks are at different sites."""
         (number, here), (_, there) = self.seats[rank], self.seats[other]
         sites = self.replicas[number].schedule.placement.rank_sites
         return sites[here] != sites[there]
@@ -128,7 +128,7 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the places say.
+    """The diagnosis from all ranks' progress.
 
     Attributes:
         suspects: who holds everybody up; several if the places cannot tell them apart; none while ranks move.
@@ -287,7 +287,7 @@ class _Judge:
     # -- replicas, which gather weights and reduce gradients together ------------------------------
 
     def _replicas_are_there(self, rank: int, stage: int) -> bool:
-        """Whether all replicas have used a stage in this step as often as this rank has.
+        """True if all replicas have used a stage in this step as often as this rank has.
 
         Weights are gathered for, and gradients reduced after, uses of a stage; how often a rank
         may run ahead of its replicas depends on ZeRO's stage, and none has to be ahead to go on.

@@ -51,7 +51,7 @@ def _is_planned(slot: Slot, costs: CostModel) -> bool:
 
 
 def _paired_bytes(slot: Slot, costs: CostModel) -> float:
-    """What a pair holds at most beyond what was held before it."""
+    """Return the most bytes that a pair needs beyond those before it."""
     (_, forward, _), (_, backward, _) = slot
     assert costs.pairs is not None
     saved, freed = (costs.stages[stage].activation_bytes for stage in (forward, backward))

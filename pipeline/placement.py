@@ -123,11 +123,11 @@ class Placement:
         return replace(self, pipelines=1)
 
     def is_first(self, stage: int) -> bool:
-        """Whether ``stage`` is the first of its pipeline."""
+        """True if ``stage`` is the first of its pipeline."""
         return stage % (self.num_stages // self.pipelines) == 0
 
     def is_last(self, stage: int) -> bool:
-        """Whether ``stage`` is the last of its pipeline."""
+        """True if ``stage`` is the last of its pipeline."""
         return self.is_first(stage + 1)
 
     @cached_property
@@ -156,7 +156,7 @@ class Placement:
         return tuple(site for site, size in enumerate(self.sites) for _ in range(size)) * self.pipelines
 
     def crosses_wan(self, stage: int) -> bool:
-        """Whether the hop from ``stage`` to ``stage + 1`` of its pipeline joins two sites."""
+        """True if the hop from ``stage`` to ``stage + 1`` of its pipeline joins two sites."""
         here, there = self.stage_ranks[stage], self.stage_ranks[stage + 1]
         return self.rank_sites[here] != self.rank_sites[there]
 

@@ -13,7 +13,7 @@ from weft.pipeline.placement import Placement
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does in one training step, in order.
+    """A training step: the actions of every rank, in order.
 
     Attributes:
         name: a label for people, usually the generator's name.
@@ -43,7 +43,7 @@ class Schedule:
             yield from slot
 
     def dependencies(self, action: Action) -> tuple[Action, ...]:
-        """What ``action`` depends on in this schedule: see `weft.pipeline.dependencies`."""
+        """Return the dependencies of ``action`` in this schedule: see `weft.pipeline.dependencies`."""
         return dependencies(action, self.placement, self.num_microbatches, self.ops)
 
     def with_rows(self, rows: list[list[Slot]]) -> Schedule:

@@ -60,7 +60,7 @@ def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
 
 
 def _has_transfers(costs: CostModel) -> bool:
-    """Whether any transfer takes time; otherwise transfers need no simulation."""
+    """True if any transfer takes time; otherwise transfers need no simulation."""
     links = (costs.local, costs.wan, *(link for _, link in costs.wan_links))
     return any(link.latency_s or link.transit_s(1.0) for link in links) or any(s.send_s for s in costs.stages)
 

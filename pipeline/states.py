@@ -1,4 +1,4 @@
-"""What weights, gradients and optimiser state take on a rank (ZeRO, Rajbhandari et al. 2020, section 3)."""
+"""Memory of weights, gradients and optimiser state on a rank (ZeRO, Rajbhandari et al. 2020, section 3)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ZeroMemory:
 
     @property
     def kept(self) -> float:
-        """What is there all the time."""
+        """Return the bytes that are allocated all the time."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -104,7 +104,7 @@ def zero_memory(
     share: float | None = None,
     trained: TrainedWeights | None = None,
 ) -> ZeroMemory:
-    """What ``parameters`` weights of a rank take.
+    """Return the memory of ``parameters`` weights on a rank.
 
     Args:
         trained: those of them that have gradients and optimiser state; None: all, with Adam.

@@ -9,8 +9,8 @@ from weft.pipeline.action import Slot
 
 
 class Lane(str):
-    """What of a rank a span occupies, by the text that files hold: `COMPUTE_LANE`,
-    `SEND_LANE`, `REDUCE_LANE`, or that of a `transfer`."""
+    """The resource of a rank that a span occupies, as files name it: `COMPUTE_LANE`, `SEND_LANE`, `REDUCE_LANE`, or
+    that of a `transfer`."""
 
     __slots__ = ()
 

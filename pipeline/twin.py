@@ -103,7 +103,7 @@ class OnlineTwin:
         self._running.hold(rank, until_s)
 
     def spans(self) -> list[Span]:
-        """What the simulated ranks did in the step, on the caller's clock."""
+        """Return the simulated ranks' spans of the step, on the caller's clock."""
         return [span for span in self._running.spans() if span.rank != self.real]
 
     @property

@@ -25,7 +25,7 @@ from weft.engine.supervision.parking import AgentLink
 
 
 class Held(ExitStack):
-    """What an attempt holds, to be given back at its end.
+    """The resources of an attempt, to be released at its end.
 
     Attributes:
         interrupt: has this rank's waits for other ranks fail, from any thread.
@@ -124,7 +124,7 @@ def _forget(error: BaseException | None) -> None:
 
 
 def _threads_ended(others: set[threading.Thread]) -> bool:
-    """Whether all threads have ended but those that were there before the first attempt."""
+    """True if all threads have ended but those that were there before the first attempt."""
     limit = monotonic() + THREADS_S
     while True:
         gc.collect()  # a thread that has failed is held by its error, and holds a process group

@@ -29,7 +29,7 @@ class BadData:
         self._before = {known: self._before[known] for known in kept} | {step: consumed}
 
     def of(self, error: SkippedTooOften, consumed: int) -> tuple[int, int]:
-        """What skipped steps have read: their first sequence in the global order, and the one after the last.
+        """Return the sequences that skipped steps have read: the first in the global order, and the one after the last.
 
         Args:
             consumed: sequences that were read by now.
@@ -42,7 +42,7 @@ class BadData:
             self._times = 0
 
     def is_hopeless(self, after: int) -> bool:
-        """Whether it does not help to leave out more, now up to the sequence before ``after``; this time is counted."""
+        """True if it does not help to leave out more, now up to the sequence before ``after``; this time is counted."""
         self._times += 1
         self._beyond = after
         return self._times >= MOST_TIMES

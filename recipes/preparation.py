@@ -1,4 +1,4 @@
-"""What a run reads before it trains: tokenizer, model and data, and the settings that follow from them."""
+"""The inputs of a run before it trains: tokenizer, model and data, and the settings that follow from them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ SKIPS = 3
 def prepare(
     config: WeftConfig, folder: Path, kept: Kept
 ) -> tuple[WeftConfig, PreTrainedTokenizerBase, MicrobatchLoader, MicrobatchLoader | None]:
-    """What a run reads, on a rank that has joined: its settled configuration, tokenizer, data and evaluation data.
+    """Return the inputs of a run on a rank that has joined: its settled configuration, tokenizer, data and evaluation
+    data.
 
     A collective call.
 

@@ -24,7 +24,7 @@ from weft.recipes.shown import Shown
 
 @dataclass
 class _Interval:
-    """What was trained since the last record.
+    """The training since the last record.
 
     Attributes:
         steps: number of steps.

@@ -22,7 +22,7 @@ FIXED_BYTES = 1 << 30
 ENGINE_CHECK_S = 60.0
 MOST_LOG_BYTES = 2**22
 _PROCESS = re.compile(r"^\(\w+ pid=\d+\) (ERROR [^]]+\] ?)?")
-"""What vLLM puts before the lines of each process."""
+"""The prefix that vLLM adds to the lines of each process."""
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+")
 CACHE_BYTES = 2
 """Bytes per number in the KV cache."""

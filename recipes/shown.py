@@ -1,4 +1,4 @@
-"""What a person sees of a run's steps: a bar on a terminal, a line now and then in a file."""
+"""Display of a run's steps: a bar on a terminal, a line now and then in a file."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def _check_outputs(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrained
 
 
 def reports_error(error: ValueError) -> bool:
-    """Whether this rank reports an input error, so that it is printed once.
+    """True if this rank reports an input error, so that it is printed once.
 
     Rank 0 reports an error that all ranks share. Before the rendezvous every rank finds the same error,
     and the first of each host reports it; the others wait for it to do so, because the launcher ends all

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 STORED = Path(__file__).with_suffix(".json")
 MESSAGES = re.compile(r"print|warn\w*|log|info|debug|error|exception|critical|fail")
-OPENER = re.compile(r"(?:Of|What|Whether|That|For|As of|To|With which)\b")
+OPENER = re.compile(r"(?:Of|What(?!-if)|Whether|That|For|As of|To|With which)\b")
 SUBJECT = r"(?:it|they|he|she|we|there|nothing|nobody|none|otherwise|then)\b"
 CLAUSE = r"(?:the|an?|each|every|all|what|which|that|this|these|those|its|their|no|only|one|some|whoever)\b"
 VERB = r"(?:is|are|was|were|has|have|had|does|do|would|could|can|cannot|will|may|must|needs?|takes?|gets?)\b"

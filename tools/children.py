@@ -75,7 +75,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Return the child's process id."""
         assert self._process.pid is not None, "it was started"
         return self._process.pid
 
@@ -88,15 +88,16 @@ class Child:
         return self._next("said", timeout_s)
 
     def has_news(self) -> bool:
-        """Whether `hear` or `result` would return at once."""
+        """True if `hear` or `result` would return at once."""
         return self._pipe.poll()
 
     def fileno(self) -> int:
-        """For `multiprocessing.connection.wait`: a child is ready when it has news."""
+        """Return the file descriptor for `multiprocessing.connection.wait`: a child is ready when it has sent
+        something."""
         return self._pipe.fileno()
 
     def result(self, timeout_s: float = 60.0) -> Any:
-        """What the function returns."""
+        """Return the function's result."""
         return self._next("returned", timeout_s)
 
     def kill(self) -> None:
@@ -133,7 +134,7 @@ def with_news(children: Sequence[Child], timeout_s: float) -> list[Child]:
 
 
 def results_of(children: Sequence[Child], timeout_s: float, meanwhile: Callable[[], object] | None = None) -> list[Any]:
-    """What each returns.
+    """Return the result of each child.
 
     Args:
         meanwhile: called again and again until the first has ended.

@@ -141,7 +141,7 @@ def profile_table(profiles: Mapping[str, LinkProfile]) -> Table:
 
 
 def hints(profiles: Collection[LinkProfile], settings: Path) -> list[str]:
-    """What an administrator could improve, given the kernel's ``settings`` folder (/proc/sys/net/ipv4)."""
+    """Return improvements for an administrator, from the kernel's ``settings`` folder (/proc/sys/net/ipv4)."""
     found = []
 
     def last(name: str) -> int:

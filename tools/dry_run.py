@@ -20,7 +20,7 @@ from weft.tools.preflight import check_data
 
 
 def expected_plan(config: WeftConfig, *, num_nodes: int = 1, collectives: CollectiveCosts | None = None) -> RunPlan:
-    """What a run would plan, by what is known before it starts on machines such as this one.
+    """Return the expected plan of a run, from facts available before it starts on machines such as this one.
 
     Args:
         num_nodes, collectives: as of `facts_before_start`.
@@ -71,7 +71,7 @@ def report(config: WeftConfig) -> str:
 
 
 def _context_lines(plan: RunPlan) -> list[str]:
-    """What ranks that share sequences exchange."""
+    """Return the lines about the exchange among ranks that share sequences."""
     if plan.layout.context == 1:
         return []
     return ["", f"parallel.context_exchange: {plan.facts.exchange.value} ({plan.facts.sources['exchange']})"]

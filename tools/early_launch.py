@@ -1,4 +1,4 @@
-"""What `weft launch` does before its imports: read its arguments, print a line, start the agent of this host."""
+"""The start of `weft launch` before its imports: read its arguments, print a line, start the agent of this host."""
 
 from __future__ import annotations
 

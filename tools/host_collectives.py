@@ -1,4 +1,4 @@
-"""What ranks of this host pay for collectives, alone and beside compute; kept where runs look for it."""
+"""Costs of collectives on this host, alone and with concurrent compute; stored where runs look for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_S = 90.0
 
 @dataclass(frozen=True)
 class HostCollectives:
-    """What was measured.
+    """The measured costs.
 
     Attributes:
         costs: of collectives in groups of so many ranks, by the topology's key; all groups of a size at once.

@@ -86,7 +86,7 @@ def run(arguments: Arguments, early: EarlyAgent | None = None) -> int:
 
 
 def is_supervised(config: WeftConfig, options: Sequence[str]) -> bool:
-    """Whether a supervisor starts the ranks: if it is asked for, or hosts are many and nothing asks for DeepSpeed's.
+    """True if a supervisor starts the ranks: if it is asked for, or hosts are many and nothing asks for DeepSpeed's.
 
     Raises:
         ValueError: it is asked for, with options that are of DeepSpeed's launcher; or only a supervisor can do what

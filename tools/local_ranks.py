@@ -20,7 +20,8 @@ _ARRIVE_S = 120.0  # imports take long where the disk is cold or the host busy; 
 
 
 def answers_of(ranks: int, work: Callable[..., Any], *args: Any, most_s: float) -> dict[int, Any]:
-    """What ``work(device, *args)`` returns on each of ``ranks`` new processes of this host; one per GPU, if it has any.
+    """Return the results of ``work(device, *args)`` on ``ranks`` new processes of this host; one per GPU, if it has
+    any.
 
     Args:
         work: importable; a collective call.
@@ -42,7 +43,7 @@ def answers_of(ranks: int, work: Callable[..., Any], *args: Any, most_s: float) 
 
 
 def _is_fit_to_fork() -> bool:
-    """Whether this process runs no other thread, and has not touched a GPU."""
+    """True if this process runs no other thread, and has not touched a GPU."""
     return len(os.listdir("/proc/self/task")) == 1 and "libcuda.so" not in Path("/proc/self/maps").read_text()
 
 

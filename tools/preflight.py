@@ -117,13 +117,13 @@ def _is_hub_name(path: str) -> bool:
 
 
 def _runs_here(config: WeftConfig) -> bool:
-    """Whether all ranks are on this machine; others may have another cache, and another way to the hub."""
+    """True if all ranks are on this machine; others may have another cache, and another way to the hub."""
     manager = config.cluster.manager
     return manager is ClusterManager.local or (manager is ClusterManager.ssh and not config.cluster.hostfile)
 
 
 def is_here(path: str) -> bool:
-    """Whether ``path`` is a file or folder of this machine, and not a name of the hub."""
+    """True if ``path`` is a file or folder of this machine, and not a name of the hub."""
     return bool(path) and Path(path).expanduser().exists()
 
 

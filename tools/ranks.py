@@ -14,7 +14,7 @@ from weft.conf.ports import free_port
 from weft.tools.children import Child, results_of
 
 _TOLD = 0.95
-"""Of its time, after which a rank writes down where it hangs."""
+"""Share of a rank's time after which it prints its stacks."""
 
 
 def run_ranks(

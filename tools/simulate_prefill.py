@@ -143,5 +143,5 @@ def _cells(found: Replay, factor: float, timeline: Timeline, usable: float) -> d
 
 
 def _quantile(values: Sequence[float], share: float, unit: float, digits: int) -> str:
-    """Of the prompts that were taken; a dash if none was."""
+    """Return a quantile of the accepted prompts; a dash if there are none."""
     return f"{np.quantile(values, share) * unit:.{digits}f}" if values else "-"

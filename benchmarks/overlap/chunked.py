@@ -100,5 +100,5 @@ def chunked_strand(
 
 
 def _is_cut(product_s: float, longest_s: float) -> bool:
-    """Whether a product is one of the large ones, of the feed-forward part: MegaScale fuses these only."""
+    """True if a product is one of the large ones, of the feed-forward part: MegaScale fuses these only."""
     return product_s > 0 and product_s >= longest_s / 2

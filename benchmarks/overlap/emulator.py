@@ -63,7 +63,7 @@ class Machine:
         self._free_s = 0.0
         self.spans: list[StrandSpan] = []
         self.hurries = False
-        """Whether nothing takes time, as in a step that only warms up."""
+        """True if nothing takes time, as in a step that only warms up."""
 
     def compute(self, seconds: float, kind: Kind, step: Step) -> None:
         """Take so long, and longer while links are busy, whose transfers take longer, too."""

@@ -22,7 +22,7 @@ class Operator:
     kind: Kind = Kind.gemm
     link: LinkScope | None = None
     begins: bool = False
-    """Whether a segment's compute is in it."""
+    """True if a segment's compute is in it."""
     weights: int = 0
     """Number of weight gradients in it."""
 

@@ -37,7 +37,7 @@ class Peer:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether its ranks hand tensors on through shared memory, as Weft's of one host do."""
+        """True if its ranks hand tensors on through shared memory, as Weft's of one host do."""
         return self.module == "weft_engine"
 
 

@@ -42,12 +42,12 @@ class Survival:
 
     @property
     def equal(self) -> bool:
-        """Whether the losses are those of an undisturbed run: to the last digit where sums have the same order."""
+        """True if the losses are those of an undisturbed run: to the last digit where sums have the same order."""
         return self.difference is not None and self.difference <= (ROUNDING if self.rounds else 0.0)
 
     @property
     def met(self) -> bool:
-        """Whether it was survived as it should be."""
+        """True if it was survived as it should be."""
         in_time = (self.named_s or 0.0) <= NAMED_WITHIN_S and (self.next_step_s or 0.0) <= NEXT_STEP_WITHIN_S
         return self.right and self.equal and in_time and not self.note
 
@@ -74,7 +74,7 @@ class Survival:
 
 
 def is_right(said: Mapping[str, Any], blamed: Mapping[str, Any], host_of: Mapping[int, str]) -> bool:
-    """Whether a journal's culprit and kind are who is to blame; see `Inflicted`.
+    """True if a journal's culprit and kind are who is to blame; see `Inflicted`.
 
     Args:
         host_of: the host of each rank.

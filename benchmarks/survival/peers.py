@@ -121,7 +121,7 @@ NAMES = (WEFT, *(peer.name for peer in PEERS))
 
 
 def is_here(name: str) -> bool:
-    """Whether a peer is installed."""
+    """True if a peer is installed."""
     return name != NVRX or find_spec("nvidia_resiliency_ext") is not None
 
 
@@ -157,7 +157,7 @@ class PeerJob:
 
     @property
     def over(self) -> bool:
-        """Whether every node's agent has ended."""
+        """True if every node's agent has ended."""
         return all(node.poll() is not None for node in self._nodes)
 
     def steps(self) -> list[tuple[float, int, int]]:

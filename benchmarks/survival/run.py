@@ -181,7 +181,7 @@ class SupervisedRun:
             sleep(_POLL_S)
 
     def _has_ended(self) -> bool:
-        """Whether it has, which is not said by the end of the driver that the bench started."""
+        """True if it has, which is not said by the end of the driver that the bench started."""
         return self.process.poll() is not None and (bool(self.events("end")) or not self.ranks())
 
     def wait_for_step(self, step: int, *, timeout_s: float = 180.0) -> None:

@@ -228,7 +228,7 @@ def _see_restart(run: SupervisedRun, done: Inflicted, looked_s: float, outcome: 
 
 
 def _tells(alert: Mapping, blamed: Mapping) -> bool:
-    """Whether an alert names the site or the line before it is a fault: links have time to heal."""
+    """True if an alert names the site or the line before it is a fault: links have time to heal."""
     site = blamed.get("site") or blamed.get("between", ("", "-"))[1]
     hosts = alert["culprit"].get("hosts", ())
     return bool(hosts) and all(host.startswith(site) for host in hosts)

@@ -34,7 +34,7 @@ REDUCING = frozenset({Primitive.reduce_scatter, Primitive.reduces})
 GATHERING = frozenset({Primitive.all_gather, Primitive.broadcasts})
 """From this rank's shard to the full tensor."""
 EXECUTED = (Primitive.all_reduce, *sorted(REDUCING | GATHERING, key=lambda one: one.value), Primitive.all_to_all)
-"""What ranks carry out, in the order in which they measure it."""
+"""The primitives that ranks execute, in the order in which they measure them."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Handle:
         return results[0] if self.target is None else self.target
 
     def done(self) -> bool:
-        """Whether `wait` would return immediately."""
+        """True if `wait` would return immediately."""
         return all(chunk.done() for chunk in self.chunks)
 
 

@@ -21,7 +21,7 @@ class Pending(Protocol):
         ...
 
     def done(self) -> bool:
-        """Whether `result` would return immediately."""
+        """True if `result` would return immediately."""
         ...
 
 
@@ -92,7 +92,8 @@ class HostedStreamExecutor:
 
 
 class HostedResult:
-    """What a thread will have started on its stream: who asks for it waits for the thread, then as for a stream."""
+    """The result of an operation that a thread starts on its stream: `wait` blocks for the thread, then like a
+    stream."""
 
     def __init__(self, started: Future[StreamResult]) -> None:
         self._started = started
@@ -102,7 +103,7 @@ class HostedResult:
         return self._started.result().result()
 
     def done(self) -> bool:
-        """Whether it is complete."""
+        """True if it is complete."""
         return self._started.done() and self._started.result().done()
 
 
@@ -119,7 +120,7 @@ class StreamResult:
         return self._tensor
 
     def done(self) -> bool:
-        """Whether it is complete."""
+        """True if it is complete."""
         return self._event.query()
 
 

@@ -66,7 +66,7 @@ def maximum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def shift(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What the rank before has; this rank's goes to the next one, and the last one's to the first.
+    """Pass this rank's tensor to the next rank, and the last one's to the first; return the previous rank's.
 
     Both ways are one launch of one collective, so no order of sends and receives can deadlock.
     """

@@ -13,7 +13,7 @@ CONTROL, RENDEZVOUS = "control certificate", "rendezvous certificate"
 
 
 def contexts(key: WanKey, purpose: str = CONTROL) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Of the side that listens, and of the side that connects; TLS 1.3, and each proves the key to the other.
+    """Return the TLS 1.3 contexts of the listening and of the connecting side; each proves the key to the other.
 
     Raises:
         ValueError: the package `cryptography` is not installed.

@@ -58,7 +58,7 @@ class ControlClient:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection now."""
+        """True if there is a connection now."""
         return self._session.link is not None
 
     def send(self, message: dict[str, Any], *, latest_of: str = "") -> None:

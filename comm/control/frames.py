@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 MOST_BYTES = 1 << 20
-"""Of one frame, unless its side is told otherwise."""
+"""Largest frame, unless its side has another limit."""
 MOST_DEPTH = 32
 """Containers inside of each other."""
 _LENGTH_BYTES = 4

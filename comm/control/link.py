@@ -15,7 +15,7 @@ SILENCE_S = 7.0
 """Without one, after which a connection is given up."""
 _READ_BYTES = 4096
 MOST_UNSENT_BYTES = 8 << 20
-"""That a peer may leave unread before its connection is given up."""
+"""Most unread bytes of a peer before its connection is closed."""
 
 
 class Link(asyncio.BufferedProtocol):
@@ -37,7 +37,7 @@ class Link(asyncio.BufferedProtocol):
         on_end: Callable[[Link, str], None],
         most_bytes: int = MOST_BYTES,
     ) -> None:
-        """For `loop.create_connection` and the like."""
+        """Create the protocol object that `loop.create_connection` expects."""
         self._on_frame, self._on_tick, self._on_end = on_frame, on_tick, on_end
         self._frames, self._buffer = Frames(most_bytes), memoryview(bytearray(_READ_BYTES))
         self._loop = asyncio.get_running_loop()
@@ -113,7 +113,7 @@ class Link(asyncio.BufferedProtocol):
 
     @property
     def quiet(self) -> bool:
-        """Whether the peer has had no sign of life from here for about as long as it should."""
+        """True if the peer has had no sign of life from here for about as long as it should."""
         return self._loop.time() - self._written >= PING_S / 2
 
     def _tick(self) -> None:

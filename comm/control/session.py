@@ -1,4 +1,4 @@
-"""What two processes tell each other, in order and once each, over one connection after the other."""
+"""A session between two processes: messages in order and exactly once, over successive connections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.comm.control.frames import MOST_BYTES, FrameError, pack
 from weft.comm.control.link import Link
 
 MOST_WAITING_BYTES = 64 << 20
-"""Of messages that the peer has not acknowledged."""
+"""Most bytes of messages that the peer has not acknowledged."""
 _ACKNOWLEDGED_EVERY = 32
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Session:
         self._waiting_bytes = 0
 
     def greeting(self) -> dict[str, Any]:
-        """What either side says first: who it is, and how much of the other it has."""
+        """Return the first message of either side: its identity, and how many messages it has received."""
         return {"name": self._name, "session": self._mine, "of": self.theirs, "received": self._received}
 
     def attach(self, link: Link, greeting: dict[str, Any]) -> None:

@@ -49,7 +49,8 @@ class Coming:
 
 
 class EmulatedSender:
-    """To a neighbour; see `weft.comm.channel.Sender`. A message is copied once, as into shared memory."""
+    """The sending end of a channel to an emulated neighbour; see `weft.comm.channel.Sender`. A message is copied once,
+    as into shared memory."""
 
     def __init__(self, world: Meeting, peer: int) -> None:
         """``peer`` is a global rank."""

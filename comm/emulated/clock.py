@@ -48,12 +48,12 @@ class EmulatedClock:
         return self._left_out_s
 
     def leave_out(self, seconds: float) -> None:
-        """What has just been done took so many seconds less, or more if they are below 0."""
+        """Subtract so many seconds from the time of what was just done; a negative number adds them."""
         self._left_out_s += seconds
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """What is done inside takes no time; on the rank's own thread."""
+        """Exclude the time spent inside; call it on the rank's own thread."""
         begun = perf_counter()
         try:
             yield

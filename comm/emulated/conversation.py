@@ -1,4 +1,4 @@
-"""What a rank says to each of the others, in order: recorded once, and compared with what they expect of it."""
+"""The messages of a rank to each of the others, in order: recorded once, and compared with what they expect of it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Recorder:
     def __init__(
         self, rank: int, expected: Conversation | None = None, told: Mapping[str, Sequence[Any]] | None = None
     ) -> None:
-        """Of global rank ``rank``.
+        """Create the recorder of global rank ``rank``.
 
         Args:
             expected: to compare with.
@@ -99,7 +99,7 @@ class Recorder:
         raise Mismatch(f"rank {self.rank} comes to {said}, where rank {peer} expects {expected}{in_what}")
 
     def answer(self, counterpart: str, make: Callable[[], Any]) -> Any:
-        """What the others said when they were asked: what is known, or what this rank would ``make`` of it."""
+        """Return the other ranks' recorded answer, or what this rank would ``make`` of it."""
         given, known = self.heard.answers[counterpart], self._told.get(counterpart, ())
         answer = known[len(given)] if len(given) < len(known) else make()
         given.append(answer)

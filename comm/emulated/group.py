@@ -34,7 +34,7 @@ class EmulatedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
+        """True if it has ended."""
         return self._world.clock.now() >= self._at_s
 
     def is_success(self) -> bool:
@@ -42,7 +42,7 @@ class EmulatedWork(dist.Work):
         return True
 
     def result(self) -> list[Tensor]:
-        """What it writes."""
+        """Return the operation's output."""
         return self._outputs
 
     def get_future(self) -> torch.futures.Future:
@@ -180,7 +180,7 @@ class EmulatedGroup(PythonGroup):
         return self._begin("barrier", [], [])
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
-        """To a member."""
+        """Send to a member."""
         return self._begin("send", tensors, tensors, root=self.ranks[peer])
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:

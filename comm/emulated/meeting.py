@@ -1,4 +1,4 @@
-"""What groups and channels of an emulated job ask: who this rank is, and what the others do meanwhile."""
+"""The interface of an emulated job for its groups and channels: this rank, and the other ranks' behaviour."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Call:
 
 
 class Step(Protocol):
-    """What the emulated ranks do in the step that this rank is in."""
+    """The emulated ranks' behaviour in the current step of this rank."""
 
     def sent(self, peer: int, tag: str, num_bytes: int, at_s: float) -> None:
         """This rank sends the message of receive ``tag`` to global rank ``peer``."""

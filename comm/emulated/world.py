@@ -19,11 +19,11 @@ from weft.comm.emulated.group import BACKEND, EmulatedGroup
 from weft.comm.emulated.meeting import Call, NoStep, Step
 
 VALUES = "values"
-"""What all hear from one rank, as a counterpart of a `Conversation`."""
+"""The kind of messages that all ranks receive from one rank, as a counterpart of a `Conversation`."""
 
 
 class Asked(Enum):
-    """What ranks tell each other in small values, where the answers differ from rank to rank."""
+    """Small values that ranks exchange, where answers differ from rank to rank."""
 
     value = "value"
     """Anything: every rank answers as this one."""
@@ -32,12 +32,12 @@ class Asked(Enum):
     tied = "tied"
     """The parameters of a rank that others hold, too."""
     timeline = "timeline"
-    """What a rank measured of a step."""
+    """The timeline that a rank measured of a step."""
 
 
 @dataclass(eq=False)
 class EmulatedNetwork:
-    """What an engine asks of the links between sites."""
+    """The part of the network between sites that an engine uses."""
 
     channels: dict[tuple[int, int], Any]
     priorities: dict[str, int] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class EmulatedWorld:
     # -- small values ----------------------------------------------------------------------------
 
     def gather(self, value: Any, ranks: Sequence[int], asked: Asked) -> list[Any]:
-        """What every one of ``ranks`` says; this one says ``value``."""
+        """Return the value of each of ``ranks``; this rank's is ``value``."""
         said = Said(f"the {asked.value} that ranks tell each other")
         self.recorder.say(ranks, f"{asked.value} of {len(ranks)} ranks", said)
         other = self.answers.get(asked)
@@ -136,7 +136,7 @@ class EmulatedWorld:
         return answers
 
     def hear(self, src: int, make: Callable[[], Any], kinds: Sequence[type] = ()) -> Any:
-        """What rank ``src`` tells all, a value of ``kinds``: what this rank would ``make`` in its place."""
+        """Return the value of ``kinds`` that rank ``src`` broadcasts: the one that this rank would ``make``."""
         name = kinds[0].__name__ if kinds else "value"
         self.recorder.say([src], VALUES, Said(f"the {name} that rank {src} tells all ranks"))
         return self.recorder.answer(VALUES, make)
@@ -152,7 +152,7 @@ class EmulatedWorld:
         }
 
     def network(self, hops: Collection[tuple[int, int]]) -> Any:
-        """What stands for `weft.comm.wan.network.WanNetwork`: channels between sites, without sockets."""
+        """Return the stand-in for `weft.comm.wan.network.WanNetwork`: channels between sites, without sockets."""
         return EmulatedNetwork(self.channels(hops))
 
     def ends_s(self, operation: str, ranks: tuple[int, ...], num_bytes: int, root: int | None, start_s: float) -> float:

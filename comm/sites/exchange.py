@@ -13,7 +13,7 @@ from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.wan.channel import WanChannel, WanHandle
 
 _TEXT_BYTES = 256
-"""Of an error, in front of what a leader tells its site; 0 bytes are no error."""
+"""Most bytes of the error that a leader sends to its site; 0 bytes mean no error."""
 _MOST_UNDER_WAY = 16
 _TAG = 1 << 30  # of gloo's messages; those of the group's users count from 0
 

@@ -35,7 +35,7 @@ def backend_of(inside: str) -> str:
 
 
 def spans_sites() -> bool:
-    """Whether the job's process group was made for several sites."""
+    """True if the job's process group was made for several sites."""
     return isinstance(dist.group.WORLD, SiteGroup)
 
 

@@ -25,9 +25,9 @@ from weft.conf.hosts import is_loopback
 from weft.conf.schema import CommConfig
 
 _CONNECTIONS = 2
-"""Of a link where what groups say is small: one connection may have to be replaced."""
+"""Connections of a link for small messages of groups: one may have to be replaced."""
 _REDUCING = 16
-"""Of a link that replicas reduce gradients over, unless ``comm.connections`` gives a number."""
+"""Connections of a link over which replicas reduce gradients, unless ``comm.connections`` is set."""
 _LINGER_S = 5.0
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.comm.channel import ChannelError, SendHandle
 
 _SLACK_S = 5.0
-"""That the channel beneath has to say itself what it waits for in vain."""
+"""Seconds beyond the timeout, in which the channel below reports its own cause."""
 
 
 class HostCopy:
@@ -89,11 +89,11 @@ class CollectiveWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or badly."""
+        """True if it has ended, well or badly."""
         return self._done.done()
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """True if it has ended well."""
         return self._done.done() and self._done.exception() is None
 
     def exception(self) -> Any:
@@ -101,11 +101,11 @@ class CollectiveWork(dist.Work):
         return self._done.exception() if self._done.done() else None
 
     def result(self) -> list[Tensor]:
-        """What it writes."""
+        """Return the operation's output."""
         return self._outputs
 
     def get_future(self) -> torch.futures.Future:
-        """Of `result`."""
+        """Return the future of `result`."""
         future: torch.futures.Future = torch.futures.Future()
 
         def tell(done: Future[None]) -> None:
@@ -133,7 +133,7 @@ class Arrival:
         return self._host
 
     def ended(self) -> bool:
-        """Whether it has."""
+        """True if it has."""
         return bool(self._work.is_completed())
 
 
@@ -158,7 +158,7 @@ class TransferWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+        """True if `wait` would return at once."""
         return self._handle.ended()
 
     def is_success(self) -> bool:

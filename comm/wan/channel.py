@@ -117,7 +117,7 @@ class WanHandle:
         return self._tensor
 
     def ended(self) -> bool:
-        """Whether the transfer has completed or failed."""
+        """True if the transfer has completed or failed."""
         return self._done or (self.requests.done() and self._state(0.0) is not State.PENDING)
 
     def _state(self, timeout_s: float) -> State:

@@ -117,7 +117,7 @@ class WanEndpoint:
         return self._links
 
     def linked(self, peer: int) -> bool:
-        """Whether there is a link to ``peer``."""
+        """True if there is a link to ``peer``."""
         return peer in self._links
 
     def channel(self, peer: int, *, lane: int = 0) -> WanChannel:

@@ -31,7 +31,7 @@ _NO_TLS_WARNING = (
     "on the way; set comm.tls=true unless the links are private"
 )
 INSIDE_CONNECTIONS = 2
-"""Of a link between ranks of one site."""
+"""Connections of a link between ranks of one site."""
 
 Hop = tuple[int, int]
 T = TypeVar("T")

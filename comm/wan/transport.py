@@ -60,7 +60,7 @@ class InFlight(Hashable, Protocol):
     """A transfer whose memory the transport reads or writes."""
 
     def ended(self) -> bool:
-        """Whether the transport has finished with that memory."""
+        """True if the transport has finished with that memory."""
         ...
 
 

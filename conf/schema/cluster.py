@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class ClusterManager(Enum):
-    """What starts processes on hosts."""
+    """The program that starts processes on hosts."""
 
     ssh = "ssh"
     slurm = "slurm"
@@ -52,7 +52,7 @@ class SiteConfig:
 
 @dataclass(kw_only=True)
 class SlurmConfig:
-    """What a job of slurm needs besides sites."""
+    """The settings of a Slurm job besides sites."""
 
     options: list[str] = field(default_factory=list)
     """Further options of sbatch, such as `--time=1-0`, `--account=NAME` or `--gpus-per-node=8`."""
@@ -62,7 +62,7 @@ class SlurmConfig:
 
 @dataclass(kw_only=True)
 class KubernetesConfig:
-    """What a JobSet needs besides sites."""
+    """The settings of a JobSet besides sites."""
 
     image: str = ""
     """Container image that has weft installed; needed to write a JobSet."""
@@ -98,8 +98,8 @@ class ClusterConfig:
     """Rendezvous port of the ranks, and unless `comm.port` or `supervise.port` say otherwise the one TCP port of each
     host for other hosts, which a firewall has to let pass; 0 picks a free one (one machine only)."""
     manager: ClusterManager = ClusterManager.ssh
-    """What starts processes on the hosts: ssh (from the hostfile), slurm or kubernetes; local takes every host
-    of the hostfile for this machine, which tries out a run of several."""
+    """Program that starts processes on the hosts: ssh (from the hostfile), slurm or kubernetes; local runs every host
+    of the hostfile on this machine, to try out a run of several."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     """Options of a job of slurm."""
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)

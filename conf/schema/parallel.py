@@ -78,7 +78,7 @@ class PipelineConfig:
 
 
 class ContextExchange(Enum):
-    """What ranks that share sequences exchange so that each query meets all keys before it."""
+    """The exchange among ranks that share sequences, by which each query meets all keys before it."""
 
     auto = "auto"
     gather = "gather"
@@ -114,7 +114,7 @@ class ZeroConfig:
     """Sharding of optimiser state, gradients and weights over replicas."""
 
     stage: int = 0
-    """What to shard: 0: nothing; 1: optimiser state; 2: also gradients; 3: also weights."""
+    """Sharded state: 0: nothing; 1: optimiser state; 2: also gradients; 3: also weights."""
     overlap_comm: bool = True
     """Overlap gradient reductions and weight all-gathers with compute; off waits for each of them."""
     reduce_bucket_size: int = 50_000_000

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class SavedForward:
-    """What the forward of a micro-batch on a virtual stage keeps for its backward."""
+    """The saved forward of a micro-batch on a virtual stage, for its backward."""
 
     def __init__(self, hidden: Tensor | None, *, split: bool) -> None:
         self.hidden = hidden
@@ -29,7 +29,7 @@ class SavedForward:
         self.output: Tensor | None = None
         """The stage's output with its graph, until its backward begins."""
         self.in_pair = False
-        """Whether its backward runs beside a forward, so that a part of the graph may be alive."""
+        """True if its backward runs beside a forward, so that a part of the graph may be alive."""
         self.tape = Tape() if split else None
         """Deferred weight gradients; None if they are computed with the input gradient."""
         self.activation_bytes = 0
@@ -49,7 +49,7 @@ class SavedForward:
 
     @property
     def holds_activation(self) -> bool:
-        """Whether the forward's graph is still alive."""
+        """True if the forward's graph is still alive."""
         return self.output is not None or self.in_pair
 
     @property

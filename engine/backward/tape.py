@@ -22,7 +22,7 @@ class Kept(NamedTuple):
 
     @property
     def parameter(self) -> nn.Parameter:
-        """That it is filed under; a bias goes with its matrix."""
+        """Return the parameter under which it is stored; a bias belongs to its matrix."""
         parameter = base_parameter(self.product.parameters[0])
         assert parameter is not None
         return parameter
@@ -59,7 +59,7 @@ class Tape:
         return _Deferred.apply(activation, anchor, compute, product, self)
 
     def begin_backward(self) -> None:
-        """What is recorded from now on belongs to layers that are computed again."""
+        """Record the following operations as those of layers that are recomputed."""
         self._in_backward = True
 
     def keep(self, kept: Kept) -> None:

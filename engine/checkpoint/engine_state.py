@@ -37,7 +37,7 @@ _PACKAGES = ("weft", "torch", "deepspeed", "transformers")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to restore from a checkpoint besides weights and buffers.
+    """The parts of a checkpoint to restore besides weights and buffers.
 
     Attributes:
         optimizer: the optimiser's state; otherwise the current state is kept.
@@ -73,7 +73,7 @@ def layout(engine: Trained) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Moment:
-    """What changes before the next optimiser step: counters, random states and the model's buffers.
+    """The state that changes before the next optimiser step: counters, random states and the model's buffers.
 
     The rest, weights and the optimiser's state, is the same until that step.
     """
@@ -84,7 +84,7 @@ class Moment:
 
     @classmethod
     def now(cls, engine: Trained, *, copy: bool = False) -> Moment:
-        """That of now; unless it is a copy, buffers change with the model's."""
+        """Return the current state; unless it is a copy, buffers change with the model's."""
         buffers = {name: tensor.clone() if copy else tensor for name, tensor in _buffers(engine).items()}
         return cls({name: getattr(engine, name) for name in COUNTERS}, buffers, _random_states(engine))
 
@@ -134,7 +134,7 @@ class Portion:
 
     @classmethod
     def find(cls, engine: Trained, stores: tuple[Store, ...], ranks: Ranks) -> Portion:
-        """That of this rank; a collective call."""
+        """Return this rank's portion; a collective call."""
         mine = {name for name, _ in engine.module.named_global_parameters()} | _buffers(engine).keys()
         members = store_of(stores, engine.global_rank).members
         near: dict[int, list[int]] = {}

@@ -12,7 +12,7 @@ from weft.engine.checkpoint.shard_file import TYPES, StoredFile
 
 T = TypeVar("T")
 MOST_ELEMENTS, MOST_AXES = 1 << 56, 32
-"""Of a tensor; torch itself cannot index beyond."""
+"""Most elements and axes of a tensor; torch itself cannot index beyond."""
 _FILE = re.compile(r"rank-\d{3,9}\.safetensors")
 
 

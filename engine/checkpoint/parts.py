@@ -60,7 +60,7 @@ def _whole(name: str, parts: list[Cut], shapes: Iterable[str]) -> tuple[Cut, ...
 
 
 def overlap(a: Cut, b: Cut) -> bool:
-    """Whether two parts of one tensor have an element in common."""
+    """True if two parts of one tensor have an element in common."""
     if a.dim != b.dim:
         return bool(prod(a.shape))
     return any(start < end and begin < stop for start, stop in a.ranges for begin, end in b.ranges)

@@ -39,7 +39,7 @@ class Piece:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the piece is the entire tensor."""
+        """True if the piece is the entire tensor."""
         return self.data.numel() == prod(self.shape)
 
 

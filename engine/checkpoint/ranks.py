@@ -34,7 +34,7 @@ class Ranks:
         return self._attempt(folder, action, share=False)[0]
 
     def collect(self, folder: Path, action: Callable[[], T]) -> list[T]:
-        """What ``action`` returns on each rank, in order of rank; errors as in `together`."""
+        """Return the results of ``action`` on all ranks, in order of rank; errors as in `together`."""
         return self._attempt(folder, action, share=True)
 
     def _attempt(self, folder: Path, action: Callable[[], T], *, share: bool) -> list[T]:

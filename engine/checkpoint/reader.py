@@ -39,7 +39,7 @@ class Checkpoint:
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """What was saved beside the tensors."""
+        """Return the metadata saved with the tensors."""
         return self.manifest.meta
 
     @cached_property
@@ -87,7 +87,7 @@ class Checkpoint:
         return taken.reshape(-1)[start:stop]
 
     def _source(self, name: str, cut: Cut | None) -> str | None:
-        """What is stored of exactly this part of a tensor."""
+        """Return the stored piece that is exactly this part of a tensor."""
         if name not in self._cuts:
             return name if cut is None else None
         same = [mine for mine in self._cuts[name] if cut is not None and stored_name("", mine) == stored_name("", cut)]
@@ -167,7 +167,7 @@ class Checkpoint:
         return min(holding, key=lambda piece: (not self.has(piece.file), -piece.stop))
 
     def has(self, file: str) -> bool:
-        """Whether a file can be read here."""
+        """True if a file can be read here."""
         return file in self.manifest.here or (self.path / file).exists()
 
     def _stored(self, name: str) -> StoredTensor:

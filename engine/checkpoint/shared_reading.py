@@ -1,4 +1,4 @@
-"""What several replicas need of storage is read by one of them, which tells the others."""
+"""Shared reading: one replica reads from storage and sends to the others."""
 
 from __future__ import annotations
 

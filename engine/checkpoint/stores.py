@@ -74,7 +74,7 @@ def _make(probe: Path) -> str:
 
 
 def _nothing() -> str:
-    """Of a rank that makes none."""
+    """Return the store of a rank that creates none."""
     return ""
 
 

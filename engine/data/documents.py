@@ -110,5 +110,5 @@ class Part:
         return held == self.evaluation
 
     def of_stream(self, key: int) -> bool:
-        """Whether a document of a stream of unknown size is in this part."""
+        """True if a document of a stream of unknown size is in this part."""
         return (key < self.fraction * 2**32) == self.evaluation

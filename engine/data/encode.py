@@ -27,7 +27,7 @@ class Encoder(Protocol):
     """Hex hash of everything that affects the result; names the cache."""
 
     def value_of(self, row: Mapping[str, Any]) -> Any:
-        """What a row says, to be encoded."""
+        """Return the value of a row that is to be encoded."""
 
     def __call__(self, values: Sequence[Any], numbers: Sequence[int]) -> Columns:
         """Encode the ``values`` of rows ``numbers`` of the source (from 0)."""

@@ -11,7 +11,7 @@ from weft.conf.schema import DataConfig
 _NEEDED = ("role", "content")
 _SHAREGPT = ("from", "value")
 ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(("gpt", "bot", "model", "chatbot"), "assistant")
-"""What ShareGPT's ``from`` calls a role; other names stay."""
+"""ShareGPT's names of roles (``from``); other names stay."""
 CALLER = "function_call"
 """ShareGPT's ``from`` of an assistant's turn whose ``value`` is a call, or a list of them, as JSON."""
 PROMPTED = ("prompt", "completion")
@@ -64,7 +64,7 @@ def read_columns(field: str) -> tuple[str, ...]:
 
 
 def messages_of(row: Mapping[str, Any], columns: tuple[str, ...]) -> Any:
-    """What the ``columns`` of a row say, as a list of messages where it can be read as one.
+    """Return the ``columns`` of a row, as a list of messages where they can be read as one.
 
     Prompt and completion are texts, or lists of messages. An instruction is followed by its input, if it
     has one. What is malformed is returned as it is, for `message_fault` to name.

@@ -156,7 +156,7 @@ class _Filters(dict):
         return _counting(name, super().__getitem__(name))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of a dictionary."""
+        """Return the value as a dictionary does."""
         try:
             return self[name]
         except KeyError:

@@ -127,7 +127,7 @@ class _Turns:
         self._first: dict[int, int] = {}
         """Return where the first marked text of each message starts."""
         self._last: dict[int, tuple[int, int]] = {}
-        """Of each message, where its last marked text ends, and the number of that mark."""
+        """Position in each message where its last marked text ends, and the number of that mark."""
         for (number, side), at in positions.items():
             message, _ = self._marks.places[number]
             if side == "a":
@@ -210,7 +210,7 @@ class _Turns:
         return straddling if max(base, start) <= straddling < end else end
 
     def _prompt(self, turn: int) -> str:
-        """What the template adds to ask for a turn; empty if that is not known."""
+        """Return the text that the template adds to request a turn; empty if that is not known."""
         _, number = self._before(turn)
         prompt, plain = self._after(turn, number, add_generation_prompt=True), self._after(turn, number)
         return "" if prompt is None or plain is None else prompt[_agreement(prompt, plain) :]
@@ -221,7 +221,8 @@ class _Turns:
         return self._last[max(earlier)] if earlier else (0, None)
 
     def _after(self, count: int, number: int | None, *, add_generation_prompt: bool = False) -> str | None:
-        """What follows a mark in a conversation of ``count`` messages; None if the template refuses or hides it."""
+        """Return the text after a mark in a conversation of ``count`` messages; None if the template refuses or hides
+        it."""
         key = (count, add_generation_prompt)
         if key not in self._rendered:
             marked = self._marks.put(self._messages[:count])

@@ -1,4 +1,4 @@
-"""What DeepSpeed's `train_batch` does besides training: timers, learning rate, counters, progress and monitors."""
+"""The duties of DeepSpeed's `train_batch` besides training: timers, learning rate, counters, progress and monitors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's constructor calls of an engine: precision, first broadcast, optimiser, learning-rate schedule."""
+"""The methods that DeepSpeed's constructor calls: precision, first broadcast, optimiser, learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.engine.zero import Lamb, ShardedOptimizer, Sharding, Skips
 
 
 def zero_optimization_stage(engine: PipelineEngine) -> int:
-    """What DeepSpeed itself shards: nothing. `weft.engine.zero` implements ``weft.zero.stage``."""
+    """Return DeepSpeed's own ZeRO stage: it shards nothing. `weft.engine.zero` implements ``weft.zero.stage``."""
     return 0
 
 

@@ -76,7 +76,7 @@ class Refusal:
     tuning: frozenset[str] = frozenset()
 
     def asks_for_nothing(self, value: Any) -> bool:
-        """Whether a value is accepted: a harmless one, or a section in which everything is off."""
+        """True if a value is accepted: a harmless one, or a section in which everything is off."""
         if isinstance(value, Mapping) and self.switch in value:
             return not value[self.switch]
         if isinstance(value, Mapping):

@@ -26,7 +26,7 @@ ENTRY_POINTS = "weft.delay_models"
 
 @dataclass(frozen=True)
 class Message:
-    """What one pipeline rank hands to the next.
+    """A message from one pipeline rank to the next.
 
     Attributes:
         tag: the send, such as ``2SEND_F7``.
@@ -44,7 +44,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Job:
-    """What a delay model may know.
+    """The facts of a job that a delay model may use.
 
     Attributes:
         num_ranks: of the job.
@@ -103,7 +103,7 @@ class AlphaBetaDelays(DelayModel):
 
 
 def link_of(call: Call) -> LinkClass:
-    """What lies between the members of a collective."""
+    """Return the class of the link between the members of a collective."""
     spread = LinkClass.inter if call.num_hosts == len(call.ranks) else LinkClass.mixed
     return LinkClass.intra if call.num_hosts == 1 else spread
 
@@ -148,15 +148,15 @@ class CheckedDelays:
         self._model = self._ask("it", lambda: make(job))
 
     def collective_s(self, call: Call) -> float:
-        """As of `DelayModel`."""
+        """Return the checked result of `DelayModel`."""
         return self._seconds("collective_s", call)
 
     def compute_s(self, rank: int, action: str, seconds: float) -> float:
-        """As of `DelayModel`."""
+        """Return the checked result of `DelayModel`."""
         return self._seconds("compute_s", rank, action, seconds)
 
     def late_s(self, message: Message) -> float:
-        """As of `DelayModel`."""
+        """Return the checked result of `DelayModel`."""
         return self._seconds("late_s", message)
 
     def _seconds(self, method: str, *args: Any) -> float:

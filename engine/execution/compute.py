@@ -104,12 +104,12 @@ class Compute:
         return self.around(action, state.saved[key(action)].coming)
 
     def begin_backward(self, state: StepState, action: Action) -> None:
-        """Of ``B`` or ``I``: the gradient for the stage before."""
+        """Compute the first part of ``B`` or ``I``: the gradient for the previous stage."""
         saved, gradient = state.saved[key(action)], state.gradients.pop(key(action))
         self._pass_back(state, action, self._backward[action.stage].input_backward(saved, gradient))
 
     def end_backward(self, state: StepState, action: Action) -> None:
-        """Of ``B``: the weight gradients that are left."""
+        """Compute the second part of ``B``: the remaining weight gradients."""
         if action.op is Op.B:
             self._backward[action.stage].weight_backward(state.saved.pop(key(action)))
         else:

@@ -8,12 +8,12 @@ from functools import cache
 
 @cache
 def _program_freezes() -> bool:
-    """Whether this program had frozen what it holds by its first engine's first step; counting that takes 60 ms."""
+    """True if this program had frozen what it holds by its first engine's first step; counting that takes 60 ms."""
     return gc.get_freeze_count() > 0
 
 
 class LongLived:
-    """What lives after a step lives on, so collections during later steps need not look at it.
+    """Objects that outlive a step, which collections during later steps need not examine.
 
     That took a quarter of a second now and then (MegaScale section 6.3).
     """

@@ -51,7 +51,7 @@ class StepLoss:
             tell_items(prepared, self.minimised.items(batch))
 
     def items(self, batch: Mapping[str, Tensor]) -> int:
-        """What of a micro-batch the loss is averaged over: tokens with labels, or what the objective says."""
+        """Return the items of a micro-batch over which the loss is averaged: tokens with labels, or the objective's."""
         return count_label_tokens(batch) if self.minimised is None else self.minimised.items(batch)
 
     def count(self, batches: Sequence[dict[str, Tensor]]) -> dict[str, Any]:

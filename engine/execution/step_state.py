@@ -1,4 +1,4 @@
-"""What lives between the actions of one step on one rank."""
+"""The state between the actions of one step on one rank."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class StepState:
     empty: Set[int] = frozenset()
     """Micro-batches of which nothing counts in the loss."""
     training: bool
-    """Whether forwards keep what a backward needs."""
+    """True if forwards keep what a backward needs."""
     split: Set[Key] = frozenset()
     """Forwards whose backward comes in two parts."""
     observers: Sequence[SlotObserver] = ()
     """Notified of the step's begin and of every slot."""
     keep_logits: bool = False
-    """Whether the last stage keeps its logits (evaluation only)."""
+    """True if the last stage keeps its logits (evaluation only)."""
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     """Activations by the stage that will consume them."""
     gradients: dict[Key, Tensor] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class StepState:
     input_gradients: dict[Key, Tensor] = field(default_factory=dict)
     """Gradients to be sent, by the stage whose input they belong to."""
     saved: dict[Key, SavedForward] = field(default_factory=dict)
-    """What each forward keeps for its backward."""
+    """Saved forwards, for their backwards."""
     losses: dict[int, Tensor] = field(default_factory=dict)
     """Loss of each micro-batch, on the rank of the last stage."""
     logits: dict[int, Tensor] = field(default_factory=dict)

@@ -69,7 +69,7 @@ class LabelCount:
 
     @property
     def is_known(self) -> bool:
-        """Whether it was waited for."""
+        """True if it was waited for."""
         return self._sum is None
 
     def wait(self) -> Tensor:

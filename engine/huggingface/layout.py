@@ -14,7 +14,7 @@ from weft.engine.deepspeed.keys import split_deepspeed_config
 
 @dataclass(frozen=True)
 class TrainerLayout:
-    """What ``args.deepspeed`` and the other arguments say of the engine."""
+    """The layout of a job in ``args.deepspeed`` and the other arguments."""
 
     args: TrainingArguments
 

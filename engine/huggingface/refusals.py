@@ -116,7 +116,7 @@ _REFUSED: tuple[tuple[str, Callable[[Trainer], Any], str], ...] = (
 
 
 def _own_parameters(trainer: Trainer) -> bool:
-    """Whether the optimiser needs the whole model instead of parameter groups."""
+    """True if the optimiser needs the whole model instead of parameter groups."""
     kind, arguments = trainer.optimizer_cls_and_kwargs or Trainer.get_optimizer_cls_and_kwargs(
         trainer.args, trainer.model
     )

@@ -1,1 +1,1 @@
-"""What a step measures of itself, and tells others: clocks, timelines, bubble marks."""
+"""Measurements of a step for other readers: clocks, timelines, bubble marks."""

@@ -19,13 +19,13 @@ from weft.pipeline.action import COMPUTE, Op, Slot
 SPARE_EDGES = 64
 """Marks that a step may have beyond two for each slot of the longest row."""
 WORK = COMPUTE | {Op.REDUCE_GRAD, Op.STEP}
-"""What a rank computes; the rest of its row is waiting, in which others may use the device."""
+"""The actions that occupy a rank's device; during the rest of its row others may use it."""
 CLOSE_S = 10.0
 """Longest wait for a device's last marks."""
 
 
 class BubbleMarks(Protocol):
-    """What the engine calls as a step goes on; see `weft.inference.board.writer.BoardWriter`."""
+    """The marks that the engine sets during a step; see `weft.inference.board.writer.BoardWriter`."""
 
     def begin(self, kind: int) -> None:
         """A step begins, with nothing to compute yet."""

@@ -30,7 +30,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For compute that has ended when the call returns."""
+    """The clock of compute that has ended when the call returns."""
 
     def mark(self) -> float:
         """Host time in seconds."""
@@ -46,7 +46,7 @@ class HostClock:
 
 
 class CudaClock:
-    """For kernels that are queued on the current stream."""
+    """The clock of kernels that are queued on the current stream."""
 
     def mark(self) -> torch.cuda.Event:
         """An event recorded on the current stream."""

@@ -46,7 +46,8 @@ class Heartbeat:
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str]) -> Heartbeat:
-        """That of a rank whose agent has set ``WEFT_PLACES`` and ``WEFT_ATTEMPT``, besides what torchrun sets.
+        """Return the heartbeat of a rank whose agent has set ``WEFT_PLACES`` and ``WEFT_ATTEMPT``, besides torchrun's
+        variables.
 
         Raises:
             ValueError: what ``WEFT_PLACES`` names is no page of places with room for this rank.
@@ -85,7 +86,7 @@ class Heartbeat:
         self.place.end_wait()
 
     def observers(self, steps_done: Callable[[], int]) -> list[SlotObserver]:
-        """What the executor tells of slots; see `PlaceObserver`."""
+        """Return the observers of slots; see `PlaceObserver`."""
         return [] if self.place is None else [PlaceObserver(self.place, steps_done)]
 
     def follow(self, device: torch.device, endpoint: WanEndpoint | None, peers: Collection[int]) -> None:

@@ -1,4 +1,4 @@
-"""What a step measured of itself, and the timeline made of all ranks' measurements."""
+"""The measurements of a step, and the timeline made of all ranks' measurements."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class StepRecords:
         return self._records[-1].idle_share(self.clock)
 
     def timelines(self, schedule: Schedule, rank: int, group: dist.ProcessGroup | None) -> list[Timeline]:
-        """What `gather_timeline` makes of each step, the oldest first; a collective call."""
+        """Return the timeline of each step by `gather_timeline`, the oldest first; a collective call."""
         return [gather_timeline(record, self.clock, schedule, rank, group) for record in self._records]
 
 

@@ -23,7 +23,7 @@ class SetUpTimes:
         self._at = monotonic(), process_time()
 
     def done(self, part: str) -> None:
-        """What was done since the last part, or the beginning, was ``part``."""
+        """Record the time since the last part, or the beginning, as that of ``part``."""
         now = monotonic(), process_time()
         passed, computed = self.parts.get(part, (0.0, 0.0))
         self.parts[part] = passed + now[0] - self._at[0], computed + now[1] - self._at[1]

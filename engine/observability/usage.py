@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Usage:
-    """Of all ranks.
+    """The usage of all ranks.
 
     Attributes:
         bubble_share: share of the last step in which ranks did not compute, on average.

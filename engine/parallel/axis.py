@@ -36,7 +36,7 @@ class AxisGroup(Protocol):
 
     @property
     def index(self) -> int:
-        """Of this rank among them."""
+        """Return this rank's index in the group."""
         ...
 
     def all_gather(self, shard: Tensor) -> Handle:
@@ -60,7 +60,8 @@ class AxisGroup(Protocol):
         ...
 
     def shift(self, tensor: Tensor) -> Handle:
-        """What the member before has, of the same shape; this member's goes to the next, and may be read meanwhile."""
+        """Return the previous member's tensor, of the same shape; this member's goes to the next, and may be read
+        meanwhile."""
         ...
 
 

@@ -83,7 +83,7 @@ class Kernel(Protocol):
 
 
 def unseen(dtype: torch.dtype) -> float:
-    """What is added to a score that does not count: so low that its exponential is zero beside any other's.
+    """Return the score of a masked key: so low that its exponential is zero next to any other's.
 
     It is finite, so that a row of which nothing counts has a log-sum-exp, by which it is merged as nothing; and not
     the lowest number, because implementations multiply scores before they subtract the largest.
@@ -235,7 +235,7 @@ def _repeated(part: Tensor, block: Block) -> Tensor:
 
 
 def _added(gradient: Tensor, block: Block) -> Tensor:
-    """Of what was repeated."""
+    """Sum the gradients of repeated elements."""
     return gradient if block.shared_by == 1 else gradient.unflatten(1, (-1, block.shared_by)).sum(2)
 
 

@@ -44,12 +44,12 @@ class Whereabouts(NamedTuple):
 
     @classmethod
     def own(cls) -> Whereabouts:
-        """Of this process."""
+        """Return the location of this process."""
         return cls(host_identity(), os.getpid(), own_start())
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process has ended, as far as this host can tell."""
+        """True if the process has ended, as far as this host can tell."""
         if self.host != host_identity():
             return False
         state = process_state(self.pid)
@@ -57,7 +57,7 @@ class Whereabouts(NamedTuple):
 
 
 _ALSO = {"expert": (Primitive.all_to_all,), "context": (Primitive.shift,)}
-"""What groups along an axis are connected for besides gathers and sums."""
+"""The uses of a group along an axis besides gathers and sums, which have to be connected."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _tell_of_failure() -> None:
 
 
 def _forget_failure() -> None:
-    """That of an earlier attempt, whose store this may be."""
+    """Remove the failure of an earlier attempt, whose store this may be."""
     with contextlib.suppress(RuntimeError, ValueError):
         _get_default_store().delete_key(f"weft/failed/{dist.get_rank()}")
 
@@ -139,7 +139,7 @@ class CommunicatedGroup:
 
     @property
     def index(self) -> int:
-        """Of this rank among them."""
+        """Return this rank's index in the group."""
         return self.communicator.group.ranks.index(dist.get_rank())
 
     def all_gather(self, shard: Tensor) -> Handle:

@@ -15,7 +15,7 @@ MASKED = ("sdpa", "eager")
 BACKWARD_TIMES = 2.5
 """Attention's backward over its forward: five products where there are two."""
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-"""What configs call the share of weights of attention that is dropped."""
+"""Names in configs of the dropout probability of attention weights."""
 
 
 def choose_exchange(
@@ -116,7 +116,7 @@ def _moved(heads: int, of_keys: int, members: int) -> dict[ContextExchange, floa
 def _seconds(
     seconds: Callable[[str, float], float], query: float, key_value: float, members: int, attention_s: float
 ) -> dict[ContextExchange, float]:
-    """Of a layer and micro-batch, forward and backward, that a member waits.
+    """Return the seconds that a member waits in a layer per micro-batch, forward and backward.
 
     Args:
         query, key_value: elements of a position's queries, and of its keys and values.

@@ -39,7 +39,7 @@ class Cut:
 
     @property
     def length(self) -> int:
-        """Of the cut dimension, in each block."""
+        """Return the length of the cut dimension, in each block."""
         return self.shape[self.dim] // (self.count * self.blocks)
 
     @property
@@ -51,12 +51,12 @@ class Cut:
 
     @property
     def held_shape(self) -> tuple[int, ...]:
-        """Of the part."""
+        """Return the shape of the part."""
         return (*self.shape[: self.dim], self.blocks * self.length, *self.shape[self.dim + 1 :])
 
     @property
     def num_elements(self) -> int:
-        """Of the part."""
+        """Return the number of elements of the part."""
         return prod(self.held_shape)
 
     def take(self, tensor: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ _HELD = "_weft_cut"
 
 
 def held_cut(parameter: nn.Parameter) -> Cut | None:
-    """What a parameter is known to hold of a tensor; None if that is not known."""
+    """Return the part of a tensor that a parameter holds; None if that is not known."""
     return getattr(parameter, _HELD, None)
 
 

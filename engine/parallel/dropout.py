@@ -23,7 +23,7 @@ STEP = 4
 
 
 def drops(model: PreTrainedModel) -> bool:
-    """Whether training drops anything."""
+    """True if training drops anything."""
     modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
     fields = model.config.get_text_config().to_dict().items()
     return modules or any(
@@ -101,7 +101,7 @@ def hook_dropout(
 
 
 def _generator(module: nn.Module) -> torch.Generator | None:
-    """Of the device that a module trains on."""
+    """Return the random number generator of the device on which a module trains."""
     weight = next(module.parameters(), None)
     if not module.training or weight is None or weight.is_meta:
         return None

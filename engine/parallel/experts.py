@@ -21,7 +21,7 @@ from weft.engine.parallel.cut import Cut, held_cut
 from weft.engine.parallel.unshareable import UnshareableError
 
 GROUPED_BYTES = 16
-"""Of which torch's grouped matrix products take multiples as rows."""
+"""Bytes of which torch's grouped matrix products require multiples as rows."""
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -145,7 +145,7 @@ class ExpertDispatch:
         self.name = f"weft_expert_{base}_{id(self)}"
 
     def run(self, module: nn.Module, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """What the chosen experts make of each token, weighed.
+        """Return the weighted outputs of the chosen experts for each token.
 
         Args:
             module: with this member's experts.
@@ -192,7 +192,7 @@ class ExpertDispatch:
         return send, receive, own.repeat_interleave(theirs.reshape(-1), output_size=sum(receive))
 
     def _run_own(self, module: nn.Module, rows: Tensor, numbers: Tensor, like: Tensor) -> Tensor:
-        """What this member's experts make of rows [N, H], row n of expert ``numbers[n]``.
+        """Apply this member's experts to rows [N, H], row n to expert ``numbers[n]``.
 
         Without rows the first expert gets one that is dropped again, so that its gradients are zero instead of
         missing, and every member's backward has the same transfers.

@@ -61,7 +61,7 @@ class HeadAttention:
         return self._to_positions(output), None
 
     def mask(self, *, q_length: int, kv_length: int, **arguments: Any) -> Tensor | None:
-        """What the configured attention takes as its mask for whole sequences."""
+        """Return the mask of whole sequences in the form that the configured attention takes."""
         length = q_length * self._group.size
         return AttentionMaskInterface()[self._base](q_length=length, kv_length=length, **arguments)
 

@@ -25,7 +25,7 @@ class _Meeting:
         self._brought: list[Any] = [None] * size
 
     def exchange(self, index: int, value: Any, what: str) -> list[Any]:
-        """What all members have brought to the same operation, in order.
+        """Return the contributions of all members to the same operation, in order.
 
         Raises:
             RuntimeError: a member came to another operation.

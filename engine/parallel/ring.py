@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Ring:
-    """What one member's attention of a layer needs to know besides queries, keys and values.
+    """The settings of one member's attention in a layer, besides queries, keys and values.
 
     Attributes:
         group: a context group, whose members' parts of the sequence are zigzag.
@@ -77,7 +77,8 @@ class Ring:
         return _Attention.apply(query, key, value, self)
 
     def parts(self, owner: int, length: int) -> list[Part]:
-        """What this member's queries see of another's block, by chunks: nothing is computed that none of them sees.
+        """Return the parts of another member's block that this member's queries attend to, by chunks; the rest is
+        skipped.
 
         Args:
             owner: whose block it is.
@@ -95,7 +96,7 @@ class Ring:
         return [Part(half, columns) for half, columns in zip(rows, halves, strict=True) if columns is not None]
 
     def _sees(self, query: int, key: int, chunk: int) -> bool:
-        """Whether any query of a chunk may see a key of another, or of the same."""
+        """True if any query of a chunk may see a key of another, or of the same."""
         seen = self.seen or Seen(lambda *_: NotImplemented, only_earlier=True, reach=None)
         if seen.only_earlier and key > query:
             return False

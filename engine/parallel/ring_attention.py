@@ -119,7 +119,7 @@ class RingAttention:
 
 
 def only_earlier(function: Callable[..., Tensor]) -> bool:
-    """Whether a mask of transformers shows no query what comes behind it: it is their causal one, "and" others.
+    """True if a mask of transformers shows no query what comes behind it: it is their causal one, "and" others.
 
     Where that cannot be told, it is false, and chunks are computed that the mask then hides.
     """

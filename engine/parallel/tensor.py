@@ -222,7 +222,7 @@ class _SliceFeatures:
 
 
 class _BiasOnce:
-    """Of what all members add each takes off its share, so that their sum has the bias once."""
+    """Subtract from each member its share of a bias that all members add, so that their sum has it once."""
 
     def __init__(self, group: AxisGroup) -> None:
         self._share = 1 - 1 / group.size

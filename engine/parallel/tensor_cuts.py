@@ -124,7 +124,7 @@ def _place(plan: TensorPlan, full: str, name: str, dims: int, path: str) -> tupl
 
 
 def _place_of_factor(plan: TensorPlan, full: str) -> tuple[int, int] | None:
-    """Of one of an adapter's two factors: B makes what a column-wise base makes, A takes what a row-wise one takes."""
+    """Return the place of one of an adapter's two factors: B follows a column-wise base, A a row-wise one."""
     base, _, factor = full.partition(".lora_")
     style = plan.style(base)
     if style is None or not full.endswith(".weight"):

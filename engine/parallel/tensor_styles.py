@@ -13,7 +13,7 @@ from weft.engine.parallel.unshareable import UnshareableError
 
 
 class Style(Enum):
-    """What members hold of a matrix, and what they do around its product."""
+    """The members' parts of a matrix, and the collectives around its product."""
 
     columns = auto()
     """Output features; the output stays divided."""
@@ -30,7 +30,7 @@ class Style(Enum):
 
     @property
     def sums(self) -> bool:
-        """Whether outputs are parts of a sum."""
+        """True if outputs are parts of a sum."""
         return self in (Style.rows, Style.sliced_rows)
 
 
@@ -81,7 +81,7 @@ class TensorPlan:
         self._styles = {key: STYLES[style] for key, style in plan.items() if style in STYLES}
 
     def style(self, name: str) -> Style | None:
-        """Of a module or a parameter, by its name; None if it is held in full."""
+        """Return the style of a module or a parameter, by its name; None if it is held in full."""
         return self._styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", _WRAPPED.sub("", name)))
 
     def modules(self, model: nn.Module, below: str) -> Iterator[tuple[str, nn.Module, Style]]:

@@ -1,4 +1,4 @@
-"""What is raised for a model or an input whose work the members of an axis cannot share."""
+"""Errors for a model or an input whose work the members of an axis cannot share."""
 
 
 class UnshareableError(ValueError):

@@ -1,1 +1,1 @@
-"""What a run will be: placement, stages, schedules, collectives, memory, from costs measured or estimated."""
+"""The plan of a run: placement, stages, schedules, collectives, memory, from costs measured or estimated."""

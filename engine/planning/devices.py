@@ -1,4 +1,4 @@
-"""What a rank's device can do: floating-point operations per second."""
+"""The speed of a rank's device: floating-point operations per second."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def peak_flops(device: torch.device) -> float:
 
 
 def data_sheet(device: torch.device) -> GpuKind | None:
-    """What is known of a device; None for processors and GPUs that are not in the table."""
+    """Return the data sheet of a device; None for processors and GPUs that are not in the table."""
     return kind_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 

@@ -24,8 +24,7 @@ SAVED_WIDTHS = 17
 """Hidden states that a layer saves for its backward, in widths of the model: 34 bytes per token
 and width at 2 bytes each, with attention that keeps no scores (Korthikanti et al. 2022, section 4)."""
 GATHERED_WIDTHS = 2
-"""Of these what members of a tensor group hold of the whole sequence: the inputs of attention and of the feed-forward
-part, which they have gathered."""
+"""Hidden states that a tensor member gathers from the whole sequence: the inputs of attention and feed-forward."""
 
 _STEP_BYTES = 4
 """Bytes of a root of a second moment, or of an update."""
@@ -76,7 +75,7 @@ def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostM
 
 
 def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit, costs: CostModel) -> list[float]:
-    """What a backward of each virtual stage takes besides what is saved; nothing is known without ``facts.work``."""
+    """Return the memory of each virtual stage's backward besides saved activations; empty without ``facts.work``."""
     if facts.work is None:
         return [0.0] * split.num_stages
     found = []
@@ -92,7 +91,7 @@ def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit, costs: Co
 
 
 def stepping_bytes(config: WeftConfig, facts: Facts, split: StageSplit, held: Sequence[int], stepped: float) -> float:
-    """What an optimiser takes besides its state as it steps.
+    """Return the memory that an optimiser's step needs besides its state.
 
     AdamW of torch: roots of the second moments. It takes one parameter after the other on a CPU, and holds the roots
     twice; on a GPU all at once. SGD: gradients with weight decay, in the same way. LAMB: all updates, and a root.
@@ -112,19 +111,19 @@ def stepping_bytes(config: WeftConfig, facts: Facts, split: StageSplit, held: Se
 
 
 def _share_of_loss(config: WeftConfig, facts: Facts) -> float:
-    """What the loss's backward takes, over what it takes where nobody shares the vocabulary."""
+    """Return the memory of the loss's backward as a share of that with an undivided vocabulary."""
     if facts.layout.tensor == 1:
         return 1.0
     return CUT_LOSS_WORKING_BYTES[WEIGHT_BYTES[config.train.precision]] / LOSS_WORKING_BYTES
 
 
 def _sequences(config: WeftConfig, facts: Facts) -> float:
-    """Of a micro-batch on one rank: a part of one, where ranks share layers or sequences."""
+    """Return the sequences of a micro-batch on one rank: a fraction where ranks share layers or sequences."""
     return config.train.microbatch_size / (facts.layout.tensor * facts.layout.context)
 
 
 def _gathered_widths(facts: Facts) -> float:
-    """What a layer saves of the parts of others, in hidden states of what one rank has."""
+    """Return the saved parts of other members, in hidden states of one rank's size."""
     found = float(GATHERED_WIDTHS * (facts.layout.tensor - 1))
     if facts.exchange is ContextExchange.gather:
         found += facts.model.key_value_size / facts.model.hidden_size * (facts.layout.context - 1)
@@ -132,7 +131,7 @@ def _gathered_widths(facts: Facts) -> float:
 
 
 def _stage_works(work: ModelWork, split: StageSplit) -> list[LayerWork]:
-    """What a sequence asks of each virtual stage."""
+    """Return the operations and bytes per sequence of each virtual stage."""
     stages = [sum((work.layers[layer] for layer in layers), NOTHING) for layers in split.layers]
     stages[0] += work.before
     stages[-1] += work.after

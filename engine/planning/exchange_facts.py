@@ -48,7 +48,7 @@ def with_exchange(config: WeftConfig, hf_config: PreTrainedConfig, facts: Facts)
 
 
 def needed_bytes(config: WeftConfig, facts: Facts) -> float:
-    """What the fullest rank needs at most: its states, and activations of as many micro-batches as 1F1B has in flight.
+    """Return the least memory of the fullest rank: its states, and activations of as many micro-batches as 1F1B holds.
 
     The schedule is not known yet; of one that a placement with several stages on a rank runs, each of them is taken to
     hold as many micro-batches as there are ranks.
@@ -76,7 +76,7 @@ def _attention_s(config: WeftConfig, facts: Facts) -> float:
 
 
 def _known(axis: str, facts: Facts) -> bool:
-    """Whether what collectives along an axis cost is known."""
+    """True if what collectives along an axis cost is known."""
     if axis not in facts.axes or (costs := facts.axes[axis].costs) is None:
         return False
     link = facts.axes[axis].group.flat.links[0]

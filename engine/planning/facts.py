@@ -26,7 +26,7 @@ PROBED = "measured by the probe of the WAN"
 
 @dataclass(frozen=True)
 class Links:
-    """What lies between ranks.
+    """The links between ranks.
 
     Attributes:
         wan: between two sites, unless ``pairs`` names them.
@@ -61,7 +61,7 @@ class AxisFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of a run before its first step, measured or estimated.
+    """The facts of a run before its first step, measured or estimated.
 
     Attributes:
         layout: the ranks.

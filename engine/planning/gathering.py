@@ -45,7 +45,7 @@ def facts_before_start(
     collectives: CollectiveCosts | None = None,
     model: nn.Module | None = None,
 ) -> Facts:
-    """What can be known before a rank is started, on devices such as this machine's.
+    """Gather the facts that are available before a rank starts, for devices such as this machine's.
 
     Args:
         num_nodes: nodes that the replicas of a stage are spread over, where no hostfile says so.
@@ -79,7 +79,7 @@ def facts_of_ranks(
     model: nn.Module | None = None,
     own_loss: bool = True,
 ) -> Facts:
-    """What the ranks of a job know together before any link is opened; a collective call.
+    """Gather the facts that a job's ranks have before any link is opened; a collective call.
 
     `Facts.with_links` and `with_collectives` add what is probed over links.
 
@@ -113,7 +113,7 @@ def with_collectives(
 
 @dataclass(frozen=True)
 class _Machine:
-    """What ranks run on.
+    """The machine of the ranks.
 
     Attributes:
         threads: of a rank, where its device is the processor.
@@ -135,7 +135,7 @@ def _known_facts(
     *,
     own_loss: bool = True,
 ) -> Facts:
-    """What one process can know; see `Facts`."""
+    """Return the facts of one process; see `Facts`."""
     layout = RankLayout.of(config, machine.num_ranks)
     sources = {
         "layout": "given by cluster and pipeline.stages",
@@ -197,7 +197,7 @@ def _world_nodes(cluster: ClusterConfig) -> tuple[int, ...]:
 
 
 def _keeps_frozen(config: WeftConfig, model: nn.Module | None) -> bool:
-    """Whether frozen weights are cast, and an export writes them as they were given; see `exported_frozen`."""
+    """True if frozen weights are cast, and an export writes them as they were given; see `exported_frozen`."""
     dtype = DTYPES[config.train.precision]
     if model is None:
         return dtype is not torch.float32 and not config.model.path
@@ -208,7 +208,7 @@ def _keeps_frozen(config: WeftConfig, model: nn.Module | None) -> bool:
 def _traced(
     config: WeftConfig, hf_config: PreTrainedConfig, trained: PreTrainedConfig | nn.Module
 ) -> tuple[ModelWork | None, str]:
-    """What a sequence asks of each layer, kept between runs, and where that is known from."""
+    """Return the operations and bytes of each layer, cached between runs, and their source."""
     length, precision, lora = config.data.sequence_length, config.train.precision, None
     text = f"{length} {precision.name} {hf_config.to_json_string(use_diff=False)}"
     if isinstance(trained, nn.Module):

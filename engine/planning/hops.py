@@ -24,7 +24,7 @@ def hops(placement: Placement, layout: RankLayout) -> tuple[set[Hop], set[Hop]]:
 
 
 def crosses(layout: RankLayout, route: int, a: int, b: int) -> bool:
-    """Whether two pipeline ranks of the replicas of a route lie at different sites."""
+    """True if two pipeline ranks of the replicas of a route lie at different sites."""
     sites = layout.rank_sites[route * layout.stages : (route + 1) * layout.stages]
     return sites[a] != sites[b]
 

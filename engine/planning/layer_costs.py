@@ -1,4 +1,4 @@
-"""What layers take on this machine: a stage of one layer of each kind, run and timed at its real shapes."""
+"""Measured costs of layers on this machine: a stage of one layer of each kind, timed at its real shapes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _measure(
 
 
 def _optimizer_s(stage: Stage, device: torch.device) -> float:
-    """Of an AdamW step of the stage's weights in fp32, as a rank without replicas takes it."""
+    """Return the seconds of an AdamW step of the stage's weights in fp32, on a rank without replicas."""
     weights = [torch.zeros(p.shape, device=device) for p in stage.parameters() if p.requires_grad]
     for weight in weights:
         weight.grad = torch.zeros_like(weight)

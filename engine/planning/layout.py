@@ -61,7 +61,7 @@ class RankLayout:
 
     @classmethod
     def of(cls, config: WeftConfig, world_size: int) -> RankLayout:
-        """That of a run of ``world_size`` processes.
+        """Return the layout of a run with ``world_size`` processes.
 
         Raises:
             ValueError: they are no multiple of the ranks of a replica.
@@ -124,7 +124,7 @@ class RankLayout:
         return tuple(rank for route in range(self.routes) for rank in self.route_lines(route, stage))
 
     def route_lines(self, route: int, stage: int) -> range:
-        """Of these the ranks of one route."""
+        """Return the lines of one route."""
         first = (route * self.stages + stage) * self.lines_of_route
         return range(first, first + self.lines_of_route)
 

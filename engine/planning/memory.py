@@ -1,4 +1,4 @@
-"""What each rank of a run holds: states that ZeRO shards, and saved activations."""
+"""Predicted memory of each rank: states that ZeRO shards, and saved activations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def memory_checkpoint_bytes(size: PartSize, config: WeftConfig, ranks: int) -> f
 
 
 def rank_states(config: WeftConfig, facts: Facts, placement: Placement, split: StageSplit) -> list[ZeroMemory]:
-    """What the states of each pipeline rank take; see `zero_memory`."""
+    """Return the memory of each pipeline rank's states; see `zero_memory`."""
     found = []
     for held in placement.rank_stages:
         size, lines = rank_size(facts.model, split, held), facts.layout.lines
@@ -80,7 +80,7 @@ def rank_memory(
     working: Sequence[float],
     stepping: Sequence[float],
 ) -> tuple[RankMemory, ...]:
-    """What each pipeline rank of a cell's first pipeline holds along its row.
+    """Return the memory of each pipeline rank of a cell's first pipeline along its row.
 
     Args:
         cell: lowered.

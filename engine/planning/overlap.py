@@ -28,7 +28,7 @@ WHOLE = ((1.0,),)
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroWork:
-    """What is sharded over the replicas of a pipeline.
+    """The state and traffic that ZeRO shards over a pipeline's replicas.
 
     Attributes:
         zero_stage: 0 to 3.
@@ -97,7 +97,7 @@ class StageOverlap:
 
 @dataclass(frozen=True)
 class OverlapPlan:
-    """What the three tiers decide for a run: `weft plan` prints it, the engine carries it out.
+    """The decisions of the three tiers for a run: `weft plan` prints them, the engine executes them.
 
     Attributes:
         stages: of every virtual stage.

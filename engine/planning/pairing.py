@@ -1,4 +1,4 @@
-"""What strand pairs of a run's stages take: traced segments in seconds, by what is known of devices and links."""
+"""Durations of a run's strand pairs: traced segments in seconds, by facts about devices and links."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAST_COMPUTE = 0.05
 
 
 def stage_pairs(facts: Facts, split: StageSplit, measured: tuple[StageCost, ...]) -> PairCosts | None:
-    """What pairs of the virtual stages take; None where that is not known.
+    """Return the durations of pairs of virtual stages; None where they are not known.
 
     Args:
         measured: costs of the stages; empty to go by the speed of a rank.

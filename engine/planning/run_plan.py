@@ -27,7 +27,7 @@ from weft.pipeline.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What a run will do, and what that is taken to cost.
+    """The plan of a run and its predicted cost.
 
     Attributes:
         facts: what it was planned from.
@@ -68,7 +68,7 @@ class RunPlan:
         return _at_sites(self.cells[self.members[line].pipelines], self.layout.sites_of(self.layout.route_of(line)))
 
     def row(self, rank: int) -> tuple[Slot, ...]:
-        """What a global rank does in a step, in its order."""
+        """Return a global rank's actions of a step, in order."""
         at = self.layout.position(rank)
         return pipeline_of(self.cell(at.line), self.members[at.line].local_rank).rows[at.stage]
 

@@ -199,7 +199,7 @@ def plan_cells(
 
 @dataclass(frozen=True)
 class RankSchedule:
-    """What a rank does in a step, as a part of its DP-cell.
+    """The part of a DP-cell's schedule that one rank executes in a step.
 
     Attributes:
         cell: the schedule of all pipelines of the cell.

@@ -1,4 +1,4 @@
-"""What is known of strands before the first step: who shares layers over which links, and what a rank does between."""
+"""Facts about strands before the first step: ranks that share layers, their links, and a rank's work in between."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _traced(
 
 
 def _collective_costs(group: Group, device: torch.device, cache: CostCache) -> tuple[CollectiveCosts | None, str]:
-    """What collectives over a group cost, and where that is known from."""
+    """Return the costs of collectives over a group, and their source."""
     key = topology_key(group, device.type)
     if (known := cache.read(key)) is not None:
         return known, f"{key}, cache {cache.path}"

@@ -51,7 +51,7 @@ def trace_strands(
     dtype: torch.dtype = torch.bfloat16,
     own_loss: bool = True,
 ) -> StrandWork:
-    """What one rank computes and which collectives it takes part in, in a forward and a backward.
+    """Trace the computations and collectives of one rank in a forward and a backward.
 
     The model's own forward runs, cut as for training, with a group on each axis that notes what it is
     asked for; backwards are split as the engine splits them. Experts get as many tokens each.
@@ -179,7 +179,7 @@ class _Recorder(TorchDispatchMode):
             yield
 
     def part(self, number: int) -> PartWork:
-        """What was noted of a part."""
+        """Return the record of a part."""
         forward, backward = (tuple(self._segments.get((number, way), [SegmentWork(Work())])) for way in (True, False))
         return PartWork(forward, backward, tuple(self._weights.get(number, ())))
 
@@ -192,7 +192,7 @@ class _Recorder(TorchDispatchMode):
         self._append(self._segment(traffic))
 
     def enter(self, number: int, *, forward: bool) -> None:
-        """What follows belongs to another part, or to its backward."""
+        """Assign the following operations to another part, or to its backward."""
         self._append(self._segment(None))
         self._at = number, forward
 
@@ -240,7 +240,8 @@ class _Recorder(TorchDispatchMode):
         self._products.append(_Product(flops, source.untyped_storage()._cdata, tuple(out.shape)))
 
     def _segment(self, traffic: Traffic | None) -> SegmentWork:
-        """What has run since the last one. Products of one operand lead in, those of one shape lead out."""
+        """Return the operations since the last segment. Products of one operand lead in, those of one shape lead
+        out."""
         products, self._products = self._products, []
         leading = takewhile(lambda product: product.source == products[0].source, products)
         trailing = takewhile(lambda product: product.shape == products[-1].shape, reversed(products))
@@ -381,12 +382,13 @@ def _hand_on(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _grouped_flops(one: Tensor, other: Tensor) -> float:
-    """Of rows [N, K] by experts' matrices [E, K, M], or for these matrices' gradients of [K, N] by [N, M]."""
+    """Return the FLOPs of rows [N, K] by experts' matrices [E, K, M], or of these matrices' gradients, [K, N] by [N,
+    M]."""
     return 2.0 * one.numel() * other.shape[-1]
 
 
 def _is_free(func: Any) -> bool:
-    """Whether an operator moves nothing: a view, or memory that nobody has written to."""
+    """True if an operator moves nothing: a view, or memory that nobody has written to."""
     schema = func._schema
     is_view = any(value.alias_info is not None for value in schema.returns) and not schema.is_mutable
     return is_view or "empty" in schema.name

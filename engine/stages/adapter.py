@@ -20,12 +20,12 @@ BASE = "base_model"
 
 
 def has(stage: Stage) -> bool:
-    """Whether a stage has adapters."""
+    """True if a stage has adapters."""
     return isinstance(stage.model, peft.PeftModel)
 
 
 def has_new_base(stage: Stage) -> bool:
-    """Whether the base model was not loaded from anywhere, so that adapters alone would be of no use."""
+    """True if the base model was not loaded from anywhere, so that adapters alone would be of no use."""
     return not stage.hf_model.config.name_or_path
 
 

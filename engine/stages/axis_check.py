@@ -1,4 +1,4 @@
-"""Whether an architecture can be shared along axes inside of its layers, tried out on a small copy."""
+"""Check that axes inside layers can divide an architecture, on a small copy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weft.engine.stages.skeleton import decoder_layers, skeleton
 from weft.engine.stages.stage import Stage
 
 MEMBERS = 2
-"""Of each axis that is tried."""
+"""The number of members of each axis in the check."""
 TOLERANCE = 1e-4
 """Largest difference, as a share of the largest value: members add up in another order than one process."""
 
@@ -110,7 +110,7 @@ def _difference(
 
 
 def _alone(small: PreTrainedModel, batches: list[Batch], num_items: Tensor) -> Outcome:
-    """What one process makes of the micro-batches, by the model's own forward."""
+    """Compute the micro-batches in one process, by the model's own forward."""
     small.zero_grad()
     stage = Stage(small, index=0, num_stages=1, port=Port())
     losses, logits = [], []

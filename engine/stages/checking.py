@@ -140,7 +140,7 @@ def check_stages(
 
 
 def _require_same_evaluation(small: PreTrainedModel, stages: Sequence[Stage], batch: Batch) -> None:
-    """What stages do in evaluation, where some models compute otherwise."""
+    """Compare stages in evaluation, where some models compute otherwise."""
     name = type(small).__name__
     for model in (*stages, small):
         model.eval()

@@ -17,7 +17,7 @@ OutputsLoss = Callable[[Any, Batch, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the micro-batches led to.
+    """The results of micro-batches.
 
     Attributes:
         logits: of all micro-batches, [B, S, V].

@@ -12,7 +12,7 @@ from weft.engine.parallel.axis import AxisGroup
 from weft.engine.stages.batch import Batch
 
 CUT = ("input_ids", "labels", "position_ids")
-"""Of these a member has its positions only."""
+"""Inputs of which a member has its own positions only."""
 WHOLE = "whole."
 """Put before the names of what a loss of one's own is given: a micro-batch as it was before it was cut."""
 
@@ -54,5 +54,5 @@ def own_positions(group: AxisGroup, whole: Tensor | None) -> Tensor | None:
 
 
 def labels_to_predict(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What Hugging Face's loss takes besides the labels, which it cannot shift by itself where they are a part."""
+    """Return the shifted labels for Hugging Face's loss, which cannot shift them where they are a part."""
     return {"shift_labels": batch["shift_labels"]} if "shift_labels" in batch else {}

@@ -17,7 +17,7 @@ ON_CPU = "weft_packed_rows"
 
 
 def wanted_arguments(config: PreTrainedConfig, position_ids: Tensor) -> dict[str, Any]:
-    """What a model's forward is given besides its inputs, where its attention is flash attention."""
+    """Return the additional arguments of a model's forward if its attention is flash attention."""
     name = str(config.get_text_config()._attn_implementation)
     return flash_arguments(position_ids) if name.startswith((ON_CPU, "flash_attention")) else {}
 

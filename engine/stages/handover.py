@@ -1,4 +1,4 @@
-"""What crosses each cut of a model: the hidden state, and whatever else later layers take of what earlier ones made."""
+"""Boundary tensors of each cut: the hidden state, and other outputs of earlier layers that later layers use."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Boundary = tuple[Part, ...]
 
 
 def boundaries(taken: Sequence[Taken], num_layers: int) -> list[Boundary]:
-    """What crosses the cut before each layer; the first one's is what the modules before the layers make.
+    """Return the boundary tensors before each layer; those of the first come from the modules before the layers.
 
     Args:
         taken: by all layers of a model in one forward, in order.
@@ -67,7 +67,7 @@ def _boundary(crossing: Sequence[Taken]) -> Boundary:
 
 
 class Handover:
-    """What crosses the cuts of a whole model, for any size of micro-batch; found out without memory for weights."""
+    """The boundary tensors of a whole model, for any size of micro-batch; traced without memory for weights."""
 
     def __init__(self, cls: type[PreTrainedModel], config: PreTrainedConfig, layers: str) -> None:
         """Remember what to ask.
@@ -79,7 +79,7 @@ class Handover:
         self._known: dict[tuple[tuple[int, ...], torch.dtype], list[Boundary]] = {}
 
     def boundary(self, cut: int, shape: Sequence[int], dtype: torch.dtype) -> Boundary:
-        """What crosses the cut before a layer.
+        """Return the boundary tensors before a layer.
 
         Args:
             cut: the layer.

@@ -8,7 +8,7 @@ from transformers.utils import cached_file
 
 
 def is_local(path: str) -> bool:
-    """Whether ``model.path`` means a folder rather than a hub name."""
+    """True if ``model.path`` means a folder rather than a hub name."""
     return path.startswith(("/", ".", "~")) or path.count("/") > 1 or Path(path).expanduser().exists()
 
 

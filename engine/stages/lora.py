@@ -22,7 +22,7 @@ from weft.engine.stages.skeleton import model_class, skeleton
 ADAPTER = "default"
 """Name of the adapter in peft's models."""
 PREFIX = "base_model.model."
-"""What peft puts before a parameter's name."""
+"""The prefix that peft adds to a parameter's name."""
 ALL_LINEAR = "all-linear"
 """Stands for every linear layer but the output embedding, as in peft; experts and routers are none."""
 

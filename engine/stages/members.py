@@ -39,7 +39,7 @@ def members_outcome(
     exchange: ContextExchange = ContextExchange.gather,
     train: Train | None = None,
 ) -> Outcome:
-    """What members make of some micro-batches together, each with its part of a copy of a whole model.
+    """Compute micro-batches by all members together, each with its part of a copy of a whole model.
 
     Args:
         batches: in turn for each member of an expert group; members of a context or tensor group share each.

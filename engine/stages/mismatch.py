@@ -37,7 +37,7 @@ class _Step:
 
 
 def why_not_shared(error: Exception, axes: Collection[str]) -> str:
-    """What a model does that its members cannot share; the error's own words where it is not of sizes.
+    """Return the operation of a model that its members cannot share; the error's own words unless it concerns sizes.
 
     Args:
         error: that the forward has raised, with its traceback.
@@ -69,7 +69,7 @@ def _steps(error: Exception) -> Iterator[_Step]:
 
 
 def _beside_positions(last: _Step, error: Exception) -> str:
-    """What does not go with the masks and the attention of a rank's positions."""
+    """Return the operation that does not fit the masks and the attention of a rank's positions."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     if any(Path(frame.f_code.co_filename).name == "masking_utils.py" for frame in frames):
         return f"{last} makes masks of other tensors than the positions and the padding that it is given"
@@ -80,7 +80,8 @@ def _beside_positions(last: _Step, error: Exception) -> str:
 
 
 def _beside_hidden_states(steps: list[_Step]) -> str:
-    """What does not go with slices of a hidden state [batch, sequence, features] between a layer's parts."""
+    """Return the operation that does not fit slices of a hidden state [batch, sequence, features] between a layer's
+    parts."""
     model, last = steps[0].module, steps[-1]
     assert isinstance(model, PreTrainedModel)
     layers = decoder_layers(model)

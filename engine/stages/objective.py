@@ -62,7 +62,7 @@ def tell_items(batch: Batch, items: int) -> None:
 
 
 def told_items(batch: Batch) -> int:
-    """What was told of it."""
+    """Return the numbers of items that the objective has received."""
     return getattr(batch["labels"], _ITEMS)
 
 

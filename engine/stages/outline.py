@@ -39,7 +39,7 @@ class Outline:
     more: tuple[str, ...] = ()
     """Arguments of layers that cross cuts besides a hidden state [B, S, H]."""
     plain: bool = True
-    """Whether nothing but a hidden state [B, S, H] crosses cuts."""
+    """True if nothing but a hidden state [B, S, H] crosses cuts."""
 
 
 _KNOWN: dict[tuple[type[PreTrainedModel], str], Outline] = {}

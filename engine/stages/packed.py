@@ -1,4 +1,4 @@
-"""Whether rows of a micro-batch hold several sequences: told by the host, so that no forward asks the device."""
+"""Packed rows of a micro-batch, which hold several sequences: known on the host, so that no forward waits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PackedRows:
 
     @classmethod
     def of(cls, position_ids: Tensor) -> PackedRows | None:
-        """What ``position_ids`` [B, S] in host memory say; None if every row is one sequence."""
+        """Return the packed rows of ``position_ids`` [B, S] in host memory; None if every row is one sequence."""
         starts = torch.ones_like(position_ids, dtype=torch.bool)
         starts[:, 1:] = position_ids[:, 1:] - position_ids[:, :-1] != 1
         if not starts[:, 1:].any():
@@ -69,7 +69,8 @@ def tell_rows(position_ids: Tensor, whole: Tensor) -> None:
 
 
 def flash_arguments(position_ids: Tensor) -> dict[str, Tensor | int]:
-    """What keeps packed sequences apart in flash attention, whatever the number of rows; empty if none was told.
+    """Return the bounds that keep packed sequences apart in flash attention, for any number of rows; empty without
+    packing.
 
     By itself Hugging Face looks at positions of a single row only, and waits for the device to do so
     (`modeling_flash_attention_utils._is_packed_sequence`).

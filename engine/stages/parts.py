@@ -1,4 +1,4 @@
-"""What a rank holds of a model that the members of axis groups share out."""
+"""The parts of a model that the ranks of axis groups hold."""
 
 from __future__ import annotations
 

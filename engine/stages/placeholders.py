@@ -32,7 +32,7 @@ class Placeholder(nn.Module):
                 setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """What the module that it stands for has by this name."""
+        """Return the attribute of the module that this placeholder replaces."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -113,7 +113,7 @@ class Upstream(Placeholder):
         return self._answer(self._likeness[0], *args, **kwargs)
 
     def _answer(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """What ``function`` would return is found out on the meta device."""
+        """Return the result of ``function``, traced on the meta device."""
         hidden = self._port.hidden
         assert hidden is not None
         with torch.no_grad(), torch.device("meta"):
@@ -122,7 +122,7 @@ class Upstream(Placeholder):
         return tree_map_only(Tensor, lambda tensor: self._zero(tensor, hidden).expand(tensor.shape).clone(), answer)
 
     def __getattr__(self, name: str) -> Any:
-        """For code that looks into an embedding's weight, zeros that take up no memory; for methods, as `forward`."""
+        """Return zeros without memory for code that reads an embedding's weight; for methods, a `forward`."""
         found = super().__getattr__(name)
         if isinstance(found, MethodType):
             return partial(self._answer, found)

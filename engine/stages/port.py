@@ -21,7 +21,7 @@ class StageEnded(Exception):
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
         self.tensors = tensors
-        """What crosses the cut, the hidden state first."""
+        """The boundary tensors, the hidden state first."""
 
 
 class Port:
@@ -40,9 +40,9 @@ class Port:
         """
         self.window, self.num_layers, self.handover = window, num_layers, handover
         self.hidden: Tensor | None = None
-        """What the stage's first layer takes, while a forward is under way."""
+        """The input of the stage's first layer, while a forward runs."""
         self.dtype = torch.float32
-        """That the model computes in."""
+        """The type in which the model computes."""
         self._entered = False
         self._thread: int | None = None
         self._given: dict[Slot, Tensor] = {}
@@ -50,7 +50,7 @@ class Port:
         self._out: dict[int, Tensor] = {}
 
     def crossing(self, cut: int, shape: Sequence[int], dtype: torch.dtype) -> Boundary | None:
-        """What crosses the cut before a layer for token ids [B, S]; None is one hidden state [B, S, H].
+        """Return the boundary tensors before a layer for token ids [B, S]; None means one hidden state [B, S, H].
 
         Raises:
             ValueError: see `Handover.boundary`.
@@ -125,7 +125,7 @@ class Feed:
 
 
 def require_as_predicted(tensors: Sequence[Tensor], boundary: Boundary, name: str) -> None:
-    """What leaves a stage must have the shapes and types that the next one waits for.
+    """Require that a stage's outputs have the shapes and types that the next stage expects.
 
     Raises:
         ValueError: it does not.

@@ -49,7 +49,7 @@ class Provenance(TorchDispatchMode):
     def __init__(self, model: nn.Module, layers: nn.ModuleList) -> None:
         super().__init__()
         self.taken: list[Taken] = []
-        """What layers took, in order."""
+        """The tensors that layers took, in order."""
         self.uses: dict[int, set[int]] = {}
         """By the memory of a weight, when it was used: how many layers had begun or ended; `BEFORE` for none."""
         self._layers = layers
@@ -83,7 +83,7 @@ class Provenance(TorchDispatchMode):
 
     @property
     def after(self) -> int:
-        """What `uses` has for after the last layer that has run."""
+        """Return the `uses` after the last layer that has run."""
         return self._time
 
     def _leave(self, *_: Any) -> None:
@@ -113,7 +113,7 @@ class Provenance(TorchDispatchMode):
 
 
 def memory(tensor: Tensor) -> int:
-    """What views of the same memory have in common, on any device."""
+    """Return the key that views of the same memory share, on any device."""
     return tensor.untyped_storage()._cdata
 
 

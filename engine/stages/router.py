@@ -21,11 +21,11 @@ from weft.engine.parallel.functions import count_once
 from weft.engine.stages.batch import Batch, label_tokens
 
 FIELDS = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
-"""What Hugging Face's models keep for the loss."""
+"""The fields of Hugging Face's outputs that the loss needs."""
 
 
 def wants_router_loss(config: PreTrainedConfig) -> bool:
-    """Whether a config asks for the loss."""
+    """True if a config asks for the loss."""
     return bool(getattr(config.get_text_config(), "output_router_logits", False))
 
 

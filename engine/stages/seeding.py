@@ -164,7 +164,7 @@ def _own_layers_only(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 @guard_torch_init_functions()
 def _initialize(model: PreTrainedModel, seed: int) -> None:
-    """What ``PreTrainedModel.initialize_weights`` does, with a seed per module."""
+    """Do what ``PreTrainedModel.initialize_weights`` does, with a seed per module."""
 
     def visit(module: nn.Module, name: str, owner: PreTrainedModel) -> None:
         for key, child in module.named_children():

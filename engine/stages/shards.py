@@ -31,7 +31,7 @@ class Shard:
     stage: int
     """Virtual stage that it came from."""
     number: int
-    """Of the stage's shards."""
+    """The number of the stage's shards."""
     names: tuple[str, ...]
     """Weights in it."""
     num_bytes: int
@@ -96,7 +96,7 @@ def exported_bytes(stage: Stage, dtype: torch.dtype | None) -> int:
 
 
 def own_weights(stage: Stage) -> dict[str, Tensor]:
-    """What of a stage's state goes into the whole model's: no adapters, nothing twice."""
+    """Return the weights that a stage contributes to the whole model: no adapters, nothing twice."""
     model = stage.hf_model
     elsewhere = set(model.all_tied_weights_keys) | set(model._keys_to_ignore_on_save or ())
     if not stage.is_first:
@@ -106,7 +106,7 @@ def own_weights(stage: Stage) -> dict[str, Tensor]:
 
 
 def _wrapper(stage: Stage) -> str:
-    """What peft puts before names, if it wraps the stage."""
+    """Return the prefix that peft adds to names, if it wraps the stage."""
     return stage.prefix or ("" if stage.model is stage.hf_model else "base_model.model.")
 
 

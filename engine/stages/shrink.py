@@ -80,7 +80,7 @@ def _layers_of_every_kind(model: PreTrainedModel, at_least: int) -> int:
 
 
 def _traits(layer: nn.Module) -> dict[tuple[str, ...], Any]:
-    """What tells kinds of layers apart: their modules' classes, shapes and plain attributes."""
+    """Return the traits that distinguish kinds of layers: their modules' classes, shapes and plain attributes."""
     found: dict[tuple[str, ...], Any] = {}
     for path, module in layer.named_modules():
         found[path, "class"] = type(module).__qualname__

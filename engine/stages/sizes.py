@@ -150,7 +150,7 @@ def _identities(part: nn.Module | None) -> set[int]:
 
 
 def _cuts(model: PreTrainedModel, layers: str, tensor: int, expert: int) -> dict[str, Cut]:
-    """What a rank holds of parameters that it does not hold in full, by their names."""
+    """Return the parts of parameters that a rank does not hold in full, by their names."""
     cuts: dict[str, Cut] = {}
     if tensor > 1:
         require_shareable(model, tensor, layers)
@@ -162,7 +162,7 @@ def _cuts(model: PreTrainedModel, layers: str, tensor: int, expert: int) -> dict
 
 
 def _size(model: PreTrainedModel, cuts: Mapping[str, Cut], wanted: set[int]) -> PartSize:
-    """Of the parameters with these identities."""
+    """Return the size of the parameters with these identities."""
     chosen, experts = chosen_experts(model.config.get_text_config())
     total = active = held = largest = trained = held_trained = 0
     for name, parameter in model.named_parameters():

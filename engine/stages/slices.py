@@ -30,7 +30,7 @@ from weft.engine.stages.skeleton import decoder_layers
 Load = Callable[..., Any]
 """`PreTrainedModel._load_pretrained_model`: files, or tensors by their names in them, into a model."""
 NOTHING = object()
-"""To be read of a tensor that others hold."""
+"""The slice of a tensor that other ranks hold: nothing is read."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Slice:
     cut: Cut
 
     def get_dtype(self) -> str:
-        """Of the tensor."""
+        """Return the tensor's dtype."""
         return self.source.get_dtype()
 
     def get_shape(self) -> list[int]:
-        """Of the part."""
+        """Return the part's shape."""
         return list(self.cut.held_shape)
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -109,7 +109,7 @@ def _cuts(model: PreTrainedModel, axes: AxisGroups) -> Mapping[str, Cut]:
 def _targets(
     model: PreTrainedModel, keys: Mapping[str, Any], load_config: Any
 ) -> dict[str, dict[str, WeightConverter | None]]:
-    """Of each weight the tensors in the files that it is made of, each with what puts them together."""
+    """Return for each weight the tensors in the files that compose it, each with the operation that combines them."""
     mapping = load_config.weight_mapping or []
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -125,7 +125,7 @@ def _targets(
 
 
 def _part(key: str, source: Any, cut: Cut, converter: WeightConverter | None) -> Any:
-    """What is to be read of a tensor in a file for the part of a weight; None if that is not known.
+    """Return the slice of a file's tensor that a part of a weight needs; None if that is not known.
 
     Args:
         source: safetensors' slice of the tensor.

@@ -117,7 +117,7 @@ class Stage(nn.Module):
         return loss / self.axes.context.size  # members compute the same, and losses are added up
 
     def output(self, hidden: Tensor | None, batch: Batch, num_items: Tensor | None = None) -> Any:
-        """What the model's own forward returns on the last stage, the loss included."""
+        """Return the output of the model's own forward on the last stage, with the loss."""
         assert self.is_last
         labels = {"labels": batch["labels"]} | labels_to_predict(batch)
         return self._output(hidden, batch, **labels, num_items_in_batch=num_items)
@@ -162,7 +162,7 @@ class Stage(nn.Module):
         return self._port.crossing(cut, batch["input_ids"].shape, self._dtype())
 
     def _dtype(self) -> torch.dtype:
-        """That the model computes in: the smallest of its weights', of which some are kept in fp32."""
+        """Return the type in which the model computes: the smallest of its weights', because some stay in fp32."""
         kinds = {parameter.dtype for parameter in self.hf_model.parameters() if parameter.is_floating_point()}
         return min(kinds, key=lambda dtype: dtype.itemsize)
 
@@ -209,7 +209,8 @@ class Stage(nn.Module):
         raise AssertionError("the forward ran past the stage's last layer")
 
     def accepted(self, batch: Batch, **more: Any) -> dict[str, Any]:
-        """What the model's own forward takes of a micro-batch without its labels, and of ``more``."""
+        """Return the arguments of a micro-batch that the model's own forward accepts, without labels, and those of
+        ``more``."""
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
         if "position_ids" in batch:
             more = more | wanted_arguments(self.hf_model.config, batch["position_ids"])

@@ -1,4 +1,4 @@
-"""What a sequence asks of each layer: the model's own forward, traced on the meta device."""
+"""Operations and bytes of each layer: the model's own forward, traced on the meta device."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _trace(
 
 @dataclass
 class _Part:
-    """What was counted while a part of the model ran."""
+    """The counts of a part of the model."""
 
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
@@ -213,7 +213,8 @@ class _Tracer:
 
 
 def layers_alike(model: PreTrainedModel, layers: nn.ModuleList) -> list[int]:
-    """For each layer the first with the same class, shapes, trained weights in and before it, and type of attention."""
+    """Return for each layer the first with the same class, shapes, trained weights in and before it, and type of
+    attention."""
     types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
     firsts: dict[Any, int] = {}
     found, reached = [], any(weight.requires_grad for weight in model.get_input_embeddings().parameters())
@@ -225,7 +226,7 @@ def layers_alike(model: PreTrainedModel, layers: nn.ModuleList) -> list[int]:
 
 
 def _work(model: PreTrainedModel, path: str, tracer: _Tracer, name: str, tokens: int, dtype: torch.dtype) -> ModelWork:
-    """What was counted, with the weights of each part."""
+    """Return the counts, with the weights of each part."""
     layers = model.get_submodule(path)
     head = model.get_output_embeddings()
     tied = bool(head is not None and model.all_tied_weights_keys)

@@ -19,7 +19,7 @@ from weft.pipeline.strands.overlap import OverlapTable, overlap_effectiveness
 from weft.pipeline.strands.segments import Kind, LinkScope
 
 BYTES = 1 << 24
-"""Of what a measured collective works on."""
+"""Sizes of the tensors in a measured collective."""
 REPEATS = 5
 
 

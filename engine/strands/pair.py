@@ -81,7 +81,7 @@ class PairRunner:
         return result
 
     def _compare(self, plan: SegmentPlan, baton: Baton) -> None:
-        """Whether the strands were those that the plan is for."""
+        """True if the strands were those that the plan is for."""
         planned = {strand: plan.steps.count(strand) for strand in baton.segments}
         if not plan.steps or planned == baton.segments:
             return

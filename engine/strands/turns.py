@@ -14,7 +14,7 @@ from weft.engine.parallel.axis import AxisGroup, AxisGroups
 
 
 class Turns:
-    """What each thread does when a collective of its strand is in flight; nothing outside of a pair."""
+    """The hand-over of a thread whose strand has a collective in flight; none outside of a pair."""
 
     def __init__(self) -> None:
         self._local = _Local()
@@ -114,5 +114,5 @@ def without_turns(axes: AxisGroups) -> AxisGroups:
 
 
 def are_shared(axes: AxisGroups) -> bool:
-    """Whether this rank shares the work of layers with others, along any axis."""
+    """True if this rank shares the work of layers with others, along any axis."""
     return any(group.size > 1 for group in axes.by_axis.values())

@@ -403,7 +403,7 @@ class Agent:
 
 
 def _is_stopped(rank: Rank) -> bool:
-    """Whether a signal has stopped its process."""
+    """True if a signal has stopped its process."""
     state = process_state(rank.pid) if rank.pid and rank.code is None else None
     return state is not None and state.state in STOPPED
 

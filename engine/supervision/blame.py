@@ -13,7 +13,7 @@ from weft.engine.supervision.watch import Watch
 
 
 def all_lost(ends: Mapping[int, RankEnd]) -> bool:
-    """Whether every end is a consequence of another rank's, so that none tells the cause."""
+    """True if every end is a consequence of another rank's, so that none tells the cause."""
     return all(end.kind is FaultKind.lost_peer for end in ends.values())
 
 

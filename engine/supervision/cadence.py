@@ -20,14 +20,14 @@ class Cadence:
         self._phases: Any = None
 
     def beats(self, now: float) -> bool:
-        """Whether the next heartbeat is due; it begins with this call."""
+        """True if the next heartbeat is due; it begins with this call."""
         if now < self._beat_at + self._heartbeat_s:
             return False
         self._beat_at, self._told_at = now, -inf
         return True
 
     def tells(self, now: float, phases: Any, is_one_stopped: Callable[[], bool]) -> bool:
-        """Whether to report, after `beats`.
+        """True to report, after `beats`.
 
         Args:
             phases: of the ranks; a change is told at once.

@@ -92,22 +92,22 @@ class FailureDetector:
 
     @property
     def has_imported(self) -> bool:
-        """Whether every rank is past its imports."""
+        """True if every rank is past its imports."""
         return self._progress.has_imported
 
     @property
     def has_stepped(self) -> bool:
-        """Whether every rank has done the first step of the attempt."""
+        """True if every rank has done the first step of the attempt."""
         return self._progress.has_stepped
 
     @property
     def has_finished(self) -> bool:
-        """Whether every rank has ended well."""
+        """True if every rank has ended well."""
         return self._progress.has_finished
 
     @property
     def has_stopped(self) -> bool:
-        """Whether every rank has ended because a signal asked it to."""
+        """True if every rank has ended because a signal asked it to."""
         return len(self._stopped) == self._layout.num_ranks > 0
 
     @property
@@ -151,7 +151,7 @@ class FailureDetector:
         return Fault(verdict.kind, culprit, verdict.evidence, verdict.step, verdict.seconds)
 
     def _may_be_a_host(self, now: float) -> bool:
-        """Whether ranks have lost peers, and a host is out of touch that may have ended with its own."""
+        """True if ranks have lost peers, and a host is out of touch that may have ended with its own."""
         limit = now - 2 * self._settings.heartbeat_s
         return all_lost(self._ends) and self._fleet.is_out_of_touch(self._layout.slots, limit)
 

@@ -1,4 +1,4 @@
-"""Whether hosts on which ranks keep on failing are fit to work: a doctor looks at them between two attempts."""
+"""Examination of hosts on which ranks keep failing: `weft doctor node` runs there between two attempts."""
 
 from __future__ import annotations
 

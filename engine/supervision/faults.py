@@ -221,7 +221,7 @@ class OomKills:
         self._before = self._count()
 
     def seen(self) -> bool:
-        """Whether it has killed since the last call, or since the start."""
+        """True if it has killed since the last call, or since the start."""
         before, self._before = self._before, self._count()
         return self._before > before
 

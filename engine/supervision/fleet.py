@@ -63,11 +63,11 @@ class Host:
 
     @property
     def is_broken(self) -> bool:
-        """Whether its agent has been heard, and never said that ranks can start."""
+        """True if its agent has been heard, and never said that ranks can start."""
         return self.attempt is not None and not self.ready
 
     def has_stopped(self, attempt: int) -> bool:
-        """Whether no rank takes part in an attempt any more."""
+        """True if no rank takes part in an attempt any more."""
         running = [rank for rank, code in self.codes.items() if code is None and rank not in self.parked]
         return self.attempt is not None and not (self.attempt == attempt and running)
 
@@ -142,7 +142,7 @@ class Fleet:
         return host if host is not None and host.generation == generation else None
 
     def is_beside(self, name: str, generation: int) -> bool:
-        """Whether this is an agent that was started beside the host's, of which nothing has been heard since."""
+        """True if this is an agent that was started beside the host's, of which nothing has been heard since."""
         host = self.hosts.get(name)
         return host is not None and host.beside and host.newest == generation
 
@@ -260,11 +260,11 @@ class Fleet:
         return max((at for site, at in self._silent_at.items() if name in site), default=-inf)
 
     def is_out_of_touch(self, names: Iterable[str], limit: float) -> bool:
-        """Whether a host has no connection, or has not been heard of since ``limit``."""
+        """True if a host has no connection, or has not been heard of since ``limit``."""
         return any(not self.hosts[name].connected or self.hosts[name].heard < limit for name in names)
 
     def have_stopped(self, names: Iterable[str], attempt: int, silence_s: float, now: float) -> bool:
-        """Whether no rank of an attempt is left, as far as can be known.
+        """True if no rank of an attempt is left, as far as can be known.
 
         A host that does not answer gets another agent; one on which none starts in time is left out.
         """

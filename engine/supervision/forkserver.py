@@ -148,7 +148,7 @@ class _Children:
                     return order
 
     def _fork(self, order: dict[str, Any], files: list[int]) -> bool:
-        """Whether this is the forked process."""
+        """True if this is the forked process."""
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:

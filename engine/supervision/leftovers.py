@@ -109,7 +109,7 @@ def remove_leftovers(folder: Path, own: str, *, now: float | None = None) -> lis
 
 
 def is_owned(page: Path) -> bool:
-    """Whether an agent holds a page.
+    """True if an agent holds a page.
 
     Raises:
         OSError: it cannot be opened, for another reason than that it is missing.

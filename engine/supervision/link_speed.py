@@ -37,7 +37,7 @@ class LinkSpeed:
 
     @property
     def is_slow(self) -> bool:
-        """Whether the last readings were far below what is usual."""
+        """True if the last readings were far below what is usual."""
         return self._slow >= SLOW_READINGS
 
     def read(self, step: int, sent_bytes: int, peak_bps: int, *, trains: bool = True) -> None:

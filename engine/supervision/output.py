@@ -163,7 +163,7 @@ class Output:
         self._writer.write(self._path, b"")
 
     def _read(self, descriptor: int) -> bool:
-        """Whether there was something to read."""
+        """True if there was something to read."""
         try:
             data = os.read(descriptor, _PIECE)
         except BlockingIOError:
@@ -219,7 +219,7 @@ class Answer:
         self._close()
 
     def _read(self) -> bool:
-        """Whether there was something to read."""
+        """True if there was something to read."""
         if self._reading < 0:
             return False
         try:

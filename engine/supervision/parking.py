@@ -67,7 +67,7 @@ class AgentLink:
 
     @property
     def leaving(self) -> bool:
-        """Whether the agent has asked this rank to leave the attempt that it is in."""
+        """True if the agent has asked this rank to leave the attempt that it is in."""
         return self._leaving
 
     def begin(self, attempt: int, on_leave: Callable[[], None]) -> None:
@@ -177,7 +177,7 @@ class Parking:
         return None if known is None else known.reason
 
     def is_leaving(self, pid: int) -> bool:
-        """Whether a rank has said that it is on its way out of its attempt."""
+        """True if a rank has said that it is on its way out of its attempt."""
         known = self.processes.get(pid)
         return known is not None and known.leaving
 

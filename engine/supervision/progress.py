@@ -42,17 +42,17 @@ class Progress:
 
     @property
     def has_imported(self) -> bool:
-        """Whether every rank is past its imports."""
+        """True if every rank is past its imports."""
         return not self._importing
 
     @property
     def has_stepped(self) -> bool:
-        """Whether every rank has done the first step of the attempt."""
+        """True if every rank has done the first step of the attempt."""
         return not self._without_step
 
     @property
     def has_finished(self) -> bool:
-        """Whether every rank has ended well."""
+        """True if every rank has ended well."""
         return not self._unfinished
 
 

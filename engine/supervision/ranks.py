@@ -83,7 +83,7 @@ class Ranks:
 
     @property
     def ready(self) -> bool:
-        """Whether the imports are done."""
+        """True if the imports are done."""
         return self._ready.is_set()
 
     async def start(

@@ -1,4 +1,4 @@
-"""Whether a run that goes on with fewer replicas can fit: a bound from the plan that it had, without torch."""
+"""Memory headroom of a run with fewer replicas: a bound from its plan, without torch."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class Watch:
         return self._judged(suspects, still_s, now)
 
     def _are_due(self, suspects: Sequence[Suspect], now: float) -> bool:
-        """Whether they have stood still for longer than they may, or given no sign of life meanwhile for too long."""
+        """True if they have stood still for longer than they may, or given no sign of life meanwhile for too long."""
         phases, still_s = self._phases(suspects), now - self._moved_at
         if still_s >= self._deadlines.deadline_s(phases):
             return True
@@ -280,18 +280,18 @@ class Watch:
         return "lock_held" if computed_s > BUSY * max(seen.silent_s, 1e-9) else "blocked"
 
     def _is_silent(self, seen: Observed, now: float) -> bool:
-        """Whether a rank that has begun to tick does so no more."""
+        """True if a rank that has begun to tick does so no more."""
         if seen.report.exit_code is not None:
             return True
         return seen.report.phase is not Phase.imports and seen.silent_s > 2 * self._heartbeat_s + SILENT_S
 
     def _is_heard(self, now: float) -> bool:
-        """Whether reports are coming in: what stands still in them stands still."""
+        """True if reports are coming in: what stands still in them stands still."""
         limit = now - 3 * self._heartbeat_s
         return all(seen.heard_at >= limit for seen in self.ranks.values())
 
     def _knows_rows(self, places: Mapping[int, Place]) -> bool:
-        """Whether the rows are known of the step that all ranks are in."""
+        """True if the rows are known of the step that all ranks are in."""
         if self.rows is None or len(places) < len(self.rows.seats) or not all(place.step for place in places.values()):
             return False
         kinds = {seen.report.num_microbatches for seen in self.ranks.values()}

@@ -47,12 +47,12 @@ class Fragment:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the named parameter in the whole model."""
+        """Return the shape of the named parameter in the whole model."""
         return tuple(self.parameter.shape) if self.cut is None else self.cut.shape
 
     @property
     def is_whole(self) -> bool:
-        """Whether the part is the whole parameter."""
+        """True if the part is the whole parameter."""
         return self.tensor.numel() == self.parameter.numel()
 
 
@@ -117,7 +117,7 @@ class Bucket:
         self._share = slice(collectives.replica * share, (collectives.replica + 1) * share)
         self._held = self._share if zero_stage else slice(0, self.length)
         self.sharded = zero_stage == 3 and collectives.num_replicas > 1
-        """Whether the full weights are only gathered on demand (ZeRO-3)."""
+        """True if the full weights are only gathered on demand (ZeRO-3)."""
         self.users: set[User | None] = set()
         """Computations under way that need the full weights."""
         self._buffer: Tensor | None = None
@@ -313,7 +313,7 @@ class Bucket:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no all-gather is in progress."""
+        """True if no all-gather is in progress."""
         return self._gathering is None
 
 

@@ -69,7 +69,7 @@ class NotedHandle:
     waits: Waits
 
     def wait(self) -> Tensor:
-        """What the collective has filled."""
+        """Return the collective's output."""
         self.waits.begin_wait()
         tensor = self.handle.wait()
         self.waits.end_wait()
@@ -102,10 +102,10 @@ class Collectives:
     waits: Waits | None = None
     """Told of waits; replicas wait equally often in a slot."""
     joint: Collectives | None = None
-    """Of parameters that all ranks of a stage hold in full, where these share matrices: over all of them,
-    because each has a part of the gradient's sum. None: as the others."""
+    """Group for parameters that all ranks of a stage hold in full, where they share matrices: each has a part of the
+    sum. None: as the others."""
     expert: Collectives | None = None
-    """Of experts, over the ranks that hold the same ones; None: as the others."""
+    """Group of ranks with the same experts; None means the same group as other parameters."""
 
     @classmethod
     def open(cls, config: WeftConfig, layout: RankLayout, device: torch.device) -> Collectives:

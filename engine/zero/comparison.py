@@ -38,7 +38,7 @@ class ReplicasDiffer(RuntimeError):
 
 @dataclass(frozen=True)
 class _Difference:
-    """What a rank has found among its replicas.
+    """A difference that a rank has detected among its replicas.
 
     Attributes:
         text: for people; empty if they agree.
@@ -115,7 +115,7 @@ class Comparison:
     # -- in a step -------------------------------------------------------------------------------
 
     def before_update(self, step: int) -> None:
-        """What is due before the update of a step, counted from 1; a collective call that waits for nobody."""
+        """Do what is due before the update of a step, counted from 1; a collective call that waits for no rank."""
         if not self._every:
             return
         if step != self._next_step:
@@ -202,11 +202,11 @@ class Comparison:
 
     @property
     def names(self) -> list[str]:
-        """What is compared."""
+        """Return the names of the compared tensors."""
         return [label for label, _, _ in self._tensors()]
 
     def _tensors(self) -> Iterator[tuple[str, str, list[Tensor]]]:
-        """What is compared, the parameter that it belongs to, and its numbers."""
+        """Return each compared tensor with its parameter and its numbers."""
         for bucket in self._sharding.buckets:
             if not bucket.sharded:
                 yield from ((member.name, member.name, [member.parameter.data]) for member in bucket.members)
@@ -229,7 +229,7 @@ class Comparison:
         return torch.stack(sums) if sums else nothing.new_zeros(0)
 
     def _describe(self, table: Tensor) -> _Difference:
-        """What differs."""
+        """Describe the difference."""
         found: dict[tuple[tuple[int, ...], int], list[str]] = {}
         for column, (label, name, _) in enumerate(self._tensors()):
             stride = self._expert if name in self._experts else 1
@@ -243,7 +243,7 @@ class Comparison:
         return _Difference(text, tuple(self._ranks[replica] for replica in all_wrong))
 
     def _say(self, replicas: tuple[int, ...], count: int, names: list[str]) -> str:
-        """That of ``count`` replicas these are wrong."""
+        """Describe which of ``count`` replicas are wrong."""
         where = ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES))
         ranks = ", ".join(str(self._ranks[replica]) for replica in replicas)
         if len(replicas) == count:

@@ -22,7 +22,7 @@ Named = tuple[str, nn.Parameter]
 
 
 class ShardedStage(Protocol):
-    """What sharding needs of a virtual stage."""
+    """The interface of a virtual stage that sharding needs."""
 
     index: int
     tied: frozenset[str]

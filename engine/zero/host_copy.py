@@ -36,7 +36,7 @@ class HostCopy:
             self._arrived.record(self._stream)
 
     def read(self) -> Tensor:
-        """What was sent last, in host memory; blocks until it is there."""
+        """Return the last copied value in host memory; blocks until it is there."""
         assert self._wait is not None, "nothing was sent"
         wait, self._wait = self._wait, None
         if self._arrived is None:

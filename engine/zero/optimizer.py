@@ -75,16 +75,17 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         self.skips = skips or Skips()
         self._steps_done, self._stops = steps_done, stops
         self.must_stop = False
-        """Whether a rank was asked to stop; it changes after the same step on every rank."""
+        """True if a rank was asked to stop; it changes after the same step on every rank."""
         self._skipped = 0
         self._is_bad = False
-        """Whether this step is skipped for another reason than the loss scale, which then stays as it is."""
+        """True if this step is skipped for another reason than the loss scale, which then stays as it is."""
         self._failure: NonFiniteError | None = None
         self._watch = NormWatch(sharding.device)
         self._waiting = waiting
         self._groups = {"replicas": replicas, "pipeline": pipeline}
         self._square: tuple[ReplicaSum, float] | None = None
-        """Of the last step's gradient, times the square of the loss scale, with `must_stop`; and the loss scale."""
+        """Squared norm of the last gradient, times the square of the loss scale, with `must_stop`; and the loss
+        scale."""
         self._presence: Presence | None = None
         self._origin: Callable[[], tuple[int, ...]] = tuple
         """Returns the ranks where numbers of the last step that are not finite come from; a collective call."""
@@ -198,7 +199,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             self.must_stop = True
 
     def _can_lower_scale(self) -> bool:
-        """Whether a gradient that is not finite may be due to the loss scale."""
+        """True if a gradient that is not finite may be due to the loss scale."""
         scaler = self.loss_scaler
         return self._check_overflow and scaler.dynamic and scaler.cur_scale > scaler.min_scale
 

@@ -47,7 +47,7 @@ class Sharding:
         stages = sorted(stages, key=lambda stage: stage.index)
         self.collectives = collectives or Collectives()
         self.is_shared_out = zero.stage > 0 and any(kind.num_replicas > 1 for kind in self.collectives.kinds)
-        """Whether ranks step different fragments of what they hold alike."""
+        """True if ranks step different fragments of what they hold alike."""
         self.buckets = divide(stages, zero, self.collectives, dict(tied), bucket_ends)
         bucket_of = {member.parameter: bucket for bucket in self.buckets for member in bucket.members}
         self._named = {name: p for stage in stages for name, p in stage.named_global_parameters()}

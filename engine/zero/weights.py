@@ -80,7 +80,7 @@ class StageWeights:
 
     @property
     def _backward(self) -> bool:
-        """Whether this thread computes a backward; autograd's own threads do what began last."""
+        """True if this thread computes a backward; autograd's own threads do what began last."""
         mine = self._direction.backward
         return self._last_direction if mine is None else mine
 
@@ -123,7 +123,7 @@ class StageWeights:
 
 
 class _Direction(threading.local):
-    """Of the computation that this thread has begun last: whether a backward; None before the first."""
+    """The direction of this thread's latest computation: True for a backward; None before the first."""
 
     backward: bool | None = None
 

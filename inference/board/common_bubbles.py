@@ -42,7 +42,7 @@ class CommonBubbles:
     """The predicted bubbles of a group of ranks."""
 
     def __init__(self, boards: Sequence[BoardReader]) -> None:
-        """Of the ranks that write ``boards`` (at least one)."""
+        """Create the bubbles that the ranks writing ``boards`` (at least one) have in common."""
         self._boards = boards
 
     def upcoming(self, horizon_s: float) -> Spans | None:

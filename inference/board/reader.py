@@ -183,7 +183,7 @@ class BoardReader:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a path named: the file, and its board or the problem with it; and whether an earlier board was closed."""
+    """The board at a path: the file, and its board or the problem with it; and whether an earlier board was closed."""
 
     file: tuple[int, int] | None
     view: BoardView | None

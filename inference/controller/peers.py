@@ -24,7 +24,7 @@ class PlacedWork(NamedTuple):
 
     left_s: float
     done_s: float
-    """Of all prompts that were answered so far."""
+    """Seconds of all prompts that were answered so far."""
 
 
 NONE = PlacedWork(0.0, 0.0)

@@ -132,7 +132,7 @@ class Worker:
 
     @property
     def learning(self) -> bool:
-        """Whether its cost model has seen too few steps to refuse requests by it."""
+        """True if its cost model has seen too few steps to refuse requests by it."""
         return self._cost_file is not None and self.cost.steps < TRUSTED
 
     def passed_s(self, now_s: float) -> float:

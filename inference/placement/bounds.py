@@ -53,7 +53,7 @@ class PlacementBounds:
 
     @property
     def full(self) -> bool:
-        """Whether there is no free row."""
+        """True if there is no free row."""
         return not self._spare and len(self._position_s) >= MAX_ROWS
 
     def add(self, pattern: BubblePattern) -> int:

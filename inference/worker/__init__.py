@@ -1,1 +1,1 @@
-"""What a vLLM prefill worker loads, and how it is started."""
+"""The parts that a vLLM prefill worker loads, and how it is started."""

@@ -22,7 +22,7 @@ class WorkerSettings:
     cost_file: str
     """Path of the cost model, kept between runs."""
     allow_decode: bool = False
-    """Whether it also decodes."""
+    """True if it also decodes."""
     status_file: str = ""
     """Path of the engine's `WorkerStatus`, for the process that answers `/health`; empty for none."""
     trace_file: str = ""

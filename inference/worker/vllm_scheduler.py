@@ -126,7 +126,7 @@ class BubbleScheduler(Scheduler):
             self._order.place(request, self.waiting)
 
     def has_requests(self) -> bool:
-        """Whether to run a step now: for tokens that fit the bubble, or for chores."""
+        """True to run a step now: for tokens that fit the bubble, or for chores."""
         pending = super().has_requests()
         if self._ungated:
             self._granted = self._ungated, None
@@ -196,7 +196,7 @@ class BubbleScheduler(Scheduler):
         return min(wanted, self._most_tokens), context
 
     def _chores_due(self) -> bool:
-        """Whether a step without tokens is due for the connector or the model runner."""
+        """True if a step without tokens is due for the connector or the model runner."""
         if not (self.has_finished_requests() or self.connector is not None):
             return False
         return time.monotonic() - self._last_chores_s >= CHORES_S

@@ -86,7 +86,7 @@ def generate_auto(
 
 
 def _ends_differ(costs: CostModel) -> bool:
-    """Whether reductions, all-gathers or optimiser steps take time, so that the shortest rows may not be best."""
+    """True if reductions, all-gathers or optimiser steps take time, so that the shortest rows may not be best."""
     return any(stage.reduce_s or stage.unshard_s or stage.step_s for stage in costs.stages)
 
 
@@ -151,7 +151,7 @@ def _list_schedule(problem: Problem, rule: Rule, cap_bytes: float) -> tuple[floa
 
 
 def _default_cap_bytes(problem: Problem) -> float:
-    """What 1F1B holds, or the smallest larger cap that is within 1 % of the fastest."""
+    """Return 1F1B's memory, or the smallest larger cap that is within 1 % of the fastest."""
     held = max(problem.microbatch_bytes())
     if not held:
         return 1.0

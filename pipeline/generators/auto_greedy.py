@@ -141,7 +141,7 @@ class ListScheduler:
         return ()
 
     def _admits(self, rank: int, forward: _TaskQueue) -> bool:
-        """Whether a forward fits under the cap now and cannot deadlock later (banker's algorithm).
+        """True if a forward fits under the cap now and cannot deadlock later (banker's algorithm).
 
         Micro-batches with the same forwards done on this rank form a group. Once all micro-batches
         ahead of a group have finished, the group's oldest must fit its remaining forwards.
@@ -198,7 +198,7 @@ class ListScheduler:
         return (node if queue.kind == F else self._fitting_backward(rank, node, ready),)
 
     def _no_weights_deferred(self, gradient: _TaskQueue) -> bool:
-        """Whether the stage has no deferred weight gradient, so that a full backward keeps the order."""
+        """True if the stage has no deferred weight gradient, so that a full backward keeps the order."""
         stage = gradient.first_node // (len(KINDS) * self.problem.num_microbatches)
         return self._queues[stage][W].started == gradient.started
 

@@ -157,7 +157,7 @@ class Problem:
         return microbatch, 2 * stage + (KINDS[kind] is Op.F)
 
     def may_swap(self, first: int, second: int) -> bool:
-        """Whether two neighbours may swap: the second neither needs the first nor is the token's next micro-batch."""
+        """True if two neighbours may swap: the second neither needs the first nor is the token's next micro-batch."""
         if max(first, second) < self.num_nodes:
             return self._row_needs[second].isdisjoint(self._node_facts[first])
         return all(

@@ -81,7 +81,7 @@ class Shape:
 
     @property
     def may_pool(self) -> bool:
-        """Whether replicas may pool their uplinks: in a DP-cell pipelines take turns, and GPUs that share a layer
+        """True if replicas may pool their uplinks: in a DP-cell pipelines take turns, and GPUs that share a layer
         work at the same time. Cells are compared for pipelines that all go through the same sites."""
         return self.gpus_per_rank == self.expert == self.routes == 1
 

@@ -26,7 +26,7 @@ class Route:
     stages: tuple[int, ...]
 
     def is_whole(self, shape: Shape) -> bool:
-        """Whether it has all of a shape's ranks."""
+        """True if it has all of a shape's ranks."""
         return sum(self.stages) == shape.routes * shape.num_stages
 
     def hops(self, shape: Shape) -> Iterator[tuple[int, int]]:

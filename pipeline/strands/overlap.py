@@ -39,7 +39,7 @@ class OverlapTable:
                 raise ValueError(f"overlap.{name}={value}: an overlap effectiveness factor lies between 0 and 1")
 
     def __hash__(self) -> int:
-        """Of its values, however the mapping is ordered."""
+        """Return the hash of its values, in any order of the mapping."""
         return hash((frozenset(self.compute.items()), self.links, self.default))
 
     def slowdown(self, kind: Kind | None, links: tuple[LinkScope, ...]) -> float:

@@ -1,4 +1,4 @@
-"""What strand pairs take: a segment plan for the forward of any stage beside the backward of any other."""
+"""Durations of strand pairs: a segment plan for the forward of any stage with the backward of any other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.pipeline.strands.stages import StageStrands
 
 @dataclass(frozen=True)
 class PairCosts:
-    """What is known of the insides of virtual stages, and of how well operators overlap.
+    """The segments of virtual stages, and how well operators overlap.
 
     All ranks that know the same find the same plans.
 
@@ -88,7 +88,7 @@ class PairCosts:
 
     @cached_property
     def _kinds(self) -> tuple[int, ...]:
-        """For each stage the first that is like it."""
+        """Return for each stage the first that is equal to it."""
         firsts: dict[StageStrands, int] = {}
         return tuple(firsts.setdefault(stage, number) for number, stage in enumerate(self.stages))
 

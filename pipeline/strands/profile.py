@@ -12,9 +12,9 @@ from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, Str
 from weft.pipeline.strands.stages import StageStrands
 
 MOST_SEGMENTS = 200
-"""Of a layer; one with experts has some twenty."""
+"""Most segments of a layer; one with experts has some twenty."""
 MOST_LAYERS = 1000
-"""Of a stage."""
+"""Most layers of a stage."""
 Member = TypeVar("Member", bound=Enum)
 
 

@@ -11,12 +11,12 @@ from weft.pipeline.strands.plan import SegmentPlan
 
 
 def is_pair(slot: Slot) -> bool:
-    """Whether a slot is a forward and a backward that both run through layers, so that they can be interleaved."""
+    """True if a slot is a forward and a backward that both run through layers, so that they can be interleaved."""
     return len(slot) == 2 and slot[1].op in (Op.B, Op.I)
 
 
 def pair_name(pair: Slot) -> str:
-    """What pairs that follow one plan have in common, such as ``0F+3B``."""
+    """Return the common name of pairs that follow one plan, such as ``0F+3B``."""
     return "+".join(f"{action.stage}{action.op.value}" for action in pair)
 
 

@@ -125,7 +125,7 @@ def _ways(pair: StrandPair, table: OverlapTable, handover_s: float, width: int, 
 
 
 def _steps(at: _At, ends: _At, pair: StrandPair, band: float) -> Iterator[tuple[Step, _At]]:
-    """What may come next, and where it leads."""
+    """Yield the possible next steps with the states that they lead to."""
     forward, backward, weights = at
     if weights < pair.available(backward):
         yield Step.weight, (forward, backward, weights + 1)
@@ -153,7 +153,7 @@ def _promise(state: PairState) -> float:
 
 
 def _as_good(label: _Label, than: _Label, handover_s: float) -> bool:
-    """Whether nothing is lost by going on from one way instead of another."""
+    """True if nothing is lost by going on from one way instead of another."""
     state, other = label.state, than.state
     gained_s = other.now_s - state.now_s - (handover_s if label.turn is not than.turn else 0.0)
     if gained_s < 0:

@@ -17,7 +17,7 @@ class LinkScope(Enum):
 
 
 class Kind(Enum):
-    """What a segment's time is mostly spent on; see `OverlapTable`."""
+    """The resource on which a segment spends most of its time; see `OverlapTable`."""
 
     gemm = "gemm"
     attention = "attention"
@@ -96,7 +96,7 @@ class Strand:
 
     @property
     def continues(self) -> bool:
-        """Whether its last segment ends without a collective, so that it is one with what follows."""
+        """True if its last segment ends without a collective, so that it is one with what follows."""
         return bool(self.segments) and self.segments[-1].link is None
 
 

@@ -1,4 +1,4 @@
-"""What a virtual stage asks of a rank in one forward and one backward: its layers' segments, one behind the other."""
+"""Segments of a virtual stage in one forward and one backward: its layers' segments, one after the other."""
 
 from __future__ import annotations
 

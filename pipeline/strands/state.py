@@ -9,7 +9,7 @@ from weft.pipeline.strands.segments import Kind, LinkScope, Segment
 
 
 class Transfer(NamedTuple):
-    """What is left of a strand's collective.
+    """The remaining part of a strand's collective.
 
     Attributes:
         left_s: seconds, alone on its link; 0 if it has ended.

@@ -1,4 +1,4 @@
-"""What segments ask of a machine, before it is known how fast that is: operations, bytes, collectives."""
+"""The work of segments before a machine's speed is known: operations, bytes, collectives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.pipeline.strands.stages import StageStrands
 
 @dataclass(frozen=True)
 class Speed:
-    """What a rank's device does in a second.
+    """The speed of a rank's device.
 
     Attributes:
         flops_per_s: of products.

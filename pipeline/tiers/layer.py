@@ -8,7 +8,7 @@ from math import isclose
 
 
 class First(Enum):
-    """What a layer's backward computes first."""
+    """The gradient that a layer's backward computes first."""
 
     input_gradients = "input gradients"
     weight_gradients = "weight gradients"
@@ -47,7 +47,7 @@ class LayerPlan:
 
     @property
     def gains_by_input_first(self) -> bool:
-        """Whether computing input gradients first is strictly faster."""
+        """True if computing input gradients first is strictly faster."""
         return self.t1 < self.t2 and not isclose(self.t1, self.t2)
 
 

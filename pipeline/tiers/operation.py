@@ -35,7 +35,7 @@ class OperationCosts:
 
     @property
     def is_group_partitioned(self) -> bool:
-        """Whether the collective is split into inter-node and intra-node parts."""
+        """True if the collective is split into inter-node and intra-node parts."""
         return self.inter_size > 1 and self.intra_size > 1
 
 

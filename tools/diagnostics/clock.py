@@ -1,4 +1,4 @@
-"""Whether this host's clock is the driver's: logs, deny-lists and certificates go by it."""
+"""Comparison of this host's clock with the driver's: logs, deny-lists and certificates depend on it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from weft.engine.supervision.finding import Finding, Verdict
 SIZE = 512
 ROUNDS = 3
 FORMAT_S = 1.0
-"""Of a processor, for all rounds in a format, if that is enough for a tile each."""
+"""Seconds of a processor for all rounds in a format, if that is enough for a tile each."""
 CHECK = "GEMM bits"
 # SHA-256 of the product's float32 bytes, little-endian, for factors of odd numbers up to `spread` - 1. Sums
 # stay below 2**24, which float32 holds, and for +-1 below 2**8, which bfloat16 holds: the order of summation
@@ -82,7 +82,7 @@ def _tiles(device: torch.device, form: torch.dtype, spread: int) -> int:
 
 
 def checksum(tile: torch.Tensor) -> str:
-    """That of a tile's bits.
+    """Return the checksum of a tile's bits.
 
     Args:
         tile: float32 [SIZE, SIZE], on the host.

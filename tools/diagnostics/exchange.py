@@ -14,7 +14,7 @@ _NUMBERS = 1 << 21  # int32, 8 MiB
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What a rank saw of an operation.
+    """A rank's measurement of an operation.
 
     Attributes:
         bytes_per_s: that the rank sent; the best of a few rounds.
@@ -105,7 +105,7 @@ def with_neighbour(
 
 
 def _numbers(sender: int, receiver: int, count: int, device: torch.device) -> torch.Tensor:
-    """What ``sender`` has for ``receiver``: int32 [count]."""
+    """Return the numbers from ``sender`` to ``receiver``: int32 [count]."""
     return torch.arange(count, dtype=torch.int32, device=device) * 2654435 + sender * 7919 + receiver * 104729
 
 

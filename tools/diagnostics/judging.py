@@ -1,4 +1,4 @@
-"""What a figure is held against: the device's data sheet, or the best that this host has done before."""
+"""References for measured figures: the device's data sheet, or the best that this host has reached before."""
 
 from __future__ import annotations
 

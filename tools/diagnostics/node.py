@@ -32,7 +32,7 @@ FAULTS = NODE_FAULTS
 
 @dataclass(frozen=True)
 class Node:
-    """What is checked.
+    """The subject of the checks.
 
     Attributes:
         folder: whose disk is meant.

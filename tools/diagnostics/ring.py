@@ -30,7 +30,7 @@ _JOIN_S = 120.0  # imports take a while on a busy host
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one rank saw of a pair."""
+    """One rank's measurement of a pair."""
 
     pair: tuple[int, int]
     bytes_per_s: float
@@ -204,7 +204,7 @@ class _Ring:
 
 
 def _first_line(error: RuntimeError) -> str:
-    """What went wrong, without the place in gloo's sources."""
+    """Return the error's first line, without the location in gloo's sources."""
     return str(error).strip().splitlines()[0].rpartition("] ")[2][:120]
 
 

@@ -1,4 +1,4 @@
-"""Whether a rank that was started with other settings than the others would be found out."""
+"""Detection of a rank that was started with other settings than the others."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def representatives(classes: list[RankClass], most: int) -> list[RankClass]:
 
 
 def _link(plan: RunPlan, here: int, there: int) -> str:
-    """What kind of link lies between two pipeline ranks."""
+    """Return the kind of link between two pipeline ranks."""
     sites = plan.placement.rank_sites
     if here == there:
         return "none"

@@ -1,4 +1,4 @@
-"""What an emulation needs of a job: how a rank of it makes its engine, and where its ranks are."""
+"""The interface of a job that is emulated: how a rank of it makes its engine, and where its ranks are."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from weft.engine.planning.layout import RankLayout
 
 
 class EmulatedJob(Protocol):
-    """What ranks of an emulated job are made of."""
+    """The inputs of an emulated job's ranks."""
 
     @property
     def config(self) -> WeftConfig:
-        """Of the run."""
+        """Return the run's configuration."""
         ...
 
     def engine(self) -> WeftEngine:

@@ -1,4 +1,4 @@
-"""What an emulation found, as text."""
+"""The results of an emulation, as text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def report(found: Emulation, setting: Setting) -> str:
 
 
 def _disagreement(found: Emulation) -> str:
-    """What the user can do about rounds that differ."""
+    """Return advice about rounds that differ."""
     turns = [median(turn.step_s) for turn in found.turns]
     return (
         f"the rounds do not agree to within {AGREED:.0%} (real ranks of the last: {1e3 * min(turns):.1f} to "

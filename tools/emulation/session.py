@@ -37,7 +37,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all real ranks of an emulation are given.
+    """The settings of all real ranks of an emulation.
 
     Attributes:
         delays: name of the delay model.

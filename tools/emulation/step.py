@@ -25,20 +25,20 @@ class JobPace:
     """How long emulated ranks take: as the delay model says, under what is different; see `weft.pipeline.twin.Pace`."""
 
     def __init__(self, plan: RunPlan, line: int, delays: CheckedDelays, what_if: WhatIf, seed: int) -> None:
-        """For the twin of ``line``."""
+        """Create the pace of the twin of ``line``."""
         self._plan, self._delays, self._what_if = plan, delays, what_if
         self._first_line = line - plan.members[line].local_rank
         self._stages = plan.placement.num_ranks
         self._random = random.Random(seed)
 
     def compute_s(self, rank: int, action: str, seconds: float) -> float:
-        """Of a rank of the cell."""
+        """Return the seconds of an action of a rank of the cell."""
         pipeline, stage = divmod(rank, self._stages)
         number = self._plan.layout.lines_of(stage)[self._first_line + pipeline]
         return self._delays.compute_s(stage, action, seconds) / self._what_if.factor(number, stage)
 
     def late_s(self, send: Action, sender: int, receiver: int, num_bytes: float) -> float:
-        """Of a message between ranks of the cell."""
+        """Return the delay of a message between ranks of the cell."""
         sites, here, there = self._plan.placement.rank_sites, sender % self._stages, receiver % self._stages
         crosses = sites[here] != sites[there]
         late_s = self._delays.late_s(Message(str(send), here, there, crosses, num_bytes))
@@ -46,7 +46,7 @@ class JobPace:
 
 
 class TwinStep:
-    """What the emulated ranks do in a step; a `SlotObserver` of this rank, and the `Step` of its world."""
+    """The emulated ranks' part of a step; a `SlotObserver` of this rank, and the `Step` of its world."""
 
     def __init__(
         self, world: EmulatedWorld, plan: RunPlan, costs: CostModel, delays: CheckedDelays, what_if: WhatIf, seed: int
@@ -69,7 +69,7 @@ class TwinStep:
         self._speed = what_if.factor(world.rank, at.stage)
         self._members: dict[Sequence[int], tuple[int, ...]] = {}
         self.spans: list[list[Span]] = []
-        """What this rank did in each step, on the world's clock, each until it came to the next slot."""
+        """This rank's spans in each step, on the world's clock, each until it reached the next slot."""
         self.step_s: list[float] = []
         """Seconds that this rank itself worked in each optimiser's step."""
         self._ended_s: float | None = None
@@ -106,7 +106,7 @@ class TwinStep:
         clock.leave_out(-self._stretched_s)
 
     def _note(self, end_s: float) -> None:
-        """What the last slot took, until ``end_s``, so that the host's own work between slots counts.
+        """Record the duration of the last slot, until ``end_s``, so that the host's own work between slots counts.
 
         What a receive took beyond its wait is the next computation's.
         """
@@ -124,7 +124,7 @@ class TwinStep:
         self.spans[-1].append(Span(self._stage, lane, slot, end_s - took_s, end_s))
 
     def timelines(self, schedule: Schedule, skip: int) -> list[Timeline]:
-        """What this rank did in all steps but the first ``skip``, as timelines of its row."""
+        """Return this rank's timelines of all steps but the first ``skip``."""
         none = (0.0,) * schedule.num_ranks
         return [
             Timeline(schedule.name, schedule.num_ranks, tuple(spans), none, (0,) * schedule.num_ranks)

@@ -59,7 +59,7 @@ class RealRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """What was emulated.
+    """The result of an emulation.
 
     Attributes:
         plan: of the run.
@@ -91,7 +91,7 @@ class Emulation:
 
     @property
     def agreed(self) -> bool:
-        """Whether the last round said what the round before it did."""
+        """True if the last round said what the round before it did."""
         return self.change <= AGREED
 
 

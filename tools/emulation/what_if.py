@@ -16,7 +16,7 @@ TIMEOUT_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """What is different.
+    """The conditions that differ.
 
     Attributes:
         slow: speed of single global ranks over what they have.
@@ -38,7 +38,8 @@ class WhatIf:
 
     @classmethod
     def parse(cls, given: Sequence[str]) -> WhatIf:
-        """That of ``slow-rank=7:0.8``, ``speed=0-3:1.5``, ``bandwidth=2``, ``latency-ms=10`` and others.
+        """Return the conditions of ``slow-rank=7:0.8``, ``speed=0-3:1.5``, ``bandwidth=2``, ``latency-ms=10`` and
+        others.
 
         Raises:
             EmulationError: a condition is not known, or its value is none.

@@ -1,4 +1,4 @@
-"""What `weft launch` does where a cluster manager chooses the hosts: ask for them, or find those it has been given."""
+"""Requests of `weft launch` to a cluster manager: ask for hosts, or find those of its allocation."""
 
 from __future__ import annotations
 

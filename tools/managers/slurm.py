@@ -68,7 +68,7 @@ def submit(file: Path, folder: Path) -> str:
 
 
 def in_allocation(environment: Mapping[str, str]) -> bool:
-    """Whether this process runs inside of an allocation."""
+    """True if this process runs inside of an allocation."""
     return "SLURM_JOB_ID" in environment
 
 
@@ -152,7 +152,7 @@ def _nodes(names: str, group: int | None) -> list[_Node]:
 
 
 def _is_of(node: _Node, index: int, site: SiteConfig) -> bool:
-    """Whether a node is of a site: by its part of the job, or by its features."""
+    """True if a node is of a site: by its part of the job, or by its features."""
     if node.group is not None:
         return node.group == index
     return site.select.get("constraint") in node.features

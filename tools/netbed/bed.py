@@ -27,7 +27,7 @@ _CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 
 
 def missing() -> str:
-    """What this machine lacks for a bed, in words; empty if it has everything."""
+    """Return the requirements of a bed that this machine lacks, in words; empty if it has everything."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if not Path("/dev/net/tun").exists():
@@ -38,7 +38,7 @@ def missing() -> str:
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """What the line counts for a node."""
+    """The router's counters of a node."""
 
     name: str
     address: str

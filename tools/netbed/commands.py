@@ -45,7 +45,7 @@ def node_commands(topology: Topology, name: str) -> list[str]:
 
 
 def kernel_settings(topology: Topology) -> dict[str, str]:
-    """Of a node, by their names below ``/proc/sys/net``."""
+    """Return the kernel settings of a node, by their names below ``/proc/sys/net``."""
     settings = {
         "ipv4/tcp_wmem": "4096 65536 33554432",
         "ipv4/tcp_no_metrics_save": "1",

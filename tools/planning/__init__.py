@@ -1,1 +1,1 @@
-"""What `weft plan` is made of: the model's work, what-if questions, tables, recipes."""
+"""Parts of `weft plan`: the model's work, what-if questions, tables, recipes."""

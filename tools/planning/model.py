@@ -14,7 +14,7 @@ from weft.pipeline.planner.workload import WORK_FORM, ModelWork
 
 
 def model_work(model: str, sequence_length: int, cache: Path) -> ModelWork:
-    """What a sequence asks of each layer of a model.
+    """Return the operations and bytes per sequence of each layer of a model.
 
     Args:
         model: a config.json or a file like it, a folder with one, or a hub name.

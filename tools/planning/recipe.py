@@ -82,7 +82,8 @@ def _slowest(found: Plan, layout: Layout) -> CostModel:
 
 
 def _costs_of_a_rank(costs: CostModel, layout: Layout) -> CostModel:
-    """Of the GPUs that share a layer each sends its part of an activation, over its part of the link."""
+    """Return the costs of one of the GPUs that share a layer: each sends its part of an activation, over its part of
+    the link."""
     sharing = layout.gpus_per_rank
     stages = tuple(replace(stage, output_bytes=stage.output_bytes / sharing) for stage in costs.stages)
     return replace(costs, stages=stages, local=replace(costs.local, bandwidth_bps=costs.local.bandwidth_bps / sharing))

@@ -42,7 +42,7 @@ def places(found: Plan, most: int) -> Iterator[str]:
 
 
 def options(layout: Layout) -> Iterator[str]:
-    """What a layout has besides its degrees, as people say it."""
+    """Describe a layout's options besides its degrees."""
     if layout.zero_stage > 1:
         yield f"ZeRO-{layout.zero_stage}"
     if layout.checkpointing:
@@ -75,7 +75,7 @@ def reason(found: Plan, one: Prediction) -> str:
 
 
 def summary(found: Plan, seconds: float) -> Iterator[str]:
-    """What was searched, what is proven, and whether the WAN pays."""
+    """Describe the search, the proven gap, and whether the WAN pays."""
     best, alone = found.best, found.alone
     work = found.work
     yield (

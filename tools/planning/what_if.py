@@ -13,7 +13,7 @@ from weft.pipeline.planner.hardware import gpu_kind
 from weft.pipeline.planner.search import Plan, plan
 
 MORE = 1.1
-"""What a link or a site is made larger by, to see what that is worth."""
+"""The factor by which a link or a site is enlarged, to compute its marginal value."""
 _LINK = {
     "latency_ms": ("latency_s", 1e-3),
     "bandwidth_mbps": ("bandwidth_bps", 1e6),

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Taken:
-    """What is noted of a step before training goes on."""
+    """The parts of a step that are recorded before training continues."""
 
     step: int
     moment: Moment

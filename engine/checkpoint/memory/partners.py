@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def partners(hosts: Sequence[int], sites: Sequence[int]) -> tuple[int | None, ...]:
-    """For each rank the one that keeps its copy; None where all ranks are on one host.
+    """Return for each rank the one that keeps its copy; None where all ranks are on one host.
 
     Each host keeps the copies of one other host, so that every host may be lost alone. It is one of
     the same site if there is one: the links between sites belong to training.

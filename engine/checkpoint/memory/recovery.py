@@ -50,12 +50,12 @@ class Part:
 
     @classmethod
     def of(cls, path: Path, commit: Commit) -> Part:
-        """That of a slot's file."""
+        """Return the part in a slot's file."""
         return cls(commit.lineage, commit.step, commit.token, path.parent.name, commit.rank, commit.num_ranks)
 
     @property
     def whole(self) -> tuple[int, int, str, str, int]:
-        """What the parts of one memory checkpoint have in common."""
+        """Return the fields that all parts of one memory checkpoint share."""
         return self.lineage, self.step, self.token, self.folder, self.num_ranks
 
 

@@ -26,7 +26,7 @@ _WHOLES = "wholes"
 
 @dataclass(frozen=True)
 class Commit:
-    """What a slot holds.
+    """The contents of a slot.
 
     Attributes:
         lineage: counts the attempts at training that took memory checkpoints, with ``token``, which no two share.
@@ -157,7 +157,7 @@ class Slot:
 
 
 def read_commit(path: Path) -> Commit | None:
-    """What the slot of a commit file holds; None if it is not whole."""
+    """Return the contents of a commit file's slot; None if it is incomplete."""
     try:
         commit = Commit.parse(path.read_bytes())
         if commit is not None:
@@ -168,7 +168,7 @@ def read_commit(path: Path) -> Commit | None:
 
 
 def entry(commit: Commit, path: Path) -> ShardEntry:
-    """What the manifest has to know of the slot of ``commit``, whose file is ``path``.
+    """Return the manifest's entry of the slot of ``commit``, whose file is ``path``.
 
     Raises:
         ValueError: the file's header is not the one that was committed.
