@@ -1,4 +1,4 @@
-"""Emulation: an emulated step beside the real one, by turns; what-ifs beside real changes; single collectives."""
+"""Emulation: an emulated step beside the real one, by turns; what-ifs beside real changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any
 
 from benchmarks.emulations.both_ways import Beside, compare
-from benchmarks.emulations.calls import SIZES, CallBeside, compare_calls, sizes_that_fit
 from benchmarks.emulations.layouts import CHANGES, LAYER_MS, LAYOUTS, work_of_layers
 from benchmarks.peers.emulated_stage import EmulatedWork
 from benchmarks.peers.layout import Layout, Links, measured_links, wan_topology
@@ -25,7 +24,7 @@ GOAL, MOST = 0.005, 0.015
 Each is besides the real job's own difference between runs. Where real runs differ by more than the second, the machine
 was too busy to tell, and nothing is shown.
 """
-PARTS = ("jobs", "what-ifs", "collectives")
+PARTS = ("jobs", "what-ifs")
 Figures = dict[str, list[dict[str, Any]]]
 """Rows of each part."""
 
@@ -61,11 +60,6 @@ def main(argv: Sequence[str]) -> int:
             keep("jobs", [beside])
         for layout in dict.fromkeys(layout for pair in changes.values() for layout in pair):
             keep("what-ifs", [run(layout)])
-    if "collectives" in args.parts:
-        sizes = sizes_that_fit()
-        if left_out := [size for size in SIZES if size not in sizes]:
-            print(f"collectives of {min(left_out):,} bytes and more are left out: there is not the memory for them")
-        keep("collectives", compare_calls(sizes))
     _show(figures)
     return 0 if _met(figures) else 1
 
@@ -127,9 +121,6 @@ def _show(figures: Figures) -> None:
     ]
     if changes:
         show(table_of(changes, "What a change does to the step"))
-    if figures["collectives"]:
-        rows = (_call_row(CallBeside(**row)) for row in map(_unnamed, figures["collectives"]))
-        show(table_of(rows, "Single collectives of two ranks"))
 
 
 def _met(figures: Figures) -> bool:
@@ -140,10 +131,6 @@ def _met(figures: Figures) -> bool:
 
 def _named(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     return {row["name"]: row for row in rows}
-
-
-def _unnamed(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name != "name"}
 
 
 def _beside(row: Mapping[str, Any]) -> Beside:
@@ -175,18 +162,6 @@ def _change_row(before: Beside, after: Beside) -> dict[str, object]:
         "predicted change": f"{emulated:+.2%}",
         "off by": f"{100 * (emulated - real):+.2f} points",
         "runs differ": f"{max(before.own, after.own):.2%}",
-    }
-
-
-def _call_row(call: CallBeside) -> dict[str, object]:
-    first, again = (1e3 * seconds for seconds in call.real_s)
-    return {
-        "collective": call.operation,
-        "bytes": f"{call.num_bytes:,}",
-        "real": f"{first:.3f} ms",
-        "real again": f"{again:.3f} ms",
-        "emulated": f"{1e3 * call.emulated_s:.3f} ms",
-        "over what it was told": f"{call.over:.3f}",
     }
 
 

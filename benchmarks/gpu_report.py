@@ -74,7 +74,7 @@ def items(out: Path) -> tuple[Item, ...]:
         bench("collectives", "rewrites over NCCL beside plain ones", "--cache", cache, on=on_two, num_gpus=2),
         # Their layers sleep, and their ranks talk over gloo, whatever the machine has.
         bench("engine", "a step over its simulation, on this machine's processor"),
-        bench("strands", "what two strands hide, on this machine's processor", "--tensor-only"),
+        bench("pairs", "steps with interleaved pairs, on this machine's processor", "--seconds", "0.1"),
     )
 
 

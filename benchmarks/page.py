@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.__main__ import benches
 from benchmarks.results import ROOT
 
 RESULTS = Path(__file__).with_name("results")
@@ -35,8 +34,8 @@ def _block(names: list[str]) -> Iterator[str]:
 
 def _source(name: str, result: dict[str, Any]) -> str:
     """Command, commit, day and machine of a result, and a link to its file."""
-    gone = result["bench"] and result["bench"] not in benches()
-    command = f"{result['command']} (since removed)" if gone else f"`{result['command']}`"
+    retired = result.get("retired", False)
+    command = f"{result['command']} (since removed)" if retired else f"`{result['command']}`"
     machine = f"{result['cores']} cores, GPU: {result['gpu']}, torch {result['torch']}"
     return (
         f"{command}; commit {result['commit']}, {result['date']}; {machine}; [file](../benchmarks/results/{name}.json)"

@@ -69,6 +69,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), help="names of rows")
     args = parse(parser, argv, engines=ENGINES)
     _check(args)
+    show(table_of(cases.planned_rows(args.factor), "communication that each order hides, as planned", left=1))
     layer_s = args.seconds * RANKS / args.layers
     traced = cases.OverlapCase("tensor", 2, args.share, args.factor, layers=1, seconds=layer_s)
     ((layer, _),) = traced.stage().runs

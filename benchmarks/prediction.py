@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 from statistics import mean
 from time import perf_counter
 from typing import Any
@@ -19,7 +18,6 @@ from benchmarks.peers.emulated_stage import EmulatedWork
 from benchmarks.peers.layout import NUM_LAYERS, Layout, Links, measured_links, wan_topology
 from benchmarks.predictions.layouts import LAYOUTS, PROFILED
 from benchmarks.predictions.measuring import measure, profile_stages, slowest
-from benchmarks.predictions.picture import draw_scatter
 from benchmarks.predictions.predicted import Predicted
 from benchmarks.results import parse, show, write_json
 from weft.comm.wan.library import load
@@ -69,8 +67,6 @@ def main(argv: Sequence[str]) -> int:
     met = judge(found)
     print("\n".join(verdict(found)))
     write_json(args, "prediction", found, met=met)
-    if args.picture:
-        draw_scatter(found, Path(args.picture))
     return 0 if met else 1
 
 
@@ -169,5 +165,4 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rate", type=float, default=50.0, help="uplink of a node in Mbit/s")
     parser.add_argument("--window", type=float, default=50.0, help="receive buffer of a connection in kB")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds after which a layout is given up")
-    parser.add_argument("--picture", metavar="FILE", help="draw measured over predicted steps")
     return parser

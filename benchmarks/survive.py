@@ -13,7 +13,7 @@ from pathlib import Path
 from time import monotonic
 
 from benchmarks.results import parse, show, write_json
-from benchmarks.survival import effective, peers
+from benchmarks.survival import peers
 from benchmarks.survival.hosts import BedHosts
 from benchmarks.survival.outcome import NAMED_WITHIN_S, NEXT_STEP_WITHIN_S, ROUNDING, Survival
 from benchmarks.survival.session import SESSIONS, Outcomes
@@ -52,10 +52,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--list", action="store_true", help="print the names of all faults, by run")
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no further run after so many")
     parser.add_argument("--folder", type=Path, help="leave the runs there")
-    parser.add_argument("--steps", type=int, default=0, help="instead: train so many steps, with random faults")
-    parser.add_argument("--every", type=int, default=50, help="steps between random faults")
-    parser.add_argument("--pad", type=float, default=0.4, help="seconds by which these steps are longer")
-    parser.add_argument("--seed", type=int, default=15, help="of the random faults")
     parser.add_argument(
         "--peers", nargs="*", metavar="NAME", help=f"instead: beside others; of {', '.join(peers.NAMES)}"
     )
@@ -70,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         folder = args.folder or Path(temporary)
         if args.peers is not None:
             return _peers(args, folder)
-        return (_effective if args.steps else _faults)(args, folder, [*SETTINGS, *args.overrides])
+        return _faults(args, folder, [*SETTINGS, *args.overrides])
 
 
 def _faults(args: argparse.Namespace, folder: Path, settings: Sequence[str]) -> int:
@@ -107,20 +103,6 @@ def _run(outcomes: Outcomes, args: argparse.Namespace) -> None:
                 print(f"left out, for {missing()}: {', '.join(fault.name for fault in chosen)}", file=sys.stderr)
             else:
                 outcomes.run(session, chosen)
-
-
-def _effective(args: argparse.Namespace, folder: Path, settings: Sequence[str]) -> int:
-    """Effective training time with random faults."""
-    found = effective.measure(
-        folder, settings, steps=args.steps, every=args.every, pad_s=args.pad, seed=args.seed, tell=_print
-    )
-    show(table_of((each.row for each in found.outcomes), "the faults", left=2))
-    show(table_of(found.rows, "8 ranks on 4 hosts of 2 sites, all on this machine"))
-    met = found.share >= effective.GOAL and found.difference == 0.0
-    print(f"effective training time of at least {effective.GOAL:.0%} in this run, losses equal: {_word(met)}")
-    figures = {**asdict(found), "share": found.share, "lost_s": found.lost_s, "rows": found.rows}
-    write_json(args, "survive", figures, met=met)
-    return 0 if met else 1
 
 
 def _peers(args: argparse.Namespace, folder: Path) -> int:

@@ -1,24 +1,26 @@
-"""The WAN channel beside iperf3 on one bed, over distance and connections."""
+"""The WAN channel beside iperf3 over distance and connections; transfers over all uplinks of a DP-cell."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
+import shutil
 import statistics
+import subprocess
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
 import torch
 
-from benchmarks.line import iperf3, iperf3_server, require_iperf3
+from benchmarks.netbed import cell
 from benchmarks.results import finish, parse, show
 from weft.comm.channel import TensorSpec
 from weft.comm.wan.endpoint import WanEndpoint
-from weft.comm.wan.key import WanKey
 from weft.comm.wan.library import load
 from weft.tools.netbed import Job, NetBed, Topology
 from weft.tools.tables import table_of
@@ -27,7 +29,6 @@ _FORK = multiprocessing.get_context("fork")
 _MESSAGE_BYTES = 1 << 20
 _AHEAD = 64  # receives that are posted and wait; their memory is taken again, as from one step to the next
 _SETTLE_S = 1.5  # slow start and the first losses are left out, for both
-_KEY = WanKey(b"the key of a bed that nobody else can reach")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,13 @@ class Row:
 def main(argv: Sequence[str]) -> int:
     """Run ``wan ...``; returns the exit code."""
     args = parse(_parser(), argv)
-    require_iperf3()
     load()  # compiled here, not while a run is timed
+    if args.cell:
+        table = table_of((cell.row(pipelines, args) for pipelines in args.cell), "DP-cells")
+        show(table)
+        return finish(args, "wan", table)
+    if shutil.which("iperf3") is None:
+        raise ValueError("iperf3 is not installed (package iperf3)")
     rows = []
     for latency_ms in args.latency:
         topology = Topology.even(
@@ -89,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each program, by turns; medians count")
     parser.add_argument("--spin", action="store_true", help="also with both main threads spinning in pure Python")
     parser.add_argument("--tls", action="store_true", help="Weft encrypts (iperf3 does not)")
+    parser.add_argument("--cell", type=int, nargs="+", metavar="N", help="instead: DP-cells of so many pipelines")
     return parser
 
 
@@ -118,10 +125,10 @@ def _iperf3(bed: NetBed, connections: int, seconds: float, spinning: bool) -> Ra
     """iperf3's receiver-side goodput; beside two spinning processes where Weft's processes spin."""
     spinners = [_FORK.Process(target=_spin, args=(3600.0,), daemon=True) for _ in range(2 if spinning else 0)]
     try:
-        with iperf3_server(bed):
+        with _iperf3_server(bed):
             for spinner in spinners:
                 spinner.start()
-            end = iperf3(bed, connections, seconds, _SETTLE_S)
+            end = _iperf3_end(bed, connections, seconds)
     finally:
         for spinner in spinners:
             spinner.kill()
@@ -131,6 +138,26 @@ def _iperf3(bed: NetBed, connections: int, seconds: float, spinning: bool) -> Ra
     carried = received["bytes"] * (received["seconds"] + _SETTLE_S) / received["seconds"]
     cpu_s = (cpu["host_total"] + cpu["remote_total"]) / 100 * (received["seconds"] + _SETTLE_S)
     return Rate(goodput_mbps=received["bits_per_second"] / 1e6, cpu_s_per_gb=cpu_s / carried * 1e9)
+
+
+@contextmanager
+def _iperf3_server(bed: NetBed) -> Iterator[None]:
+    """Let iperf3 listen in node n1 for one client."""
+    server = bed.popen("n1", ["iperf3", "-s", "-1"], stdout=subprocess.DEVNULL)
+    try:
+        sleep(0.3)
+        yield
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _iperf3_end(bed: NetBed, connections: int, seconds: float) -> dict[str, Any]:
+    """What iperf3 reports at its end, from node n0 to the server in n1, without what came while it settled."""
+    command = ["iperf3", "-J", "-c", bed.address("n1"), "-P", f"{connections}", "-t", f"{seconds:g}"]
+    command += ["-O", f"{_SETTLE_S:g}"]
+    done = bed.run("n0", command, capture_output=True, text=True, timeout=seconds + 60)
+    return json.loads(done.stdout)["end"]
 
 
 def _weft(bed: NetBed, connections: int, spinning: bool, args: argparse.Namespace) -> Rate:
@@ -148,7 +175,7 @@ def _weft(bed: NetBed, connections: int, spinning: bool, args: argparse.Namespac
 
 
 def _receive(say: Callable, hear: Callable, bind: str, settings: dict, _: int, *plan: Any) -> tuple[int, float, float]:
-    with WanEndpoint(rank=1, bind=bind, key=_KEY, **settings) as endpoint:
+    with WanEndpoint(rank=1, bind=bind, key=cell.KEY, **settings) as endpoint:
         endpoint.link(0)
         channel = endpoint.channel(0)
         spec = TensorSpec((_MESSAGE_BYTES,), torch.uint8)
@@ -169,7 +196,7 @@ def _receive(say: Callable, hear: Callable, bind: str, settings: dict, _: int, *
 def _send(
     say: Callable, hear: Callable, bind: str, address: tuple[str, int], settings: dict, messages: int, *plan: Any
 ) -> tuple[int, float, float]:
-    with WanEndpoint(rank=0, bind=bind, key=_KEY, **settings) as endpoint:
+    with WanEndpoint(rank=0, bind=bind, key=cell.KEY, **settings) as endpoint:
         endpoint.link(1, address=address)
         channel = endpoint.channel(1)
         tensor = torch.randint(0, 256, (_MESSAGE_BYTES,), dtype=torch.uint8)
@@ -183,10 +210,10 @@ def _watch(
 ) -> tuple[int, float, float]:
     """Bytes that arrive between two moments, the time between them, and the transport's CPU time."""
     _pass(settle_s, spinning, post)
-    bytes_before, start, cpu_before = endpoint.counters(peer).received_bytes, monotonic(), transport_cpu_s()
+    bytes_before, start, cpu_before = endpoint.counters(peer).received_bytes, monotonic(), cell.transport_cpu_s()
     _pass(seconds, spinning, post)
     arrived, elapsed_s = endpoint.counters(peer).received_bytes - bytes_before, monotonic() - start
-    cpu_s = transport_cpu_s() - cpu_before
+    cpu_s = cell.transport_cpu_s() - cpu_before
     endpoint.close(linger_s=0.0)  # what was posted beyond the measured time is of no interest
     return arrived, elapsed_s, cpu_s
 
@@ -197,13 +224,6 @@ def _pass(seconds: float, spinning: bool, post: Callable[[], None]) -> None:
     while monotonic() < limit:
         _spin(0.01) if spinning else sleep(0.01)
         post()
-
-
-def transport_cpu_s() -> float:
-    """Processor seconds of this process's transport thread; ticks of ``stat`` are too coarse for a slow connection."""
-    tasks = Path("/proc/self/task").iterdir()
-    of_transport = [task for task in tasks if (task / "comm").read_text().startswith("weft wan")]
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in of_transport) / 1e9
 
 
 def _spin(seconds: float) -> None:

@@ -1,1 +1,1 @@
-"""Jobs that `benchmarks emulation` runs for real and emulated, and single collectives of both kinds."""
+"""Jobs that `benchmarks emulation` runs for real and emulated."""

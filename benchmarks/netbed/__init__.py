@@ -1,1 +1,1 @@
-"""Ranks and attackers in the nodes of a netbed."""
+"""Ranks in the nodes of a netbed."""

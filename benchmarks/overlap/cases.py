@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
@@ -31,6 +32,8 @@ _MIXTRAL = MixtralConfig(
 _MODELS: dict[str, PreTrainedConfig] = {"tensor": _LLAMA, "context": _LLAMA, "expert": _MIXTRAL}
 _LINKS = {"tensor": LinkScope.inside_host, "context": LinkScope.between_hosts, "expert": LinkScope.between_hosts}
 _GPU = GPU_KINDS["A800"]
+SHARES = (0.10, 0.20, 0.31, 0.45)
+"""Share of a pair without overlap that collectives take; 0.31 is DHelix's Llama on A800s (section 2)."""
 _LATENCY_BYTES = 1e6
 """Bytes that a link carries in a collective's latency."""
 
@@ -107,6 +110,16 @@ class Orders:
         alone = {SEQUENTIAL: pair.sequential_s, COMPUTE: pair.compute_s}
         found = alone | seconds | {CHUNKS: chunked_s(pair, table), PAIRS: self.paired.seconds}
         return {name: found[name] for name in NAMES}
+
+
+def planned_rows(factor: float) -> Iterator[dict[str, str]]:
+    """Rows of the share of communication that each order hides by the simulation."""
+    cases = [OverlapCase("tensor", 2, share, factor) for share in SHARES]
+    for case in (*cases, *(OverlapCase(axis, 2, SHARES[2], factor) for axis in ("context", "expert"))):
+        pair = case.stage().whole
+        seconds = Orders.of(pair, case.table).predicted_s(pair, case.table)
+        hidden = {name: (pair.sequential_s - seconds[name]) / pair.comm_s for name in NAMES[2:]}
+        yield {"pair": str(case), **{name: f"{share:.0%}" for name, share in hidden.items()}}
 
 
 COMPUTE, SEQUENTIAL = "compute alone", "sequential"

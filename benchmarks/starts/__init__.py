@@ -1,1 +1,1 @@
-"""What ranks ask of the job's store when they start."""
+"""Runs of `benchmarks startup`: Weft, and torchrun with transformers' Trainer and peft."""

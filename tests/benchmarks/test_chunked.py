@@ -1,4 +1,4 @@
-"""MegaScale's overlap inside of one micro-batch, and strands as pictures."""
+"""MegaScale's overlap inside of one micro-batch."""
 
 import pytest
 from hypothesis import given
@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 from pytest import approx
 
 from benchmarks.overlap.chunked import Do, chunked, chunked_s
-from benchmarks.overlap.orders import backward_then_forward, round_robin
-from benchmarks.overlap.timeline import PROCESSOR, predicted_spans, strands_text
-from tests.pipeline.strands.pairs import BETWEEN, INSIDE, llama_layer, pairs, tables
+from benchmarks.overlap.orders import backward_then_forward
+from tests.pipeline.strands.pairs import BETWEEN, INSIDE, pairs, tables
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.segments import Segment, Strand, StrandPair
 
@@ -58,42 +57,6 @@ def test_small_products_are_left_whole():
     forward = Strand((Segment(4.0, INSIDE, 3.0, trailing_s=1.0), Segment(4.0, INSIDE, 3.0, trailing_s=4.0)))
     starts = [step.seconds for step in chunked(StrandPair(forward, Strand(())), 3) if step.do is Do.start]
     assert starts == [3.0, 1.0, 1.0, 1.0]
-
-
-@given(pair=pairs(most=4, most_weights=3), table=tables)
-def test_spans_end_with_the_plan_and_nobody_does_two_things_at_once(pair, table):
-    plan = round_robin(pair)
-    spans = predicted_spans(pair, plan, table)
-    assert max((span.end_s for span in spans), default=0.0) == approx(plan.seconds(pair, table))
-    for lane in {span.lane for span in spans}:
-        ends = 0.0
-        for span in sorted((s for s in spans if s.lane == lane), key=lambda s: s.start_s):
-            assert span.start_s >= ends - 1e-9
-            ends = span.end_s
-    if table == OverlapTable():
-        computed = sum(span.end_s - span.start_s for span in spans if span.lane == PROCESSOR)
-        assert computed == approx(pair.compute_s)
-        carried = sum(span.end_s - span.start_s for span in spans if span.lane != PROCESSOR)
-        assert carried == approx(pair.comm_s)
-
-
-def test_the_picture_has_a_row_for_each_lane():
-    pair = StrandPair(
-        Strand((Segment(1.0, INSIDE, 2.0), Segment(1.0))), Strand((Segment(2.0, BETWEEN, 1.0), Segment(1.0)))
-    )
-    plan = round_robin(pair)
-    spans = predicted_spans(pair, plan, OverlapTable())
-    assert strands_text({"predicted": spans}, width=10).splitlines() == [
-        "predicted: 6000.0 ms",
-        "compute       BBBFFBB.FF",
-        "inside_host   .....FFF..",
-        "between_hosts ...BB.....",
-    ]
-
-
-def test_a_picture_of_nothing():
-    assert strands_text({"nothing": ()}).startswith("nothing: 0.0 ms")
-    assert predicted_spans(llama_layer(), round_robin(llama_layer()), OverlapTable())
 
 
 def test_a_collective_without_products_to_cut_is_one_chunk():

@@ -9,12 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import emulation
-from benchmarks.emulations import both_ways, calls
+from benchmarks.emulations import both_ways
 from benchmarks.emulations.both_ways import Beside
-from benchmarks.emulations.calls import CallBeside
 from benchmarks.emulations.layouts import CHANGES, LAYOUTS, TIMEOUT_S
 from benchmarks.peers.layout import LATENCY_MS, UPLINK_MBPS
-from weft.tools.ranks import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -43,12 +41,7 @@ def bench(monkeypatch, seconds):
         return Beside(layout.name, layout.ranks, real, [emulated])
 
     monkeypatch.setattr(emulation, "compare", compare)
-    monkeypatch.setattr(emulation, "compare_calls", lambda sizes: [call(size) for size in sizes])
     return emulation.main
-
-
-def call(size):
-    return CallBeside(operation="all_reduce", num_bytes=size, real_s=[1.0, 1.1], emulated_s=1.02)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +63,10 @@ def test_parts_add_up_in_one_file_and_the_verdict_is_over_all(monkeypatch, tmp_p
     wrong.clear()
     assert main([*to_file, "jobs", "--jobs", "straight"]) == 0  # measured again
     assert main([*to_file, "what-ifs", "--what-ifs", "jitter"]) == 0
-    assert main([*to_file, "collectives"]) == 0
     found = json.loads(file.read_text())
     assert found["met"]
     assert sorted(row["name"] for row in found["figures"]["jobs"]) == ["site fold", "straight"]
     assert len(found["figures"]["what-ifs"]) == 2
-    assert found["figures"]["collectives"][0]["num_bytes"] == 1024
     shown = capsys.readouterr().out
     assert "10 ms of jitter" in shown
     assert "within 0.5%: 2 of 2" in shown
@@ -114,18 +105,6 @@ def test_a_real_job_differs_from_the_usual_one_in_what_its_emulation_is_told(lay
         assert {node.uplink_mbps for node in bed.nodes} == {UPLINK_MBPS * what_if.bandwidth}
         assert link.latency_ms - link.jitter_ms == LATENCY_MS  # a message is late by 0 to what the emulation is told
         assert 2 * link.jitter_ms == what_if.jitter_ms
-
-
-def test_collectives_for_which_there_is_no_memory_are_left_out(monkeypatch):
-    monkeypatch.setattr(calls.psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * 2**21))
-    assert calls.sizes_that_fit([2**10, 2**21, 2**22]) == [2**10, 2**21]
-
-
-@pytest.mark.slow
-def test_a_call_is_emulated_as_long_as_it_was_told(tmp_path):
-    told = {("all_reduce", 2**12): 0.05, ("all_gather", 2**12): 0.02}
-    (found,) = run_ranks(1, calls.emulated_calls, [2**12], told, timeout_s=100)
-    assert all(found[call] >= seconds for call, seconds in told.items())
 
 
 def test_real_ranks_and_the_emulation_take_turns(monkeypatch, tmp_path):

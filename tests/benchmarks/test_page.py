@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from benchmarks.__main__ import benches
 from benchmarks.page import BLOCK, PAGE, RESULTS, with_tables
 
 FILES = sorted(RESULTS.glob("*.json"))
@@ -31,5 +32,6 @@ def test_a_result_names_command_commit_day_and_machine(file):
     result = json.loads(file.read_text())
     assert result["command"] and result["commit"] and re.match(r"\d{4}-\d\d-\d\d", result["date"])
     assert result["cores"] >= 1 and result["gpu"] and result["machine"] and result["torch"]
+    assert result.get("retired") or result["bench"] is None or result["bench"] in benches()
     for table in result["tables"]:
         assert {len(row) for row in table["rows"]} == {len(table["columns"])}

@@ -8,11 +8,10 @@ import torch
 
 from benchmarks import pairs
 from benchmarks.overlap.cases import OverlapCase
-from benchmarks.overlap.emulator import Machine
+from benchmarks.overlap.emulator import PROCESSOR, Machine
 from benchmarks.overlap.engines import DEEPSPEED, ENGINES, OrderedPairs, SharedCase
 from benchmarks.overlap.orders import backward_then_forward, round_robin
 from benchmarks.overlap.shared_layer import HIDDEN, SharedLayer, SharedRank, SharedStage
-from benchmarks.overlap.timeline import PROCESSOR
 from weft.engine.backward import SplitBackward
 from weft.engine.parallel.axis import Alone
 from weft.engine.strands.turns import Turns

@@ -11,7 +11,6 @@ import torch
 
 from benchmarks import survive
 from benchmarks.survival import faults, network, reference, session, sitecustomize
-from benchmarks.survival.effective import Effective
 from benchmarks.survival.hosts import HOSTS, LocalHosts, OneMachine
 from benchmarks.survival.outcome import NEXT_STEP_WITHIN_S, Survival, is_right
 from benchmarks.survival.reference import difference
@@ -115,24 +114,6 @@ def test_losses_differ_by_the_largest_and_a_missing_one_is_an_error():
     assert difference({1: None}, {1: 1.0}) == float("inf")
     with pytest.raises(KeyError):
         difference({4: 2.0}, {1: 2.0})
-
-
-def run_with(step_s, fixed_s, lost, faults=20, every=1000):
-    """A run whose faults take so long besides what is trained again, and half of the step under way."""
-    found = Effective([Survival("", named_s=1.0, lost=lost)] * faults, steps=faults * every + 1, step_s=step_s)
-    found.total_s = faults * (every * step_s + fixed_s + (lost + 0.5) * step_s)
-    return found
-
-
-@pytest.mark.parametrize("lost", [0, 3, 9])
-def test_a_run_with_steps_as_long_as_computed_has_the_share(lost):
-    needed_s = run_with(0.5, 7.0, lost).least_step_s(0.99)
-    assert needed_s is not None and run_with(needed_s, 7.0, lost).share == pytest.approx(0.99, abs=1e-4)
-
-
-def test_steps_that_are_trained_again_can_be_too_many_for_a_share():
-    assert run_with(0.5, 7.0, 10).least_step_s(0.99) is None
-    assert run_with(0.5, 7.0, 0, every=50).least_step_s(0.99) > 1000.0, "half a step is one per cent of fifty"
 
 
 def test_what_is_trained_again_replaces_what_was(tmp_path):

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.clusters import compare, random_cluster
-from benchmarks.optimal import random_case
+from benchmarks.planning.clusters import compare, random_cluster
+from benchmarks.planning.optimal import random_case
 from tests.pipeline.generators.test_auto_cell import costs_of, step_s
 from tests.pipeline.strands.pairs import scaled
 from weft.pipeline.generators.auto import _list_schedules, _problem, generate_auto

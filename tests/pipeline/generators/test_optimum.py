@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.optimal import closed_cases
+from benchmarks.planning.optimal import closed_cases
 from benchmarks.verification.optimum import solve
 from tests.pipeline.strands.pairs import scaled
 from weft.pipeline.costs import CostModel, LinkCost, StageCost

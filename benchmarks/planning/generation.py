@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
 from math import log
 
-from benchmarks.results import finish, parse, show
+from benchmarks.results import show
 from weft.pipeline.costs import CostModel, LinkCost
 from weft.pipeline.generators.auto import generate_auto
 from weft.pipeline.generators.auto_bound import lower_bound_s
@@ -22,20 +21,15 @@ SIZES = ((4, 8), (8, 16), (8, 64), (16, 32), (16, 128), (32, 64), (32, 256), (64
 """Ranks and micro-batches; a fold, so two chunks per rank."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print the table and return 0; time per action should only grow with the logarithm of the event heap."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks generation", description=__doc__)
-    parser.add_argument("--search", type=float, default=0.0, metavar="SECONDS", help="for auto, per schedule")
-    parser.add_argument("--quick", action="store_true", help="the smaller half")
-    args = parse(parser, argv)
-    sizes = SIZES[: len(SIZES) // 2 if args.quick else None]
+def measure(_: argparse.Namespace) -> tuple[object, bool]:
+    """Print the table; time per action should only grow with the logarithm of the event heap."""
     title = "auto on two folded sites, F = I = W = 1, WAN transfer 0.2 + latency 1"
-    table = table_of((_measure(*size, args.search) for size in sizes), title, left=0)
+    table = table_of((_row(*size) for size in SIZES), title, left=0)
     show(table, "log2: of the ranks, whose events share a heap. gap: step over a bound that ignores memory.")
-    return finish(args, "generation", table)
+    return table, True
 
 
-def _measure(num_ranks: int, num_microbatches: int, search_s: float) -> dict[str, object]:
+def _row(num_ranks: int, num_microbatches: int) -> dict[str, object]:
     placement = Placement.fold(num_ranks, sites=(num_ranks // 2, num_ranks // 2))
     costs = CostModel.unit(2 * num_ranks, wan=LinkCost(latency_s=1.0, bandwidth_bps=40.0))
     started_s = time.perf_counter()
@@ -43,7 +37,7 @@ def _measure(num_ranks: int, num_microbatches: int, search_s: float) -> dict[str
     ListScheduler(problem, backward_first(problem), 2.0 * num_ranks).run()
     pass_s = time.perf_counter() - started_s
     started_s = time.perf_counter()
-    schedule = generate_auto(placement, num_microbatches, costs, 2.5 * num_ranks, search_s)
+    schedule = generate_auto(placement, num_microbatches, costs, 2.5 * num_ranks, 0.0)
     auto_s = time.perf_counter() - started_s
     actions = 3 * placement.num_stages * num_microbatches
     gap = simulate(schedule, costs).step_s / lower_bound_s(problem) - 1

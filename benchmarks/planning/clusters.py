@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from benchmarks.results import ROUNDING, finish, parse, ratio_cells, show
+from benchmarks.results import ROUNDING, ratio_cells, show
 from weft.pipeline.cell import add_relays, side_by_side
 from weft.pipeline.choice import Option, choose, placements
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators import generate, generators
-from weft.pipeline.limits import count, number
+from weft.pipeline.limits import count
 from weft.pipeline.lowering import as_run, lower
 from weft.pipeline.memory import peak_bytes
 from weft.pipeline.placement import Placement
@@ -58,18 +58,18 @@ class Outcome:
     slower: tuple[str, ...]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print how often `auto` is faster, equal and slower; returns 1 if it is ever slower."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks clusters", description=__doc__)
-    parser.add_argument("--clusters", type=int, default=200, help="how many, numbered from --first")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first")
-    parser.add_argument("--search", type=float, default=0.0, metavar="SECONDS", help="for auto, per cluster")
-    args = parse(parser, argv)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
+    parser.add_argument("--clusters", type=int, default=200, help="clusters: how many, numbered from --first")
+    parser.add_argument("--first", type=int, default=0, help="clusters: seed of the first")
+
+
+def measure(args: argparse.Namespace) -> tuple[object, bool]:
+    """Print how often `auto` is faster, equal and slower; returns the outcomes, and True if it is never slower."""
     count(args.clusters, "--clusters")
     count(args.first, "--first", least=0)
-    number(args.search, "--search")
     seeds = range(args.first, args.first + args.clusters)
-    outcomes = [compare(random_cluster(seed), args.search) for seed in seeds]
+    outcomes = [compare(random_cluster(seed)) for seed in seeds]
     title = "auto over the best fixed schedule on any placement, on every placement itself, under the same cap"
     show(
         table_of(_rows(outcomes), title),
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     show(*(f"slower: cluster {seed}: {o.auto.step_s:g} s, {o.fixed} {o.fixed_s:g} s" for seed, o in slower))
     held = [(seed, name) for seed, o in zip(seeds, outcomes, strict=True) for name in o.slower]
     show(*(f"slower on its placement: cluster {seed}: {name}" for seed, name in held))
-    return finish(args, "clusters", outcomes, met=not (slower or held))
+    return outcomes, not (slower or held)
 
 
 _NORM, _BLOCK = Segment(0.1, LinkScope.inside_host, 0.4, Kind.memory), Segment(0.9, LinkScope.inside_host, 0.4)

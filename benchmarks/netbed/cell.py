@@ -5,39 +5,32 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
 import torch
 
-from benchmarks.results import finish, parse, show
-from benchmarks.wan import transport_cpu_s
 from weft.comm.channel import Channel, Handle, TensorSpec
 from weft.comm.wan.cell import Cell, join
 from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.key import WanKey
-from weft.comm.wan.library import load
 from weft.comm.wan.network import INSIDE_CONNECTIONS
 from weft.tools.netbed import Job, NetBed, Topology
-from weft.tools.tables import table_of
 
-_KEY = WanKey(b"the key of a bed that nobody else can reach")
+KEY = WanKey(b"the key of a bed that nobody else can reach")
+MB, MESSAGES = 8.0, 6
+"""Megabytes of a tensor, and tensors that are sent at once."""
+_SETTINGS: dict[str, Any] = {"congestion": "cubic", "connections": 8, "chunk_bytes": 128 << 10}
 _BYTE = TensorSpec((1,), torch.uint8)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``cell ...``; returns the exit code."""
-    args = parse(_parser(), argv)
-    load()  # compile here, not while a run is timed
-    print(f"{args.messages} tensors of {args.mb:g} MB, {args.rate:g} Mbit/s uplinks, {args.latency:g} ms one way")
-    table = table_of(_row(pipelines, args) for pipelines in args.pipelines)
-    show(table)
-    return finish(args, "cell", table)
-
-
-def _row(pipelines: int, args: argparse.Namespace) -> dict[str, object]:
+def row(pipelines: int, args: argparse.Namespace) -> dict[str, object]:
+    """A row of the table: seconds over one uplink and over all of a cell of so many pipelines."""
+    latency_ms = args.latency[0]
     alone_s, together_s, relay_cpu_s, arrivals_s = _times(pipelines, args)
-    relayed_gb = args.repeats * args.messages * args.mb / 1e3 / pipelines  # by each relay
-    ideal_ms = [args.latency + turn * args.mb * 8e3 / args.rate / pipelines for turn in range(1, pipelines + 1)]
+    relayed_gb = args.repeats * MESSAGES * MB / 1e3 / pipelines  # by each relay
+    ideal_ms = [latency_ms + turn * MB * 8e3 / args.rate / pipelines for turn in range(1, pipelines + 1)]
     return {
         "pipelines": pipelines,
         "one uplink s": f"{alone_s:.2f}",
@@ -50,21 +43,6 @@ def _row(pipelines: int, args: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks cell", description=__doc__)
-    parser.add_argument("--pipelines", type=int, nargs="+", default=[2, 4], help="pipelines in the cell")
-    parser.add_argument("--rate", type=float, default=100, help="uplink of a node in Mbit/s")
-    parser.add_argument("--latency", type=float, default=20, help="one-way delay in ms")
-    parser.add_argument("--window", type=float, default=400, help="receive buffer of a connection in kB")
-    parser.add_argument("--mb", type=float, default=8, help="megabytes of a tensor")
-    parser.add_argument("--connections", type=int, default=8, help="TCP connections of a link")
-    parser.add_argument("--tls", action="store_true", help="encrypt")
-    parser.add_argument("--chunk", type=int, default=128, help="kB of a chunk")
-    parser.add_argument("--messages", type=int, default=6, help="tensors that are sent at once")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each way, by turns; medians count")
-    return parser
-
-
 def _times(pipelines: int, args: argparse.Namespace) -> tuple[float, float, float, list[float]]:
     """Seconds from the first send to the answer to the last, over one uplink and over all.
 
@@ -74,7 +52,7 @@ def _times(pipelines: int, args: argparse.Namespace) -> tuple[float, float, floa
     cell = Cell(tuple(range(pipelines)), tuple(range(pipelines, 2 * pipelines)))
     ranks = [*cell.near, *cell.far]
     sides = (pipelines, pipelines)
-    topology = Topology.even(sides, uplink_mbps=args.rate, latency_ms=args.latency, window_kb=args.window)
+    topology = Topology.even(sides, uplink_mbps=args.rate, latency_ms=args.latency[0], window_kb=args.window)
     with NetBed.up(topology) as bed:
         jobs = [Job(bed, f"n{rank}", _rank, rank, bed.address(f"n{rank}"), cell, args) for rank in ranks]
         try:
@@ -105,8 +83,8 @@ def _at_once(jobs: Sequence[Job]) -> list[float]:
 
 
 def _rank(say: Callable, hear: Callable, rank: int, bind: str, cell: Cell, args: argparse.Namespace) -> None:
-    num_bytes, settings = int(args.mb * 1e6), {"connections": args.connections, "chunk_bytes": args.chunk << 10}
-    with WanEndpoint(rank=rank, bind=bind, key=_KEY, congestion="cubic", tls=args.tls, **settings) as endpoint:
+    num_bytes = int(MB * 1e6)
+    with WanEndpoint(rank=rank, bind=bind, key=KEY, **_SETTINGS, tls=args.tls) as endpoint:
         say(endpoint.address)
         addresses = hear()
         for peer in cell.links(rank):
@@ -121,7 +99,7 @@ def _rank(say: Callable, hear: Callable, rank: int, bind: str, cell: Cell, args:
         if turn == 0:
             for _ in range(args.repeats):
                 for way, seconds in zip(ways, runs, strict=True):
-                    seconds.append(_cross(way, rank == cell.near[0], num_bytes, args.messages))
+                    seconds.append(_cross(way, rank == cell.near[0], num_bytes, MESSAGES))
         if rank == cell.near[0]:
             say((statistics.median(runs[0]), statistics.median(runs[1])))
         hear()
@@ -156,3 +134,10 @@ def _cross(channel: Channel, sending: bool, num_bytes: int, messages: int) -> fl
     for handle in handles:
         handle.wait()
     return monotonic() - start
+
+
+def transport_cpu_s() -> float:
+    """Processor seconds of this process's transport thread; ticks of ``stat`` are too coarse for a slow connection."""
+    tasks = Path("/proc/self/task").iterdir()
+    of_transport = [task for task in tasks if (task / "comm").read_text().startswith("weft wan")]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in of_transport) / 1e9

@@ -1,4 +1,4 @@
-"""Ranks that start for real, and one among thousands that are emulated: what each asks of the store, and how long."""
+"""Ranks that start over gloo, and the operations that each performs on the job's store."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from datetime import timedelta
 from time import perf_counter
 
 import torch.distributed as dist
-from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
 from benchmarks.peers.case import EngineCase
 from benchmarks.peers.emulated_stage import EmulatedWork
 from benchmarks.peers.weft_engine import emulated_engine
-from benchmarks.starts.counted_store import CountedStore
-from weft.comm.emulated.world import EmulatedWorld
+from tests.comm.counted_store import CountedStore
 from weft.comm.rendezvous import open_store
 from weft.conf.schema import CommConfig, PipelineConfig, ScheduleKind, WeftConfig
 from weft.engine.engine import WeftEngine
 
-WORLD, ENGINE, DEEPSPEED = "the world", "Weft's engine", "DeepSpeed's grid"
-"""Parts of a start: torch's group of all ranks, everything that a rank of Weft makes besides, and the groups of
-DeepSpeed's own `PipelineParallelGrid` of the same ranks, which Weft does without."""
+WORLD, ENGINE = "the world", "Weft's engine"
+"""Parts of a start: torch's group of all ranks, and everything that a rank of Weft creates besides."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +40,6 @@ class Part:
         return sum(self.asked.values())
 
 
-@dataclass(frozen=True)
-class EmulatedStart:
-    """A rank whose peers are all emulated.
-
-    Attributes:
-        seconds: until its engine stood.
-        group_sizes: of the groups of more than one rank that it is in, the world first.
-    """
-
-    seconds: float
-    group_sizes: tuple[int, ...]
-
-
 def start_for_real(stages: int, replicas: int, timeout_s: float) -> dict[str, Part]:
     """One rank of a job that starts; what it does in each part."""
     timeout = timedelta(seconds=timeout_s)
@@ -72,21 +56,8 @@ def start_for_real(stages: int, replicas: int, timeout_s: float) -> dict[str, Pa
     engines: list[WeftEngine] = []
     engine = part(lambda: engines.append(_engine(stages, replicas, timeout_s)))
     dist.barrier()
-    topology = PipeModelDataParallelTopology(num_pp=stages, num_dp=replicas, num_mp=1)
-    deepspeed = part(lambda: PipelineParallelGrid(topology=topology))
-    dist.barrier()
     engines[0].destroy()
-    return {WORLD: world, ENGINE: engine, DEEPSPEED: deepspeed}
-
-
-def start_among_emulated(stages: int, replicas: int, timeout_s: float) -> EmulatedStart:
-    """Rank 0 of a job whose other ranks are emulated."""
-    begun = perf_counter()
-    world = EmulatedWorld(rank=0, size=stages * replicas, hosts=lambda rank: rank // 8)
-    world.join()
-    _engine(stages, replicas, timeout_s)
-    seconds = perf_counter() - begun
-    return EmulatedStart(seconds, tuple(size for size in world.group_sizes() if size > 1))
+    return {WORLD: world, ENGINE: engine}
 
 
 def _engine(stages: int, replicas: int, timeout_s: float) -> WeftEngine:

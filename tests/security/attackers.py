@@ -8,8 +8,7 @@ import os
 import selectors
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from time import monotonic
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from weft.comm.wan.key import WanKey
@@ -24,13 +23,11 @@ _SINK = 0xFFFF  # a lane that is always open
 _AT_ONCE = 500
 
 
-def attack(
-    _say: Callable, _hear: Callable, address: Address, rank: int, recorded: Sequence[bytes], secret: bytes
-) -> int:
-    """Try everything at the port of a rank; for a `Job` in a node of the bed.
+def attack(address: Address, rank: int, recorded: Sequence[bytes], secret: bytes) -> int:
+    """Try everything at the port of a rank.
 
     Args:
-        recorded: what peers of the job have said when they came in, see `record_handshakes`.
+        recorded: what peers of the job have said when they came in.
         secret: the job's key, for the last attempt only.
 
     Returns:
@@ -48,37 +45,6 @@ def attack(
         assert _answer(address, said[:_HELLO], then=said[_HELLO:]) == _CHALLENGE
     _insider(address, hello, WanKey(secret))
     return _scan(address[0])
-
-
-def record_handshakes(
-    say: Callable, _hear: Callable, device: str, port: int, count: int, seconds: float
-) -> list[bytes]:
-    """What the sides that connect to ``port`` say first, read off ``device``; says when it listens."""
-    said: dict[int, bytes] = {}
-    limit = monotonic() + seconds
-    with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0800)) as line:
-        line.bind((device, 0))
-        line.settimeout(0.1)
-        say("listening")
-        while sum(len(one) >= _HELLO + _PROOF for one in said.values()) < count and monotonic() < limit:
-            with contextlib.suppress(TimeoutError):
-                _note(line.recv(1 << 16), port, said)
-    return [one[: _HELLO + _PROOF] for one in said.values() if len(one) >= _HELLO + _PROOF]
-
-
-def _note(packet: bytes, port: int, said: dict[int, bytes]) -> None:
-    """Add what a packet carries to what its connection has said; only connections that began meanwhile count."""
-    at = (packet[0] & 15) * 4
-    if packet[9] != socket.IPPROTO_TCP:
-        return
-    sender, receiver = struct.unpack_from("!HH", packet, at)
-    if receiver != port:
-        return
-    if packet[at + 13] & 2:  # SYN
-        said[sender] = b""
-    elif sender in said and len(said[sender]) < _HELLO + _PROOF:
-        (length,) = struct.unpack_from("!H", packet, 2)
-        said[sender] += packet[at + (packet[at + 12] >> 4) * 4 : length]
 
 
 def _answer(address: Address, data: bytes, *, then: bytes = b"") -> int:
