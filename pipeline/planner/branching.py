@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
 from math import inf
-from typing import NamedTuple
 
-from weft.pipeline.planner.bounds import ANYWHERE
-from weft.pipeline.planner.candidates import Candidate
 from weft.pipeline.planner.layout import Layout, Prediction, Shape
+from weft.pipeline.planner.parts import Found, Opened, Placed, place_of
 from weft.pipeline.planner.request import EQUAL, Request
 from weft.pipeline.planner.routes import Route, Routes
 from weft.pipeline.planner.space import Family, Space
@@ -38,52 +35,6 @@ TOGETHER = 8
 """Cuts of a route that are looked at together, after those whose slowest rank is the fastest."""
 
 
-class _Opened(NamedTuple):
-    """A part of the space that is still to be looked at.
-
-    Attributes:
-        expected: score by which the search goes; ``bound`` is what it scores at least.
-        shape: of a family, with any of its numbers of stages, or all but its route.
-        crowding: by how much ``expected`` and ``bound`` differ; None while that is not known.
-        cuts: further cuts of a whole route.
-    """
-
-    expected: float
-    bound: float
-    depth: int
-    number: int
-    shape: Shape
-    family: Family | None = None
-    route: Route = ANYWHERE
-    crowding: float | None = None
-    cuts: Iterator[tuple[int, ...]] | None = None
-
-
-class _Placed(NamedTuple):
-    """A whole layout that is still to be scheduled."""
-
-    expected: float
-    number: int
-    candidate: Candidate
-    bound: float
-
-
-class Found(NamedTuple):
-    """What a search found: predictions, the least bound of what it left, and whole layouts by their bounds."""
-
-    predictions: list[Prediction]
-    left_out: float
-    spare: list[tuple[float, Candidate]]
-
-
-_SHAPE = tuple(field.name for field in fields(Shape))
-
-
-def _place_of(layout: Layout) -> tuple[Shape, Route]:
-    """All of a layout but its cut, its schedule and its DP-cells."""
-    return Shape(**{name: getattr(layout, name) for name in _SHAPE}), Route(layout.sites, layout.stages)
-
-
 class Search:
     """One pass of branch and bound.
 
@@ -99,10 +50,10 @@ class Search:
         self._evaluation, self._ways = space.evaluation, Routes(space.cluster, request)
         self._order, self._spent, self._worth = count(), 0, WORTH
         self._by_bound = False
-        self._opened: list[_Opened] = []
-        self._placed: list[_Placed] = []
-        self._later: list[_Opened] = []  # what can be better by little
-        self._spare: list[_Placed] = []
+        self._opened: list[Opened] = []
+        self._placed: list[Placed] = []
+        self._later: list[Opened] = []  # what can be better by little
+        self._spare: list[Placed] = []
         self._found: list[Prediction] = []
         self._tried: set[Layout] = set()
         self._reached: dict[tuple[Shape, Route], float] = {}
@@ -163,7 +114,7 @@ class Search:
     def _is_poor(self, bound: float) -> bool:
         return bound * self._worth >= self._best
 
-    def _open(self, one: _Opened) -> None:
+    def _open(self, one: Opened) -> None:
         if self._is_poor(one.bound):
             self._later.append(one)
         else:
@@ -180,13 +131,13 @@ class Search:
             heappop(families)
             if family is not None:
                 self._spent += 1
-                self._open(_Opened(bound * OF_MANY, bound, 0, 0, family.shape, family))
+                self._open(Opened(bound * OF_MANY, bound, 0, 0, family.shape, family))
             if (another := next(following, None)) is not None:
                 heappush(families, (max(bound, another.bound), number, following, another))
 
     def _schedule(self) -> None:
         one = heappop(self._placed)
-        key = _place_of(one.candidate.layout)
+        key = place_of(one.candidate.layout)
         if not self._by_bound and (known := self._reached.get(key, 0.0)) > one.expected:
             heappush(self._placed, one._replace(expected=known))  # as others did that differ in their cut
             return
@@ -197,7 +148,7 @@ class Search:
             self._reached[key] = min(self._reached.get(key, inf), score)
             self._best = min(self._best, score)
 
-    def _take_apart(self, one: _Opened) -> None:
+    def _take_apart(self, one: Opened) -> None:
         if one.family is not None:
             self._take_stages(one, one.family)
         elif one.cuts is not None:
@@ -210,7 +161,7 @@ class Search:
         else:
             self._go_on(one)
 
-    def _take_stages(self, one: _Opened, family: Family) -> None:
+    def _take_stages(self, one: Opened, family: Family) -> None:
         """Open the shapes of a family with the most stages that are left, and the rest of the family."""
         *rest, stages = family.counts
         if rest:
@@ -220,9 +171,9 @@ class Search:
         for bound, shape in self._space.members(one.shape, stages):
             self._spent += BOUNDED
             bound = max(bound, one.bound)
-            self._open(_Opened(bound * WITHOUT_ROUTE, bound, 0, 0, shape))
+            self._open(Opened(bound * WITHOUT_ROUTE, bound, 0, 0, shape))
 
-    def _go_on(self, one: _Opened) -> None:
+    def _go_on(self, one: Opened) -> None:
         """Open the routes that are longer by a site."""
         shape, poor = one.shape, inf
 
@@ -250,7 +201,7 @@ class Search:
         if poor < inf:
             self._later.append(one._replace(bound=poor))
 
-    def _cut(self, one: _Opened) -> None:
+    def _cut(self, one: Opened) -> None:
         """Place the layouts with the best cuts of a whole route, and open those with others."""
         self._spent += EXPANDED * one.shape.virtual_stages
         limit = self._best * (1 + EQUAL)
@@ -264,7 +215,7 @@ class Search:
             expected = max(first, part.bound * (one.crowding or 1.0)) * WORTH
             self._open(part._replace(expected=expected, cuts=cuts))
 
-    def _cut_further(self, one: _Opened, cuts: Iterator[tuple[int, ...]]) -> None:
+    def _cut_further(self, one: Opened, cuts: Iterator[tuple[int, ...]]) -> None:
         """Place layouts with further cuts, where those that were scheduled did not take much longer than the best."""
         known = self._reached.get((one.shape, one.route), 0.0)
         if known > one.expected and not self._by_bound:
@@ -274,7 +225,7 @@ class Search:
             first = self._place(one, more)
             self._open(one._replace(expected=max(first, one.expected) * LATER))
 
-    def _place(self, one: _Opened, cuts: list[tuple[int, ...]]) -> float:
+    def _place(self, one: Opened, cuts: list[tuple[int, ...]]) -> float:
         """Place the layouts of a route with these cuts; return the least of their bounds."""
         first = bound = one.bound
         for number, candidate in enumerate(self._evaluation.candidates(one.shape, one.route, cuts)):
@@ -284,7 +235,7 @@ class Search:
             least = max(bound, candidate.score_bound)
             first = min(first, least) if number else least
             expected = max(least, bound * (one.crowding or 1.0)) * (1 + candidate.actions / MANY_ACTIONS)
-            placed = _Placed(least if self._by_bound else expected, next(self._order), candidate, least)
+            placed = Placed(least if self._by_bound else expected, next(self._order), candidate, least)
             heappush(self._placed, placed)
             self._spent += EXPANDED * candidate.layout.virtual_stages
         return first

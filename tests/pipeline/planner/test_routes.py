@@ -1,13 +1,14 @@
 """Replicas that go through sites of their own: when they are best, what they cost, and what bounds them."""
 
 from dataclasses import replace
-from itertools import islice, pairwise, permutations
+from itertools import islice, pairwise, permutations, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pipeline.planner.planned import cluster, model, site
+from tests.pipeline.planner.test_claims import sums
 from tests.pipeline.planner.test_search import REQUEST, planned, uneven_clusters, ways
 from weft.pipeline.planner.evaluation import Evaluation
 from weft.pipeline.planner.layout import Shape
@@ -78,7 +79,7 @@ def test_replicas_that_lie_apart_hold_the_same_layers_and_wait_for_the_slower():
 
 
 @given(uneven_clusters(), st.sampled_from(Objective), st.sampled_from([1, 4]))
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_bounds_are_below_what_they_bound(some, objective, experts):
     work = model(experts=8 if experts > 1 else 0)
     request = replace(REQUEST, objective=objective, sequences=48)
@@ -94,7 +95,7 @@ def test_bounds_are_below_what_they_bound(some, objective, experts):
 
 
 @given(uneven_clusters())
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_the_search_finds_the_best_of_all_sets_of_routes(some):
     request = replace(REQUEST, sequences=24, pins={"tensor": 1, "microbatch_size": 1, "num_stages": 2})
     if (found := planned(some, request)) is None:
@@ -131,19 +132,18 @@ def all_routes(some, shape, request, found=None):
 
 
 def pipelines(some, shape, request):
-    """Of one pipeline: every order of sites along links, each as full as can be until no rank is left."""
+    """Of one pipeline: every order of sites along links, with every number of ranks at each."""
     caps, numbers = room(some, shape.gpus_per_rank, shape.replicas_of_route), range(len(some.sites))
-    for count in range(1, len(some.sites) + 1):
-        for order in permutations(numbers, count):
-            before = sum(caps[site] for site in order[:-1])
-            if not all(caps[site] for site in order) or not before < shape.num_stages <= before + caps[order[-1]]:
+    for count in range(1, min(len(some.sites), shape.num_stages) + 1):
+        for order, held in product(permutations(numbers, count), sums(shape.num_stages, count)):
+            if any(part > caps[site] for site, part in zip(order, held, strict=True)):
                 continue
             if any(some.link(here, there) is None for here, there in pairwise(order)):
                 continue
             if request.home and not {order[0], order[-1]} <= request.home:
                 continue
             if not request.max_sites or count <= request.max_sites:
-                yield Route(order, (*(caps[site] for site in order[:-1]), shape.num_stages - before))
+                yield Route(order, held)
 
 
 def prices(count):
@@ -159,7 +159,7 @@ def prices(count):
     st.sampled_from([(), (0,), (0, 1), (1, 3)]),
     st.integers(1, 2),
 )
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_routes_are_all_orders_of_sites_along_links(hosts, linked, stages, most, home, routes):
     """Of several routes each set once, the one that begins at the cheaper site first."""
     sites = [

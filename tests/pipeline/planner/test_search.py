@@ -62,7 +62,7 @@ def planned(some_cluster, request=REQUEST, work=None):
 
 
 @given(clusters(), st.sampled_from(Objective))
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_plan_fits_and_runs(some, objective):
     request = replace(REQUEST, objective=objective)
     if (found := planned(some, request)) is None:
@@ -112,7 +112,7 @@ def family_bound(some, evaluation, shape):
     ),
     st.sampled_from([model(), model(experts=8)]),
 )
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=16, deadline=None)
 def test_bounds_are_below_what_they_bound(some, objective, pins, work):
     request = replace(REQUEST, objective=objective, pins={"context": 1} | pins)
     evaluation = Evaluation(some, work, request)
@@ -141,7 +141,7 @@ def test_bounds_hold_where_sites_are_good_at_different_parts(arrangement, latenc
 
 
 @given(uneven_clusters(), st.sampled_from(Objective))
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_nothing_is_better_than_proven(some, objective):
     pins = {"tensor": 1, "context": 1, "microbatch_size": 1, "schedule": "auto"}
     request = replace(REQUEST, objective=objective, pins=pins)
@@ -156,7 +156,7 @@ def test_nothing_is_better_than_proven(some, objective):
 
 
 @given(clusters(), st.floats(1.1, 10))
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_more_bandwidth_never_hurts(some, factor):
     if (before := planned(some)) is None:
         return
@@ -166,17 +166,17 @@ def test_more_bandwidth_never_hurts(some, factor):
 
 
 @given(clusters(), st.integers(0, 2), st.integers(1, 3))
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_more_gpus_never_hurt(some, number, more):
     if (before := planned(some)) is None:
         return
     number %= len(some.sites)
     after = planned(some.with_site(number, hosts=some.sites[number].hosts + more))
-    assert after.best.step_s <= before.best.step_s * ANOMALY
+    assert after.best.step_s <= before.best.step_s * (1 + after.gap) * (1 + EQUAL)
 
 
 @given(st.permutations(["A100", "A100", "H100"]), st.floats(1e9, 5e10))
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_the_order_in_which_sites_are_listed_changes_nothing(kinds, bandwidth):
     sorted_sites = cluster(
         *(site(kind + str(place), gpu=kind) for place, kind in enumerate(sorted(kinds))), bandwidth_bps=bandwidth

@@ -77,7 +77,7 @@ def ordered(found):
     st.sampled_from([0, 6, 8]),
     st.sampled_from([1024, 32_767, 32_768]),
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_shapes_are_all_that_meet_the_rules(sites, sequences, layers, experts, heads, tokens):
     some = cluster(*(site(str(number), hosts=hosts, gpus_per_host=gpus) for number, (hosts, gpus) in enumerate(sites)))
     work = replace(model(layers=layers, tokens=tokens, experts=experts), experts=experts, heads=heads)
