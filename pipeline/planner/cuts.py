@@ -54,7 +54,8 @@ class Cuts:
     def _tables(self, layout: Layout, ways: list[Layout]) -> list[CutTable]:
         """All cuts in one table if their bound holds there; else by the memory for activations that a cut leaves.
 
-        A schedule has one cap for all ranks: what the fullest of them has room for, or one micro-batch of another.
+        A schedule of `auto` has one cap for all ranks: what the fullest of them has room for, or one micro-batch of
+        another. Under 1F1B each rank has its own memory, which has to be enough for what it holds there.
         """
         parts = [self._of_way(way) for way in ways]
         stages = layout.placed(ways[0].stages).rank_stages
@@ -74,9 +75,21 @@ class Cuts:
         least_bytes, levels = levels_of(room_bytes)
         alone = largest([part.alone_s(least_bytes) for part in parts])
         found = [CutTable(whole.rank_s, ends_s, stages, alone)]
+        found.append(CutTable(self._held_by_1f1b(whole.rank_s, room_bytes, parts[0]), ends_s, stages))
         for low, high in levels:
             found.append(self._level(parts, room_bytes, (low, high), CutTable([], ends_s, stages)))
         return sorted((one for one in found if one.step_s < inf), key=lambda one: one.step_s)
+
+    @staticmethod
+    def _held_by_1f1b(rank_s: list[Array], room_bytes: list[Array], way: Way) -> list[Array]:
+        """What ranks take, where they have memory for as many micro-batches as 1F1B holds there."""
+        import numpy as np
+
+        found = []
+        for number, (each_s, room, rank) in enumerate(zip(rank_s, room_bytes, way.ranks, strict=True)):
+            in_flight = min(way.microbatches, len(rank_s) - number)
+            found.append(np.where(room * ROUNDED_UP >= in_flight * rank.saved_bytes, each_s, inf))
+        return found
 
     @staticmethod
     def _level(parts: list[Way], room_bytes: list[Array], level: tuple[float, float], empty: CutTable) -> CutTable:
