@@ -19,11 +19,10 @@ from weft.comm.agreement import attempt
 from weft.comm.channel import ChannelError
 from weft.comm.eager_connect import on_host
 from weft.comm.emulated.world import emulated_world
-from weft.comm.exchange import broadcast, gather
+from weft.comm.exchange import broadcast
 from weft.comm.sites.joining import backend_of
 from weft.comm.sites.links import Sites
 from weft.conf.schema import CommConfig, WeftConfig
-from weft.engine.kept import Kept
 
 T = TypeVar("T")
 
@@ -211,24 +210,6 @@ def from_rank_zero(action: Callable[[], T], *kinds: type) -> T:
     if world is not None:
         return world.hear(0, lambda: together(action), kinds)
     return broadcast(together(lambda: action() if dist.get_rank() == 0 else None), kinds=kinds)
-
-
-def known_to_any(kept: Kept, name: str, made_from: object, make: Callable[[], T], *kinds: type) -> T:
-    """Return on every rank a value that any rank has kept under ``name``, otherwise the result of ``make`` on rank 0.
-
-    A collective call; errors as in `together`.
-
-    Args:
-        kept: this rank's.
-        made_from: the same on all ranks; what was kept counts if it was made from this.
-        kinds: dataclasses and enums that the answer is made of.
-    """
-    mine = kept.find(name, made_from)
-    has = gather(mine is not None)
-    if not all(has):
-        mine = broadcast(mine, src=has.index(True), kinds=kinds) if any(has) else from_rank_zero(make, *kinds)
-        kept.put(name, made_from, mine)
-    return mine
 
 
 def rank_zero_first(action: Callable[[], T]) -> T:

@@ -23,6 +23,7 @@ from weft.engine.checkpoint.memory import HostMemory, MemoryCheckpoints
 from weft.engine.checkpoint.origin import Origin
 from weft.engine.deepspeed import checkpoints, construction, evaluation
 from weft.engine.deepspeed.bookkeeping import advance, begin_batch, end_batch
+from weft.engine.deepspeed.module import WeftModule
 from weft.engine.distributed import close_groups, from_rank_zero
 from weft.engine.execution.batches import prepare_batch
 from weft.engine.execution.compute import Compute
@@ -33,7 +34,6 @@ from weft.engine.execution.loss import StepLoss
 from weft.engine.execution.neighbours import Neighbours
 from weft.engine.execution.pairs import StrandPairs
 from weft.engine.execution.step_state import StepState
-from weft.engine.module import WeftModule
 from weft.engine.observability.bubbles import BubbleMarks, BubbleObserver, open_board
 from weft.engine.observability.clock import clock_for
 from weft.engine.observability.heartbeat import Heartbeat
@@ -157,7 +157,13 @@ class WeftEngine(PipelineEngine):
         self.executor = self._make_executor(receive_ahead=weft.pipeline.receive_ahead, debug=weft.pipeline.debug)
         self.bubbles: BubbleMarks | None = None
         if weft.inference.enabled:
-            self.bubbles = open_board(boards_folder(weft, os.getuid()), plan, self.global_rank, self.device)
+            self.bubbles = open_board(
+                boards_folder(weft, os.getuid()),
+                self.global_rank,
+                self.device,
+                predicted=plan.predicted(self.line).compute[self.pipe_rank],
+                longest_row=max(map(len, plan.cell(self.line).rows)),
+            )
         self.slot_observers: list[SlotObserver] = [] if self.bubbles is None else [BubbleObserver(self.bubbles)]
         """Notified of every slot of a training step."""
         self.heartbeat = Heartbeat()

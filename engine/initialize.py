@@ -24,24 +24,23 @@ from weft.conf.schema import ContextExchange, WeftConfig
 from weft.conf.trees import to_tree
 from weft.engine.checkpoint.origin import Origin, flat
 from weft.engine.deepspeed.keys import split_deepspeed_config
+from weft.engine.deepspeed.module import WeftModule
 from weft.engine.deepspeed.optimization import learning_rate, parameter_groups
 from weft.engine.distributed import (
     from_rank_zero,
-    known_to_any,
     leave_out_shm_operator,
     process_groups,
     together,
 )
 from weft.engine.engine import WeftEngine
 from weft.engine.execution.neighbours import open_wan
-from weft.engine.kept import Kept
-from weft.engine.module import WeftModule
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.communicated import open_axes
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.gathering import facts_of_ranks, with_collectives
 from weft.engine.planning.joining import join_job
+from weft.engine.planning.kept import Kept, known_to_any
 from weft.engine.planning.run_plan import RunPlan, plan_run, settle_placement
 from weft.engine.precision import DTYPES
 from weft.engine.stages import (

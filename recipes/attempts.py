@@ -19,8 +19,8 @@ import torch.distributed as dist
 from weft.comm.lifeline import abort_devices_groups
 from weft.comm.sites.joining import interrupt_groups
 from weft.engine.distributed import attempt_number, leave_distributed, lost_peer
-from weft.engine.kept import Kept
 from weft.engine.observability.set_up import SET_UP
+from weft.engine.planning.kept import Kept
 from weft.engine.supervision.parking import AgentLink
 
 

@@ -13,8 +13,8 @@ from weft.conf.schema import WeftConfig
 from weft.conf.sites import ranks_per_site
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import build_engine
-from weft.engine.kept import Kept
 from weft.engine.planning.joining import join_job
+from weft.engine.planning.kept import Kept
 from weft.recipes.preparation import prepare
 
 

@@ -16,10 +16,10 @@ from benchmarks.peers.emulated_stage import EmulatedStage, EmulatedWork
 from benchmarks.peers.stepping import time_steps
 from weft.conf.deepspeed import deepspeed_config
 from weft.conf.schema import CommConfig, PipelineConfig, PlacementKind, ScheduleKind, WeftConfig
+from weft.engine.deepspeed.module import WeftModule
 from weft.engine.distributed import device_bytes, from_rank_zero
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import PreparedRun
-from weft.engine.module import WeftModule
 from weft.engine.planning.facts import Facts, Links
 from weft.engine.planning.joining import join
 from weft.engine.planning.layout import RankLayout

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from weft.engine.checkpoint.origin import Origin
-from weft.engine.module import WeftModule
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.planning.layout import RankLayout
+from weft.engine.stages import Stage
 from weft.engine.zero import ShardedOptimizer, Sharding
+from weft.pipeline.placement import Placement
+
+
+class TrainedModule(Protocol):
+    """A rank's stages.
+
+    Attributes:
+        stages: by number.
+        placement: of the whole pipeline.
+        data_group: ranks that hold the same parts of these stages.
+    """
+
+    stages: Mapping[int, Stage]
+    placement: Placement
+    data_group: dist.ProcessGroup
+
+    def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter of this rank once, by its name in the whole model."""
+        ...
 
 
 class Trained(Protocol):
@@ -39,7 +61,7 @@ class Trained(Protocol):
     layout: RankLayout
     axes: AxisGroups
     global_steps: int
-    module: WeftModule
+    module: TrainedModule
     sharding: Sharding
     optimizer: ShardedOptimizer
     basic_optimizer: Optimizer

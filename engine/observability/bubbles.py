@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,9 +12,9 @@ import torch
 
 from weft.comm.rts_channel import shorten_switch_interval
 from weft.engine.observability.clock import DeviceTimes
-from weft.engine.planning.run_plan import RunPlan
 from weft.inference.board.writer import BoardWriter, board_path
 from weft.pipeline.action import COMPUTE, Op, Slot
+from weft.pipeline.timeline import Span
 
 SPARE_EDGES = 64
 """Marks that a step may have beyond two for each slot of the longest row."""
@@ -125,17 +125,22 @@ class DeviceMarks:
             raise
 
 
-def open_board(folder: Path, plan: RunPlan, rank: int, device: torch.device) -> BubbleMarks:
-    """Open the board of a global rank, with the plan's prediction on it.
+def open_board(
+    folder: Path, rank: int, device: torch.device, *, predicted: Sequence[Span], longest_row: int
+) -> BubbleMarks:
+    """Open the board of a global rank.
+
+    Args:
+        predicted: the rank's computations in a step, as planned.
+        longest_row: most slots of a rank in a step.
 
     Raises:
         ValueError: the folder of boards is not this user's alone.
     """
-    at = plan.layout.position(rank)
     board = BoardWriter(
         board_path(folder, rank),
         rank=rank,
-        plan=[(span.start_s, span.end_s) for span in plan.predicted(at.line).compute[at.stage]],
-        max_edges=2 * max(map(len, plan.cell(at.line).rows)) + SPARE_EDGES,
+        plan=[(span.start_s, span.end_s) for span in predicted],
+        max_edges=2 * longest_row + SPARE_EDGES,
     )
     return DeviceMarks(board, DeviceTimes(device)) if device.type == "cuda" else board

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe.module import PipelineModule
 
-from weft.engine.module import WeftModule
 
-
-def model_flops_per_token(module: WeftModule, sequence_length: int, device: torch.device) -> float:
+def model_flops_per_token(module: PipelineModule, sequence_length: int, device: torch.device) -> float:
     """FLOP per trained token: 6 per weight, plus attention's 12 x layers x width x context / 2.
 
     A collective call over the pipeline. Recomputation does not count, so utilisation with it is

@@ -10,8 +10,8 @@ from deepspeed.runtime.pipe import module as pipe_module
 from deepspeed.runtime.pipe import topology as deepspeed_topology
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
-from weft.engine import grid as ours
-from weft.engine.grid import RankGrid, RankTopology, grid_of
+from weft.engine.deepspeed import grid as ours
+from weft.engine.deepspeed.grid import RankGrid, RankTopology, grid_of
 from weft.engine.planning.layout import RankLayout
 
 ASKED = [

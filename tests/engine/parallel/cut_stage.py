@@ -14,10 +14,10 @@ from benchmarks.peers.emulated_stage import EmulatedWork
 from tests.engine.tiny import batches
 from weft.conf.deepspeed import deepspeed_config
 from weft.conf.schema import OptimizerConfig, ParallelConfig, PipelineConfig, TrainConfig, WeftConfig, ZeroConfig
+from weft.engine.deepspeed.module import WeftModule
 from weft.engine.distributed import device_bytes, from_rank_zero
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import PreparedRun
-from weft.engine.module import WeftModule
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.cut import Cut
 from weft.engine.parallel.functions import gather, scatter_sum, take_slice

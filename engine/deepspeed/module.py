@@ -12,7 +12,7 @@ from torch import nn
 
 from weft.comm.emulated.world import Asked
 from weft.comm.exchange import gather
-from weft.engine.grid import RankTopology
+from weft.engine.deepspeed.grid import RankTopology
 from weft.engine.planning.layout import RankLayout
 from weft.engine.stages import Stage, tied_names
 from weft.pipeline.placement import Placement

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, TypeVar
 
+from weft.comm.exchange import broadcast, gather
+from weft.engine.distributed import from_rank_zero
+
 T = TypeVar("T")
 
 
@@ -40,3 +43,21 @@ class Kept:
             found = make()
             self.put(name, made_from, found)
         return found
+
+
+def known_to_any(kept: Kept, name: str, made_from: object, make: Callable[[], T], *kinds: type) -> T:
+    """Return on every rank a value that any rank has kept under ``name``, otherwise the result of ``make`` on rank 0.
+
+    A collective call; errors as in `together`.
+
+    Args:
+        kept: this rank's.
+        made_from: the same on all ranks; what was kept counts if it was made from this.
+        kinds: dataclasses and enums that the answer is made of.
+    """
+    mine = kept.find(name, made_from)
+    has = gather(mine is not None)
+    if not all(has):
+        mine = broadcast(mine, src=has.index(True), kinds=kinds) if any(has) else from_rank_zero(make, *kinds)
+        kept.put(name, made_from, mine)
+    return mine
