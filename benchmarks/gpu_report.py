@@ -73,7 +73,18 @@ def items(out: Path) -> tuple[Item, ...]:
         Item("profile", "layers of a Llama-7B on a GPU; what all GPUs' collectives take", (*WEFT, *profile)),
         bench("collectives", "rewrites over NCCL beside plain ones", "--cache", cache, on=on_two, num_gpus=2),
         # Their layers sleep, and their ranks talk over gloo, whatever the machine has.
-        bench("engine", "a step over its simulation, on this machine's processor"),
+        bench(
+            "engines",
+            "a step over its simulation, on this machine's processor",
+            "host",
+            "--cases",
+            "2",
+            "--engines",
+            "weft-1f1b",
+            "weft-auto",
+            "deepspeed-1f1b",
+            "torch-1f1b",
+        ),
         bench("pairs", "steps with interleaved pairs, on this machine's processor", "--seconds", "0.1"),
     )
 

@@ -107,7 +107,9 @@ class Child:
 
     def output(self) -> str:
         """The end of what it has printed, on a line of its own; empty without a log."""
-        return "" if self._log is None else f"\n{self._log.read_text(errors='replace')[-LOG_TAIL_CHARS:]}"
+        if self._log is None or not self._log.exists():  # the child makes it, which takes long on a busy machine
+            return ""
+        return f"\n{self._log.read_text(errors='replace')[-LOG_TAIL_CHARS:]}"
 
     def _next(self, wanted: str, timeout_s: float | None) -> Any:
         """The next message, which must be of the ``wanted`` kind.

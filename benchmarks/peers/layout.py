@@ -9,7 +9,8 @@ from functools import partial
 from benchmarks.netbed.ranks import run_ranks_in
 from benchmarks.peers.case import EngineCase
 from benchmarks.peers.emulated_stage import EmulatedWork
-from benchmarks.peers.sites import MANY, profile
+from benchmarks.peers.registry import CHUNK_KB, MANY
+from weft.comm.wan.probe import LinkProfile
 from weft.conf.schema import (
     ClusterConfig,
     CommConfig,
@@ -24,11 +25,12 @@ from weft.pipeline.costs import LinkCost
 from weft.tools.emulation.what_if import WhatIf
 from weft.tools.links import Way, measure_link
 from weft.tools.netbed import NetBed, Topology
+from weft.tools.netbed.probing import probe_nodes
 
 NUM_LAYERS = 8
 LATENCY_MS, UPLINK_MBPS, WINDOW_KB = 20.0, 50.0, 50.0
 """Of a netbed: one way between sites; of a node; of a connection's receive buffer."""
-_CHUNK_KB = 8  # so that each of many connections gets some of a tensor
+_PROBE_BYTES = 32 << 10  # little enough for one connection
 _WARM_STEPS = 2
 
 
@@ -108,7 +110,7 @@ class Layout:
         )
         config = WeftConfig(pipeline=pipeline, comm=CommConfig(timeout_s=timeout_s, cell=self.cell))
         if self.sites:
-            config.comm = replace(config.comm, connections=MANY, chunk_kb=_CHUNK_KB, deadline_s=timeout_s, tls=False)
+            config.comm = replace(config.comm, connections=MANY, chunk_kb=CHUNK_KB, deadline_s=timeout_s, tls=False)
             config.optimizer = OptimizerConfig(clip=0.0)  # the norm would end every step with a crossing of the WAN
         if len(self.sites) > 1:
             sites = [SiteConfig(name=f"site {number}", ranks=ranks) for number, ranks in enumerate(self.sites)]
@@ -139,6 +141,13 @@ def wan_topology(
     return Topology.even(
         nodes, uplink_mbps=rate_mbps, latency_ms=latency_ms, mtu=1500, window_kb=window_kb, queue_ms=200.0
     )
+
+
+def profile(bed: NetBed) -> LinkProfile:
+    """Measure what one and up to `MANY` connections carry from the first node to the last, alone and opposed."""
+    effort = {"connections": MANY, "most": MANY, "seconds": 1.0, "message_bytes": _PROBE_BYTES}
+    found, _ = probe_nodes(bed, bed.nodes[0], bed.nodes[-1], settings={"chunk_bytes": CHUNK_KB << 10}, **effort)
+    return found
 
 
 def measured_links(topology: Topology, work: EmulatedWork) -> Links:

@@ -8,13 +8,12 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from benchmarks import engine as bench_engine
-from benchmarks import schedules as bench_schedules
-from benchmarks.peers import race as race_module
-from benchmarks.peers import table
+from benchmarks import engines as bench_engines
+from benchmarks.peers import on_host
 from benchmarks.peers.case import EngineCase, RankRun, middle_and_spread
 from benchmarks.peers.emulated_stage import EmulatedWork
-from benchmarks.peers.table import PEERS, PeerRun, measure
+from benchmarks.peers.on_host import HostRun, measure
+from benchmarks.peers.registry import HOST
 from weft.pipeline.action import slot_text
 from weft.pipeline.costs import LinkCost
 from weft.pipeline.generators import generate
@@ -50,7 +49,7 @@ LIVE_LAYERS = {  # of SMALL: most that a rank holds, two stages of two layers or
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize("peer", HOST)
 def test_every_peer_runs(peer):
     run = measure(peer, SMALL)
     assert len(run.step_s) == 2
@@ -79,7 +78,7 @@ def test_what_an_engine_holds_is_counted_in_the_rows_that_it_ran(monkeypatch, ki
     """In layers, so that engines whose stages differ can be compared."""
     ran = generate(kind, placement, 4)
     cells = [tuple(slot_text(slot) for slot in row) for row in ran.rows]
-    monkeypatch.setattr(table, "run_ranks", lambda *_, **__: [RankRun((1.0, 1.0), row) for row in cells])
+    monkeypatch.setattr(on_host, "run_ranks", lambda *_, **__: [RankRun((1.0, 1.0), row) for row in cells])
     assert measure("torch-zbv", replace(SMALL, num_layers=num_layers)).live_layers == live_layers
 
 
@@ -132,49 +131,53 @@ def no_processes(monkeypatch):
 
     def measured(peer, case):
         order.append((case.name, peer))
-        return PeerRun((1.0, 1.1, 1.2), 2.0 if peer.startswith("deepspeed") else 1.0, 2.2, 4.4, (2, 1))
+        return HostRun((1.0, 1.1, 1.2), 2.0 if peer.startswith("deepspeed") else 1.0, 2.2, 4.4, (2, 1))
 
-    monkeypatch.setattr(race_module, "measure", measured)
-    monkeypatch.setattr(race_module, "measure_link", lambda num_bytes, way: LinkCost())
+    monkeypatch.setattr(on_host, "measure", measured)
+    monkeypatch.setattr(on_host, "measure_link", lambda num_bytes, way: LinkCost())
     return order
 
 
 def test_engines_take_turns(no_processes):
-    results = list(race_module.race(["torch-1f1b", "weft-1f1b"], [SMALL], rounds=2))
+    results = list(on_host.race(["torch-1f1b", "weft-1f1b"], [SMALL], rounds=2))
     assert [peer for _, peer in no_processes] == ["torch-1f1b", "weft-1f1b"] * 2
-    assert [r.peer for r in results] == ["torch-1f1b", "weft-1f1b"]
+    assert [r.engine for r in results] == ["torch-1f1b", "weft-1f1b"]
     assert results[0].median_s == 1.1
-    assert results[0].over_simulated == 0.5
-    assert results[0].over_profiled == 0.25
+    assert results[0].over("simulated") == 0.5
+    assert results[0].over("profiled") == 0.25
     assert len(results[0].step_s) == 6
 
 
 def test_bench_engine(no_processes, capsys, tmp_path):
-    assert bench_engine.main(["--quick", "--json", str(tmp_path / "out.json")]) == 0
+    chosen = ["weft-1f1b", "weft-auto", "deepspeed-1f1b", "torch-1f1b"]
+    words = ["host", "--quick", "--cases", "2", "--engines", *chosen, "--json", str(tmp_path / "out.json")]
+    assert bench_engines.main(words) == 0
     assert "goal of 1.10 is met" in capsys.readouterr().out
     written = json.loads((tmp_path / "out.json").read_text())
-    assert written["bench"] == "engine" and written["met"] and written["arguments"] == {"quick": True}
+    assert written["bench"] == "engines" and written["met"] and written["arguments"]["quick"]
     found = written["figures"]
-    assert [r["peer"] for r in found] == ["weft-1f1b", "weft-auto", "deepspeed-1f1b", "torch-1f1b"]
-    assert found[2]["ideal_s"] == 2.0
-    assert found[0]["case"]["work"]["hidden_bytes"] == 8 * 2**20
+    assert [r["engine"] for r in found] == chosen
+    assert found[2]["references"]["ideal"] == 2.0
+    assert found[0]["case"].endswith(", 8 MiB")
 
 
 def test_bench_schedules(no_processes, capsys):
-    assert bench_schedules.main([]) == 0
+    assert bench_engines.main(["host"]) == 0
     out = capsys.readouterr().out
     assert out.count("Weft zbv") == 8
     assert "1.00x best" in out
     lines = [line.strip() for line in out.splitlines()]
     heads = [line for line in lines if line.startswith("engine ")]
-    rows = [line for line in lines if line.startswith(tuple(f"{peer.title}  " for peer in PEERS.values()))]
-    assert len(heads) == 8 and len(rows) == 8 * len(PEERS)
+    rows = [line for line in lines if line.startswith(tuple(f"{peer.title}  " for peer in HOST.values()))]
+    assert len(heads) == 8 and len(rows) == 8 * len(HOST)
     for line in heads:  # which of them may be compared is told beside each
         assert "live layers" in line
     for line in rows:
         assert line.split()[-4:] == ["2", "1", "1.00x", "best"]
     assert "Compare engines that hold as much" in out
     with pytest.raises(ValueError, match="--engines nonsense: not known; choose from deepspeed-1f1b"):
-        bench_schedules.main(["--engines", "nonsense"])
+        bench_engines.main(["host", "--engines", "nonsense"])
     with pytest.raises(ValueError, match="--json /nowhere/x"):
-        bench_schedules.main(["--quick", "--json", "/nowhere/x"])
+        bench_engines.main(["host", "--quick", "--json", "/nowhere/x"])
+    with pytest.raises(ValueError, match="engines moon: say where to run them: host, sites, sharded"):
+        bench_engines.main(["moon"])

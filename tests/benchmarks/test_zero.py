@@ -1,14 +1,15 @@
-"""`benchmarks zero`: every engine runs the emulated work whole, and figures are put together rightly."""
+"""`benchmarks engines sharded`: every engine runs the emulated work whole, and figures are put together rightly."""
 
 import json
 from dataclasses import replace
 
 import pytest
 
-from benchmarks import zero as bench_zero
+from benchmarks.peers import sharded as bench_zero
+from benchmarks.peers.registry import ABLATION, OVER, RACE
+from benchmarks.peers.registry import SHARDED as ENGINES
+from benchmarks.peers.sharded import PIPELINE_MICROBATCHES, of_bound, row_of, run_engine, speedup
 from benchmarks.peers.zero_case import ZeroCase, ZeroRun
-from benchmarks.peers.zero_table import ABLATION, ENGINES, OVER, PIPELINE_MICROBATCHES, RACE, run_peer
-from benchmarks.zero import Row
 from weft.tools.netbed import NetBed, Topology, missing
 
 SMALL = ZeroCase(
@@ -33,7 +34,7 @@ def cache_dir(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_engine_computes_every_layer(name, bed, cache_dir):
-    runs = run_peer(name, bed, NODES, replace(SMALL, cache_dir=cache_dir))
+    runs = run_engine(name, bed, NODES, replace(SMALL, cache_dir=cache_dir))
     for compute_s, run in zip(SMALL.compute_s, runs, strict=True):
         assert len(run.step_s) == SMALL.num_steps
         letters = [op for op, _, _ in run.spans]
@@ -47,7 +48,7 @@ def test_every_engine_computes_every_layer(name, bed, cache_dir):
 
 @pytest.mark.slow
 def test_plain_collectives_are_timed(bed):
-    found = run_peer("plain", bed, NODES, SMALL)
+    found = run_engine("plain", bed, NODES, SMALL)
     assert set(found) == {"all_reduce", "reduce_scatter", "all_gather"}
     assert min(found.values()) > 0
 
@@ -58,10 +59,10 @@ def test_names_of_engines_agree():
 
 
 def test_speed_up_is_held_against_the_bound():
-    half = Row("torch-ddp", 1.0, alpha=0.5, plain_s=2.0, step_s=1.0, spread=0.0)
-    assert (half.speedup, half.of_bound) == (2.0, 1.0)
-    most = Row("torch-ddp", 0.25, alpha=0.8, plain_s=1.25, step_s=1.25, spread=0.0)
-    assert most.of_bound == pytest.approx(0.8)
+    half = row_of("torch-ddp", (1.0,), 1.0, {"all_reduce": 1.0})
+    assert (speedup(half), of_bound(half), half.notes["alpha"]) == (2.0, 1.0, "0.50")
+    most = row_of("torch-ddp", (1.25,), 0.25, {"all_reduce": 1.0})
+    assert of_bound(most) == pytest.approx(0.8)
 
 
 def test_steps_are_the_times_between_ends():
@@ -81,18 +82,18 @@ def test_figures_are_written_and_goals_judged(tmp_path, monkeypatch, capsys):
         def __exit__(self, *error):
             return None
 
-    def measured(name, bed, nodes, case, meanwhile=None):
+    def measured(name, bed, nodes, case):
         if name == "plain":
             return {"all_reduce": 0.3, "reduce_scatter": 0.25, "all_gather": 0.15}
         return [ZeroRun((0.0, 1.0, 2.0), ()) for _ in case.compute_s]
 
     monkeypatch.setattr(bench_zero.NetBed, "up", lambda topology: Bed())
-    monkeypatch.setattr(bench_zero, "run_peer", measured)
+    monkeypatch.setattr(bench_zero, "run_engine", measured)
     path = tmp_path / "zero.json"
     engines = ["--engines", "deepspeed-1", "torch-ddp"]
     assert bench_zero.main([*engines, "--alphas", "0.5", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["figures"]
-    assert [row["plain_s"] for row in rows] == [0.8, 0.7]
+    assert [row["references"]["no overlap"] for row in rows] == pytest.approx([0.8, 0.7])
     assert "400 ms of compute" in capsys.readouterr().out
     assert bench_zero.main(["--engines", "deepspeed-1", "weft-1", "--alphas", "0.5", "0.8"]) == 1
     assert "Weft ZeRO-1 over DeepSpeed ZeRO-1: 1.00x" in capsys.readouterr().out

@@ -84,7 +84,7 @@ def test_an_unknown_benchmark_ends_with_2_and_one_line(capsys):
 
 
 @pytest.mark.parametrize(
-    ("former", "now"), [("bench zero --rate 50", "zero --rate 50"), ("parity --all", "parity --all")]
+    ("former", "now"), [("bench wan --rate 50", "wan --rate 50"), ("parity --all", "parity --all")]
 )
 def test_former_commands_name_the_ones_that_replace_them(capsys, former, now):
     code, out, err = run(capsys, *former.split())

@@ -344,5 +344,5 @@ def test_what_does_not_exist_is_found():
     ):
         assert missing(text), text
     found = "comm/channel.py", "Sharding", "pipeline.stages=4", "weft.engine.zero"
-    for text in (*found, "python -m benchmarks zero --rate 50", "python -m tests.mutants"):
+    for text in (*found, "python -m benchmarks engines sharded --rate 50", "python -m tests.mutants"):
         assert not missing(text), text

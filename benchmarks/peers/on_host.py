@@ -1,0 +1,150 @@
+"""Pipeline engines on four ranks of this host, on the same emulated layers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.peers.case import EngineCase, RankRun
+from benchmarks.peers.comparison import Measured, show_steps
+from benchmarks.peers.emulated_stage import EmulatedWork, layers_per_stage
+from benchmarks.peers.registry import HOST
+from benchmarks.results import finish, parse, show
+from weft.pipeline.schedule import Schedule
+from weft.pipeline.serialization import schedule_from_csv
+from weft.pipeline.simulation import simulate
+from weft.pipeline.timeline import Timeline
+from weft.tools.links import Way, measure_link
+from weft.tools.ranks import run_ranks
+
+START_S = 60.0
+"""Allowance for starting the ranks of a run."""
+SLOWNESS = 10.0
+"""How many times its ideal a step may take before the run is given up."""
+SIZES = ((8, 8), (8, 16), (16, 8), (16, 16))
+"""Layers and micro-batches."""
+HIDDEN_MIB = (1, 8)
+NUMBERS = range(1, len(SIZES) * len(HIDDEN_MIB) + 1)
+GOAL, GOAL_ENGINE, GOAL_CASE = 1.10, "weft-1f1b", 2
+"""Most that a step of this engine may take over the simulation of its schedule, on the case of this number."""
+_LEGEND = (
+    "ideal: the engine's own schedule simulated with free communication. simulated: with the link as measured here.\n"
+    "profiled: with the times that computations took in the run's warm-up, too, where the engine reports them.\n"
+    "step: median, barrier to barrier. spread: middle half of the steps over the median.\n"
+    "live layers: most layer activations alive at once, rank by rank. Compare engines that hold as much: ZBV, the\n"
+    "best peer, holds two chunks for each rank, and so does Weft auto with ZBV's memory; Weft auto by itself takes\n"
+    "what it needs, up to four times what 1F1B holds."
+)
+
+
+@dataclass(frozen=True)
+class HostRun:
+    """One run of an engine on a case: measured steps, and its own schedule simulated.
+
+    Attributes:
+        ideal_s: its schedule simulated with free communication.
+        simulated_s: with the link as measured.
+        profiled_s: with what its computations took in the warm-up, too; None if it does not report that.
+        live_layers: per rank, most layer activations alive at once in that schedule.
+    """
+
+    step_s: tuple[float, ...]
+    ideal_s: float
+    simulated_s: float
+    profiled_s: float | None
+    live_layers: tuple[int, ...]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run every engine on every case; returns 1 if Weft's 1F1B misses its goal."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks engines host", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one round of three steps")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each engine, in turns")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of a run")
+    parser.add_argument("--cases", nargs="+", metavar="N", type=int, default=list(NUMBERS), help=f"1 to {NUMBERS[-1]}")
+    parser.add_argument("--engines", nargs="+", metavar="NAME", default=list(HOST), help=f"of {', '.join(HOST)}")
+    args = parse(parser, argv, engines=HOST, cases=NUMBERS)
+    cases = _cases(3 if args.quick else args.steps)
+    chosen = [cases[number - 1] for number in sorted(args.cases)]
+    rows = list(race(args.engines, chosen, rounds=1 if args.quick else args.rounds))
+    show_steps(rows, "a training step: 10 ms forward, input and weight gradient per layer, 4 ranks")
+    show(f"\n{_LEGEND}")
+    goal_case = cases[GOAL_CASE - 1].name
+    ratios = [row.over("simulated") for row in rows if (row.engine, row.case) == (GOAL_ENGINE, goal_case)]
+    if not ratios or ratios[0] is None:
+        return finish(args, "engines", rows)
+    met = ratios[0] <= GOAL
+    word = "met" if met else "MISSED"
+    print(f"Weft's 1F1B took {ratios[0]:.3f} of its simulation: the goal of {GOAL:.2f} is {word}")
+    return finish(args, "engines", rows, met=met)
+
+
+def _cases(num_steps: int) -> list[EngineCase]:
+    base = EngineCase(num_steps=num_steps)
+    return [
+        replace(base, num_layers=layers, num_microbatches=count, work=EmulatedWork(hidden_bytes=mib * 2**20))
+        for layers, count in SIZES
+        for mib in HIDDEN_MIB
+    ]
+
+
+def race(engines: Sequence[str], cases: Sequence[EngineCase], *, rounds: int) -> Iterator[Measured]:
+    """Run every engine on every case, a case at a time, in turns, so that the machine's load affects all alike.
+
+    Raises:
+        RuntimeError: an engine failed or took too long.
+    """
+    for case in cases:
+        links = {way is Way.shared: measure_link(case.work.hidden_bytes, way) for way in (Way.gloo, Way.shared)}
+        runs: dict[str, list[HostRun]] = {name: [] for name in engines}
+        for turn in range(rounds):
+            for name in engines:
+                print(f"{case.name}: round {turn + 1} of {rounds}, {HOST[name].title}", file=sys.stderr)
+                runs[name].append(measure(name, replace(case, link=links[HOST[name].is_weft])))
+        yield from (_measured(name, case, runs[name]) for name in engines)
+
+
+def _measured(name: str, case: EngineCase, runs: Sequence[HostRun]) -> Measured:
+    first = runs[0]
+    return Measured(
+        engine=name,
+        title=HOST[name].title,
+        case=case.name,
+        step_s=tuple(seconds for run in runs for seconds in run.step_s),
+        references={"ideal": first.ideal_s, "simulated": first.simulated_s, "profiled": first.profiled_s},
+        ratios=("simulated", "profiled"),
+        notes={"live layers": " ".join(map(str, first.live_layers))},
+    )
+
+
+def measure(name: str, case: EngineCase) -> HostRun:
+    """Run an engine once, in fresh processes.
+
+    Raises:
+        RuntimeError: a rank failed, or the run took too long.
+    """
+    work = case.work
+    serial_s = case.num_layers * case.num_microbatches * (work.forward_s + work.input_s + work.weight_s)
+    timeout_s = START_S + SLOWNESS * (case.num_warmup + case.num_steps) * serial_s / case.num_ranks
+    ranks = run_ranks(case.num_ranks, HOST[name].run, case, timeout_s, timeout_s=timeout_s)
+    schedule = _schedule(name, ranks)
+    num_stages = schedule.placement.num_stages
+    ideal = simulate(schedule, work.costs(case.num_layers, num_stages))
+    linked = simulate(schedule, work.costs(case.num_layers, num_stages, local=case.link))
+    profile = ranks[0].profile
+    profiled_s = None if profile is None else _end_s(simulate(schedule, profile))
+    each = layers_per_stage(case.num_layers, num_stages)
+    live_layers = tuple(each * chunks for chunks in ideal.live_microbatches)
+    return HostRun(ranks[0].step_s, _end_s(ideal), _end_s(linked), profiled_s, live_layers)
+
+
+def _end_s(timeline: Timeline) -> float:
+    return max(span.end_s for span in timeline.spans)
+
+
+def _schedule(name: str, ranks: Sequence[RankRun]) -> Schedule:
+    """Return the schedule that the ranks executed; engines run the halves of a pair one after the other."""
+    schedule = schedule_from_csv("\n".join(",".join(rank.cells) for rank in ranks), name=name)
+    return schedule.with_rows([[(action,) for action in schedule.actions(rank)] for rank in range(schedule.num_ranks)])

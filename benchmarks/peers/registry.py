@@ -1,0 +1,169 @@
+"""Every engine that benchmarks compare: on ranks of one host, across sites, and with sharded data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+from benchmarks.peers.zero_case import Technique
+from weft.conf.schema import CommConfig, Partition
+
+MANY = 32
+"""TCP connections per pair of ranks that fill a link between sites."""
+CHUNK_KB = 8
+"""Size of a chunk between sites, small enough that each connection gets several of a tensor."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine with one of its schedules: a function of a module beside this one, called on every rank.
+
+    Attributes:
+        schedule: kind of its schedule across sites, for the simulation.
+        connections: TCP connections per pair of ranks across sites; with gloo, contexts.
+        cell: pipelines that share their uplinks.
+        moves: plain collectives over the whole model that a sharded step without overlap takes.
+        across: True if ranks of one node hold different pipeline stages, so that replicas are on different nodes.
+    """
+
+    title: str
+    module: str
+    function: str = "run"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    schedule: str = ""
+    connections: int = 1
+    cell: int = 1
+    moves: tuple[str, ...] = ()
+    across: bool = False
+
+    def run(self, *case: Any) -> Any:
+        """Run one rank of it."""
+        return getattr(import_module(f"{__package__}.{self.module}"), self.function)(*case, **self.arguments)
+
+    @property
+    def is_weft(self) -> bool:
+        """True if it is Weft's, whose ranks of one host exchange tensors through shared memory."""
+        return self.module == "weft_engine"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of its ranks in a netbed."""
+        return {} if self.is_weft else {"GLOO_SOCKET_IFNAME": ",".join(["lan0"] * self.connections)}
+
+
+def _torch(title: str, kind: str) -> Engine:
+    return Engine(f"torch {title}", "torch_engines", arguments={"kind": kind})
+
+
+def _weft(kind: str, placement: str = "straight", title: str = "", chunks: int = 0) -> Engine:
+    arguments = {"kind": kind, "placement": placement, "chunks": chunks}
+    return Engine(f"Weft {title or kind}", "weft_engine", arguments=arguments)
+
+
+HOST: Mapping[str, Engine] = MappingProxyType(
+    {
+        "deepspeed-1f1b": Engine("DeepSpeed 1F1B", "deepspeed_engines", "run_1f1b"),
+        "deepspeed-dualpipev": Engine("DeepSpeed DualPipeV", "deepspeed_engines", "run_dualpipev"),
+        "torch-1f1b": _torch("1F1B", "1f1b"),
+        "torch-interleaved": _torch("Interleaved1F1B", "interleaved"),
+        "torch-zbv": _torch("ZBV", "zbv"),
+        "torch-dualpipev": _torch("DualPipeV", "dualpipev"),
+        "weft-1f1b": _weft("1f1b"),
+        "weft-interleaved": _weft("interleaved"),
+        "weft-w": _weft("w", "fold"),
+        "weft-zbv": _weft("zbv", "fold"),
+        "weft-dualpipev": _weft("dualpipev", "fold"),
+        "weft-auto": _weft("auto", "fold"),
+        "weft-auto-zbv": _weft("auto", "fold", "auto, ZBV's memory", chunks=2),
+        "weft-auto-straight": _weft("auto", "straight", "auto, straight"),
+    }
+)
+"""Engines on ranks of one host."""
+
+
+def _gloo(engine: Engine, schedule: str, contexts: int) -> Engine:
+    title = f"{engine.title}, {contexts} gloo context{'s' * (contexts > 1)}"
+    return replace(engine, title=title, schedule=schedule, connections=contexts)
+
+
+def _weft_at_sites(schedule: str, cell: int) -> Engine:
+    # In the clear, as the engines beside it.
+    comm = CommConfig(connections=MANY, cell=cell, chunk_kb=CHUNK_KB, deadline_s=60.0, tls=False)
+    title = f"Weft {schedule}, {MANY} connections" + (f", a cell of {cell}" if cell > 1 else "")
+    arguments = {"kind": schedule, "placement": "straight", "comm": comm}
+    return Engine(title, "weft_engine", arguments=arguments, schedule=schedule, connections=MANY, cell=cell)
+
+
+SITES: Mapping[str, Engine] = MappingProxyType(
+    {
+        **{
+            f"{name}{suffix}": _gloo(engine, schedule, contexts)
+            for suffix, contexts in (("", 1), ("-4", 4))
+            for name, engine, schedule in (
+                ("deepspeed", HOST["deepspeed-1f1b"], "1f1b"),
+                ("torch-gpipe", _torch("GPipe", "gpipe"), "gpipe"),
+                ("torch-1f1b", HOST["torch-1f1b"], "1f1b"),
+            )
+        },
+        "weft-gpipe": _weft_at_sites("gpipe", 1),
+        "weft-1f1b": _weft_at_sites("1f1b", 1),
+        "weft-auto": _weft_at_sites("auto", 1),
+        "weft-1f1b-cell": _weft_at_sites("1f1b", 3),
+        "weft-auto-cell": _weft_at_sites("auto", 3),
+    }
+)
+"""Engines across sites: a rank per node of an emulated WAN."""
+
+_SHARDED = ("reduce_scatter", "all_gather")
+_ON_DEMAND = (*_SHARDED, "all_gather")
+
+
+def _deepspeed_zero(stage: int) -> Engine:
+    moves = _ON_DEMAND if stage == 3 else _SHARDED
+    return Engine(f"DeepSpeed ZeRO-{stage}", "deepspeed_engines", "run_sharded", {"stage": stage}, moves=moves)
+
+
+def _weft_zero(title: str, technique: Technique) -> Engine:
+    moves = _ON_DEMAND if technique.zero_stage == 3 else _SHARDED
+    return Engine(title, "zero_weft", arguments={"technique": technique}, moves=moves, across=technique.num_stages > 1)
+
+
+_WHOLE = Technique(layer_by_layer=False, weights_first=False)
+SHARDED: Mapping[str, Engine] = {
+    "torch-ddp": Engine("torch DDP", "zero_torch", "run_ddp", moves=("all_reduce",)),
+    "torch-fsdp2": Engine("torch FSDP2", "zero_torch", "run_fsdp2", moves=_ON_DEMAND),
+    "deepspeed-1": _deepspeed_zero(1),
+    "deepspeed-2": _deepspeed_zero(2),
+    "deepspeed-3": _deepspeed_zero(3),
+    "deepspeed-pipeline": Engine(
+        "DeepSpeed ZeRO-1, 2 stages",
+        "deepspeed_engines",
+        "run_pipelined",
+        {"num_stages": 2},
+        moves=_SHARDED,
+        across=True,
+    ),
+    "weft-1": _weft_zero("Weft ZeRO-1", Technique()),
+    "weft-2": _weft_zero("Weft ZeRO-2", Technique(zero_stage=2)),
+    "weft-3": _weft_zero("Weft ZeRO-3", Technique(zero_stage=3)),
+    "weft-pipeline": _weft_zero("Weft ZeRO-1, 2 stages", Technique(num_stages=2, chunks=8)),
+    "ablation-plain": _weft_zero("plain", replace(_WHOLE, partition=Partition.none)),
+    "ablation-primitive": _weft_zero("+ primitive", replace(_WHOLE, partition=Partition.primitive)),
+    "ablation-group": _weft_zero("+ group", replace(_WHOLE, partition=Partition.group)),
+    "ablation-workload": _weft_zero("+ workload", Technique(weights_first=False)),
+    "ablation-layer": _weft_zero("+ layer tier", Technique()),
+    "ablation-model": _weft_zero("+ model tier", Technique(chunks=8)),
+}
+"""Data-parallel engines; a pipeline's step without overlap leaves out its bubbles."""
+ABLATION = tuple(name for name in SHARDED if name.startswith("ablation"))
+"""Weft with one technique after the other."""
+RACE = tuple(name for name in SHARDED if name not in ABLATION)
+"""Sharded engines that run unless engines are named."""
+OVER: Mapping[str, tuple[str, ...]] = {
+    name: (name.replace("weft", "deepspeed"),) for name in ("weft-1", "weft-2", "weft-3", "weft-pipeline")
+}
+"""DeepSpeed's engines that each of Weft's is compared with."""
+PLAIN = Engine("plain collectives", "zero_torch", "run_plain")

@@ -1,0 +1,164 @@
+"""Sharded data parallelism over a slow link, in Weft, DeepSpeed and torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.netbed.ranks import run_ranks_in
+from benchmarks.peers.comparison import Measured, show_steps
+from benchmarks.peers.registry import ABLATION, OVER, PLAIN, RACE, SHARDED
+from benchmarks.peers.zero_case import ZeroCase, ZeroRun
+from benchmarks.results import finish, parse, show
+from weft.tools.netbed import NetBed, Topology
+
+NODES = ("n0", "n0", "n1", "n1")
+GOAL_OF_BOUND = 0.95
+GOAL_OVER_DEEPSPEED = 1.49
+START_S = 60.0
+PIPELINE_MICROBATCHES = 4
+"""A rank's batch goes through a pipeline in so many pieces at least, or little but its fill would be seen."""
+SLOWNESS = 4.0
+"""How many times its step without overlap an engine may take before the run is given up."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run every engine at every share of communication; returns 0 if the goals are met, 1 if not."""
+    args = parse(_parser(), argv, engines=SHARDED)
+    names = list(ABLATION) if args.ablation else args.engines
+    with (
+        TemporaryDirectory(prefix="weft-bench-zero-") as folder,
+        NetBed.up(Topology.even((1, 1), uplink_mbps=args.rate, latency_ms=args.latency)) as bed,
+    ):
+        plain_s = run_engine("plain", bed, NODES, _case(args, (0.0,), folder))
+        base_s = plain_s["reduce_scatter"] + plain_s["all_gather"]
+        case = _case(args, tuple(base_s * (1 - alpha) / alpha for alpha in args.alphas), folder)
+        runs: dict[str, list[ZeroRun]] = {}
+        for name in names:
+            print(f"{SHARDED[name].title} ...", file=sys.stderr)
+            runs[name] = run_engine(name, bed, NODES, case)
+    rows = {
+        (name, compute_s): row_of(name, run.step_s, compute_s, plain_s)
+        for name in names
+        for compute_s, run in zip(case.compute_s, runs[name], strict=True)
+    }
+    show(
+        f"2 nodes of 2 ranks, {args.rate:g} Mbit/s and {args.latency:g} ms between them, {case.num_layers} layers of "
+        f"{case.layer_elements} fp32 parameters, {case.num_microbatches} micro-batches",
+        ", ".join(f"plain {name} {1e3 * seconds:.0f} ms" for name, seconds in plain_s.items()),
+    )
+    show_steps(list(rows.values()))
+    met = None if args.ablation else _verdict(rows)
+    return finish(args, "engines", list(rows.values()), met=met)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks engines sharded", description=__doc__)
+    parser.add_argument("--engines", nargs="+", default=list(RACE), metavar="NAME", help=f"of {', '.join(SHARDED)}")
+    parser.add_argument("--ablation", action="store_true", help="Weft alone, one technique after the other")
+    parser.add_argument("--alphas", type=float, nargs="+", default=[0.2, 0.5, 0.8], help="shares of communication")
+    parser.add_argument("--rate", type=float, default=200, help="uplink of a node in Mbit/s")
+    parser.add_argument("--latency", type=float, default=0.5, help="one-way delay between nodes in ms")
+    parser.add_argument("--layers", type=int, default=16, help="of the model")
+    parser.add_argument("--elements", type=int, default=1 << 16, help="fp32 parameters of a layer")
+    parser.add_argument("--microbatches", type=int, help="of a step and rank; default: 1, 4 in the ablation")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each case")
+    return parser
+
+
+def _case(args: argparse.Namespace, compute_s: tuple[float, ...], cache_dir: str) -> ZeroCase:
+    return ZeroCase(
+        compute_s=compute_s,
+        num_layers=args.layers,
+        layer_elements=args.elements,
+        num_microbatches=args.microbatches or (4 if args.ablation else 1),
+        num_steps=args.steps,
+        cache_dir=cache_dir,
+    )
+
+
+def run_engine(name: str, bed: NetBed, nodes: Sequence[str], case: ZeroCase) -> Any:
+    """Return what rank 0 of the engine measured; for ``plain``, seconds of each collective over the whole model.
+
+    Raises:
+        RuntimeError, TimeoutError: see `run_ranks_in`.
+    """
+    engine = PLAIN if name == "plain" else SHARDED[name]
+    order = sorted(range(len(nodes)), key=lambda rank: (rank % 2, rank)) if engine.across else range(len(nodes))
+    if engine.across:
+        case = replace(case, num_microbatches=max(case.num_microbatches, PIPELINE_MICROBATCHES))
+    timeout_s = START_S + SLOWNESS * (case.num_warmup + case.num_steps) * sum(case.compute_s, len(case.compute_s) * 2.0)
+    return run_ranks_in(bed, [nodes[rank] for rank in order], engine.run, case, timeout_s=timeout_s)[0]
+
+
+def row_of(name: str, step_s: tuple[float, ...], compute_s: float, plain_s: Mapping[str, float]) -> Measured:
+    """Return the row of an engine at one amount of compute.
+
+    Alpha is the share of communication in a step that overlaps nothing, with plain collectives of the engine's ZeRO
+    stage. The bound of the speed-up is min(1/alpha, 1/(1 - alpha)) (Centauri section 5.4).
+    """
+    moved_s = sum(plain_s[collective] for collective in SHARDED[name].moves)
+    row = Measured(
+        engine=name,
+        title=SHARDED[name].title,
+        case=f"{1e3 * compute_s:.0f} ms of compute",
+        step_s=step_s,
+        references={"no overlap": moved_s + compute_s, "compute": compute_s},
+    )
+    alpha = moved_s / (moved_s + compute_s)
+    notes = {"alpha": f"{alpha:.2f}", "speed-up": f"{speedup(row):.2f}x", "of bound": f"{of_bound(row):.2f}"}
+    return replace(row, notes=notes)
+
+
+def speedup(row: Measured) -> float:
+    """Speed-up over the step that overlaps nothing."""
+    return (row.references["no overlap"] or 0.0) / row.median_s
+
+
+def of_bound(row: Measured) -> float:
+    """Speed-up over its bound."""
+    whole, compute_s = row.references["no overlap"] or 0.0, row.references["compute"] or 0.0
+    alpha = 1 - compute_s / whole
+    return speedup(row) / min(1 / alpha, 1 / (1 - alpha))
+
+
+def _verdict(rows: Mapping[tuple[str, float], Measured]) -> bool:
+    """Print whether the goals are met: compare each of Weft's engines with peers of the same kind."""
+    ours = [row for row in rows.values() if row.engine in OVER]
+    if not ours:
+        return True
+    met = [_is_near_bound(ours)]
+    middle = min(rows, key=lambda at: abs(1 - at[1] / (rows[at].references["no overlap"] or 1.0) - 0.5))[1]
+    for name, others in OVER.items():
+        for other in others:
+            if (name, middle) in rows and (other, middle) in rows:
+                met.append(_is_faster(rows[name, middle], rows[other, middle], middle))
+    return all(met)
+
+
+def _is_near_bound(ours: Sequence[Measured]) -> bool:
+    """The bound ignores a pipeline's bubbles, so it is not a goal for pipelines."""
+    worst = min((row for row in ours if not SHARDED[row.engine].across), key=of_bound, default=None)
+    if worst is None:
+        return True
+    met = of_bound(worst) >= GOAL_OF_BOUND
+    print(
+        f"least share of the bound: {of_bound(worst):.2f} ({worst.title}, {worst.case}); "
+        f"the goal of {GOAL_OF_BOUND} is {'met' if met else 'MISSED'}"
+    )
+    return met
+
+
+def _is_faster(mine: Measured, other: Measured, compute_s: float) -> bool:
+    """A step cannot be shorter than its compute, so a peer that hides nearly all limits the possible ratio."""
+    gain, most = other.median_s / mine.median_s, other.median_s / compute_s
+    met = gain >= GOAL_OVER_DEEPSPEED
+    verdict = (
+        "met" if met else "MISSED" if most >= GOAL_OVER_DEEPSPEED else f"out of reach, compute alone is {most:.2f}x"
+    )
+    print(f"{mine.title} over {other.title}: {gain:.2f}x; the goal of {GOAL_OVER_DEEPSPEED}x is {verdict}")
+    return met or most < GOAL_OVER_DEEPSPEED
