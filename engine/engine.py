@@ -70,8 +70,8 @@ class WeftEngine(PipelineEngine):
 
     DeepSpeed calls these methods, all from its constructor and in this order: `zero_optimization_stage`,
     `_cast_module_mixed_precision` (in 16 bits), `_broadcast_model`, `_configure_optimizer`,
-    `_configure_lr_scheduler`. The others are for users: DeepSpeed has no part in what happens between
-    the first and the last line of `train_batch` but the functions that it calls by name.
+    `_configure_lr_scheduler`. All others are for users. Between the first and the last line of `train_batch`
+    DeepSpeed's timers, schedule and monitors are called by name (`weft.engine.deepspeed.bookkeeping`).
     """
 
     module: WeftModule
@@ -325,7 +325,7 @@ class WeftEngine(PipelineEngine):
         return prepared
 
     def _begin_step(self, plan: RankSchedule, state: StepState) -> SlotTrace:
-        """Tell those who need it what is about to be executed; returns the step's measurement."""
+        """Pass on the row that is about to be executed; returns the step's measurement."""
         if self.wan is not None:
             self.wan.priorities.update(plan.priorities)
         self.sharding.begin_step(list(plan.schedule.actions(self.pipe_rank)))
@@ -338,7 +338,7 @@ class WeftEngine(PipelineEngine):
             self.memory.before_step()
 
     def _end_step(self, trace: SlotTrace, state: StepState) -> None:
-        """Check what the step was fed with, and keep its measurements."""
+        """Check the labels and the objective of the step, and keep its measurements."""
         self.step_loss.check(state.num_items)
         self.records.add(trace, state.peak_bytes, state.peak_chunks)
         if len(self.records) > 1:

@@ -1,1 +1,1 @@
-"""Handling of DeepSpeed's configuration keys: taken over, read by DeepSpeed, refused, or without effect."""
+"""What adapts DeepSpeed: a user's configuration, methods of the engine, the module and its grid of ranks."""
