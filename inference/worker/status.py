@@ -1,4 +1,4 @@
-"""Liveness of a worker's engine, published to the process that answers `/health`: four words in a file.
+"""Liveness of a worker's engine, published to the process that answers `/health`: five words in a file.
 
 vLLM's own health check covers the engine's process only. Progress also depends on the thread that
 waits for bubbles, and on the engine loop that this thread wakes.
@@ -18,8 +18,8 @@ STALE_S = 15.0
 STUCK_S = 120.0
 """Seconds after which a woken engine counts as hung; longer than any step."""
 
-_ARMED, _CHECKED, _WOKEN, _LEAVING = range(4)
-_WORDS = 4
+_ARMED, _CHECKED, _WOKEN, _LEAVING, _SERVING = range(5)
+_WORDS = 5
 
 
 class WorkerStatus:
@@ -56,6 +56,10 @@ class WorkerStatus:
         """The engine's loop has made an iteration."""
         self._words[_WOKEN] = 0
 
+    def serve(self) -> None:
+        """The engine computes requests from now on."""
+        self._words[_SERVING] = 1
+
     def leave(self) -> None:
         """The engine shuts down."""
         self._words[_LEAVING] = 1
@@ -82,7 +86,7 @@ def problem_of(path: Path, now_ns: int) -> str:
         return f"the engine has not responded for {silent_s:.0f} s since it was woken"
     if words[_ARMED] and (silent_s := (now_ns - words[_CHECKED]) / 1e9) > STALE_S:
         return f"the thread that waits for bubbles has not run for {silent_s:.0f} s"
-    return ""
+    return "" if words[_SERVING] else "the engine computes its first prompts; ask again in a few seconds"
 
 
 def _read(path: Path) -> memoryview:

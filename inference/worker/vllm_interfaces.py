@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
 
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -32,7 +31,7 @@ PRIVATE: dict[str, tuple[str, str]] = {
         "a lookup; its second value is a number of tokens",
     ),
     "EngineCore.step": ("has_requests", "steps only if `has_requests` says so"),
-    "EngineCore.__init__": ("request_block_hasher", "makes scheduler, executor and hasher; may be wrapped"),
+    "EngineCore.__init__": ("request_block_hasher", "makes scheduler, executor and hasher"),
     "EngineCore.reset_prefix_cache": ("reset_prefix_cache", "forgets the prompts of the warm-up"),
     "GPUModelRunner._sample": ("sampling_metadata", "samples for all requests, with `input_batch.generators`"),
     "GPUModelRunner._bookkeeping_sync": ("gen.set_offset", "all that it does with `input_batch.generators`"),
@@ -53,34 +52,23 @@ CLASSES = {
 }
 
 
-def call_when_ready(prepare: Callable[[Any], None]) -> None:
-    """Call ``prepare(engine)`` when an engine can compute, before clients may send it requests."""
-    original = EngineCore.__init__
-
-    @wraps(original)
-    def init(engine: EngineCore, *args: Any, **kwargs: Any) -> None:
-        original(engine, *args, **kwargs)
-        prepare(engine)
-
-    EngineCore.__init__ = init
-
-
 def computes_in_process(engine: EngineCore) -> bool:
     """True if the thread that runs the engine's loop also runs the model, on a CPU."""
     return current_platform.is_cpu() and isinstance(engine.model_executor, UniProcExecutor)
 
 
-def call_when_serving(attach: Callable[[Any, Callable[[], None]], None]) -> None:
-    """Call ``attach(scheduler, wake)`` when an engine enters its loop.
+def call_when_serving(attach: Callable[[EngineCore, Callable[[], None]], None]) -> None:
+    """Call ``attach(engine, wake)`` when an engine enters its loop, where requests may wait already.
 
-    vLLM gives a scheduler no access to its engine's input queue, and without it the loop could only
-    be woken by polling. So this wraps the loop's entry.
+    vLLM gives a scheduler no access to its engine, and without the engine's input queue the loop could only be woken
+    by polling. So this wraps the loop's entry. The scheduler's module is first imported in the engine's constructor,
+    where wrapping that constructor would be too late.
     """
     original = EngineCoreProc.run_busy_loop
 
     @wraps(original)
     def run_busy_loop(engine: EngineCoreProc) -> None:
-        attach(engine.scheduler, lambda: engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None)))
+        attach(engine, lambda: engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None)))
         original(engine)
 
     EngineCoreProc.run_busy_loop = run_busy_loop

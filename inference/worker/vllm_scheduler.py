@@ -32,7 +32,7 @@ from weft.inference.worker.gate import Gate, Waker
 from weft.inference.worker.settings import WorkerSettings
 from weft.inference.worker.status import WorkerStatus
 from weft.inference.worker.vllm_cpu import keep_generators
-from weft.inference.worker.vllm_interfaces import call_when_ready, call_when_serving, computes_in_process
+from weft.inference.worker.vllm_interfaces import call_when_serving, computes_in_process
 from weft.inference.worker.vllm_warm_up import warm_up
 
 logger = init_logger(f"vllm.{__name__}")
@@ -102,8 +102,11 @@ class BubbleScheduler(Scheduler):
         if settings.trace_file:
             self._trace = open(settings.trace_file, "a", buffering=1)  # noqa: SIM115
 
-    def set_wake(self, wake: Callable[[], None]) -> None:
-        """Let the engine's loop block while the gate is closed; ``wake`` unblocks it."""
+    def attach(self, engine: Any, wake: Callable[[], None]) -> None:
+        """Prepare an engine whose loop begins, and let it block while the gate is closed; ``wake`` unblocks it."""
+        self._in_process = computes_in_process(engine)
+        warm_up(engine)
+        self._status.serve()
         # Without a connector there are no chores to wake for, only boards that appear and disappear.
         period_s = IDLE_S if self.connector is None else CHORES_S
         self._waker = Waker(self._gate, wake, period_s=period_s, status=self._status)
@@ -217,14 +220,15 @@ class BubbleScheduler(Scheduler):
         if end_s - self._saved_s > SAVE_S or self._gate.cost.steps == TRUSTED:
             self._save()
         if self._trace is not None:
-            self._log_step(output, end_s, late_s)
+            self._log_step(output, end_s, computed_s, late_s)
 
-    def _log_step(self, output: SchedulerOutput, end_s: float, late_s: float) -> None:
+    def _log_step(self, output: SchedulerOutput, end_s: float, computed_s: float | None, late_s: float) -> None:
         assert self._trace is not None
         found = self._granted[1]
         record = {
             "start_s": self._started_s,
             "end_s": end_s,
+            "computed_s": computed_s,
             "closes_s": found.closes_s if found else 0.0,
             "step": found.step if found else 0,
             "bubble": found.index if found else 0,
@@ -241,18 +245,11 @@ class BubbleScheduler(Scheduler):
             logger.warning("cannot save the cost model: %s", error)
 
 
-def _prepare(engine: Any) -> None:
+def _attach(engine: Any, wake: Callable[[], None]) -> None:
     if isinstance(engine.scheduler, BubbleScheduler):
-        engine.scheduler._in_process = computes_in_process(engine)
-        warm_up(engine)
+        engine.scheduler.attach(engine, wake)
 
 
-def _attach(scheduler: Any, wake: Callable[[], None]) -> None:
-    if isinstance(scheduler, BubbleScheduler):
-        scheduler.set_wake(wake)
-
-
-call_when_ready(_prepare)
 call_when_serving(_attach)
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner

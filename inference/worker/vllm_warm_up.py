@@ -40,7 +40,7 @@ def prompts(tokens: int, block_hasher: Any) -> Iterator[Request]:
 
 
 def warm_up(engine: Any) -> None:
-    """Compute every kind of prompt, alone and together, on an engine that does not serve yet."""
+    """Compute every kind of prompt, alone and together, on an engine whose loop has not begun."""
     scheduler = engine.scheduler
     tokens = min(MOST_TOKENS, engine.vllm_config.model_config.max_model_len - 1)
     with scheduler.ungated(max(1, tokens // 2)):

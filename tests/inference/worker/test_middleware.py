@@ -174,7 +174,8 @@ def test_health_knows_of_the_engines_threads(monkeypatch, tmp_path):
     monkeypatch.setenv(STATUS_VARIABLE, str(path))
     assert call([b"x", b""], path="/health", method="GET")[0]
     status = WorkerStatus(path)
-    assert call([b"x", b""], path="/health", method="GET")[0]
+    assert call([b"x", b""], path="/health", method="GET")[1][0]["status"] == 503, "it warms up"
+    status.serve()
     status.arm(True)
     assert call([b"x", b""], path="/health", method="GET")[0]
     monkeypatch.setattr(worker_status, "STALE_S", -1.0)
@@ -185,6 +186,7 @@ def test_health_knows_of_the_engines_threads(monkeypatch, tmp_path):
 def test_a_status_says_what_is_wrong_with_an_engine(tmp_path):
     path, hour = tmp_path / "boards" / "worker0.status", 3600 * 10**9
     status, now = WorkerStatus(path), time.monotonic_ns()
+    status.serve()
     assert problem_of(path, now + hour) == ""  # nothing to do
     status.arm(True)
     assert problem_of(path, now) == ""

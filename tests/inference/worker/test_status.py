@@ -23,6 +23,7 @@ def clock(monkeypatch):
 @pytest.mark.parametrize(("limit_s", "act"), [(STALE_S, "arm"), (STUCK_S, "woke")])
 def test_a_limit_is_passed_behind_it(path, clock, limit_s, act):
     status = WorkerStatus(path)
+    status.serve()
     status.arm(True) if act == "arm" else status.woke()
     last_ns = BEGIN_NS + round(limit_s * 1e9)
     assert problem_of(path, last_ns) == ""
@@ -31,6 +32,7 @@ def test_a_limit_is_passed_behind_it(path, clock, limit_s, act):
 
 def test_what_has_begun_goes_by_its_begin_and_what_was_done_by_its_last_time(path, clock):
     status = WorkerStatus(path)
+    status.serve()
     status.arm(True)
     clock[0] += 10 * 10**9
     status.arm(True)
@@ -49,15 +51,22 @@ def test_what_has_begun_goes_by_its_begin_and_what_was_done_by_its_last_time(pat
     assert problem_of(path, clock[0] + 10**9) == ""
 
 
+def test_an_engine_is_healthy_when_it_has_warmed_up(path):
+    status = WorkerStatus(path)
+    assert "computes its first prompts" in problem_of(path, BEGIN_NS)
+    status.serve()
+    assert problem_of(path, BEGIN_NS) == ""
+
+
 def test_what_is_not_published_is_kept_all_the_same(clock):
     status = WorkerStatus(None)
     status.arm(True)
     status.woke()
     status.checked()
-    assert status._words.tolist() == [1, BEGIN_NS, BEGIN_NS, 0]
+    assert status._words.tolist() == [1, BEGIN_NS, BEGIN_NS, 0, 0]
 
 
-@pytest.mark.parametrize("content", [b"", b"x" * 7, b"x" * 31])
+@pytest.mark.parametrize("content", [b"", b"x" * 7, b"x" * 39])
 def test_a_file_that_is_too_short_is_no_status(tmp_path, content):
     path = tmp_path / "some.status"
     path.write_bytes(content)
