@@ -171,7 +171,9 @@ class PreparedRun:
         between = config.cluster, config.comm, facts.layout, placement
         wan = open_wan(placement, facts.layout, config.comm, device, known=kept.find("links", between) or {})
         SET_UP.done("links between sites")
-        collectives = Collectives.open(config, facts.layout, device)
+        collectives = Collectives.open(
+            facts.layout, device, config.zero, cache_dir=config.data.cache_dir, timeout_s=config.comm.timeout_s
+        )
         SET_UP.done("collectives of replicas")
         turns = Turns()
         opened = open_axes(facts.layout.axis_groups, device, config.comm.timeout_s)

@@ -17,7 +17,7 @@ from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.planner import Planner
 from weft.comm.collectives.probe import known_costs, nodes_of_world
-from weft.conf.schema import Partition, WeftConfig
+from weft.conf.schema import Partition, ZeroConfig
 from weft.engine.parallel.cut import Cut
 from weft.engine.planning.layout import RankLayout
 from weft.engine.precision import DTYPES
@@ -108,13 +108,17 @@ class Collectives:
     """Group of ranks with the same experts; None means the same group as other parameters."""
 
     @classmethod
-    def open(cls, config: WeftConfig, layout: RankLayout, device: torch.device) -> Collectives:
+    def open(
+        cls, layout: RankLayout, device: torch.device, zero: ZeroConfig, *, cache_dir: str, timeout_s: float
+    ) -> Collectives:
         """Open the collectives of this rank's data group and of others that it needs; a collective call.
 
-        Costs are read from ``data.cache_dir``, or measured and stored there.
+        Args:
+            cache_dir: folder with the costs of collectives, which are measured and stored there if they are missing.
+            timeout_s: of their process groups.
         """
-        stages = range(layout.stages)
-        open_over = partial(cls._open_over, layout, config, device)
+        stages, costs = range(layout.stages), CostCache.in_folder(cache_dir)
+        open_over = partial(cls._open_over, layout, device, zero, costs, timeout_s)
         opened = open_over([group for stage in stages for group in layout.data_groups(stage)])
         if layout.tensor > 1:
             opened.joint = open_over([layout.lines_of(stage) for stage in stages], " of all")
@@ -127,20 +131,21 @@ class Collectives:
     def _open_over(
         cls,
         layout: RankLayout,
-        config: WeftConfig,
         device: torch.device,
+        zero: ZeroConfig,
+        cache: CostCache,
+        timeout_s: float,
         members: Sequence[tuple[int, ...]],
         of: str = "",
     ) -> Collectives:
         """Those of this rank's group among ``members``, all of which are of one size."""
         if len(members[0]) == 1:
             return cls()
-        nodes, zero = nodes_of_world(), config.zero
+        nodes = nodes_of_world()
         groups = [Group(ranks, layout.nodes_of(ranks, nodes), layout.routes > 1) for ranks in members]
-        connect = partial(Communicator.open, groups, device=device, timeout_s=config.comm.timeout_s)
+        connect = partial(Communicator.open, groups, device=device, timeout_s=timeout_s)
         gradients, weights = connect(name=f"gradients{of}"), connect(name=f"weights{of}")
         assert gradients is not None, "every rank is in one of the groups"
-        cache = CostCache.in_folder(config.data.cache_dir)
         cached = cache.read(topology_key(gradients.group, device.type)) is not None
         on = zero.partition is not Partition.none
         costs = known_costs(gradients, device=device, cache=cache) if on else None

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from tests.engine.zero.replicas import SmallStage, whole_step
 from tests.thread_ranks import at_end
-from weft.conf.schema import Partition, WeftConfig, ZeroConfig
+from weft.conf.schema import CommConfig, DataConfig, Partition, ZeroConfig
 from weft.engine.checkpoint.optimizer_state import collect
 from weft.engine.checkpoint.origin import Origin
 from weft.engine.checkpoint.parts import cut_tensors, stored_name, whole_name
@@ -99,9 +99,11 @@ class SmallEngine:
         together = [(part.embed.weight, pipelines)] if part.tied else []
         for parameter, _ in together:
             parameter.ds_pipe_replicated = self.pipe_rank > 0
-        config = WeftConfig(zero=zero)
-        config.zero.partition = Partition.none
-        self.sharding = Sharding([part], zero, Collectives.open(config, self.layout, self.device), together)
+        zero.partition, comm, data = Partition.none, CommConfig(), DataConfig()
+        collectives = Collectives.open(
+            self.layout, self.device, zero, cache_dir=data.cache_dir, timeout_s=comm.timeout_s
+        )
+        self.sharding = Sharding([part], zero, collectives, together)
         at_end(self.sharding.close)
         self.basic_optimizer = make([p for p in part.parameters() if p.requires_grad])
         scaler = DynamicLossScaler(4.0, 2.0, 3, 1.0, 2, True, False) if dynamic_scale else LossScaler(1.0)

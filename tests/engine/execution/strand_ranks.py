@@ -133,7 +133,10 @@ def _step(
         stages = {s.index: s for s in stages_from_model(copy.deepcopy(model), split, range(2), axes)}
     if dist.get_rank() == case.world - 1:
         case.spoil(stages)
-    sharding = Sharding(stages.values(), config.zero, Collectives.open(config, layout, CPU))
+    collectives = Collectives.open(
+        layout, CPU, config.zero, cache_dir=config.data.cache_dir, timeout_s=config.comm.timeout_s
+    )
+    sharding = Sharding(stages.values(), config.zero, collectives)
     schedule = case.schedule
     compute = Compute(
         stages=stages, placement=schedule.placement, seed_gradient=torch.ones_like, around=sharding.around

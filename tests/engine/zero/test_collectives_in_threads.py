@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tests.thread_ranks import run_in_threads
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, LinkClass
 from weft.comm.collectives.cache import CostCache, topology_key
-from weft.conf.schema import Partition, WeftConfig
+from weft.conf.schema import Partition, ZeroConfig
 from weft.engine.parallel.cut import Cut
 from weft.engine.planning.layout import RankLayout
 from weft.engine.zero import Collectives, collectives
@@ -18,9 +18,7 @@ COSTS = CollectiveCosts.of_links({LinkClass.intra: AlphaBeta(1e-5, 1e-9)})
 
 
 def opened(layout, cache_dir, partition=Partition.none):
-    config = WeftConfig()
-    config.data.cache_dir, config.zero.partition, config.comm.timeout_s = cache_dir, partition, 20.0
-    return Collectives.open(config, layout, CPU)
+    return Collectives.open(layout, CPU, ZeroConfig(partition=partition), cache_dir=cache_dir, timeout_s=20.0)
 
 
 def bits_summed(layout, cache_dir):
