@@ -1,4 +1,4 @@
-"""`auto` beside fixed schedules, on random clusters, against the proven optimum; the time that it takes."""
+"""`auto` alongside fixed schedules, on random clusters, against the proven optimum; the time that it takes."""
 
 from __future__ import annotations
 

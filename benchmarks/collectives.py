@@ -33,7 +33,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Row:
-    """The plain collective and the chosen rewrite, measured by turns.
+    """The plain collective and the chosen rewrite, measured alternately.
 
     Attributes:
         plain_s, chosen_s: medians of the slowest rank's seconds.
@@ -46,11 +46,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """What the ranks of a topology measured.
+    """The measurements of a topology's ranks.
 
     Attributes:
         topology: key of the costs; device: of the overlap.
-        overlap: OEF of each kind of compute beside a collective of each class of links.
+        overlap: OEF of each kind of compute alongside a collective of each class of links.
     """
 
     topology: str
@@ -117,7 +117,7 @@ def _probe_and_race(args: argparse.Namespace) -> Found:
 
 
 def _overlap(world: Communicator, device: torch.device, num_bytes: int, repeats: int) -> OverlapTable:
-    """Of collectives between hosts, and of those inside of each, where its ranks are more than one."""
+    """Return the overlap of collectives between hosts, and inside hosts with several ranks."""
     nodes, groups = world.group.nodes, {}
     inside = None
     if min(world.group.layout) > 1:
@@ -180,5 +180,5 @@ def _print(found: Found) -> None:
         {"compute": kind.value, "collective": link.value, "OEF": f"{factor:.2f}"}
         for (kind, link), factor in found.overlap.compute.items()
     )
-    beside = table_of(factors, "compute beside a collective", left=2)
+    beside = table_of(factors, "compute alongside a collective", left=2)
     show(table_of(lines, found.topology, left=2), beside, table_of(raced, left=2))

@@ -1,4 +1,4 @@
-"""Emulation: an emulated step beside the real one, by turns; what-ifs beside real changes."""
+"""Emulation: an emulated step alongside the real one, alternately; what-ifs alongside real changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Figures = dict[str, list[dict[str, Any]]]
 def main(argv: Sequence[str]) -> int:
     """Run ``[--parts PART ...] [--jobs NAME ...] ...``; returns 1 if an error is larger than the goal, or not shown.
 
-    Each job runs for real and emulated by turns, in steps that follow each other.
+    Each job runs for real and emulated alternately, in steps that follow each other.
 
     Raises:
         ValueError: there is no such job, or what is to be added to cannot be read.

@@ -13,9 +13,9 @@ from pathlib import Path
 from time import perf_counter
 
 TAIL_LINES = 25
-"""Of each output, shown in the report itself."""
+"""Last lines of each output in the report itself."""
 LEAVE_S = 30.0
-"""For what is asked to end: its ranks are other processes, which only it can end."""
+"""Seconds for a program to end when asked: only it can end its ranks."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ LLAMA_7B = ("model.arch=llama", "train.precision=bf16", "train.microbatch_size=1
 
 
 def items(out: Path) -> tuple[Item, ...]:
-    """What is run, in this order.
+    """Yield the programs to run, in order.
 
     Args:
         out: folder of what they write.
@@ -71,7 +71,7 @@ def items(out: Path) -> tuple[Item, ...]:
         Item("rts", "a ready-to-send message, on this machine's processor", ("-m", "tests.nccl_rules.rts_cost"), 0),
         Item("node", "memory, matrix products, NCCL", (*WEFT, "doctor", "node", "--cache", f"{cache}/best.json")),
         Item("profile", "layers of a Llama-7B on a GPU; what all GPUs' collectives take", (*WEFT, *profile)),
-        bench("collectives", "rewrites over NCCL beside plain ones", "--cache", cache, on=on_two, num_gpus=2),
+        bench("collectives", "rewrites over NCCL alongside plain ones", "--cache", cache, on=on_two, num_gpus=2),
         # Their layers sleep, and their ranks talk over gloo, whatever the machine has.
         bench(
             "engines",
@@ -92,7 +92,9 @@ def items(out: Path) -> tuple[Item, ...]:
 def write_report(argv: Sequence[str]) -> int:
     """Run every item that this machine can; returns 1 if one failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_report")
-    parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder; FOLDER.tar.gz is made beside it")
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu-report"), help="folder; FOLDER.tar.gz is made alongside it"
+    )
     parser.add_argument("--seconds", type=float, default=900.0, help="limit of each item")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -110,7 +112,7 @@ def write_report(argv: Sequence[str]) -> int:
 
 
 def _run(item: Item, out: Path, limit_s: float, num_gpus: int) -> tuple[str, int | None]:
-    """What came of it, and the exit code; None where it could not be started."""
+    """Run a program; return its result and exit code, None if it could not be started."""
     if item.num_gpus > num_gpus:
         return f"left out: needs {item.num_gpus} GPUs, this machine has {num_gpus}", None
     command = [sys.executable, *item.command] if item.command[0] == "-m" else list(item.command)

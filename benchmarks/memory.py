@@ -1,4 +1,4 @@
-"""Memory of a rank by ZeRO stage and layout, measured and predicted, beside DeepSpeed's."""
+"""Memory of a rank by ZeRO stage and layout, measured and predicted, alongside DeepSpeed's."""
 
 from __future__ import annotations
 

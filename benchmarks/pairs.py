@@ -1,4 +1,4 @@
-"""Steps of the whole engine with strand pairs interleaved, beside other schedules and engines."""
+"""Steps of the whole engine with strand pairs interleaved, alongside other schedules and engines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GAIN, NEAR, MORE = 1.12, 1e-6, 0.03
 """Throughput over 1F1B that Weft's plans are to reach at least, the least of DHelix's figures 11 to 13; how near
 losses of different schedules are to be, relative; and how much more memory is allowed."""
 ACTIVATIONS = 2 / 3
-"""Of a rank's memory (DHelix figure 5)."""
+"""Share of a rank's memory for activations (DHelix figure 5)."""
 SAME = (HALVES, ROUND_ROBIN, OURS)
 """Whose losses are to be equal bit by bit: one schedule, with pairs interleaved or not."""
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--layers", type=int, default=8, help="of the model")
     parser.add_argument("--factor", type=float, default=1.0, help="overlap effectiveness")
     parser.add_argument("--steps", type=int, default=2, help="measured in a round")
-    parser.add_argument("--rounds", type=int, default=1, help="times that each engine runs, by turns")
+    parser.add_argument("--rounds", type=int, default=1, help="times that each engine runs, alternately")
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), help="names of rows")
     args = parse(parser, argv, engines=ENGINES)
     _check(args)
@@ -110,7 +110,7 @@ def _timeout_s(args: argparse.Namespace, count: int) -> float:
 
 
 def _race(engines: Sequence[str], case: SharedCase, rounds: int) -> dict[str, Found]:
-    """Each engine ``rounds`` times in fresh processes, by turns."""
+    """Each engine ``rounds`` times in fresh processes, alternately."""
     runs: dict[str, list[list[SharedRun]]] = {name: [] for name in engines}
     for turn in range(rounds):
         for name in engines:
@@ -134,7 +134,7 @@ def _found(turns: Sequence[Sequence[SharedRun]]) -> Found:
 
 
 def _rows(found: Mapping[str, Found]) -> list[dict[str, object]]:
-    """For people."""
+    """Return rows for people."""
     plain = found.get(PLAIN)
     return [
         {
@@ -152,7 +152,7 @@ def _rows(found: Mapping[str, Found]) -> list[dict[str, object]]:
 
 
 def unmet(found: Mapping[str, Found]) -> list[str]:
-    """What falls short of the goals, as far as it was measured."""
+    """Return the missed goals, as far as they were measured."""
     short = []
     ours, plain = found.get(OURS), found.get(PLAIN)
     if ours is not None and plain is not None and (gain := plain.seconds / ours.seconds) < GAIN:

@@ -1,4 +1,4 @@
-"""What the papers' figures become in Weft's models, beside what the papers say."""
+"""Figures of papers in Weft's models, compared with the papers' own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.tools.tables import table_of
 MEGASCALE_MFU = {3072: 59.1, 6144: 57.3, 8192: 54.9, 12288: 55.2}
 """Percent of their peak that so many GPUs reach on the model of 175 billion parameters (MegaScale table 2)."""
 CHUNKS_A_RANK = 6
-"""Of MegaScale's interleaved pipeline for this model (its section 6.1)."""
+"""Chunks per rank of MegaScale's interleaved pipeline for this model (its section 6.1)."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -109,7 +109,7 @@ def dhelix(_: int) -> Iterator[Claim]:
 
 
 def dhelix_11(_: int) -> Iterator[Claim]:
-    """What each way to overlap hides, and how much faster the paper's is for that."""
+    """Return the share that each method of overlap hides, and the paper's speed-up over it."""
     case = OverlapCase("tensor", 8, 0.31)
     pair = case.stage().whole
     seconds = Orders.of(pair, case.table).predicted_s(pair, case.table)

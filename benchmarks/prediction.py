@@ -1,4 +1,4 @@
-"""The predicted step of twelve layouts on emulated sites, beside the measured one."""
+"""The predicted step of twelve layouts on emulated sites, alongside the measured one."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def verdict(found: Sequence[Predicted]) -> list[str]:
 
 
 def _profile(work: EmulatedWork, links: Links, args: argparse.Namespace) -> StageProfile:
-    """What stages of few and of many layers take in the engine, as `weft profile` finds it for a real model."""
+    """Measure stages of few and of many layers in the engine, as `weft profile` does for a real model."""
     stages, *_ = _run(PROFILED, profile_stages, PROFILED.case(links, args.steps, work), args)
     few, many = min(PROFILED.layers), max(PROFILED.layers)
 

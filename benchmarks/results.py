@@ -1,4 +1,4 @@
-"""What a benchmark found, as a table and as JSON: figures, whether goals were met, what they were measured on."""
+"""Results of a benchmark as a table and as JSON: figures, goals, machine."""
 
 from __future__ import annotations
 

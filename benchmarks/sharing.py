@@ -79,10 +79,10 @@ SHARINGS: Mapping[str, ParallelConfig] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """What a sharing is combined with.
+    """A layout that a sharing is combined with.
 
     Attributes:
-        replicas: beside those that an expert group is made of.
+        replicas: alongside those that an expert group is made of.
     """
 
     stages: int = 1

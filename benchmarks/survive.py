@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no further run after so many")
     parser.add_argument("--folder", type=Path, help="leave the runs there")
     parser.add_argument(
-        "--peers", nargs="*", metavar="NAME", help=f"instead: beside others; of {', '.join(peers.NAMES)}"
+        "--peers", nargs="*", metavar="NAME", help=f"instead: alongside others; of {', '.join(peers.NAMES)}"
     )
     parser.add_argument("--patience", type=float, default=90.0, help="seconds that a peer has to go on")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as of `weft launch`")
@@ -106,7 +106,7 @@ def _run(outcomes: Outcomes, args: argparse.Namespace) -> None:
 
 
 def _peers(args: argparse.Namespace, folder: Path) -> int:
-    """Weft beside others, on the same faults."""
+    """Weft alongside others, on the same faults."""
     names = args.peers or [name for name in peers.NAMES if peers.is_here(name)]
     found: dict[str, dict[str, str]] = {}
     with suppress(KeyboardInterrupt):

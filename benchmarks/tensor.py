@@ -1,4 +1,4 @@
-"""Layers that two ranks share, beside transformers' and DeepSpeed's own: losses, bytes, time."""
+"""Layers that two ranks share, alongside transformers' and DeepSpeed's own: losses, bytes, time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHAPE = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads"
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """What is trained.
+    """The settings of the training.
 
     Attributes:
         folder: of the saved model, which all engines load.
@@ -71,7 +71,7 @@ class TrainingCase:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What a rank of an engine did; of an engine that could not, why.
+    """The result of an engine's rank; of an engine that could not run, the reason.
 
     Attributes:
         losses: of each step.
@@ -217,7 +217,7 @@ def _trained(case: TrainingCase, model: torch.nn.Module) -> TrainingRun:
 
 
 def _clip(gradients: Sequence[Tensor], limit: float) -> float:
-    """What torch's own clipping does, of whole gradients beside DTensors, which it does not take together; the norm."""
+    """Clip like torch, for whole gradients next to DTensors, which torch does not take together; return the norm."""
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     sharded, whole = torch.zeros(()), torch.zeros(())
     for gradient, part in zip(gradients, local, strict=True):

@@ -1,4 +1,4 @@
-"""The WAN channel beside iperf3 over distance and connections; transfers over all uplinks of a DP-cell."""
+"""The WAN channel alongside iperf3 over distance and connections; transfers over all uplinks of a DP-cell."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SETTLE_S = 1.5  # slow start and the first losses are left out, for both
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """What one program achieved.
+    """The throughput of one program.
 
     Attributes:
         goodput_mbps: payload that arrived, in megabits per second.
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", type=float, default=400, help="receive buffer of a connection in kB")
     parser.add_argument("--congestion", default="cubic", help="the kernel's congestion control")
     parser.add_argument("--seconds", type=float, default=3.0, help="measured time of a run")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each program, by turns; medians count")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each program, alternately; medians count")
     parser.add_argument("--spin", action="store_true", help="also with both main threads spinning in pure Python")
     parser.add_argument("--tls", action="store_true", help="Weft encrypts (iperf3 does not)")
     parser.add_argument("--cell", type=int, nargs="+", metavar="N", help="instead: DP-cells of so many pipelines")
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _case(bed: NetBed, latency_ms: float, connections: int, spinning: bool, args: argparse.Namespace) -> Row:
-    """Both programs by turns, so that a busy machine treats them alike."""
+    """Both programs alternately, so that a busy machine treats them alike."""
     peers, ours = [], []
     for _ in range(args.repeats):
         peers.append(_iperf3(bed, connections, args.seconds, spinning))
@@ -122,7 +122,7 @@ def _median(rates: list[Rate]) -> Rate:
 
 
 def _iperf3(bed: NetBed, connections: int, seconds: float, spinning: bool) -> Rate:
-    """iperf3's receiver-side goodput; beside two spinning processes where Weft's processes spin."""
+    """iperf3's receiver-side goodput; alongside two spinning processes where Weft's processes spin."""
     spinners = [_FORK.Process(target=_spin, args=(3600.0,), daemon=True) for _ in range(2 if spinning else 0)]
     try:
         with _iperf3_server(bed):

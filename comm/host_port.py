@@ -63,7 +63,7 @@ class HostPort:
     """
 
     def __init__(self, address: tuple[str, int], service: Service, key: WanKey) -> None:
-        """Listen, beside other processes of this user that share the port; 0 takes one that is free.
+        """Listen, alongside other processes of this user that share the port; 0 takes one that is free.
 
         Raises:
             OSError: the address cannot be had, or another process is that service there.

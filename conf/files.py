@@ -16,7 +16,7 @@ from weft.conf.owners import is_trusted
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside ``path`` to write to; when the block ends it takes the place of ``path``.
+    """A path alongside ``path`` to write to; when the block ends it takes the place of ``path``.
 
     Folders above are made. After an error nothing is left of the draft, and ``path`` is as it was.
     """
@@ -65,7 +65,7 @@ class JsonCache:
         return found if isinstance(found, dict) else {}
 
     def add(self, entries: Mapping[str, Any]) -> None:
-        """Put ``entries`` beside those that are there."""
+        """Put ``entries`` alongside those that are there."""
         self.replace({**self.read(), **entries})
 
     def replace(self, entries: Mapping[str, Any]) -> None:

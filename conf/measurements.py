@@ -13,7 +13,7 @@ from typing import Any
 from weft.conf.files import JsonCache
 
 NOTES = "measured.json"
-"""The file, beside those of the values, that has a note on each."""
+"""The file, alongside those of the values, that has a note on each."""
 MOST_DAYS = 30.0
 """Age at which a value is measured anew."""
 FILES = (

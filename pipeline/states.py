@@ -115,7 +115,7 @@ def zero_memory(
             time, and at stages 2 and 3 the gradients of two, where each micro-batch is reduced.
             Parameters that stay whole are counted where all are small enough to.
 
-    A collective of shards puts its bucket together beside where it belongs: one that arrives and
+    A collective of shards puts its bucket together alongside where it belongs: one that arrives and
     one that is being moved are counted.
     """
     share = parameters / replicas if share is None else share

@@ -42,7 +42,7 @@ def recipe_job(config: WeftConfig, folder: Path, replicas: int = 0) -> RecipeJob
     """The job of a configuration.
 
     Args:
-        replicas: instead of those that its cluster has room for; 0 takes these.
+        replicas: instead of those that its cluster has space for; 0 takes these.
 
     Raises:
         EmulationError: nobody has said how fast its sites' links are, or which hosts it runs on.

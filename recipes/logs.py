@@ -98,14 +98,14 @@ class JsonLines:
         self._waiting, self._is_full = b"", False
 
     def go_back(self, step: int) -> None:
-        """Cut the file off where later steps begin, which takes no room on a full disk."""
+        """Cut the file off where later steps begin, which takes no space on a full disk."""
         self._waiting = _until(step, self._waiting)
         if not self._path.exists():
             return
         os.truncate(self._path, len(_until(step, self._path.read_bytes())))
 
     def close(self) -> None:
-        """Do nothing: every line is flushed, or there is no room for it."""
+        """Do nothing: every line is flushed, or there is no space for it."""
 
 
 def _until(step: int, lines: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""`weft serve`: one vLLM server beside each training rank, started and kept running."""
+"""`weft serve`: one vLLM server alongside each training rank, started and kept running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every test needs: one thread per process, no network, no survivors, a home of its own, the same examples."""
+"""Settings of every test: one thread per process, no network, no survivors, its own home, the same examples."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported and collected lives on: no search for garbage looks through it."""
+    """Freeze the imported and collected objects: no garbage collection examines them."""
     gc.freeze()
     gc.enable()
 

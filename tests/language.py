@@ -28,7 +28,7 @@ CLAUSE = r"(?:the|an?|each|every|all|what|which|that|this|these|those|its|their|
 VERB = r"(?:is|are|was|were|has|have|had|does|do|would|could|can|cannot|will|may|must|needs?|takes?|gets?)\b"
 FOR = re.compile(rf"[,;:] for (?:{SUBJECT}|{CLAUSE}(?: [\w'-]+){{1,5}}? {VERB})(?!,)")
 WORDS = re.compile(
-    r"\b(?:baton|by turns|beside|park(?:ed|ing|s)|leftovers?|cadence|patience|knock(?:s|ed|ing)?|doors?|guests?|"
+    r"\b(?:baton|alternately|alongside|park(?:ed|ing|s)|leftovers?|cadence|patience|knock(?:s|ed|ing)?|doors?|guests?|"
     r"meetings?|reckon\w*|verdicts?|findings?|handovers?|told|nobody|forgive\w*|(?:has|have|no|leaves|enough) room)\b",
     re.IGNORECASE,
 )

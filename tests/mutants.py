@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("pipeline", "engine/zero", "engine/backward", "engine/checkpoint", "comm/collectives", "inference")
-"""Of sources; their tests are in the folder of the same name below ``tests``."""
+"""Folders of sources; their tests are in the folder of the same name in ``tests``."""
 PARTS = ("pipeline", "engine", "comm", "inference")
 """Folders of tests in which other files count that name a module."""
 STARTS_RANKS = re.compile(r"\brun_ranks\(|import subprocess|get_context\(")
@@ -42,7 +42,7 @@ ON_GPU = re.compile(r"\bcuda\b|\.is_cuda\b")
 """In a condition: what is done where it holds is seen by `make test-gpu`; the condition itself is changed."""
 EXTREMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 LIMIT_S = 150
-"""Of processor time for the tests of a mutant: who takes longer has been noticed."""
+"""Processor time for the tests of a mutant: a longer run counts as detected."""
 PATIENCE = 6
 """Times as long as that a mutant may wait or be kept waiting by what else the machine does."""
 MOST_BYTES = 8 << 30

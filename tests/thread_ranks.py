@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWor
 
 TIMEOUT = timedelta(seconds=20)
 MANY_THREADS = 100
-"""Of process groups that only cycles of references hold: Python may not look for these until there are thousands."""
+"""Number of process groups held only by cycles of references: Python may not collect these before thousands exist."""
 
 
 class _Worlds(ThreadLocalWorld):
@@ -56,7 +56,7 @@ def at_end(close: Callable[[], None]) -> None:
 
 
 def run_in_threads(num_ranks: int, function: Callable[..., Any], *args: Any, **more: Any) -> list[Any]:
-    """What ``function(*args, **more)`` returns on each rank; the first error, if there is one.
+    """Return the results of ``function(*args, **more)`` on each rank; raise the first error, if there is one.
 
     A rank that is done keeps its connections until all are: gloo loses what a peer has not read yet
     when they are closed. After an error they are closed at once, which frees those that wait for it.

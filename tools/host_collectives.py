@@ -30,7 +30,7 @@ class HostCollectives:
 
     Attributes:
         costs: of collectives in groups of so many ranks, by the topology's key; all groups of a size at once.
-        overlap: OEF of each kind of compute beside a collective of all ranks.
+        overlap: OEF of each kind of compute alongside a collective of all ranks.
         device: key of the overlap.
     """
 

@@ -113,7 +113,9 @@ def _collectives(ranks: int, cache_dir: str) -> dict[str, float]:
         {"compute": kind.value, "OEF": f"{factor:.2f}"}
         for (kind, _), factor in sorted(found.overlap.compute.items(), key=str)
     ]
-    show(table_of(lines, "collectives inside of this host", left=2), table_of(factors, "compute beside a collective"))
+    show(
+        table_of(lines, "collectives inside of this host", left=2), table_of(factors, "compute alongside a collective")
+    )
     print(f"runs with data.cache_dir={cache_dir} on this host plan with these")
     alpha_s, beta_s = found.line_of_all(ranks)
     return {

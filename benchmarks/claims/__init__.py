@@ -1,1 +1,1 @@
-"""What papers claim, beside what Weft's models say."""
+"""Claims of papers, compared with Weft's models."""

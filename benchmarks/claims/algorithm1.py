@@ -11,7 +11,7 @@ GetLatencyDp = Callable[[int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class CellCount:
-    """What a number of DP-cells takes.
+    """The cost of a number of DP-cells.
 
     Attributes:
         cells: the D of the algorithm.

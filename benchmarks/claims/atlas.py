@@ -16,7 +16,7 @@ from weft.pipeline.simulation import simulate
 
 INFINITE = float("inf")
 SINGLE_MBPS = {10: 1220, 20: 600, 30: 396, 40: 293}
-"""Of one TCP connection, by milliseconds (Atlas table 1)."""
+"""Throughput of one TCP connection, by milliseconds (Atlas table 1)."""
 
 
 @cache
@@ -183,7 +183,7 @@ def run_time(stages: int) -> Iterator[Claim]:
 
 
 def savings(stages: int) -> Iterator[Claim]:
-    """What the throughput over Varuna is worth."""
+    """Return the value of the throughput over Varuna."""
     gpus = {f"dc{number}": 600 for number in range(5)}
     found, _ = atlas_throughput(gpus, 4, stages)
     gain = found / apart_throughput(gpus, 4, stages, "1f1b")

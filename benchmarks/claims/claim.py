@@ -1,4 +1,4 @@
-"""A figure of a paper beside ours, and whether it is reproduced."""
+"""A figure of a paper alongside ours, and whether it is reproduced."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A figure of a paper beside ours."""
+    """A figure of a paper alongside ours."""
 
     figure: str
     what: str

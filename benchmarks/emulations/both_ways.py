@@ -1,4 +1,4 @@
-"""One job for real and emulated, by turns: each is started once, and one sleeps while the other trains."""
+"""One job for real and emulated, alternately: each is started once, and one sleeps while the other trains."""
 
 from __future__ import annotations
 

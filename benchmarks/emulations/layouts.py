@@ -8,13 +8,14 @@ from benchmarks.peers.emulated_stage import EmulatedWork
 from benchmarks.peers.layout import Layout
 
 LAYER_MS = 60.0
-"""Of a layer's forward and of each gradient. The host takes about 0.3 ms of a slot, and twice that where eight real
+"""Milliseconds of a layer's forward and of each gradient. The host takes about 0.3 ms of a slot, and twice that where
+eight real
 ranks share two processors, which emulated ones do not: of slots of 30 ms that alone is more than the goal."""
 TIMEOUT_S = 280.0
 
 
 def work_of_layers(layer_ms: float) -> EmulatedWork:
-    """What each layer of a job does."""
+    """Return the work of each layer of a job."""
     seconds = layer_ms / 1e3
     return EmulatedWork(forward_s=seconds, input_s=seconds, weight_s=seconds, hidden_bytes=2**18, weight_elements=2**14)
 
@@ -42,4 +43,4 @@ CHANGES = {
     "jitter": (_LARGEST_AT_SITES, replace(_LARGEST_AT_SITES, name="4 x 2, 10 ms of jitter", jitter_ms=10.0)),
     "bandwidth": (_LARGEST_AT_SITES, replace(_LARGEST_AT_SITES, name="4 x 2, twice the bandwidth", bandwidth=2.0)),
 }
-"""A job as it is, and with one thing different, on the most ranks that run beside each other here."""
+"""A job as it is, and with one thing different, on the most ranks that run alongside each other here."""

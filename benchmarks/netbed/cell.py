@@ -18,7 +18,7 @@ from weft.comm.wan.key import WanKey
 from weft.comm.wan.network import INSIDE_CONNECTIONS
 from weft.tools.netbed import Job, NetBed, Topology
 
-KEY = WanKey(b"the key of a bed that nobody else can reach")
+KEY = WanKey(b"the key of a bed that no other process can reach")
 MB, MESSAGES = 8.0, 6
 """Megabytes of a tensor, and tensors that are sent at once."""
 _SETTINGS: dict[str, Any] = {"congestion": "cubic", "connections": 8, "chunk_bytes": 128 << 10}

@@ -13,7 +13,7 @@ from weft.comm.wan.key import VARIABLE
 from weft.tools.netbed.bed import NetBed
 from weft.tools.ranks import run_with
 
-_PORTS = count(29400)  # a bed's own network: nobody else is on it
+_PORTS = count(29400)  # a bed's own network: no other process is on it
 
 
 def run_ranks_in(
@@ -25,7 +25,7 @@ def run_ranks_in(
     meanwhile: Callable[[], object] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """What ``function(*args)`` returned on each rank, as of `weft.tools.ranks.run_ranks`.
+    """Return the results of ``function(*args)`` on each rank, like `weft.tools.ranks.run_ranks`.
 
     Args:
         nodes: node of each rank; a node may hold several.

@@ -1,4 +1,4 @@
-"""What is emulated: strands of real architectures, with as large a share of communication as is wanted."""
+"""Emulated cases: strands of real architectures with a chosen share of communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Overlap inside of one micro-batch: collectives and the products beside them in chunks (MegaScale section 3.2)."""
+"""Overlap inside of one micro-batch: collectives and the products alongside them in chunks (MegaScale section 3.2)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.segments import Kind, LinkScope, Strand, StrandPair, WeightGradient
 
 CHUNKS = 4
-"""Chunks of a collective and of the products beside it."""
+"""Chunks of a collective and of the products alongside it."""
 
 
 class Do(Enum):
-    """What a rank does next."""
+    """A rank's next operation."""
 
     compute = "compute"
     start = "start"
@@ -50,7 +50,7 @@ def chunked(pair: StrandPair, chunks: int = CHUNKS) -> Iterator[ChunkStep]:
 
 
 def chunked_s(pair: StrandPair, table: OverlapTable, chunks: int = CHUNKS) -> float:
-    """Predicted seconds of `chunked`; what overlap hides counts by the factor of products beside each link."""
+    """Predicted seconds of `chunked`; what overlap hides counts by the factor of products alongside each link."""
     now_s = free_s = hidden_s = 0.0
     coming: list[float] = []
     for step in chunked(pair, chunks):

@@ -31,7 +31,7 @@ class StrandSpan:
 
 @dataclass
 class _Transfer:
-    """What a link carries.
+    """A transfer on a link.
 
     Attributes:
         end_s: when it ends if nothing slows it down any more.
@@ -86,7 +86,7 @@ class Machine:
         self.spans.append(StrandSpan(PROCESSOR, step, begin_s, self._free_s))
 
     def start(self, seconds: float, link: LinkScope, step: Step, carried: Any = None) -> _Transfer:
-        """Occupy a link from when it is free, beside a collective that has been started."""
+        """Occupy a link from when it is free, alongside a collective that has been started."""
         seconds = 0.0 if self.hurries else seconds
         start_s = max([self._now_s, *(t.end_s for t in self._transfers if t.link is link)])
         transfer = _Transfer(link, step, start_s, start_s + seconds, carried, self)

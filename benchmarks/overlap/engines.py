@@ -100,19 +100,19 @@ class SharedCase:
         )
 
     def pairs(self, num_stages: int) -> PairCosts:
-        """What pairs of so many virtual stages take."""
+        """Return the durations of pairs of so many virtual stages."""
         stage = StageStrands(((self.layer, self.layers // num_stages),))
         return PairCosts((stage,) * num_stages, self.table, HANDOVER_S)
 
     @property
     def layout(self) -> RankLayout:
-        """Of the ranks."""
+        """Return the layout of the ranks."""
         return RankLayout((self.ranks,), tensor=self.tensor)
 
 
 @dataclass(frozen=True)
 class SharedRun:
-    """What one rank found.
+    """The measurements of one rank.
 
     Attributes:
         step_s: seconds of each measured step.

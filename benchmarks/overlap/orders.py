@@ -14,7 +14,7 @@ def backward_then_forward(pair: StrandPair) -> SegmentPlan:
 
 
 def round_robin(pair: StrandPair) -> SegmentPlan:
-    """Segments by turns, as Wavelet interleaves micro-batches (DHelix's baseline Wavelet+)."""
+    """Segments alternately, as Wavelet interleaves micro-batches (DHelix's baseline Wavelet+)."""
     turns = max(len(pair.forward.segments), len(pair.backward.segments))
     order = [step for _ in range(turns) for step in (Step.backward, Step.forward)]
     left = {Step.backward: len(pair.backward.segments), Step.forward: len(pair.forward.segments)}

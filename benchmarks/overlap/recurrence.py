@@ -15,7 +15,7 @@ _Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Operator:
-    """A base of the paper: compute, or a collective, with the weight gradients that its own strand has beside it."""
+    """A base of the paper: compute, or a collective, with the weight gradients that its own strand has alongside it."""
 
     compute_s: float = 0.0
     comm_s: float = 0.0
@@ -29,7 +29,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Pairing:
-    """What the recurrence finds.
+    """The pairing that the recurrence yields.
 
     Attributes:
         seconds: the paper's T_opt(N_f, N_b).
@@ -45,7 +45,7 @@ class Pairing:
 def pair_operators(pair: StrandPair, table: OverlapTable) -> Pairing:
     """The best pairing of both strands' operators in their given order.
 
-    Weight gradients stay in place; one that can run beside its own strand's collective is one operator
+    Weight gradients stay in place; one that can run alongside its own strand's collective is one operator
     with it, as in the paper's figure 10.
     """
     forward, backward = _operators(pair.forward, pair, weights=False), _operators(pair.backward, pair, weights=True)

@@ -27,7 +27,7 @@ HIDDEN = 64
 
 @dataclass
 class SharedRank:
-    """What the layers of one rank have in common.
+    """The shared state of one rank's layers.
 
     Attributes:
         group: the ranks that share them; its operations give no turn away.
@@ -211,7 +211,7 @@ class SharedStage(EmulatedStage):
 
 
 def first_hidden(ids: Tensor) -> Tensor:
-    """Of a micro-batch, [1, `HIDDEN`]: no two of a step are alike."""
+    """Return the input of a micro-batch, [1, `HIDDEN`]: no two of a step are alike."""
     return ids[:, :1].float().expand(1, HIDDEN) / 10
 
 

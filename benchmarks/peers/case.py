@@ -23,7 +23,7 @@ class StageProfile:
     many: tuple[int, StageCost]
 
     def cost(self, num_layers: int) -> StageCost:
-        """Of a virtual stage of so many layers."""
+        """Return the cost of a virtual stage of so many layers."""
         (few, less), (many, more) = self.few, self.many
         share = (num_layers - few) / (many - few)
 
@@ -45,7 +45,7 @@ class EngineCase:
     num_microbatches: int = 8
     """Micro-batches of one step."""
     work: EmulatedWork = field(default_factory=EmulatedWork)
-    """What a layer costs."""
+    """Work of a layer."""
     link: LinkCost = field(default_factory=LinkCost)
     """Between two ranks, as measured: for the simulation, and for engines that plan."""
     num_replicas: int = 1
@@ -53,7 +53,7 @@ class EngineCase:
     sites: tuple[int, ...] = ()
     """Pipeline ranks per site; empty is one site."""
     profile: StageProfile | None = None
-    """What stages were measured to take, for engines that plan; None is what `work` says."""
+    """Measured costs of stages, for engines that plan; None uses `work`."""
     wan: LinkCost = field(default_factory=LinkCost)
     """Between two ranks of different sites, over as many connections as fill it."""
     in_a_row: bool = False
@@ -64,7 +64,7 @@ class EngineCase:
     """Steps that are measured in one run."""
 
     def cost(self, num_layers: int) -> StageCost:
-        """Of a virtual stage of so many layers, for engines that plan."""
+        """Return the cost of a virtual stage of so many layers, for engines that plan."""
         return self.work.cost(num_layers) if self.profile is None else self.profile.cost(num_layers)
 
     @property
@@ -76,7 +76,7 @@ class EngineCase:
 
 @dataclass(frozen=True)
 class RankRun:
-    """What one rank reports.
+    """The report of one rank.
 
     Attributes:
         step_s: seconds of each measured step, from barrier to barrier or in a row.

@@ -12,7 +12,8 @@ from weft.engine.engine import WeftEngine
 
 @dataclass(frozen=True)
 class LayersJob:
-    """For measurements beside the same job with nothing else emulated; see `weft.tools.emulation.job.EmulatedJob`."""
+    """A job of layers, measured alongside the same job without emulation; see
+    `weft.tools.emulation.job.EmulatedJob`."""
 
     case: EngineCase
     config: WeftConfig

@@ -23,7 +23,7 @@ from weft.pipeline.costs import CostModel, LinkCost, StageCost
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedWork:
-    """What one layer costs for one micro-batch."""
+    """The cost of one layer for one micro-batch."""
 
     forward_s: float = 0.01
     """Seconds of a forward."""
@@ -48,7 +48,7 @@ class EmulatedWork:
         return CostModel(stages=(stage,) * num_stages, local=local or LinkCost(), wan=wan or LinkCost())
 
     def cost(self, num_layers: int) -> StageCost:
-        """Of a virtual stage of so many such layers."""
+        """Return the cost of a virtual stage of so many such layers."""
         return StageCost(
             forward_s=self.forward_s * num_layers,
             input_s=self.input_s * num_layers,
@@ -131,7 +131,7 @@ class EmulatedLayer(nn.Module):
         return hidden
 
     def product(self) -> Tensor:
-        """What the weight takes part in; its gradient takes the time of W."""
+        """Return the weight's product; its gradient takes the time of W."""
         return self.linear(self.one)
 
     def begin(self) -> None:

@@ -29,14 +29,14 @@ from weft.tools.netbed.probing import probe_nodes
 
 NUM_LAYERS = 8
 LATENCY_MS, UPLINK_MBPS, WINDOW_KB = 20.0, 50.0, 50.0
-"""Of a netbed: one way between sites; of a node; of a connection's receive buffer."""
+"""Figures of a netbed: one way between sites; of a node; of a connection's receive buffer."""
 _PROBE_BYTES = 32 << 10  # little enough for one connection
 _WARM_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """What lies between two ranks, as measured: on one host, between nodes of a site, between sites."""
+    """The measured links between ranks: on one host, between nodes of a site, between sites."""
 
     local: LinkCost = field(default_factory=LinkCost)
     near: LinkCost = field(default_factory=LinkCost)
@@ -73,12 +73,12 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Of all replicas."""
+        """Return the number of ranks of all replicas."""
         return self.stages * self.replicas
 
     @property
     def what_if(self) -> WhatIf:
-        """What an emulation is told to be different from the links and layers as measured."""
+        """Return the emulation's conditions that differ from the links and layers as measured."""
         slow = dict([self.slow]) if self.slow else {}
         return WhatIf(slow=slow, bandwidth=self.bandwidth, jitter_ms=self.jitter_ms)
 

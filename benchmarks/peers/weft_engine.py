@@ -114,7 +114,7 @@ def engine_of(
 
 
 def emulated_facts(case: EngineCase, config: WeftConfig, device: torch.device) -> Facts:
-    """What is known of emulated layers: all but what their collectives cost."""
+    """Return the facts of emulated layers: all but the costs of their collectives."""
     layer = PartSize(case.work.weight_elements, case.work.weight_elements)
     sites = range(len(case.sites))
     if layers := config.pipeline.layers:

@@ -12,7 +12,7 @@ from benchmarks.peers.emulated_stage import EmulatedLayer, EmulatedWork
 from weft.conf.schema import Partition
 
 Span = tuple[str, float, float]
-"""What was computed (F, I, W), and from when to when by `perf_counter`."""
+"""A computation (F, I, W), with its start and end by `perf_counter`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class ZeroCase:
 
 @dataclass(frozen=True, kw_only=True)
 class Technique:
-    """What Weft does, of what it can.
+    """The techniques of Weft that are on.
 
     Attributes:
         zero_stage: 1 to 3.
@@ -76,7 +76,7 @@ class Technique:
 
 @dataclass(frozen=True)
 class ZeroRun:
-    """What one rank measured for one amount of compute.
+    """The measurements of one rank for one amount of compute.
 
     Attributes:
         ends_s: when each measured step ended by `perf_counter`, and before them the last of the warm-up.

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.peers.layout import Layout
 
 MICROBATCHES = 12
-"""Of a step, over all replicas."""
+"""Micro-batches of a step, over all replicas."""
 
 
 def _at(*sites: int, **settings: Any) -> Layout:

@@ -17,7 +17,7 @@ from weft.pipeline.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class RankSteps:
-    """What a rank reports.
+    """The report of a rank.
 
     Attributes:
         step_s: seconds of each measured step, from its end to the next one's.

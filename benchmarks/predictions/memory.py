@@ -56,7 +56,7 @@ class RankPeak:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of what was measured."""
+        """Return the error of the prediction, as a share of the measurement."""
         return self.predicted / self.measured - 1
 
 

@@ -25,5 +25,5 @@ class Predicted:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of what was measured."""
+        """Return the error of the prediction, as a share of the measurement."""
         return self.predicted_s / self.measured_s - 1

@@ -27,7 +27,7 @@ LONG = 2000
 
 @dataclass(frozen=True)
 class Target:
-    """What is broken.
+    """The target of a fault.
 
     Attributes:
         traces: folder of the workers' notes of their steps.
@@ -49,7 +49,7 @@ class Target:
         raise RuntimeError(f"worker {number} does not run")
 
     def board(self, number: int) -> BoardReader:
-        """Of the first rank of a worker."""
+        """Return the board of a worker's first rank."""
         return BoardReader(self.workers[number].boards[0])
 
     def until_bubble(self, number: int) -> None:
@@ -119,7 +119,7 @@ def _slow_client(target: Target) -> str:
     found = target.ask(1, 100)
     for client in clients:
         client.close()
-    return f"beside 50 slow clients: {_answers([found])}"
+    return f"alongside 50 slow clients: {_answers([found])}"
 
 
 def _flood(target: Target) -> str:
@@ -179,7 +179,7 @@ def _trainer_killed(target: Target) -> str:
 
 
 def _reason(board: Path, number: int) -> str:
-    """What a worker's log says last about why nothing is granted."""
+    """Return the reason in a worker's log for which nothing is granted."""
     log = board.with_name(f"worker{number}.log").read_text(errors="replace").splitlines()
     said = [line for line in log if "nothing is granted" in line]
     return said[-1].partition("] ")[2] if said else "silent"

@@ -1,4 +1,4 @@
-"""What bubbles were, how much of them was used, and what it cost training."""
+"""Evaluation of bubbles: their length, their use, and their cost to training."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class FaultFigures:
 
     @property
     def change(self) -> float:
-        """Of the step, against the mean of before and after."""
+        """Return the change of the step, against the mean of before and after."""
         return 2 * self.hit_s / (self.before_s + self.after_s) - 1.0
 
 

@@ -1,4 +1,4 @@
-"""What a run of `benchmarks bubbles` has shown, in words and figures."""
+"""Report of a run of `benchmarks bubbles`, in words and figures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MARKED_STEPS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What was seen.
+    """The observations.
 
     Attributes:
         steps: begin and end of each training step.
@@ -44,7 +44,7 @@ class Findings:
 
 
 def prefills_of(folder: Path, workers: Sequence[Worker]) -> dict[int, list[dict]]:
-    """What the workers noted of their steps."""
+    """Return the workers' records of their steps."""
     files = {worker.index: folder / f"worker{worker.index}.jsonl" for worker in workers}
     return {index: [json.loads(line) for line in file.read_text().splitlines()] for index, file in files.items()}
 

@@ -25,12 +25,12 @@ class Request:
     after_s: float
     """Seconds after the first one."""
     tokens: int
-    """Of its prompt."""
+    """Tokens of its prompt."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a request; seconds of CLOCK_MONOTONIC."""
+    """The outcome of a request; seconds of CLOCK_MONOTONIC."""
 
     tokens: int
     sent_s: float

@@ -1,4 +1,4 @@
-"""The servers of a benchmark: `weft serve`, `weft controller`, and a stock vLLM server beside them."""
+"""The servers of a benchmark: `weft serve`, `weft controller`, and a stock vLLM server alongside them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.conf.schema import WeftConfig
 from weft.inference.worker.command import IN_PROCESS
 
 ARGUMENTS = ["--dtype", "float32", "--no-enable-prefix-caching"]
-"""Of every vLLM server: equal prompts are computed again."""
+"""Arguments of every vLLM server: equal prompts are computed again."""
 START_S = 300.0
 """In which a server has to answer."""
 
@@ -88,7 +88,7 @@ def until_ready(urls: Sequence[str], process: subprocess.Popen, path: str = "/he
     for url in urls:
         while True:
             if process.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(f"{url}: the server did not start; a worker's log lies beside the boards")
+                raise RuntimeError(f"{url}: the server did not start; a worker's log lies alongside the boards")
             try:
                 with urllib.request.urlopen(f"{url}{path}", timeout=2):
                     break

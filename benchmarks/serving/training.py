@@ -28,8 +28,8 @@ WORK = EmulatedWork(forward_s=0.02, input_s=0.02, weight_s=0.02, hidden_bytes=2*
 STEPS_DRAWN = 256
 """Steps whose computations are kept."""
 VOCABULARY = 4096
-"""Of the real model's random tokens."""
-_KEY = "the key of a bed that nobody else can reach"
+"""Vocabulary of the real model's random tokens."""
+_KEY = "the key of a bed that no other process can reach"
 _PORT = 29500
 
 
@@ -44,7 +44,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Training:
-    """What the ranks are told.
+    """The settings of the ranks.
 
     Attributes:
         real: train the quickstart's model instead of emulated layers.
@@ -121,7 +121,7 @@ def _enter(bed: NetBed) -> None:
 
 
 def _cells(engine: WeftEngine) -> list[Cell]:
-    """Of the last step."""
+    """Return the cells of the last step."""
     clock = engine.records.clock  # the host's, which is CLOCK_MONOTONIC on Linux
     return [
         Cell(mark.slot[0].op.value, clock.seconds(0.0, mark.start), clock.seconds(0.0, mark.end))

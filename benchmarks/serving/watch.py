@@ -1,4 +1,4 @@
-"""What the ranks did and when: their work, collected from boards that remember a few steps, and named windows."""
+"""Records of the ranks' work, collected from boards that remember a few steps, and named windows."""
 
 from __future__ import annotations
 

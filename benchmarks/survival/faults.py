@@ -35,7 +35,7 @@ class Inflicted:
     Attributes:
         blamed: who is to blame, in the journal's words (culprit and kind), of which every entry counts; besides,
             ``site`` stands for any of its hosts, ``between`` for any link between sites and ``ranks`` for those that
-            cannot be told apart. None where nobody should be blamed, for nothing has to be restarted.
+            cannot be distinguished. None where nobody should be blamed, for nothing has to be restarted.
         at_s: time of day at which it began; some faults wait for the right moment.
         healed_s: from when on training can go on, where that is later.
     """
@@ -166,7 +166,7 @@ def shrink_memory(pid: int) -> None:
 
 
 def _flip(run: SupervisedRun, number: int) -> Inflicted:
-    """Of two replicas nobody can tell which is wrong: both are to be named."""
+    """Flip a bit; of two replicas both are to be named, because either may be wrong."""
     run.order(number, "flip")
     return Inflicted({"ranks": sorted((number, number ^ 1)), "kind": "corruption"})
 

@@ -23,7 +23,7 @@ RANKS_PER_HOST = 2
 SLOTS = dict.fromkeys(HOSTS, RANKS_PER_HOST)
 NUM_RANKS = sum(SLOTS.values())
 UPLINK_MBPS, LATENCY_MS = 20.0, 10.0
-"""Of a node: so little that a tenth of it is felt by a tiny model."""
+"""Limits of a node: low enough that a tiny model notices a tenth."""
 NODES = "WEFT_SURVIVE_NODES"
 """Environment variable that says where the stand-in for ssh finds a host's namespace, and whether it is off."""
 _PORT = 29500
@@ -48,7 +48,7 @@ exit $code
 
 
 class Hosts(Protocol):
-    """What a run is started on.
+    """The hosts of a run.
 
     Attributes:
         settings: of the run, so that it uses them.

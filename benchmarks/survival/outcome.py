@@ -1,4 +1,4 @@
-"""What became of a fault, and whether that is good enough."""
+"""Outcome of a fault, and its evaluation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROUNDING = 1e-3
 
 @dataclass
 class Survival:
-    """What became of a fault.
+    """The outcome of a fault.
 
     Attributes:
         culprit: as the journal has it, and whether it is right.
@@ -53,7 +53,7 @@ class Survival:
 
     @property
     def row(self) -> dict[str, object]:
-        """Of the table."""
+        """Return the row of the table."""
         return {
             "fault": self.fault,
             "blamed": self.note or self.culprit,

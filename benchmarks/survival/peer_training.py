@@ -1,4 +1,4 @@
-"""What peers of Weft's supervisor train in `benchmarks survive --peers`: a tiny Llama, data-parallel, as anyone would.
+"""Training by peers of Weft's supervisor in `benchmarks survive --peers`: a tiny Llama, data-parallel.
 
 Started by a peer's launcher on each rank with a folder: resumes from its newest checkpoint, writes one every so many
 steps, and appends a line per step to `steps`. Signals have a rank do harm to itself.
@@ -22,7 +22,7 @@ PAD_S = 0.2
 SAVE_S = 0.5
 """By which a checkpoint takes longer, so that a rank can be killed in it."""
 TIMEOUT_S = 15
-"""Of collectives: torch's own is half an hour, which none would wait for here."""
+"""Timeout of collectives: torch's default of half an hour is too long here."""
 HOLD_LOCK, TAKE_MEMORY = signal.SIGUSR1, signal.SIGUSR2
 VOCAB, LENGTH, BATCH = 4096, 64, 4
 
@@ -65,7 +65,7 @@ def main(folder: Path) -> None:
 
 
 def _heartbeat() -> Callable[[], object]:
-    """What tells NVRx's monitor that this rank lives, under its launcher; else nothing."""
+    """Return the function that reports this rank's life to NVRx's monitor under its launcher; otherwise None."""
     if "FT_RANK_MONITOR_IPC_SOCKET" not in os.environ:
         return lambda: None
     from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient

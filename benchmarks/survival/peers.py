@@ -175,7 +175,7 @@ class PeerJob:
         return self._nodes[node].pid
 
     def processes(self, node: int | None = None) -> list[psutil.Process]:
-        """Of a node, or of all."""
+        """Return the processes of a node, or of all."""
         wanted = {f"{self.folder}:{each}" for each in (range(NODES) if node is None else [node])}
         found = []
         for process in psutil.process_iter(["environ"]):

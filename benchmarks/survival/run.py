@@ -48,7 +48,7 @@ class Metrics:
     """Steps that a run has logged; what is trained again after a fault replaces what there was."""
 
     def __init__(self, path: Path) -> None:
-        """Of the file at ``path``, which need not be there yet."""
+        """Create the reader of the file at ``path``, which may not exist yet."""
         self._path, self._state = path, (0, 0)
         self._records: dict[int, dict[str, Any]] = {}
 
@@ -99,7 +99,7 @@ class SupervisedRun:
     # -- what is seen ----------------------------------------------------------------------------
 
     def events(self, kind: str = "", *, since: float = 0.0) -> list[dict[str, Any]]:
-        """Of the journal, of one kind, from the time of day ``since`` on."""
+        """Return the journal's events of one kind, from the time of day ``since`` on."""
         found = read_journal(self.folder / NAME)
         return [event for event in found if event["at"] >= since and kind in ("", event["event"])]
 
@@ -108,7 +108,7 @@ class SupervisedRun:
         return {step: record["loss"] for step, record in self._metrics.read().items()}
 
     def step_seconds(self) -> dict[int, float]:
-        """What each step has taken, as rank 0 logged it."""
+        """Return the seconds of each step, as rank 0 logged it."""
         return {step: record["step_seconds"] for step, record in self._metrics.read().items()}
 
     @property
@@ -124,7 +124,7 @@ class SupervisedRun:
         return config.train.microbatch_size * config.pipeline.microbatches * replicas
 
     def num_ranks(self) -> int:
-        """Of the newest attempt."""
+        """Return the number of ranks of the newest attempt."""
         return len(self.events("attempt")[-1]["ranks"])
 
     def ranks(self) -> list[RankProcess]:
@@ -165,7 +165,7 @@ class SupervisedRun:
     # -- waiting ---------------------------------------------------------------------------------
 
     def wait_for(self, done: Callable[[], Any], what: str, *, timeout_s: float = 120.0) -> Any:
-        """What ``done`` returns as soon as it is true.
+        """Wait until ``done`` returns a true value, and return it.
 
         Raises:
             RuntimeError: the run has ended, or it does not come.
@@ -189,7 +189,7 @@ class SupervisedRun:
         self.wait_for(lambda: self.step >= step, f"step {step}", timeout_s=timeout_s)
 
     def output(self) -> str:
-        """What the run has printed."""
+        """Return the run's output."""
         return (self.folder.parent / "output.log").read_text(errors="replace")
 
     def tail(self) -> str:

@@ -33,7 +33,7 @@ _AHEAD_STEPS = 100
 _FIRST_STEPS_S = 300.0
 _END_S = 300.0
 _LONG_S = 240.0
-"""For hosts that come back: they are tried twice a minute, and a checkpoint has to be saved."""
+"""Seconds for hosts that come back: they are tried twice a minute, and a checkpoint has to be saved."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ SESSIONS = (
         8,
     ),
 )
-"""What changes the losses, or ends the run, has a run of its own."""
+"""Faults by run: a fault that changes losses or ends the run has its own."""
 
 
 class Outcomes:

@@ -1,4 +1,4 @@
-"""What happens inside a rank in `benchmarks survive`: Python imports this first in every process of the run.
+"""Faults inside a rank in `benchmarks survive`: Python imports this first in every process of the run.
 
 A fault inside of a process, such as a held interpreter lock or a flipped bit, cannot be caused from outside.
 The bench puts this file's folder on PYTHONPATH and leaves an order for a rank in a folder; a thread of

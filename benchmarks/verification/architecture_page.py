@@ -34,7 +34,7 @@ _DETAILS = (
     (r" but it was not found in your environment.*", ")"),
     (r" in \(<class .*", " ..."),
 )
-"""What differs between models with the same reason, and is left out of notes."""
+"""Details that differ between models with the same reason, and are left out of notes."""
 
 
 def summary(findings: Sequence[Finding]) -> str:

@@ -39,7 +39,7 @@ LIMIT_BYTES = 8 << 30
 
 
 class Verdict(Enum):
-    """What became of an architecture."""
+    """The result for an architecture."""
 
     exact = "exact"
     refused = "refused"

@@ -22,7 +22,7 @@ SPLIT = (Op.F, Op.I, Op.W)
 
 @dataclass(frozen=True, kw_only=True)
 class Optimum:
-    """What the solver knows when it stops.
+    """The solver's bounds when it stops.
 
     Attributes:
         bound_s: no schedule is shorter.
@@ -254,7 +254,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """What one action sends over a link: when it leaves, and for how long it occupies it."""
+    """The transfer of one action over a link: when it leaves, and for how long it occupies it."""
 
     action: Action
     leaves: Any

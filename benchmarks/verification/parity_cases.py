@@ -1,4 +1,4 @@
-"""What `benchmarks parity` compares: small models of every supported architecture, in variants, on a batch."""
+"""Cases of `benchmarks parity`: small models of every supported architecture, in variants, on a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.conf.schema import ModelConfig, SplitKind
 from weft.engine.stages import Batch, Stage, build_model, load_hf_config, load_stages, split_layers
 
 SEED = 1
-"""Of new weights."""
+"""Seed of new weights."""
 
 
 @dataclass(frozen=True)

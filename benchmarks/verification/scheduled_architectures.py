@@ -50,7 +50,7 @@ BY_HAND = "0F0 0I0 0F1 0W0 0I1 0F2 0W1 0B2 0F3 0I3 0W3"
 BIASES = ("attention_bias", "mlp_bias", "qkv_bias", "use_bias", "use_qkv_bias", "add_bias_linear")
 """Fields of configs that give matrices biases."""
 PLAN = SegmentPlan(tuple(islice(cycle((Step.forward, Step.backward, Step.weight)), 300)))
-"""Of each pair: strands alternate, and weight gradients are computed between them."""
+"""The plan of each pair: strands alternate, and weight gradients are computed between them."""
 CPU = torch.device("cpu")
 
 
@@ -172,7 +172,7 @@ def _batches(whole: PreTrainedModel) -> Sequence[Batch]:
 
 
 def _difference(model: nn.Module, sizes: Mapping[str, int], num_stages: int, kind: str) -> str:
-    """What members make under a schedule that the whole model does not; empty if nothing."""
+    """Return the difference between members under a schedule and the whole model; empty if none."""
     batches = _batches(hf_model(model))
     items = torch.tensor(sum(map(count_label_tokens, batches)))
     schedule = schedule_of(kind, num_stages)

@@ -92,7 +92,7 @@ def _check(config: PreTrainedConfig, sizes: Mapping[str, int], exchange: Context
 
 
 def raise_vocabulary(config: PreTrainedConfig, members: int) -> None:
-    """To what members can divide, as for a new model."""
+    """Raise the vocabulary to a multiple of the members, as for a new model."""
     text = config.get_text_config()
     if isinstance(getattr(text, "vocab_size", None), int):
         text.vocab_size += -text.vocab_size % members
@@ -150,7 +150,7 @@ def _told(batch: Batch) -> Batch:
 def _difference(
     small: PreTrainedModel, batches: Sequence[Batch], sizes: Mapping[str, int], stages: int, exchange: ContextExchange
 ) -> str:
-    """What of the members' outcome is other than the whole model's; empty if nothing is."""
+    """Return the difference between the members' outcome and the whole model's; empty if none."""
     for batch in batches:
         _told(batch)
     items = torch.tensor(sum(map(count_label_tokens, batches)))

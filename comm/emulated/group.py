@@ -57,7 +57,7 @@ class EmulatedGroup(PythonGroup):
 
     Numbers stay harmless: every emulated member holds what this rank holds, so that a sum is as many times as much
     and a maximum the same, and what an emulated member sends is zero. A group's operations end one after the other.
-    They begin before those numbers are written, so that writing them takes no time beside what the operation takes.
+    They begin before those numbers are written, so that writing them takes no time alongside what the operation takes.
     """
 
     BACKEND = BACKEND

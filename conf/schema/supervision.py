@@ -1,4 +1,4 @@
-"""What watches over a run and starts it again."""
+"""Supervision: detection of faults, and restarts."""
 
 from __future__ import annotations
 

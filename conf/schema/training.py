@@ -113,7 +113,7 @@ class TrainConfig:
     sample_tokens: int = 64
     """Number of tokens to sample."""
     timeline: bool = False
-    """At the end, plot a measured step beside the predicted one, and write the measured costs."""
+    """At the end, plot a measured step alongside the predicted one, and write the measured costs."""
 
 
 @dataclass(kw_only=True)

@@ -29,7 +29,7 @@ class SavedForward:
         self.output: Tensor | None = None
         """The stage's output with its graph, until its backward begins."""
         self.in_pair = False
-        """True if its backward runs beside a forward, so that a part of the graph may be alive."""
+        """True if its backward runs alongside a forward, so that a part of the graph may be alive."""
         self.tape = Tape() if split else None
         """Deferred weight gradients; None if they are computed with the input gradient."""
         self.activation_bytes = 0

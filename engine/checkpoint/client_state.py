@@ -1,4 +1,4 @@
-"""The caller's state: JSON in the manifest, tensors and arrays beside the model's; nothing is pickled."""
+"""The caller's state: JSON in the manifest, tensors and arrays alongside the model's; nothing is pickled."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def check_folder(engine: Trained, folder: Path, *, keep: int) -> None:
     """Check before training that checkpoints can be written; a collective call.
 
     Raises:
-        CheckpointError: on every rank, if the folder cannot be written, or has no room for the
+        CheckpointError: on every rank, if the folder cannot be written, or has no space for the
             checkpoints to keep and the one being written.
     """
     ranks = _ranks()

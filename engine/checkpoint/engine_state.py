@@ -199,7 +199,7 @@ def _random_states(engine: Trained) -> dict[str, torch.Tensor]:
 
 
 def check_form(checkpoint: Checkpoint) -> Checkpoint:
-    """Check the form of what an engine's checkpoint holds beside tensors.
+    """Check the form of what an engine's checkpoint holds alongside tensors.
 
     Raises:
         CheckpointError: it is not an engine's.

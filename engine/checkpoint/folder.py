@@ -113,7 +113,7 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def _is_tagged(path: Path) -> bool:
-    """True if a folder is a tagged checkpoint; unrelated folders may be beside checkpoints."""
+    """True if a folder is a tagged checkpoint; unrelated folders may be alongside checkpoints."""
     return not path.name.startswith(_OWN) and (path / MANIFEST).is_file() and any(path.glob(FILES))
 
 

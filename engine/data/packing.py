@@ -105,7 +105,7 @@ def lay_out_single(lengths: np.ndarray, sequence_length: int, shuffle: np.random
 def lay_out_whole(lengths: np.ndarray, sequence_length: int, shuffle: np.random.Generator | None) -> Layout:
     """Several whole documents per sequence; for conversations, which must not be cut.
 
-    Online best fit: each document goes to the fullest open sequence with enough room. A sequence is
+    Online best fit: each document goes to the fullest open sequence with enough space. A sequence is
     closed when it is full, or when too many are open and it is the fullest.
     """
     assert lengths.max(initial=0) <= sequence_length, "the encoder cuts"

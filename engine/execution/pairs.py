@@ -30,7 +30,7 @@ class StrandPairs:
     """Runs pairs on one rank, each by the plan for its two virtual stages.
 
     The weight gradients of a full backward move if its plan moves them: that is a backward in two parts,
-    whose second the plan plays parameter by parameter, wherever the other strand has room.
+    whose second the plan plays parameter by parameter, wherever the other strand has space.
 
     Attributes:
         costs: what is known of layers' insides; None where nothing is, so that strands alternate.

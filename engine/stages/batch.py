@@ -18,6 +18,6 @@ def count_label_tokens(batch: Batch) -> int:
 
 
 def label_tokens(batch: Batch) -> Tensor:
-    """The same, as a tensor beside the labels, so that nobody waits for it."""
+    """The same, as a tensor alongside the labels, so that nobody waits for it."""
     predicted = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
     return (predicted != -100).sum()

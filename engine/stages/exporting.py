@@ -83,7 +83,7 @@ def rehearse_export(
         stages, folder, rank, gather, tokenizer, dtype: as of `export_stages`.
 
     Raises:
-        ValueError: something cannot be written, or there is no room for the weights; on every writer.
+        ValueError: something cannot be written, or there is no space for the weights; on every writer.
     """
     folder = Path(folder).expanduser().absolute()
     partial = folder.with_name(f".{folder.name}.partial")

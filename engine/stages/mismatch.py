@@ -75,7 +75,7 @@ def _beside_positions(last: _Step, error: Exception) -> str:
         return f"{last} makes masks of other tensors than the positions and the padding that it is given"
     ours = ContextAttention | HeadAttention | RingAttention
     if any(isinstance(frame.f_locals.get("self"), ours) for frame in frames):
-        return f"{last} gives attention keys or masks of its own making, beside those of the rank's positions"
+        return f"{last} gives attention keys or masks of its own making, alongside those of the rank's positions"
     return ""
 
 
@@ -91,10 +91,10 @@ def _beside_hidden_states(steps: list[_Step]) -> str:
     if dims := max((tensor.dim() for tensor in hidden if isinstance(tensor, Tensor)), default=3) - 3:
         return f"its layers hand on hidden states of {3 + dims} dimensions, not of batch, sequence and features alone"
     if last.path.startswith(f"{layers}.") and last.path.count(".") == depth:
-        return f"{last} computes with hidden states beside its parts, where a rank has a slice of the sequence"
+        return f"{last} computes with hidden states alongside its parts, where a rank has a slice of the sequence"
     own = [name for name, _ in last.module.named_parameters(recurse=False)]
     if own and any(True for _ in last.module.children()):
         return (
-            f"{last} combines a rank's part with weights beside its matrices ({', '.join(own)}), which are not divided"
+            f"{last} combines a rank's part with weights next to its matrices ({', '.join(own)}), which are not divided"
         )
     return ""

@@ -1,1 +1,1 @@
-"""Running two strands of a pair by turns, as a segment plan says."""
+"""Running two strands of a pair alternately, as a segment plan says."""

@@ -22,7 +22,7 @@ class Baton:
     """Hands the turn from strand to strand at the ends of segments.
 
     At any time one strand runs. So all ranks launch their collectives in one order, whichever thread a
-    strand is in: that of the plan, and past its end by turns, the backward first. A turn changes hands
+    strand is in: that of the plan, and past its end alternately, the backward first. A turn changes hands
     by a lock per strand, which costs some tens of microseconds; between two segments of one strand
     nothing is touched.
 

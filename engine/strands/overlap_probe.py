@@ -31,7 +31,7 @@ def measure_overlap(
     repeats: int = REPEATS,
     kernels: Mapping[Kind, Callable[[], object]] | None = None,
 ) -> OverlapTable:
-    """OEF of every kind of compute beside a collective of each link class, and of two collectives at once.
+    """OEF of every kind of compute alongside a collective of each link class, and of two collectives at once.
 
     A collective call over the groups: all members start the same collectives in the same order, and go by
     the slowest of them.

@@ -1,4 +1,4 @@
-"""A strand pair: a forward and a backward, run by turns in two threads."""
+"""A strand pair: a forward and a backward, run alternately in two threads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PairRunner:
         backward: Callable[[], Other],
         play_weight: Callable[[], object] = lambda: None,
     ) -> tuple[Result, Other]:
-        """Run a forward and a backward by turns.
+        """Run a forward and a backward alternately.
 
         Args:
             plan: whose turn is when; without steps they alternate.

@@ -1,1 +1,1 @@
-"""What watches over a run: places of ranks, the culprit, agents and driver."""
+"""Supervision of a run: progress of ranks, the culprit, agents and driver."""

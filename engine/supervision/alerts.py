@@ -1,4 +1,5 @@
-"""What is slow or wrong and stops nobody: stragglers, slow links, full disks, lines of a log. Alerts alone."""
+"""Alerts about slowness and problems that end nothing: stragglers, slow links, full disks, telling lines of logs.
+Alerts alone."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ SLOWER = 1.1
 """Times its usual that a straggler takes at least, however steady it was."""
 SLOWER_THAN_PEERS = 1.5
 """Times the median of its replicas that a rank takes which was slow from the beginning; of a rank without
-replicas, times what others take, each beside what the plan predicts of it."""
+replicas, times what others take, each alongside what the plan predicts of it."""
 FEWEST_OTHERS = 2
 """Ranks of other stages with which one without replicas is compared."""
 FEWEST_PAUSES = 3
@@ -162,7 +163,7 @@ class Alerts:
                 return
             usual = median(others)
             if min(own) > max(SLOWER_THAN_PEERS * usual, SLOWER * max(others)):
-                factor = f"{median(own) / usual:.2g} times as long, beside the plan, as other ranks' do"
+                factor = f"{median(own) / usual:.2g} times as long, alongside the plan, as other ranks' do"
                 yield self._straggler(rank, f"its computations take {median(recent[rank]):.4g} s a step, {factor}")
 
     def _paused(self) -> Iterator[Alert]:

@@ -61,7 +61,7 @@ def _hosts(culprit: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _awaited(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now: float) -> tuple[Mapping[str, Any], str]:
-    """For whom ranks waited that have all lost a peer: as a culprit, empty if they cannot say; and in words."""
+    """Return the culprit for whom ranks waited that have all lost a peer, empty if unknown; and a description."""
     suspects = watch.awaited(ends, now)
     ranks = [suspect.rank for suspect in suspects if suspect.rank is not None]
     hosts = sorted({layout.host_of(rank) for rank in ranks})

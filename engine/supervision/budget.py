@@ -20,11 +20,11 @@ MOST_LOST = 10
 
 @dataclass(frozen=True)
 class Fault:
-    """What ended an attempt.
+    """The fault that ended an attempt.
 
     Attributes:
         kind: a class of `FaultKind`, a kind of a watch's verdict, agent or host.
-        culprit: rank and host, ranks and hosts, host alone, or link; empty if nobody can be told apart.
+        culprit: rank and host, ranks and hosts, host alone, or link; empty if nobody can be distinguished.
         evidence: one line.
         step: that was under way; None before training.
         seconds: since a rank last moved.
@@ -42,7 +42,7 @@ class Fault:
 
     @property
     def text(self) -> str:
-        """For people, in one line."""
+        """Return a description for people, in one line."""
         where = ", ".join(f"{name} {value}" for name, value in self.culprit.items()) or "nobody in particular"
         return f"{self.kind}: {where}: {self.evidence}"
 

@@ -1,4 +1,4 @@
-"""The driver's clock beside a host's own, by questions and answers over the control wire."""
+"""The driver's clock alongside a host's own, by questions and answers over the control wire."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAMPLES = 8
 
 
 def answer_clock(message: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the driver answers to `clock_offset`'s question; None where it is not one."""
+    """Return the driver's answer to `clock_offset`'s question; None for other messages."""
     asked = message.get("clock")
     return {"clock": asked, "at": time.time()} if isinstance(asked, int) else None
 

@@ -16,19 +16,19 @@ FEWEST_STEPS = 3
 EARLY_S = 60.0
 """Seconds that nobody need move for in the first steps of a run, of which no duration is known yet."""
 STILL_FACTOR, STEP_FACTOR, PHASE_FACTOR = 4.0, 2.0, 5.0
-"""What a deadline is, of the longest time that nobody has moved for; of a usual step; of a phase's longest."""
+"""Factors of a deadline: of the longest time without progress; of a usual step; of a phase's longest duration."""
 LEAST_PHASE_S = 120.0
 """Seconds that an evaluation or a checkpoint may always take."""
 SILENT_FACTOR = 2.0
-"""What a deadline in them is of that in steady training, for ranks that give no sign of life: they write and
-compute without the interpreter's lock."""
+"""Factor of these phases' deadlines over steady training for ranks without ticks: they write and compute without the
+interpreter's lock."""
 
 _LONG = frozenset({Phase.imports, Phase.setup, Phase.first_step})
 _OPEN = frozenset({Phase.finishing, Phase.parked})
 
 
 class Deadlines:
-    """What is learned of a run's rhythm; it outlives an attempt, for the next one has the same."""
+    """The measured rhythm of a run; it outlives an attempt, because the next one has the same."""
 
     def __init__(self, *, least_s: float, setup_s: float) -> None:
         """Nothing is known yet.

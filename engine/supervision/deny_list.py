@@ -44,7 +44,7 @@ class DenyList:
 
     @classmethod
     def of(cls, config: WeftConfig) -> DenyList:
-        """That of a run: ``cluster.deny_list``, or a file beside the folders of runs."""
+        """Return the deny-list of a run: ``cluster.deny_list``, or a file in the folder of the runs' folders."""
         named = config.cluster.deny_list or Path(config.train.output_dir) / NAME
         return cls(Path(named).expanduser().absolute())
 

@@ -121,11 +121,11 @@ class FailureDetector:
         return max((seen.report.kept_step for seen in self._watch.ranks.values()), default=0)
 
     def last_lines(self, culprit: Mapping[str, Any]) -> list[str]:
-        """What a culprit printed last, if it is one rank."""
+        """Return the lines that a culprit printed last, if it is one rank."""
         return self._lines.get(culprit.get("rank", -1), [])[-LINES:]
 
     def fault(self, now: float) -> Fault | None:
-        """What has to end the attempt, if anything; alerts are raised on the way."""
+        """Return the fault that has to end the attempt, if any; raise alerts."""
         if self._ends and now < self._ends_since + SETTLE_S:
             return None
         if self._ends and not self._may_be_a_host(now):

@@ -54,7 +54,7 @@ of them, which is Python's own number, the search takes a third of the time of a
 
 @dataclass(frozen=True)
 class Spec:
-    """What a driver needs besides the configuration.
+    """The inputs of a driver besides the configuration.
 
     Attributes:
         target: what each rank runs, ``module:function``.
@@ -74,7 +74,7 @@ class Spec:
 
     @classmethod
     def read(cls, run_folder: Path) -> Spec:
-        """What `write` left.
+        """Return the specification that `write` stored.
 
         Raises:
             ValueError: nothing is there.
@@ -90,7 +90,7 @@ def _spec_file(run_folder: Path) -> Path:
 
 
 def config_file(run_folder: Path) -> Path:
-    """The configuration that the run was started with; each attempt has its own beside it."""
+    """The configuration that the run was started with; each attempt has its own alongside it."""
     return run_folder / "supervisor" / "config.yaml"
 
 
@@ -312,7 +312,7 @@ class Driver:
     # Attempts
 
     def _layout(self, attempt: int, away: Collection[str], before: Mapping[str, int] | None) -> Layout:
-        """The hosts of an attempt, and its configuration beside the run's."""
+        """The hosts of an attempt, and its configuration alongside the run's."""
         chosen = choose_hosts(self._config, away=away, current=before, shortage=self._shortage)
         if self._laid_out is None or self._laid_out[0] != chosen:
             self._laid_out = chosen, *self._files(attempt, chosen)
@@ -355,7 +355,7 @@ def _parts(peer: str) -> tuple[str, int]:
 
 
 def _name(run_folder: Path) -> str:
-    """What tells a run's sockets from those of other runs on this machine."""
+    """Return the name that distinguishes a run's sockets from those of other runs on this machine."""
     return hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()[:16]
 
 

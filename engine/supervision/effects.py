@@ -1,4 +1,4 @@
-"""What a job does to the world, and what it asks of it: the driver's part, or a test's."""
+"""The effects of a job on the world: the driver's implementation, or a test's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Effects(Protocol):
         """Tell the user."""
 
     def rows(self) -> JobRows | None:
-        """What the ranks execute, by the plan that they have left; None if it cannot be read."""
+        """Return the ranks' rows, from the plan in the run's folder; None if it cannot be read."""
 
     def denied(self) -> Mapping[str, str]:
         """Hosts of the run that are to be left out, and why."""

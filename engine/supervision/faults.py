@@ -49,7 +49,7 @@ class FaultKind(Enum):
 
 
 class Response(Enum):
-    """What a fault asks for."""
+    """The response to a fault."""
 
     retry = "retry"
     """Start again at once, from the nearest copy of the state."""
@@ -61,7 +61,7 @@ class Response(Enum):
 
 @dataclass(frozen=True)
 class Policy:
-    """What is done about a class of faults.
+    """The policy for a class of faults.
 
     Attributes:
         response: to the fault.
@@ -87,7 +87,7 @@ POLICIES: Mapping[FaultKind, Policy] = {
     FaultKind.stopped: Policy(Response.retry),
     FaultKind.other: Policy(Response.retry),
 }
-"""What is done about each class."""
+"""The policy for each class."""
 
 STOPPED_CODES = frozenset(128 + number for number in (signal.SIGTERM, signal.SIGINT))
 """Exit codes of ranks that a signal has asked to stop."""
@@ -97,7 +97,7 @@ _LESS_TELLING = (FaultKind.signal, FaultKind.other, FaultKind.stopped, FaultKind
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorReport:
-    """What a rank says of its end.
+    """A rank's report of its end.
 
     Attributes:
         kind: the class of the error.
@@ -138,7 +138,7 @@ def write_report(path: Path, report: ErrorReport) -> None:
 
 
 def read_report(path: Path) -> ErrorReport | None:
-    """What a rank wrote; None if it wrote nothing, or nothing that can be read."""
+    """Return a rank's report; None if it wrote nothing readable."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             found = json.loads(file.read(LONGEST_FILE))

@@ -1,4 +1,4 @@
-"""What a check of a host found, and how the supervisor has `weft doctor node` look for it."""
+"""Results of a host's checks, and how the supervisor runs `weft doctor node`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 DOCTOR = "weft.tools.doctor:main"
-"""What checks a host: loads torch, and is to run in a process of its own."""
+"""The module that checks a host: it loads torch, and has to run in its own process."""
 
 
 class Verdict(Enum):
-    """What a check says of a host."""
+    """The result of a check of a host."""
 
     passed = "passed"
     failed = "failed"
@@ -47,7 +47,7 @@ class Finding:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Finding:
-        """What `as_dict` gave."""
+        """Return the result that `as_dict` converted."""
         return cls(**{**fields, "verdict": Verdict(fields["verdict"])})
 
 
@@ -57,7 +57,7 @@ def failures(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def doctor_arguments(folder: Path, *, ranks: int, driver: str = "", cache: Path | None = None) -> list[str]:
-    """With which `DOCTOR` checks this host and prints the findings as JSON.
+    """Return the arguments with which `DOCTOR` checks this host and prints the results as JSON.
 
     Args:
         folder: the run's, whose disk is checked.

@@ -19,17 +19,17 @@ BROKEN_S = 300.0
 AWAY_S = 60.0
 """Seconds until an agent is started again on a host that was asked to end: machines have a minute or two to go."""
 YIELDS_S = 3.0
-"""Seconds that a host's agent, if it is alive, has to come back before one that was started beside it comes."""
+"""Seconds that a host's agent, if it is alive, has to come back before one that was started alongside it comes."""
 
 
 @dataclass
 class Host:
-    """What the driver knows of a host.
+    """The driver's state of a host.
 
     Attributes:
         generation: of its agent.
         newest: the highest that an agent was started with.
-        beside: whether that one was started beside the host's agent, which may be alive; who is heard first, is it.
+        beside: True if it was started in addition to the agent of the host, which may be alive.
         starting: whether it was started by this driver and has not had a connection yet.
         connected: whether its agent has a connection.
         exited: whether its agent's process is known to have ended.
@@ -142,7 +142,7 @@ class Fleet:
         return host if host is not None and host.generation == generation else None
 
     def is_beside(self, name: str, generation: int) -> bool:
-        """True if this is an agent that was started beside the host's, of which nothing has been heard since."""
+        """True if this is an agent that was started alongside the host's, of which nothing has been heard since."""
         host = self.hosts.get(name)
         return host is not None and host.beside and host.newest == generation
 

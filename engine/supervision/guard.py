@@ -17,7 +17,7 @@ _LOOK_S = 0.1
 
 
 class DriverGuard:
-    """What one agent knows of its driver, and does when that is away."""
+    """An agent's view of its driver, and its actions when the driver is away."""
 
     def __init__(self, order: AgentOrder) -> None:
         """The driver has not been met yet."""

@@ -17,7 +17,7 @@ THIS_MACHINE = "localhost"
 
 @dataclass(frozen=True)
 class ChosenHosts:
-    """What an attempt runs on.
+    """The hosts of an attempt.
 
     Attributes:
         slots: ranks by host, in the order in which ranks are numbered.
@@ -176,7 +176,7 @@ def _numbers(full: int, routes: int) -> Iterator[tuple[int, int]]:
 
 
 def _shares_on_routes(sites: Sequence[_Site], free: Sequence[int], ranks: int, kept: int) -> list[int] | None:
-    """Stages of each site on the first routes that have room for them, and none on the others; None if too few have."""
+    """Return the stages of each site on the first routes that have space, none on the others; None if too few have."""
     shares, left = [0] * len(sites), kept
     for route in sorted({site.route for site in sites}):
         places = [place for place, site in enumerate(sites) if site.route == route]

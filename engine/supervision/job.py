@@ -245,7 +245,7 @@ class Job:
     def on_connected(self, name: str, generation: int, now: float) -> None:
         """An agent has a connection, for the first time or again.
 
-        One that was started beside another reports when that one has had the time to come before it.
+        One that was started alongside another reports when that one has had the time to come before it.
         """
         waits = self.stage is not Stage.ended and self.fleet.is_beside(name, generation)
         if not waits and self._accept(name, generation) is not None:

@@ -104,7 +104,7 @@ def read_journal(path: Path, damaged: list[str] | None = None) -> list[dict[str,
 
 
 def _set_aside(path: Path, events: list[dict[str, Any]], problem: str) -> None:
-    """Keep a damaged journal beside one of its sound lines."""
+    """Keep a damaged journal alongside one of its sound lines."""
     aside = path.with_suffix(".damaged")
     os.replace(path, aside)
     write_private(path, "".join(json.dumps(event) + "\n" for event in events))

@@ -24,7 +24,7 @@ class Layout:
 
     @cached_property
     def num_ranks(self) -> int:
-        """Of all hosts."""
+        """Return the number of ranks on all hosts."""
         return sum(self.slots.values())
 
     @cached_property

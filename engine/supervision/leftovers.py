@@ -1,4 +1,4 @@
-"""What a run keeps in its host's shared memory, whose it is, and what is left of runs whose agents were killed."""
+"""Stale resources of killed runs in a host's shared memory: their owners, and their removal."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def page_path(run_folder: Path, host: str) -> Path:
 
 
 def take_page(page: Path, num_ranks: int) -> Path:
-    """Make a host's page, in shared memory or, where that has no room or is not to be had, in the temporary folder.
+    """Make a host's page, in shared memory or, where that has no space or is not to be had, in the temporary folder.
 
     An agent that had the page ends with its ranks: it is stopped, or the way to it was cut, and its ranks hold what
     others are about to need.
 
     Raises:
-        OSError, ValueError: there is no room in either.
+        OSError, ValueError: there is no space in either.
     """
     with suppress(ValueError):
         _end(*owner(page))

@@ -25,7 +25,7 @@ class LinkSpeed:
     """
 
     def __init__(self) -> None:
-        """Of a link from which nothing was read."""
+        """Create the speed of a link without readings."""
         self.usual_bps = 0.0
         self.fastest_bps = 0.0
         self._sent_bytes = 0

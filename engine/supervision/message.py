@@ -1,4 +1,4 @@
-"""What an agent tells the driver: a heartbeat, how ranks have ended, and which have parked."""
+"""Messages from an agent to the driver: a heartbeat, the ends of ranks, and ranks on standby."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class AgentMessage(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_wire(cls, message: Mapping[str, Any]) -> AgentMessage:
-        """What `to_wire` made, after a way through JSON.
+        """Return the message that `to_wire` converted, after JSON.
 
         Raises:
             ValueError: it has another form.

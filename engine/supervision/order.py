@@ -1,4 +1,4 @@
-"""What an agent is told when it starts."""
+"""The command that an agent receives when it starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class AgentOrder:
-    """What an agent is told when it starts, as one line of JSON on its standard input.
+    """The command that an agent receives when it starts, as one line of JSON on its standard input.
 
     Attributes:
         host: name of its host.
@@ -53,5 +53,5 @@ class AgentOrder:
 
     @property
     def peer(self) -> str:
-        """What the driver calls this agent."""
+        """Return the name that the driver uses for this agent."""
         return f"{self.host}#{self.generation}"

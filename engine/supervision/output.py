@@ -1,4 +1,4 @@
-"""What processes print: of a rank passed on to the terminal and kept in a file, its last lines at hand for a report."""
+"""Output of processes: a rank's is forwarded to the terminal and stored in a file, with its last lines for reports."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class Output:
 
 
 class Answer:
-    """What one process prints that answers a question: all of its standard output; standard error goes nowhere."""
+    """The output of one process that answers a question: all of its standard output; standard error is discarded."""
 
     def __init__(self) -> None:
         """Nothing has been said."""
@@ -202,7 +202,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """What it has printed so far."""
+        """Return the output so far."""
         return self._said.decode(errors="replace")
 
     def open(self) -> tuple[int, int]:

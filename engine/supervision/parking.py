@@ -119,7 +119,7 @@ class AgentLink:
 
 @dataclass
 class Parked:
-    """What an agent knows of a rank's process.
+    """An agent's state of a rank's process.
 
     Attributes:
         attempt: that it has taken part in last; None before its first.

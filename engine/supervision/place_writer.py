@@ -49,7 +49,7 @@ class PlaceWriter:
             rank: global rank.
 
         Raises:
-            ValueError: there is no such page, or it has no room for this rank.
+            ValueError: there is no such page, or it has no space for this rank.
         """
         page = map_page(path)
         if not 0 <= local_rank < page[Header.RANKS]:
@@ -130,14 +130,14 @@ class PlaceWriter:
             self._mark(1)
 
     def end_wait(self) -> None:
-        """What `begin_wait` announced is over."""
+        """End the wait that `begin_wait` announced."""
         self._depth -= 1
         if not self._depth:
             self._mark(1)
 
     def _mark(self, marks: int) -> None:
         word = self._words[Word.PLACE]
-        # Once there is no room to count further, odd and even still tell waiting from work.
+        # Once there is no space to count further, odd and even still tell waiting from work.
         self._words[Word.PLACE] = word + marks if word & MOST_WAITS < MOST_WAITS - 2 else word ^ (marks & 1)
         self._words[Word.MOVED] = monotonic_ns()
 

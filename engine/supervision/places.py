@@ -29,7 +29,7 @@ RECORD = 88
 """Words of a record: its own, then those of its links."""
 FIRST_LINK = 24
 MOST_LINKS = 8
-"""Links between sites of one rank whose counters have room."""
+"""Links between sites of one rank whose counters have space."""
 LINK = 8
 
 
@@ -63,7 +63,7 @@ class Word(IntEnum):
 
 
 class Phase(IntEnum):
-    """What a rank is at; how long it may stand still depends on it."""
+    """The phase of a rank; its deadline depends on it."""
 
     imports = 0
     setup = 1
@@ -110,7 +110,7 @@ class LinkReading(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a rank's record says.
+    """The contents of a rank's record.
 
     Attributes:
         attempt: number of the attempt that the rank takes part in.
@@ -151,7 +151,7 @@ def make_page(path: Path, num_ranks: int) -> None:
 
     Raises:
         ValueError: the folder belongs to someone else or is open to others.
-        OSError: there is no room for it.
+        OSError: there is no space for it.
     """
     private_folder(path.parent)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -219,7 +219,7 @@ class PlaceReader:
         return self._words[Header.RANKS]
 
     def read(self, local_rank: int) -> Reading | None:
-        """What the record of a local rank says; None if nobody has written to it yet."""
+        """Return the record of a local rank; None if nothing has been written to it yet."""
         first = HEADER + local_rank * RECORD
         words = self._words[first : first + RECORD]
         for _ in range(ATTEMPTS):

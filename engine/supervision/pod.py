@@ -1,4 +1,4 @@
-"""What each pod of a JobSet runs: the agent that the driver wants there, from an order in the run's folder.
+"""The program of each pod of a JobSet: the agent that the driver's command in the run's folder describes.
 
 Kubernetes starts pods, so that the driver cannot. It writes an order for a host instead, into the folder
 that all pods share, and this process starts that agent, and the next when there is a newer order.

@@ -108,7 +108,7 @@ class Ranks:
             os.close(end)
 
     async def ask(self, name: str, target: str, arguments: Sequence[str], limit_s: float) -> tuple[str, int | None]:
-        """What a process prints that runs ``target``, and its exit code; None if it has not ended in time.
+        """Return the output of a process that runs ``target``, and its exit code; None if it has not ended in time.
 
         Args:
             limit_s: seconds after which it is killed, with all that it has started.

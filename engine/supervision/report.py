@@ -1,4 +1,4 @@
-"""What an agent reports of its host's ranks with every heartbeat; JSON on the wire, a list per rank."""
+"""An agent's report of its host's ranks in every heartbeat; JSON on the wire, a list per rank."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def rank_report(
     now_ns: int,
     exit_code: int | None = None,
 ) -> RankReport:
-    """What there is to say of a rank.
+    """Return the report of a rank.
 
     Args:
         attempt: that the agent has started it for, or told it to join.

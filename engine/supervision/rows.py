@@ -1,4 +1,4 @@
-"""What every rank of a job executes, read from the plan that the run leaves in its folder; without torch."""
+"""Rows of a job's ranks, read from the plan in the run's folder; without torch."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _OF_THE_BATCH = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM
 
 
 class AgentProcess(Protocol):
-    """What a driver has of an agent that it has started."""
+    """The driver's handle of an agent that it has started."""
 
     def poll(self) -> int | None:
         """Exit code, once it is known to have ended."""
@@ -117,7 +117,7 @@ class SlurmStarter:
 
 
 def starter_for(manager: ClusterManager, ssh_port: int = 0) -> Starter:
-    """What starts agents under a cluster's manager.
+    """Return the starter of agents under a cluster's manager.
 
     Raises:
         ValueError: the manager is Slurm, and this process is in no job of it.

@@ -1,4 +1,4 @@
-"""What an agent tells of its host besides places: memory, disk, resent segments, and lines of logs that say much."""
+"""Vital signs of a host in an agent's report: memory, disk, resent segments, and telling lines of logs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATTERNS: Mapping[str, re.Pattern[str]] = {
         "crash": r"Segmentation fault|core dumped|Fatal Python error|terminate called|stack smashing",
     }.items()
 }
-"""What lines of logs are looked for, by the name under which they are told; the first that matches counts."""
+"""The searched patterns of log lines, by the name under which they are reported; the first match counts."""
 LONGEST_LINE = 400
 """Characters of a line that are looked at and told."""
 MOST_MATCHES = 20
@@ -54,14 +54,14 @@ class LogMatches:
                 self._found.append((rank, name, line[:LONGEST_LINE].strip()))
 
     def drain(self) -> list[tuple[int, str, str]]:
-        """What matched since the last call: rank, name of the pattern, line."""
+        """Return the matches since the last call: rank, name of the pattern, line."""
         found = list(self._found)
         self._found.clear()
         return found
 
 
 def host_vitals(run_folder: Path, matches: LogMatches) -> dict[str, Any]:
-    """What a heartbeat tells of a host, as JSON can hold it; what cannot be found out is left out.
+    """Return the vital signs of a host, as JSON can hold them; unavailable ones are omitted.
 
     ``disk_free_bytes`` and ``disk_bytes`` of the run's folder, ``memory_free_bytes`` and ``memory_bytes`` of the
     host, ``load``: processes that run or wait to, ``tcp_resent``: segments that TCP has sent again since the host

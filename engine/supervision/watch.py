@@ -1,4 +1,4 @@
-"""What is wrong with an attempt whose ranks live: judged from their reports and a clock, without I/O.
+"""Diagnosis of an attempt whose ranks live: from their reports and a clock, without I/O.
 
 How ranks end, and hosts that fall silent, are not judged here.
 """
@@ -36,7 +36,7 @@ class Verdict:
     Attributes:
         kind: stopped (by a signal), lock_held (a thread has the interpreter's lock and computes), blocked (it has
             it and waits), hung (a rank does not run what it could), link (a transfer does not arrive).
-        culprit: rank and host, or link: a pair of ranks; empty if nobody can be told apart.
+        culprit: rank and host, or link: a pair of ranks; empty if nobody can be distinguished.
         evidence: one line.
         step: the last rank's; None before training.
         seconds: since the last good sign.
@@ -51,7 +51,7 @@ class Verdict:
 
 @dataclass(slots=True)
 class Observed:
-    """What is known of a rank.
+    """The state of a rank.
 
     Attributes:
         report: the last one.
@@ -106,11 +106,11 @@ class Watch:
         self._deadlines, self._heartbeat_s = deadlines, heartbeat_s
         self._link_deadline_s = link_deadline_s
         self.ranks: dict[int, Observed] = {}
-        """What is known of each rank."""
+        """State of each rank."""
         self.rows: JobRows | None = None
-        """What every rank executes, once the attempt has left its plan."""
+        """Rows of every rank, once the attempt has written its plan."""
         self.vitals: dict[str, Mapping[str, Any]] = {}
-        """What each host has told of itself last."""
+        """Latest vital signs of each host."""
         self.lines: deque[tuple[str, Any]] = deque(maxlen=LINES_KEPT)
         """Hosts, with lines of logs that matched there, until somebody takes them."""
         self._moved_at = now
@@ -175,7 +175,7 @@ class Watch:
         return self._moved_at
 
     def verdict(self, now: float) -> Verdict | None:
-        """What is wrong; None if nothing is, or it is too early to say."""
+        """Return the diagnosis; None if nothing is wrong, or it is too early to tell."""
         for rank in sorted(self._stopped):
             seen = self.ranks[rank]
             if seen.stopped_at is not None and seen.heard_at - seen.stopped_at >= STOPPED_S:
@@ -200,13 +200,13 @@ class Watch:
         return min([still_s, *silent_s]) >= self._deadlines.silent_s(phases)
 
     def _phases(self, suspects: Sequence[Suspect]) -> set[Phase]:
-        """What those are at of whom one holds the others up; of a link, those at its ends."""
+        """Return the phases of the suspects; for a link, those at its ends."""
         ranks = {suspect.rank for suspect in suspects if suspect.rank is not None}
         ranks |= {rank for suspect in suspects for link in suspect.links for rank in link}
         return {self.ranks[rank].report.phase if rank in self.ranks else Phase.imports for rank in ranks}
 
     def suspects(self, now: float) -> Sequence[Suspect]:
-        """Who holds the others up, as things stand; several where they cannot be told apart."""
+        """Who holds the others up, as things stand; several where they cannot be distinguished."""
         key = self._moved_at, now // (self._heartbeat_s / 2), self._links_are_due(now)
         if self._found is None or self._found[0] != key:  # thousands of ranks are not judged twenty times a second
             self._found = key, self._find(now)

@@ -122,7 +122,7 @@ class Sharding:
     ) -> Iterator[None]:
         """Context around a forward or backward of a stage, entered in the thread that computes it.
 
-        A forward and a backward may run by turns.
+        A forward and a backward may run alternately.
 
         Args:
             coming: returns how many gradients of each parameter arrive within; None is one of each.

@@ -19,7 +19,7 @@ class StageWeights:
 
     A forward runs through the blocks in order, a backward in reverse; while a block computes, the
     next block's weights are gathered. Storage is freed and allocated again under the same tensors,
-    so the tensors that autograd saved stay valid. A forward and a backward of a stage may run by turns,
+    so the tensors that autograd saved stay valid. A forward and a backward of a stage may run alternately,
     in two threads: what one of them still needs the other does not release.
     """
 

@@ -73,7 +73,7 @@ class PlacementBounds:
         self._pause_s[:, row] = np.where(at_once, 0.0, step_s - growth_s)
         positions_s = np.arange(_CELLS) / _CELLS * capacity_s
         delay_s = pattern.times(positions_s) - positions_s
-        # Each full period adds the part of it that has no room for work.
+        # Each full period adds the part of it that has no space for work.
         rounds = np.arange(_ROUNDS)[:, None] * (self._period_s - capacity_s)
         self._delay_s[row] = np.nextafter((delay_s + rounds).astype(np.float32), np.float32(-np.inf)).ravel()
         return row

@@ -185,7 +185,7 @@ class Bounds:
         return self._known[key]
 
     def caps(self, shape: Shape) -> list[int]:
-        """Pipeline ranks that each site has room for."""
+        """Pipeline ranks that each site has space for."""
         key = ("caps", shape.gpus_per_rank, shape.replicas_of_route)
         if key not in self._known:
             self._known[key] = room(self._cluster, shape.gpus_per_rank, shape.replicas_of_route)

@@ -55,7 +55,7 @@ class Crossings:
         Ranks that a route leaves are as near as links and the roomiest sites allow. None where these do not suffice.
 
         Args:
-            roomiest: sites with the ranks that they have room for, the roomiest first.
+            roomiest: sites with the ranks that they have space for, the roomiest first.
         """
         known = self.hops(shape)
         sent_s = [known.sent_s[hop] for hop in pairwise(route.sites)]

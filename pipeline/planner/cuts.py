@@ -54,7 +54,7 @@ class Cuts:
     def _tables(self, layout: Layout, ways: list[Layout]) -> list[CutTable]:
         """All cuts in one table if their bound holds there; else by the memory for activations that a cut leaves.
 
-        A schedule of `auto` has one cap for all ranks: what the fullest of them has room for, or one micro-batch of
+        A schedule of `auto` has one cap for all ranks: what the fullest of them has space for, or one micro-batch of
         another. Under 1F1B each rank has its own memory, which has to be enough for what it holds there.
         """
         parts = [self._of_way(way) for way in ways]
@@ -93,7 +93,7 @@ class Cuts:
 
     @staticmethod
     def _level(parts: list[Way], room_bytes: list[Array], level: tuple[float, float], empty: CutTable) -> CutTable:
-        """Cuts whose fullest rank has room for bytes from the lower to the higher end of a level."""
+        """Cuts whose fullest rank has space for bytes from the lower to the higher end of a level."""
         import numpy as np
 
         low, high = level

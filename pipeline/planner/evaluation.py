@@ -93,9 +93,9 @@ class Evaluation:
         return self._request.bound_of(step_s, price, self._bounds.price_seconds(shape), 0.0, self._tokens(shape))
 
     def crowding(self, shape: Shape) -> float:
-        """How many times its bound a step is expected to take, because memory has room for few micro-batches.
+        """How many times its bound a step is expected to take, because memory has space for few micro-batches.
 
-        If all ranks hold as many layers, the first has room for some micro-batches on their way and back. Other cuts
+        If all ranks hold as many layers, the first has space for some micro-batches on their way and back. Other cuts
         may do better, so this proves nothing; the search looks first where it is low.
         """
         part, held = self._even_part(shape)

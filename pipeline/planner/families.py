@@ -33,13 +33,13 @@ class FamilyBounds:
 
         Args:
             family: the degrees, the size of micro-batches and checkpointing of all of them.
-            crosses: the ranks are more than any site has room for, so a pipeline crosses a link at least; that is
+            crosses: the ranks are more than any site has space for, so a pipeline crosses a link at least; that is
                 for exactly so many stages.
         """
         import numpy as np
 
         units, least, slowest_s = self._speeds(family)
-        site = np.searchsorted(-units, -(replicas // routes), side="right") - 1  # the smallest that has room
+        site = np.searchsorted(-units, -(replicas // routes), side="right") - 1  # the smallest that has space
         whole_s, through_s, paid = least[:, site]
         slowest_s = np.maximum(slowest_s[site, stages], whole_s / stages)
         step_s = np.maximum(microbatches * slowest_s, through_s)

@@ -75,7 +75,7 @@ class Refusals:
             if found and value not in found:
                 field = next(field for field, held in PINS.items() if held == name)
                 some = ", ".join(map(str, sorted(found)[:12])) + (", ..." if len(found) > 12 else "")
-                return f"--pin {field}={value}: no layout has it beside the batch and the GPUs; choose one of {some}"
+                return f"--pin {field}={value}: no layout has it alongside the batch and the GPUs; choose one of {some}"
         return (
             "no layout: the pinned fields, the batch, the GPUs, links, --max-sites and --keep-data-in go with none; "
             "loosen one of them, or choose a --batch-tokens that more numbers of replicas divide"

@@ -50,7 +50,7 @@ class Route:
 class Routes:
     """The routes of shapes, a site at a time.
 
-    In Algorithm 1 (steps 3 to 10) each site takes as many ranks as it has room for, in a given order. Here a site
+    In Algorithm 1 (steps 3 to 10) each site takes as many ranks as it has space for, in a given order. Here a site
     may hold fewer, and every order along links is a route. Of sites that are alike in all, one order stands for the
     others, the one of the cheapest.
     """
@@ -98,7 +98,7 @@ class Routes:
                         yield Route((*taken, site), (*ranks, held))
 
     def _of(self, shape: Shape) -> tuple[list[int], list[Hashable], list[Hashable]]:
-        """By site, the ranks that it has room for, its kind, and what stands for it."""
+        """By site, the ranks that it has space for, its kind, and what stands for it."""
         key = (shape.gpus_per_rank, shape.replicas_of_route)
         if key not in self._known:
             caps = room(self._cluster, *key)

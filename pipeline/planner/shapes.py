@@ -143,7 +143,7 @@ def arranged(work: ModelWork, request: Request, shape: Shape) -> Iterator[Shape]
 
 
 def room(cluster: Cluster, gpus_per_rank: int, replicas: int) -> list[int]:
-    """Pipeline ranks that each site has room for, all replicas of each: step 4 of Algorithm 1 (Atlas)."""
+    """Pipeline ranks that each site has space for, all replicas of each: step 4 of Algorithm 1 (Atlas)."""
     return [site.units(gpus_per_rank) // replicas for site in cluster.sites]
 
 

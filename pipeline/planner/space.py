@@ -40,7 +40,7 @@ class Family(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Families of a group that have room in a site, or cross a link at least: arrays, and numbers of stages."""
+    """Families of a group that have space in a site, or cross a link at least: arrays, and numbers of stages."""
 
     family: Shape
     crosses: bool
@@ -75,7 +75,7 @@ class Space:
         """The families of these degrees with so many routes, the least bound first.
 
         Args:
-            alone: only those that a site has room for.
+            alone: only those that a site has space for.
         """
         import numpy as np  # takes longer to load than other commands of the pipeline take
 

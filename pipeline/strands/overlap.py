@@ -22,7 +22,7 @@ class OverlapTable:
     """OEF of pairs of operators; what is not listed overlaps with ``default``.
 
     Attributes:
-        compute: of compute beside a collective.
+        compute: of compute alongside a collective.
         links: of two collectives, one inside of a host and one between hosts.
     """
 

@@ -50,7 +50,7 @@ def search(
 def search_stages(
     forward: StageStrands, backward: StageStrands, table: OverlapTable, handover_s: float = 0.0
 ) -> SegmentPlan:
-    """A plan for the forward of one stage beside the backward of another.
+    """A plan for the forward of one stage alongside the backward of another.
 
     Up to `_SEARCHED` layers are searched as they are. A longer plan begins and ends like the one for
     these, and repeats what that does in its middle, from one point to where both strands have

@@ -18,7 +18,7 @@ def test_costs_and_overlap_of_both_kinds_of_links_are_kept(tmp_path, capsys):
         pytest.skip(f"weft netbed: {missing()}")
     small = ["--rate", "500", "--latency", "0.2", "--sizes", "65536", "--repeats", "1"]
     assert main(["collectives", *small, "--cache", str(tmp_path)]) == 0
-    assert "compute beside a collective" in capsys.readouterr().out
+    assert "compute alongside a collective" in capsys.readouterr().out
     device = torch.device("cpu")
     overlap = overlap_cache(str(tmp_path)).read(overlap_key(device))
     assert set(overlap.compute) == {(kind, link) for kind in usual_kernels(device) for link in LinkScope}

@@ -1,4 +1,4 @@
-"""What an emulated step beside the real one is judged by."""
+"""What an emulated step alongside the real one is judged by."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_every_command_is_one(tmp_path):
 
 
 def _needs_gpus(file):
-    """What a file's marks say: what each shows, and how many GPUs it takes."""
+    """Return a file's marks: what each shows, and how many GPUs it needs."""
     for node in ast.walk(ast.parse((ROOT / file).read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".") == ["pytest", "mark", "gpu"]:
             said = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}

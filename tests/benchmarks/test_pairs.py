@@ -22,7 +22,7 @@ from weft.tools.ranks import run_ranks
 
 
 def layer(seconds):
-    """Of segments and collectives that take so long each."""
+    """Return a layer of segments and collectives with these durations."""
     busy = Segment(seconds, LinkScope.inside_host, seconds, trailing_s=seconds / 2)
     return StrandPair(
         Strand((busy, busy, Segment(seconds))),

@@ -1,4 +1,4 @@
-"""What the papers' figures become: two sites pay in steps, more sites pay, and the W keeps its bubbles."""
+"""Tests of papers' figures: two sites pay in steps, more sites pay, and the W keeps its bubbles."""
 
 import json
 

@@ -170,7 +170,7 @@ def test_bench_schedules(no_processes, capsys):
     heads = [line for line in lines if line.startswith("engine ")]
     rows = [line for line in lines if line.startswith(tuple(f"{peer.title}  " for peer in HOST.values()))]
     assert len(heads) == 8 and len(rows) == 8 * len(HOST)
-    for line in heads:  # which of them may be compared is told beside each
+    for line in heads:  # which of them may be compared is told alongside each
         assert "live layers" in line
     for line in rows:
         assert line.split()[-4:] == ["2", "1", "1.00x", "best"]

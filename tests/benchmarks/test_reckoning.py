@@ -1,4 +1,4 @@
-"""What the bench makes of spans."""
+"""Tests of the benchmark's evaluation of spans."""
 
 import pytest
 

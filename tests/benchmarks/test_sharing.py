@@ -1,4 +1,4 @@
-"""`benchmarks sharing`: losses of shared layers beside those of one process, and what is refused."""
+"""`benchmarks sharing`: losses of shared layers alongside those of one process, and what is refused."""
 
 import json
 from math import inf, isnan, nan
@@ -36,7 +36,7 @@ def test_other_losses_are_told(monkeypatch):
 
 
 def sharing_of_another_seed(config, replicas, packed):
-    """What one process would not have found."""
+    """Return a sharing with another seed, which one process would not have."""
     return [1.0] * config.train.steps
 
 

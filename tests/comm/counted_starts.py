@@ -24,7 +24,7 @@ WORLD, ENGINE = "the world", "Weft's engine"
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank did in a part of its start.
+    """The operations of one rank in a part of its start.
 
     Attributes:
         asked: operations of the store, by name.

@@ -28,7 +28,7 @@ def messages(seed: int, count: int) -> list[torch.Tensor]:
 
 
 def exchange(way: str, count: int) -> list[str]:
-    """What arrived other than it was sent; receives are posted ahead, and tensors kept for a while."""
+    """Return the values that arrived changed; receives are posted ahead, and tensors stored for a while."""
     if way == "notes":
         join()
     device = init_distributed(60.0)
@@ -73,7 +73,7 @@ def desert() -> str | list[str]:
 
 
 def keep_silent(way: str) -> str:
-    """What rank 1 hears from a rank 0 that sends nothing."""
+    """Return rank 1's error if rank 0 sends nothing."""
     if way == "notes":
         join()
     device = init_distributed(60.0)

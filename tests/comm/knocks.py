@@ -1,4 +1,4 @@
-"""What connections to a host's port begin with, made as docs/wan.md says and by no code of ours."""
+"""First bytes of connections to a host's port, composed from docs/wan.md without the product's code."""
 
 import hashlib
 import hmac
@@ -13,14 +13,14 @@ JOB = f"an attempt of {os.getpid()}"  # endpoints of one attempt have their name
 
 
 def knock(whom, *, key=KEY, job=JOB, magic=b"weftdoor"):
-    """For a rank's endpoint of an attempt, or for a service if ``job`` is empty."""
+    """Return the first bytes for a rank's endpoint of an attempt, or for a service if ``job`` is empty."""
     attempt = hashlib.sha256(job.encode()).digest()[:16] if job else bytes(16)
     said = magic + attempt + struct.pack("<II", whom, 0) + secrets.token_bytes(32)
     return said + hmac.digest(key.derived("door"), said, "sha256")
 
 
 def is_closed(client, within_s=5.0):
-    """Whether the other side closes the connection, and says nothing."""
+    """True if the other side closes the connection, and says nothing."""
     client.settimeout(within_s)
     try:
         return client.recv(1) == b""

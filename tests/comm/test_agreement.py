@@ -1,4 +1,4 @@
-"""What one rank fails in, every rank learns; ranks are threads here."""
+"""Tests that an error on one rank reaches every rank; ranks are threads here."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -25,7 +25,7 @@ def ranks(actions, **options):
 
 
 def fail():
-    raise ValueError("no room")
+    raise ValueError("no space")
 
 
 def test_every_rank_gets_its_result_or_all_of_them():
@@ -38,10 +38,10 @@ def test_the_first_failure_is_everyones():
     for rank, outcome in enumerate(outcomes):
         assert outcome.results == []
         failure = outcome.failure
-        assert (failure.rank, failure.kind, failure.text) == (1, "ValueError", "no room")
+        assert (failure.rank, failure.kind, failure.text) == (1, "ValueError", "no space")
         assert (failure.cause is None) == (rank == 0)
 
 
 def test_an_error_that_is_no_bad_input_ends_its_rank():
-    with pytest.raises(ValueError, match="no room"):
+    with pytest.raises(ValueError, match="no space"):
         attempt(fail, lambda value: [value], catch=(OSError,))

@@ -12,7 +12,7 @@ SIZES = (0, 1, _FIRST_BYTES - 3, _FIRST_BYTES - 2, _FIRST_BYTES - 1, _FIRST_BYTE
 
 
 def tell() -> list[str]:
-    """What came otherwise than it was said: all sizes from one rank, and one of each rank."""
+    """Return the values that arrived changed: all sizes from one rank, and one of each rank."""
     init_distributed(60.0)
     me, wrong = dist.get_rank(), []
     for size in SIZES:

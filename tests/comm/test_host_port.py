@@ -83,7 +83,7 @@ def services(port):
 
 
 def ask(port, said):
-    """What a connection is answered that says ``said``."""
+    """Return the answer to a connection that sends ``said``."""
     with socket.create_connection((HOST, port), timeout=10) as client:
         client.sendall(said)
         answer = b""

@@ -26,7 +26,7 @@ def freed(monkeypatch):
 
 
 def line(group: dist.ProcessGroup) -> Lifeline:
-    """Of the rank whose thread asks."""
+    """Return the line of the rank whose thread calls."""
     return Lifeline(group, torch.device("cpu"))
 
 
@@ -39,7 +39,7 @@ def wait_for(condition) -> None:
 
 
 def outlive(size: int, *, busy: bool) -> str:
-    """What a rank hears when `DEAD` has closed its connections, as the kernel does for a process that has died."""
+    """Return a rank's error after `DEAD` has closed its connections, as the kernel does for a process that has died."""
     group = dist.new_group(backend="gloo")
     if dist.get_rank() == DEAD:
         dist.barrier(group=group)
@@ -166,7 +166,7 @@ def test_an_error_of_ones_own_stays_what_it_is():
 
 
 def fail_because_of_it() -> str:
-    """What a step's error becomes, that comes before the news of the death behind it."""
+    """Return a step's error that comes before the report of the death that caused it."""
     group = dist.new_group(backend="gloo")
     if dist.get_rank() == 0:
         dist.barrier(group=group)

@@ -53,7 +53,7 @@ def listeners():
 
 
 def connect(address, user, count=1):
-    """What a process of ``user`` finds its connections to be, having sent a sequence number on each."""
+    """Return the state of the connections of a process of ``user``, having sent a sequence number on each."""
     command = [sys.executable, "-c", CONNECT, *map(str, (*address, user, count))]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
 

@@ -1,4 +1,4 @@
-"""What is submitted to a thread ends, whatever becomes of the thread."""
+"""Tests that work submitted to a thread ends, whatever happens to the thread."""
 
 import threading
 

@@ -22,7 +22,7 @@ def ends() -> tuple[RtsSender | None, RtsReceiver | None]:
 
 
 def threads_left() -> int:
-    """Of this rank's channels."""
+    """Return the remaining threads of this rank's channels."""
     world = dist.distributed_c10d._world._get_world()
     own = [t for t in threading.enumerate() if t.name.startswith("weft rts") and t.__dict__.get("weft_world") is world]
     for thread in own:

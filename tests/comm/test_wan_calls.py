@@ -1,4 +1,4 @@
-"""What a chunk costs beside its bytes: frames, acknowledgements, and the transport's system calls.
+"""What a chunk costs alongside its bytes: frames, acknowledgements, and the transport's system calls.
 
 The transport is held until all is there that it is to handle, so that what is counted depends on no
 machine and no load.
@@ -49,7 +49,7 @@ class Calls:
 
     @property
     def ticks(self):
-        """Of each call so many more, where the time between is one in which the loop looked about it and pinged."""
+        """Return the number of each call, without those of intervals in which the loop only polled and pinged."""
         return 2 + int(self.at_s / TICK_S)
 
 
@@ -71,7 +71,7 @@ class Watched:
 
     @property
     def page_faults(self):
-        """Of its thread so far: pages that the kernel had to find, and to fill with zeros."""
+        """Return the page faults of its thread so far: pages that the kernel had to find, and to fill with zeros."""
         return int(File(f"/proc/self/task/{self._thread}/stat").read_text().rpartition(")")[2].split()[7])
 
     @contextmanager

@@ -45,7 +45,7 @@ def forked(work=lambda: None):
 
 
 def unread(client):
-    """Whether what it said has not come to the other side."""
+    """True if what it said has not come to the other side."""
     waiting = array.array("i", [0])
     fcntl.ioctl(client, termios.TIOCOUTQ, waiting)
     return waiting[0] > 0

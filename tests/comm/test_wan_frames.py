@@ -68,7 +68,7 @@ class RoguePeer:
             assert kind in (ACK, CREDIT, PING, PONG)
 
     def settle(self):
-        """What the other side has had to say is heard."""
+        """Read everything that the other side has sent."""
         self.say(PING, offset=7)
         self.hear(PONG, 0, 7)
 
@@ -94,7 +94,7 @@ class RoguePeer:
         return kind, lane, number
 
     def cut_off(self):
-        """Whether the other side closes."""
+        """True if the other side closes."""
         try:
             while self.socket.recv(4096):
                 pass
@@ -197,7 +197,7 @@ def test_more_than_was_granted_costs_the_connection(victim):
 
 @pytest.fixture
 def stuck_relay(victim):
-    """What comes from rank 5 is for a rank that is not there."""
+    """A relay whose messages from rank 5 are for a rank that does not exist."""
     victim.link(6)
     victim.relay(Path(5, 0), Path(6, 0))
     return victim

@@ -1,4 +1,4 @@
-"""What a run says about its links between sites before the first byte travels."""
+"""Tests of a run's report about its links between sites before the first byte is sent."""
 
 import logging
 

@@ -23,7 +23,7 @@ def stack():
 
 
 def says(address, data, *, then=b"", listen_s=5.0):
-    """What the port answers to ``data``, and to ``then``, before it closes; it must close."""
+    """Return the port's answer to ``data``, and to ``then``, before it closes; it must close."""
     with socket.create_connection(address, timeout=listen_s) as client:
         client.sendall(data)
         answer = b""
@@ -81,7 +81,7 @@ def test_a_recorded_handshake_opens_nothing(stack):
 def test_a_port_scan_and_silent_guests_do_not_keep_peers_out(stack):
     pair = Pair(stack, proxied=True)
     pair.exchange("a", noise(1000))
-    guests = [socket.create_connection(pair.ends[1].address) for _ in range(100)]  # more than it has room for
+    guests = [socket.create_connection(pair.ends[1].address) for _ in range(100)]  # more than it has space for
     for _ in range(30):
         socket.create_connection(pair.ends[1].address).close()
     pair.proxy.kill(3)  # the peer must come in again past all of them

@@ -11,7 +11,7 @@ from weft.conf.schema import WeftConfig
 
 
 class Replicas:
-    """What DeepSpeed asks of a model-parallel unit."""
+    """The interface of a model-parallel unit that DeepSpeed uses."""
 
     def __init__(self, count: int) -> None:
         self.get_data_parallel_world_size = lambda: count

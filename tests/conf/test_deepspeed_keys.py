@@ -143,7 +143,7 @@ def test_every_kind_of_optimizer_has_its_name_at_deepspeed():
 
 
 def test_pydantic_sections_refuse_unknown_keys_themselves():
-    """What the names of those sections rest on."""
+    """The names of those sections depend on this."""
     read = DeepSpeedConfig({"train_batch_size": 1})
     for value in vars(read).values():
         if isinstance(value, DeepSpeedConfigModel):

@@ -1,4 +1,4 @@
-"""What is kept of measurements, and for how long."""
+"""Tests of stored measurements, and of their lifetime."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def test_each_measurement_has_a_date_a_load_and_a_spread(tmp_path, monkeypatch):
     cache = JsonCache(tmp_path / "devices.json")
     keep(cache, {"cpu": 1e9}, spread=0.2)
     assert notes_of(cache) == {"cpu": measurements.Note(1000.0, 3.0, 0.2)}
-    assert cache.read() == {"cpu": 1e9}, "the note lies beside it"
+    assert cache.read() == {"cpu": 1e9}, "the note lies alongside it"
 
 
 def test_an_old_measurement_is_not_planned_with(tmp_path, monkeypatch):

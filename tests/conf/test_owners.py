@@ -1,4 +1,4 @@
-"""What is executed or trusted from a cache is nobody's but this user's; anything else is made anew or refused."""
+"""Tests that files executed or trusted from a cache belong to this user; others are made again or refused."""
 
 import ctypes
 import os

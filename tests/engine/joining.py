@@ -7,7 +7,7 @@ from weft.engine.distributed import init_distributed
 
 
 def what_deepspeed_finds() -> tuple[bool, bool]:
-    """Whether the group is there before DeepSpeed is asked for one, and whether a device is bound to it."""
+    """True if the group is there before DeepSpeed is asked for one, and whether a device is bound to it."""
     found = []
     join = deepspeed.init_distributed
 

@@ -120,7 +120,7 @@ def weft_losses(cases: list[tuple[str, WeftConfig]]) -> list[list[float]]:
 
 
 def undivided_loss(config: WeftConfig) -> str:
-    """What is said of a loss that is a mean and does not say so."""
+    """Return the error for a loss that is an undeclared mean."""
     from weft.engine.initialize import initialize
 
     engine, *_ = initialize(config=config, loss=lambda outputs, batch, num_items: preferred(outputs, batch))

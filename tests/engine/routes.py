@@ -1,4 +1,4 @@
-"""What ranks of replicas that go through different sites train, and how they reduce gradients."""
+"""Training of replicas that use different sites, and their reductions of gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def losses_over_sites(configs: list[WeftConfig], steps: int) -> list[list[float]
 
 
 def meshes_of_reductions(config: WeftConfig) -> tuple[list[tuple[int, ...]], list[str], tuple[int, ...], str]:
-    """Of this rank's gradients: the meshes that are open, the kind of each of their groups, the nodes, and the cost."""
+    """Return the meshes of this rank's reductions: those that are open, the kind of each group, the nodes, and the
+    cost."""
     from weft.engine.initialize import initialize
 
     init_distributed(config)

@@ -1,4 +1,4 @@
-"""What a step shows besides its loss, by Weft's `train_batch` and by DeepSpeed's own around the same computations."""
+"""Effects of a step besides its loss, by Weft's `train_batch` and by DeepSpeed's own around the same computations."""
 
 from __future__ import annotations
 

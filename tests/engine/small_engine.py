@@ -1,4 +1,4 @@
-"""What checkpoints and comparisons need of an engine, over thread ranks: small stages, and ZeRO as it is."""
+"""An engine of small stages over thread ranks, for checkpoints and comparisons, with the real ZeRO."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weft.engine.zero import Collectives, ShardedOptimizer, Sharding, Skips
 from weft.pipeline.action import Action, Op
 
 MICROBATCHES = 6
-"""Of a step, over all replicas."""
+"""Micro-batches of a step, over all replicas."""
 TIED = "embed.weight"
 
 

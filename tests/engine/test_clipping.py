@@ -1,4 +1,4 @@
-"""What gradients are clipped by."""
+"""Tests of the norm by which gradients are clipped."""
 
 import pytest
 

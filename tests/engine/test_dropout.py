@@ -27,7 +27,7 @@ def dropping(*, dropout=0.3, checkpointing=False, **keywords):
 
 
 def drawn(step=0, microbatch=0, stage=0, replica=0, replicas=2, context=0):
-    """What a rank's forward draws first; the caller's generator is left alone."""
+    """Return the first numbers that a rank's forward draws; the caller's generator is left alone."""
     rank = SimpleNamespace(
         weft=WeftConfig(),
         global_steps=step,

@@ -16,7 +16,7 @@ def test_a_module_can_come_first(module):
 
 
 BEFORE_A_GPU_IS_USED = {"CUDA_MODULE_LOADING": "EAGER", "NCCL_RUNTIME_CONNECT": "0"}
-"""What the first import of the engine sets: nothing is loaded or connected in the middle of a step."""
+"""The settings of the engine's first import: nothing is loaded or connected in the middle of a step."""
 
 
 @pytest.mark.parametrize("given", [{}, {"CUDA_MODULE_LOADING": "LAZY", "NCCL_RUNTIME_CONNECT": "1"}])

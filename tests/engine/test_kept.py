@@ -1,4 +1,4 @@
-"""What is kept from one attempt for the next is what was made from the same, and only where anything is kept."""
+"""Tests that a value kept from one attempt for the next has the same inputs, and only where anything is kept."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What two ranks with a GPU each run over NCCL; started by torchrun, prints a line of JSON on rank 0.
+"""Two ranks with a GPU each over NCCL; started by torchrun, prints a line of JSON on rank 0.
 
 torchrun --nproc-per-node=2 -m tests.engine.two_gpus
 """

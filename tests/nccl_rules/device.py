@@ -24,7 +24,7 @@ class StuckError(RuntimeError):
 
 
 class Device:
-    """What one rank's device was given, and what its host had to wait for.
+    """The work launched on one rank's device, and the waits of its host.
 
     Compute runs on the calling thread, which therefore stands for the compute stream: a `Work.wait()`
     that on a GPU lets that stream wait does block here, and is not counted. What blocks the host of a
@@ -114,17 +114,17 @@ class Operation(dist.Work):
         return True
 
     def has_ended(self) -> bool:
-        """Whether it is over."""
+        """True if it is over."""
         return self.over.is_set()
 
     is_completed = has_ended
 
     def is_success(self) -> bool:
-        """Whether it is over and went well."""
+        """True if it is over and went well."""
         return self.over.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What went wrong."""
+        """Return the error."""
         return self._error
 
     def finish(self, error: BaseException | None) -> None:

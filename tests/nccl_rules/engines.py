@@ -1,4 +1,4 @@
-"""What ranks of the engine run under NCCL's rules."""
+"""Runs of the engine's ranks under NCCL's rules."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def losses_under_rules(
 def divided_under_rules(
     configs: list[WeftConfig], steps: int, hosts: tuple[int, ...]
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """What runs launch whose replicas lie on several hosts, their losses, and what the host waited for in steps.
+    """Return the collectives of runs whose replicas lie on several hosts, their losses, and the host's waits in steps.
 
     Args:
         hosts: of each rank, as it tells the others.
@@ -123,7 +123,7 @@ def rule_collectives(device: Device) -> None:
 
 
 def without_eager_connection(config: WeftConfig, limit_s: float) -> str:
-    """What stops a step whose hops nobody has used before."""
+    """Return the error of a step whose hops are not connected before."""
     from tests.engine.tiny import weft_losses
     from weft.comm import torch_channel
 

@@ -1,4 +1,4 @@
-"""What two ranks do to meet each rule of NCCL; every function says on its rank what came of it."""
+"""Exchanges of two ranks for each rule of NCCL; every function reports the result on its rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def every_rule() -> dict[str, str]:
-    """What this rank heard of each rule, "" where nothing stopped it."""
+    """Return this rank's error for each rule, "" where nothing stopped it."""
     device = join(LIMIT_S)
     rules = {
         "receives first": _receives_first,

@@ -22,7 +22,7 @@ from weft.comm.sites.links import Sites
 from weft.comm.sites.work import CollectiveWork, TransferWork
 
 PATIENCE = timedelta(seconds=600)
-"""Of gloo; the device gives up long before."""
+"""Timeout of gloo; the device gives up long before."""
 SERVED = "WEFT_TEST_STORE_IS_SERVED"
 """Set where the job's store is not rank 0's own."""
 
@@ -80,7 +80,7 @@ class StrictGroup(dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """What the group is for."""
+        """Return the group's description."""
         return self._description
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""What the host may do with tensors: which are in its memory, and what makes it wait for the device."""
+"""Rules for the host's use of tensors: which are in its memory, and what makes it wait for the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOVES = {Tensor.to, Tensor.cuda}
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Whether the tensor was made in host memory and never moved to the device."""
+    """True if the tensor was made in host memory and never moved to the device."""
     return getattr(tensor, _MARK, False)
 
 

@@ -17,7 +17,7 @@ from weft.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Op, receive_o
 from weft.pipeline.culprit import JobRows, Place
 
 Condition = Callable[[], bool] | None
-"""What a rank waits for; None is its own work."""
+"""The condition for which a rank waits; None is its own work."""
 
 
 @dataclass(repr=False)
@@ -75,7 +75,7 @@ class StallingJob:
         return True
 
     def is_working(self, rank: int) -> bool:
-        """Whether the next thing that a rank does is its own."""
+        """True if the next thing that a rank does is its own."""
         return self._waiting[rank] is None
 
     # -- what moves between ranks ------------------------------------------------------------------

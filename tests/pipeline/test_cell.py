@@ -167,7 +167,7 @@ def test_pipelines_that_do_not_wait_for_each_other_are_each_one_alone(kind):
 
 
 def test_an_uplink_carries_what_leaves_its_site():
-    """Of a rank in the middle of three sites both directions, of ranks of one site nothing."""
+    """A rank in the middle of three sites sends in both directions, ranks of one site send nothing."""
     lowered = lower(generate("1f1b", Placement.straight(4, (1, 2, 1)), 2))
     assert [[str(action) for action in uplink_order(lowered, rank)] for rank in range(4)] == [
         ["0SEND_F0", "0SEND_F1"],

@@ -12,7 +12,7 @@ from weft.pipeline.costs import CostModel, LinkCost, StageCost, even_counts
 
 NAMES = [field.name for field in fields(StageCost)]
 SENT = {"output_bytes", "send_s"}
-"""What a stage sends on, however many layers it has."""
+"""Bytes that a stage sends on, for any number of layers."""
 ONE = StageCost(**{name: float(2**number) for number, name in enumerate(NAMES)})
 
 

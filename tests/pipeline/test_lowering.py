@@ -1,4 +1,4 @@
-"""What the lowering passes add, where they put it, and what they leave alone."""
+"""Tests of the lowering passes: what they add, where, and what they leave alone."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What a rank's weights, gradients and moments take: by hand, and against what replicas share out."""
+"""Tests of the memory of a rank's weights, gradients and moments: by hand, and against what replicas share."""
 
 import pytest
 

@@ -40,7 +40,7 @@ class ManyAttempts:
 
 
 def census() -> dict[str, Any]:
-    """What this process holds: threads by name, of Python and of libraries, files by kind, engines."""
+    """Return the census of this process: threads by name, of Python and of libraries, files by kind, engines."""
     from weft.engine.engine import WeftEngine
 
     tasks = Counter(Path("/proc/self/task", task, "comm").read_text().strip() for task in os.listdir("/proc/self/task"))

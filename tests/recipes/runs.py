@@ -76,8 +76,8 @@ def run(
         spoilt_rank: the only rank on which they do; None is all.
         left_out: sequences of the data that the run goes past.
         filled_at: step before which the file system of the run fills up, and the bytes that stay free.
-        freed_at: step before which it has room again.
-        freed_after_s: seconds after it has filled up until it has room again.
+        freed_at: step before which it has space again.
+        freed_after_s: seconds after it has filled up until it has space again.
         read_only: steps in which the folder of checkpoints is read-only.
         signalled_at: step before which the last rank gets a SIGTERM.
 

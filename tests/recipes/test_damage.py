@@ -16,7 +16,7 @@ STEPS = 7
 
 
 class Payload:
-    """What a pickle would run."""
+    """An object whose unpickling would run code."""
 
     def __reduce__(self):
         return os.system, (f"touch {self.path}",)

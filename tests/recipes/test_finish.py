@@ -1,4 +1,4 @@
-"""What a run leaves behind."""
+"""Tests of the files of a finished run."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What was logged can be read back: every metric, on one axis, in every log."""
+"""Tests that logs can be read back: every metric, on one axis, in every log."""
 
 import errno
 import json

@@ -62,7 +62,7 @@ def test_what_is_decided_by_evaluations_survives_a_kill(tmp_path):
     assert records(runs / "whole", "train")[18]["lr"] < records(runs / "whole", "train")[4]["lr"] / 5, "it decays to 18"
     assert losses["killed"] == losses["whole"]
 
-    # The best is kept beside the newest, and exported; a resumed run finds the same.
+    # The best is kept alongside the newest, and exported; a resumed run finds the same.
     for name in ("whole", "killed"):
         folder = runs / name / "checkpoints"
         assert sorted(path.name for path in folder.iterdir()) == ["best", "step-00000018"]

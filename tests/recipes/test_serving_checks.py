@@ -1,4 +1,4 @@
-"""What `weft serve` refuses before it starts a worker."""
+"""Tests of `weft serve`'s refusals before it starts a worker."""
 
 import ctypes
 import json

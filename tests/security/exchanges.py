@@ -1,4 +1,4 @@
-"""What ranks do whose exchanges are watched, or whose neighbour is no rank of ours."""
+"""Ranks whose exchanges are watched, or whose neighbour is not a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an unauthenticated peer tries at the ranks' store, and what a rank sees of itself."""
+"""Attempts of an unauthenticated peer at the ranks' store, and a rank's view of itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ sys.stdout.buffer.write(answer)
 
 
 def ask_the_store(address: tuple[str, int]) -> bytes:
-    """What torch's store at ``address`` answers to another process of this user and host."""
+    """Return the answer of torch's store at ``address`` to another process of this user and host."""
     command = [sys.executable, "-c", _ASK, address[0], str(address[1])]
     return subprocess.run(command, capture_output=True, check=True, timeout=30).stdout
 

@@ -21,7 +21,7 @@ from weft.pipeline.serialization import (
 )
 
 FILES = 400
-MOST_BYTES = 4 << 30  # of address space, beside what the process has
+MOST_BYTES = 4 << 30  # of address space, alongside what the process has
 SCHEDULE = generate("1f1b", Placement.straight(4), 6)
 COSTS = CostModel.unit(4)
 KINDS = {
@@ -44,7 +44,7 @@ def spoilt(text, luck):
 
 
 def read_all(kind, folder, answers):
-    """What reading raised that was no `ValueError`, with what was read."""
+    """Return the errors of reading that were no `ValueError`, with the input."""
     gc.freeze()  # a process group among what earlier tests left would wait for threads that a fork lacks
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MOST_BYTES,) * 2)

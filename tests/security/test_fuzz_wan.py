@@ -1,4 +1,4 @@
-"""What comes from a socket is damaged at random, the same way each time: nobody gets in, and peers go on."""
+"""Tests with randomly damaged input from a socket, the same each time: no peer gets in, and others continue."""
 
 import contextlib
 import random

@@ -1,4 +1,4 @@
-"""What other users of a host can see of a run, put into its way, or change: nothing."""
+"""Tests that other users of a host can see, block, or change nothing of a run."""
 
 import os
 import shlex

@@ -107,13 +107,13 @@ for host, port in json.loads(sys.argv[2]):
 
 
 def answers(inside, addresses):
-    """What each address answers to the other user."""
+    """Return the answer of each address to the other user."""
     command = [*inside, sys.executable, "-c", KNOCK, str(OTHER), json.dumps(addresses)]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.splitlines()
 
 
 def documented():
-    """For each row of the table of ports on one host: where, and what another user gets."""
+    """Return each row of the table of ports on one host: where, and what another user gets."""
     section = DOCS.read_text().partition("## Ports on one host")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return {row[0]: (row[1].split(",")[0], row[-1]) for row in rows[2:]}

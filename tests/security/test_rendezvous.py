@@ -26,7 +26,7 @@ TIMEOUT = timedelta(seconds=20)
 
 @contextmanager
 def environment(**variables):
-    """Of threads that stand for ranks, which read it when they start."""
+    """Set the environment of threads that stand for ranks, which read it when they start."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
@@ -169,8 +169,8 @@ def test_what_ranks_say_to_the_store_is_not_seen_on_the_way():
             recorded = bytearray()
             threading.Thread(target=_pass_between, args=(between, listening.address, recorded), daemon=True).start()
             other = another_rank(AuthenticatedTcpSocket(between.getsockname(), listens=False))
-            other.set("an address of a rank", b"a value that nobody else may read")
-            assert store.get("an address of a rank") == b"a value that nobody else may read"
+            other.set("an address of a rank", b"a value that no other process may read")
+            assert store.get("an address of a rank") == b"a value that no other process may read"
     for said in (b"an address of", b"a value that", KEY.encode()):
         assert said not in recorded
 

@@ -43,7 +43,7 @@ def missing(name):
 
 
 def reports(texts):
-    """What the sanitizers say about the transport: the parts of their reports that name its library."""
+    """Return the sanitizers' reports about the transport: the parts that name its library."""
     parts = [part for text in texts for part in re.split(r"(?m)^(?=.*(?:WARNING:|ERROR:|leak of|runtime error))", text)]
     return [part for part in parts if re.search(r"transport-[0-9a-f]{16}|comm/wan/|weft::", part)]
 

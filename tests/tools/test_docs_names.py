@@ -1,4 +1,4 @@
-"""What the docs name exists: files, links, fields, functions, classes, commands, options."""
+"""Tests that names in the documents exist: files, links, fields, functions, classes, commands, options."""
 
 import ast
 import re
@@ -198,7 +198,7 @@ def files():
 
 
 def missing(text):
-    """What of a text between backticks names nothing; empty if all of it is there."""
+    """Return the parts of a text between backticks that do not exist; empty if all exist."""
     words = text.split()
     if words[0] == "weft" and len(words) > 1:
         return [] if words[1].endswith(":") else command(words[1:])  # `weft train: ...` is what it says
@@ -251,7 +251,7 @@ def unknown_options(words):
 
 
 def is_dotted(name):
-    """Whether `a.b` is a field, a module's, a class's, one of DeepSpeed's keys, or made of names that the code uses."""
+    """True if `a.b` is a field, a module's, a class's, one of DeepSpeed's keys, or made of names that the code uses."""
     first, *rest = name.split(".")
     if first == "weft":
         return (rest[0] in groups() and ".".join(rest) in field_types()) or is_of_module(rest)
@@ -265,7 +265,7 @@ def is_dotted(name):
 
 
 def is_of_module(parts):
-    """Whether these are a module or folder of the package `weft` or of the benchmarks, or something in one."""
+    """True if these are a module or folder of the package `weft` or of the benchmarks, or something in one."""
     for length in range(len(parts), -1, -1):
         tree = sources().get(".".join(parts[:length]) or "__init__")
         if tree is not None:

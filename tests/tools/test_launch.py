@@ -291,7 +291,7 @@ def test_a_whole_folder_passes(sft):
 
 
 def test_what_a_model_and_its_data_refuse_is_found_before_ranks_start(sft, tmp_path):
-    """What only ranks noticed before: the template, the tokenizer, the weights, the number of layers."""
+    """Errors that ranks used to detect: the template, the tokenizer, the weights, the number of layers."""
     with pytest.raises(
         ValueError, match=r"pipeline\.stages: 5 virtual stages, but .*model has 4 layers .*fewer stages"
     ):

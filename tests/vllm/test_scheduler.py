@@ -1,4 +1,4 @@
-"""What the plug-in asks the gate for, and what it refuses to start with."""
+"""Tests of the plug-in's requests to the gate, and of its refusals to start."""
 
 from types import SimpleNamespace
 

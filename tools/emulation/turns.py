@@ -1,4 +1,4 @@
-"""Real ranks by turns: each runs against what was measured of the others, until they agree."""
+"""Real ranks alternately: each runs against what was measured of the others, until they agree."""
 
 from __future__ import annotations
 

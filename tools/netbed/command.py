@@ -127,7 +127,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 # kind: what it does, its option, its meaning
 _FAULTS: dict[str, tuple[Callable[[NetBed, argparse.Namespace], None], str, str]] = {
     "cut": (lambda bed, a: bed.cut(a.a, a.b, for_s=a.for_s), "", "drop everything"),
-    "flap": (lambda bed, a: bed.flap(a.a, a.b, every_s=a.value, for_s=a.for_s), "every", "cut and heal by turns"),
+    "flap": (lambda bed, a: bed.flap(a.a, a.b, every_s=a.value, for_s=a.for_s), "every", "cut and heal alternately"),
     "slow": (lambda bed, a: bed.slow(a.a, a.b, by=a.value, for_s=a.for_s), "by", "divide the rate"),
     "drop": (lambda bed, a: bed.drop(a.a, a.b, share=a.value, for_s=a.for_s), "share", "lose a share of packets"),
     "flip": (

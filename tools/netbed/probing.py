@@ -11,7 +11,7 @@ from weft.comm.wan.probe import LinkProfile, probe_both
 from weft.tools.netbed.bed import NetBed
 from weft.tools.netbed.job import Job
 
-_KEY = WanKey(b"the key of a bed that nobody else can reach")
+_KEY = WanKey(b"the key of a bed that no other process can reach")
 
 
 def probe_nodes(

@@ -34,7 +34,7 @@ def receive_copies(
     """Receive the slots of ``guests``, and commit them here.
 
     Returns:
-        The guests of whose slots there is no copy, because this host has no room left.
+        The guests of whose slots there is no copy, because this host has no space left.
     """
     failed: list[tuple[int, Exception]] = []
     for guest in guests:

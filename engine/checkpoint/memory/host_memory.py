@@ -54,7 +54,7 @@ class HostMemory:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def check_room(self, num_bytes: int) -> None:
-        """Check that there is memory for ``num_bytes`` beside what is held already.
+        """Check that there is memory for ``num_bytes`` alongside what is held already.
 
         Raises:
             CheckpointError: there is not.

@@ -84,7 +84,7 @@ def hold_against_torch(num_cases: int) -> list[str]:
 
 
 def _wrong(batch: list[Case], opened: dict, groups: dict) -> bool:
-    """Whether any of the cases, all under way at once, differs from torch's own result in a bit."""
+    """True if any of the cases, all under way at once, differs from torch's own result in a bit."""
     under_way = []
     for case in batch:
         collective = case.rewrite.collective

@@ -11,7 +11,7 @@ from weft.comm.collectives.probe import fitted, known_costs, measure, nodes_of_w
 from weft.engine.distributed import init_distributed
 
 BYTES = 1 << 15
-"""Of the larger workload that `probe_here` tries."""
+"""Bytes of the larger workload that `probe_here` tries."""
 
 
 def probe_here() -> tuple[tuple[int, ...], CollectiveCosts]:
@@ -24,7 +24,7 @@ def probe_here() -> tuple[tuple[int, ...], CollectiveCosts]:
 
 
 def probe_pairs(cache_dir: str) -> CollectiveCosts | None:
-    """What ranks 0 and 1, 2 and 3 and so on know of their pair's costs."""
+    """Return the probed costs of the pairs of ranks 0 and 1, 2 and 3, and so on."""
     device = init_distributed(60.0)
     nodes = nodes_of_world()
     pairs = [Group((rank, rank + 1), nodes[rank : rank + 2]) for rank in range(0, dist.get_world_size(), 2)]

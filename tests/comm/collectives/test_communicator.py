@@ -65,7 +65,7 @@ def ranks(monkeypatch):
 
 
 def tensors(primitive, elements, rank, size):
-    """What a rank gives, and where its result is to be."""
+    """Return a rank's input, and the tensor for its result."""
     whole = torch.arange(elements) * (rank + 1)
     if primitive is Primitive.all_reduce:
         return whole, whole
@@ -192,7 +192,7 @@ def test_what_is_closed_takes_no_more_and_waits_for_nothing(ranks):
 
 
 def test_a_chunk_that_is_done_keeps_the_target_alone(ranks):
-    """What its last step returned is free before anybody waits."""
+    """The output of its last step is released before anything waits."""
     wish = Collective.flat(Primitive.all_gather, Group.regular(2, 1), num_elements=8, itemsize=4)
 
     def run(rank):
@@ -247,7 +247,7 @@ def test_a_rewrite_that_fails_is_told_with_what_it_was_to_do(ranks, monkeypatch)
 
 @pytest.mark.parametrize("at_sites", [False, True])
 def test_a_host_is_held_by_what_goes_between_sites_alone(ranks, monkeypatch, at_sites):
-    """Of nodes that are sites those axes that join several; of hosts none."""
+    """Nodes that are sites have axes that join several; hosts have none."""
     made = []
 
     def executor(device, name, *, holds_host):

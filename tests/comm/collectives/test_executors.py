@@ -1,4 +1,4 @@
-"""What a collective's caller gets, with a device that is played."""
+"""Tests of a collective's result, with an emulated device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.comm.collectives.executors import HostedResult, StreamResult
 
 
 class Event:
-    """Of a stream whose work takes until ``is_over``."""
+    """An event of a stream whose work takes until ``is_over``."""
 
     def __init__(self):
         self.is_over, self.waits = False, 0

@@ -20,7 +20,7 @@ ALONE = Group((4, 5), (4, 4))
 
 
 def asked(folder, known):
-    """What a rank learns, whether it measured and with how many others, and what its own cache holds then."""
+    """Return a rank's costs, whether it measured and with how many others, and the contents of its cache."""
     rank = dist.get_rank()
     cache = CostCache.in_folder(str(folder / str(rank)))  # each on a file system of its own
     groups = [*PAIRS, ALONE]

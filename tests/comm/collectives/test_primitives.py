@@ -24,7 +24,7 @@ def given(rank, shape, dtype):
 
 
 def carried_out(primitive, shape, dtype, members):
-    """What a rank of ``members`` gets from the others; None for those that are none of them."""
+    """Return the result of a rank of ``members``; None for other ranks."""
     group = dist.new_group(members)
     if dist.get_rank() not in members:
         return None
@@ -57,7 +57,7 @@ def test_primitives_do_what_they_say(primitive, shape, world, members, dtype):
 
 
 def largest(shape):
-    """What `maximum` makes of a tensor, which is that tensor."""
+    """Return the result of `maximum` of a tensor, which is that tensor."""
     mine = given(dist.get_rank(), shape, torch.float32).mul((-1) ** dist.get_rank())
     found = maximum(mine, dist.group.WORLD)
     assert found is mine

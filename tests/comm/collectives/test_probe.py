@@ -1,4 +1,4 @@
-"""What the probe of collectives makes of what it measures."""
+"""Tests of the probe of collectives and its evaluation."""
 
 import pytest
 import torch

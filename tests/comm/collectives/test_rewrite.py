@@ -18,7 +18,7 @@ ONCE = Counter(range(4))
 
 
 def start(primitive):
-    """For each rank the shards that it holds, with the ranks whose contributions are in each."""
+    """Return for each rank the shards that it holds, with the ranks whose contributions are in each."""
     if primitive is Primitive.all_gather:
         return [{rank: ONCE} for rank in range(4)]
     return [{shard: Counter([rank]) for shard in range(4)} for rank in range(4)]
@@ -33,7 +33,7 @@ def reached(primitive, held):
 
 
 def apply(step, held):
-    """What ranks hold after a step; None if it does not go with what they hold."""
+    """Return the shards of ranks after a step; None if the step does not fit those before."""
     after = list(held)
     for line in MESH.subgroups(step.axis):
         members = [held[position] for position in line]

@@ -270,7 +270,7 @@ def test_more_bytes_never_take_less(size, sizes):
 
 @pytest.mark.parametrize("primitive", EXECUTED)
 def test_nothing_to_move_and_nobody_to_move_it_to_take_no_time(primitive):
-    """Whether or not such links were measured."""
+    """True if or not such links were measured."""
     for costs in (SLOW_BETWEEN, CollectiveCosts({})):
         assert costs.step_s(primitive, LinkClass.inter, 1, 1e9) == 0.0
         assert costs.step_s(primitive, LinkClass.inter, 4, 0) == 0.0

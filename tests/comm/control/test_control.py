@@ -471,7 +471,7 @@ class Line:
 
 
 def test_who_tells_something_regularly_gives_no_other_sign_of_life():
-    """A driver of thousands of agents reads no empty messages beside their heartbeats."""
+    """A driver of thousands of agents reads no empty messages alongside their heartbeats."""
     line, session = Line(), Session(name="a")
     session.attach(line, Session(name="").greeting())
     session.give_sign()

@@ -1,4 +1,4 @@
-"""What a rank says, compared with what the others expect of it."""
+"""Tests of a rank's messages, compared with what the others expect of it."""
 
 from __future__ import annotations
 

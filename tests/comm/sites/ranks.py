@@ -1,4 +1,4 @@
-"""What ranks of two or three sites do with groups that span them, beside the same over gloo."""
+"""What ranks of two or three sites do with groups that span them, alongside the same over gloo."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def small(generator: torch.Generator, dtype: torch.dtype, shape: tuple[int, ...]
 
 
 def priorities(sites: tuple[int, ...]) -> dict[str, int]:
-    """Of what this rank sends to the other site: a message of its own, and a collective's."""
+    """Return the priorities of this rank's messages to the other site: a message of its own, and a collective's."""
     join(sites)
     seen: dict[str, int] = {}
     send = WanChannel.send
@@ -177,7 +177,7 @@ def compare(sites: tuple[int, ...], seeds: int) -> list[str]:
 
 
 def groups(sites: tuple[int, ...]) -> dict[str, Any]:
-    """What kind of group each set of ranks gets, and what comes of operations that several have under way."""
+    """Return the kind of each set's group, and the results of several concurrent operations."""
     join(sites)
     me = dist.get_rank()
     made = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (1, 2), (0, 1, 2), (3,))}
@@ -198,7 +198,7 @@ def groups(sites: tuple[int, ...]) -> dict[str, Any]:
 
 
 def lose_a_link(sites: tuple[int, ...]) -> list[str]:
-    """What each rank hears of an all-reduce after a leader has hung up, and of the next one."""
+    """Return each rank's result of an all-reduce after a leader has closed its connection, and of the next one."""
     join(sites, deadline_s=5.0)
     dist.all_reduce(torch.ones(3))
     if dist.get_rank() == sites.index(1):
@@ -213,7 +213,7 @@ def lose_a_link(sites: tuple[int, ...]) -> list[str]:
 
 
 def lose_a_member(sites: tuple[int, ...]) -> list[str]:
-    """What the others hear when a member that leads nobody ends in the middle."""
+    """Return the others' results when a member that is no leader ends in the middle."""
     join(sites, deadline_s=5.0)
     dist.all_reduce(torch.ones(3))
     group = dist.distributed_c10d._get_default_group()
@@ -242,13 +242,13 @@ def tear_down(sites: tuple[int, ...]) -> float:
         dist.all_reduce(number)
         total += float(number[0])
         if dist.get_rank() == 0:
-            dist.all_reduce(number, group=group, async_op=True)  # nobody else comes to it
+            dist.all_reduce(number, group=group, async_op=True)  # no other process comes to it
         dist.destroy_process_group()
     return total
 
 
 def hosts_of_one_site() -> dict[str, Any]:
-    """What ranks say and listen on that take each other for ranks of another host of the same site."""
+    """Return messages and listeners of ranks that take each other for ranks of another host of the same site."""
     rendezvous.on_one_host = lambda: False
     os.environ["WEFT_KEY"] = "a key of sixteen bytes or more"
     said = _Said()

@@ -16,7 +16,7 @@ def random(*shape):
 
 
 def parameter(*shape, transposed=False):
-    """Of ``shape``; transposed, it is the view of a parameter whose last two dimensions are swapped."""
+    """Return a parameter of ``shape``; transposed, it is the view of one whose last two dimensions are swapped."""
     if not transposed:
         return torch.nn.Parameter(random(*shape))
     return torch.nn.Parameter(random(*shape[:-2], shape[-1], shape[-2])).transpose(-2, -1)

@@ -16,7 +16,7 @@ from weft.conf.schema import Precision, WeftConfig
 
 
 def each(function: Callable[..., Any], calls: Sequence[Sequence[Any]]) -> list[Any]:
-    """What ``function`` returns for each of these arguments, one after the other in the same processes."""
+    """Return the results of ``function`` for each of these arguments, one after the other in the same processes."""
     results = []
     for args in calls:
         results.append(function(*args))

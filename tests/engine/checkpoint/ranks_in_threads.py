@@ -45,7 +45,7 @@ class Meeting:
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
-    """What the checkpoint of a step holds."""
+    """Return the tensors in the checkpoint of a step."""
     generator = torch.Generator().manual_seed(step)
     return {
         "weight/a": torch.randn(37, 11, generator=generator),

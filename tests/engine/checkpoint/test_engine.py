@@ -51,7 +51,7 @@ def test_same_layout_is_bit_equal(tmp_path):
 
 @pytest.mark.slow
 def test_background(tmp_path):
-    """What is written is the state when it was asked for, not what training made of it since."""
+    """The checkpoint has the state at the time of the call, not that of later training."""
     made = config(2, 1)
     whole = run_ranks(2, save_in_background, made, str(tmp_path), 2, 3, TOTAL)
     again = run_ranks(2, resume, made, str(tmp_path), 3, TOTAL)
@@ -61,7 +61,7 @@ def test_background(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 3])
 def test_tags_and_parts(tmp_path, zero):
-    """What is asked for is restored, and nothing else."""
+    """Only the requested parts are restored."""
     made = config(1, 2, zero=zero)
     made.checkpoint.keep = 1
     for seen in run_ranks(2, tags, made, str(tmp_path), TOTAL):

@@ -1,4 +1,4 @@
-"""What of an engine is stored, copied, validated, and which files a rank reads to restore its part."""
+"""Tests of an engine's stored state: stored, copied, validated, and read by the ranks that need it."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What went wrong with a checkpoint is said in one kind of error, with what people can do."""
+"""Tests that problems of a checkpoint are reported by one kind of error, with a remedy."""
 
 import errno
 import os

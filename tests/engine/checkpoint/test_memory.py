@@ -42,7 +42,7 @@ def test_any_host_may_be_lost(sizes, data):
 
 
 def pieces(step):
-    """Of every width, so that places have to be aligned."""
+    """Return pieces of every width, so that offsets have to be aligned."""
     kinds = (torch.uint8, torch.float32, torch.bfloat16, torch.int64, torch.float64)
     whole = [Piece.whole(f"weight/{n}", torch.full((5, n + 1), step + n).to(kind)) for n, kind in enumerate(kinds)]
     return in_order(
@@ -99,7 +99,7 @@ def test_sizes_may_change(tmp_path):
 
 
 def test_no_descriptor_of_a_slot_without_room_stays_open(tmp_path, monkeypatch):
-    """A copy of a guest for which there is no room is tried again at every step."""
+    """A copy of a guest for which there is no space is tried again at every step."""
     _, (slot, _) = two_slots(tmp_path)
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: os.stat("/none"))
     for attempt in range(3):

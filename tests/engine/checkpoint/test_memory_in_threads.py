@@ -70,7 +70,7 @@ def trained(root, layout):
 
 
 def recovered(root, layout):
-    """What new ranks find, and the state they are in then; then they take another memory checkpoint."""
+    """Return the checkpoint that new ranks restore, and their state; then they take another memory checkpoint."""
     made, memory = opened(root, layout)
     found = memory.recover()
     state = made.held()
@@ -181,7 +181,7 @@ def test_without_memories_there_is_nothing_to_restore(run, tmp_path):
 
 
 def test_parts_of_a_step_do_not_make_a_whole(run, memories):
-    """Of the newest, all hosts have lost the part of one rank."""
+    """All hosts have lost one rank's part of the newest."""
     part = newest(memories / "host0")[0].name
     for host in ("host0", "host1"):
         for path in newest(memories / host):
@@ -262,7 +262,7 @@ def without_room(root, where):
         own = slot.path.name == f"rank-{made.global_rank:03d}.safetensors"
         here = threading.current_thread().__dict__.get("weft_world") is world
         if here and unable and own is (where == "own"):
-            raise OSError("no room")
+            raise OSError("no space")
         open_(slot, num_bytes)
 
     world = threading.current_thread().__dict__["weft_world"]
@@ -288,7 +288,7 @@ def test_where_one_rank_has_no_room_the_one_before_stays(tmp_path, where, caplog
     monkeypatch.setattr(Slot, "open", Slot.open)  # puts it back afterwards, whatever happens
     step = {"own": 1, "guest": 2}[where]
     assert run_in_threads(2, without_room, tmp_path, where) == [(1, (step, {"step": step}))] * 2
-    said = {"own": "rank 1: no room", "guest": "rank 1: no copy of rank 0: no room"}[where]
+    said = {"own": "rank 1: no space", "guest": "rank 1: no copy of rank 0: no space"}[where]
     assert f"memory checkpoint after step 2: {said}; the one before it stays" in caplog.text
 
 

@@ -17,7 +17,7 @@ from weft.engine.checkpoint.memory.slot import Slot
 
 STEPS = 30
 STEP_S = (0.5, 0.25)
-"""Of each rank: the slower one counts."""
+"""Seconds of each rank's step: the slower one counts."""
 
 
 class Clocks:

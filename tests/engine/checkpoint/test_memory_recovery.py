@@ -35,7 +35,7 @@ def killed(request, tmp_path_factory):
 
 
 def copy(memories, tmp_path):
-    """What follows may do with the memories as it likes."""
+    """Return copies of the memories, which the test may change."""
     shutil.copytree(memories, tmp_path / "memories")
     return tmp_path / "memories"
 

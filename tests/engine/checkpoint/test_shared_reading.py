@@ -73,7 +73,7 @@ class Group:
         return tell
 
     def restore(self, spans):
-        """What each member finds where it looks: (tensor, first element, one after the last)."""
+        """Return the pieces that each member reads: (tensor, first element, one after the last)."""
         found, whole = [None] * self.size, self.meeting.ranks
 
         def run(rank):
@@ -88,7 +88,7 @@ class Group:
 
 @st.composite
 def wishes(draw):
-    """Of each member the parts of tensors that it needs."""
+    """Return for each member the parts of tensors that it needs."""
     sizes = {name: each.numel() for name, each in tensors(4).items()}
 
     def part():

@@ -62,7 +62,7 @@ def save(folder, stages, zero, kind, **more):
 
 
 def load(folder, stages, zero, kind, **more):
-    """What is restored, and the state after another step."""
+    """Return the restored state, and the state after another step."""
     made = engine(stages, zero, kind, **more)
     if zero == 2:  # over a state of its own
         made.step()
@@ -273,7 +273,7 @@ class Members:
 
 
 def exported_parts(folder):
-    """What a member hands over for export, its name for each weight, and what it holds before and afterwards."""
+    """Return a member's exported parts, its name for each weight, and what it holds before and afterwards."""
     made, handed = engine(1, 1, "adamw", tensor=2), {}
     made.step()
     made.axes = SimpleNamespace(tensor=Members())

@@ -21,7 +21,7 @@ SHARED = {
 
 
 def run(folders, leaders):
-    """What each rank finds, and how many collectives it took part in; of a rank that failed its error."""
+    """Return each rank's result, and the number of its collectives; the error of a rank that failed."""
     meeting, found, counts = Meeting(len(folders)), {}, [0] * len(folders)
 
     def rank_does(rank):

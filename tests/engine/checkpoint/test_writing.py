@@ -51,7 +51,7 @@ def test_all_are_kept_unless_a_number_is_given(tmp_path):
 
 
 def test_going_back_to_an_earlier_step(tmp_path):
-    """What was written last counts, not the highest step; and it is not pruned."""
+    """The checkpoint written last counts, not the highest step; and it is not pruned."""
     for step in (10, 20, 30):
         save_step(tmp_path, step, keep=0)
     save_step(tmp_path, 15, keep=2)
@@ -109,7 +109,7 @@ def test_disk_full_at_every_operation(tmp_path):
 
 
 def held_open(folder: Path) -> list[str]:
-    """What this process has open of a folder, itself included."""
+    """Return the files of a folder that this process has open, the folder included."""
     targets = []
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the one that lists them

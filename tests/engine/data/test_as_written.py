@@ -58,7 +58,7 @@ def config(path, tmp_path, **more) -> DataConfig:
 
 
 def read(data: DataConfig, tokenizer, count: int) -> list[tuple[str, str]]:
-    """Of ``count`` rows, the text and what of it counts."""
+    """Return the text of ``count`` rows, and the part that the loss counts."""
     check_source(data)
     encode_first(data, tokenizer)
     loader = build_loader(data, tokenizer, microbatch_size=1, replica=0, num_replicas=1, seed=0)
@@ -142,7 +142,7 @@ DATES = [
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", ["completion", "messages", "conversations", "output", "text"])
 def test_text_that_looks_like_another_type_stays_text(tokenizer, write, tmp_path, kind, streaming):
-    """Alone in a file, and beside a file of ordinary text."""
+    """Alone in a file, and alongside a file of ordinary text."""
 
     def row(answer):
         return {

@@ -1,4 +1,4 @@
-"""What counts in the loss under public models' chat templates: the assistant's turns, to the token."""
+"""Tests of the loss's tokens under public models' chat templates: the assistant's turns, to the token."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ CLOSINGS = {
     "command-r": ["<|END_OF_TURN_TOKEN|>"],
     "gpt-oss": ["<|end|>", "<|return|>"],
 }
-"""What closes a turn, and the last one if that is closed in another way; ChatML's where nothing is written."""
+"""The text that closes a turn, and the last one if that is closed in another way; the default is ChatML's."""
 OPENINGS = {"mistral": " ", "gpt-oss": "<|channel|>final<|message|>"}
-"""What a generation writes before its answer."""
+"""The text that a generation writes before its answer."""
 CALL = {"id": "123456789", "type": "function", "function": {"name": "tide", "arguments": {"port": "Bergen"}}}
 TOOL = {"type": "function", "function": {"name": "tide", "parameters": {"type": "object", "properties": {}}}}
 CALLED = {
@@ -50,7 +50,7 @@ CALLED = {
     "```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
     "gpt-oss": ' to=functions.tide<|channel|>commentary json<|message|>{"port": "Bergen"}<|call|>',
 }
-"""What a turn that calls a tool writes."""
+"""The text of a turn that calls a tool."""
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ def pair_config(
 
 
 def trained(configs: list[WeftConfig], steps: int) -> list[dict[str, Any]]:
-    """Of each run on this rank: losses and norms of its steps, its weights' digest, and hand-overs of turns."""
+    """Return for each run on this rank: losses and norms of its steps, its weights' digest, and hand-overs."""
     found = []
     handovers = _count_handovers()
     for config in configs:
@@ -72,7 +72,7 @@ def trained(configs: list[WeftConfig], steps: int) -> list[dict[str, Any]]:
 
 
 def _count_handovers() -> list[int]:
-    """Of each pair from now on."""
+    """Count the hand-overs of each pair from now on."""
     counts: list[int] = []
     settle = Baton.settle
 

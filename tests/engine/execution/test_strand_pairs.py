@@ -102,7 +102,7 @@ def test_equal(name):
 
 
 class Broken(Exception):
-    """What a rank fails with."""
+    """The error of a failing rank."""
 
 
 def fails_in_forward(stages):
@@ -139,7 +139,7 @@ def fail_in(place):
 @pytest.mark.parametrize(
     "spoil", [fails_in_forward, fails_in_backward, fails_in_a_weight_gradient, fails_between_collectives]
 )
-@pytest.mark.parametrize("plan", [BY_TURNS, any_plan(5)], ids=["by turns", "planned"])
+@pytest.mark.parametrize("plan", [BY_TURNS, any_plan(5)], ids=["alternately", "planned"])
 def test_an_error_in_either_strand_of_one_rank_ends_all_with_that_error(spoil, plan):
     with pytest.raises(Broken):
         outcomes(Case(model=wide("llama"), tensor=2, spoil=spoil, timeout_s=5.0), [plan])

@@ -299,7 +299,7 @@ def eval_loss_by_hand(folder: str = "", count: int = 8) -> float:
 
 
 def refusals(folder: str) -> dict[str, str]:
-    """What Weft's Trainer says to each thing that it cannot do."""
+    """Return the message of Weft's Trainer for each unsupported feature."""
     import transformers
 
     from weft import WeftTrainer

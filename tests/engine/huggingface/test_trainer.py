@@ -145,7 +145,7 @@ def test_a_stopped_trainer_resumes_as_if_it_had_not_been(tmp_path):
 
 
 def test_resume_in_another_layout_and_export(tmp_path):
-    """What 2 stages have begun, 2 replicas of a whole model end; the saved folder is plain Hugging Face."""
+    """A run that 2 stages began is finished by 2 replicas of a whole model; the saved folder is plain Hugging Face."""
     more = {"save_strategy": "steps", "save_steps": 5, "eval_strategy": "epoch"}
     whole = run_ranks(2, weft, str(tmp_path / "run"), 40, more, section(2))[0]
     shutil.rmtree(tmp_path / "run" / "checkpoint-10")
@@ -210,7 +210,7 @@ REFUSED = [
 
 
 def test_refusals(tmp_path):
-    """What would be lost in silence is an error that names it."""
+    """A setting that would have no effect is an error that names it."""
     said = run_ranks(1, refusals, str(tmp_path))[0]
     assert list(said) == REFUSED
     for name, message in said.items():

@@ -1,4 +1,4 @@
-"""What a rank's board says of its training, as the rank itself sees it."""
+"""A rank's board of its training, as the rank itself sees it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_an_interleaved_pair_is_work_from_its_begin_to_its_end(tmp_path):
 
 
 def told(num_ranks, config, folder):
-    """What boards say of a run, which are checked against the engine's own marks."""
+    """Return the boards of a run, which are compared with the engine's own marks."""
     silent = run_ranks(num_ranks, train_and_read, config, STEPS)
     config.inference.enabled, config.inference.boards = True, str(folder / "boards")
     told = run_ranks(num_ranks, train_and_read, config, STEPS)

@@ -1,4 +1,4 @@
-"""What a rank of a run holds of weights, gradients and optimiser state, beside what its plan says."""
+"""What a rank of a run holds of weights, gradients and optimiser state, alongside what its plan says."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from weft.engine.parallel.communicated import open_axes
 
 
 def exchanged(axis: str) -> tuple[list[float], ...]:
-    """What each operation of an axis group gives on this rank."""
+    """Return the result of each operation of an axis group on this rank."""
     device = init_distributed(30.0)
     group = getattr(open_axes({axis: [(0, 1)]}, device, 30.0), axis)
     mine = torch.arange(4.0).view(2, 2) + 10 * group.index
@@ -30,7 +30,7 @@ def exchanged(axis: str) -> tuple[list[float], ...]:
 
 
 def shifted(size: int) -> list[float]:
-    """What comes by on this rank in as many shifts as there are members."""
+    """Return the tensors of as many shifts as there are members, on this rank."""
     device = init_distributed(30.0)
     group = open_axes({"context": [tuple(range(size))]}, device, 30.0).context
     held, seen = torch.tensor([float(group.index)]), []
@@ -42,7 +42,7 @@ def shifted(size: int) -> list[float]:
 
 
 def lose(axis: str, size: int = 2, operation: str = "all_gather") -> str:
-    """What the ranks that stay are told; the one before the last goes."""
+    """Return the error on the ranks that stay; the one before the last leaves."""
     device = init_distributed(30.0)
     group = getattr(open_axes({axis: [tuple(range(size))]}, device, 30.0), axis)
     group.all_gather(torch.ones(1)).wait()

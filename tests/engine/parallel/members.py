@@ -51,7 +51,7 @@ def items_of(batches: list[Batch]) -> Tensor:
 
 
 def shared(model, batches: list[Batch], exchange=ContextExchange.gather, **sizes: int) -> Outcome:
-    """What members along the axes make of the micro-batches."""
+    """Return the outcome of micro-batches by members along the axes."""
     return members_outcome(model, batches, items_of(batches), sizes, exchange=exchange)
 
 

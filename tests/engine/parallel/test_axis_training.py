@@ -43,7 +43,8 @@ CASES = [
 
 @cache
 def _expected(arch: str = "llama", **kind: bool) -> list[float]:
-    """Of plain Hugging Face; where routers balance, of Weft on one rank: it weighs their loss by labels."""
+    """Return the losses of plain Hugging Face; where routers balance, of Weft on one rank: it weighs their loss by
+    labels."""
     if arch == "mixtral":
         return run_ranks(1, many_losses, [axis_config(arch)], STEPS)[0][0]
     return run_ranks(1, reference_losses, axis_config(arch, **kind), 1, STEPS)[0]
@@ -134,7 +135,7 @@ def test_bf16_is_as_near_to_fp32_as_plain_bf16_is():
 
 
 def plain_losses(seeds, steps):
-    """Of plain Hugging Face in bf16 and in fp32, by seed."""
+    """Return the losses of plain Hugging Face in bf16 and in fp32, by seed."""
     return [[reference_losses(_seeded(seed, low), 1, steps) for low in ("bf16", "fp32")] for seed in seeds]
 
 

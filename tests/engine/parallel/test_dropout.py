@@ -41,7 +41,7 @@ class Mirror:
 
 
 def masks_of(index, *, train=True, checkpointing=False):
-    """What a member drops in a forward and, with checkpointing, in the second one, by the module's name."""
+    """Return a member's dropout masks in a forward and, with checkpointing, in the second one, by the module's name."""
     model = whole_model(CONFIG).train(train)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -63,7 +63,7 @@ def test_experts_that_nobody_chooses_have_zero_gradients():
 
 
 def test_the_routers_loss_is_counted_once():
-    """That of each micro-batch by its share of the label tokens, as without expert parallelism."""
+    """The loss of each micro-batch is weighted by its share of the label tokens, as without expert parallelism."""
     model = whole_model(tiny_model("mixtral", num_hidden_layers=2, output_router_logits=True))
     batches = micro_batches(4, rows=1, length=8)
     alone = Stage(copy.deepcopy(model), index=0, num_stages=1, port=Port())

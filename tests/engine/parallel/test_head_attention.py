@@ -65,7 +65,7 @@ def test_recomputed_layers_exchange_again():
 
 
 class Grouped(torch.nn.Module):
-    """What attention asks its module: how many heads share keys."""
+    """The attributes of a module that attention reads: how many heads share keys."""
 
     is_causal = True
 
@@ -75,7 +75,7 @@ class Grouped(torch.nn.Module):
 
 
 def saved_bytes(makes, size, heads, of_keys, length):
-    """What one layer's attention of the first member keeps for its backward, by storage."""
+    """Return the bytes that one layer's attention of the first member saves for its backward, by storage."""
 
     def member(axes):
         parts = [
@@ -97,7 +97,7 @@ def saved_bytes(makes, size, heads, of_keys, length):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("of_keys", [4, 8])
 def test_gathered_keys_and_values_are_kept_and_exchanged_heads_are_not(size, of_keys):
-    """That is what the estimates of memory say of either."""
+    """The estimates of memory equal these bytes."""
     heads, length = 8, 64
     config = LlamaConfig(hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=of_keys)
     of_others = (size - 1) / size * length * key_value_size(config) * 4

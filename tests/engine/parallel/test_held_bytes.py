@@ -1,4 +1,4 @@
-"""What plans say of a member's weights, gradients and optimiser state is what it holds."""
+"""Tests that a member's weights, gradients and optimiser state equal those of plans."""
 
 import pytest
 

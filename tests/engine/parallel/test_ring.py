@@ -306,7 +306,8 @@ HEADS = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 8}
 
 
 def choice(given, attention_s=0.0, wanted=ContextExchange.auto, fits=lambda _: True):
-    """Of four members and a model with eight heads per key and value head, at a microsecond per element."""
+    """Return the choice of four members and a model with eight heads per key and value head, at a microsecond per
+    element."""
     return choose_exchange(
         LlamaConfig(**HEADS, **given),
         wanted,

@@ -1,4 +1,4 @@
-"""Of a folder a rank reads what it holds, and holds what it would have cut from the whole."""
+"""Tests that a rank reads only its parts of a folder, and holds what it would have cut from the whole."""
 
 from types import SimpleNamespace
 
@@ -38,7 +38,7 @@ def saved(config, folder):
 
 
 def require_parts(config, whole, axes, num_stages, read):
-    """What the stages hold is their part of the whole; returns the bytes that were read, and those that are held."""
+    """Require that stages hold their part of the whole; return the bytes that were read, and those that are held."""
     split = split_layers(load_hf_config(config), num_stages, SplitKind.even)
     held = 0
     for index in range(num_stages):

@@ -19,7 +19,7 @@ MAKING = threading.Lock()
 
 
 def outcome(make, batches, **sizes) -> Outcome:
-    """What members make of the micro-batches, with the stages that ``make`` makes for each."""
+    """Return the outcome of micro-batches by members, with the stages that ``make`` makes for each."""
 
     def member(axes):
         with MAKING:

@@ -73,7 +73,7 @@ def test_variants(variant):
 
 
 def test_adapters():
-    """Of an adapter beside a column-wise base B is cut, beside a row-wise one A; the other factor is held in full."""
+    """With a column-wise base B is cut, with a row-wise one A; the other factor is held in full."""
     targets = ["q_proj", "v_proj", "o_proj", "down_proj"]
     lora = LoraConfig(enabled=True, rank=4, dropout=0.0, target_modules=targets)
     require_equal(dataclasses.replace(wide("llama"), lora=lora), stages=2, tensor=2)
@@ -146,9 +146,9 @@ def test_refused(config, members, message):
 @pytest.mark.parametrize(
     ("arch", "what"),
     [
-        ("doge", r"model.layers.0.self_attn \(DogeAttention\) .* weights beside its matrices \(A\), which are not"),
+        ("doge", r"model.layers.0.self_attn \(DogeAttention\) .* weights alongside its matrices \(A\), which are not"),
         ("gemma3n_text", "its layers hand on hidden states of 4 dimensions"),
-        ("gemma4_text", r"model.layers.0 \(Gemma4TextDecoderLayer\) computes with hidden states beside its parts"),
+        ("gemma4_text", r"model.layers.0 \(Gemma4TextDecoderLayer\) computes with hidden states alongside its parts"),
     ],
 )
 def test_what_a_model_does_that_members_cannot_share_is_named(arch, what):

@@ -29,6 +29,6 @@ def given_facts(layout: RankLayout) -> Facts:
 
 
 def facts_of(config: WeftConfig, hf_config: LlamaConfig = MODEL) -> Facts:
-    """What is known of a run of ``config`` with one replica, before it starts."""
+    """Return the facts of a run of ``config`` with one replica, before it starts."""
     config.cluster.ranks = config.pipeline.stages
     return facts_before_start(config, hf_config)

@@ -1,4 +1,4 @@
-"""What ranks plan together, without engines."""
+"""Plans that ranks make together, without engines."""
 
 from __future__ import annotations
 

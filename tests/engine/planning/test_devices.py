@@ -1,4 +1,4 @@
-"""What a device does is measured once."""
+"""Tests that a device is measured once."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What plans know of ranks that share layers: what each holds, exchanges, saves and sends."""
+"""Tests of plans of ranks that share layers: what each holds, exchanges, saves and sends."""
 
 from dataclasses import replace
 from math import inf
@@ -147,7 +147,7 @@ def test_an_exchange_is_chosen_by_what_it_was_measured_to_take(tmp_path, monkeyp
 
 
 def ring_choice(tmp_path, *, memory, checkpointing=False):
-    """What is chosen on ranks with so many bytes, for two members of a long sequence, and why."""
+    """Return the choice of ranks with so many bytes, for two members of a long sequence, and its reason."""
     config = WeftConfig(parallel=ParallelConfig(context=2))
     config.cluster.ranks = 2
     config.data.cache_dir, config.data.sequence_length = str(tmp_path), 1 << 14

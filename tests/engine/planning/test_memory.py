@@ -1,4 +1,4 @@
-"""What a schedule keeps alive: the simulator's count against the engine's, the W against 1F1B."""
+"""Tests of a schedule's live activations: the simulator's count against the engine's, the W against 1F1B."""
 
 import pytest
 

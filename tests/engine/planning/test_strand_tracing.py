@@ -185,7 +185,7 @@ def test_traced_collectives_are_those_that_run_in_their_order(name, sizes, check
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "tied"])
 def test_operations_are_those_that_the_planner_counts(name):
-    """What a forward multiplies is once more for input gradients, and once more for weight gradients."""
+    """A forward's products occur once more for input gradients, and once more for weight gradients."""
     config = MODELS[name]
     strands = trace_strands(config, {}, microbatch_size=1, sequence_length=LENGTH)
     (layer,) = strands.layers

@@ -1,4 +1,4 @@
-"""What stages write, plain transformers and plain peft read back, bit by bit."""
+"""Tests that plain transformers and plain peft read the exports of stages, bit by bit."""
 
 import json
 from threading import Barrier, Thread

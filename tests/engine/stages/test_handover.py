@@ -1,4 +1,4 @@
-"""What crosses the cuts of a model besides one hidden state, and that it gets where it belongs."""
+"""Tests of tensors that cross the cuts of a model besides one hidden state."""
 
 import copy
 import pickle
@@ -121,7 +121,7 @@ class TestProvenance:
 
 class TestPort:
     def test_arguments_are_replaced_and_tables_written_into(self):
-        """As of a middle stage: what it gets goes to its own layer, or on."""
+        """A middle stage's received tensors go to its own layer, or on."""
         model = Toy()
         provenance = Provenance(model, model.layers)
         with provenance.watching():
@@ -261,7 +261,7 @@ class TestPlaceholders:
 
 
 def test_layers_that_do_not_run():
-    """Of a model for pictures, those that look at a picture."""
+    """The layers of a model for pictures that process a picture."""
     config = ModelConfig(
         arch="mllama",
         overrides={},

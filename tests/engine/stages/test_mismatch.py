@@ -1,4 +1,4 @@
-"""What is said of a forward that does not run with its work shared."""
+"""Tests of messages about a forward that does not run with its work shared."""
 
 import pytest
 import torch

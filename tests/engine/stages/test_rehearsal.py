@@ -1,4 +1,4 @@
-"""What an export cannot write is found before training, and a configuration is exported as it was given."""
+"""Tests that an impossible export is refused before training, and that a configuration is exported unchanged."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What is traced without weights equals what vendors publish and what torch counts with weights."""
+"""Tests that tracing without weights equals vendors' figures and torch's counts with weights."""
 
 import json
 from pathlib import Path

@@ -20,7 +20,7 @@ from weft.engine.strands.turns import TurnTakingGroup
 from weft.pipeline.strands.plan import SegmentPlan
 
 CYCLES = 1_000_000
-"""Of a GPU, for a collective: half a millisecond."""
+"""Cycles of a GPU for a collective: half a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Layers(nn.Module):
 
 @dataclass(frozen=True)
 class Pretended:
-    """Steps of a rank alone: the backward of one micro-batch beside the forward of the next, and their results.
+    """Steps of a rank alone: the backward of one micro-batch alongside the forward of the next, and their results.
 
     Attributes:
         device: of all tensors.

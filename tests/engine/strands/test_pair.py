@@ -234,7 +234,7 @@ def test_a_rank_that_is_interrupted_frees_the_backward(runner):
 
 
 def test_gradients_are_recorded_by_a_thread_of_its_own_and_autograd_starts_none(runner):
-    """So that a strand that waits inside of a backward holds nobody else's."""
+    """So that a strand that waits inside of a backward holds no other process's."""
     seen = []
     weight = torch.ones(2, requires_grad=True)
     loss = (weight * 2).sum()

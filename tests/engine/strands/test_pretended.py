@@ -19,7 +19,7 @@ PLANS = ["", "B F W B F W F B F B F 2W B", "5B 4W 5F", "5F 5B 4W", "3F B F 2B W 
 
 
 class Stand:
-    """What one device's tests need."""
+    """The device of one test."""
 
     def __init__(self, device, **settings):
         self.executor, self.thread = executor_for(device, "pretended"), StrandThread(device)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 class TakenApart:
-    """What the interpreter would take apart at its end."""
+    """The objects that the interpreter would destroy at its end."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -24,7 +24,7 @@ class TakenApart:
 
 
 class Held:
-    """What is given back at the end."""
+    """The resources that are released at the end."""
 
 
 KEPT: list[object] = []

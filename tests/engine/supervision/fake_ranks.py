@@ -1,4 +1,4 @@
-"""What a rank does in tests of agents: it writes down its environment, then does as its first argument says."""
+"""A rank for tests of agents: it writes its environment, then does what its first argument says."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from weft.engine.supervision.places import make_page
 LIMIT_S = 60.0
 TARGET = "tests.engine.supervision.fake_ranks:run"
 NOTHING_YET = {"attempt": 0, "run": False}
-"""What a driver answers an agent that has connected, and whose ranks it does not want yet."""
+"""The driver's answer to an agent that has connected, and whose ranks are not needed yet."""
 
 
 class Bed:

@@ -45,7 +45,7 @@ def test_one_without_replicas_that_is_slow_from_the_beginning_is_told_by_the_pla
     run.begin(80.0)
     told = [] if slow is None else [("straggler", {"rank": slow, "host": run.host(slow)})]
     assert kinds(run) == told
-    assert slow is None or "beside the plan" in run.raised[0].evidence
+    assert slow is None or "alongside the plan" in run.raised[0].evidence
 
 
 def test_a_plan_that_is_wrong_everywhere_raises_no_alert():

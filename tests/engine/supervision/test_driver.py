@@ -1,4 +1,4 @@
-"""What a driver makes of a run's folder: layouts with configurations of their own, deny-list, newest checkpoint."""
+"""Tests of a driver's use of a run's folder: layouts with their own configurations, deny-list, newest checkpoint."""
 
 from __future__ import annotations
 

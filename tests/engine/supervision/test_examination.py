@@ -15,7 +15,7 @@ from weft.engine.supervision.ranks import Ranks
 
 @pytest.fixture
 def examined(monkeypatch, tmp_path):
-    """What comes of an examination by one of `fake_doctors`, forked from a forkserver as an agent has."""
+    """Return the result of an examination by one of `fake_doctors`, forked from a forkserver as for an agent."""
 
     def by(doctor, driver="driver"):
         async def ask():

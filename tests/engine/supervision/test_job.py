@@ -1,4 +1,4 @@
-"""What a driver decides about ranks and attempts, with agents that are played and a clock that is set."""
+"""Tests of a driver's decisions about ranks and attempts, with simulated agents and a simulated clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a driver decides about hosts and sites: silent, given up, evicted, back again."""
+"""Tests of a driver's decisions about hosts and sites: silent, given up, evicted, back again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_silent_host_is_a_fault_of_that_host():
 
 
 def report_of(host):
-    """What an idle agent says."""
+    """Return the report of an idle agent."""
     return AgentMessage(0, True, HostReport(host, ()), {}, {}, {}, 0, []).to_wire()
 
 
@@ -180,7 +180,7 @@ def test_a_host_on_which_no_agent_starts_again_is_left_out(connect_s, limit_s):
 
 
 def a_site_is_left_out(world):
-    """Two hosts of four go on, and agents are being started on the others, beside those that may be alive."""
+    """Two hosts of four go on, and agents are being started on the others, alongside those that may be alive."""
     restart_takes(world, 3.0)
     world.pass_time(11.0, "a", "b")
     for host in ("a", "b"):

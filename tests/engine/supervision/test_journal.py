@@ -1,4 +1,4 @@
-"""What the journal says survives its writer, and a torn line does not hold the next one up."""
+"""Tests that the journal survives its writer, and that a torn line does not affect the next one."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What killed runs have left in shared memory goes, once nobody can want it; what is in use stays."""
+"""Tests that files of killed runs in shared memory are removed once unused, and that files in use stay."""
 
 import os
 from time import time

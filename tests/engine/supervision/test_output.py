@@ -1,4 +1,4 @@
-"""What the terminal gets of several processes that print alike."""
+"""Tests of the terminal's output of several processes that print alike."""
 
 from weft.engine.supervision.output import REPEATED_S, Repeats
 

@@ -108,7 +108,7 @@ def test_another_message_is_refused(change):
 
 @pytest.mark.parametrize("name", ["attempt", "ready", "report", "ends", "parked", "lines", "examined", "failed"])
 def test_a_message_that_lacks_a_field_is_refused(name):
-    """As of an older Weft."""
+    """A message of an older Weft."""
     wire = message_of(HostReport("alpha", ())).to_wire()
     del wire[name]
     with pytest.raises(ValueError, match="the same Weft"):

@@ -1,4 +1,4 @@
-"""What a host tells of itself: figures, and lines of logs that say much."""
+"""Tests of a host's vital signs: figures, and telling lines of logs."""
 
 import json
 

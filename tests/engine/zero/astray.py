@@ -13,7 +13,7 @@ from weft.conf.schema import WeftConfig
 
 
 def go_astray(configs: list[WeftConfig], folder: str) -> list[dict[str, Any]]:
-    """For each configuration: two good steps, saved and exported; then a rate that no weight survives."""
+    """Return for each configuration: two good steps, saved and exported; then a rate that no weight survives."""
     from weft.engine.checkpoint import export
     from weft.engine.initialize import initialize
 
@@ -52,7 +52,7 @@ def go_astray(configs: list[WeftConfig], folder: str) -> list[dict[str, Any]]:
 
 
 def _error(engine: Any, action: Callable[[Any], Any]) -> str:
-    """What a collective call says of numbers that are not finite, on this rank."""
+    """Return the error of a collective call about non-finite numbers, on this rank."""
     from weft.engine.zero import NonFiniteError
 
     try:

@@ -36,7 +36,7 @@ def cases(world: int, precisions: tuple[str, ...] = ("fp32", "bf16")) -> dict[st
 
 
 def worst(configs: list[WeftConfig], world: int, steps: int = STEPS) -> list[float]:
-    """For each configuration, the largest relative difference of a loss from that of one process."""
+    """Return for each configuration the largest relative difference of a loss from that of one process."""
     results = run_ranks(world, many_losses, configs, steps, timeout_s=590)
     assert all(result == results[0] for result in results), "ranks report different losses"
     found = []

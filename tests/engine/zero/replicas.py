@@ -87,7 +87,7 @@ class MeetingOptimizer(ShardedOptimizer):
 
 
 def in_threads(count: int, run: Callable[[Meeting, int], Any]) -> list[Any]:
-    """What ``run`` returns in each of ``count`` threads; the first error, if there is one."""
+    """Return the results of ``run`` in ``count`` threads; raise the first error, if there is one."""
     meeting = Meeting(count)
     results: list[Any] = [None] * count
     errors: list[BaseException] = []
@@ -149,7 +149,7 @@ class SmallStage(nn.Module):
         return list(self.layers)
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """What the head takes."""
+        """Return the head's input."""
         hidden = self.embed(ids)
         for layer in self.layers:
             output = layer(hidden)

@@ -1,4 +1,4 @@
-"""What a bucket's sums and gathers ask of their communicators, and in which number format they travel."""
+"""Tests of a bucket's requests to its communicators, and of the number formats in transit."""
 
 import pytest
 import torch

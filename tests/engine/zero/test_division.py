@@ -159,7 +159,7 @@ def test_a_cut_lies_before_or_behind_the_middle_of_a_parameter_and_tied_ones_tak
 @pytest.mark.parametrize("setting", ["reduce_bucket_size", "allgather_bucket_size"])
 @pytest.mark.parametrize("limit", [1, 15, 16, 19, 20, 21, 40, 59, 60, 79, 80])
 def test_a_bucket_takes_in_what_fits_up_to_its_last_element(limit, setting):
-    """Parameters in order, each into the open bucket if that has room: compared with the plain loop over sizes."""
+    """Parameters in order, each into the open bucket if that has space: compared with the plain loop over sizes."""
     module = TiedStage()
     expected, filled = [], limit + 1
     for name, parameter in module.named_parameters():

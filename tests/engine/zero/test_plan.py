@@ -57,7 +57,7 @@ def planned(group, zero_stage, num_stages, bytes_per_s):
 
 
 def issued_by(stage):
-    """What a step issues for a stage: reductions from the back on, then gathers from the front on.
+    """Return the collectives of a stage's step: reductions from the back on, then gathers from the front on.
 
     Chunks end at the parameters' ends that are nearest to the cuts; here they end at the cuts themselves. (At ZeRO
     stage 3 a block is gathered for each computation instead.)

@@ -25,7 +25,8 @@ def ids(step, microbatch):
 
 
 class Unused(SmallStage):
-    """Of four experts each micro-batch uses one, which its ids choose; another weight is never used."""
+    """A model of which each micro-batch uses one of four experts, which its ids choose; another weight is never
+    used."""
 
     def __init__(self, **settings):
         super().__init__(**settings)

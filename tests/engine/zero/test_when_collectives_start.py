@@ -215,7 +215,7 @@ class TwiceUsed(nn.Module):
 
 
 def in_two_parts(backward, saved):
-    """W on its own: parts of a full backward, played whenever a strand pair has room for them."""
+    """W on its own: parts of a full backward, played whenever a strand pair has space for them."""
     return (
         (Op.I, lambda seed: backward.input_backward(saved, seed)),
         (Op.W, lambda _: backward.weight_backward(saved)),

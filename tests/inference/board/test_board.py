@@ -136,7 +136,7 @@ def test_more_bubbles_than_before_are_not_granted(writer, path):
 
 
 def waits_for_ever(reader, state):
-    """Whether a reader still sleeps when everything that could wake it has long happened."""
+    """True if a reader still sleeps when everything that could wake it has long happened."""
     thread = threading.Thread(target=reader.wait, args=(state, 3600.0), daemon=True)
     thread.start()
     thread.join(20.0)

@@ -1,4 +1,4 @@
-"""What a reader says of times that are given, to the nanosecond: by a clock that stands where the test puts it."""
+"""Tests of a reader with given times, to the nanosecond, by a clock that the test sets."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""What is predicted while a step runs late."""
+"""Tests of predictions while a step runs late."""
 
 import pytest
 

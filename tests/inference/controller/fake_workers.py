@@ -12,7 +12,7 @@ from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.service import make_app
 
 TOKEN_S = 1.5 * 5e-4
-"""Of the cost model's cautious prior."""
+"""Seconds per token of the cost model's cautious prior."""
 
 
 class FakeBoard:

@@ -566,7 +566,7 @@ def test_a_deadline_may_be_short_or_almost_a_day(deadline):
 @pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_body_may_be_as_large_as_the_limit(more, told):
-    """Whether its length is told beforehand or not."""
+    """True if its length is told beforehand or not."""
 
     async def scenario():
         body = json.dumps(PREFILL).encode()

@@ -1,4 +1,4 @@
-"""What is known of a worker: its bubbles, its cost model, the work that it has left."""
+"""Tests of the known state of a worker: its bubbles, its cost model, its remaining work."""
 
 import json
 import os
@@ -275,7 +275,8 @@ def test_prompts_behind_an_overdue_one_are_still_to_come():
 
 
 def test_two_controllers_count_each_others_prompts(tmp_path):
-    """What one has placed is not there for the other, and what it has finished is; see test_admission.py as well."""
+    """The placed work of one controller is excluded for the other, until it has finished; see test_admission.py as
+    well."""
 
     def accepted(*fleets):
         count = 0

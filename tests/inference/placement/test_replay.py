@@ -256,7 +256,7 @@ def test_the_first_window_like_its_two_predecessors_is_steady(levels, most):
 )
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_windows_are_alike_up_to_a_share_in_every_way(field, least, unit, sign):
-    """Of the ranks' time, of the deadline, and of the prompts."""
+    """Windows have equal shares of the ranks' time, of the deadline, and of the prompts."""
     for times, alike in ((0.8, True), (1.2, False)):
         pair = []
         for value in (least, least + sign * times * unit):

@@ -1,4 +1,4 @@
-"""What the gate asks of the cost model, when it tries, and when the waker wakes: by clocks and boards of the test's."""
+"""Tests of the gate's requests to the cost model, its trials, and the waker: with the test's clocks and boards."""
 
 from types import SimpleNamespace
 

@@ -100,7 +100,7 @@ def test_any_text_in_a_flat_body_passes(value):
 
 
 def call(body_parts, path="/v1/completions", method="POST", headers=(), middleware=PrefillOnlyMiddleware, kind="http"):
-    """What the app behind saw, and what was answered."""
+    """Return the request that the app received, and the answer."""
     seen, sent = [], []
 
     async def app(scope, receive, send):
@@ -232,7 +232,7 @@ def test_a_prefill_for_another_decoder_is_bounded_before_vllm_sees_it():
 
 
 def answer(*bodies, status=200):
-    """What a client gets where vLLM answers with these bodies."""
+    """Return the client's answer when vLLM answers with these bodies."""
     sent = []
 
     async def app(scope, receive, send):

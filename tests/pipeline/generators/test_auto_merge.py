@@ -36,7 +36,7 @@ def starts_s(problem, rows):
 
 
 def delayed(problem, before, rows):
-    """Whether a slot of rows starts later than before, or a result that is not one of a full backward comes later."""
+    """True if a slot of rows starts later than before, or a result that is not one of a full backward comes later."""
     (starts, arrivals), (now, arrive) = before, starts_s(problem, rows)
     later = any(at_s > starts[node] for node, at_s in now.items())
     held = {problem.fact[slot] for row in rows for slot in row if whole(problem, slot)}

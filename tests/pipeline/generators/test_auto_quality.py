@@ -1,4 +1,4 @@
-"""What `auto` is known to reach on small cases, each of which some rule or some move of the search is needed for."""
+"""Known results of `auto` on small cases, each of which needs some rule or some move of the search."""
 
 from dataclasses import replace
 
@@ -78,7 +78,7 @@ def test_under_a_cap(seed, listed_s, searched_s):
     ],
 )
 def test_cases_that_one_rule_alone_does_best(seed, known_s):
-    """Of 1,400 random cases: without that rule, or with one of its numbers 1 larger, they take longer."""
+    """The slowest of 1,400 random cases without that rule, or with one of its numbers larger by 1."""
     one = case(seed)
     problem = _problem(one.placement, one.num_microbatches, one.costs, until_weight=False)
     assert min(_list_schedules(problem, one.cap_bytes))[0] <= known_s + 1e-3

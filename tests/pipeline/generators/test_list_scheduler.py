@@ -74,7 +74,7 @@ class OneRank:
         )
 
     def fits(self, stage):
-        """Whether one forward more leaves room for every micro-batch, the oldest first, to make its other forwards."""
+        """True if one forward more leaves space for every micro-batch, the oldest first, to make its other forwards."""
         made = [self.done[Op.F, one] + (one == stage) for one in range(self.legs)]
         rest = [
             sum(
@@ -86,7 +86,7 @@ class OneRank:
         return max([self.held + self.saved[stage][0], *rest]) <= self.cap_bytes
 
     def ready(self):
-        """What may start, as (priority, action), by priority."""
+        """Return the actions that may start, as (priority, action), by priority."""
         found = []
         for (op, stage), number in self.done.items():
             needs = {
@@ -182,7 +182,7 @@ class Watched(ListScheduler):
 
 
 class Hindsight:
-    """What a rank could have started when, read off what started when."""
+    """The actions that a rank could have started, derived from what started when."""
 
     def __init__(self, problem, rule, start_s, backlog=inf, backlog_of_gradients=False):
         self.problem, self.rule, self.start_s = problem, rule, start_s
@@ -220,7 +220,7 @@ class Hindsight:
         return max(start_s, self.room_s(node, before)) if held_back and self.backlog < inf else start_s
 
     def decision(self, row, index, now_s):
-        """What a rank starts that has done a part of its row: the node, or None while it waits."""
+        """Return the next node of a rank that has done a part of its row, or None while it waits."""
         before, problem = row[:index], self.problem
         following = {
             node - node % problem.num_microbatches: node for node in sorted(set(row) - set(before), reverse=True)

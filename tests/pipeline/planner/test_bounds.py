@@ -21,7 +21,7 @@ from weft.pipeline.planner.workload import LayerWork, ModelWork
 UNIT = 1000
 """Parameters of a layer."""
 COLLECTIVE_S, OPTIMIZER_S = 7.0, 11.0
-"""Of a layer's share, each step."""
+"""Seconds per layer's share, each step."""
 
 
 class Simple(Estimates):
@@ -94,7 +94,7 @@ OPTIMIZER_OF_4 = OPTIMIZER_S * 2
         (of(2, 2, transit_s=20.0), shape(4, 4, arrangement="fold"), 4 * 2 * 20 + OPTIMIZER_OF_4),
         (of(2, 2, latency_s=50.0), shape(4, 4, arrangement="fold"), 16 + 4 * 50 + OPTIMIZER_OF_4),
         (of(2, 2, latency_s=50.0), shape(4, 4, arrangement="site_fold"), 16 + 2 * 50 + OPTIMIZER_OF_4),
-        # Replicas: collectives beside, and a cell pools what they send.
+        # Replicas: collectives alongside, and a cell pools what they send.
         (of(16), shape(4, 4, replicas=2), 4 * 6 + 1.5 + OPTIMIZER_OF_4 + 2 * COLLECTIVE_S),
         (of(4, 4, transit_s=20.0), shape(4, 4, replicas=2), 16 + 2 * 10 + 70 + OPTIMIZER_OF_4 + 2 * COLLECTIVE_S),
         (
@@ -162,7 +162,7 @@ def test_where_no_site_has_room_for_two_ranks_those_between_others_send_both_way
     assert bound.step_s(shape(4, 4), route) == pytest.approx(4 * (40 + 40) - 40 + 2 * 2 * 20 + OPTIMIZER_OF_4)
     of_3 = 4 * (40 + 40) - 40 + 2 * 20 + OPTIMIZER_S * 8 / 3
     assert bound.step_s(shape(3, 4), route) == pytest.approx(of_3, rel=1e-3)
-    if len(sites) < 2:  # unless one of those to come may have room for two
+    if len(sites) < 2:  # unless one of those to come may have space for two
         assert of(1, 1, 1, 2, transit_s=20.0).step_s(shape(5, 4), route) < 4 * (40 + 40) - 40 + OPTIMIZER_S * 8 / 5
 
 

@@ -1,4 +1,4 @@
-"""What a plan claims of its space holds against all layouts, found here by trying them."""
+"""Tests of a plan's claims about its space against all layouts, by brute force."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a layout takes, by hand on a machine of round numbers."""
+"""Tests of a layout's costs, by hand on a machine of round numbers."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -17,7 +17,7 @@ from weft.pipeline.planner.workload import LayerWork, ModelWork
 UP_S, UP_BYTES_S = 1e-3, 1e6
 """Latency and bandwidth of a GPU inside its host."""
 NET_BYTES_S = 1e5
-"""Of each of four GPUs between hosts."""
+"""Bytes per second of each of four GPUs between hosts."""
 GPU = GpuKind(
     name="round",
     peak={"bf16": 1e9},
@@ -54,7 +54,7 @@ WORK = ModelWork(
 )
 MADE = Estimates(Cluster(sites=(HERE, THERE), links={(0, 1): LINK}, efficiency=0.5), WORK)
 SPEED = 5e8
-"""Of the peak, what is reached."""
+"""The reached share of the peak."""
 
 
 def shape(**more):
@@ -307,7 +307,7 @@ def test_no_sites_of_routes_reduce_faster_than_the_least(sites, links, routes, s
 
 
 def test_parts_of_one_kind_have_one_answer_and_others_their_own():
-    """Of equal layers those in the middle of the pipeline, as many at one site."""
+    """Among equal layers those in the middle of the pipeline count, as many at one site."""
     layout = Layout(**vars(shape(num_stages=4)), sites=(0, 1), stages=(3, 1), layers=(1, 1, 1, 1), schedule="auto")
     asked = []
 

@@ -1,4 +1,4 @@
-"""What layouts are held to and scored by, in figures: GPUs, memory, prices and links at both sides of each limit."""
+"""Tests of layouts' limits and scores, in figures: GPUs, memory, prices and links at both sides of each limit."""
 
 from dataclasses import replace
 
@@ -288,7 +288,7 @@ def test_what_holds_a_layout_up_is_named_with_its_share():
 
 
 def test_a_cell_is_on_its_way_for_its_share_of_a_transfer():
-    """Of the same delay all pipelines wait as long, and each micro-batch leaves over both uplinks."""
+    """With the same delay all pipelines wait as long, and each micro-batch leaves over both uplinks."""
     some = cluster(site("a"), site("b"), bandwidth_bps=3e7, latency_s=50.0)
     found = evaluation(some, pins={"cell": 2, "schedule": "auto"})
     one = next(found.candidates(SHAPE, Route((0, 1), (1, 1))))

@@ -1,4 +1,4 @@
-"""What `weft profile` writes: a share of the peak, or one line that says why not."""
+"""Tests of `weft profile`'s output: a share of the peak, or one line with the reason."""
 
 from dataclasses import replace
 

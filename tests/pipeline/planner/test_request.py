@@ -1,4 +1,4 @@
-"""What may be asked of a plan, word by word; what plans are ordered by; and why there is none."""
+"""Tests of requests for a plan, word by word; of the order of plans; and of reasons for none."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -116,7 +116,7 @@ def test_what_was_refused_most_often_is_why_there_is_no_plan():
 
 
 def test_a_pin_that_no_layout_has_is_told_with_those_that_there_are():
-    assert "--pin replicas=7: no layout has it beside the batch and the GPUs; choose one of 1, 2, 4" in (
+    assert "--pin replicas=7: no layout has it alongside the batch and the GPUs; choose one of 1, 2, 4" in (
         refusals(pins={"replicas": 7}).explained()
     )
     assert refusals(pins={"cell": 7}).explained().startswith("no layout: the pinned fields")

@@ -28,7 +28,7 @@ def costed(some, shape, route, **request):
 
 
 def test_three_sites_that_hold_a_small_model_train_replicas_of_their_own():
-    """What replicas exchange once a step is less than what pipelines exchange for every micro-batch."""
+    """Replicas exchange less once a step than pipelines for every micro-batch."""
     three = cluster(*(site(name, hosts=1, gpus_per_host=4) for name in "abc"), bandwidth_bps=2e10, latency_s=0.02)
     request = replace(REQUEST, sequences=3 * 512)
     work = model(layers=4, parameters=20_000_000)
@@ -132,7 +132,7 @@ def all_routes(some, shape, request, found=None):
 
 
 def pipelines(some, shape, request):
-    """Of one pipeline: every order of sites along links, with every number of ranks at each."""
+    """Return the routes of one pipeline: every order of sites along links, with every number of ranks at each."""
     caps, numbers = room(some, shape.gpus_per_rank, shape.replicas_of_route), range(len(some.sites))
     for count in range(1, min(len(some.sites), shape.num_stages) + 1):
         for order, held in product(permutations(numbers, count), sums(shape.num_stages, count)):
@@ -161,7 +161,7 @@ def prices(count):
 )
 @settings(max_examples=60, deadline=None)
 def test_routes_are_all_orders_of_sites_along_links(hosts, linked, stages, most, home, routes):
-    """Of several routes each set once, the one that begins at the cheaper site first."""
+    """Each set of several routes occurs once, the one that begins at the cheaper site first."""
     sites = [
         site(str(number), hosts=count, gpus_per_host=1, price=price)
         for number, (count, price) in enumerate(zip(hosts, prices(len(hosts)), strict=True))

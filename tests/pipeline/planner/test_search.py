@@ -95,7 +95,7 @@ def ways(some, shape, route=None):
 
 
 def family_bound(some, evaluation, shape):
-    """What the family of a shape scores at least with as many stages."""
+    """Return the least score of a shape's family with as many stages."""
     each = [np.array([one]) for one in (shape.replicas, shape.microbatches, shape.routes, shape.num_stages)]
     crosses = shape.num_stages > max(room(some, shape.gpus_per_rank, shape.replicas_of_route))
     (bound,) = evaluation.families.of(
@@ -298,7 +298,7 @@ def test_the_cheapest_plan_costs_no_more_than_the_fastest():
 
 @pytest.mark.parametrize("kinds", [["H100"], ["A100", "B200", "L40S"]])
 def test_a_cheap_plan_is_found_where_memory_is_scarce(kinds):
-    """Bounds of costs are alike for any number of GPUs, and most of these have room for few micro-batches."""
+    """Bounds of costs are alike for any number of GPUs, and most of these have space for few micro-batches."""
     prices = {"H100": 2.5, "A100": 1.4, "B200": 4.5, "L40S": 0.9}
     sites = [site(kind, hosts=60, gpus_per_host=8, gpu=kind, price=prices[kind]) for kind in kinds]
     work = model(layers=80, parameters=850_000_000, tokens=4096, width=8192)

@@ -1,4 +1,4 @@
-"""What a sequence asks of a model: sums of its parts, operations per token, and plain values that come back."""
+"""Tests of a model's work: sums of its parts, operations per token, and plain values that come back."""
 
 import json
 from dataclasses import fields, replace

@@ -17,7 +17,7 @@ from weft.pipeline.strands.pairs import PairCosts
 from weft.pipeline.strands.stages import StageStrands
 
 MOST = 0.03
-"""What DHelix says the W takes more than 1F1B (abstract)."""
+"""DHelix's figure for the memory of the W over 1F1B (abstract)."""
 
 
 def costs_of(ranks, layers):

@@ -1,4 +1,4 @@
-"""What pairs of stages take: stages as layers, plans for any two of them, the same for all who ask."""
+"""Tests of the durations of pairs of stages: stages as layers, plans for any two of them, equal for all callers."""
 
 from dataclasses import replace
 

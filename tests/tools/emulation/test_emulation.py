@@ -1,4 +1,4 @@
-"""Real ranks by turns among emulated ones, with the engine and DeepSpeed as they are."""
+"""Real ranks alternately among emulated ones, with the engine and DeepSpeed as they are."""
 
 from __future__ import annotations
 

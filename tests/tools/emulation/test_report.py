@@ -1,4 +1,4 @@
-"""What an emulation says of itself."""
+"""Tests of an emulation's report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a real rank's slots take: the host's own work counts, and waiting does not."""
+"""Tests of a real rank's slots: the host's own work counts, and waiting does not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOP_S, COMPUTE_S, SEND_S, RECEIVE_S, WAIT_S = 0.25, 4.0, 0.5, 0.125, 8.0
 
 
 class Clock:
-    """That the test sets forward."""
+    """A clock that the test advances."""
 
     now_s = waited_s = 0.0
 

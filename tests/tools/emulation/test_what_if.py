@@ -1,4 +1,4 @@
-"""What would be different, by name."""
+"""Tests of what-if conditions, by name."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ SlurmdParameters=config_overrides
 
 
 def missing() -> str:
-    """What is not installed, as a reason to skip; empty if everything is."""
+    """Return the missing programs, as a reason to skip; empty if everything is installed."""
     lacking = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
     return f"Slurm is not installed (no {lacking[0]}); apt-get install slurm-wlm munge" if lacking else ""
 
@@ -82,7 +82,7 @@ class SlurmCluster:
         self.stop()
 
     def ask(self, *command: str) -> str:
-        """What a command of Slurm prints."""
+        """Return the output of a command of Slurm."""
         done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=120, cwd=self.folder)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
@@ -180,6 +180,6 @@ class SlurmCluster:
             return False
 
     def _logs_for(self, process: psutil.Process, node: str) -> bool:
-        """Whether a process is a step's manager on ``node``: it writes to that daemon's log."""
+        """True if a process is a step's manager on ``node``: it writes to that daemon's log."""
         log = str(self.folder / f"slurmd.{node}.log")
         return process.name() == "slurmstepd" and any(file.path == log for file in process.open_files())

@@ -1,4 +1,4 @@
-"""What a supervised run across sites listens on, and what each port says to one without the key."""
+"""Tests of a supervised run's listeners across sites, and their answers to a peer without the key."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def site(address):
 
 
 def knock(bed, node, addresses):
-    """What each address answers to an unauthenticated peer in ``node``."""
+    """Return the answer of each address to an unauthenticated peer in ``node``."""
     command = [sys.executable, "-c", KNOCK, json.dumps(addresses)]
     return json.loads(bed.run(node, command, capture_output=True, text=True, check=True, timeout=120).stdout)
 
@@ -143,7 +143,7 @@ def test_every_port_of_a_supervised_run_is_in_the_table_and_refuses_who_has_no_k
         first, second = bed.nodes[0], bed.nodes[-1]
 
         def visited(node):
-            """What a node listens on, and what each port answers to another node."""
+            """Return a node's listeners, and each port's answer to another node."""
             addresses = listening(bed, node)
             return zip(addresses, knock(bed, second if node == first else first, addresses), strict=True)
 
@@ -159,7 +159,7 @@ def test_every_port_of_a_supervised_run_is_in_the_table_and_refuses_who_has_no_k
                 assert length <= 200
                 known.setdefault(row, set()).add(address)
         assert {address[0] for address in known[HOST_PORT]} == {bed.address(node) for node in bed.nodes}
-        assert found[HOST_PORT] == len(bed.nodes) + 1, "the driver listens beside the ranks of its host"
+        assert found[HOST_PORT] == len(bed.nodes) + 1, "the driver listens alongside the ranks of its host"
         print(f"listening sockets beyond loopback: {dict(found)}")
         between = [pair for node in bed.nodes for pair in connected(bed, node) if site(pair[0]) != site(pair[1])]
         assert between
