@@ -153,7 +153,7 @@ def _iperf3_server(bed: NetBed) -> Iterator[None]:
 
 
 def _iperf3_end(bed: NetBed, connections: int, seconds: float) -> dict[str, Any]:
-    """What iperf3 reports at its end, from node n0 to the server in n1, without what came while it settled."""
+    """Return the final report of iperf3 from node n0 to the server in n1, without the settling time."""
     command = ["iperf3", "-J", "-c", bed.address("n1"), "-P", f"{connections}", "-t", f"{seconds:g}"]
     command += ["-O", f"{_SETTLE_S:g}"]
     done = bed.run("n0", command, capture_output=True, text=True, timeout=seconds + 60)

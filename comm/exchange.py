@@ -99,7 +99,7 @@ def _length(first: Tensor) -> int:
 
 
 def _said(told: Tensor, length: int, kinds: tuple[type, ...]) -> Any:
-    """The value in what a rank told."""
+    """Return the value in a rank's message."""
     return decode(told[_LENGTH.size :][:length].numpy().tobytes(), kinds)
 
 

@@ -1,4 +1,4 @@
-"""A job's lifeline: a rank that dies is noticed by its neighbours in a ring, and all others are told.
+"""A job's lifeline: a rank that dies is noticed by its neighbours in a ring, and all others are notified.
 
 Where devices exchange data, nothing else notices: a kernel of NCCL waits for a rank that has died until its
 communicator is aborted, and the host behind it waits for the kernel. Over gloo a connection ends with its
@@ -89,7 +89,7 @@ class Lifeline:
         """Tell the neighbours that this end closes in order, which ends their threads as it ends ours.
 
         Args:
-            leaving: they may have ended, so that what they are told may never arrive.
+            leaving: they may have ended, so that messages to them may never arrive.
         """
         with self._changing:
             if self._closed:

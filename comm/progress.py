@@ -29,7 +29,7 @@ class Progress:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, function: Callable[[], Any]) -> Future:
-        """Run ``function`` when those before it have ended; it fails if the thread was told to end before."""
+        """Run ``function`` when those before it have ended; it fails if the thread was ended before."""
         future: Future = Future()
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)

@@ -1,4 +1,4 @@
-"""The run lock: only one run may write to a folder; a second one is told which run holds it."""
+"""The run lock: only one run may write to a folder; a second one gets an error that names the run."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class SharedError(ValueError):
-    """Bad input that every rank has been told of, with the same message.
+    """Bad input that is raised on every rank with the same message.
 
     Attributes:
         kind: name of the class of the first failing rank's error.

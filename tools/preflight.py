@@ -167,7 +167,7 @@ def check_hub(config: WeftConfig) -> None:
 
 
 def check_resume(config: WeftConfig) -> None:
-    """Check that there is a checkpoint where the run is told to resume from."""
+    """Check that there is a checkpoint in the folder from which the run resumes."""
     where = config.checkpoint.resume
     if where not in ("auto", "never"):
         from weft.engine.checkpoint import to_resume  # imports torch, which the other checks do not need

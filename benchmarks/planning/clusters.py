@@ -36,7 +36,7 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
-        """Of all sites."""
+        """Return the number of ranks of all sites."""
         return sum(self.sites)
 
 

@@ -25,8 +25,8 @@ class ControlServer:
     """Messages from and to peers that prove to be of this job; all calls on one asyncio loop.
 
     A message arrives once and in order, also over a connection that breaks and is made again, as
-    long as both processes live. A peer's process that was started again begins anew: what the old
-    one was still to be told is dropped.
+    long as both processes live. A peer's process that was started again begins anew: messages that the old one has not
+    received are dropped.
     """
 
     def __init__(

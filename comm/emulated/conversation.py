@@ -51,7 +51,7 @@ class Conversation:
 
     Attributes:
         said: in order, by the counterpart.
-        answers: what one rank told all, in order, by the counterpart.
+        answers: what one rank sent to all, in order, by the counterpart.
     """
 
     said: dict[str, list[Said]] = field(default_factory=lambda: defaultdict(list))

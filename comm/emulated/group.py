@@ -23,7 +23,7 @@ class EmulatedWork(dist.Work):
     """An operation that ends at a time that is known when it begins."""
 
     def __init__(self, world: Meeting, ended: Callable[[float], None], at_s: float, outputs: list[Tensor]) -> None:
-        """``ended`` is told when somebody waited for it."""
+        """``ended`` is called when a caller waited for it."""
         super().__init__()
         self._world, self._ended, self._at_s, self._outputs = world, ended, at_s, outputs
 

@@ -91,7 +91,7 @@ class SiteExchange:
         """Send bytes to leaders of other sites, and receive theirs.
 
         Args:
-            outgoing: what each site is told; it must not be changed any more.
+            outgoing: the message to each site; it must not be changed any more.
             incoming: how many bytes each site tells.
         """
         tag = str(self._number)

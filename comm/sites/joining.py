@@ -54,7 +54,7 @@ def door() -> tuple[str, int] | None:
 
 
 def leave() -> None:
-    """Before the process ends without cleaning up: have the other sites get what they were told."""
+    """Before the process ends without cleaning up: deliver the messages to the other sites."""
     if dist.is_initialized() and spans_sites():
         dist.distributed_c10d._get_default_group().links.close()
 

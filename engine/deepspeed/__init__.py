@@ -1,1 +1,1 @@
-"""What adapts DeepSpeed: a user's configuration, methods of the engine, the module and its grid of ranks."""
+"""Adapters of DeepSpeed: a user's configuration, methods of the engine, the module and its grid of ranks."""

@@ -1,1 +1,1 @@
-"""Layers that take the time they are told to, for schedules on machines without GPUs."""
+"""Layers that take a given time, for schedules on machines without GPUs."""

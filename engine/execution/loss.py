@@ -19,7 +19,7 @@ from weft.engine.stages.objective import Minimised, tell_items, told_items
 
 @dataclass(kw_only=True, eq=False)
 class StepLoss:
-    """Counts and sums for a rank. Ranks of the last stage hold losses; the others are told.
+    """Counts and sums for a rank. Ranks of the last stage hold losses; the others receive them.
 
     Token losses are divided by the number of items of the whole step, so micro-batches and
     replicas are summed, never averaged.

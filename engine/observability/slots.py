@@ -1,4 +1,4 @@
-"""Who is told of every slot that a rank executes: boards, traces, heartbeats."""
+"""Observers that are notified of every slot that a rank executes: boards, traces, heartbeats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.pipeline.action import Slot
 class SlotObserver(Protocol):
     """Told by the executor, on the thread that launches the work; it must not block.
 
-    Of several, the first is told first of a beginning and last of an end.
+    Of several, the first is notified first of a beginning and last of an end.
     """
 
     def step_begins(self, num_microbatches: int) -> None:

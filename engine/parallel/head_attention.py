@@ -16,7 +16,7 @@ from weft.engine.parallel import functions, zigzag
 from weft.engine.parallel.axis import AxisGroup
 
 _OF_POSITIONS = ("position_ids",)
-"""Arguments that are of this member's part of the sequence; flash attention is told of packed rows otherwise."""
+"""Arguments that are of this member's part of the sequence; flash attention receives packed rows otherwise."""
 _OF_HEADS = ("position_bias", "s_aux")
 """Arguments with an entry for each head."""
 
@@ -26,7 +26,7 @@ class HeadAttention:
 
     def __init__(self, group: AxisGroup, base: str) -> None:
         self._group, self._base = group, base
-        self.name = f"{base}_weft_heads_{id(self)}"  # what begins like flash attention is told what that is told
+        self.name = f"{base}_weft_heads_{id(self)}"  # transformers passes varlen arguments to names with this beginning
 
     def attend(
         self,

@@ -121,7 +121,7 @@ class RingAttention:
 def only_earlier(function: Callable[..., Tensor]) -> bool:
     """True if a mask of transformers shows no query what comes behind it: it is their causal one, "and" others.
 
-    Where that cannot be told, it is false, and chunks are computed that the mask then hides.
+    Where that is not known, it is false, and chunks are computed that the mask then hides.
     """
     if function is causal_mask_function:
         return True

@@ -18,7 +18,7 @@ WHOLE = "whole."
 
 
 def part_of(batch: Batch, group: AxisGroup, *, keep_whole: bool = False) -> dict[str, Tensor]:
-    """This member's part of a micro-batch; its forwards have to be told of packed rows (`tell_rows`).
+    """This member's part of a micro-batch; its forwards need the packed rows (`tell_rows`).
 
     Args:
         batch: with ``position_ids``.

@@ -1,4 +1,4 @@
-"""Flash attention over packed rows: what it is told, and whether an architecture passes it on."""
+"""Flash attention over packed rows: its arguments, and whether an architecture passes it on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def attend(
     cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each of the sequences that were told; without them, over whole rows.
+    """Causal attention inside each of the given sequences; without them, over whole rows.
 
     Args:
         query: [B, heads, S, D].

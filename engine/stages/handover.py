@@ -114,7 +114,7 @@ class Handover:
         except Exception as error:  # any: it is Hugging Face's or the model's own code
             raise ValueError(
                 f"model: the layers of {self._cls.__name__} hand each other more than the hidden state, and how much "
-                f"cannot be told beforehand ({type(error).__name__}: {' '.join(str(error).split())}); choose another "
+                f"is not known beforehand ({type(error).__name__}: {' '.join(str(error).split())}); choose another "
                 "architecture, or run it whole with pipeline.stages=1"
             ) from error
         return boundaries(provenance.taken, len(layers))

@@ -49,7 +49,7 @@ TRAINING = frozenset({Phase.first_step, Phase.steady, Phase.evaluation, Phase.ch
 TOLD_S = 2.0
 """Seconds in which an agent that was asked to leave hears from the driver that the run has ended."""
 LOOK_S = 0.1
-"""Seconds between looks at the ranks' places; a change of phase is told at once."""
+"""Seconds between looks at the ranks' places; a change of phase is reported at once."""
 
 
 def main() -> int:
@@ -350,7 +350,7 @@ class Agent:
             tuple(self._rank_report(local, rank) for local, rank in enumerate(self._mine)),
             self._vitals,
         )
-        self._vitals = {**self._vitals, "patterns": []}  # a line is told once
+        self._vitals = {**self._vitals, "patterns": []}  # a line is reported once
         ended = [(local, rank) for local, rank in enumerate(self._mine) if self._code(local, rank)]
         parked = {rank.rank: self._parking.parked(rank.pid) for rank in self._mine if rank.code is None}
         message = AgentMessage(
@@ -377,7 +377,7 @@ class Agent:
         )
 
     def _reading(self, local: int, rank: Rank) -> Reading | None:
-        """Where a rank is in its attempt; None if it has not told yet."""
+        """Where a rank is in its attempt; None if it has not reported yet."""
         reading = self._places.read(local)
         known = reading is not None and (reading.attempt, reading.rank) == (rank.attempt, rank.rank)
         return reading if known else None

@@ -31,7 +31,7 @@ replicas, times what others take, each alongside what the plan predicts of it.""
 FEWEST_OTHERS = 2
 """Ranks of other stages with which one without replicas is compared."""
 FEWEST_PAUSES = 3
-"""Times that a process was stopped and ran again before it is told."""
+"""Times that a process was stopped and ran again before it is reported."""
 LOW_DISK_SHARE, LOW_DISK_BYTES = 0.03, 2 << 30
 """A disk with less than both is nearly full."""
 REPEAT_S = 300.0

@@ -30,7 +30,7 @@ class Cadence:
         """True to report, after `beats`.
 
         Args:
-            phases: of the ranks; a change is told at once.
+            phases: of the ranks; a change is reported at once.
             is_one_stopped: whether a signal has stopped a rank.
         """
         due = self._told_at == -inf or phases != self._phases

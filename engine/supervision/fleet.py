@@ -245,7 +245,7 @@ class Fleet:
         return None
 
     def silent_sites(self, names: Collection[str], silence_s: float, now: float) -> set[tuple[str, ...]]:
-        """Sites of which nobody is heard: whether they or the links to them have failed cannot be told from here."""
+        """Return the silent sites: it cannot be determined from here if they or the links to them have failed."""
         quiet = {self._site_of.get(name, ()) for name in names if now - self.hosts[name].heard > silence_s}
         found = set()
         for site in quiet - {()}:

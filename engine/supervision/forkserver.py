@@ -1,4 +1,4 @@
-"""A process that has everything imported, and forks a rank from itself when told to.
+"""A process that has everything imported, and forks ranks from itself on request.
 
 Importing torch, DeepSpeed and transformers takes seconds; a fork takes milliseconds. It runs no thread and touches no
 GPU, so that what it forks is whole. Nothing here outlives its parent: an agent's forkserver dies with it, and ranks die

@@ -256,7 +256,7 @@ class Job:
         self._assign(name)
 
     def _accept(self, name: str, generation: int) -> Host | None:
-        """The host of an agent that is heard; None if the agent has to end, which it is told."""
+        """The host of an agent that is heard; None if the agent has to end, of which it is notified."""
         host = self.fleet.accept(name, generation)
         if host is None or self.stage is Stage.ended:
             # What is left of a host that was given up, where another agent may be by now.

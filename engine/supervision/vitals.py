@@ -29,9 +29,9 @@ PATTERNS: Mapping[str, re.Pattern[str]] = {
 }
 """The searched patterns of log lines, by the name under which they are reported; the first match counts."""
 LONGEST_LINE = 400
-"""Characters of a line that are looked at and told."""
+"""Characters of a line that are searched and reported."""
 MOST_MATCHES = 20
-"""Lines that matched and are told with one heartbeat; of more, the last."""
+"""Lines that matched and are reported with one heartbeat; of more, the last."""
 
 
 def pattern_of(line: str) -> str | None:
@@ -41,7 +41,7 @@ def pattern_of(line: str) -> str | None:
 
 
 class LogMatches:
-    """Lines of ranks' logs that matched, until they are told."""
+    """Lines of ranks' logs that matched, until they are reported."""
 
     def __init__(self) -> None:
         """None so far."""

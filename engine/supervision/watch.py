@@ -24,7 +24,7 @@ SILENT_S = 1.0
 BUSY = 0.5
 """Share of a processor that a process takes which holds the interpreter's lock and computes."""
 LINES_KEPT = 200
-"""Lines of logs that wait to be told."""
+"""Lines of logs that wait to be reported."""
 MOST_NAMED = 8
 """Ranks that are named in a text."""
 

@@ -63,7 +63,7 @@ class CastHandle:
 
 @dataclass(frozen=True)
 class NotedHandle:
-    """Handle whose wait is told to whoever watches over the run."""
+    """Handle whose wait is published to the supervisor."""
 
     handle: Handle
     waits: Waits

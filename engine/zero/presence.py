@@ -1,7 +1,7 @@
 """Presence: which parameters have a gradient in a step, on any of the ranks that hold them.
 
 As in torch, a weight without a gradient is left alone: no decay, no moments, no step is counted. A bucket's buffer
-has zeros there, from which it cannot be told, because a gradient may be zero.
+has zeros there, from which it cannot be distinguished, because a gradient may be zero.
 """
 
 from __future__ import annotations

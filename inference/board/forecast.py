@@ -30,7 +30,7 @@ class Forecast:
         """The earliest end of the bubble that ``edge`` opened ``at_s`` after the begin; None if unknown.
 
         The minimum of two predictions, from the step's begin and from the edge itself: a step that
-        is late on all ranks cannot be told from one that is late on this rank only.
+        is late on all ranks cannot be distinguished from one that is late on this rank only.
         """
         if edge + 1 >= len(self.typical_s):
             return None

@@ -1,4 +1,4 @@
-"""What no schedule of a shape beats, wherever it lies, or where the first sites of its route are given."""
+"""Lower bounds of a shape's score: at any sites, or with the first sites of its route given."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Bounds:
         return shape.microbatches * self._least_of(shape, ANYWHERE).through_s / in_flight
 
     def _layers_held(self, shape: Shape) -> float:
-        """For how many layers' time a micro-batch has the memory of all ranks to itself, on average.
+        """Return the number of layers for whose time a micro-batch has the memory of all ranks to itself, on average.
 
         What a layer saves stays at least while the layers behind it go forward and back, whichever ranks hold them.
         """
@@ -128,7 +128,7 @@ class Bounds:
         return self._known[key]
 
     def _bytes_held(self, shape: Shape) -> float:
-        """What each layer saves of a micro-batch, times the layers behind it."""
+        """Return each layer's saved bytes of a micro-batch, times the number of layers behind it."""
         key = ("bytes held", shape.checkpointing, shape.microbatch_size, shape.gpus_per_rank)
         if key not in self._known:
             saved = [self._estimates.activation_bytes(layer, 1, shape) for layer in self._work.layers]
@@ -149,7 +149,8 @@ class Bounds:
         return shape.lines * shape.microbatches * least
 
     def further_across_s(self, shape: Shape, route: Route) -> float:
-        """What replicas at the sites of a route take longer to reduce over the WAN than at the best sites, at least.
+        """Return the least additional seconds of a reduction over the WAN at a route's sites, over that at the best
+        sites.
 
         Of pipeline ranks whose sites are known, it counts the one with the best links: it may be the fullest.
         """
@@ -178,7 +179,7 @@ class Bounds:
         return ranks
 
     def part(self, num_stages: int) -> LayerWork:
-        """What some rank has at least."""
+        """Return the least share of any rank."""
         key = ("part", num_stages)
         if key not in self._known:
             self._known[key] = _share(self._whole, num_stages)

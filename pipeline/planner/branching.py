@@ -16,9 +16,9 @@ from weft.pipeline.planner.space import Family, Space
 WORTH = 1.002
 """At first a layout is not looked at more closely if it can only be better by a five hundredth."""
 SHARE_OF_EQUALS = 4
-"""Of the effort, what goes at most into layouts that are better by less, or cheaper: one part in so many."""
+"""The effort for layouts that are better by less, or cheaper, is at most one part in so many."""
 SHARE_OF_BOUNDS = 5
-"""Of the effort, what goes at the end into the parts of the least bound: one part in so many."""
+"""The effort at the end for the parts of the least bound is one part in so many."""
 BOUNDED = 16
 """Actions whose scheduling takes as long as the bound of a route."""
 EXPANDED = 5

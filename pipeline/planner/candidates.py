@@ -84,7 +84,7 @@ class Candidates:
             self.refused.memory()
 
     def _costed(self, base: Layout) -> Costed | None:
-        """What a layout takes before it is scheduled; None if it does not fit the memory."""
+        """Return the costs of a layout before it is scheduled; None if it does not fit the memory."""
         estimates, sites, most = self._estimates, self._cluster.sites, self._request.max_memory
         ways = base.ways
         costs, states = tuple(estimates.costs(way) for way in ways), []

@@ -16,7 +16,7 @@ MOST_BYTES = 2**20
 _SITE_FIELDS = ("name", "hosts", "gpus_per_host", "gpu", "price", "network_gbps", "region")
 _LINK_FIELDS = ("sites", "latency_ms", "bandwidth_mbps", "pair_mbps", "egress_price")
 BITS_IN_FLIGHT = 12.2e6
-"""Of one TCP connection: 1,220 Mbit/s at a delay of 10 ms, 293 at 40 (Atlas table 1)."""
+"""Bits in flight of one TCP connection: 1,220 Mbit/s at a delay of 10 ms, 293 at 40 (Atlas table 1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Site:
 
     @property
     def gpus(self) -> int:
-        """Of all hosts."""
+        """Return the number of GPUs of all hosts."""
         return self.hosts * self.gpus_per_host
 
     def units(self, gpus: int) -> int:
@@ -51,7 +51,7 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What lies between two sites, in each direction.
+    """The link between two sites, in each direction.
 
     Attributes:
         bandwidth_bps: of a host's uplink.
@@ -72,7 +72,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What could be rented.
+    """The hosts and links that could be rented.
 
     Attributes:
         links: by the numbers of two sites, the lower first; sites without one are not neighbours.
@@ -88,7 +88,7 @@ class Cluster:
         return self.links.get((min(here, there), max(here, there)))
 
     def number(self, name: str, what: str) -> int:
-        """Of the site of that name.
+        """Return the number of the site of that name.
 
         Raises:
             ValueError: there is none.

@@ -35,7 +35,7 @@ class Hops:
 
 
 class Crossings:
-    """Of one model on one cluster.
+    """The crossings of one model on one cluster.
 
     Args:
         cell: replicas of a DP-cell, where it is fixed.
@@ -91,7 +91,7 @@ class Crossings:
         return chain, max(sent_s, default=0.0), sending_s
 
     def hops(self, shape: Shape) -> Hops:
-        """Of all links, with as large a DP-cell as there may be."""
+        """Return the hops of all links, with as large a DP-cell as there may be."""
         cell = min(self._cell, shape.replicas) if shape.may_pool else 1
         key = ("hops", shape.gpus_per_rank, shape.microbatch_size, cell)
         if key not in self._known:

@@ -18,7 +18,7 @@ ROUNDED_UP = 1 + 1e-9
 
 @dataclass(frozen=True)
 class Rank:
-    """What a pipeline rank takes, by the first layer that it holds and the first that it does not.
+    """The costs of a pipeline rank, by the first layer that it holds and the first that it does not.
 
     Attributes:
         forward_s: of a micro-batch; ``input_s`` and ``weight_s`` alike, infinite where it cannot hold the layers.
@@ -50,7 +50,7 @@ class Way:
     microbatches: int
 
     def rank_s(self, cap_bytes: float) -> list[Array]:
-        """What a step takes because of each rank, if none has more memory for activations."""
+        """Return the seconds of a step because of each rank, if none has more memory for activations."""
         if self.held_s is None:
             return self.busy_s
         return [

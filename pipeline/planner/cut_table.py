@@ -60,7 +60,7 @@ class CutTable:
             yield from self._split(counts)
 
     def pipeline_s(self, counts: Sequence[int]) -> float:
-        """What a cut takes at least, by the layers of each rank, without what follows the pipeline."""
+        """Return the least seconds of a cut, by the layers of each rank, without what follows the pipeline."""
         stops = [sum(counts[: rank + 1]) for rank in range(len(counts))]
         each = zip(self.rank_s, stops, counts, strict=True)
         return max(float(rank_s[stop - count, stop]) for rank_s, stop, count in each)
@@ -125,7 +125,7 @@ class CutTable:
                         yield (stop - start, *counts)
 
     def _choices(self, rank: int, start: int, stop: int, is_marked: bool) -> Iterator[tuple[float, bool]]:
-        """What a rank takes, and whether one behind it has to be marked."""
+        """Return the seconds of a rank, and whether one behind it has to be marked."""
         plain_s = float(self.rank_s[rank][start, stop])
         marked_s = float(self.marked_s[rank][start, stop]) if is_marked and self.marked_s else inf
         if marked_s < inf:

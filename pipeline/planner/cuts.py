@@ -82,7 +82,7 @@ class Cuts:
 
     @staticmethod
     def _held_by_1f1b(rank_s: list[Array], room_bytes: list[Array], way: Way) -> list[Array]:
-        """What ranks take, where they have memory for as many micro-batches as 1F1B holds there."""
+        """Return the seconds of ranks with memory for as many micro-batches as 1F1B holds there."""
         import numpy as np
 
         found = []
@@ -105,7 +105,7 @@ class Cuts:
         return CutTable(rank_s, empty.ends_s, empty.rank_stages, marked_s)
 
     def _of_way(self, way: Layout) -> Way:
-        """What a step takes because of each rank of one route, and what follows it."""
+        """Return the seconds of a step because of each rank of one route, and of what follows it."""
         placement = way.placed(way.stages)
         last, on = placement.num_stages - 1, way.site_of()
         ranks = [
@@ -192,7 +192,7 @@ class Cuts:
 
     @cached_property
     def _works(self) -> dict[bool, dict[str, Array]]:
-        """What layers ask for: exactly, and the least of so many; by their number where all are alike."""
+        """Return the work of layers: exactly, and the least of so many; by their number where all are alike."""
         import numpy as np
 
         layers = self._work.layers
@@ -233,5 +233,5 @@ class Cuts:
 
     @staticmethod
     def _memory_key(shape: Shape) -> tuple[Any, ...]:
-        """What the time and the memory of layers depend on; gradients of one micro-batch need not be added up."""
+        """Return the inputs of the layers' time and memory; gradients of one micro-batch need not be added up."""
         return *timing_key(shape), shape.replicas, shape.routes, shape.zero_stage, shape.microbatches == 1

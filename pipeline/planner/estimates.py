@@ -1,4 +1,4 @@
-"""What a layout takes: seconds and bytes of its stages, collectives over replicas, memory per GPU."""
+"""Estimates of a layout: seconds and bytes of its stages, collectives over replicas, memory per GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.pipeline.states import RankMemory, zero_memory
 
 Found = TypeVar("Found")
 MANY_BYTES = 1e15
-"""That what they take says what one takes."""
+"""Large enough that latency is negligible when seconds per byte are derived."""
 STARTING_S = 2e-5
 """Seconds per member to start a collective between hosts (alpha of NCCL's rings)."""
 FIELDS = (
@@ -57,7 +57,7 @@ class Estimates:
         return max(layer.parameters for layer in self.work.layers)
 
     def rank_work(self, layers: range, *, first: bool, last: bool) -> LayerWork:
-        """What a sequence asks of a pipeline rank."""
+        """Return the operations and bytes per sequence of a pipeline rank."""
         of: dict[str, Any] = {name: sums[layers.stop] - sums[layers.start] for name, sums in self._sums.items()}
         held = LayerWork(**of)
         held = held + self.work.before if first else held
@@ -122,7 +122,7 @@ class Estimates:
         return _larger(forward_s, gathered_s), _larger(input_s, gathered_s), matmul_s
 
     def layer_collectives_s(self, work: LayerWork, num_layers: Any, shape: Shape, site: Site) -> Any:
-        """What GPUs that share a layer exchange in one direction, a micro-batch.
+        """Return the seconds of the collectives among GPUs that share a layer, in one direction, per micro-batch.
 
         Tensor parallelism: two all-gathers and two reduce-scatters of the residual stream a layer.
         Context parallelism: one of keys and values. Expert parallelism: tokens there and back, of each GPU its own.
@@ -171,14 +171,14 @@ class Estimates:
         return seconds
 
     def least_across_s(self, work: LayerWork, shape: Shape) -> float:
-        """What `across_s` is at least, wherever the routes go."""
+        """Return the least `across_s` of any routes."""
         if shape.routes == 1:
             return 0.0
         sent = self.across_bytes(work, shape)
         return min((latency_s + sent * byte_s for latency_s, byte_s in self.best_sites(shape.routes)), default=inf)
 
     def best_sites(self, routes: int) -> list[tuple[float, float]]:
-        """What `least_across_from_s` rests on where no site is settled: seconds, and seconds of a byte.
+        """Return the inputs of `least_across_from_s` where no site is settled: seconds, and seconds of a byte.
 
         Of those sites that no other is better than in both.
         """
@@ -199,7 +199,7 @@ class Estimates:
         return {}
 
     def least_across_from_s(self, here: int, known: Sequence[int], routes: int, sent: float) -> float:
-        """What a GPU at a site takes at least to send so many bytes to each of the other routes' sites.
+        """Return the least seconds for a GPU at a site to send so many bytes to each of the other routes' sites.
 
         Args:
             known: of these sites, those that are settled; the others are those with the best links.
@@ -233,7 +233,7 @@ class Estimates:
         return found
 
     def across_bytes(self, work: LayerWork, shape: Shape) -> float:
-        """What each GPU of a rank sends to each other site in a step, for gradients and weights."""
+        """Return the bytes that each GPU of a rank sends to each other site in a step, for gradients and weights."""
         if shape.routes == 1:
             return 0.0
         dense, experts = self._held(work, shape)
@@ -270,14 +270,14 @@ class Estimates:
         return (work.parameters - work.expert_parameters) / shape.tensor, work.expert_parameters / shape.expert
 
     def activation_bytes(self, work: LayerWork, num_layers: int, shape: Shape) -> float:
-        """What a micro-batch leaves on each GPU of a rank until its backward."""
+        """Return the bytes that a micro-batch leaves on each GPU of a rank until its backward."""
         kept = work.activation_bytes
         if shape.checkpointing:
             kept = self.work.message_bytes * num_layers + work.unrecomputed_bytes
         return kept * shape.microbatch_size / shape.gpus_per_rank
 
     def memory(self, work: LayerWork, num_layers: int, shape: Shape, activations: float = 0.0) -> RankMemory:
-        """What a rank's GPU holds, with so many bytes of saved activations."""
+        """Return the memory of a rank's GPU, with so many bytes of saved activations."""
         shards = shape.replicas * shape.context
         zero = zero_memory(
             round(self.parameters(work, shape)),
@@ -308,7 +308,7 @@ class Estimates:
         return CostModel(stages=stages, local=local, wan_links=tuple(pairs.items()))
 
     def link_cost(self, here: int, there: int, shape: Shape) -> LinkCost:
-        """What one pipeline gets of a link: as much of a host's uplink as it has of the host's GPUs."""
+        """Return one pipeline's share of a link: as much of a host's uplink as it has of the host's GPUs."""
         link = self.cluster.link(here, there)
         assert link is not None, "not neighbours"
         hosts = min(shape.gpus_per_rank / self.cluster.sites[site].gpus_per_host for site in (here, there))

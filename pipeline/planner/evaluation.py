@@ -38,13 +38,14 @@ class Evaluation:
         self._predictions = Predictions(self._estimates, self._traffic)
 
     def degrees_bound(self, degrees: Degrees) -> float:
-        """What no layout of these degrees scores below: all GPUs share all work, and nothing else takes time."""
+        """Return the lower bound of the score of these degrees: all GPUs share all work, and nothing else takes
+        time."""
         whole = self._whole(degrees)
         step_s, price_seconds = self._bounds.together_s(whole)
         return self._request.bound_of(step_s, 0.0, price_seconds * whole.gpus_per_rank, 0.0, self._tokens(whole))
 
     def alone_bound(self, site: int) -> float:
-        """What the work costs at least at a site, whatever the layout."""
+        """Return the least cost of the work at a site, for any layout."""
         shapes = map(self._whole, all_degrees(self._cluster, self._work, self._request))
         price = self._cluster.sites[site].price / 3600
         return min(
@@ -63,7 +64,7 @@ class Evaluation:
         return Shape(num_stages=1, replicas=1, microbatches=1, microbatch_size=size, **degrees._asdict())
 
     def going_on_bound(self, shape: Shape, route: Route | None, site: int) -> float:
-        """What a pipeline scores at least that goes on from a site of a route to another, wherever that is."""
+        """Return the least score of a pipeline that continues from a site of a route to another, wherever that is."""
         step_s = self._bounds.going_on_s(shape, route or Route((), ()), site)
         if step_s == inf:
             return inf
@@ -71,7 +72,7 @@ class Evaluation:
         return self._request.bound_of(step_s, price, paid, 0.0, self._tokens(shape))
 
     def shape_bound(self, shape: Shape) -> float | None:
-        """What no route and no schedule of a shape scores below; None if it fits nowhere."""
+        """Return the lower bound of a shape's score for any route and schedule; None if it fits nowhere."""
         caps = self._bounds.caps(shape)
         sites = [site for site, cap in zip(self._cluster.sites, caps, strict=True) if cap]
         if sum(caps) < shape.num_stages * shape.routes:
@@ -106,11 +107,11 @@ class Evaluation:
         return max(1.0, self._bounds.crowded_s(shape, in_flight) / step_s) if step_s else 1.0
 
     def _even_part(self, shape: Shape) -> tuple[LayerWork, int]:
-        """What a rank has if all have as much, and how many layers."""
+        """Return the part of a rank if all have as much, and its number of layers."""
         return self._bounds.part(shape.num_stages), max(1, len(self._work.layers) // shape.num_stages)
 
     def across_bound(self, shape: Shape) -> float:
-        """What a shape scores at least because its replicas, at different sites, reduce over the WAN."""
+        """Return the least score of a shape because its replicas, at different sites, reduce over the WAN."""
         across_s = self._estimates.least_across_s(self._bounds.part(shape.num_stages), shape)
         price = shape.gpus * self._least_price
         return self._request.score_of(across_s, None, price, 0.0, self._tokens(shape))
@@ -120,7 +121,7 @@ class Evaluation:
         return self._request.max_sites if len(self._cluster.sites) <= FEW_SITES else 1
 
     def route_bound(self, shape: Shape, route: Route, max_sites: int = 0) -> float | None:
-        """What nothing that begins with a route scores below; None if nothing begins so."""
+        """Return the lower bound of the score of routes with this beginning; None if there are none."""
         step_s = self._bounds.step_s(shape, route, max_sites)
         if step_s is None:
             return None

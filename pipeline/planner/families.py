@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FamilyBounds:
-    """What no shape of a family scores below."""
+    """The lower bounds of the scores of a family's shapes."""
 
     def __init__(self, cluster: Cluster, estimates: Estimates, bounds: Bounds, request: Request) -> None:
         self._cluster, self._estimates, self._bounds, self._request = cluster, estimates, bounds, request
@@ -91,7 +91,7 @@ class FamilyBounds:
         return sent_s, ways_s[most], cells[most]
 
     def _ends_s(self, family: Shape, replicas: Array, routes: Array, stages: Array) -> Array:
-        """What reducing, gathering and the optimiser take at least, of a rank with as much as all have on average.
+        """Return the least seconds of reducing, gathering and the optimiser, for a rank with the average share.
 
         Sites are taken to be as good as the best of them in everything.
         """

@@ -11,7 +11,7 @@ EFFICIENCY = 0.4
 
 @dataclass(frozen=True, kw_only=True)
 class GpuKind:
-    """What a vendor says of a kind of GPU.
+    """The data sheet of a kind of GPU.
 
     Attributes:
         name: as people write it.

@@ -26,7 +26,7 @@ _ROUNDED_UP = 1 + 1e-9
 
 @dataclass(frozen=True)
 class Latency:
-    """Of one step's pipeline.
+    """The latency of one step's pipeline.
 
     Attributes:
         step_s: until the last rank has computed its last gradient.
@@ -111,7 +111,7 @@ def first_microbatches(num_stages: int) -> int:
 def latency_bound_s(
     placement: Placement, num_microbatches: int, costs: CostModel, in_flight: Sequence[float] = ()
 ) -> float:
-    """What no schedule of a DP-cell beats: `lower_bound_s` without a `Problem`.
+    """Return the lower bound of a DP-cell's step for any schedule: `lower_bound_s` without a `Problem`.
 
     Args:
         costs: of one pipeline.

@@ -92,7 +92,7 @@ class Shape:
 
     @property
     def sequences(self) -> int:
-        """Of a step."""
+        """Return the sequences of a step."""
         return self.replicas * self.microbatches * self.microbatch_size
 
 
@@ -138,13 +138,13 @@ class Layout(Shape):
 
     @property
     def placement(self) -> Placement:
-        """Of a whole DP-cell, on the route that goes through most sites."""
+        """Return the placement of a whole DP-cell, on the route that goes through most sites."""
         way = max(self.ways, key=lambda way: len(way.sites))
         return replace(self.placed(way.stages), pipelines=self.cell)
 
     @property
     def cells(self) -> list[Placement]:
-        """Of each size that its DP-cells have: the last one holds what replicas are left."""
+        """Return the sizes of its DP-cells: the last one holds the remaining replicas."""
         sizes = {self.cell, self.replicas % self.cell or self.cell}
         return [replace(self.placement, pipelines=size) for size in sorted(sizes, reverse=True)]
 
@@ -159,7 +159,7 @@ class Layout(Shape):
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a layout is predicted to do.
+    """The prediction for a layout.
 
     Attributes:
         step_s: seconds of a step: the pipeline, what replicas reduce and gather, the optimiser.
@@ -191,7 +191,7 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all replicas."""
+        """Return the tokens per second of all replicas."""
         return self.tokens / self.step_s
 
     @property
@@ -205,9 +205,9 @@ class Prediction:
         return self.price_per_hour * self.step_s / 3600 + self.egress_per_step
 
     def hours(self, tokens: float) -> float:
-        """To train on so many tokens."""
+        """Return the hours to train on so many tokens."""
         return tokens / self.tokens_per_s / 3600
 
     def cost(self, tokens: float) -> float:
-        """Of training on so many tokens."""
+        """Return the cost of training on so many tokens."""
         return tokens / self.tokens * self.cost_per_step

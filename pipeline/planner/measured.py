@@ -1,4 +1,4 @@
-"""What `weft profile` has measured, for plans: the share of its peak that a kind of GPU reaches."""
+"""Measurements of `weft profile` for plans: the share of its peak that a kind of GPU reaches."""
 
 from __future__ import annotations
 

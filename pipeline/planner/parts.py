@@ -44,7 +44,7 @@ class Placed(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a search found: predictions, the least bound of what it left, and whole layouts by their bounds."""
+    """The result of a search: predictions, the least bound of the parts left out, and whole layouts by their bounds."""
 
     predictions: list[Prediction]
     left_out: float

@@ -75,7 +75,7 @@ class Predictions:
         )
 
     def _binds(self, candidate: Candidate, step_s: float) -> str:
-        """What holds a layout up most."""
+        """Return the part of a step that limits a layout most."""
         layout, count = candidate.layout, candidate.layout.microbatches
         shares: dict[str, float] = {"compute": 0.0}
         filling_s = crossing_s = 0.0

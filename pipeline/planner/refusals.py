@@ -14,7 +14,7 @@ from weft.pipeline.text import bytes_text
 
 
 class Refusals:
-    """What layouts of one request were refused for, counted."""
+    """The counted reasons for which layouts of one request were refused."""
 
     def __init__(self, cluster: Cluster, work: ModelWork, request: Request) -> None:
         self._cluster, self._work, self._request = cluster, work, request

@@ -14,7 +14,7 @@ from weft.pipeline.states import USABLE
 
 
 class Objective(Enum):
-    """What the best plan has least of."""
+    """The quantity of which the best plan has least."""
 
     throughput = "throughput"
     cost = "cost"
@@ -49,7 +49,7 @@ PINS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked for.
+    """The request for a plan.
 
     Attributes:
         sequences: of a step over all replicas; 0 lets it follow from pinned micro-batches.
@@ -74,11 +74,11 @@ class Request:
     effort: int = 60_000
 
     def choices(self, name: str, found: list[Any]) -> list[Any]:
-        """What a field of layouts may be: the pinned value, or all that were found."""
+        """Return the possible values of a layout's field: the pinned value, or all candidates."""
         return [self.pins[name]] if name in self.pins else found
 
     def score(self, found: Prediction) -> float:
-        """What the objective has least of; see `score_of`."""
+        """Return the quantity that the objective minimises; see `score_of`."""
         return self.score_of(found.step_s, found.layout, found.price_per_hour, found.egress_per_step, found.tokens)
 
     def ranked(self, found: Iterable[Prediction]) -> list[Prediction]:
@@ -104,7 +104,7 @@ class Request:
         return step_s / tokens
 
     def bound_of(self, step_s: float, price_per_hour: float, price_seconds: float, egress: float, tokens: int) -> float:
-        """What nothing scores below that takes so long and costs so much an hour at least.
+        """Return the lower bound of the score for a least duration and a least cost per hour.
 
         Args:
             price_seconds: prices per hour times seconds that are paid for at least, however long a step is.

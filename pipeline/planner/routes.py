@@ -38,7 +38,7 @@ class Route:
                 yield here, there
 
     def last(self, shape: Shape) -> Route:
-        """That of the last set of replicas, as far as it goes."""
+        """Return the last set of replicas, as far as it goes."""
         before, rest = divmod(sum(self.stages), shape.num_stages)
         skipped, left = 0, (before - (rest == 0)) * shape.num_stages
         while left > 0:

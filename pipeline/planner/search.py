@@ -20,18 +20,18 @@ from weft.pipeline.planner.workload import ModelWork
 DEEPENING = (1, 2)
 """Sites of a pipeline at first, where there are more than a few; a single site always comes first."""
 SHARE_OF_FEW = 3
-"""Of the effort, what goes into pipelines of few sites: one part in so many, for each number of sites, besides."""
+"""The effort for pipelines of few sites: one part in so many, for each number of sites, besides."""
 SHARE_OF_SEVERAL = 3
-"""Of the effort, what goes into replicas at different sites: one part in so many, besides."""
+"""The effort for replicas at different sites: one part in so many, besides."""
 RANKED = 6
 """Layouts that are ranked at least, if there are as many that differ."""
 SHARE_OF_PRICES = 6
-"""Of the effort, what goes into the fastest layout of each price: one part in so many, for each, besides."""
+"""The effort for the fastest layout of each price: one part in so many, for each, besides."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the search found.
+    """The result of the search.
 
     Attributes:
         ranked: predictions, best first: of each set of sites and each shape the best.
@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def left_out(self) -> list[str]:
-        """What is not in the space that the gap is about, besides what the request excludes."""
+        """Return the layouts outside the space of the gap, besides those that the request excludes."""
         found = ["DP-cells with tensor, context or expert parallelism"]
         sites = len(self.cluster.sites)
         pins = self.request.pins
@@ -181,6 +181,6 @@ def _distinct(ranked: list[Prediction]) -> list[Prediction]:
 
 
 def _likeness(layout: Layout) -> Hashable:
-    """What layouts have in common that differ in little."""
+    """Return the common properties of layouts that differ in little."""
     degrees = layout.num_stages, layout.replicas, layout.tensor, layout.context, layout.expert, layout.arrangement
     return frozenset(layout.sites), layout.routes, *degrees

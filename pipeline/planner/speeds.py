@@ -14,7 +14,7 @@ from weft.pipeline.planner.layout import Shape
 
 
 class Speed(NamedTuple):
-    """Of one rank.
+    """The speed of one rank.
 
     Attributes:
         whole_s: seconds of a micro-batch, if it holds the whole model.
@@ -43,7 +43,7 @@ class Speeds:
     """
 
     def __init__(self, estimates: Estimates) -> None:
-        """Of the model and the sites of ``estimates``."""
+        """Create the speeds for the model and the sites of ``estimates``."""
         self._estimates, self._work, self._sites = estimates, estimates.work, estimates.cluster.sites
         alike = [(site.gpu.name, site.gpus_per_host, site.network_bps) for site in self._sites]
         self.kinds = [alike.index(kind) for kind in alike]
@@ -51,7 +51,7 @@ class Speeds:
         self._whole, self._layers = self._work.whole, Counter(self._work.layers)
 
     def of(self, shape: Shape) -> list[Speed]:
-        """Of a rank at each site."""
+        """Return the speed of a rank at each site."""
         key = timing_key(shape)
         if key not in self._known:
             of = {first: self._speed(shape, self._sites[first]) for first in set(self.kinds)}
@@ -110,7 +110,7 @@ class Speeds:
 
 
 def timing_key(shape: Shape) -> tuple[Hashable, ...]:
-    """What the time of a layer depends on."""
+    """Return the inputs of a layer's time."""
     gathered_over = shape.replicas if shape.zero_stage == 3 else 0
     return shape.tensor, shape.context, shape.expert, shape.microbatch_size, shape.checkpointing, gathered_over
 

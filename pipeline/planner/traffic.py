@@ -11,13 +11,13 @@ from weft.pipeline.planner.routes import Route
 
 
 class Traffic:
-    """Of layouts of one model on one cluster."""
+    """The traffic of layouts of one model on one cluster."""
 
     def __init__(self, estimates: Estimates) -> None:
         self._estimates, self._cluster, self._work = estimates, estimates.cluster, estimates.work
 
     def price(self, shape: Shape, route: Route) -> float:
-        """Of the GPUs of a whole route, an hour."""
+        """Return the price of the GPUs of a whole route, an hour."""
         sites = self._cluster.sites
         each = sum(sites[site].price * held for site, held in zip(route.sites, route.stages, strict=True))
         return each * shape.lines_of_route
@@ -29,12 +29,12 @@ class Traffic:
         return len(list(route.hops(layout))) * each + reduced
 
     def egress(self, shape: Shape, route: Route) -> float:
-        """What the bytes of a step cost that leave sites: activations one way, gradients the other."""
+        """Return the cost of a step's bytes that leave sites: activations one way, gradients the other."""
         prices = sum(2 * self._between(here, there).egress_price for here, there in route.hops(shape))
         return prices * shape.crossings * self._work.message_bytes * shape.sequences / shape.routes / 1e9
 
     def reduced_egress(self, layout: Layout) -> float:
-        """What the bytes of a step cost that replicas at different sites exchange for gradients and weights."""
+        """Return the cost of a step's bytes between replicas at different sites, for gradients and weights."""
         if layout.routes == 1:
             return 0.0
         ways, paid = layout.ways, 0.0

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 WORK_FORM = 4
-"""Of work that is kept in files; another number makes old entries unread."""
+"""The version of work that is stored in files; another number makes old entries unread."""
 LOSS_BYTES = 4
 """Bytes per logit that the loss saves: the fp32 logarithms of probabilities."""
 LOSS_WORKING_BYTES = 8
@@ -19,7 +19,7 @@ CUT_LOSS_WORKING_BYTES = {2: 6, 4: 4}
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWork:
-    """What one sequence asks of a layer, or of what runs before or after all layers."""
+    """The work of a layer for one sequence, or of the modules before or after all layers."""
 
     parameters: int
     """Weights."""
@@ -31,11 +31,11 @@ class LayerWork:
     """Operations of a forward's products between tokens, over the pairs that the mask leaves: of causal
     attention half of what `FlopCounterMode` counts."""
     activation_bytes: float = 0.0
-    """What autograd saves in a forward, without weights."""
+    """Bytes that autograd saves in a forward, without weights."""
     unrecomputed_bytes: float = 0.0
     """Those of them that gradient checkpointing saves, too: all that do not belong to a decoder layer."""
     working_bytes: float = 0.0
-    """What its backward takes besides, where that is much: the loss's."""
+    """Bytes of its backward besides, where that is much: the loss's."""
     routed_bytes: float = 0.0
     """Hidden states that go to routed experts, once for each expert of a token."""
     routed_layers: float = 0.0
@@ -55,7 +55,7 @@ NOTHING = LayerWork(parameters=0)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelWork:
-    """What one sequence asks of a model.
+    """The work of a model for one sequence.
 
     Attributes:
         name: of the model, for people.

@@ -1,4 +1,4 @@
-"""What an emulated step alongside the real one is judged by."""
+"""Tests of the criteria for an emulated step compared with the real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chunk costs alongside its bytes: frames, acknowledgements, and the transport's system calls.
+"""Costs of a chunk besides its bytes: frames, acknowledgements, and the transport's system calls.
 
 The transport is held until all is there that it is to handle, so that what is counted depends on no
 machine and no load.

@@ -77,7 +77,7 @@ def judge_pairs(seen: Sequence[_Seen], hosts: Sequence[str], share: float) -> li
     """A finding for each pair.
 
     Args:
-        seen: what both ranks of each pair told.
+        seen: the reports of both ranks of each pair.
         hosts: of each rank.
         share: least share of the median rate of pairs of the same kind.
     """
@@ -161,7 +161,7 @@ class _Ring:
         return _Seen(pair, done.bytes_per_s, problem)
 
     def _judge(self) -> list[Finding]:
-        """From what all ranks told; those that tell nothing are named."""
+        """From the reports of all ranks; those that tell nothing are named."""
         seen: list[_Seen] = []
         silent: dict[int, Finding] = {}
         deadline = time.monotonic() + 2 * self._args.timeout

@@ -44,7 +44,7 @@ class Setting:
         per_host: ranks of a host, where no hostfile says so.
         inside: a link inside a host.
         between: a link between hosts of a site.
-        told: what all heard from rank 0, in order, from a rank that was set up before.
+        told: the values that all received from rank 0, in order, from a rank that was set up before.
         expected: what a rank that is set up as all others says; this one is compared with it.
     """
 

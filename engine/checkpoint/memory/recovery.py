@@ -174,7 +174,7 @@ class _Recovery:
             path.unlink()
 
     def _entries(self) -> list[tuple[Any, ShardEntry]]:
-        """Commit and table of the parts of which this rank's host is the first to hold a copy, told by its leader."""
+        """Return commit and table of the parts whose first copy is on this host, as its leader reported."""
         found = []
         for part, held in self._where.items() if self._leads else ():
             if held[0] == self._host:

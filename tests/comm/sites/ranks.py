@@ -1,4 +1,4 @@
-"""What ranks of two or three sites do with groups that span them, alongside the same over gloo."""
+"""Operations of ranks at two or three sites on groups that span them, alongside the same over gloo."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_what_is_no_file_of_ours_or_lacks_a_piece_is_named(tmp_path):
 
 @pytest.mark.parametrize("here", [[], ["rank-000.safetensors"], ["rank-001.safetensors"]])
 def test_elements_are_read_from_a_file_of_this_folder_where_there_is_one(tmp_path, here):
-    """Of several pieces the longest one is read, so that few are."""
+    """The longest of several pieces is read, so that few are."""
     names = [f"rank-00{number}.safetensors" for number in range(3)]
     pieces = [
         StoredPiece(0, 4, names[0], "a", ""),

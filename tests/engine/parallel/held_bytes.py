@@ -1,4 +1,4 @@
-"""What a rank of a run holds of weights, gradients and optimiser state, alongside what its plan says."""
+"""A rank's memory of weights, gradients and optimiser state, alongside that of its plan."""
 
 from __future__ import annotations
 
