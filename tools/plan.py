@@ -156,7 +156,7 @@ def _effort(cluster: Cluster) -> int:
     """Actions to schedule at most; in a small cluster each takes less time, and the search may end."""
     if sum(site.gpus for site in cluster.sites) <= SMALL:
         return 60_000
-    return 16_000 if len(cluster.sites) <= FEW_SITES else 110_000
+    return 14_000 if len(cluster.sites) <= FEW_SITES else 110_000
 
 
 def _home(cluster: Cluster, name: str) -> frozenset[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
-from itertools import count, islice
+from itertools import chain, count, islice
 from math import inf
 
 from weft.pipeline.planner.layout import Layout, Prediction, Shape
@@ -23,7 +23,7 @@ BOUNDED = 16
 """Actions whose scheduling takes as long as the bound of a route."""
 EXPANDED = 5
 """Actions whose scheduling takes as long as the bound of a layout, a rank."""
-EVERY = 5000
+EVERY = 10_000
 """Effort after which a layout is scheduled, so that bounds have something to be held against early."""
 OF_MANY, WITHOUT_ROUTE, ON_THE_WAY = 1.04, 1.02, 1.01
 """How many times its bound the best of a family is expected to score, of a shape, and of a route that goes on."""
@@ -205,15 +205,13 @@ class Search:
         """Place the layouts with the best cuts of a whole route, and open those with others."""
         self._spent += EXPANDED * one.shape.virtual_stages
         limit = self._best * (1 + EQUAL)
-        for bound, table in self._evaluation.tables(one.shape, one.route):
+        for number, (bound, table) in enumerate(self._evaluation.tables(one.shape, one.route)):
             part = one._replace(bound=max(one.bound, bound), number=next(self._order))
-            if self._is_poor(part.bound):
-                self._later.append(part._replace(cuts=self._evaluation.cuts_below(table, one.shape, one.route, limit)))
-                continue
-            first = self._place(part, list(table.best()))
-            cuts = self._evaluation.cuts_below(table, one.shape, one.route, limit)
-            expected = max(first, part.bound * (one.crowding or 1.0)) * WORTH
-            self._open(part._replace(expected=expected, cuts=cuts))
+            expected, best = part.bound * (one.crowding or 1.0), table.best()
+            if number == 0 and not self._is_poor(part.bound):
+                expected = max(expected, self._place(part, list(best)))
+            cuts = chain(best, self._evaluation.cuts_below(table, one.shape, one.route, limit))
+            self._open(part._replace(expected=expected * WORTH, cuts=cuts))
 
     def _cut_further(self, one: Opened, cuts: Iterator[tuple[int, ...]]) -> None:
         """Place layouts with further cuts, where those that were scheduled did not take much longer than the best."""

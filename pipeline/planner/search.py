@@ -25,7 +25,7 @@ SHARE_OF_SEVERAL = 3
 """The effort for replicas at different sites: one part in so many, besides."""
 RANKED = 6
 """Layouts that are ranked at least, if there are as many that differ."""
-SHARE_OF_PRICES = 6
+SHARE_OF_PRICES = 4
 """The effort for the fastest layout of each price: one part in so many, for each, besides."""
 
 
