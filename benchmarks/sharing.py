@@ -1,4 +1,4 @@
-"""Losses of models whose layers are shared out, in every layout, against one process."""
+"""Losses of models with shared layers against one process; a race of two ranks beside other engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.results import parse, show, write_json
+from benchmarks.peers import tensor_engines
+from benchmarks.results import finish, parse, show
 from benchmarks.verification.tiny_models import VOCABULARY, tiny_model
 from weft.conf.schema import (
     Attention,
@@ -125,7 +126,10 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ValueError: all that is asked for is refused, or steps are fewer than 1.
     """
-    args = parse(_parser(), argv, archs=ARCHS, sharings=SHARINGS, layouts=LAYOUTS)
+    args = parse(_parser(), argv, archs=ARCHS, sharings=SHARINGS, layouts=LAYOUTS, engines=tensor_engines.ENGINES)
+    if args.race or args.hops:
+        figures, met = tensor_engines.race(args) if args.race else tensor_engines.hops(args)
+        return finish(args, "sharing", figures, met=met)
     if args.steps < 1:
         raise ValueError(f"--steps {args.steps}: there is nothing to compare; give at least 1")
     found: list[Found] = []
@@ -138,8 +142,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("--archs and --sharings: all of it is refused; name others")
     worst, tolerance = largest([each.off for each in found]), TOLERANCES[args.precision]
     show(f"\n{len(found)} layouts, largest difference {worst:.2g}, tolerance {tolerance:.0e}")
-    write_json(args, "sharing", [asdict(each) for each in found], met=worst <= tolerance)
-    return int(not worst <= tolerance)
+    return finish(args, "sharing", [asdict(each) for each in found], met=worst <= tolerance)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -148,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{option}", nargs="+", default=list(known), help=", ".join(known))
     parser.add_argument("--precision", choices=list(TOLERANCES), default="fp32", help="bf16 has fp32 master weights")
     parser.add_argument("--steps", type=int, default=20, help=f"of training, {MICROBATCHES} micro-batches a replica")
+    tensor_engines.add_options(parser)
     return parser
 
 

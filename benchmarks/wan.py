@@ -1,4 +1,4 @@
-"""The WAN channel alongside iperf3 over distance and connections; transfers over all uplinks of a DP-cell."""
+"""The WAN channel alongside iperf3 on one bed, over distance and connections."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
 import torch
 
-from benchmarks.netbed import cell
 from benchmarks.results import finish, parse, show
 from weft.comm.channel import TensorSpec
 from weft.comm.wan.endpoint import WanEndpoint
+from weft.comm.wan.key import WanKey
 from weft.comm.wan.library import load
 from weft.tools.netbed import Job, NetBed, Topology
 from weft.tools.tables import table_of
 
 _FORK = multiprocessing.get_context("fork")
 _MESSAGE_BYTES = 1 << 20
+_KEY = WanKey(b"the key of a bed that nobody else can reach")
 _AHEAD = 64  # receives that are posted and wait; their memory is taken again, as from one step to the next
 _SETTLE_S = 1.5  # slow start and the first losses are left out, for both
 
@@ -64,10 +66,6 @@ def main(argv: Sequence[str]) -> int:
     """Run ``wan ...``; returns the exit code."""
     args = parse(_parser(), argv)
     load()  # compiled here, not while a run is timed
-    if args.cell:
-        table = table_of((cell.row(pipelines, args) for pipelines in args.cell), "DP-cells")
-        show(table)
-        return finish(args, "wan", table)
     if shutil.which("iperf3") is None:
         raise ValueError("iperf3 is not installed (package iperf3)")
     rows = []
@@ -95,7 +93,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each program, alternately; medians count")
     parser.add_argument("--spin", action="store_true", help="also with both main threads spinning in pure Python")
     parser.add_argument("--tls", action="store_true", help="Weft encrypts (iperf3 does not)")
-    parser.add_argument("--cell", type=int, nargs="+", metavar="N", help="instead: DP-cells of so many pipelines")
     return parser
 
 
@@ -175,7 +172,7 @@ def _weft(bed: NetBed, connections: int, spinning: bool, args: argparse.Namespac
 
 
 def _receive(say: Callable, hear: Callable, bind: str, settings: dict, _: int, *plan: Any) -> tuple[int, float, float]:
-    with WanEndpoint(rank=1, bind=bind, key=cell.KEY, **settings) as endpoint:
+    with WanEndpoint(rank=1, bind=bind, key=_KEY, **settings) as endpoint:
         endpoint.link(0)
         channel = endpoint.channel(0)
         spec = TensorSpec((_MESSAGE_BYTES,), torch.uint8)
@@ -196,7 +193,7 @@ def _receive(say: Callable, hear: Callable, bind: str, settings: dict, _: int, *
 def _send(
     say: Callable, hear: Callable, bind: str, address: tuple[str, int], settings: dict, messages: int, *plan: Any
 ) -> tuple[int, float, float]:
-    with WanEndpoint(rank=0, bind=bind, key=cell.KEY, **settings) as endpoint:
+    with WanEndpoint(rank=0, bind=bind, key=_KEY, **settings) as endpoint:
         endpoint.link(1, address=address)
         channel = endpoint.channel(1)
         tensor = torch.randint(0, 256, (_MESSAGE_BYTES,), dtype=torch.uint8)
@@ -210,10 +207,10 @@ def _watch(
 ) -> tuple[int, float, float]:
     """Bytes that arrive between two moments, the time between them, and the transport's CPU time."""
     _pass(settle_s, spinning, post)
-    bytes_before, start, cpu_before = endpoint.counters(peer).received_bytes, monotonic(), cell.transport_cpu_s()
+    bytes_before, start, cpu_before = endpoint.counters(peer).received_bytes, monotonic(), transport_cpu_s()
     _pass(seconds, spinning, post)
     arrived, elapsed_s = endpoint.counters(peer).received_bytes - bytes_before, monotonic() - start
-    cpu_s = cell.transport_cpu_s() - cpu_before
+    cpu_s = transport_cpu_s() - cpu_before
     endpoint.close(linger_s=0.0)  # what was posted beyond the measured time is of no interest
     return arrived, elapsed_s, cpu_s
 
@@ -224,6 +221,13 @@ def _pass(seconds: float, spinning: bool, post: Callable[[], None]) -> None:
     while monotonic() < limit:
         _spin(0.01) if spinning else sleep(0.01)
         post()
+
+
+def transport_cpu_s() -> float:
+    """Processor seconds of this process's transport thread; ticks of ``stat`` are too coarse for a slow connection."""
+    tasks = Path("/proc/self/task").iterdir()
+    of_transport = [task for task in tasks if (task / "comm").read_text().startswith("weft wan")]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in of_transport) / 1e9
 
 
 def _spin(seconds: float) -> None:

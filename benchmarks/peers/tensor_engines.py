@@ -10,6 +10,7 @@ from math import nan
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
+from typing import Any
 
 import psutil
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.netbed.ranks import run_ranks_in
-from benchmarks.results import finish, parse, show
+from benchmarks.results import show
 from weft.conf.schema import (
     ClusterConfig,
     CommConfig,
@@ -87,32 +88,29 @@ class TrainingRun:
     failure: str = ""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``tensor``; returns 0 if Weft's losses are those of one process, 1 if not."""
-    args = parse(_parser(), argv, engines=ENGINES)
-    if args.hops:
-        return _hops(args)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the race and of the hops."""
+    parser.add_argument("--race", nargs="+", metavar="ARCH", help="instead: time of two ranks, beside other engines")
+    parser.add_argument(
+        "--hops", metavar="ARCH", help="instead: bytes between two sites, of one rank a stage and of two"
+    )
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), help=", ".join(ENGINES))
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size of the race")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence in the race")
+    parser.add_argument("--microbatches", type=int, default=3, help="of a step of the race, two sequences each")
+    parser.add_argument("--rate", type=float, default=1000, help="link between the two ranks, Mbit/s")
+    parser.add_argument("--latency", type=float, default=0.2, help="one-way delay between them in ms")
+
+
+def race(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
+    """Race all engines on each architecture; returns the runs, and True if Weft's losses are those of one process."""
     met, figures = True, []
-    for arch in args.archs:
+    for arch in args.race:
         with TemporaryDirectory(prefix="weft-bench-tensor-") as folder:
             found = _race(arch, args, folder)
         figures.append({"arch": arch, **found})
-        met = met and _show(arch, found, args)
-    return finish(args, "tensor", figures, met=met)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks tensor", description=__doc__)
-    parser.add_argument("--archs", nargs="+", default=["llama", "qwen3"], help="types of transformers")
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), help=", ".join(ENGINES))
-    parser.add_argument("--hops", action="store_true", help="bytes between two sites, of one rank a stage and of two")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
-    parser.add_argument("--microbatches", type=int, default=3, help="of a step, two sequences each")
-    parser.add_argument("--steps", type=int, default=6, help="of training")
-    parser.add_argument("--rate", type=float, default=1000, help="link between the two ranks, Mbit/s")
-    parser.add_argument("--latency", type=float, default=0.2, help="one-way delay between them in ms")
-    return parser
+        met = _show(arch, found, args) and met
+    return figures, met
 
 
 def _race(arch: str, args: argparse.Namespace, folder: str) -> dict[str, TrainingRun]:
@@ -137,12 +135,12 @@ def _case(arch: str, args: argparse.Namespace, folder: str) -> TrainingCase:
     return TrainingCase(folder, args.microbatches, 2, args.length, vocabulary, args.steps)
 
 
-def _hops(args: argparse.Namespace) -> int:
-    """Bytes that leave each of two sites in a step; 0 if members send no more than one rank does."""
+def hops(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
+    """Bytes that leave each of two sites in a step; True if members send no more than one rank does."""
     topology = Topology.even((1, 1), uplink_mbps=args.rate, latency_ms=args.latency)
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     with TemporaryDirectory(prefix="weft-bench-tensor-") as folder, NetBed.up(topology) as bed:
-        case = _case(args.archs[0], args, folder)
+        case = _case(args.hops, args, folder)
         activations = case.microbatches * case.rows * case.length * args.hidden * 4
         for members in (1, 2):
             nodes = ["n0"] * members + ["n1"] * members
@@ -150,9 +148,9 @@ def _hops(args: argparse.Namespace) -> int:
             there, back = runs[0].step_bytes, runs[-1].step_bytes
             rows.append({"parallel.tensor": members, "there": there, "back": back, "activations": activations})
     first, second = rows
-    ratio = (second["there"] + second["back"]) / (first["there"] + first["back"])  # type: ignore[operator]
-    show(table_of(rows, f"{args.archs[0]}, two sites, bytes over the hop in a step"), f"ratio {ratio:.4f}")
-    return finish(args, "tensor", rows, met=ratio < MORE)
+    ratio = (second["there"] + second["back"]) / (first["there"] + first["back"])
+    show(table_of(rows, f"{args.hops}, two sites, bytes over the hop in a step"), f"ratio {ratio:.4f}")
+    return rows, ratio < MORE
 
 
 def _attempt(name: str, case: TrainingCase) -> TrainingRun:
