@@ -26,9 +26,10 @@ from weft.engine.data.chat import ChatEncoder
 from weft.engine.data.corpus import load_corpus
 from weft.engine.data.documents import IGNORED, Document, Part
 from weft.engine.data.encode import Encoder, TextEncoder
+from weft.engine.data.hub import hub_files
 from weft.engine.data.location import Location, locate
 from weft.engine.data.messages import TOOLS, chat_columns, read_columns, without_nulls
-from weft.engine.data.rows import LocalFiles
+from weft.engine.data.rows import FileRows
 from weft.engine.data.source import LoadedSource, Source, StreamedSource, tokenised
 
 UNSHUFFLED_BLOCK = 1024
@@ -36,7 +37,7 @@ UNSHUFFLED_BLOCK = 1024
 MOST_TOKENS = 1 << 20
 """Tokens of a conversation in which its first answer is searched."""
 
-Rows: TypeAlias = LocalFiles | Dataset | IterableDataset
+Rows: TypeAlias = FileRows | Dataset | IterableDataset
 
 
 def open_source(
@@ -70,18 +71,18 @@ def open_source(
     fields = _fields(data, rows)
     if not data.streaming:
         encoder = _encoder(data, tokenizer, fields, now)
-        name = rows.fingerprint if isinstance(rows, LocalFiles) else rows._fingerprint
+        name = rows.fingerprint if isinstance(rows, FileRows) else rows._fingerprint
         tokens = tokenised(_plain(rows, fields), encoder, name=name, cache=cache)
         return LoadedSource(tokens, encoder, name=data.path, part=part)
     encoder = _encoder(data, deepcopy(tokenizer), fields, now)  # a thread uses it, and its settings are mutable
     shuffled = data.shuffle and not evaluation
     return StreamedSource(
-        rows.streamed() if isinstance(rows, LocalFiles) else _selected(rows, fields),
+        rows.streamed() if isinstance(rows, FileRows) else _selected(rows, fields),
         encoder,
         name=data.path,
         block_documents=data.shuffle_buffer if shuffled else min(data.shuffle_buffer, UNSHUFFLED_BLOCK),
         part=part,
-        typed=not isinstance(rows, LocalFiles),
+        typed=not isinstance(rows, FileRows),
     )
 
 
@@ -126,7 +127,7 @@ def open_rows(data: DataConfig, cache: Path) -> tuple[list[str], tuple[str, ...]
 
 def _plain(rows: Rows, fields: tuple[str, ...]) -> Iterable[Mapping[str, Any]]:
     """The rows as their authors wrote them."""
-    return rows if isinstance(rows, LocalFiles) else map(without_nulls, _selected(rows, fields))
+    return rows if isinstance(rows, FileRows) else map(without_nulls, _selected(rows, fields))
 
 
 def _selected(rows: Dataset | IterableDataset, fields: tuple[str, ...]) -> Dataset | IterableDataset:
@@ -167,9 +168,10 @@ def _read(data: DataConfig, option: str, cache: Path) -> Rows:
     try:
         if location.saved:
             return _saved(location, split, streaming=data.streaming)
-        if location.path is not None:
+        files = hub_files(data, split, cache) if location.path is None else _files(data, location, split)
+        if files is not None:
             columns = read_columns(data.messages_field) if data.kind is DataKind.chat else (data.text_field,)
-            return LocalFiles(_files(data, location, split), columns)
+            return FileRows(files, columns)
         name = data.name or None
         return load_dataset(
             data.path, name=name, split=split, streaming=data.streaming, cache_dir=str(cache / "datasets")

@@ -1,4 +1,4 @@
-"""Rows of local files, as the files have them: nothing guesses a type, so that text stays text."""
+"""Rows of files, here or on the hub, as the files have them: nothing guesses a type, so that text stays text."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Features, IterableDataset
@@ -36,14 +38,15 @@ class RowFault(ValueError):
 
 
 @dataclass(frozen=True)
-class LocalFiles:
+class FileRows:
     """The rows of files, one after the other.
 
     Attributes:
+        files: paths, or URLs of files that never change.
         columns: what to read of tables.
     """
 
-    files: tuple[Path, ...]
+    files: tuple[Path | str, ...]
     columns: tuple[str, ...]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -52,14 +55,17 @@ class LocalFiles:
     @property
     def column_names(self) -> list[str]:
         """The columns of a first table, or the keys of the first row."""
-        if self.files[0].suffix == ".parquet":
-            return list(parquet_features(self.files[0]))
+        if isinstance(first := self.files[0], Path) and first.suffix == ".parquet":
+            return list(parquet_features(first))
         return list(next(iter(self), {}))
 
     @property
     def fingerprint(self) -> str:
         """A name that changes with the files."""
-        facts = [(str(file.resolve()), (found := file.stat()).st_size, found.st_mtime_ns) for file in self.files]
+        facts = [
+            (str(file.resolve()), (found := file.stat()).st_size, found.st_mtime_ns) if isinstance(file, Path) else file
+            for file in self.files
+        ]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def streamed(self) -> IterableDataset:
@@ -69,24 +75,29 @@ class LocalFiles:
 
 
 def _rows_of(files: list[str], columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    for file in map(Path, files):
-        yield from (row for _, row in read_rows(file, columns))
+    for file in files:
+        try:
+            yield from (row for _, row in read_rows(file if _is_url(file) else Path(file), columns))
+        except RowFault as error:
+            raise ValueError(f"{file}: {error}") from error
 
 
-def read_rows(file: Path, columns: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+def read_rows(file: Path | str, columns: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
     """The rows of a file, each with its line or entry.
 
     Args:
+        file: a path, or the URL of a JSON file, which may be compressed.
         columns: which columns of a table to read.
 
     Raises:
         RowFault: a row cannot be read.
     """
-    if file.suffix == ".parquet":
+    suffixes = PurePosixPath(str(file)).suffixes
+    if isinstance(file, Path) and file.suffix == ".parquet":
         yield from _parquet(file, columns)
-    elif file.suffix == ".txt":  # one document, because single lines lose their context
+    elif suffixes[-1:] == [".txt"]:  # one document, because single lines lose their context
         yield "", {"text": "".join(line for _, line in _lines(file)).replace("\r\n", "\n").replace("\r", "\n")}
-    elif file.suffix == ".json" and _is_list(file):
+    elif ".json" in suffixes and _is_list(file):
         yield from _json_list(file)
     else:
         yield from _json_lines(file)
@@ -116,9 +127,22 @@ def broken_text(value: Any, path: str = "") -> str | None:
     return next((found for each, where in inside if (found := broken_text(each, where))), None)
 
 
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
+def _is_url(file: str) -> bool:
+    return "://" in file  # a path has no empty part
+
+
+def _opened(file: Path | str) -> AbstractContextManager[BinaryIO]:
+    """Open a file, decompressed as its name says."""
+    local = isinstance(file, Path)
+    opened: AbstractContextManager[BinaryIO] = (fsspec.filesystem("file").open if local else fsspec.open)(
+        str(file), "rb", compression="infer"
+    )
+    return opened
+
+
+def _lines(file: Path | str) -> Iterator[tuple[int, str]]:
     """Lines with their numbers, from 1; only a line feed ends one."""
-    with file.open("rb") as opened:
+    with _opened(file) as opened:
         for number, line in enumerate(opened, start=1):
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -126,18 +150,18 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
                 raise RowFault(f"line {number}", "not UTF-8; convert the file") from None
 
 
-def _is_list(file: Path) -> bool:
-    with file.open("rb") as opened:
+def _is_list(file: Path | str) -> bool:
+    with _opened(file) as opened:
         return opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
-def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
+def _json_lines(file: Path | str) -> Iterator[tuple[str, Any]]:
     for number, line in _lines(file):
         if line.strip():
             yield f"line {number}", _parsed(line.rstrip(), number, "write one object per line")
 
 
-def _json_list(file: Path) -> Iterator[tuple[str, Any]]:
+def _json_list(file: Path | str) -> Iterator[tuple[str, Any]]:
     text = "".join(line for _, line in _lines(file))
     rows = _parsed(text, 1, "correct the list")
     yield from ((f"entry {number}", row) for number, row in enumerate(rows, start=1))
