@@ -247,7 +247,9 @@ def build_engine(
     hf_config = together(lambda: load_hf_config(config.model) if model is None else hf_model(model).config)
     base = from_rank_zero(lambda: folder_fingerprint(config.model) if model is None else model_fingerprint(model))
     SET_UP.done("fingerprint")
-    facts = facts_of_ranks(config, hf_config, device, model=model, own_loss=objective is None)
+    facts = facts_of_ranks(
+        config, hf_config, device, model=model, optimizer=given.get("optimizer"), own_loss=objective is None
+    )
     SET_UP.done("facts")
     placement = known_to_any(kept, "placement", (config, facts), lambda: settle_placement(config, facts), Placement)
     SET_UP.done("placement")

@@ -14,6 +14,8 @@ GRADIENT_BYTES = 4
 """Bytes of an added-up gradient."""
 OPTIMIZER_BYTES = 8
 """Bytes of optimiser state per weight of AdamW and LAMB: two fp32 moments."""
+ROOT_BYTES = 4
+"""Bytes of a root of a second moment, or of an update."""
 USABLE = 0.8
 """Share of a device's memory that a plan fills; the rest is the library's, the allocator's and an estimate's error."""
 
@@ -23,6 +25,26 @@ def optimizer_bytes(optimizer: OptimizerConfig) -> int:
     if optimizer.kind is OptimizerKind.sgd:
         return OPTIMIZER_BYTES // 2 if optimizer.betas[0] else 0
     return OPTIMIZER_BYTES
+
+
+def stepping_bytes(optimizer: OptimizerConfig, stepped: float, largest: float, *, together: bool) -> float:
+    """Return what an optimiser takes besides its state as it steps.
+
+    AdamW of torch: roots of the second moments. It holds them twice where it takes one parameter after the other, as
+    on a CPU. SGD: gradients with weight decay, in the same way. LAMB: all updates, and a root.
+
+    Args:
+        stepped: weights that a rank's optimiser steps.
+        largest: of the largest parameter.
+        together: whether all parameters are stepped at once, as on a GPU.
+    """
+    largest = min(stepped, largest)
+    if optimizer.kind is OptimizerKind.lamb:
+        return ROOT_BYTES * (stepped + 2 * largest)
+    at_once = stepped if together else largest
+    if optimizer.kind is OptimizerKind.sgd:
+        return ROOT_BYTES * at_once if optimizer.weight_decay else 0.0
+    return ROOT_BYTES * at_once * (1 if together else 2)
 
 
 @dataclass(frozen=True)

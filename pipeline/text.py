@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.pipeline.action import Slot
 from weft.pipeline.costs import CostModel
+from weft.pipeline.generators.auto import own_cap_bytes
 from weft.pipeline.generators.auto_bound import lower_bound_s
 from weft.pipeline.generators.auto_problem import Problem
 from weft.pipeline.memory import peak_bytes
@@ -72,11 +73,26 @@ def answer_text(schedule: Schedule, costs: CostModel, step_s: float, memory_cap_
     times = f"{peak / usual:.2f} times" if usual else "beside"
     cap = f"cap {bytes_text(memory_cap_bytes)}" if memory_cap_bytes else "no cap given"
     if not memory_cap_bytes and schedule.name == "auto":
-        cap += ": auto takes more than 1F1B where that saves time"
+        own = own_cap_bytes(placement, schedule.num_microbatches, costs)
+        cap += f": auto has set {own_cap_text(own, peak)}"
     return (
         f"{bound_text(schedule, costs, step_s)}\n"
         f"activations at the fullest rank: {bytes_text(peak)}, {times} the {bytes_text(usual)} that 1F1B would hold "
         f"({cap})"
+    )
+
+
+def own_cap_text(cap_bytes: float, peak: float) -> str:
+    """Describe the cap that `auto` has set, how to change it, and whether it was exceeded.
+
+    Args:
+        peak: bytes of activations that the schedule holds on the fullest rank.
+    """
+    more = peak > cap_bytes * (1 + 1e-9)
+    faster = f"; a fixed schedule that holds {bytes_text(peak)} is faster, and was chosen" if more else ""
+    return (
+        f"{bytes_text(cap_bytes)} of activations on each rank ({cap_bytes:.0f} bytes); "
+        f"pipeline.memory_cap_bytes lifts or lowers that{faster}"
     )
 
 

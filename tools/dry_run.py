@@ -65,6 +65,8 @@ def report(config: WeftConfig) -> str:
     ]
     if schedule.name == "auto":
         lines.append(bound_text(schedule, plan.step_costs.for_cell(schedule.placement.pipelines), plan.step_s))
+    if cap := plan.cap_text():
+        lines.append(cap)
     if row := first_row_lines(config):
         lines += ["", *row]
     return "\n".join(lines)

@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import NoReturn
 
+from weft.conf.schema import LoraConfig
 from weft.pipeline.limits import count, number
 from weft.pipeline.planner.cluster import Cluster, load_cluster
 from weft.pipeline.planner.measured import load_measured
@@ -42,7 +43,8 @@ def main(argv: Sequence[str]) -> int:
         return collectives.main(argv)
     args = _parser().parse_args(argv)
     cluster = load_cluster(args.cluster)
-    work = model_work(args.model, _whole(args.sequence_length, "--sequence-length", most=2**24), args.cache)
+    lora = _lora(args)
+    work = model_work(args.model, _whole(args.sequence_length, "--sequence-length", most=2**24), args.cache, lora)
     args.explain = _whole(args.explain, "--explain", least=0)
     args.rows = _whole(args.rows, "--rows", most=1000)
     if args.profile is not None:
@@ -67,9 +69,17 @@ def main(argv: Sequence[str]) -> int:
         if args.write:
             from weft.tools.planning.recipe import write_recipe
 
-            for path in write_recipe(found, config_of(args.model), args.model, args.write):
+            for path in write_recipe(found, config_of(args.model), args.model, args.write, lora):
                 print(f"wrote {path}")
     return 0
+
+
+def _lora(args: argparse.Namespace) -> LoraConfig | None:
+    rank = _whole(args.lora_rank, "--lora-rank", least=0)
+    if args.lora_target and not rank:
+        raise ValueError(f"--lora-target {args.lora_target[0]}: no adapters are trained; give --lora-rank")
+    targets = {"target_modules": args.lora_target} if args.lora_target else {}
+    return LoraConfig(enabled=True, rank=rank, **targets) if rank else None
 
 
 def _as_measured(cluster: Cluster, work: ModelWork, path: Path) -> Cluster:
@@ -201,6 +211,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cluster", type=Path, required=True, help="YAML file of sites, GPUs, prices and links")
     parser.add_argument("--model", required=True, help="config.json, a folder that contains one, or a hub name")
     parser.add_argument("--sequence-length", default="4096", metavar="N", help="tokens per sequence; default 4096")
+    parser.add_argument(
+        "--lora-rank", default="0", metavar="N", help="train adapters of this rank (LoRA); default 0: all weights"
+    )
+    parser.add_argument(
+        "--lora-target", action="append", default=[], metavar="NAME", help="a module that gets them, as in model.lora"
+    )
     parser.add_argument(
         "--batch-tokens",
         default=str(2**22),

@@ -64,7 +64,8 @@ class PipelineConfig:
     layers: list[int] = field(default_factory=list)
     """Number of layers of each virtual stage; empty lets `split` decide."""
     memory_cap_bytes: int = 0
-    """Limit on the activation memory that a schedule may hold on any rank; 0 means no cap."""
+    """Limit on the activation memory that a schedule may hold on any rank; 0 means no cap, or for
+    schedule=auto one that it sets itself and that the dry run prints."""
     search_seconds: float = 2.0
     """Nominal time for schedule=auto to improve its first schedule."""
     pairs: PairChoice = PairChoice.auto

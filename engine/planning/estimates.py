@@ -4,30 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.conf.schema import ContextExchange, OptimizerKind, PairChoice, WeftConfig
+from weft.conf.schema import ContextExchange, PairChoice, WeftConfig
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.pairing import stage_pairs, with_strands
 from weft.engine.stages.sizes import ModelSizes, PartSize
 from weft.engine.stages.split import StageSplit
 from weft.pipeline.costs import CostModel, StageCost
-from weft.pipeline.planner.workload import (
-    CUT_LOSS_WORKING_BYTES,
-    LOSS_BYTES,
-    LOSS_WORKING_BYTES,
-    NOTHING,
-    LayerWork,
-    ModelWork,
-)
+from weft.pipeline.planner.workload import NOTHING, LayerWork, ModelWork, gathered_widths, loss_work, share_of_loss
 from weft.pipeline.states import WEIGHT_BYTES
 
 SAVED_WIDTHS = 17
 """Hidden states that a layer saves for its backward, in widths of the model: 34 bytes per token
 and width at 2 bytes each, with attention that keeps no scores (Korthikanti et al. 2022, section 4)."""
-GATHERED_WIDTHS = 2
-"""Hidden states that a tensor member gathers from the whole sequence: the inputs of attention and feed-forward."""
-
-_STEP_BYTES = 4
-"""Bytes of a root of a second moment, or of an update."""
 
 
 def stage_sizes(model: ModelSizes, split: StageSplit) -> list[PartSize]:
@@ -52,11 +40,7 @@ def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostM
         ValueError: they are known for other numbers of virtual stages.
     """
     if facts.flops_per_s is not None:
-        stages = (
-            _by_weights(config, facts, split, facts.flops_per_s)
-            if facts.work is None
-            else _by_work(config, facts, facts.work, split, facts.flops_per_s)
-        )
+        stages = _estimated_stages(config, facts, split, facts.flops_per_s)
         pairs = stage_pairs(facts, split, ())
         stages = stages if pairs is None else with_strands(stages, pairs)
     elif split.num_stages in facts.stage_costs:
@@ -75,46 +59,20 @@ def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostM
 
 
 def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit, costs: CostModel) -> list[float]:
-    """Return the memory of each virtual stage's backward besides saved activations; empty without ``facts.work``."""
-    if facts.work is None:
-        return [0.0] * split.num_stages
-    found = []
-    for work, layers in zip(_stage_works(facts.work, split), split.layers, strict=True):
-        again = (work.activation_bytes - work.unrecomputed_bytes) / len(layers)
-        again += _gathered_widths(facts) * facts.work.message_bytes
-        loss = work.working_bytes * _share_of_loss(config, facts)
-        found.append(_sequences(config, facts) * max(loss, again if facts.recomputes else 0.0))
+    """Return the memory of each virtual stage's backward besides saved activations."""
+    whole, found = _work(config, facts), []
+    for work, layers in zip(_stage_works(whole, split), split.layers, strict=True):
+        taken = work.backward_bytes(
+            len(layers),
+            recomputes=facts.recomputes,
+            gathered_bytes=_gathered_widths(facts) * whole.message_bytes,
+            loss_share=share_of_loss(facts.layout.tensor, WEIGHT_BYTES[config.train.precision]),
+        )
+        found.append(_sequences(config, facts) * taken)
     # An embedding's gradient is as large as its weights, and comes last, when nothing else of its micro-batch is left.
     embedding = facts.model.before.largest * WEIGHT_BYTES[config.train.precision]
     found[0] = max(found[0], embedding - costs.stages[0].activation_bytes)
     return found
-
-
-def stepping_bytes(config: WeftConfig, facts: Facts, split: StageSplit, held: Sequence[int], stepped: float) -> float:
-    """Return the memory that an optimiser's step needs besides its state.
-
-    AdamW of torch: roots of the second moments. It takes one parameter after the other on a CPU, and holds the roots
-    twice; on a GPU all at once. SGD: gradients with weight decay, in the same way. LAMB: all updates, and a root.
-
-    Args:
-        held: virtual stages of a rank.
-        stepped: weights that the rank's optimiser steps.
-    """
-    sizes = stage_sizes(facts.model, split)
-    largest = min(stepped, max(sizes[stage].largest for stage in held))
-    if config.optimizer.kind is OptimizerKind.lamb:
-        return _STEP_BYTES * (stepped + 2 * largest)
-    together = stepped if facts.device != "cpu" else largest
-    if config.optimizer.kind is OptimizerKind.sgd:
-        return _STEP_BYTES * together if config.optimizer.weight_decay else 0.0
-    return _STEP_BYTES * together * (1 if facts.device != "cpu" else 2)
-
-
-def _share_of_loss(config: WeftConfig, facts: Facts) -> float:
-    """Return the memory of the loss's backward as a share of that with an undivided vocabulary."""
-    if facts.layout.tensor == 1:
-        return 1.0
-    return CUT_LOSS_WORKING_BYTES[WEIGHT_BYTES[config.train.precision]] / LOSS_WORKING_BYTES
 
 
 def _sequences(config: WeftConfig, facts: Facts) -> float:
@@ -123,11 +81,9 @@ def _sequences(config: WeftConfig, facts: Facts) -> float:
 
 
 def _gathered_widths(facts: Facts) -> float:
-    """Return the saved parts of other members, in hidden states of one rank's size."""
-    found = float(GATHERED_WIDTHS * (facts.layout.tensor - 1))
-    if facts.exchange is ContextExchange.gather:
-        found += facts.model.key_value_size / facts.model.hidden_size * (facts.layout.context - 1)
-    return found
+    gathers = facts.exchange is ContextExchange.gather
+    attended = facts.model.key_value_size / facts.model.hidden_size if gathers else 0.0
+    return gathered_widths(facts.layout.tensor, facts.layout.context, attended)
 
 
 def _stage_works(work: ModelWork, split: StageSplit) -> list[LayerWork]:
@@ -138,23 +94,29 @@ def _stage_works(work: ModelWork, split: StageSplit) -> list[LayerWork]:
     return stages
 
 
-def _by_work(
-    config: WeftConfig, facts: Facts, work: ModelWork, split: StageSplit, flops_per_s: float
-) -> tuple[StageCost, ...]:
+def _estimated_stages(config: WeftConfig, facts: Facts, split: StageSplit, flops_per_s: float) -> tuple[StageCost, ...]:
     """By the operations and bytes of each layer; ranks that share layers divide all of this among them."""
-    sequences, recompute = _sequences(config, facts), facts.recomputes
+    work, sequences = _work(config, facts), _sequences(config, facts)
     stages = []
-    for part, layers in zip(_stage_works(work, split), split.layers, strict=True):
-        matmul_s, attention_s = (flops * sequences / flops_per_s for flops in (part.matmul_flops, part.attention_flops))
-        forward_s = matmul_s + attention_s
-        hidden_bytes = len(layers) * work.message_bytes
-        gathered_bytes = _gathered_widths(facts) * hidden_bytes
-        saved = part.unrecomputed_bytes + hidden_bytes if recompute else part.activation_bytes + gathered_bytes
+    for part, size, layers in zip(
+        _stage_works(work, split), stage_sizes(facts.model, split), split.layers, strict=True
+    ):
+        forward_s, input_s, weight_s = part.seconds(
+            flops_per_s / sequences,
+            recomputes=facts.recomputes,
+            trained_share=size.active_trained / max(1, size.active),
+        )
+        saved = part.saved_bytes(
+            len(layers),
+            work.message_bytes,
+            recomputes=facts.recomputes,
+            gathered_bytes=_gathered_widths(facts) * work.message_bytes,
+        )
         stages.append(
             StageCost(
                 forward_s=forward_s,
-                input_s=matmul_s + 2 * attention_s + (forward_s if recompute else 0.0),
-                weight_s=matmul_s,
+                input_s=input_s,
+                weight_s=weight_s,
                 activation_bytes=saved * sequences,
                 # Inputs and output gradients of the matrices: about what the forward saved.
                 weight_saved_bytes=saved * sequences,
@@ -164,40 +126,31 @@ def _by_work(
     return tuple(stages)
 
 
-def _by_weights(config: WeftConfig, facts: Facts, split: StageSplit, flops_per_s: float) -> tuple[StageCost, ...]:
-    """Where the work of layers is not known.
+def _work(config: WeftConfig, facts: Facts) -> ModelWork:
+    """Return the work of a sequence in each layer: traced, or from the sizes of the model's parts.
 
-    A forward takes two operations per active weight and token, and attention's scores on top;
-    the gradients of inputs and of weights take as much each. Recomputed layers add a forward
-    to the input gradient. Ranks that share layers divide all of this among them; what they exchange
-    is in the costs of strands, where these are known.
-
-    Args:
-        flops_per_s: what a rank reaches in practice.
+    A forward takes two operations per active weight and token, and attention's scores on top.
     """
-    model, layout = facts.model, facts.layout
-    sharing = layout.context * layout.tensor
-    tokens = config.train.microbatch_size * config.data.sequence_length
-    hidden_bytes = tokens * model.hidden_size * WEIGHT_BYTES[config.train.precision] / sharing
-    recompute = facts.recomputes
-    widths = SAVED_WIDTHS + _gathered_widths(facts)
-    stages = []
-    for index, (size, layers) in enumerate(zip(stage_sizes(model, split), split.layers, strict=True)):
-        is_last = index == split.num_stages - 1
-        scores = 2 * len(layers) * model.hidden_size * config.data.sequence_length  # causal: half of 4
-        forward_s = tokens * (2 * size.active + scores) / flops_per_s / sharing
-        saved = len(layers) * hidden_bytes * (1 if recompute else widths)
-        if is_last:
-            saved += tokens * model.vocab_size * LOSS_BYTES / sharing
-        stages.append(
-            StageCost(
-                forward_s=forward_s,
-                input_s=forward_s * (2 if recompute else 1),
-                weight_s=forward_s,
-                activation_bytes=saved,
-                # Inputs and output gradients of the matrices: about what the forward saved.
-                weight_saved_bytes=saved,
-                output_bytes=hidden_bytes,
-            )
+    if facts.work is not None:
+        return facts.work
+    model, tokens = facts.model, config.data.sequence_length
+    hidden_bytes = float(tokens * model.hidden_size * WEIGHT_BYTES[config.train.precision])
+
+    def part(size: PartSize, layers: int = 0) -> LayerWork:
+        return LayerWork(
+            parameters=size.parameters,
+            matmul_flops=2.0 * tokens * size.active,
+            attention_flops=layers * 2.0 * tokens * model.hidden_size * tokens,  # causal: half of 4
+            activation_bytes=layers * SAVED_WIDTHS * hidden_bytes,
         )
-    return tuple(stages)
+
+    return ModelWork(
+        name="by weights",
+        sequence_length=tokens,
+        before=part(model.before),
+        layers=tuple(part(size, 1) for size in model.layers),
+        after=part(model.after) + loss_work(float(tokens * model.vocab_size)),
+        tied_parameters=model.tied.parameters,
+        message_bytes=hidden_bytes,
+        attended_bytes=0.0,
+    )

@@ -68,6 +68,8 @@ class Facts:
         model: weights of its parts.
         work: what a sequence asks of each layer; None where the model's forward does not run without data.
         flops_per_s: what a rank reaches in practice; None where the stages' costs are known.
+        run: what is trained, as the cache of speeds names it; empty where a run's slots do not show a rank's speed.
+        optimizer_bytes: of state for each weight that the caller's optimiser steps; None for one that is configured.
         device_bytes: memory of the rank that has least.
         device: type of the ranks' devices: cpu or cuda.
         stage_costs: costs of the virtual stages by how many there are, where they are known; where
@@ -91,6 +93,8 @@ class Facts:
     layout: RankLayout
     model: ModelSizes
     flops_per_s: float | None
+    run: str = ""
+    optimizer_bytes: float | None = None
     device_bytes: float
     device: str = "cpu"
     stage_costs: dict[int, tuple[StageCost, ...]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 from transformers import PreTrainedConfig
 
 from weft.comm.collectives import CollectiveCosts
@@ -20,12 +22,14 @@ from weft.comm.collectives.probe import nodes_of_world
 from weft.comm.exchange import gather
 from weft.conf.files import JsonCache
 from weft.conf.hosts import most_ranks_of_a_host, working_hosts, world_size
+from weft.conf.measurements import Measurements
 from weft.conf.schema import ClusterConfig, Partition, WeftConfig
 from weft.engine.distributed import device_bytes, from_rank_zero, ranks_on_this_host
 from weft.engine.planning.devices import usable_flops, usable_memory
 from weft.engine.planning.exchange_facts import with_exchange
 from weft.engine.planning.facts import Facts, Links
 from weft.engine.planning.layout import RankLayout
+from weft.engine.planning.optimizer_state import OptimizerMaker, state_bytes
 from weft.engine.planning.schedules import open_placements, read_costs
 from weft.engine.planning.strand_facts import with_axes, with_strands
 from weft.engine.precision import DTYPES
@@ -36,6 +40,8 @@ from weft.pipeline.costs import CostModel, LinkCost
 from weft.pipeline.planner.workload import WORK_FORM, ModelWork
 from weft.pipeline.strands.work import Speed
 
+log = logging.getLogger(__name__)
+
 
 def facts_before_start(
     config: WeftConfig,
@@ -44,6 +50,7 @@ def facts_before_start(
     num_nodes: int = 1,
     collectives: CollectiveCosts | None = None,
     model: nn.Module | None = None,
+    optimizer: Optimizer | OptimizerMaker | None = None,
 ) -> Facts:
     """Gather the facts that are available before a rank starts, for devices such as this machine's.
 
@@ -52,6 +59,7 @@ def facts_before_start(
         collectives: costs of collectives over them, where the caller knows them; None takes what
             earlier runs and `python -m benchmarks collectives` have left.
         model: that trains, where it is not made from ``config``.
+        optimizer: that steps it, where it is not the configured one.
 
     Raises:
         ValueError: ``pipeline.costs_file`` cannot be read, or replicas cannot be spread over so many nodes.
@@ -60,7 +68,7 @@ def facts_before_start(
     available = device_bytes(device, most_ranks_of_a_host(config.cluster))
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))  # as `weft launch` sets it for every rank
     machine = _Machine(world_size(config.cluster), device, available, threads, _world_nodes(config.cluster))
-    facts = _known_facts(config, hf_config, machine, model)
+    facts = _known_facts(config, hf_config, machine, model, optimizer)
     nodes = _replica_nodes(config, facts.layout, num_nodes)
     facts = facts.with_nodes(nodes, "given by cluster.hostfile" if config.cluster.hostfile else f"{num_nodes} assumed")
     if collectives is not None:
@@ -77,6 +85,7 @@ def facts_of_ranks(
     device: torch.device,
     *,
     model: nn.Module | None = None,
+    optimizer: Optimizer | OptimizerMaker | None = None,
     own_loss: bool = True,
 ) -> Facts:
     """Gather the facts that a job's ranks have before any link is opened; a collective call.
@@ -85,6 +94,7 @@ def facts_of_ranks(
 
     Args:
         model: that trains, where it is not made from ``config``.
+        optimizer: that steps it, where it is not the configured one.
         own_loss: whether the model's own loss is minimised.
 
     Raises:
@@ -94,7 +104,7 @@ def facts_of_ranks(
     shares = config.parallel.tensor * config.parallel.context * config.parallel.expert
     nodes = nodes_of_world() if shares > 1 or config.cluster.hostfile else ()
     machine = _Machine(dist.get_world_size(), device, available, torch.get_num_threads(), nodes)
-    return from_rank_zero(lambda: _known_facts(config, hf_config, machine, model, own_loss=own_loss), Facts)
+    return from_rank_zero(lambda: _known_facts(config, hf_config, machine, model, optimizer, own_loss=own_loss), Facts)
 
 
 def with_collectives(
@@ -132,6 +142,7 @@ def _known_facts(
     hf_config: PreTrainedConfig,
     machine: _Machine,
     model: nn.Module | None = None,
+    optimizer: Optimizer | OptimizerMaker | None = None,
     *,
     own_loss: bool = True,
 ) -> Facts:
@@ -142,8 +153,11 @@ def _known_facts(
         "model": f"counted from the configuration of {config.model.path or f'a new {hf_config.model_type}'}",
         "device_bytes": f"memory of this machine's {machine.device.type}",
         "device": "this machine's",
+        "optimizer_bytes": "measured in a step of the caller's optimiser",
+        "run": "named by the configuration",
         "links": "given by cluster.links",
     }
+    run = "" if layout.axis_groups else _run_name(config, hf_config)  # collectives inside of layers cost time, too
     links, flops = _given_links(config.cluster, _uplink_sharing(config.cluster, layout, machine.nodes)), None
     given: dict[int, CostModel] = {}
     if config.pipeline.costs_file:
@@ -151,7 +165,7 @@ def _known_facts(
         links = replace(links, local=next(iter(given.values())).local)
         sources["stage_costs"] = sources["stage_pairs"] = f"given by pipeline.costs_file={config.pipeline.costs_file}"
     else:
-        flops, sources["flops_per_s"] = usable_flops(machine.device, machine.threads, devices_cache(config))
+        flops, sources["flops_per_s"] = usable_flops(machine.device, machine.threads, devices_cache(config), run)
     trained = hf_config if model is None else model
     work, sources["work"] = _traced(config, hf_config, trained)
     facts = Facts(
@@ -165,6 +179,7 @@ def _known_facts(
         ),
         work=work,
         flops_per_s=flops,
+        run=run,
         device_bytes=machine.device_bytes,
         device=machine.device.type,
         keeps_frozen=machine.device.type == "cpu" and _keeps_frozen(config, model),
@@ -175,9 +190,35 @@ def _known_facts(
         replica_nodes=(0,) * layout.data_ranks,
         sources=sources,
     )
+    facts = replace(facts, optimizer_bytes=_optimizer_bytes(config, facts, machine.device, optimizer))
     facts = with_axes(config, facts, machine.nodes, machine.device)
     facts = with_exchange(config, hf_config, facts)
     return with_strands(config, trained, facts, lambda: _speed(config, machine), own_loss=own_loss)
+
+
+def _run_name(config: WeftConfig, hf_config: PreTrainedConfig) -> str:
+    """Return a readable name of all that a run's speed depends on, besides the device."""
+    model = hashlib.sha256(hf_config.to_json_string(use_diff=False).encode()).hexdigest()[:8]
+    shape = f"{config.train.microbatch_size} x {config.data.sequence_length} tokens"
+    again = ", recomputed" if config.model.gradient_checkpointing else ""
+    lora = ", lora" if config.model.lora.enabled else ""
+    return f"{hf_config.model_type} {model}, {shape}, {config.train.precision.name}{lora}{again}"
+
+
+def _optimizer_bytes(
+    config: WeftConfig, facts: Facts, device: torch.device, given: Optimizer | OptimizerMaker | None
+) -> float | None:
+    """Return the state of the caller's optimiser per weight; None without one, or where it cannot be measured."""
+    if given is None:
+        return None
+    width = facts.model.hidden_size
+    trained = sum(layer.held_trained for layer in facts.model.layers) / facts.layout.stages
+    shard = min(trained, config.zero.reduce_bucket_size) / facts.layout.lines
+    try:  # a parameter that is whole in a rank's shard keeps its form
+        return state_bytes(given, device, width, flat=bool(config.zero.stage) and shard < width * width)
+    except Exception as error:  # any: it is the caller's code, and may want the weights of the model
+        log.warning("memory is predicted with the state of %s: %s", config.optimizer.kind.name, error)
+        return None
 
 
 def _speed(config: WeftConfig, machine: _Machine) -> Speed:
@@ -185,9 +226,9 @@ def _speed(config: WeftConfig, machine: _Machine) -> Speed:
     return Speed(usable_flops(*how)[0], usable_memory(*how))
 
 
-def devices_cache(config: WeftConfig) -> JsonCache:
+def devices_cache(config: WeftConfig) -> Measurements:
     """Return the file of what devices were measured to do."""
-    return JsonCache(Path(config.data.cache_dir).expanduser() / "devices.json")
+    return Measurements(Path(config.data.cache_dir).expanduser() / "devices.json")
 
 
 def _world_nodes(cluster: ClusterConfig) -> tuple[int, ...]:

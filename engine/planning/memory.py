@@ -62,7 +62,7 @@ def rank_states(config: WeftConfig, facts: Facts, placement: Placement, split: S
                 size.held_trained,
                 size.trained / lines,
                 facts.model.largest_trained_layer,
-                optimizer_bytes(config.optimizer),
+                optimizer_bytes(config.optimizer) if facts.optimizer_bytes is None else facts.optimizer_bytes,
             ),
         )
         if facts.keeps_frozen:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from weft.conf.schema import Partition, WeftConfig
 from weft.engine.planning.dp_cells import CellMember
-from weft.engine.planning.estimates import planning_costs, rank_size, stage_sizes, stepping_bytes, working_bytes
+from weft.engine.planning.estimates import planning_costs, rank_size, stage_sizes, working_bytes
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.memory import activation_memory, rank_memory, rank_states
@@ -18,10 +18,11 @@ from weft.engine.stages.split import StageSplit, split_model
 from weft.pipeline.action import Slot
 from weft.pipeline.cell import cell_step_s, pipeline_of, predict
 from weft.pipeline.costs import CostModel
+from weft.pipeline.generators.auto import own_cap_bytes
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.states import WEIGHT_BYTES, RankMemory, ZeroMemory
-from weft.pipeline.text import bytes_text
+from weft.pipeline.states import WEIGHT_BYTES, RankMemory, ZeroMemory, stepping_bytes
+from weft.pipeline.text import bytes_text, own_cap_text
 from weft.pipeline.timeline import Timeline
 
 
@@ -38,6 +39,7 @@ class RunPlan:
         members: each line's place in its DP-cell.
         cells: the lowered schedules of DP-cells, by their number of pipelines.
         memory: of each pipeline rank of the first line.
+        own_cap_bytes: limit of activations on each rank that `auto` has set; None where it has not.
         step_s: predicted seconds of a step, by the last pipeline of any: replicas wait for each other.
         bubble_share: predicted share of a step in which ranks do not compute.
     """
@@ -50,6 +52,7 @@ class RunPlan:
     members: tuple[CellMember, ...]
     cells: dict[int, Schedule]
     memory: tuple[RankMemory, ...]
+    own_cap_bytes: float | None = None
     step_s: float
     bubble_share: float
 
@@ -96,7 +99,14 @@ class RunPlan:
     def summary(self) -> str:
         """One line on the prediction."""
         most = bytes_text(max(memory.total for memory in self.memory))
-        return f"predicted step {self.step_s:.4g} s, bubbles {self.bubble_share:.1%}, {most} on the fullest rank"
+        cap = f"; {text}" if (text := self.cap_text()) else ""
+        return f"predicted step {self.step_s:.4g} s, bubbles {self.bubble_share:.1%}, {most} on the fullest rank{cap}"
+
+    def cap_text(self) -> str:
+        """The memory cap that `auto` has set; empty where it has not."""
+        if self.own_cap_bytes is None:
+            return ""
+        return f"auto has set {own_cap_text(self.own_cap_bytes, max(memory.activations for memory in self.memory))}"
 
 
 def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = None) -> RunPlan:
@@ -119,7 +129,12 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
     cells = plan_cells(config.pipeline, placement, sizes, costs=costs, zero_stage=config.zero.stage, overlap=overlap)
     working = working_bytes(config, facts, split, costs)
     stepping = [
-        stepping_bytes(config, facts, split, held, _stepped(config, facts, rank_size(facts.model, split, held)))
+        stepping_bytes(
+            config.optimizer,
+            _stepped(config, facts, size := rank_size(facts.model, split, held)),
+            size.largest,
+            together=facts.device != "cpu",
+        )
         for held in placement.rank_stages
     ]
     trained = [part.held_trained for part in parts]
@@ -132,10 +147,17 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
         overlap=overlap,
         members=members,
         cells=cells,
+        own_cap_bytes=_own_cap_bytes(config, cells[sizes[0]], costs),
         memory=rank_memory(config, cells[sizes[0]], costs, states, trained, working, stepping),
         step_s=max(_route_step_s(facts, route, cells, stepping_costs) for route in range(facts.layout.routes)),
         bubble_share=predict(cells[sizes[0]], stepping_costs, 0).bubble_share,
     )
+
+
+def _own_cap_bytes(config: WeftConfig, cell: Schedule, costs: CostModel) -> float | None:
+    if cell.name != "auto" or config.pipeline.memory_cap_bytes:
+        return None
+    return own_cap_bytes(cell.placement, cell.num_microbatches, costs.for_cell(cell.placement.pipelines))
 
 
 def settle_placement(config: WeftConfig, facts: Facts) -> Placement:

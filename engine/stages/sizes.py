@@ -39,6 +39,8 @@ class PartSize:
     """Those of `parameters` that are trained; all of them, if not given."""
     held_trained: int = -1
     """Those of `held` that are trained; all of them, if not given."""
+    active_trained: int = -1
+    """Trained weights among `active`; all of them, if not given."""
 
     def __post_init__(self) -> None:
         """A rank holds all, and trains it, unless it is said otherwise."""
@@ -48,6 +50,8 @@ class PartSize:
             object.__setattr__(self, "trained", self.parameters)
         if self.held_trained < 0:
             object.__setattr__(self, "held_trained", self.held)
+        if self.active_trained < 0:
+            object.__setattr__(self, "active_trained", self.active)
 
     def __add__(self, other: PartSize) -> PartSize:
         return PartSize(
@@ -57,6 +61,7 @@ class PartSize:
             max(self.largest, other.largest),
             self.trained + other.trained,
             self.held_trained + other.held_trained,
+            self.active_trained + other.active_trained,
         )
 
     def without(self, other: PartSize) -> PartSize:
@@ -68,6 +73,7 @@ class PartSize:
             self.largest,
             self.trained - other.trained,
             self.held_trained - other.held_trained,
+            self.active_trained,
         )
 
 
@@ -135,7 +141,7 @@ def model_sizes(
     before = _size(model, cuts, outside - (of_head - of_embedding))
     text = model.config.get_text_config()
     return ModelSizes(
-        before=replace(before, active=0),
+        before=replace(before, active=0, active_trained=0),
         layers=tuple(_size(model, cuts, {id(parameter) for parameter in layer.parameters()}) for layer in layers),
         after=_size(model, cuts, of_head),
         tied=_size(model, cuts, of_head & of_embedding),
@@ -164,7 +170,7 @@ def _cuts(model: PreTrainedModel, layers: str, tensor: int, expert: int) -> dict
 def _size(model: PreTrainedModel, cuts: Mapping[str, Cut], wanted: set[int]) -> PartSize:
     """Return the size of the parameters with these identities."""
     chosen, experts = chosen_experts(model.config.get_text_config())
-    total = active = held = largest = trained = held_trained = 0
+    total = active = held = largest = trained = held_trained = active_trained = 0
     for name, parameter in model.named_parameters():
         if id(parameter) not in wanted:
             continue
@@ -172,10 +178,12 @@ def _size(model: PreTrainedModel, cuts: Mapping[str, Cut], wanted: set[int]) -> 
         total += count
         here = cuts[name].num_elements if name in cuts else count
         held += here
+        met = count * chosen // experts if experts and ".experts." in name else count
+        active += met
         if parameter.requires_grad:
             trained, held_trained, largest = trained + count, held_trained + here, max(largest, here)
-        active += count * chosen // experts if experts and ".experts." in name else count
-    return PartSize(total, active, held, largest, trained, held_trained)
+            active_trained += met
+    return PartSize(total, active, held, largest, trained, held_trained, active_trained)
 
 
 def chosen_experts(config: PreTrainedConfig) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from weft.engine.stages.handover import set_dtype
 from weft.engine.stages.meta import meta_model
 from weft.engine.stages.skeleton import decoder_layers
 from weft.engine.stages.stage import hf_model
-from weft.pipeline.planner.workload import LOSS_BYTES, LOSS_WORKING_BYTES, LayerWork, ModelWork
+from weft.pipeline.planner.workload import LayerWork, ModelWork, loss_work
 
 assert packed  # on the meta device transformers could not look for packed rows by itself
 _TRACED = "weft_traced"
@@ -234,13 +234,7 @@ def _work(model: PreTrainedModel, path: str, tracer: _Tracer, name: str, tokens:
     outside = sum(weight.numel() for at, weight in model.named_parameters() if not at.startswith(f"{path}."))
     text = model.config.get_text_config()
     before, *inner, after = tracer.parts
-    logits = float(tokens * text.vocab_size)
-    loss = LayerWork(
-        parameters=0,
-        activation_bytes=logits * LOSS_BYTES,
-        unrecomputed_bytes=logits * LOSS_BYTES,
-        working_bytes=logits * LOSS_WORKING_BYTES,
-    )
+    weights = [weight for _, weight in model.named_parameters()]
     return ModelWork(
         name=name,
         sequence_length=tokens,
@@ -249,11 +243,12 @@ def _work(model: PreTrainedModel, path: str, tracer: _Tracer, name: str, tokens:
             _layer_work(part, sum(w.numel() for w in layer.parameters()), expert_parameters(layer))
             for part, layer in zip(inner, layers, strict=True)
         ),
-        after=_layer_work(after, head_weights, 0, recomputed=False) + loss,
+        after=_layer_work(after, head_weights, 0, recomputed=False) + loss_work(float(tokens * text.vocab_size)),
         tied_parameters=head_weights if tied else 0,
         message_bytes=float(tokens * text.hidden_size * dtype.itemsize),
         attended_bytes=max((part.attended_bytes for part in inner), default=0.0),
         heads=gcd(*(int(getattr(text, name, 0) or 0) for name in ("num_attention_heads", "num_key_value_heads"))),
+        trained_share=sum(w.numel() for w in weights if w.requires_grad) / sum(w.numel() for w in weights),
         experts=gcd(*(int(getattr(module, "num_experts", 0)) for _, module in expert_modules(model))),
     )
 

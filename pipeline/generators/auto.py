@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from math import frexp, ldexp
 
 from weft.pipeline.cell import add_relays, side_by_side
@@ -45,11 +46,9 @@ def generate_auto(
 
     Args:
         costs: seconds, bytes and links; for a DP-cell, of the cell (see `CostModel.for_cell`).
-        memory_cap_bytes: hard limit on the activation memory of any rank. With None or 0, `auto`
-            chooses it: an activation counts until its weight gradient is done, and the cap is
-            what 1F1B holds (P micro-batches of the fullest rank's chunks), or the smallest of a
-            few larger values, up to four times as much, with which the list scheduler comes
-            within 1 % of its best. A fixed schedule that holds more is the answer if it is faster.
+        memory_cap_bytes: hard limit on the activation memory of any rank. With None or 0, it is `own_cap_bytes`, and
+            an activation counts until its weight gradient is done. A fixed schedule that holds more is the answer if
+            it is faster.
         search_seconds: nominal time of the search. It is a fixed amount of work, so that every
             rank finds the same schedule whatever its load.
 
@@ -57,7 +56,7 @@ def generate_auto(
         ValueError: no schedule fits under the cap, or the costs are for another number of stages.
     """
     problem = _problem(placement, num_microbatches, costs, until_weight=not memory_cap_bytes)
-    cap_bytes = memory_cap_bytes or _default_cap_bytes(problem)
+    cap_bytes = memory_cap_bytes or own_cap_bytes(placement, num_microbatches, costs)
     _check_cap(problem, cap_bytes)
     cap_bytes *= _ROUNDED_UP
     every = list(_fixed(problem))
@@ -83,6 +82,24 @@ def generate_auto(
     steps_s = [_step_s(schedule, costs) for schedule in schedules]
     # The first, which keeps to the cap, unless another is shorter by more than rounding.
     return next(one for one, step_s in zip(schedules, steps_s, strict=True) if step_s <= min(steps_s) * _ROUNDED_UP)
+
+
+@lru_cache(maxsize=16)
+def own_cap_bytes(placement: Placement, num_microbatches: int, costs: CostModel) -> float:
+    """Return the memory cap that `auto` sets where none is given.
+
+    It is what 1F1B holds (P micro-batches of the fullest rank's chunks), or the smallest of a few larger values, up
+    to four times as much, with which the list scheduler comes within 1 % of its best.
+    """
+    problem = _problem(placement, num_microbatches, costs, until_weight=True)
+    held = max(problem.microbatch_bytes())
+    if not held:
+        return 1.0
+    base, chunk = held * problem.placement.single.num_ranks, max(problem.start_bytes)
+    caps = [base, base + chunk, *(base * more for more in (1.25, 1.5, 2.0, 3.0, 4.0))]
+    first = [backward_first(problem, pair=pair) for pair in pair_kinds(problem)]
+    times_s = [min(_list_schedule(problem, rule, cap * _ROUNDED_UP)[0] for rule in first) for cap in caps]
+    return next(cap for cap, time_s in zip(caps, times_s, strict=True) if time_s <= 1.01 * min(times_s))
 
 
 def _ends_differ(costs: CostModel) -> bool:
@@ -148,18 +165,6 @@ def _list_schedule(problem: Problem, rule: Rule, cap_bytes: float) -> tuple[floa
         assert timing is not None
         makespan_s = timing.makespan_s
     return makespan_s, scheduler.rows
-
-
-def _default_cap_bytes(problem: Problem) -> float:
-    """Return 1F1B's memory, or the smallest larger cap that is within 1 % of the fastest."""
-    held = max(problem.microbatch_bytes())
-    if not held:
-        return 1.0
-    base, chunk = held * problem.placement.single.num_ranks, max(problem.start_bytes)
-    caps = [base, base + chunk, *(base * more for more in (1.25, 1.5, 2.0, 3.0, 4.0))]
-    first = [backward_first(problem, pair=pair) for pair in pair_kinds(problem)]
-    times_s = [min(_list_schedule(problem, rule, cap * _ROUNDED_UP)[0] for rule in first) for cap in caps]
-    return next(cap for cap, time_s in zip(caps, times_s, strict=True) if time_s <= 1.01 * min(times_s))
 
 
 def _check_cap(problem: Problem, cap_bytes: float) -> None:

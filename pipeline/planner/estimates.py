@@ -9,12 +9,12 @@ from itertools import accumulate
 from math import inf
 from typing import Any, TypeVar
 
-from weft.conf.schema import Precision, ZeroConfig
+from weft.conf.schema import OptimizerConfig, Precision, ZeroConfig
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.planner.cluster import Cluster, Site
 from weft.pipeline.planner.layout import Layout, Shape
-from weft.pipeline.planner.workload import LayerWork, ModelWork
-from weft.pipeline.states import RankMemory, zero_memory
+from weft.pipeline.planner.workload import LayerWork, ModelWork, gathered_widths, share_of_loss
+from weft.pipeline.states import WEIGHT_BYTES, RankMemory, TrainedWeights, stepping_bytes, zero_memory
 
 Found = TypeVar("Found")
 MANY_BYTES = 1e15
@@ -34,6 +34,7 @@ FIELDS = (
 )
 """The fields of `LayerWork`."""
 _ZERO = [ZeroConfig(stage=stage) for stage in range(4)]
+_ADAMW = OptimizerConfig()
 STEP_BYTES = 30
 """Bytes of memory traffic per stepped weight: reads and writes of fp32 weight and moments, gradient, bf16 weight."""
 
@@ -113,13 +114,14 @@ class Estimates:
         Fields of the work may be arrays, for many ranks at once.
         """
         speed = site.gpu.flops_per_s * self.cluster.efficiency * shape.gpus_per_rank / shape.microbatch_size
-        matmul_s, attention_s = work.matmul_flops / speed, work.attention_flops / speed
-        exchanged_s = self.layer_collectives_s(work, num_layers, shape, site)
         gathered_s = self.weights_s(work, shape, site)
-        forward_s = matmul_s + attention_s + exchanged_s
-        again_s = forward_s if shape.checkpointing else 0.0
-        input_s = matmul_s + 2 * attention_s + exchanged_s + again_s
-        return _larger(forward_s, gathered_s), _larger(input_s, gathered_s), matmul_s
+        forward_s, input_s, weight_s = work.seconds(
+            speed,
+            recomputes=shape.checkpointing,
+            trained_share=self.work.trained_share,
+            exchanged_s=self.layer_collectives_s(work, num_layers, shape, site),
+        )
+        return _larger(forward_s, gathered_s), _larger(input_s, gathered_s), weight_s
 
     def layer_collectives_s(self, work: LayerWork, num_layers: Any, shape: Shape, site: Site) -> Any:
         """Return the seconds of the collectives among GPUs that share a layer, in one direction, per micro-batch.
@@ -145,7 +147,7 @@ class Estimates:
 
         Replicas of one host reduce first, and hosts what is left to each (Centauri's group partition).
         """
-        return self._over_holders_s(reduced_bytes(shape), work, shape, site)
+        return self._over_holders_s(self.work.trained_share * reduced_bytes(shape), work, shape, site)
 
     def across_s(self, work: LayerWork, shape: Shape, sites: Sequence[int]) -> float:
         """Seconds in which replicas at several sites reduce and gather what each site's GPUs have reduced.
@@ -238,7 +240,7 @@ class Estimates:
             return 0.0
         dense, experts = self._held(work, shape)
         shared = dense / (shape.lines_of_route // shape.tensor) + experts / (shape.lines_of_route // shape.expert)
-        return reduced_bytes(shape) * shared / shape.routes
+        return self.work.trained_share * reduced_bytes(shape) * shared / shape.routes
 
     def weights_s(self, work: LayerWork, shape: Shape, site: Site) -> float:
         """Seconds in which a rank's weights are gathered for one pass of a micro-batch, while it computes: ZeRO 3."""
@@ -257,7 +259,7 @@ class Estimates:
     def optimizer_s(self, work: LayerWork, shape: Shape, site: Site) -> float:
         """Seconds of a rank's optimiser, which memory's bandwidth bounds."""
         stepped = work.parameters / shape.lines if shape.zero_stage else self.parameters(work, shape)
-        return stepped * STEP_BYTES / site.gpu.bytes_per_s
+        return self.work.trained_share * stepped * STEP_BYTES / site.gpu.bytes_per_s
 
     def parameters(self, work: LayerWork, shape: Shape) -> float:
         """Weights of a rank on each of its GPUs."""
@@ -271,29 +273,44 @@ class Estimates:
 
     def activation_bytes(self, work: LayerWork, num_layers: int, shape: Shape) -> float:
         """Return the bytes that a micro-batch leaves on each GPU of a rank until its backward."""
-        kept = work.activation_bytes
-        if shape.checkpointing:
-            kept = self.work.message_bytes * num_layers + work.unrecomputed_bytes
+        kept = work.saved_bytes(
+            num_layers,
+            self.work.message_bytes,
+            recomputes=shape.checkpointing,
+            gathered_bytes=self._gathered_bytes(shape),
+        )
         return kept * shape.microbatch_size / shape.gpus_per_rank
 
     def memory(self, work: LayerWork, num_layers: int, shape: Shape, activations: float = 0.0) -> RankMemory:
         """Return the memory of a rank's GPU, with so many bytes of saved activations."""
-        shards = shape.replicas * shape.context
+        shards, held = shape.replicas * shape.context, self.parameters(work, shape)
+        # experts that GPUs share have fewer holders than other weights
+        share = work.parameters / shape.lines if shape.zero_stage else held / shards
+        largest, trained = self._largest_layer // shape.tensor, self.work.trained_share
         zero = zero_memory(
-            round(self.parameters(work, shape)),
+            round(held),
             _ZERO[shape.zero_stage],
             Precision.bf16,
             shards,
-            largest_block=self._largest_layer // shape.tensor,
+            largest_block=largest,
             microbatches=shape.microbatches,
-            # experts that GPUs share have fewer holders than other weights
-            share=work.parameters / shape.lines if shape.zero_stage else None,
+            share=share,
+            trained=TrainedWeights(trained * round(held), trained * share, trained * largest),
         )
-        working = work.working_bytes
-        if shape.checkpointing:  # a layer's forward runs again before its backward
-            working = max(working, (work.activation_bytes - work.unrecomputed_bytes) / max(1, num_layers))
+        working = work.backward_bytes(
+            num_layers,
+            recomputes=shape.checkpointing,
+            gathered_bytes=self._gathered_bytes(shape),
+            loss_share=share_of_loss(shape.tensor, WEIGHT_BYTES[Precision.bf16]),
+        )
         beside = zero.buffers if shape.zero_stage == 3 else 0.0
-        return RankMemory(zero, activations, working * shape.microbatch_size / shape.gpus_per_rank, beside)
+        stepping = stepping_bytes(_ADAMW, trained * (share if shape.zero_stage else held), largest, together=True)
+        return RankMemory(zero, activations, working * shape.microbatch_size / shape.gpus_per_rank, beside, stepping)
+
+    def _gathered_bytes(self, shape: Shape) -> float:
+        """Return the bytes per sequence that a layer keeps of tensors that its ranks have gathered."""
+        attended = self.work.attended_bytes / self.work.message_bytes
+        return gathered_widths(shape.tensor, shape.context, attended) * self.work.message_bytes
 
     def costs(self, layout: Layout) -> CostModel:
         """Seconds and bytes of one pipeline of a layout."""

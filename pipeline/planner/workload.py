@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
-WORK_FORM = 4
+WORK_FORM = 5
 """The version of work that is stored in files; another number makes old entries unread."""
 LOSS_BYTES = 4
 """Bytes per logit that the loss saves: the fp32 logarithms of probabilities."""
@@ -15,6 +15,26 @@ LOSS_WORKING_BYTES = 8
 """Bytes per logit that the loss's backward takes besides: fp32 gradients of these and of the logits."""
 CUT_LOSS_WORKING_BYTES = {2: 6, 4: 4}
 """The same by bytes of an activation where members share the vocabulary: an fp32 gradient, and its copy in theirs."""
+
+
+GATHERED_WIDTHS = 2
+"""Hidden states of the whole sequence that members of a tensor group keep of a layer: the inputs of attention and of
+the feed-forward part, which they have gathered."""
+
+
+def gathered_widths(tensor: int, context: int, attended: float) -> float:
+    """Return what a layer saves of the parts of others, in hidden states of what one rank has.
+
+    Args:
+        tensor, context: ranks that share a layer's weights, and a sequence.
+        attended: keys and values of a token in hidden states, where each rank gathers those of all.
+    """
+    return float(GATHERED_WIDTHS * (tensor - 1)) + attended * (context - 1)
+
+
+def share_of_loss(tensor: int, weight_bytes: int) -> float:
+    """Return what the loss's backward takes, over what it takes where no ranks share the vocabulary."""
+    return 1.0 if tensor == 1 else CUT_LOSS_WORKING_BYTES[weight_bytes] / LOSS_WORKING_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +66,61 @@ class LayerWork:
         """Operations of a forward; the gradients of inputs and of weights take twice as many together."""
         return self.matmul_flops + self.attention_flops
 
+    def seconds(
+        self, flops_per_s: float, *, recomputes: bool, trained_share: float = 1.0, exchanged_s: Any = 0.0
+    ) -> tuple[Any, Any, Any]:
+        """Seconds of the forward, of the gradients of inputs, and of those of weights.
+
+        Fields may be arrays, of many parts at once.
+
+        Args:
+            recomputes: whether the forward runs again before the backward.
+            trained_share: of the products' weights, those that have gradients.
+            exchanged_s: of collectives inside of layers, in one direction.
+        """
+        matmul_s, attention_s = self.matmul_flops / flops_per_s, self.attention_flops / flops_per_s
+        forward_s = matmul_s + attention_s + exchanged_s
+        again_s = forward_s if recomputes else 0.0
+        return forward_s, matmul_s + 2 * attention_s + exchanged_s + again_s, trained_share * matmul_s
+
+    def saved_bytes(
+        self, num_layers: int, hidden_bytes: float, *, recomputes: bool, gathered_bytes: float = 0.0
+    ) -> float:
+        """Bytes that are kept from the forward to the backward.
+
+        Args:
+            num_layers: that this is of.
+            hidden_bytes: of the hidden states that a layer begins with.
+            gathered_bytes: of parts of others that a layer keeps, too, unless it is recomputed.
+        """
+        if recomputes:
+            return num_layers * hidden_bytes + self.unrecomputed_bytes
+        return self.activation_bytes + num_layers * gathered_bytes
+
+    def backward_bytes(
+        self, num_layers: int, *, recomputes: bool, gathered_bytes: float = 0.0, loss_share: float = 1.0
+    ) -> float:
+        """Bytes that a backward takes besides those: the loss's, or a layer's that is recomputed.
+
+        Args:
+            loss_share: that is taken of `working_bytes`.
+        """
+        again = (self.activation_bytes - self.unrecomputed_bytes) / max(1, num_layers) + gathered_bytes
+        return max(self.working_bytes * loss_share, again if recomputes else 0.0)
+
     def __add__(self, other: LayerWork) -> LayerWork:
         return LayerWork(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
 
 NOTHING = LayerWork(parameters=0)
+
+
+def loss_work(logits: float) -> LayerWork:
+    """The work of a loss over so many logits."""
+    saved = logits * LOSS_BYTES
+    return LayerWork(
+        parameters=0, activation_bytes=saved, unrecomputed_bytes=saved, working_bytes=logits * LOSS_WORKING_BYTES
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +138,7 @@ class ModelWork:
         attended_bytes: of one layer's keys and values, which context parallelism gathers.
         heads: what tensor parallelism has to divide: heads of keys and values, and of queries; 0 is not known.
         experts: of a layer, which expert parallelism has to divide; 0 is none that can be shared.
+        trained_share: of the weights, those that are trained.
     """
 
     name: str
@@ -80,6 +151,7 @@ class ModelWork:
     attended_bytes: float
     heads: int = 0
     experts: int = 0
+    trained_share: float = 1.0
 
     @cached_property
     def whole(self) -> LayerWork:

@@ -211,6 +211,23 @@ def test_a_dry_run_tells_how_far_auto_is_from_the_lower_bound(tmp_path):
     assert "lower bound of 1.5 s for this placement in any memory" in said
 
 
+def test_auto_tells_the_memory_cap_that_it_sets_and_what_lifts_it(tmp_path):
+    from weft.tools.dry_run import expected_plan, report
+
+    file = tmp_path / "costs.yaml"
+    file.write_text("stages: {forward_ms: 100, input_ms: 100, weight_ms: 100, activation_bytes: 2e6, output_bytes: 1}")
+    settings = ["pipeline.schedule=auto", "pipeline.placement=straight", "pipeline.microbatches=8"]
+    given = ["recipe=quickstart", f"pipeline.costs_file={file}", *settings, "pipeline.search_seconds=0.1"]
+    said = report(load(given))
+    plan = expected_plan(load(given))
+    cap = int(plan.own_cap_bytes)
+    assert cap % 2_000_000 == 0 and 8_000_000 <= cap <= 32_000_000
+    line = f"of activations on each rank ({cap} bytes); pipeline.memory_cap_bytes lifts or lowers that"
+    assert line in said and line in plan.summary(), "the dry run, and the log of a run"
+    fixed = [*given, f"pipeline.memory_cap_bytes={cap}"]
+    assert "auto has set" not in report(load(fixed)) + expected_plan(load(fixed)).summary()
+
+
 def test_more_ranks_than_gpus(config, monkeypatch):
     monkeypatch.setattr("weft.tools.preflight.num_gpus", lambda: 2)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)

@@ -9,28 +9,31 @@ from typing import Any
 
 from weft.conf.documents import parse_json, read_text
 from weft.conf.files import JsonCache
+from weft.conf.schema import LoraConfig
 from weft.pipeline.limits import short_repr
 from weft.pipeline.planner.workload import WORK_FORM, ModelWork
 
 
-def model_work(model: str, sequence_length: int, cache: Path) -> ModelWork:
+def model_work(model: str, sequence_length: int, cache: Path, lora: LoraConfig | None = None) -> ModelWork:
     """Return the operations and bytes per sequence of each layer of a model.
 
     Args:
         model: a config.json or a file like it, a folder with one, or a hub name.
         cache: a JSON file.
+        lora: adapters that are trained instead of the model's weights.
 
     Raises:
         ValueError: the model cannot be read or traced.
     """
     text = _config_text(model)
-    key = hashlib.sha256(f"{WORK_FORM} {sequence_length} {text or model}".encode()).hexdigest()
+    adapters = f" {lora}" if lora else ""
+    key = hashlib.sha256(f"{WORK_FORM} {sequence_length} {text or model}{adapters}".encode()).hexdigest()
     store = JsonCache(cache.expanduser())
     try:
         return ModelWork.from_dict(store.read()[key])
     except (KeyError, TypeError):
         pass
-    work = _traced(model, text, sequence_length)
+    work = _traced(model, text, sequence_length, lora)
     with contextlib.suppress(OSError):  # it is traced again the next time
         store.add({key: work.to_dict()})
     return work
@@ -68,7 +71,7 @@ def _config_text(model: str) -> str | None:
         raise ValueError(f"--model {model}: {error}; give a config.json, a folder with one, or a hub name") from error
 
 
-def _traced(model: str, text: str | None, sequence_length: int) -> ModelWork:
+def _traced(model: str, text: str | None, sequence_length: int, lora: LoraConfig | None) -> ModelWork:
     fields = config_of(model)
     from transformers import AutoConfig  # takes seconds to load
 
@@ -88,4 +91,4 @@ def _traced(model: str, text: str | None, sequence_length: int) -> ModelWork:
         raise ValueError(
             f"--model {model}: {' '.join(str(error).split())}; give a config.json, a folder with one, or a hub name"
         ) from error
-    return trace_model(causal_config(config), sequence_length, name=name)
+    return trace_model(causal_config(config), sequence_length, name=name, lora=lora)

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from weft.conf.files import write_atomic
+from weft.conf.schema import LoraConfig
 from weft.pipeline.costs import CostModel
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Layout
@@ -18,12 +19,15 @@ from weft.pipeline.planner.speeds import busy_s
 from weft.pipeline.profile import costs_to_yaml
 
 
-def write_recipe(found: Plan, config: dict[str, Any] | None, model: str, path: Path) -> list[Path]:
+def write_recipe(
+    found: Plan, config: dict[str, Any] | None, model: str, path: Path, lora: LoraConfig | None = None
+) -> list[Path]:
     """Write the best plan; returns the files.
 
     Args:
         config: the model's fields, where it is not loaded from a folder or a hub.
         model: that folder or name.
+        lora: adapters that are trained.
     """
     layout = found.best.layout
     hosts = dict(_hosts(found, layout))
@@ -43,7 +47,7 @@ def write_recipe(found: Plan, config: dict[str, Any] | None, model: str, path: P
             "links": list(_links(found, layout)),
             **_routes(found, layout),
         },
-        "model": {**_model(config, model), "gradient_checkpointing": layout.checkpointing},
+        "model": {**_model(config, model), **_adapters(lora), "gradient_checkpointing": layout.checkpointing},
         "data": {"sequence_length": found.work.sequence_length},
         "pipeline": {
             "stages": layout.num_stages,
@@ -65,6 +69,11 @@ def write_recipe(found: Plan, config: dict[str, Any] | None, model: str, path: P
     write_atomic(costs, costs_to_yaml(_costs_of_a_rank(_slowest(found, layout), layout)))
     write_atomic(path, head + yaml.safe_dump(tree, sort_keys=False))
     return [path, hostfile, costs]
+
+
+def _adapters(lora: LoraConfig | None) -> dict[str, Any]:
+    """Return the fields of the adapters that `weft plan` has options for."""
+    return {"lora": {"enabled": True, "rank": lora.rank, "target_modules": lora.target_modules}} if lora else {}
 
 
 def _parallel(found: Plan, layout: Layout) -> dict[str, Any]:

@@ -163,10 +163,11 @@ def test_a_shape_is_crowded_where_memory_has_room_for_few_micro_batches():
     shape = replace(SHAPE, zero_stage=0)
     estimates, part = Estimates(TWO, WORK), bounds().part(2)
     saved, most = estimates.activation_bytes(part, 4, shape), TWO.sites[0].gpu.memory_bytes
+    held = estimates.memory(part, 4, shape)
 
     crowded = []
     for room_for in (0.1, 0.9, 1.1, 1.9, 2.1, 9.5):  # as many at a time as there is room for, one at least
-        share = (estimates.memory(part, 4, shape).total + room_for * saved) / most
+        share = (held.zero.kept + held.working + held.beside + room_for * saved) / most
         limits = Bounds(estimates, usable=share)
         crowded_s = 8 * limits._least_of(shape, Route((), ())).through_s / max(1, int(room_for))
         expected = max(1.0, crowded_s / limits.step_s(shape))

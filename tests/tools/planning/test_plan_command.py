@@ -75,6 +75,18 @@ def test_json_has_every_figure(weft_plan):
     assert steps == sorted(steps) and all(0 < one["memory_share"] <= 0.8 for one in found["plans"])
 
 
+def test_adapters_take_less_memory_and_time_than_all_weights(weft_plan, folder, capsys):
+    pins = ("--pin", "pipeline.stages=2", "--pin", "zero.stage=0", "--format", "json")
+    best = [json.loads(weft_plan(*pins, *more)[1])["plans"][0] for more in ((), ("--lora-rank", "4"))]
+    assert best[1]["step_s"] < 0.9 * best[0]["step_s"] and best[1]["memory_share"] < 0.8 * best[0]["memory_share"]
+    path = folder / "adapters.yaml"
+    code, *_ = weft_plan("--lora-rank", "4", "--lora-target", "q_proj", "--write", str(path))
+    lora = yaml.safe_load(path.read_text())["model"]["lora"]
+    assert code == 0 and lora == {"enabled": True, "rank": 4, "target_modules": ["q_proj"]}
+    code, _, error = weft_plan("--lora-target", "q_proj")
+    assert code == 2 and "--lora-target q_proj: no adapters are trained; give --lora-rank" in error
+
+
 def test_json_stays_json_beside_other_answers(weft_plan, folder):
     question = ("--what-if", "gpu A100 price=9")
     code, text, rest = weft_plan("--format", "json", *question, "--marginal", "--write", str(folder / "beside.yaml"))
